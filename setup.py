@@ -19,6 +19,7 @@ REQUIRED = [
     "torch>=2.6; sys_platform == 'linux'",
     "megatron-core>=0.16.1,<0.20; sys_platform == 'linux'",
     "transformers>=4.56,<6; sys_platform == 'linux'",
+    "msgspec>=0.19; sys_platform == 'linux'",
     "safetensors; sys_platform == 'linux'",
     "sentencepiece; sys_platform == 'linux'",
     "pyarrow; sys_platform == 'linux'",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 OldLogprobs = Literal["on_policy", "recompute", "cached", "rollout"]
 RowKey = tuple[int, int]  # (rollout, row)
@@ -25,8 +26,8 @@ def _none() -> np.ndarray:
 class Kept(NamedTuple):
     """The words that each of n tokens was drawn among, the token itself one of them. None of them: it was drawn among all."""
 
-    at: np.ndarray  # int64 [n + 1]: where each token's words begin in `ids`
-    ids: np.ndarray  # int32 [m]
+    at: NDArray[np.int64]  # [n + 1]: where each token's words begin in `ids`
+    ids: NDArray[np.int32]  # [m]
 
     @property
     def counts(self) -> np.ndarray:

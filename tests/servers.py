@@ -89,7 +89,7 @@ class Server:
         try:
             if stream.status != 200:
                 raise Refusal(stream.status, wire.decode_error(stream.read()))
-            answers = [wire.decode_line(line) for line in iter(stream.readline, b"")]
+            answers = [wire.decode_line(wire.Answer, line) for line in iter(stream.readline, b"")]
         finally:
             connection.close()
         return {answer.key: answer for answer in answers if answer is not None}

@@ -8,16 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from megatron_grpo.config.servers import Address
-from megatron_grpo.servers import wire, wire_scores
+from megatron_grpo.servers import wire
 
 TOKEN = "the token of these tests"
 STATE = wire.State(
@@ -45,8 +45,8 @@ class Broken(Exception):
 def answer(request: wire.Request, version: int, **changes) -> wire.Answer:
     """Tokens that tell the prompt, the seed and the place."""
     drawn = [
-        wire.Drawn(tokens=np.array([int(request.key), request.seed % 1000, place]), logprobs=np.full(3, -1.0), text=request.key,
-                   reason="stop", versions=((version, 0, 3),))
+        wire.Drawn(tokens=np.array([int(request.key), request.seed % 1000, place], np.int32), logprobs=np.full(3, -1.0, np.float32),
+                   text=request.key, reason="stop", versions=((version, 0, 3),))
         for place in range(request.n)
     ]  # fmt: skip
     return wire.Answer(key=request.key, completions=tuple(replace(one, **changes) for one in drawn))
@@ -107,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
             if self.headers.get(wire.AUTHORIZATION) != f"Bearer {TOKEN}":
                 return self._send(401, wire.encode_error("the token is missing or wrong"))
             if server.state.is_frozen and self.path != "/state":
-                return self._stream(wire.decode(wire_scores.PromptLogprobs, body))
+                return self._stream(wire.decode(wire.PromptLogprobs, body))
             mine = None if server.state.is_frozen else self.headers.get(wire.INCARNATION)
             is_owner = server.claim is not None and server.claim.incarnation == mine
             if self.path == "/claim":

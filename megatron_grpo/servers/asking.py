@@ -92,7 +92,7 @@ class Question(Calls[tuple[wire.Drawn, ...]]):
         )
         member.pictures.update(shown)
         for line in member.server.lines("/generate", body):
-            answer = wire.decode_line(line)
+            answer = wire.decode_line(wire.Answer, line)
             activity.advance(0)  # a server that lives says so, also while its answers are long
             if answer is not None:
                 member.pictures.difference_update(answer.lacks)

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
+from msgspec import Struct
+
 from megatron_grpo.base.errors import ConfigError, Problem, keep_secret, said_by
 from megatron_grpo.base.files import write_whole
 from megatron_grpo.config.servers import Address
@@ -70,12 +72,12 @@ class Server:
         """as_owner: keeps the server, and is refused where it is not this process's; without, whoever has the token may ask."""
         return wire.decode(wire.State, self.call("GET", "/state", timeout=CONNECT, as_owner=as_owner))
 
-    def call(self, method: str, path: str, body: object = None, *, timeout: float, as_owner: bool = True) -> bytes:
+    def call(self, method: str, path: str, body: Struct | None = None, *, timeout: float, as_owner: bool = True) -> bytes:
         """The whole answer. timeout: seconds without a byte. Raises Refused and Gone."""
         with self._opened(method, path, body, timeout, as_owner) as answer, _as_gone():
             return answer.read()
 
-    def lines(self, path: str, body: object) -> Iterator[bytes]:
+    def lines(self, path: str, body: Struct) -> Iterator[bytes]:
         """The lines of an answer as they come; an empty one only says that the server lives. Raises Refused and Gone."""
         with self._opened("POST", path, body, SILENCE) as answer:
             while True:
@@ -86,7 +88,9 @@ class Server:
                 yield line
 
     @contextmanager
-    def _opened(self, method: str, path: str, body: object, timeout: float, as_owner: bool = True) -> Iterator[http.client.HTTPResponse]:
+    def _opened(
+        self, method: str, path: str, body: Struct | None, timeout: float, as_owner: bool = True
+    ) -> Iterator[http.client.HTTPResponse]:
         host, port = self.address.host, self.address.port
         with _as_gone():
             connection = (

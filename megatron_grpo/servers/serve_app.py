@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from msgspec import Struct
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -28,7 +29,6 @@ from megatron_grpo.servers.serve_metrics import Metrics
 from megatron_grpo.servers.serve_ownership import Ownership, Refused
 from megatron_grpo.servers.serve_pictures import SentPictures
 
-Body = TypeVar("Body")
 Done = TypeVar("Done")
 
 
@@ -282,12 +282,12 @@ async def _first(futures: list[asyncio.Future[Any]], seconds: float | None = Non
     return (await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]
 
 
-async def body_of(request: Request, cls: type[Body]) -> Body:
+async def body_of(request: Request, cls: type[wire.Body]) -> wire.Body:
     """Raises Malformed."""
     return wire.decode(cls, await request.body())
 
 
-def _json(body: Any) -> Response:
+def _json(body: Struct) -> Response:
     return Response(wire.encode(body), media_type="application/json")
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from megatron_grpo.base.errors import ConfigError, Problem
@@ -154,7 +154,7 @@ class ServedEngine:
 
         sequences = asked.sequences
         all_shown = asked.shown or ((),) * len(sequences)
-        pictures = {one.key: one.content for one in asked.pictures}
+        pictures = {one.key: one.data for one in asked.pictures}
 
         async def one(place: int, ids: Sequence[int], shown: Sequence[wire.ShownPicture]) -> tuple[float, ...]:
             # One after the other, on one engine: the second reads what the first has left in its prefix cache.
@@ -208,7 +208,7 @@ class ServedEngine:
     # ---- weights
 
     async def join(self, join: wire.Join) -> None:
-        await self._all_workers("join_link", dataclasses.asdict(join))
+        await self._all_workers("join_link", msgspec.structs.asdict(join))
 
     async def take_weights(self, push: wire.WeightPush, has_base: bool = False) -> None:
         """Returns when every worker has every weight. Raises PushFailed. Earlier adapters are gone.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
+import msgspec
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from megatron_grpo.servers import wire
 from megatron_grpo.servers.serve_app import App, body_of
 from megatron_grpo.servers.serve_ownership import Refused
-from megatron_grpo.servers.wire_scores import PromptLogprobs, encode_scores
 
 
 class FrozenApp(App):
@@ -29,26 +29,26 @@ class FrozenApp(App):
 
     def _told(self) -> wire.State:
         own = dict(vocabulary=self._vocabulary, fingerprint=self._fingerprint, vocab_size=self._engine.vocab_size)
-        return replace(super()._told(), is_frozen=True, **own)
+        return msgspec.structs.replace(super()._told(), is_frozen=True, **own)
 
     async def state(self, request: Request) -> Response:
         await self._engine.check()
         return self._state()
 
     async def prompt_logprobs(self, request: Request) -> Response:
-        asked = await body_of(request, PromptLogprobs)
+        asked = await body_of(request, wire.PromptLogprobs)
         if fault := asked.fault(self._engine.max_model_len, self._engine.vocab_size):
             raise wire.Malformed(fault)
         return StreamingResponse(self._scores(asked), media_type=wire.STREAM_TYPE)
 
-    async def _scores(self, asked: PromptLogprobs) -> AsyncIterator[bytes]:
-        async def scored(place: int) -> tuple[int, list[float]]:
+    async def _scores(self, asked: wire.PromptLogprobs) -> AsyncIterator[bytes]:
+        async def scored(place: int) -> wire.Scored:
             logprobs = await self._engine.prompt_logprobs(asked.sequences[place], place)
             self._metrics.answered.labels(outcome="answered").inc()
-            return place, logprobs[asked.first[place] - 1 :]
+            return wire.Scored(place=place, logprobs=np.array(logprobs[asked.first[place] - 1 :], np.float32))
 
         works = [scored(place) for place in range(len(asked.sequences))]
-        async with aclosing(self._as_they_end(works, self._over, lambda one: encode_scores(*one))) as lines:
+        async with aclosing(self._as_they_end(works, self._over, wire.encode_line)) as lines:
             async for line in lines:
                 yield line
 

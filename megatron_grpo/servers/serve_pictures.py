@@ -20,7 +20,7 @@ class SentPictures:
 
     def take(self, sent: Iterable[wire.SentPicture]) -> dict[str, bytes]:
         """Keeps them; also those that are too many to keep are there for the request that they came with: what is returned."""
-        came = {one.key: one.content for one in sent}
+        came = {one.key: one.data for one in sent}
         for key, data in came.items():
             self._num_bytes += len(data) - len(self._held.pop(key, b""))
             self._held[key] = data

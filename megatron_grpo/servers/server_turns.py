@@ -109,7 +109,7 @@ class ServerTurns:
 
     def _hear(self, member: Member, left: dict[str, Key], body: wire.Generate) -> None:
         for line in member.server.lines("/generate", body):
-            answer = wire.decode_line(line)
+            answer = wire.decode_line(wire.Answer, line)
             activity.advance(0)  # a server that lives says so
             if answer is not None:
                 self._take(left.pop(answer.key, None), answer, body)

@@ -22,7 +22,6 @@ from megatron_grpo.servers import wire
 from megatron_grpo.servers.calls import Calls, Chunk, Loses
 from megatron_grpo.servers.fleet import SECONDS_BETWEEN_SIGNS, SECONDS_BETWEEN_TRIES, Member, is_death, named, say_aloud
 from megatron_grpo.servers.http import CONNECT, Call, Gone, Refused, Server, trust_of
-from megatron_grpo.servers.wire_scores import ROUTE, PromptLogprobs, decode_scores
 
 FLAG = "teacher_model_server"
 LARGEST = 1e-3  # of a log-prob: what is left of 0 after rounding
@@ -220,15 +219,15 @@ class _Question(Calls[np.ndarray]):
 
     def _hear(self, member: Member, chunk: Chunk) -> None:
         asked = [self._asked[place] for place in chunk]
-        body = PromptLogprobs(sequences=tuple(one.ids for one in asked), first=tuple(one.first for one in asked))
+        body = wire.PromptLogprobs(sequences=tuple(one.ids for one in asked), first=tuple(one.first for one in asked))
         left, heard = set(chunk), time.monotonic()
-        for line in member.server.lines(ROUTE, body):
+        for line in member.server.lines("/prompt_logprobs", body):
             activity.advance(0)
             if time.monotonic() - heard > self._timeout:
                 self.hangs = True
                 raise Gone(f"it lives, and has scored nothing for {self._timeout:g} s (vllm_server_timeout)", is_silent=True)
-            if found := decode_scores(line):
-                place, logprobs = found
+            if found := wire.decode_line(wire.Scored, line):
+                place, logprobs = found.place, found.logprobs
                 if not 0 <= place < len(chunk) or len(logprobs) != len(asked[place].ids) - asked[place].first:
                     raise wire.Malformed(f"it gave {len(logprobs)} log-probs for sequence {place} of {len(chunk)}")
                 if not (np.isfinite(logprobs) & (logprobs <= LARGEST)).all():

@@ -1,20 +1,18 @@
 """What crosses HTTP between a run and its rollout servers: the form of every body, and of every line that comes back.
 
-Both sides use this file, so what one writes the other reads. A body is a JSON object whose fields are those of a class below. Token ids,
-log-probs and routes of completions travel as base64 of their little-endian bytes: exact, and cheaper than decimal digits.
+Both sides use this file, so what one writes the other reads. A body is a JSON object whose fields are those of a class below, no more and
+no fewer. Bytes, and arrays as their little-endian bytes, travel as base64: exact, and cheaper than decimal digits.
 No torch and no vLLM, since a trainer on other machines than its servers has no vLLM.
 """
 
 from __future__ import annotations
 
-import base64
-import json
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
+import msgspec
 import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
 
 from megatron_grpo.base.errors import said_by
 from megatron_grpo.types import Kept
@@ -37,21 +35,22 @@ class Malformed(ValueError):
         super().__init__(said_by(sentence))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class Form(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is written and read as a JSON object."""
+
+
+class Claim(Form):
     """POST /claim: a run takes a server."""
 
     run: str  # lies in the run's output_dir, so it outlives a restart
     incarnation: str  # new in every process
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nothing:
+class Nothing(Form):
     """POST /release."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Join:
+class Join(Form):
     """POST /join: all workers of the server become members of a link (`parallel.link`), from rank `first_rank` on."""
 
     address: str  # of the trainer's store, as this server can reach it
@@ -62,8 +61,7 @@ class Join:
     seconds: float  # the longest wait for a member, at most LONGEST_JOIN
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightPush:
+class WeightPush(Form):
     """POST /weights: the server takes all weights from the link. version None: an adapter follows, and makes the version."""
 
     version: int | None
@@ -72,8 +70,7 @@ class WeightPush:
     moves_tower: bool = False  # the weights that see pictures are among them; else the server has them already
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterPush:
+class AdapterPush(Form):
     """POST /adapter: the server takes an adapter alone, for the base weights that this owner pushed before."""
 
     version: int
@@ -82,8 +79,7 @@ class AdapterPush:
     modules: tuple[str, ...]  # Hugging Face names of those that have an adapter in this run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
+class Sampling(Form):
     """How the tokens of all requests of one body are drawn."""
 
     temperature: float = 1.0  # 0 is greedy
@@ -93,31 +89,17 @@ class Sampling:
     tells_kept: bool = False  # completions come with what top_k, top_p, min_p and a grammar left of the vocabulary
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    more: dict[str, Any] = field(default_factory=dict)  # of vLLM's SamplingParams
+    more: dict[str, Any] = {}  # of vLLM's SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SentPicture:
+class SentPicture(Form):
     """The file of a picture. It is sent once, and known by its key until the server has forgotten it."""
 
     key: str
-    data: str  # base64
-
-    @classmethod
-    def of(cls, key: str, content: bytes) -> SentPicture:
-        return cls(key=key, data=base64.b64encode(content).decode())
-
-    @property
-    def content(self) -> bytes:
-        """Raises Malformed."""
-        try:
-            return base64.b64decode(self.data, validate=True)
-        except ValueError as error:
-            raise Malformed(f"the picture {self.key!r} is not base64: {error}") from error
+    data: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownPicture:
+class ShownPicture(Form):
     """Where a prompt shows a picture."""
 
     key: str
@@ -125,8 +107,7 @@ class ShownPicture:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(Form):
     """One group: a prompt that is answered n times."""
 
     key: str  # comes back with the answer
@@ -137,16 +118,14 @@ class Request:
     shown: tuple[ShownPicture, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class Bounds(Form):
     """How large pictures become before they are cut into patches, in pixels."""
 
     min_pixels: int
     max_pixels: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generate:
+class Generate(Form):
     """POST /generate: one line comes back for each request, in the order in which they end."""
 
     version: int
@@ -156,8 +135,7 @@ class Generate:
     bounds: Bounds | None = None  # where a request shows some
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
+class Score(Form):
     """POST /score: log-probs of each token after the first, at temperature 1; the last is read through the prefix cache."""
 
     sequences: tuple[tuple[int, ...], ...]
@@ -166,16 +144,14 @@ class Score:
     bounds: Bounds | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
+class Scores(Form):
     """What POST /score answers."""
 
     version: int | None
     logprobs: tuple[tuple[float, ...], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class State(Form):
     """What GET /state says; POST /claim, /release, /weights and /adapter answer it too."""
 
     boot: str  # another one after every start of the server
@@ -189,7 +165,7 @@ class State:
     max_model_len: int  # tokens of prompt and completion
     max_num_seqs: int  # sequences decoded together, by all engines of the server
     adapter_rank: int  # the largest rank that there is room for; 0: no room for adapters
-    shape: dict[str, Any] = field(default_factory=dict)  # `weights.shape.flat` of its model; {}: it does not say
+    shape: dict[str, Any] = {}  # `weights.shape.flat` of its model; {}: it does not say
     tells_experts: bool = False  # completions come with the experts that their tokens were routed to
     limit_images: int = 0  # pictures of a prompt; 0: the model sees none
     max_pixels: int = 0  # of a picture
@@ -200,21 +176,29 @@ class State:
     vocab_size: int = 0  # of a frozen one's model: token ids below it have log-probs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Drawn:
-    """One completion."""
+class Drawn(Form, omit_defaults=True, eq=False):
+    """One completion of T tokens."""
 
-    tokens: np.ndarray  # int32 [T]
-    logprobs: np.ndarray  # float32 [T]
+    tokens: NDArray[np.int32]  # [T]
+    logprobs: NDArray[np.float32]  # [T]
     text: str
-    reason: Literal["stop", "length"]
+    reason: str  # "stop" or "length"; any other is no answer
     versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) in tokens of the completion
-    experts: np.ndarray | None = None  # int16 [tokens, MoE layers, k]: what `experts.told` hands on
+    experts: NDArray[np.int16] | None = None  # [tokens, MoE layers, k]: what `experts.told` hands on
     kept: Kept | None = None  # what each token was drawn among
 
+    def __post_init__(self) -> None:
+        count = len(self.tokens)
+        if self.tokens.shape != self.logprobs.shape:
+            raise ValueError(f"{len(self.logprobs)} log-probs for {count} tokens")
+        if self.kept is not None:
+            counts, ids = self.kept.counts, self.kept.ids
+            if len(counts) != count or self.kept.at[0] != 0 or (counts < 0).any() or counts.sum() != len(ids):
+                by_counts = int(counts.sum())
+                raise ValueError(f"{len(ids)} kept words of {len(counts)} tokens, {by_counts} by their counts, for {count} tokens")
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Answer:
+
+class Answer(Form, omit_defaults=True, eq=False):
     """One line of /generate. error: what is wrong with this request; no other server would answer it either.
 
     lacks: keys of pictures that the server has not, or no more; the request is to be sent again with them.
@@ -225,166 +209,90 @@ class Answer:
     error: str | None = None
     lacks: tuple[str, ...] = ()
 
-
-# ---- bodies
-
-Body = TypeVar("Body")
-_NESTED: Mapping[str, type] = {cls.__name__: cls for cls in (Sampling, Request, SentPicture, ShownPicture, Bounds)}
+    def __post_init__(self) -> None:
+        if self.error is not None:
+            msgspec.structs.force_setattr(self, "error", said_by(self.error, most=LONGEST_REFUSAL))
 
 
-def encode(body: Any) -> bytes:
+class PromptLogprobs(Form):
+    """POST /prompt_logprobs, of a frozen server: one line comes back for each sequence, in the order in which they end."""
+
+    sequences: tuple[tuple[int, ...], ...]
+    first: tuple[int, ...]  # of each: the first token whose log-prob is wanted, at least 1
+
+    def fault(self, max_model_len: int, vocab_size: int) -> str | None:
+        """What no server of these sizes could do with it, as a sentence. One token is drawn besides, and thrown away."""
+        if len(self.first) != len(self.sequences):
+            return f"{len(self.first)} first tokens are told for {len(self.sequences)} sequences"
+        for ids, first in zip(self.sequences, self.first, strict=True):
+            if not 1 <= first < len(ids) < max_model_len:
+                return (
+                    f"a sequence of {len(ids)} tokens cannot be scored from token {first} on: it has at most {max_model_len - 1} "
+                    "(max_model_len - 1) tokens, and the first one has no log-prob"
+                )
+            if not 0 <= min(ids) <= max(ids) < vocab_size:
+                return f"token id {max(ids) if min(ids) >= 0 else min(ids)} is not among the {vocab_size} of the teacher's model"
+        return None
+
+
+class Scored(Form, eq=False):
+    """One line of /prompt_logprobs."""
+
+    place: int  # of the sequence in the body
+    logprobs: NDArray[np.float32]
+
+
+# ---- JSON
+
+Body = TypeVar("Body", bound=Struct)
+
+
+class _Shaped(Form):
+    """An array of more than one dimension."""
+
+    shape: tuple[int, ...]
+    ids: bytes
+
+
+def encode(body: Struct) -> bytes:
     """The JSON of an object of one of the classes above."""
-    return json.dumps(_form(body)).encode()
-
-
-def _form(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_form(one) for one in value]
-    if hasattr(value, "__dataclass_fields__"):
-        return {f.name: _form(getattr(value, f.name)) for f in fields(value)}
-    return value
+    return msgspec.json.encode(body, enc_hook=_form_of_array)
 
 
 def decode(cls: type[Body], body: bytes | str) -> Body:
-    """The object that `encode` wrote. Raises Malformed: unknown and missing fields, and values of another kind, are said by name."""
+    """The object that `encode` wrote. Raises Malformed: unknown and missing fields, and values of another kind, are said by their place."""
     try:
-        form = json.loads(body, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise Malformed(f"the body is not JSON: {error}") from error
-    return _read(cls, form, cls.__name__)
+        return msgspec.json.decode(body, type=cls, dec_hook=_array)
+    except msgspec.ValidationError as error:
+        raise Malformed(f"{cls.__name__} has another form: {error}") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Malformed(f"{cls.__name__} comes as a body that is not JSON: {error}") from error
 
 
-def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is not a number")
-
-
-def _read(cls: type[Body], form: Any, where: str) -> Body:
-    if not isinstance(form, dict):
-        raise Malformed(f"{where} is a JSON object, not {_shown(form)}")
-    known: dict[str, Any] = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]  # every class here is a dataclass
-    if unknown := [name for name in form if name not in known]:
-        raise Malformed(f"{where} has no field {unknown[0]!r}; its fields are {', '.join(known) or 'none'}")
-    needed = [name for name, f in known.items() if f.default is MISSING and f.default_factory is MISSING and name not in form]
-    if needed:
-        raise Malformed(f"{where} lacks {', '.join(needed)}")
-    return cls(**{name: _value(known[name].type, value, f"{where}.{name}") for name, value in form.items()})
-
-
-def _value(kind: str, value: Any, where: str) -> Any:
-    if kind.endswith(" | None") and kind.removesuffix(" | None") in _NESTED:
-        return None if value is None else _value(kind.removesuffix(" | None"), value, where)
-    if kind in _NESTED:
-        return _read(_NESTED[kind], value, where)
-    if kind.startswith("tuple["):
-        if not isinstance(value, list):
-            raise Malformed(f"{where} is a list, not {_shown(value)}")
-        inner = kind.removeprefix("tuple[").removesuffix(", ...]")
-        return tuple(_value(inner, one, f"{where}[{i}]") for i, one in enumerate(value))
-    what, fits = _KINDS[kind]
-    if not fits(value):
-        raise Malformed(f"{where} is {what}, not {_shown(value)}")
-    return float(value) if kind == "float" else value
-
-
-def _is_int(value: Any) -> bool:
-    return type(value) is int  # True is an int to Python
-
-
-def _is_float(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-_KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "str": ("a string", lambda value: isinstance(value, str)),
-    "str | None": ("a string or null", lambda value: value is None or isinstance(value, str)),
-    "int": ("a whole number", _is_int),
-    "int | None": ("a whole number or null", lambda value: value is None or _is_int(value)),
-    "float": ("a number", _is_float),
-    "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "Kind": ("one of weights, merged", lambda value: value in ("weights", "merged")),
-    "dict[str, Any]": ("an object", lambda value: isinstance(value, dict)),
-}
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-# ---- lines of answers
-
-
-def encode_line(answer: Answer) -> bytes:
+def encode_line(line: Struct) -> bytes:
     """One line, with its end."""
-    if answer.error is not None:
-        form: dict[str, Any] = {"key": answer.key, "error": answer.error}
-    elif answer.lacks:
-        form = {"key": answer.key, "lacks": list(answer.lacks)}
-    else:
-        form = {"key": answer.key, "completions": [_drawn_form(one) for one in answer.completions]}
-    return json.dumps(form).encode() + b"\n"
+    return encode(line) + b"\n"
 
 
-def decode_line(line: bytes) -> Answer | None:
+def decode_line(cls: type[Body], line: bytes) -> Body | None:
     """None for an empty line, which only says that the server is alive. Raises Malformed, also where a line was cut off."""
     if not line.endswith(b"\n"):
         raise Malformed("the stream of answers ends in the middle of a line")
-    if not line.strip():
-        return None
-    try:
-        form = json.loads(line)
-        if "error" in form:
-            return Answer(key=form["key"], error=said_by(form["error"], most=LONGEST_REFUSAL))
-        if "lacks" in form:
-            return Answer(key=form["key"], lacks=tuple(map(str, form["lacks"])))
-        return Answer(key=form["key"], completions=tuple(_drawn(one) for one in form["completions"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise Malformed(f"a line of answers is not of the expected form: {error!r}") from error
+    return decode(cls, line) if line.strip() else None
 
 
-def _drawn_form(drawn: Drawn) -> dict[str, Any]:
-    form: dict[str, Any] = {
-        "tokens": packed(drawn.tokens, "<i4"),
-        "logprobs": packed(drawn.logprobs, "<f4"),
-        "text": drawn.text,
-        "reason": drawn.reason,
-        "versions": [{"version": version, "begin": begin, "end": end} for version, begin, end in drawn.versions],
-    }
-    if drawn.experts is not None:
-        form["experts"] = {"shape": list(drawn.experts.shape), "ids": packed(drawn.experts, "<i2")}
-    if drawn.kept is not None:
-        form["kept"] = {"counts": packed(drawn.kept.counts, "<i4"), "ids": packed(drawn.kept.ids, "<i4")}
-    return form
+def _form_of_array(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{type(value).__name__} is not JSON")
+    content = np.ascontiguousarray(value, value.dtype.newbyteorder("<")).tobytes()
+    return content if value.ndim == 1 else _Shaped(shape=value.shape, ids=content)
 
 
-def _drawn(form: Mapping[str, Any]) -> Drawn:
-    routes = form.get("experts")
-    tokens, logprobs = unpacked(form["tokens"], "<i4"), unpacked(form["logprobs"], "<f4")
-    if len(tokens) != len(logprobs):
-        raise Malformed(f"{len(logprobs)} log-probs for {len(tokens)} tokens")
-    return Drawn(
-        tokens=tokens, logprobs=logprobs, text=form["text"], reason=form["reason"],
-        versions=tuple((span["version"], span["begin"], span["end"]) for span in form["versions"]),
-        experts=None if routes is None else unpacked(routes["ids"], "<i2").reshape(routes["shape"]),
-        kept=_kept(form["kept"], len(tokens)) if "kept" in form else None,
-    )  # fmt: skip
-
-
-def _kept(form: Mapping[str, Any], num_tokens: int) -> Kept:
-    counts, ids = unpacked(form["counts"], "<i4"), unpacked(form["ids"], "<i4")
-    if len(counts) != num_tokens or (counts < 0).any() or counts.sum() != len(ids):
-        raise Malformed(f"{len(ids)} kept words of {len(counts)} tokens, {int(counts.sum())} by their counts, for {num_tokens} tokens")
-    return Kept(np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts, dtype=np.int64)]), ids)
-
-
-def packed(values: Any, dtype: str) -> str:
-    """Base64 of their bytes."""
-    return base64.b64encode(np.ascontiguousarray(values, dtype).tobytes()).decode()
-
-
-def unpacked(text: str, dtype: str) -> np.ndarray:
-    """What `packed` made. Raises ValueError."""
-    return np.frombuffer(base64.b64decode(text, validate=True), dtype).astype(np.dtype(dtype).newbyteorder("="))
+def _array(kind: Any, form: Any) -> np.ndarray:
+    """kind: an array's type as the classes above have it. Raises ValueError."""
+    dtype: np.dtype = np.dtype(*get_args(get_args(kind)[1]))
+    shaped = msgspec.convert(form if isinstance(form, dict) else {"shape": (-1,), "ids": form}, _Shaped)
+    return np.frombuffer(shaped.ids, dtype.newbyteorder("<")).astype(dtype).reshape(shaped.shape)
 
 
 def fault_of(request: Request, max_model_len: int) -> str | None:
@@ -410,14 +318,18 @@ def fault_of(request: Request, max_model_len: int) -> str | None:
 # ---- refusals
 
 
+class _Error(Struct):
+    error: str
+
+
 def encode_error(sentence: str) -> bytes:
     """The body of every answer that is not 200."""
-    return json.dumps({"error": sentence}).encode()
+    return encode(_Error(sentence))
 
 
 def decode_error(body: bytes) -> str:
     """The sentence, or what came instead of one: another program may listen at that address."""
     try:
-        return said_by(json.loads(body)["error"], most=LONGEST_REFUSAL)
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return said_by(decode(_Error, body).error, most=LONGEST_REFUSAL)
+    except Malformed:
         return said_by(body.decode(errors="replace"), most=200) or "no reason was given"

@@ -28,7 +28,7 @@ class ToSend:
 
     def but(self, known: Collection[str], keys: Iterable[str]) -> tuple[wire.SentPicture, ...]:
         """Those of these keys that are not known. Raises ConfigError where a file is not the one any more that it was."""
-        return tuple(wire.SentPicture.of(key, self.pictures[key].data()) for key in dict.fromkeys(keys) if key not in known)
+        return tuple(wire.SentPicture(key=key, data=self.pictures[key].data()) for key in dict.fromkeys(keys) if key not in known)
 
 
 NOTHING = ToSend()

@@ -441,8 +441,8 @@ def when_answered(rank, count, act):
 
     heard, decode = [], asking.wire.decode_line
 
-    def listen(line):
-        answer = decode(line)
+    def listen(cls, line):
+        answer = decode(cls, line)
         if answer is not None:
             heard.append(answer)
             if len(heard) == count:

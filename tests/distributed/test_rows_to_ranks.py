@@ -49,8 +49,8 @@ def long_answers(length, server, body):
     for request in body.requests:
         rng = np.random.default_rng(request.seed)
         drawn = [
-            wire.Drawn(tokens=rng.integers(4, 128, length), logprobs=-rng.random(length), text="x" * 8, reason="length",
-                       versions=((1, 0, length),))
+            wire.Drawn(tokens=rng.integers(4, 128, length, np.int32), logprobs=-rng.random(length, np.float32),
+                       text="x" * 8, reason="length", versions=((1, 0, length),))
             for _ in range(request.n)
         ]  # fmt: skip
         yield wire.encode_line(wire.Answer(key=request.key, completions=tuple(drawn)))

@@ -97,11 +97,11 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
         strange = wire.ShownPicture(key="who", place=0, tokens=4)
         bounds = wire.Bounds(min_pixels=784, max_pixels=50176)
         asked = wire.Generate(
-            version=2, sampling=wire.Sampling(), pictures=(wire.SentPicture.of("bad", b"hello"),), bounds=bounds,
+            version=2, sampling=wire.Sampling(), pictures=(wire.SentPicture(key="bad", data=b"hello"),), bounds=bounds,
             requests=(wire.Request(key="1", ids=(5,) * 6, seed=0, n=1, max_tokens=2, shown=(shown,)),
                       wire.Request(key="2", ids=(5,) * 6, seed=0, n=1, max_tokens=2, shown=(strange,))),
         )  # fmt: skip
-        answers = [wire.decode_line(line) for line in member.server.lines("/generate", asked)]
+        answers = [wire.decode_line(wire.Answer, line) for line in member.server.lines("/generate", asked)]
         by_key = {answer.key: answer for answer in answers if answer is not None}
         told["damaged"] = by_key["1"].error
         assert by_key["2"].lacks == ("who",)

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.wire_scores import ROUTE, PromptLogprobs, decode_scores
 from tests.capsule_cases import replayed
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, train, write_inputs
@@ -26,6 +25,8 @@ from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
 
 STEPS = 16
 WIDTH, LIKING = 96, 1.5
+
+ROUTE = "/prompt_logprobs"
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +61,10 @@ def test_it_scores_as_transformers_does_and_refuses_everything_else(teacher):
     rng = np.random.default_rng(3)
     sequences = tuple(tuple(rng.integers(4, 128, length).tolist()) for length in (2, 9, 40, 63))
     first = (1, 4, 12, 1)
-    body = PromptLogprobs(sequences=sequences, first=first)
+    body = wire.PromptLogprobs(sequences=sequences, first=first)
     for _ in range(2):  # the second time the prefix cache holds all of them
-        found = dict(filter(None, map(decode_scores, server.call(ROUTE, body).splitlines(keepends=True))))
+        lines = server.call(ROUTE, body).splitlines(keepends=True)
+        found = {one.place: one.logprobs for line in lines if (one := wire.decode_line(wire.Scored, line))}
         assert found.keys() == {0, 1, 2, 3}
         for place, (ids, begin) in enumerate(zip(sequences, first, strict=True)):
             expected = hf_logprobs(model, list(ids))[begin - 1 :].numpy()
@@ -81,8 +83,8 @@ def test_it_scores_as_transformers_does_and_refuses_everything_else(teacher):
         ("/adapter", wire.Nothing()), ("/join", wire.Nothing()), ("/generate", wire.Nothing()), ("/score", wire.Nothing()),
     ):  # fmt: skip
         assert "this server is frozen" in said(path, body) and path in said(path, body)
-    assert "at most 63 (max_model_len - 1) tokens" in said(ROUTE, PromptLogprobs(sequences=(tuple([5] * 64),), first=(1,)), 400)
-    assert "token id 128 is not among the 128" in said(ROUTE, PromptLogprobs(sequences=((5, 128),), first=(1,)), 400)
+    assert "at most 63 (max_model_len - 1) tokens" in said(ROUTE, wire.PromptLogprobs(sequences=(tuple([5] * 64),), first=(1,)), 400)
+    assert "token id 128 is not among the 128" in said(ROUTE, wire.PromptLogprobs(sequences=((5, 128),), first=(1,)), 400)
     connection, answer = server.request("POST", ROUTE, b"{}", headers={})
     assert answer.status == 401
     connection.close()

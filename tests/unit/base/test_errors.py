@@ -95,7 +95,7 @@ def test_what_a_judge_answers_shows_no_key_not_even_half_of_one():
 def test_a_failing_answer_of_a_completion_is_one_line_too():
     line = b'{"key": "1", "error": "' + TOKEN.encode() + b"\\u001b[2J" + b"z" * 9999 + b'"}\n'
     keep_secret(TOKEN)
-    assert is_fit(wire.decode_line(line).error, wire.LONGEST_REFUSAL + 100)
+    assert is_fit(wire.decode_line(wire.Answer, line).error, wire.LONGEST_REFUSAL + 100)
 
 
 def loud(completions):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from megatron_grpo.base.errors import ConfigError, NobodySamples, RunError
+from megatron_grpo.config.servers import Address
 from megatron_grpo.servers import asking, fleet, http, wire
 from megatron_grpo.servers.asking import Question
 from megatron_grpo.servers.fleet import Fleet, Needs
@@ -157,7 +158,7 @@ def test_a_server_is_trusted_by_the_certificates_that_are_named_and_no_others(op
     with pytest.raises(Refused, match="its certificate is not vouched for .*; vllm_server_ca names who does"):
         stranger.state(as_owner=False)
     with pytest.raises(Gone):
-        Server(replace(server.address, is_https=False), token=TOKEN, incarnation="1").state(as_owner=False)
+        Server(Address("127.0.0.1", server.address.port), token=TOKEN, incarnation="1").state(as_owner=False)
     (tmp_path / "no.pem").write_text("no certificate")
     with pytest.raises(ConfigError, match="no.pem. holds no certificates as PEM"):
         http.trust_of(str(tmp_path / "no.pem"))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from megatron_grpo.rollout.engine import HolderChanged, SamplingSettings
 from megatron_grpo.rollout.experts import WrongExperts

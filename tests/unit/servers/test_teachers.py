@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from functools import partial
@@ -10,13 +9,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from megatron_grpo.base.errors import ConfigError, GivenUp, NobodySamples, RunError
 from megatron_grpo.config.config import Config, EvalConfig, RolloutConfig, TurnsConfig
 from megatron_grpo.run.sources import needs_of_teacher
+from megatron_grpo.servers import wire
 from megatron_grpo.servers.http import Server
 from megatron_grpo.servers.teachers import Drawn, Needs, Teacher
-from megatron_grpo.servers.wire_scores import encode_scores
 from megatron_grpo.trainer.teacher import ServedTeacher
 from megatron_grpo.types import Sequence
 from tests.small_server import TOKEN, Broken, SmallServer
@@ -26,11 +26,15 @@ NEEDS = Needs(max_model_len=64, vocabulary="words", vocab_size=100)
 FROZEN = dict(is_frozen=True, vocabulary="words", vocab_size=100, fingerprint="large", max_num_seqs=3)
 
 
+def scored(place, logprobs):
+    return wire.encode_line(wire.Scored(place=place, logprobs=np.array(logprobs, np.float32)))
+
+
 def told(server, body):
     """The log-prob of a token tells it and its place: -(id / 100 + place)."""
     for place, (ids, first) in reversed([*enumerate(zip(body.sequences, body.first, strict=True))]):
         yield b"\n"
-        yield encode_scores(place, [-(ids[at] / 100 + at) for at in range(first, len(ids))])
+        yield scored(place, [-(ids[at] / 100 + at) for at in range(first, len(ids))])
 
 
 @pytest.fixture
@@ -78,7 +82,7 @@ def test_what_a_lost_server_had_is_asked_of_the_others_and_it_is_taken_up_when_i
     def dying(server, body):
         calls.append(len(body.sequences))
         if len(calls) < 3:
-            yield encode_scores(0, [-(body.sequences[0][at] / 100 + at) for at in range(body.first[0], len(body.sequences[0]))])
+            yield scored(0, [-(body.sequences[0][at] / 100 + at) for at in range(body.first[0], len(body.sequences[0]))])
             raise Broken
         yield from told(server, body)
 
@@ -125,7 +129,7 @@ def test_a_server_that_came_back_with_another_model_is_not_asked(opened):
     first, second = opened(), opened()
     teacher = teacher_of(first, second)
     assert is_right(teacher.logprobs(DRAWN))
-    second.state = dataclasses.replace(second.state, fingerprint="small")
+    second.state = replace(second.state, fingerprint="small")
     assert [str(one) for one in teacher.gather()] == [str(first.address)]
 
 
@@ -133,7 +137,7 @@ def test_a_server_that_came_back_with_another_model_is_not_asked(opened):
 def test_a_number_that_is_no_log_prob_ends_the_run(opened, value):
     def wrong(server, body):
         for place, (ids, first) in enumerate(zip(body.sequences, body.first, strict=True)):
-            yield encode_scores(place, [value] * (len(ids) - first))
+            yield scored(place, [value] * (len(ids) - first))
 
     with pytest.raises(RunError, match="a log-prob that no distribution has"):
         teacher_of(opened(wrong)).logprobs(DRAWN)
@@ -146,8 +150,8 @@ def test_an_answer_that_makes_no_sense_is_asked_for_three_times_and_no_more(open
 
     def senseless(server, body):
         calls.append(body)
-        right = encode_scores(0, [-1.0] * (len(body.sequences[0]) - body.first[0] - 1))
-        yield right.replace(b'"place": 0', f'"place": {place}'.encode())
+        right = scored(0, [-1.0] * (len(body.sequences[0]) - body.first[0] - 1))
+        yield right.replace(b'"place":0', f'"place":{place}'.encode())
 
     with pytest.raises(RunError, match="with three of the teacher's servers as they died"):
         teacher_of(opened(senseless)).logprobs(DRAWN[:1])

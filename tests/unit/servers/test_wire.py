@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+import base64
 import json
+from types import NoneType, UnionType
+from typing import Literal, get_args, get_origin, get_type_hints
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,25 +20,28 @@ _texts = st.text(max_size=20)
 _small = st.integers(-(2**40), 2**40)
 _floats = st.floats(allow_nan=False, allow_infinity=False)
 _VALUES = {
-    "str": _texts, "str | None": st.none() | _texts, "int": _small, "int | None": st.none() | _small, "float": _floats,
-    "bool": st.booleans(), "Kind": st.sampled_from(["weights", "merged"]),
-    "dict[str, Any]": st.dictionaries(_texts, _small | _texts | st.none(), max_size=3),
+    str: _texts, int: _small, float: _floats, bool: st.booleans(), NoneType: st.none(), bytes: st.binary(max_size=9),
+    dict: st.dictionaries(_texts, _small | _texts | st.none(), max_size=3),
 }  # fmt: skip
-BODIES = (wire.Claim, wire.Nothing, wire.Join, wire.WeightPush, wire.AdapterPush, wire.Generate, wire.Score, wire.Scores, wire.State)
+BODIES = (
+    wire.Claim, wire.Nothing, wire.Join, wire.WeightPush, wire.AdapterPush, wire.Generate, wire.Score, wire.Scores, wire.State,
+    wire.PromptLogprobs,
+)  # fmt: skip
 
 
 def _of(cls):
-    return st.builds(cls, **{f.name: _values(f.type) for f in dataclasses.fields(cls)})
+    return st.builds(cls, **{name: _values(kind) for name, kind in get_type_hints(cls).items() if name in cls.__struct_fields__})
 
 
 def _values(kind):
-    if kind.removesuffix(" | None") in wire._NESTED and kind.endswith(" | None"):
-        return st.none() | _values(kind.removesuffix(" | None"))
-    if kind in wire._NESTED:
-        return _of(wire._NESTED[kind])
-    if kind.startswith("tuple["):
-        return st.lists(_values(kind.removeprefix("tuple[").removesuffix(", ...]")), max_size=3).map(tuple)
-    return _VALUES[kind]
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return st.sampled_from(args)
+    if origin is UnionType:
+        return st.one_of(*map(_values, args))
+    if origin is tuple:
+        return st.lists(_values(args[0]), max_size=3).map(tuple)
+    return _VALUES[origin or kind] if (origin or kind) in _VALUES else _of(kind)
 
 
 @pytest.mark.parametrize("cls", BODIES)
@@ -56,37 +62,42 @@ def test_every_field_is_looked_at(cls):
     @settings(max_examples=3, deadline=None)
     def check(body):
         form = json.loads(wire.encode(body))
-        for f in dataclasses.fields(cls):
-            with pytest.raises(wire.Malformed, match=f"{cls.__name__}.{f.name} is"):
-                wire.decode(cls, json.dumps({**form, f.name: {} if f.type.startswith("tuple") else [None]}))
-            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-                with pytest.raises(wire.Malformed, match=f"lacks {f.name}"):
-                    wire.decode(cls, json.dumps({name: value for name, value in form.items() if name != f.name}))
-        with pytest.raises(wire.Malformed, match="has no field 'sounds'; its fields are"):
+        for field in msgspec.structs.fields(cls):
+            with pytest.raises(wire.Malformed, match=rf"{cls.__name__} has another form: Expected .* - at `\$\.{field.name}"):
+                wire.decode(cls, json.dumps({**form, field.name: {} if get_origin(field.type) is tuple else [None]}))
+            if field.required:
+                with pytest.raises(wire.Malformed, match=f"missing required field `{field.name}`"):
+                    wire.decode(cls, json.dumps({name: value for name, value in form.items() if name != field.name}))
+        with pytest.raises(wire.Malformed, match="unknown field `sounds`"):
             wire.decode(cls, json.dumps({**form, "sounds": []}))
 
     check()
 
 
 @pytest.mark.parametrize(("body", "says"), [
-    (b"{", "the body is not JSON"), (b"\xff", "the body is not JSON"), (b"[" * 100_000, "the body is not JSON"),
-    (b"[]", "Score is a JSON object"),
-    (b'{"sequences": [[1, true]]}', r"sequences\[0\]\[1\] is a whole number, not true"),
-    (b'{"sequences": [[1.0]]}', "is a whole number, not 1.0"), (b'{"sequences": [3]}', r"sequences\[0\] is a list, not 3"),
-    (b'{"sequences": [[NaN]]}', "NaN is not a number"),
+    (b"{", "that is not JSON"), (b"\xff", "that is not JSON"), (b'{"sequences": [[NaN]]}', "that is not JSON"),
+    (b"[" * 100_000, "Expected `object`, got `array`"), (b"[]", "Score has another form: Expected `object`, got `array`"),
+    (b'{"sequences": [[1, true]]}', r"Expected `int`, got `bool` - at `\$.sequences\[0\]\[1\]`"),
+    (b'{"sequences": [[1.5]]}', "Expected `int`, got `float`"), (b'{"sequences": [3]}', r"Expected `array`, got `int` - at `\$.sequences"),
+    (b'{"sequences": [], "pictures": [{"key": "a", "data": "AAA"}]}', "Invalid base64"),
 ])  # fmt: skip
 def test_what_is_no_body_is_refused_by_a_sentence(body, says):
     with pytest.raises(wire.Malformed, match=says):
         wire.decode(wire.Score, body)
 
 
+def test_a_body_that_nests_without_end_is_no_json():
+    with pytest.raises(wire.Malformed, match="that is not JSON"):
+        wire.decode(wire.Sampling, b'{"more": {"a": ' + b"[" * 100_000)
+
+
 def test_an_unknown_field_inside_a_request_is_refused_by_its_name():
     request = wire.Request(key="1", ids=(4,), seed=0, n=1, max_tokens=2)
     form = json.loads(wire.encode(wire.Generate(version=1, sampling=wire.Sampling(), requests=(request, request))))
     form["requests"][1]["sounds"] = []
-    with pytest.raises(wire.Malformed, match=r"Generate.requests\[1\] has no field 'sounds'"):
+    with pytest.raises(wire.Malformed, match=r"unknown field `sounds` - at `\$.requests\[1\]`"):
         wire.decode(wire.Generate, json.dumps(form))
-    with pytest.raises(wire.Malformed, match="Generate.sampling has no field 'n'"):
+    with pytest.raises(wire.Malformed, match=r"unknown field `n` - at `\$.sampling`"):
         wire.decode(wire.Generate, json.dumps({**form, "requests": [], "sampling": {"n": 4}}))
 
 
@@ -121,25 +132,29 @@ def _drawn(draw):
 def test_an_answer_is_one_line_and_keeps_every_bit(key, drawn):
     line = wire.encode_line(wire.Answer(key=key, completions=tuple(drawn)))
     assert line.count(b"\n") == 1
-    answer = wire.decode_line(line)
+    answer = wire.decode_line(wire.Answer, line)
     assert answer.key == key and answer.error is None and len(answer.completions) == len(drawn)
     assert all(_same(a, b) for a, b in zip(drawn, answer.completions, strict=True))
 
 
 def test_lines_that_are_no_answers():
-    assert wire.decode_line(b"\n") is None
-    assert wire.decode_line(wire.encode_line(wire.Answer(key="3", error="too long"))).error == "too long"
+    assert wire.decode_line(wire.Answer, b"\n") is None
+    assert wire.decode_line(wire.Answer, wire.encode_line(wire.Answer(key="3", error="too long"))).error == "too long"
     whole = wire.encode_line(wire.Answer(key="3"))
-    short = json.dumps({"key": "3", "completions": [{"tokens": "AAAAAA==", "logprobs": "", "text": "", "reason": "stop", "versions": []}]})
-    shorter = wire.encode_line(wire.Answer(key="3", completions=(wire.Drawn(
-        tokens=np.zeros(1, np.int32), logprobs=np.zeros(1), text="", reason="stop", versions=(),
-        kept=Kept(np.array([0, 1, 2]), np.array([5, 6])),
-    ),)))  # fmt: skip
-    for line, says in ((whole[:-1], "in the middle of a line"), (whole[3:], "not of the expected form"),
-                       (shorter, "2 kept words of 2 tokens, 2 by their counts, for 1 tokens"), (b"[]\n", "not of the expected form"),
-                       (short.encode() + b"\n", "0 log-probs for 1 tokens"), (b'{"key": "3"}\n', "completions")):  # fmt: skip
+    drawn = wire.Drawn(
+        tokens=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), text="", reason="stop", versions=(), kept=Kept(np.array([0, 2]),
+        np.array([5, 6], np.int32)),
+    )  # fmt: skip
+    right = wire.encode_line(wire.Answer(key="3", completions=(drawn,)))
+    at, two, one = (base64.b64encode(np.array(at, np.int64)) for at in ([0, 2], [0, 1, 2], [0, 1]))
+    short = right.replace(b'"logprobs":"AAAAAA=="', b'"logprobs":""')
+    shorter, shortest = right.replace(at, two), right.replace(at, one)
+    for line, says in ((whole[:-1], "in the middle of a line"), (whole[3:], "not JSON"),
+                       (shorter, "2 kept words of 2 tokens, 2 by their counts, for 1 tokens"), (b"[]\n", "Expected `object`"),
+                       (shortest, "2 kept words of 1 tokens, 1 by their counts, for 1 tokens"),
+                       (short, "0 log-probs for 1 tokens"), (b"{}\n", "missing required field `key`")):  # fmt: skip
         with pytest.raises(wire.Malformed, match=says):
-            wire.decode_line(line)
+            wire.decode_line(wire.Answer, line)
 
 
 def test_the_sentence_of_a_refusal_and_what_another_program_says():
