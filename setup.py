@@ -20,6 +20,7 @@ REQUIRED = [
     "megatron-core>=0.16.1,<0.20; sys_platform == 'linux'",
     "transformers>=4.56,<6; sys_platform == 'linux'",
     "msgspec>=0.19; sys_platform == 'linux'",
+    "httpx2>=2,<3; sys_platform == 'linux'",
     "safetensors; sys_platform == 'linux'",
     "sentencepiece; sys_platform == 'linux'",
     "pyarrow; sys_platform == 'linux'",

@@ -1,19 +1,19 @@
 """The rollout servers of a run, as its rank 0 sees them: who is there, who is ours, and whom it waits for. No torch.
 
-A server is ours from its claim on. It stays ours as long as it hears of us, which a thread sees to, because a training step is longer than
-its patience. A server that fails is given up, and taken up again before the next push.
+A server is ours from its claim on. It stays ours as long as it hears of us, also while the main thread trains, because a training step is
+longer than its patience. A server that fails is given up, and taken up again before the next push.
 """
 
 from __future__ import annotations
 
-import http.client
+import asyncio
+import http
 import sys
-import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from megatron_grpo.config.servers import Address, addresses_of, read_token
 from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.http import CONNECT, Call, Gone, Refused, Server, run_name, trust_of
+from megatron_grpo.servers.http import CONNECT, Gone, Refused, Server, begun, run_name, together, trust_of, within
 from megatron_grpo.weights.shape import ModelShape, flat
 
 SECONDS_BETWEEN_SIGNS = 10.0  # of life, to servers that are ours; and between two words while waiting
@@ -36,28 +36,26 @@ LOST = (Gone, Refused, wire.Malformed)  # what a call to a server that is of no 
 
 @dataclass(slots=True)
 class Member:
-    """A server, and what is known of it. Changed by whichever thread learns something."""
+    """A server, and what is known of it. Changed by whoever learns something."""
 
     server: Server
     state: wire.State | None = None  # as it answered the last claim; None: it was never ours
     trouble: str | None = "it was not asked yet"  # why it is not used; None: it is
-    is_silent: bool = False  # it accepts calls and does not answer: asked again only by the thread, for each call would wait
+    is_silent: bool = False  # it accepts calls and does not answer: asked again only beside all else, for each call would wait
     times_claimed: int = 0  # by this process
     is_proven: bool = False  # it took a push of ours since it was started
     pictures: set[str] = field(default_factory=set)  # keys of those that it was sent since then
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __str__(self) -> str:
         return str(self.server)
 
     def give_up(self, why: Exception, since: int | None = None) -> bool | None:
         """Whether it was in use; None, and nothing changes, if it was claimed again since it had been claimed so often."""
-        with self.lock:
-            if since not in (None, self.times_claimed):
-                return None
-            was_used, self.trouble = self.trouble is None, str(why)
-            self.is_silent = self.is_silent or getattr(why, "is_silent", False)
-            return was_used
+        if since not in (None, self.times_claimed):
+            return None
+        was_used, self.trouble = self.trouble is None, str(why)
+        self.is_silent = self.is_silent or getattr(why, "is_silent", False)
+        return was_used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,59 +133,114 @@ def problems_with_servers(cfg: Config, needs: Needs) -> list[Problem]:
     token, trust = read_token(cfg.rollout), trust_of(cfg.rollout.vllm_server_ca)
     servers = [Server(address, token=token, incarnation="", trust=trust) for address in addresses_of(cfg.rollout)]
     run, found = run_name(Path(cfg.run.output_dir)), []
-    for server, call in [(server, Call(partial(server.state, as_owner=False))) for server in servers]:
-        sentence = None
-        try:
-            state = call.wait(2 * CONNECT)
-            sentence = needs.problem(state)
-            if state.owner not in (None, run):
-                sentence = (
-                    f"belongs to another run, {said_by(state.owner, repr)}. Wait for its end, or name other servers; a run that was "
-                    f"killed is forgotten {wire.LEASE_SECONDS:.0f} s after"
-                )
-        except Refused as refusal:
-            other_token = ". Its token is another one than this run's" * (refusal.status == http.client.UNAUTHORIZED)
-            sentence = f"cannot be used: {refusal}{other_token}"
-        except wire.Malformed as error:
-            sentence = f"answers, and not as a rollout server does: {error}"
-        except Gone:
-            pass  # it is started later, or never: the run waits for it
-        if sentence:
-            found.append(Problem(flags=("vllm_server_host",), message=f"the rollout server {server} {sentence}."))
+    for server, call in [(server, begun(within(2 * CONNECT, look_at(server)))) for server in servers]:
+        with suppress(Gone):  # it is started later, or never: the run waits for it
+            state, sentence = call.result()
+            if state is not None:
+                sentence = needs.problem(state)
+                if state.owner not in (None, run):
+                    sentence = (
+                        f"belongs to another run, {said_by(state.owner, repr)}. Wait for its end, or name other servers; a run that was "
+                        f"killed is forgotten {wire.LEASE_SECONDS:.0f} s after"
+                    )
+            if sentence:
+                found.append(Problem(flags=("vllm_server_host",), message=f"the rollout server {server} {sentence}."))
     return found
 
 
-class Fleet:
-    """Servers that are claimed, kept, lost and taken up again."""
+async def look_at(server: Server) -> tuple[wire.State | None, str | None]:
+    """What a server says of itself; or why it does not, as the end of a sentence. Raises Gone."""
+    try:
+        return await server.state(as_owner=False), None
+    except Refused as refusal:
+        other_token = ". Its token is another one than this run's" * (refusal.status == http.HTTPStatus.UNAUTHORIZED)
+        return None, f"cannot be used: {refusal}{other_token}"
+    except wire.Malformed as error:
+        return None, f"answers, and not as a rollout server does: {error}"
+
+
+class ServerGroup(ABC):
+    """Servers that come and go, as one asks for them: who is there, and for whom it waits."""
+
+    WHOM = ""  # it waits for, for people
+    NONE = ""  # of them, as the beginning of a sentence
+    SAYS_WHO_IS_MISSING = True  # where it begins without all
 
     def __init__(
         self,
         addresses: Callable[[], Sequence[Address]],
         server_at: Callable[[Address], Server],
         *,
-        run: str,
-        incarnation: str,
-        needs: Needs,
         timeout: float,
         waits_for_all: bool = True,
         say: Callable[[str], None] | None = None,
     ):
-        """addresses: of all servers that are known now. run, incarnation: who claims. timeout: the longest wait for servers, in seconds.
+        """addresses: of all servers that are known now. timeout: the longest wait for servers, in seconds.
 
-        waits_for_all: the first time, if they come in time. A run that is started again has had its servers, and begins with any.
-        """
+        waits_for_all: the first time."""
         self._addresses, self._server_at = addresses, server_at
-        self._claim, self.needs, self.timeout = wire.Claim(run=run, incarnation=incarnation), needs, timeout
-        self.say = say or say_aloud
+        self.timeout, self.say = timeout, say or say_aloud
         self.members: dict[Address, Member] = {}
         self._has_begun, self._waits_for_all = False, waits_for_all
-        self._ended = threading.Event()
-        threading.Thread(target=self._stay_owner, daemon=True).start()
+        self.gives_up: Callable[[], bool] = lambda: False  # what it waits for, since the run is to stop
 
     @property
     def used(self) -> list[Member]:
         """Those that are ours and well."""
         return [member for member in self.members.values() if member.trouble is None]
+
+    def gather(self) -> list[Member]:
+        """Those that can be asked; waits for one, and the first time for all that are named.
+
+        Raises NobodySamples after `timeout`, GivenUp soon after `gives_up()` is true, and what `_look` raises.
+        """
+        with activity.phase(f"waiting for {self.WHOM}", pause=self.timeout):
+            start = next_word = time.monotonic()
+            while True:
+                self._look()
+                waited, missing = time.monotonic() - start, [member for member in self.members.values() if member.trouble is not None]
+                if self.used and (self._has_begun or not self._waits_for_all or not missing or waited > self.timeout):
+                    if missing and not self._has_begun and self.SAYS_WHO_IS_MISSING:
+                        self.say(f"the run begins without {named(missing)}; they are taken up when they come")
+                    self._has_begun = True
+                    return self.used
+                if self.gives_up():
+                    raise GivenUp(f"the wait for {self.WHOM} is given up")
+                if waited > self.timeout:
+                    raise NobodySamples(f"{self.NONE} answered within {self.timeout:g} s (vllm_server_timeout): {named(missing)}")
+                if time.monotonic() >= next_word + SECONDS_BETWEEN_SIGNS:
+                    next_word = time.monotonic()
+                    self.say(f"waiting for {self.WHOM} ({waited:.0f} of {self.timeout:g} s): {named(missing)}")
+                time.sleep(SECONDS_BETWEEN_TRIES)  # nobody tells that a server has come up
+
+    @abstractmethod
+    def _look(self) -> None:
+        """Asks all that may be there, at the same time, whether they can be used."""
+
+    def _read_addresses(self) -> None:
+        """Raises ValueError."""
+        for address in self._addresses():
+            if address not in self.members:
+                self.members[address] = Member(self._server_at(address))
+
+
+class Fleet(ServerGroup):
+    """Servers that are claimed, kept, lost and taken up again.
+
+    `gather` claims every server that answers, also one that was started again. It raises ConfigError, the first time, where a server is
+    another run's or cannot serve this one; RunError where another process of this run has taken over.
+    """
+
+    WHOM, NONE = "rollout servers", "no rollout server"
+
+    def __init__(self, *where: Any, run: str, incarnation: str, needs: Needs, **more: Any):
+        """where, more: as `ServerGroup`. run, incarnation: who claims.
+
+        waits_for_all: the first time, if they come in time. A run that is started again has had its servers, and begins with any.
+        """
+        super().__init__(*where, **more)
+        self._claim, self.needs = wire.Claim(run=run, incarnation=incarnation), needs
+        self._staying = begun(self._stay_owner())
 
     def lose(self, member: Member, why: Exception, *, since: int | None = None) -> bool:
         """It is given up until the next push, by a call that failed. Whether what was in flight may have killed it.
@@ -202,105 +255,72 @@ class Fleet:
 
     # ---- who is there
 
-    def gather(self, gives_up: Callable[[], bool] = lambda: False) -> list[Member]:
-        """Claims every server that answers, and waits for one; or the first time for all that are named.
-
-        A server that was started again is claimed like a new one. Raises NobodySamples after `timeout`; ConfigError, the first time, where
-        a server is another run's or cannot serve this one; RunError where another process of this run has taken over; GivenUp soon after
-        `gives_up()` is true.
-        """
-        with activity.phase("waiting for rollout servers", pause=self.timeout):
-            return self._gather(gives_up)
-
-    def _gather(self, gives_up: Callable[[], bool]) -> list[Member]:
-        start = next_word = time.monotonic()
-        while True:
-            self._look()
-            waited, missing = time.monotonic() - start, [member for member in self.members.values() if member.trouble is not None]
-            if self.used and (self._has_begun or not self._waits_for_all or not missing or waited > self.timeout):
-                if missing and not self._has_begun:
-                    self.say(f"the run begins without {named(missing)}; they are taken up when they come")
-                self._has_begun = True
-                return self.used
-            if gives_up():
-                raise GivenUp("the wait for rollout servers is given up")
-            if waited > self.timeout:
-                raise NobodySamples(f"no rollout server answered within {self.timeout:g} s (vllm_server_timeout): {named(missing)}")
-            if time.monotonic() >= next_word + SECONDS_BETWEEN_SIGNS:
-                next_word = time.monotonic()
-                self.say(f"waiting for rollout servers ({waited:.0f} of {self.timeout:g} s): {named(missing)}")
-            time.sleep(SECONDS_BETWEEN_TRIES)  # nobody tells that a server has come up
-
     def _look(self) -> None:
-        """Claims all that may be there, at the same time."""
+        """Claims all that may be there."""
         try:
-            for address in self._addresses():
-                if address not in self.members:
-                    self.members[address] = Member(self._server_at(address))
+            self._read_addresses()
         except ValueError as error:
             if not self._has_begun:
                 raise ConfigError([Problem(flags=("vllm_server_host",), message=f"servers: {error}.")]) from error
             self.say(f"servers: {error}")  # those that are known stay
-        awake = [member for member in self.members.values() if not member.is_silent]
-        for member, call in [(member, Call(partial(self._claimed, member))) for member in awake]:
-            try:
-                self._take_up(member, call.wait(3 * CONNECT))
-            except LOST as error:
-                member.give_up(error)
+        together(self._take_up(member) for member in self.members.values() if not member.is_silent)
 
-    def _claimed(self, member: Member) -> wire.State:
-        """Takes a server, unless another process of this run has it by now: two copies of one run must not push in turns."""
-        server = member.server
+    async def _take_up(self, member: Member) -> None:
         try:
-            if member.state is not None:
-                self._look_who_has(member)
-            return wire.decode(wire.State, server.call("POST", "/claim", self._claim, timeout=CONNECT))
-        except Refused as refusal:
-            if self._has_begun or refusal.is_failure:
-                raise
-            raise ConfigError([Problem(flags=("vllm_server_host",), message=f"{server}: {refusal}.")]) from refusal
-
-    def _look_who_has(self, member: Member) -> None:
-        try:
-            member.server.state()
-        except Refused as refusal:
-            if refusal.is_conflict and member.server.state(as_owner=False).owner == self._claim.run:
-                raise RunError(f"another process of this run has taken over {member}: this one ends.") from refusal
-
-    def _take_up(self, member: Member, state: wire.State) -> None:
+            state = await within(3 * CONNECT, self._claimed(member))
+        except LOST as error:
+            member.give_up(error)
+            return
         problem = self.needs.problem(state)
         if problem and not self._has_begun:
             raise ConfigError([Problem(flags=("vllm_server_host",), message=f"the rollout server {member} {problem}.")])
         if member.state is None or member.state.boot != state.boot:
             member.is_proven, member.pictures = False, set()
-        with member.lock:
-            member.state, member.trouble, member.times_claimed = state, problem, member.times_claimed + 1
+        member.state, member.trouble, member.times_claimed = state, problem, member.times_claimed + 1
+
+    async def _claimed(self, member: Member) -> wire.State:
+        """Takes a server, unless another process of this run has it by now: two copies of one run must not push in turns."""
+        server = member.server
+        try:
+            if member.state is not None:
+                await self._look_who_has(member)
+            return wire.decode(wire.State, await server.call("POST", "/claim", self._claim, timeout=CONNECT))
+        except Refused as refusal:
+            if self._has_begun or refusal.is_failure:
+                raise
+            raise ConfigError([Problem(flags=("vllm_server_host",), message=f"{server}: {refusal}.")]) from refusal
+
+    async def _look_who_has(self, member: Member) -> None:
+        try:
+            await member.server.state()
+        except Refused as refusal:
+            if refusal.is_conflict and (await member.server.state(as_owner=False)).owner == self._claim.run:
+                raise RunError(f"another process of this run has taken over {member}: this one ends.") from refusal
 
     # ---- how they stay ours
 
-    def _stay_owner(self) -> None:
-        while not self._ended.wait(SECONDS_BETWEEN_SIGNS):
-            members = list(self.members.values())
-            for member, call in [(m, Call(partial(m.server.state, as_owner=m.state is not None))) for m in members]:
-                try:
-                    call.wait(2 * CONNECT)
-                    member.is_silent = False
-                except Refused:
-                    member.is_silent = False
-                except LOST:
-                    pass  # whoever needs the server will notice
+    async def _stay_owner(self) -> None:
+        while True:
+            await asyncio.sleep(SECONDS_BETWEEN_SIGNS)
+            await asyncio.gather(*[self._sign(member) for member in list(self.members.values())])
+
+    async def _sign(self, member: Member) -> None:
+        try:
+            await within(2 * CONNECT, member.server.state(as_owner=member.state is not None))
+            member.is_silent = False
+        except Refused:
+            member.is_silent = False
+        except LOST:
+            pass  # whoever needs the server will notice
 
     def close(self) -> None:
         """Gives all of them back, so that another run need not wait."""
-        self._ended.set()
-        calls = [
-            Call(partial(member.server.call, "POST", "/release", wire.Nothing(), timeout=CONNECT))
-            for member in self.members.values()
-            if member.state is not None and not member.is_silent
-        ]
-        for call in calls:
-            with suppress(*LOST):  # it has gone, or is another's
-                call.wait(CONNECT)
+        self._staying.cancel()
+        together(self._release(member) for member in self.members.values() if member.state is not None and not member.is_silent)
+
+    async def _release(self, member: Member) -> None:
+        with suppress(*LOST):  # it has gone, or is another's
+            await within(CONNECT, member.server.call("POST", "/release", wire.Nothing(), timeout=CONNECT))
 
 
 def is_death(why: Exception) -> bool:

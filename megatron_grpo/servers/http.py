@@ -1,16 +1,20 @@
-"""One rollout server, as the trainer speaks to it: calls and streams over HTTP, by the standard library alone. No torch."""
+"""One rollout server, as the trainer speaks to it: calls and streams over HTTP, all on one asyncio loop of this process. No torch."""
 
 from __future__ import annotations
 
-import http.client
+import asyncio
+import http
+import os
 import secrets
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
@@ -18,6 +22,9 @@ from megatron_grpo.base.errors import ConfigError, Problem, keep_secret, said_by
 from megatron_grpo.base.files import write_whole
 from megatron_grpo.config.servers import Address
 from megatron_grpo.servers import wire
+
+if TYPE_CHECKING:
+    import httpx2
 
 SILENCE = 15.0  # seconds: who says nothing for so long, not even an empty line, is given up
 CONNECT = 5.0  # seconds for what a server that lives answers at once
@@ -47,16 +54,17 @@ class Refused(Exception):
     @property
     def is_conflict(self) -> bool:
         """The server is another run's now, or holds other weights."""
-        return self.status == http.client.CONFLICT
+        return self.status == http.HTTPStatus.CONFLICT
 
     @property
     def is_failure(self) -> bool:
         """Of the engine, so nobody can use this server."""
-        return self.status >= http.client.INTERNAL_SERVER_ERROR
+        return self.status >= http.HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 class Server:
-    """An address, and how to speak to it. Every call has a connection of its own, so calls may come from any thread."""
+    """An address, and how to speak to it. Every call has a connection of its own: one that waited for the next call may have been closed
+    by the server, which would look like a server that has gone."""
 
     def __init__(self, address: Address, *, token: str, incarnation: str, trust: ssl.SSLContext | None = None):
         """trust: what vouches for servers that speak https (default: what vouches for the web)."""
@@ -68,93 +76,139 @@ class Server:
     def __str__(self) -> str:
         return self.name
 
-    def state(self, *, as_owner: bool = True) -> wire.State:
+    async def state(self, *, as_owner: bool = True) -> wire.State:
         """as_owner: keeps the server, and is refused where it is not this process's; without, whoever has the token may ask."""
-        return wire.decode(wire.State, self.call("GET", "/state", timeout=CONNECT, as_owner=as_owner))
+        return wire.decode(wire.State, await self.call("GET", "/state", timeout=CONNECT, as_owner=as_owner))
 
-    def call(self, method: str, path: str, body: Struct | None = None, *, timeout: float, as_owner: bool = True) -> bytes:
+    async def call(self, method: str, path: str, body: Struct | None = None, *, timeout: float, as_owner: bool = True) -> bytes:
         """The whole answer. timeout: seconds without a byte. Raises Refused and Gone."""
-        with self._opened(method, path, body, timeout, as_owner) as answer, _as_gone():
-            return answer.read()
+        async with self._opened(method, path, body, timeout, as_owner) as answer:
+            return b"".join([piece async for piece in answer.aiter_raw()])
 
-    def lines(self, path: str, body: Struct) -> Iterator[bytes]:
-        """The lines of an answer as they come; an empty one only says that the server lives. Raises Refused and Gone."""
-        with self._opened("POST", path, body, SILENCE) as answer:
-            while True:
-                with _as_gone():
-                    line = answer.readline()
-                if not line:
-                    return
-                yield line
+    async def hear(self, path: str, body: Struct, take: Callable[[bytes], object]) -> None:
+        """Gives the lines of an answer to `take` as they come; an empty one only says that the server lives. Raises Refused and Gone."""
+        line: list[bytes] = []
+        async with self._opened("POST", path, body, SILENCE) as answer:
+            async for piece in answer.aiter_raw():
+                *ends, rest = piece.split(b"\n")
+                for end in ends:
+                    take(b"".join([*line, end, b"\n"]))
+                    line = []
+                line.append(rest)
+        if any(line):
+            take(b"".join(line))
 
-    @contextmanager
-    def _opened(
+    @asynccontextmanager
+    async def _opened(
         self, method: str, path: str, body: Struct | None, timeout: float, as_owner: bool = True
-    ) -> Iterator[http.client.HTTPResponse]:
-        host, port = self.address.host, self.address.port
-        with _as_gone():
-            connection = (
-                http.client.HTTPSConnection(host, port, timeout=timeout, context=self._trust)
-                if self.address.is_https
-                else http.client.HTTPConnection(host, port, timeout=timeout)
-            )
+    ) -> AsyncIterator[httpx2.Response]:
         headers = {name: value for name, value in self._headers.items() if as_owner or name != wire.INCARNATION}
-        try:
-            with _as_gone():
-                connection.request(method, path, None if body is None else wire.encode(body), headers)
-                answer = connection.getresponse()
-                refusal = None if answer.status == http.client.OK else wire.decode_error(answer.read(_REFUSAL))
-            if refusal is not None:
-                raise Refused(answer.status, refusal)
-            yield answer
-        finally:
-            connection.close()
+        content = None if body is None else wire.encode(body)
+        with _as_gone():
+            async with self._client.stream(method, self.name + path, content=content, headers=headers, timeout=timeout) as answer:
+                if answer.status_code != http.HTTPStatus.OK:
+                    raise Refused(answer.status_code, wire.decode_error(await _beginning(answer)))
+                yield answer
+
+    @cached_property
+    def _client(self) -> httpx2.AsyncClient:
+        import httpx2  # a tenth of a second: for who asks servers alone
+
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+        trust = (self._trust or ssl.create_default_context()) if self.address.is_https else False
+        return httpx2.AsyncClient(verify=trust, limits=limits, trust_env=False)  # no proxy, whatever the environment names
+
+
+async def _beginning(answer: httpx2.Response) -> bytes:
+    found = b""
+    async for piece in answer.aiter_raw():
+        found += piece
+        if len(found) >= _REFUSAL:
+            break
+    return found[:_REFUSAL]
 
 
 @contextmanager
 def _as_gone() -> Iterator[None]:
     """All ways in which the other end can fail, as one."""
+    import httpx2
+
     try:
         yield
-    except ssl.SSLCertVerificationError as error:
-        raise Refused(NOT_HTTP, f"its certificate is not vouched for ({error.verify_message}); vllm_server_ca names who does") from error
-    except TimeoutError as error:
+    except httpx2.TimeoutException as error:
         raise Gone("it said nothing for too long", is_silent=True) from error
-    except (OSError, http.client.HTTPException) as error:
-        raise Gone(str(error) or type(error).__name__) from error
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        root = _root(error)
+        if isinstance(root, ssl.SSLCertVerificationError):
+            who = f"its certificate is not vouched for ({root.verify_message}); vllm_server_ca names who does"
+            raise Refused(NOT_HTTP, who) from error
+        number = root.errno if isinstance(root, OSError) and not isinstance(root, ssl.SSLError) else None
+        if number is not None and number > 0:  # asyncio has other words, with the address in them
+            raise Gone(f"[Errno {number}] {os.strerror(number)}") from error
+        raise Gone(str(root) or type(root).__name__) from error
 
+
+def _root(error: BaseException) -> BaseException:
+    """What the operating system or TLS said, where one of them did."""
+    root, below = error, error.__cause__ or error.__context__
+    while below is not None:
+        root = below if isinstance(below, OSError) else root
+        below = below.exceptions[0] if isinstance(below, BaseExceptionGroup) else below.__cause__ or below.__context__
+    return root
+
+
+# ---- the loop
 
 Answered = TypeVar("Answered")
 
 
-class Call(Generic[Answered]):
-    """Something that is done in a thread: a server answers only after the trainer has done its part."""
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """On which all calls to servers are made, in a thread of its own: the main thread trains meanwhile."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="calls to servers", daemon=True).start()
+    return loop
 
-    def __init__(self, work: Callable[[], Answered]):
-        self.answer: Answered | None = None
-        self.error: Exception | None = None
-        self._work = work
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
 
-    def _run(self) -> None:
-        try:
-            self.answer = self._work()
-        except Exception as error:  # noqa: BLE001 - whatever it is, who waits for the thread is to have it
-            self.error = error
+os.register_at_fork(after_in_child=_loop.cache_clear)  # a child does not have the thread
 
-    @property
-    def has_ended(self) -> bool:
-        return not self._thread.is_alive()
 
-    def wait(self, seconds: float) -> Answered:
-        """Its answer, within so many seconds. Raises what went wrong."""
-        self._thread.join(max(0.0, seconds))
-        if not self.has_ended:
-            raise Gone(f"it has not answered within {seconds:.0f} s", is_silent=True)
-        if self.error is not None:
-            raise self.error
-        return cast(Answered, self.answer)
+def begun(work: Coroutine[Any, Any, Answered]) -> Future[Answered]:
+    """Work on the loop, for another thread, which may wait for it or cancel it."""
+    return asyncio.run_coroutine_threadsafe(work, _loop())
+
+
+def together(works: Iterable[Coroutine[Any, Any, Answered]]) -> list[Answered]:
+    """What all of these come to, done at the same time; waits for them. Raises what the first one raises that fails."""
+
+    async def all_of_them() -> list[Answered]:
+        return await asyncio.gather(*works)
+
+    return begun(all_of_them()).result()
+
+
+async def within(seconds: float, work: Awaitable[Answered]) -> Answered:
+    """Raises Gone where it takes longer."""
+    try:
+        return await asyncio.wait_for(work, seconds)
+    except TimeoutError as error:
+        raise _late(seconds) from error
+
+
+def answer_of(call: Future[Answered], seconds: float) -> Answered:
+    """What `begun` work comes to, within so many seconds from now. Raises what went wrong."""
+    try:
+        return call.result(max(0.0, seconds))
+    except TimeoutError as error:
+        call.cancel()
+        raise _late(seconds) from error
+
+
+def _late(seconds: float) -> Gone:
+    return Gone(f"it has not answered within {seconds:.0f} s", is_silent=True)
+
+
+# ---- who is asked in whose name
 
 
 def trust_of(path: str | None) -> ssl.SSLContext | None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
+from typing import Any
 
 import torch
 
 from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.rollout.engine import HolderChanged, WeightSyncError
 from megatron_grpo.servers import wire
+from megatron_grpo.servers.asking import ToSend, on_the_wire
 from megatron_grpo.servers.fleet import LOST, Fleet, Member
-from megatron_grpo.servers.http import Call, Refused
+from megatron_grpo.servers.http import Refused, answer_of, begun, within
 from megatron_grpo.servers.link import LinkError, LinkSender, Meeting, near_address
-from megatron_grpo.servers.wire_pictures import ToSend, on_the_wire
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
@@ -53,7 +54,7 @@ class Pusher:
         """
         members = self._members()
         link = self._link_of(members)
-        calls = [(member, Call(partial(self._order, member, update, link.name))) for member in members]
+        calls = [(member, begun(self._order(member, update, link.name))) for member in members]
         try:
             link.send(update.tensors, self.bucket_bytes)
         except LinkError as error:
@@ -78,11 +79,11 @@ class Pusher:
             pictures=album.but((), album.pictures), bounds=album.bounds,
         )  # fmt: skip
         found: dict[str, list[list[float]]] = {}
-        asked = [(member, Call(partial(member.server.call, "POST", "/score", body, timeout=SCORE_SECONDS))) for member in self._members()]
+        asked = [(member, begun(within(SCORE_SECONDS, self._scores_of(member, body)))) for member in self._members()]
         lost = False
         for member, call in asked:
             try:
-                scores = wire.decode(wire.Scores, call.wait(SCORE_SECONDS))
+                scores = call.result()
             except LOST as error:
                 self.fleet.lose(member, error)
                 lost = True
@@ -92,6 +93,9 @@ class Pusher:
         if lost:
             raise HolderChanged("a rollout server was lost before it had shown what it holds")
         return found
+
+    async def _scores_of(self, member: Member, body: wire.Score) -> wire.Scores:
+        return wire.decode(wire.Scores, await member.server.call("POST", "/score", body, timeout=SCORE_SECONDS))
 
     def _members(self) -> list[Member]:
         """Those that are used. Raises HolderChanged where all were lost since they were gathered."""
@@ -113,7 +117,7 @@ class Pusher:
         for member, place in zip(members, places, strict=True):
             assert member.state is not None
             body = wire.Join(address=place, port=self._meeting.port, first_rank=first, world=world, name=name, seconds=self.link_seconds)
-            calls.append((member, Call(partial(member.server.call, "POST", "/join", body, timeout=self.link_seconds + 5))))
+            calls.append((member, begun(member.server.call("POST", "/join", body, timeout=self.link_seconds + 5))))
             first += member.state.world_size
         link, broke = None, None
         try:
@@ -144,7 +148,7 @@ class Pusher:
 
     # ---- what servers are told, and what came of it
 
-    def _order(self, member: Member, update: WeightUpdate, link: str) -> wire.State:
+    async def _order(self, member: Member, update: WeightUpdate, link: str) -> wire.State:
         body: wire.WeightPush | wire.AdapterPush
         if update.kind == "adapter":
             path, config = "/adapter", dict(update.config)
@@ -153,15 +157,15 @@ class Pusher:
             # A base before its adapter makes no version; a merged trial has the number of a trial.
             version = None if update.kind == "weights" and update.version == NO_VERSION else update.version
             path, body = "/weights", wire.WeightPush(version=version, link=link, kind=update.kind, moves_tower=update.moves_tower)
-        return wire.decode(wire.State, member.server.call("POST", path, body, timeout=FINISH_SECONDS))
+        return wire.decode(wire.State, await member.server.call("POST", path, body, timeout=FINISH_SECONDS))
 
-    def _settle(self, calls: Sequence[tuple[Member, Call]], seconds: float) -> list[tuple[Member, Exception]]:
+    def _settle(self, calls: Sequence[tuple[Member, Future[Any]]], seconds: float) -> list[tuple[Member, Exception]]:
         """Waits for all answers; who failed, and how. Those of whom nothing was heard are lost."""
         failed: list[tuple[Member, Exception]] = []
         until = time.monotonic() + seconds
         for member, call in calls:
             try:
-                answer = call.wait(until - time.monotonic())
+                answer = answer_of(call, until - time.monotonic())
                 if isinstance(answer, wire.State):
                     member.state = answer
             except LOST as error:

@@ -6,17 +6,17 @@ one: what was in flight is asked there, with the same seed.
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
-from megatron_grpo.base import activity
 from megatron_grpo.base.errors import RunError
 from megatron_grpo.rollout.turns import Drawn, Key
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.asking import fault_of_answer
-from megatron_grpo.servers.dealing import MOST_DEATHS
-from megatron_grpo.servers.fleet import LOST, Fleet, Member
-from megatron_grpo.servers.http import Gone, Refused
+from megatron_grpo.servers.asking import generate
+from megatron_grpo.servers.calls import MOST_DEATHS, call
+from megatron_grpo.servers.fleet import Fleet, Member
+from megatron_grpo.servers.http import begun
 
 BETWEEN_CALLS = 0.02  # seconds
 
@@ -38,39 +38,45 @@ class ServerTurns:
         self._homes: dict[Key, str] = {}  # server of each episode, by name
         self._deaths: dict[Key, list[str]] = {}  # of servers, with this turn in flight
         self._found: list[tuple[Key, Drawn]] = []
-        self._changed = threading.Condition()
-        self._refusal: BaseException | None = None
+        self._changed = asyncio.Event()  # since the last poll
+        self._refusal: Exception | None = None
+        self._calls: set[asyncio.Task[None]] = set()
 
     def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int) -> None:
-        with self._changed:
-            self._count += 1  # a name for the turn, not for the episode
-            self._open[key] = wire.Request(
-                key=f"{key[0]}/{key[1]}/{self._count}", ids=tuple(token_ids), seed=seed, n=1, max_tokens=max_tokens
-            )
+        self._count += 1  # a name for the turn, not for the episode
+        name = f"{key[0]}/{key[1]}/{self._count}"
+        self._open[key] = wire.Request(key=name, ids=tuple(token_ids), seed=seed, n=1, max_tokens=max_tokens)
 
     @property
     def num_running(self) -> int:
-        with self._changed:
-            return len(self._open) + len(self._found)
+        return len(self._open) + len(self._found)
 
     def poll(self) -> list[tuple[Key, Drawn]]:
         """Raises NoServer; RunError where a turn cannot be drawn by anybody."""
-        with self._changed:
-            self._send()
-            if self._open and not self._found:
-                self._changed.wait(BETWEEN_CALLS)
-            if self._refusal is not None:
-                raise self._refusal
-            found, self._found = self._found, []
-        return found
+        return begun(self._polled()).result()
 
     def abandon(self) -> None:
         """Nobody wants what is open: its calls end."""
-        with self._changed:
-            self._open.clear()
-            self._refusal = self._refusal or RunError("the turns were given up")
+        begun(self._end()).result()
 
-    # ----
+    # ---- on the loop
+
+    async def _end(self) -> None:
+        self._open.clear()
+        for task in self._calls:
+            task.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+
+    async def _polled(self) -> list[tuple[Key, Drawn]]:
+        self._send()
+        if self._open and not self._found:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), BETWEEN_CALLS)
+            self._changed.clear()
+        if self._refusal is not None:
+            raise self._refusal
+        found, self._found = self._found, []
+        return found
 
     def _send(self) -> None:
         waiting = [key for key in self._open if key not in self._flying]
@@ -80,85 +86,68 @@ class ServerTurns:
             if waiting and not self._flying:
                 raise NoServer
             return
-        by_member: dict[str, list[Key]] = {}
+        by_member: dict[str, dict[Key, wire.Request]] = {}
         for key in waiting:
             home = self._homes.get(key, "")
             if home not in members:
                 episodes = list(self._homes.values())
                 home = self._homes[key] = min(members, key=episodes.count)
             self._flying[key] = members[home]
-            by_member.setdefault(home, []).append(key)
-        for name, keys in by_member.items():
-            body = wire.Generate(version=self.version, sampling=self._sampling, requests=tuple(self._open[key] for key in keys))
-            member = members[name]
-            threading.Thread(target=self._call, args=(member, keys, body, member.times_claimed), daemon=True).start()
+            by_member.setdefault(home, {})[key] = self._open[key]
+        for name, asked in by_member.items():
+            task = asyncio.create_task(self._call(members[name], asked, members[name].times_claimed))
+            self._calls.add(task)
+            task.add_done_callback(self._calls.discard)
 
-    def _call(self, member: Member, keys: Sequence[Key], body: wire.Generate, since: int) -> None:
+    async def _call(self, member: Member, asked: Mapping[Key, wire.Request], since: int) -> None:
         """since: the server's `times_claimed`."""
+        keys = {request.key: key for key, request in asked.items()}
+        body = wire.Generate(version=self.version, sampling=self._sampling, requests=tuple(asked.values()))
+
+        def take(request: wire.Request, answer: wire.Answer) -> None:
+            self._take(keys[request.key], request, answer, body.version)
+
         died = False
         try:
-            self._hear(member, {request.key: key for key, request in zip(keys, body.requests, strict=True)}, body)
-        except LOST as error:
-            if isinstance(error, Refused) and not (error.is_conflict or error.is_failure):
-                self._refuse(RunError(f"the rollout server {member} refused to sample: {error}"))
-            died = self._fleet.lose(member, error, since=since)
-        except BaseException as error:  # noqa: BLE001 - raised where turns are polled for
-            self._refuse(error)
+            died = await call(
+                member, generate(member, body, take, things="turns"), self._fleet.lose, since=since,
+                refused=lambda member, error: f"the rollout server {member} refused to sample: {error}",
+            )  # fmt: skip
+        except Exception as error:  # noqa: BLE001 - raised where turns are polled for
+            self._refusal = self._refusal or error
         finally:
-            self._ended(member, dict(zip(keys, body.requests, strict=True)), died=died)
+            self._ended(member, asked, died=died)
 
-    def _hear(self, member: Member, left: dict[str, Key], body: wire.Generate) -> None:
-        for line in member.server.lines("/generate", body):
-            answer = wire.decode_line(wire.Answer, line)
-            activity.advance(0)  # a server that lives says so
-            if answer is not None:
-                self._take(left.pop(answer.key, None), answer, body)
-            if self._refusal is not None:
-                return
-        if left:
-            raise Gone(f"its answer ended with {len(left)} of {len(body.requests)} turns left")
-
-    def _take(self, key: Key | None, answer: wire.Answer, body: wire.Generate) -> None:
-        if key is None:
-            raise wire.Malformed(f"it answered {answer.key!r}, which it was not asked")
+    def _take(self, key: Key, request: wire.Request, answer: wire.Answer, version: int) -> None:
         if answer.error is not None:
-            return self._refuse(RunError(f"{self._name_of(key)} cannot be answered: {answer.error}"))
-        if wrong := fault_of_answer(answer.completions, 1, body.version):
-            raise wire.Malformed(wrong)
+            raise RunError(f"{self._name_of(key)} cannot be answered: {answer.error}")
         [one] = answer.completions
         drawn = Drawn(
             token_ids=tuple(one.tokens.tolist()),
             logprobs=tuple(one.logprobs.tolist()),
             is_cut=one.reason == "length",
             kept=one.kept,
-            version=body.version,
+            version=version,
         )
-        with self._changed:
-            if key in self._open and self._open[key].key == answer.key:  # else the turn was asked elsewhere, and answered there
-                del self._open[key]
-                self._flying.pop(key, None)
-                self._deaths.pop(key, None)
-                self._found.append((key, drawn))
-                self._changed.notify_all()
+        if self._open.get(key) is request:  # else the turn was asked elsewhere, and answered there
+            del self._open[key]
+            self._flying.pop(key, None)
+            self._deaths.pop(key, None)
+            self._found.append((key, drawn))
+            self._changed.set()
 
     def _ended(self, member: Member, asked: Mapping[Key, wire.Request], *, died: bool) -> None:
         """A call is over; what it has not answered is asked again. Of an episode whose turn it has answered the next may be in flight."""
-        with self._changed:
-            for key, request in asked.items():
-                if self._flying.get(key) is not member or self._open.get(key) is not request:
-                    continue
-                del self._flying[key]
-                if died:
-                    self._deaths.setdefault(key, []).append(str(member))
-                if len(self._deaths.get(key, ())) >= MOST_DEATHS:
-                    servers = ", ".join(self._deaths[key])
-                    self._refusal = self._refusal or RunError(
-                        f"{self._name_of(key)}: in flight on {MOST_DEATHS} rollout servers as they died ({servers}), so it is not asked "
-                        "again. Their logs say of what they died; the row can be taken out of the data set."
-                    )
-            self._changed.notify_all()
-
-    def _refuse(self, error: BaseException) -> None:
-        with self._changed:
-            self._refusal = self._refusal or error
-            self._changed.notify_all()
+        for key, request in asked.items():
+            if self._flying.get(key) is not member or self._open.get(key) is not request:
+                continue
+            del self._flying[key]
+            if died:
+                self._deaths.setdefault(key, []).append(str(member))
+            if len(self._deaths.get(key, ())) >= MOST_DEATHS:
+                servers = ", ".join(self._deaths[key])
+                self._refusal = self._refusal or RunError(
+                    f"{self._name_of(key)}: in flight on {MOST_DEATHS} rollout servers as they died ({servers}), so it is not asked "
+                    "again. Their logs say of what they died; the row can be taken out of the data set."
+                )
+        self._changed.set()

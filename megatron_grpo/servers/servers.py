@@ -32,12 +32,11 @@ from megatron_grpo.rollout.experts import WrongExperts, of_group
 from megatron_grpo.rollout.probes import probe_sequences
 from megatron_grpo.rollout.turns import Player
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.asking import Question
+from megatron_grpo.servers.asking import Question, ToSend, on_the_wire
 from megatron_grpo.servers.fleet import Fleet, Needs
 from megatron_grpo.servers.http import Server, named_run, new_incarnation, run_name, trust_of
 from megatron_grpo.servers.pushing import Pusher
 from megatron_grpo.servers.server_turns import NoServer, ServerTurns
-from megatron_grpo.servers.wire_pictures import ToSend, on_the_wire
 from megatron_grpo.types import Completion, Group, Prompt, answered
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB
@@ -156,7 +155,8 @@ class ServerEngine:
 
     def _gathered(self) -> Facts:
         assert self._pusher is not None
-        members = self._pusher.fleet.gather(self.gives_up)
+        self._pusher.fleet.gives_up = self.gives_up
+        members = self._pusher.fleet.gather()
         states = [member.state for member in members if member.state is not None]
         return Facts(
             dtype=next((state.dtype for state in states if state.dtype != "float32"), "float32"),

@@ -39,18 +39,18 @@ class Form(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is written and read as a JSON object."""
 
 
-class Claim(Form):
+class Claim(Form, frozen=True):
     """POST /claim: a run takes a server."""
 
     run: str  # lies in the run's output_dir, so it outlives a restart
     incarnation: str  # new in every process
 
 
-class Nothing(Form):
+class Nothing(Form, frozen=True):
     """POST /release."""
 
 
-class Join(Form):
+class Join(Form, frozen=True):
     """POST /join: all workers of the server become members of a link (`parallel.link`), from rank `first_rank` on."""
 
     address: str  # of the trainer's store, as this server can reach it
@@ -61,7 +61,7 @@ class Join(Form):
     seconds: float  # the longest wait for a member, at most LONGEST_JOIN
 
 
-class WeightPush(Form):
+class WeightPush(Form, frozen=True):
     """POST /weights: the server takes all weights from the link. version None: an adapter follows, and makes the version."""
 
     version: int | None
@@ -70,7 +70,7 @@ class WeightPush(Form):
     moves_tower: bool = False  # the weights that see pictures are among them; else the server has them already
 
 
-class AdapterPush(Form):
+class AdapterPush(Form, frozen=True):
     """POST /adapter: the server takes an adapter alone, for the base weights that this owner pushed before."""
 
     version: int
@@ -79,7 +79,7 @@ class AdapterPush(Form):
     modules: tuple[str, ...]  # Hugging Face names of those that have an adapter in this run
 
 
-class Sampling(Form):
+class Sampling(Form, frozen=True):
     """How the tokens of all requests of one body are drawn."""
 
     temperature: float = 1.0  # 0 is greedy
@@ -92,14 +92,14 @@ class Sampling(Form):
     more: dict[str, Any] = {}  # of vLLM's SamplingParams
 
 
-class SentPicture(Form):
+class SentPicture(Form, frozen=True):
     """The file of a picture. It is sent once, and known by its key until the server has forgotten it."""
 
     key: str
     data: bytes
 
 
-class ShownPicture(Form):
+class ShownPicture(Form, frozen=True):
     """Where a prompt shows a picture."""
 
     key: str
@@ -107,7 +107,7 @@ class ShownPicture(Form):
     tokens: int
 
 
-class Request(Form):
+class Request(Form, frozen=True):
     """One group: a prompt that is answered n times."""
 
     key: str  # comes back with the answer
@@ -118,14 +118,14 @@ class Request(Form):
     shown: tuple[ShownPicture, ...] = ()
 
 
-class Bounds(Form):
+class Bounds(Form, frozen=True):
     """How large pictures become before they are cut into patches, in pixels."""
 
     min_pixels: int
     max_pixels: int
 
 
-class Generate(Form):
+class Generate(Form, frozen=True):
     """POST /generate: one line comes back for each request, in the order in which they end."""
 
     version: int
@@ -135,7 +135,7 @@ class Generate(Form):
     bounds: Bounds | None = None  # where a request shows some
 
 
-class Score(Form):
+class Score(Form, frozen=True):
     """POST /score: log-probs of each token after the first, at temperature 1; the last is read through the prefix cache."""
 
     sequences: tuple[tuple[int, ...], ...]
@@ -144,14 +144,14 @@ class Score(Form):
     bounds: Bounds | None = None
 
 
-class Scores(Form):
+class Scores(Form, frozen=True):
     """What POST /score answers."""
 
     version: int | None
     logprobs: tuple[tuple[float, ...], ...]
 
 
-class State(Form):
+class State(Form, frozen=True):
     """What GET /state says; POST /claim, /release, /weights and /adapter answer it too."""
 
     boot: str  # another one after every start of the server
@@ -176,7 +176,7 @@ class State(Form):
     vocab_size: int = 0  # of a frozen one's model: token ids below it have log-probs
 
 
-class Drawn(Form, omit_defaults=True, eq=False):
+class Drawn(Form, frozen=True, omit_defaults=True, eq=False):
     """One completion of T tokens."""
 
     tokens: NDArray[np.int32]  # [T]
@@ -198,7 +198,7 @@ class Drawn(Form, omit_defaults=True, eq=False):
                 raise ValueError(f"{len(ids)} kept words of {len(counts)} tokens, {by_counts} by their counts, for {count} tokens")
 
 
-class Answer(Form, omit_defaults=True, eq=False):
+class Answer(Form, frozen=True, omit_defaults=True, eq=False):
     """One line of /generate. error: what is wrong with this request; no other server would answer it either.
 
     lacks: keys of pictures that the server has not, or no more; the request is to be sent again with them.
@@ -214,7 +214,7 @@ class Answer(Form, omit_defaults=True, eq=False):
             msgspec.structs.force_setattr(self, "error", said_by(self.error, most=LONGEST_REFUSAL))
 
 
-class PromptLogprobs(Form):
+class PromptLogprobs(Form, frozen=True):
     """POST /prompt_logprobs, of a frozen server: one line comes back for each sequence, in the order in which they end."""
 
     sequences: tuple[tuple[int, ...], ...]
@@ -235,7 +235,7 @@ class PromptLogprobs(Form):
         return None
 
 
-class Scored(Form, eq=False):
+class Scored(Form, frozen=True, eq=False):
     """One line of /prompt_logprobs."""
 
     place: int  # of the sequence in the body
@@ -247,7 +247,7 @@ class Scored(Form, eq=False):
 Body = TypeVar("Body", bound=Struct)
 
 
-class _Shaped(Form):
+class _Shaped(Form, frozen=True):
     """An array of more than one dimension."""
 
     shape: tuple[int, ...]

@@ -272,19 +272,21 @@ def play_and_lose(rank, world, path, named, out):
 
 def break_after(member, lines, gone, losses):
     """The connection to a server breaks once, after so many lines of answers."""
-    real, left = member.server.lines, [lines]
+    real, left = member.server.hear, [lines]
 
-    def breaking(path, body):
-        for line in real(path, body):
+    async def breaking(path, body, take):
+        def taken(line):
             if left and line.strip():
                 left[0] -= 1
                 if left[0] < 0:
                     left.clear()
                     losses.append(member)
                     raise gone("it went in the middle")
-            yield line
+            take(line)
 
-    member.server.lines = breaking
+        await real(path, body, taken)
+
+    member.server.hear = breaking
 
 
 def worst_gap_of_contexts(groups, path):

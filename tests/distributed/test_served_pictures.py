@@ -35,8 +35,9 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
     from megatron_grpo.parallel.layout import Layout
     from megatron_grpo.parallel.state import start
     from megatron_grpo.rollout.engine import SamplingSettings
-    from megatron_grpo.servers import wire, wire_pictures
+    from megatron_grpo.servers import asking, wire
     from megatron_grpo.servers.fleet import Needs
+    from megatron_grpo.servers.http import begun
     from megatron_grpo.servers.servers import ServerEngine
     from megatron_grpo.weights.shape import ModelShape
     from megatron_grpo.weights.update import WeightUpdate
@@ -58,7 +59,7 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
         engine.take(WeightUpdate(kind="weights", version=version, tensors=iter(tensors.items()), moves_tower=tower))
 
     sent = []
-    but = wire_pictures.ToSend.but
+    but = asking.ToSend.but
 
     def counted(self, known, keys):
         found = but(self, known, keys)
@@ -66,7 +67,7 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
             sent[-1] += len(found)
         return found
 
-    wire_pictures.ToSend.but = counted
+    asking.ToSend.but = counted
     told = {}
     try:
         push(named, 1, True)
@@ -101,12 +102,14 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
             requests=(wire.Request(key="1", ids=(5,) * 6, seed=0, n=1, max_tokens=2, shown=(shown,)),
                       wire.Request(key="2", ids=(5,) * 6, seed=0, n=1, max_tokens=2, shown=(strange,))),
         )  # fmt: skip
-        answers = [wire.decode_line(wire.Answer, line) for line in member.server.lines("/generate", asked)]
+        lines = []
+        begun(member.server.hear("/generate", asked, lines.append)).result(60)
+        answers = [wire.decode_line(wire.Answer, line) for line in lines]
         by_key = {answer.key: answer for answer in answers if answer is not None}
         told["damaged"] = by_key["1"].error
         assert by_key["2"].lacks == ("who",)
     finally:
-        wire_pictures.ToSend.but = but
+        asking.ToSend.but = but
         engine.close()
     assert np.isfinite(told["pushed"]).all()
     return told

@@ -16,7 +16,7 @@ from megatron_grpo.rewards.builtin.endpoint import Key, Unanswered, post_json
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction
 from megatron_grpo.rewards.scoring import score
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.http import Gone, Refused, Server
+from megatron_grpo.servers.http import Gone, Refused, Server, begun
 
 TOKEN = "a-token-that-nobody-may-read"
 NASTY = "\x1b[2J\x1b]0;title\x07\x00\u202eback\x9b1m\ud800\n\r\tend"
@@ -80,7 +80,7 @@ ECHO = b"you came with {token} " + ESCAPES + b"z" * (1 << 20)
 )  # fmt: skip
 def test_what_a_server_answers_shows_no_token_no_escape_and_no_megabyte(raw, kind):
     with answers(raw) as port, pytest.raises(kind) as caught:
-        Server(Address("127.0.0.1", port), token=TOKEN, incarnation="1").state()
+        begun(Server(Address("127.0.0.1", port), token=TOKEN, incarnation="1").state()).result(60)
     assert is_fit(str(caught.value), wire.LONGEST_REFUSAL + 100) and str(caught.value)
 
 

@@ -15,7 +15,7 @@ from megatron_grpo.config.servers import Address
 from megatron_grpo.servers import asking, fleet, http, wire
 from megatron_grpo.servers.asking import Question
 from megatron_grpo.servers.fleet import Fleet, Needs
-from megatron_grpo.servers.http import Gone, Refused, Server, named_run, run_name
+from megatron_grpo.servers.http import Gone, Refused, Server, begun, named_run, run_name
 from tests.small_server import TOKEN, Broken, SmallServer, all_at_once, answer, certificate_in
 
 SAMPLING = wire.Sampling()
@@ -42,6 +42,10 @@ def fleet_of(opened):
         return opened(found)
 
     return made
+
+
+def of(work):
+    return begun(work).result(60)
 
 
 def question(count, version=1, n=2):
@@ -154,11 +158,11 @@ def test_a_server_is_trusted_by_the_certificates_that_are_named_and_no_others(op
     trusted, stranger = (
         Server(server.address, token=TOKEN, incarnation="1", trust=trust) for trust in (http.trust_of(str(certificate[0])), None)
     )
-    assert trusted.state(as_owner=False).version == 1
+    assert of(trusted.state(as_owner=False)).version == 1
     with pytest.raises(Refused, match="its certificate is not vouched for .*; vllm_server_ca names who does"):
-        stranger.state(as_owner=False)
+        of(stranger.state(as_owner=False))
     with pytest.raises(Gone):
-        Server(Address("127.0.0.1", server.address.port), token=TOKEN, incarnation="1").state(as_owner=False)
+        of(Server(Address("127.0.0.1", server.address.port), token=TOKEN, incarnation="1").state(as_owner=False))
     (tmp_path / "no.pem").write_text("no certificate")
     with pytest.raises(ConfigError, match="no.pem. holds no certificates as PEM"):
         http.trust_of(str(tmp_path / "no.pem"))

@@ -214,7 +214,7 @@ def test_a_call_that_a_push_has_ended_is_no_loss_of_the_server_that_took_it(engi
     engine.prepare()
     pushed(engine, 2)
     gate.set()
-    until(lambda: not (asked._flying if asks == "turns" else asked._open))
+    until(lambda: not asked._flying if asks == "turns" else asked.rests(0))
     assert fleet.used == [member] and len(server.asked) == 1  # nor is it asked on by who was told of older weights
     assert not (asked._deaths if asks == "turns" else asked._dealing.deaths)
 

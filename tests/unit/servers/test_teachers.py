@@ -52,7 +52,7 @@ def opened():
 
 def teacher_of(*servers, timeout=5.0, **more) -> Teacher:
     at = partial(Server, token=more.pop("token", TOKEN), incarnation="")
-    return Teacher(lambda: [server.address for server in servers], at, NEEDS, timeout=timeout, say=lambda line: None, **more)
+    return Teacher(lambda: [server.address for server in servers], at, needs=NEEDS, timeout=timeout, say=lambda line: None, **more)
 
 
 DRAWN = [Drawn(ids=tuple(range(10 + i, 15 + 2 * i)), first=1 + i % 3) for i in range(20)]
