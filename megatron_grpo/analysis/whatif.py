@@ -27,7 +27,7 @@ from megatron_grpo.checkpoint.samples import read_samples
 from megatron_grpo.checkpoint.saving import RECORDED
 from megatron_grpo.config import Parsed
 from megatron_grpo.data.hub import find_model
-from megatron_grpo.grpo.adaptive import AdaptiveEntropy
+from megatron_grpo.grpo.entropy import AdaptiveEntropy
 from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.policy.optimizer import gradient_norm

@@ -18,7 +18,7 @@ from megatron_grpo.batching.collate import collate, collate_samples
 from megatron_grpo.batching.families import FREE
 from megatron_grpo.batching.split import BatchCut, Portion, deal, deal_scored
 from megatron_grpo.batching.timetable import Step
-from megatron_grpo.grpo.loss import TokenWeigher
+from megatron_grpo.grpo.token_weights import TokenWeights
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.types import Extent, GlobalBatch, MicroBatch, Rollout, Row, RowKey, Sample, Sequence
@@ -230,7 +230,7 @@ class Pending:
     def _emptied(self, lost: Collection[RowKey]) -> Pending:
         return replace(self, rows={key: replace(row, num_masked=0) if key in lost else row for key, row in self.rows.items()})
 
-    def batch(self, step: Step, *, weigh: TokenWeigher, cut: BatchCut) -> tuple[Pending, GlobalBatch]:
+    def batch(self, step: Step, *, weigh: Callable[..., TokenWeights], cut: BatchCut) -> tuple[Pending, GlobalBatch]:
         """This rank's share of an optimizer step, and the rows where they then are. The only place where rows are cut for training.
 
         Token weights are fixed over the whole step, then cut: that is what makes the gradient independent of the cut.
