@@ -1,6 +1,6 @@
 """What is wrong with single values, and with pairs of settings that do not go together.
 
-Sizes of batches and layouts are `batching/rules.py`; the mathematics are `grpo/refused.py`. No torch here.
+Sizes of batches and layouts are `batching/rules.py`; the mathematics are `grpo/validation.py`. No torch here.
 """
 
 from __future__ import annotations

@@ -59,10 +59,10 @@ from megatron_grpo.policy.model import PolicyModel, build_chunks
 from megatron_grpo.policy.optimizer import Trainable
 from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.reference import FollowingReference, FrozenReference, Reference
-from megatron_grpo.policy.refused import attention_channels, machine_problems, needs_local_layers, sampler_problems, sharing_problems
 from megatron_grpo.policy.room import Role
 from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.policy.trains import choose_what_trains
+from megatron_grpo.policy.validation import attention_channels, machine_problems, needs_local_layers, sampler_problems, sharing_problems
 from megatron_grpo.policy.vision import build_tower, keep_outputs
 from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.rollout.engine import Engine, Sampler, SamplingSettings, WeightHolder

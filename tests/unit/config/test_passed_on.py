@@ -135,7 +135,7 @@ def test_an_evaluation_draws_as_training_does_unless_it_says_otherwise():
 
 
 def test_a_reference_of_its_own_needs_a_kl_and_is_named_once():
-    from megatron_grpo.grpo.refused import problems
+    from megatron_grpo.grpo.validation import problems
 
     assert "beta is 0" in problems(Config().with_values({"ref_model": "x"}))[0].message
     assert "Keep one of them" in problems(Config().with_values({"ref_model": "x", "beta": 0.1, "ref_adapters": "y"}))[0].message

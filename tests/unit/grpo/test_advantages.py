@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.config.config import Config, GrpoConfig
-from megatron_grpo.grpo import refused
+from megatron_grpo.grpo import validation
 from megatron_grpo.grpo.advantages import ESTIMATORS, advantages, dead_groups, reward_metrics
 from tests.reference import grpo_reference as reference
 
@@ -16,7 +16,7 @@ COMBINATIONS = [
     cfg
     for estimator in (*ESTIMATORS, "gdpo")
     for scale in ("group", "batch", "none", "gdpo")
-    if not refused.problems(Config(grpo=(cfg := GrpoConfig(advantage_estimator=estimator, scale_rewards=scale))))
+    if not validation.problems(Config(grpo=(cfg := GrpoConfig(advantage_estimator=estimator, scale_rewards=scale))))
 ]
 
 

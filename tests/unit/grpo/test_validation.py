@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from megatron_grpo.config.config import Config, GrpoConfig, RewardConfig, RolloutConfig
-from megatron_grpo.grpo import refused
+from megatron_grpo.grpo import validation
 from megatron_grpo.rollout.engine import SamplingSettings
 
 
@@ -20,13 +20,13 @@ def config(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, reward_funcs=(), **gr
 
 
 def test_the_defaults_are_legal_and_quiet():
-    assert refused.problems(Config()) == [] and refused.warnings(Config()) == []
+    assert validation.problems(Config()) == [] and validation.warnings(Config()) == []
 
 
 def test_every_choice_of_every_setting_is_legal_alone():
     for field in dataclasses.fields(GrpoConfig):
         for choice in field.metadata["choices"]:
-            assert refused.problems(config(**{field.name: choice})) == [], (field.name, choice)
+            assert validation.problems(config(**{field.name: choice})) == [], (field.name, choice)
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,13 @@ def test_every_choice_of_every_setting_is_legal_alone():
     ],
 )
 def test_refused_with_a_reason(settings, flag, reason):
-    (problem,) = refused.problems(config(**settings))
+    (problem,) = validation.problems(config(**settings))
     assert flag in problem.flags
     assert re.search(reason, problem.message), problem.message
 
 
 def test_all_problems_are_reported_together():
-    found = refused.problems(config(loss_type="vespo", delta=4.0, kl_in_reward=True, rollout_is_geometric=True))
+    found = validation.problems(config(loss_type="vespo", delta=4.0, kl_in_reward=True, rollout_is_geometric=True))
     assert len(found) == 3
 
 
@@ -92,8 +92,8 @@ def test_all_problems_are_reported_together():
     ],
 )
 def test_warned_about(settings, says):
-    assert refused.problems(config(**settings)) == []
-    (warning,) = refused.warnings(config(**settings))
+    assert validation.problems(config(**settings)) == []
+    (warning,) = validation.warnings(config(**settings))
     assert re.search(says, warning), warning
 
 
@@ -111,9 +111,9 @@ def test_warned_about(settings, says):
     ],
 )
 def test_what_is_left_of_the_vocabulary_must_be_able_to_travel(rollout, says, nearest):
-    found = refused.sampling_problems(Config(rollout=RolloutConfig(**rollout)))
+    found = validation.sampling_problems(Config(rollout=RolloutConfig(**rollout)))
     assert [says in one.message for one in found] == ([True] if says else []) and all(one.nearest == nearest for one in found)
-    assert refused.warnings(Config(rollout=RolloutConfig(top_p=0.9, top_k=5))) == []
+    assert validation.warnings(Config(rollout=RolloutConfig(top_p=0.9, top_k=5))) == []
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_what_is_left_of_the_vocabulary_must_be_able_to_travel(rollout, says, ne
 )
 def test_a_cut_without_top_k_comes_with_the_largest_and_that_is_said(rollout, said):
     cfg = RolloutConfig(**rollout)
-    (warning,) = refused.warnings(Config(rollout=cfg))
+    (warning,) = validation.warnings(Config(rollout=cfg))
     assert warning.startswith(f"Note: {said} without top_k draws among the 256 likeliest words (top_k 256)")
     asked = SamplingSettings.of(cfg, num_generations=2)
     assert (asked.top_k, asked.top_p, asked.min_p, asked.tells_kept) == (256, cfg.top_p, cfg.min_p, True)
@@ -134,11 +134,11 @@ def test_a_cut_without_top_k_comes_with_the_largest_and_that_is_said(rollout, sa
 
 
 def test_gspo_as_its_paper_has_it_is_quiet():
-    assert refused.warnings(config(importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4)) == []
+    assert validation.warnings(config(importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4)) == []
 
 
 def test_checking_imports_no_torch():
-    code = "import sys; import megatron_grpo.grpo.refused; sys.exit('torch' in sys.modules)"
+    code = "import sys; import megatron_grpo.grpo.validation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -150,7 +150,7 @@ def test_checking_imports_no_torch():
     ],
 )
 def test_real_asks_for_whole_groups_in_each_step(sizes, flag, near):
-    (problem,) = refused.group_problems(GrpoConfig(loss_type="real"), group=8, **sizes)
+    (problem,) = validation.group_problems(GrpoConfig(loss_type="real"), group=8, **sizes)
     assert flag in problem.flags and problem.nearest == near
-    assert refused.group_problems(GrpoConfig(), group=8, **sizes) == []
-    assert refused.group_problems(GrpoConfig(loss_type="real"), generation=32, global_batch=16, group=8, passes=2) == []
+    assert validation.group_problems(GrpoConfig(), group=8, **sizes) == []
+    assert validation.group_problems(GrpoConfig(loss_type="real"), generation=32, global_batch=16, group=8, passes=2) == []

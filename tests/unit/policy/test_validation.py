@@ -13,9 +13,16 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.parallel.layout import Layout, sequence_alignment
 from megatron_grpo.planning.check import check
 from megatron_grpo.planning.sharing import LEAST_SAVING, decide
-from megatron_grpo.policy import refused_bits
 from megatron_grpo.policy.fp8 import rank_multiple
-from megatron_grpo.policy.refused import attention_channels, flash_obstacle, machine_problems, problems, sampler_problems, sharing_problems
+from megatron_grpo.policy.validation import (
+    attention_channels,
+    bits_problems,
+    flash_obstacle,
+    machine_problems,
+    problems,
+    sampler_problems,
+    sharing_problems,
+)
 from megatron_grpo.run.inputs import read_everything
 from megatron_grpo.weights.shape import ModelShape
 from tests.tiny_models import write_tiny
@@ -219,12 +226,12 @@ def test_the_heads_of_latent_attention_are_those_of_its_queries():
 
 def test_equal_bits_are_refused_for_what_has_not_been_compared():
     def said(shape, **values):
-        return [problem.message for problem in refused_bits.problems(Config().with_values({"same_bits": True, **values}), shape)]
+        return [problem.message for problem in bits_problems(Config().with_values({"same_bits": True, **values}), shape)]
 
     qwen = ModelShape.from_hf(config_of("qwen3"))
     yarn = dataclasses.replace(qwen.rope, attention_scaling=1.1)
     assert said(qwen) == said(qwen, torch_dtype="float32") == said(None) == []
-    assert list(refused_bits.problems(Config(), DEEPSEEK)) == [] and list(refused_bits.gpu_problem(Config())) == []
+    assert list(bits_problems(Config(), DEEPSEEK)) == [] and machine_problems(Config(), has_gpu=True, has_transformer_engine=True) == []
     for shape, values, words in (
         (DEEPSEEK, {}, "multi-latent attention"),
         (dataclasses.replace(qwen, architecture="NobodyForCausalLM"), {}, "NobodyForCausalLM is not reached"),
@@ -240,5 +247,5 @@ def test_equal_bits_are_refused_for_what_has_not_been_compared():
         (message,) = said(shape, **values)
         assert message.startswith("same_bits true: ") and words in message
     assert said(dataclasses.replace(qwen, qkv_bias=True), torch_dtype="float32") == []
-    (problem,) = refused_bits.gpu_problem(Config().with_values({"same_bits": True}))
+    (problem,) = machine_problems(Config().with_values({"same_bits": True}), has_gpu=True, has_transformer_engine=True)
     assert "GPU" in problem.message
