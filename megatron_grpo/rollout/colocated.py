@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo.analysis import vllm_same_bits
 from megatron_grpo.base import activity, launcher
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import ConfigError, GivenUp, Problem, RunError
@@ -67,13 +66,14 @@ class ColocatedEngine:
     @classmethod
     def build(cls, cfg: RolloutConfig, *, model_path: str | Path, dtype: str, max_model_len: int, seed: int, rank: int, world_size: int,
               lora: LoraPush | None = None, experts: ExpertLayers | None = None, eyes: Eyes | None = None,
-              most_pictures: int = 0, trust_remote_code: bool = False) -> ColocatedEngine:  # fmt: skip
+              most_pictures: int = 0, trust_remote_code: bool = False,
+              patch: Callable[[], None] = lambda: None) -> ColocatedEngine:  # fmt: skip
         """Loads the model at `model_path` (version 0: nothing needs to be pushed before the first rollout). Collective over all ranks.
 
         dtype: "float32" or "bfloat16"; `vllm_dtype` of the settings goes before it. max_model_len: prompt + completion, in tokens;
         `vllm_max_model_len` goes before it. lora: how adapters are pushed, where they train. experts: of the model, where
-        the trainer is to replay them. eyes: of a model that sees; most_pictures: of a prompt. Raises ConfigError where the KV cache cannot
-        hold one sequence.
+        the trainer is to replay them. eyes: of a model that sees; most_pictures: of a prompt. patch: of vLLM besides ours, called before the
+        engine starts. Raises ConfigError where the KV cache cannot hold one sequence.
         """
         on_gpu = torch.cuda.is_available()
         vllm_patches.prepare_environment(on_gpu=on_gpu)
@@ -81,8 +81,7 @@ class ColocatedEngine:
 
         vllm_patches.apply_patches(on_gpu=on_gpu)
         take_logprobs_as_they_come()
-        if cfg.same_bits:
-            vllm_same_bits.prepare()
+        patch()
         tp = cfg.vllm_tensor_parallel_size
         max_model_len = cfg.vllm_max_model_len or max_model_len
         options = (gpu_options(cfg) if on_gpu else cpu_options(cfg)) | {"dtype": cfg.vllm_dtype or dtype} | KEPT_OPTIONS

@@ -11,9 +11,11 @@ from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.grammar import FIELD
 from megatron_grpo.config.kept import MOST
 from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.rollout.kept import TIES, num_asked, whole_or_cut
 from megatron_grpo.types import Kept
 
+# vLLM keeps every word that is as likely as the last of the top_k. So many of these travel besides; of more (logits that were rounded to
+# bfloat16 may be equal) the first ones do, and the token counts as drawn among them: `whole_or_cut`.
+TIES = 8
 KEPT_OPTIONS = {"max_logprobs": MOST + TIES}  # of every engine: it may be asked what was left of the vocabulary
 
 
@@ -73,6 +75,27 @@ def sampling_params(sampling: SamplingSettings, seed: int | None, *, vocab_size:
         logprobs=num_asked(sampling.top_k, vocab_size) if sampling.tells_kept else 0, flat_logprobs=True,
         **asked, **more,
     )  # fmt: skip
+
+
+def num_asked(top_k: int, vocab_size: int) -> int:
+    """Words of a position whose log-probs vLLM is asked for, besides the token's own."""
+    return min(top_k + TIES, vocab_size)
+
+
+def whole_or_cut(ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> tuple[np.ndarray, Kept]:
+    """What vLLM told of n tokens -> (float32 [n]: each one's log-prob, what it was drawn among).
+
+    ids, logprobs: [n, 1 + words]; the drawn token first, then the likeliest words, it among them or not; -inf was left out. A set that may
+    be larger than what was told is taken for what was told, and the log-prob is the one given that: log p - log(sum of p).
+    """
+    is_left = logprobs > -np.inf
+    is_cut = is_left[:, 1:].all(axis=1) & (ids.shape[1] - 1 < vocab_size)
+    is_left[:, 1:] &= ids[:, 1:] != ids[:, :1]  # it stands there already
+    is_left[:, 0] = True
+    of_cut = np.where(is_left, logprobs, -np.inf).astype(np.float64)
+    told = logprobs[:, 0] - np.where(is_cut, np.log(np.exp(of_cut).sum(axis=1)), 0.0)
+    at = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(is_left.sum(axis=1))])
+    return told.astype(np.float32), Kept(at, ids[is_left].astype(np.int32))
 
 
 def sampled_logprobs(output: Any) -> list[float]:

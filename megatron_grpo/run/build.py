@@ -72,9 +72,10 @@ from megatron_grpo.run.inputs import Inputs, Looked
 from megatron_grpo.run.opened import begin_with, copy_weights, load_weights
 from megatron_grpo.servers.fleet import needs_of
 from megatron_grpo.trainer.evaluate import Evaluator, Question, sampling_of
+from megatron_grpo.trainer.generation import RolloutGenerator
 from megatron_grpo.trainer.judge import Judge
-from megatron_grpo.trainer.rollouts import Asker, KlPenalty, Rollouts, Teacher
-from megatron_grpo.trainer.sync import MakesRoom, Publisher, Restoring
+from megatron_grpo.trainer.rollouts import KlPenalty, Rollouts, Teacher
+from megatron_grpo.trainer.sync import Publisher
 from megatron_grpo.types import Prompt
 from megatron_grpo.weights.adapters import drawn, from_file
 from megatron_grpo.weights.buckets import MIB
@@ -106,7 +107,8 @@ def build_run(
     if engine is None and (lacking := sampler_problems(inputs.shape)):
         raise ConfigError(lacking)
     checkpoints = open_output(made, inputs, parallel)
-    clock, judge = Clock(), Judge(inputs.rewards, cfg.rewards.reward_weights, gives_up=stop.gives_up)
+    judge = Judge(inputs.rewards, cfg.rewards.reward_weights, gives_up=stop.gives_up, most_failed_episodes=cfg.turns.max_failed_episodes)
+    clock = Clock()
     heard = checkpoints.best.hear if checkpoints.best else None
     # Before any model loads: a service that is not installed is an error.
     journal = build_journal(made, judge, parallel, clock, heard=heard)
@@ -150,7 +152,10 @@ def put_together(
         teacher = build_held_teacher(cfg, inputs.shape, parallel, teacher_path=inputs.teacher_path, clock=clock, offload=offload)
     sampler = patient(started(engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora), cfg, inputs, parallel, policy), stop)
     publisher = build_publisher(cfg, policy, sampler, say=journal.metrics.say)
-    in_turn = MakesRoom(Restoring(answering(cfg, inputs, sampler), partial(publish_again, policy, publisher, clock)), policy)
+    generator = generator_of(
+        cfg, inputs, answering(cfg, inputs, sampler), judge, clock, again=partial(publish_again, policy, publisher, clock),
+        before=policy.make_room,
+    )  # fmt: skip
     return train.Run(
         timetable=timetable,
         parallel=parallel,
@@ -158,18 +163,18 @@ def put_together(
         engine=sampler,
         publisher=publisher,
         rollouts=Rollouts(
-            asker_of(cfg, inputs, in_turn, judge, clock, teacher),
+            generator,
             inputs.prompts,
             cfg=cfg.grpo,
             timetable=timetable,
-            penalty=penalty_of(cfg.grpo, policy),
-            cut=policy.cut,
-            parallel=parallel,
+            policy=policy,
             journal=journal,
+            penalty=penalty_of(cfg.grpo, policy),
+            teacher=teacher,
         ),
         prompts=inputs.prompts,
         checkpoints=checkpoints,
-        evaluator=build_evaluator(cfg, inputs, in_turn, judge, last_step=timetable.num_steps),
+        evaluator=build_evaluator(cfg, inputs, generator, judge, last_step=timetable.num_steps),
         journal=journal,
         stop=stop,
         stop_drain_seconds=cfg.run.stop_drain_seconds,
@@ -178,16 +183,20 @@ def put_together(
     )
 
 
-def asker_of(cfg: Config, inputs: Inputs, sampler: Sampler, judge: Judge, clock: Clock, teacher: Teacher | None) -> Asker:
-    return Asker(
+def generator_of(
+    cfg: Config, inputs: Looked, sampler: Sampler, judge: Judge, clock: Clock, *, again: Callable[[], object],
+    before: Callable[[], object] = lambda: None,
+) -> RolloutGenerator:  # fmt: skip
+    """What asks the sampler. again, before: see `RolloutGenerator`."""
+    return RolloutGenerator(
         sampler,
         judge,
         sampling=SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations),
         seed=cfg.run.seed,
         clock=clock,
+        again=again,
+        before=before,
         experts=replayed_experts(cfg, inputs.shape),
-        most_failed_episodes=cfg.turns.max_failed_episodes,
-        teacher=teacher,
     )
 
 
@@ -440,6 +449,11 @@ def build_colocated(cfg: Config, inputs: Looked, parallel: ParallelState, *, lor
     """vLLM inside the trainer's own ranks. Collective."""
     from megatron_grpo.rollout.colocated import ColocatedEngine
 
+    more: dict[str, Any] = {}
+    if cfg.rollout.same_bits:
+        from megatron_grpo.analysis import vllm_same_bits
+
+        more["patch"] = vllm_same_bits.prepare
     return ColocatedEngine.build(
         cfg.rollout,
         model_path=inputs.model_path,
@@ -453,6 +467,7 @@ def build_colocated(cfg: Config, inputs: Looked, parallel: ParallelState, *, lor
         eyes=inputs.eyes,
         most_pictures=cfg.data.limit_images or inputs.most_pictures,
         trust_remote_code=cfg.model.trust_remote_code,
+        **more,
     )
 
 
@@ -487,7 +502,8 @@ def build_served_teacher(
 
     tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
     needs = needs_of_teacher(cfg, inputs.shape, tokenizer, inputs.longest_prompt)
-    teacher = ServedTeacher(teachers.Teacher.build(cfg, needs, stop.gives_up) if parallel.is_main else None)
+    servers = teachers.Teacher.build(cfg, needs, stop.gives_up) if parallel.is_main else None
+    teacher = ServedTeacher(servers.fingerprint, servers.logprobs) if servers else ServedTeacher()
     checkpoints.learned(TEACHER, teacher.fingerprint)
     return teacher
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_grpo.base.errors import RunError
-from megatron_grpo.rollout.kept import TIES, WrongKept, check, num_asked, whole_or_cut
+from megatron_grpo.rollout.vllm_requests import TIES, num_asked, whole_or_cut
+from megatron_grpo.trainer.generation import WrongKept, check_kept
 from megatron_grpo.types import Kept, Sequence
 
 INF = -np.inf
@@ -62,9 +63,9 @@ def sequence(kept: list[list[int]] | None) -> Sequence:
 )
 def test_a_token_is_one_of_the_different_words_it_was_drawn_among(kept, said):
     if said is None:
-        return check(sequence(kept), 8)
+        return check_kept(sequence(kept), 8)
     with pytest.raises(WrongKept, match=re.escape(said)):
-        check(sequence(kept), 8)
+        check_kept(sequence(kept), 8)
 
 
 def test_kept_words_belong_to_as_many_tokens_as_are_masked():
@@ -72,9 +73,9 @@ def test_kept_words_belong_to_as_many_tokens_as_are_masked():
     with pytest.raises(ValueError, match="kept words of 3 tokens, 3 in all, for 2 masked ones"):
         _ = one.kept
     with pytest.raises(WrongKept, match="among which words it drew it: kept words of 3 tokens") as caught:
-        check(one, 8)
+        check_kept(one, 8)
     assert isinstance(caught.value, RunError), "of a sampler of one's own: a sentence, and no traceback"
-    check(Sequence(token_ids=np.array([1]), mask=np.array([False])), 8)  # an episode in which nothing was drawn
+    check_kept(Sequence(token_ids=np.array([1]), mask=np.array([False])), 8)  # an episode in which nothing was drawn
 
 
 def test_tokens_are_taken_with_their_words():
