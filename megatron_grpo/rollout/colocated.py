@@ -72,7 +72,7 @@ class ColocatedEngine:
 
         dtype: "float32" or "bfloat16"; `vllm_dtype` of the settings goes before it. max_model_len: prompt + completion, in tokens;
         `vllm_max_model_len` goes before it. lora: how adapters are pushed, where they train. experts: of the model, where
-        the trainer is to replay them. eyes: of a model that sees; most_pictures: of a prompt. patch: of vLLM besides ours, called before the
+        the trainer is to replay them. eyes: of a model that sees; most_pictures: of a prompt. patch: more for vLLM, called before the
         engine starts. Raises ConfigError where the KV cache cannot hold one sequence.
         """
         on_gpu = torch.cuda.is_available()
