@@ -433,7 +433,7 @@ def how_adapters_travel(
     elif not sampler_is_known:
         obstacle = None if cfg.tuner.vllm_enable_lora else "this sampler was written elsewhere, and vllm_enable_lora true is not set"
     else:
-        from megatron_grpo.rollout.vllm_adapters import sampler_obstacle
+        from megatron_grpo.rollout.vllm_weights import sampler_obstacle
 
         obstacle = sampler_obstacle(inputs.shape.architecture, on_gpu=on_gpu)
     found = lora_push(cfg, inputs.shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
