@@ -1,10 +1,15 @@
-"""What vLLM holds on one rank: weights, room for an adapter, and the KV cache, which is an estimate."""
+"""What others than the policy hold on one rank: vLLM, whose KV cache is an estimate, and a teacher."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.tuning import BYTES, Tuning
+from megatron_grpo.planning.activations import activations_of, logits_bytes
+from megatron_grpo.planning.parameters import BYTES, Place, Tuning, held_by
+from megatron_grpo.planning.teacher import config_of_teacher
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.weights.lora import linear_modules
 from megatron_grpo.weights.names import num_parameters
@@ -48,3 +53,28 @@ def _adapter_room(shape: ModelShape, push: LoraPush, tp: int) -> int:
         if module.name.rsplit(".", 1)[1] in words:
             total += -(-module.inner // tp) + module.out if module.is_row else module.inner + -(-module.out // tp)
     return push.slot_rank * total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldStage:
+    """On a rank of one pipeline stage. weights_bytes: exact. scoring: bytes besides them, by the tokens of a micro-batch on the rank."""
+
+    weights_bytes: int = 0
+    scoring: Callable[[int], int] = lambda tokens: 0
+
+
+def held_stages(teacher: ModelShape | None, student: ModelShape, sizes: BatchSizes, cfg: Config, completion: int) -> list[HeldStage]:
+    """Of each stage; nothing without a teacher. completion: tokens."""
+    stages = range(sizes.layout.pp)
+    if teacher is None:
+        return [HeldStage() for _ in stages]
+    own = config_of_teacher(cfg, teacher, student)
+    tuning = Tuning.of(own, teacher)
+
+    def of(stage: int) -> HeldStage:
+        numel = held_by(teacher, sizes, own, tuning, Place(stage=stage)).weights
+        activations = activations_of(teacher, sizes, own, tuning, stage)
+        logits = logits_bytes(teacher, sizes, own, completion) // 2 if stage == sizes.layout.pp - 1 else 0
+        return HeldStage(weights_bytes=numel * tuning.size, scoring=lambda tokens: activations(tokens).forward + logits)
+
+    return [of(stage) for stage in stages]
