@@ -1,4 +1,4 @@
-"""What the tables of dialects share: batch sizes as rows, and the reward functions that are built in here."""
+"""What several systems share: functions that read one name, and parts of their SETTLE."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.batching.sizes import NATIVE
-from megatron_grpo.config.foreign import OFF, Change, Foreign, Reader, reads, same
+from megatron_grpo.config.foreign import OFF, Change, Reader
 from megatron_grpo.config.servers import OF_THE_ENGINE
-from megatron_grpo.config.table import TRUE, BadValue, Setting
+from megatron_grpo.config.table import TRUE, BadValue
 
 Given = Mapping[str, Sequence[str]]  # every name of theirs in a run, with its words
 
@@ -17,48 +16,25 @@ BUILT_IN_REWARDS = (
     "environment",
     *("math", "accuracy", "format", "length", "soft_overlong", "cosine", "repetition", "code", "reward_model", "llm_judge"),
 )
-NATIVE_SIZES = tuple(flag for flags in NATIVE.values() for flag in flags)
 
 
-def together(hint: str) -> Foreign:
-    """The dialect's `settle` reads it with others."""
-    return reads(lambda words, given: {}, hint)
+def where_true(settings: str) -> Reader:
+    """Our settings where theirs is true; else it says nothing. settings: names and values in turn."""
+    words = settings.split()
+    return lambda theirs, given: dict(zip(words[::2], words[1::2])) if theirs[0].lower() in TRUE else {}
 
 
-def where_true(hint: str, **native: Any) -> Foreign:
-    """Our settings where theirs is true; else it says nothing."""
-    return reads(lambda words, given: dict(native) if words[0].lower() in TRUE else {}, hint)
-
-
-def _no_token(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def no_token(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """The sentence does not repeat what was typed."""
     if " ".join(words).lower() in OFF:
         return {}
     raise BadValue("is a secret, and settings are written to files: the environment variable HF_TOKEN holds it")
 
 
-# flex is the same journey by other kernels (DeepEP).
-DISPATCHER = same("moe_token_dispatcher_type", {"flex": "alltoall"})
-TOKEN = reads(_no_token, "the environment variable HF_TOKEN holds it")
-
-
 def listed(words: Sequence[str]) -> list[str]:
     """The words of a Hydra list: "['a', 'b']" or [a,b]."""
     joined = " ".join(words).strip().removeprefix("[").removesuffix("]")
     return [part.strip().strip("'\"") for part in joined.split(",") if part.strip()]
-
-
-# torch's names of dtypes, and Megatron's.
-DTYPES = {
-    **{f"{torch}{name}": ours for name, ours in (("float32", "fp32"), ("bfloat16", "bf16"), ("float16", "fp16"), ("uint8", "fp8"))
-       for torch in ("", "torch.")},
-    **{"float": "fp32", "half": "fp16", "float8": "fp8"},
-    **{ours: ours for ours in ("fp32", "bf16", "fp16", "fp8")},
-}  # fmt: skip
-OF_THE_OPTIMIZER = {
-    **{name: same(name) for name in ("optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer")},
-    **{name: same(name, DTYPES) for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")},
-}
 
 
 def text_of(given: Given, name: str, otherwise: str) -> str:
@@ -72,7 +48,7 @@ def is_true(given: Given, name: str, otherwise: str) -> bool:
 _LENGTHS = ("completions/mean_length", "completions/clipped_ratio")
 
 
-def _best(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def best(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """transformers compares what an evaluation tells, and puts eval_ before a name that lacks it."""
     name = " ".join(words)
     asked = name.removeprefix("eval_")
@@ -86,9 +62,6 @@ def _best(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     if asked in _LENGTHS:
         return {"metric_for_best_model": f"eval/{asked.partition('/')[2]}"}
     raise BadValue(f"({name}) is nothing that an evaluation tells here. Use eval_reward, eval_rewards/NAME/mean, eval_{_LENGTHS[0]}")
-
-
-BEST = reads(_best, "`metric_for_best_model` eval for eval_reward, eval/NAME for eval_rewards/NAME/mean")
 
 
 def whole(given: Given, name: str, otherwise: int) -> int:
@@ -110,9 +83,6 @@ def held_out(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     if len(found) < 2:
         return {"eval_dataset": found[0]} if found else {}
     return {"eval_datasets": {"_".join(name.rsplit(".", 1)[0].split("/")[-2:]): name for name in found}}
-
-
-DATASETS, HELD_OUT = reads(datasets, "`dataset`"), reads(held_out, "`eval_dataset`; of several, `eval_datasets`")
 
 
 def betas(words: Sequence[str], given: Given) -> Mapping[str, Any]:
@@ -193,7 +163,7 @@ def of_vllm(values: Mapping[str, Any], given: Given, *, prefix: str, apart: Sequ
         yield Change(values=ours | ({"vllm_engine_kwargs": {**values.get("vllm_engine_kwargs", {}), **more}} if more else {}), note=note)
 
 
-def _template(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def template(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """JSON, or a mapping as Hydra writes it."""
     import yaml
 
@@ -205,9 +175,6 @@ def _template(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise BadValue(f"needs a mapping, such as {{enable_thinking: false}}, not {text!r}")
     return {"chat_template_kwargs": found} if found else {}
-
-
-TEMPLATE_WORDS = reads(_template, "`chat_template_kwargs`")
 
 
 def of_template(values: Mapping[str, Any], given: Given, *, prefix: str) -> Iterator[Change]:
@@ -248,7 +215,7 @@ def in_steps(values: Mapping[str, Any], per_rollout: int, names: Mapping[str, st
         )
 
 
-def _loggers(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def loggers(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """The terminal and files are told anyway."""
     found = [name.lower() for word in words for name in listed([word]) if name.lower() not in ("console", "file", *OFF)]
     if unknown := [name for name in found if name not in SERVICES]:
@@ -257,7 +224,6 @@ def _loggers(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 SERVICES = ("tensorboard", "wandb", "swanlab", "mlflow")
-LOGGERS = Foreign(read=_loggers, hint="`report_to`, without console and file", is_label=True)
 
 
 def holds_out(values: Mapping[str, Any]) -> bool:
@@ -315,14 +281,6 @@ def idle(given: Given, defaults: Mapping[str, str], *, without: str) -> Iterator
         )
 
 
-def size(name: str, default: int | None, help: str) -> Setting:
-    return Setting(name=name, group="foreign", kind="int", default=default, help=help, optional=default is None)
-
-
-def sizes(*rows: Setting) -> dict[str, Setting]:
-    return {row.name: row for row in rows}
-
-
 def of_servers(values: Mapping[str, Any], *, program: str) -> Iterator[Change]:
     """Where servers sample: what an engine is started with is theirs. program: what starts servers in the other system."""
     if values.get("vllm_mode") != "server":
@@ -347,3 +305,12 @@ def drops_last(values: Mapping[str, Any], *, title: str) -> Iterator[Change]:
         yield Change(values={}, note=note)
     elif "dataset_drop_last" not in values:
         yield Change(values={"dataset_drop_last": True}, untyped=("drop_last", "true"))
+
+
+def not_left(values: Mapping[str, Any], title: str) -> Iterator[Change]:
+    """Longer prompts are cut on the left where nobody says otherwise, which does not go with turns."""
+    if (values.get("environment") or values.get("tools")) and "truncation_strategy" not in values and "max_prompt_length" in values:
+        yield Change(
+            values={"truncation_strategy": "delete"},
+            note=f"{title} cuts longer prompts on the left, which does not go with environments and tools: truncation_strategy delete.",
+        )
