@@ -43,7 +43,7 @@ class BatchSizes:
 
         Raises ConfigError with every size that does not fit and the nearest values that do.
         """
-        from megatron_grpo.config.checks import validate
+        from megatron_grpo.config.validation import validate
 
         model = model or Model(num_layers=num_layers, num_experts=num_experts)
         problems = size_problems(cfg, model, others_pass=not validate(cfg))

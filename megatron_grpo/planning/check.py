@@ -12,9 +12,9 @@ from megatron_grpo.batching.batch_sizes import BatchSizes, settled, size_problem
 from megatron_grpo.batching.sizes import Model
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import Parsed, names, parse
-from megatron_grpo.config.checks import validate
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import longest_completion
+from megatron_grpo.config.validation import validate
 from megatron_grpo.grpo import validation as grpo_validation
 from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter, with_tower
 from megatron_grpo.planning.model import read_shape, rules_of

@@ -14,9 +14,9 @@ from megatron_grpo.base.files import mark
 from megatron_grpo.checkpoint.manifest import read_manifest
 from megatron_grpo.checkpoint.written import why_not_written
 from megatron_grpo.config import Parsed
-from megatron_grpo.config.checks import validate
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import sets_of
+from megatron_grpo.config.validation import validate
 from megatron_grpo.metrics.display import Display
 from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, in_words
 from megatron_grpo.parallel import state

@@ -182,7 +182,7 @@ def test_gdpo_learns_from_a_group_in_which_one_function_of_two_tells_completions
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"])
 def test_the_largest_rewards_that_are_let_in_have_finite_advantages(estimator):
     """The protocol refuses more than LARGEST and the settings weights of more than LARGEST_WEIGHT: their squares still add up."""
-    from megatron_grpo.config.checks import LARGEST_WEIGHT
+    from megatron_grpo.config.validation import LARGEST_WEIGHT
     from megatron_grpo.rewards.protocol import LARGEST
 
     rewards = np.array([[[LARGEST], [-LARGEST]], [[LARGEST], [1.0]]])
