@@ -24,7 +24,10 @@ from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter
 from megatron_grpo.policy.loaded import LoadedModel
 from megatron_grpo.rewards.loading import close_rewards
-from megatron_grpo.run.build import ENGINES, answering, build_evaluator, build_loaded, generator_of, start_parallel
+from megatron_grpo.run.build.engines import ENGINES, answering
+from megatron_grpo.run.build.output import start_parallel
+from megatron_grpo.run.build.policy import build_loaded
+from megatron_grpo.run.build.run import build_evaluator, generator_of
 from megatron_grpo.run.inputs import Looked, read_to_evaluate
 from megatron_grpo.run.life import take_output_dir
 from megatron_grpo.run.opened import layout_of, settings_of_checkpoint

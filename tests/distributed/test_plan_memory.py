@@ -27,7 +27,7 @@ def measured(rank, world, path, cfg):
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 
     from megatron_grpo.policy.room import ROLES
-    from megatron_grpo.run.build import build_policy
+    from megatron_grpo.run.build.policy import build_policy
 
     shape = ModelShape.from_pretrained(path)
     policy = build_policy(cfg, shape, join(cfg, world), model_path=path, num_steps=100, offload=ROLES)

@@ -87,7 +87,7 @@ def told_of(groups):
 def trainer(rank, world, path, named, out, *, timeout=60.0, parallel=None, **changes) -> Iterator:
     """(policy, engine, publisher) of one rank, as `build` makes them. parallel: of the first one in this process."""
     from megatron_grpo.rollout.adapters import lora_push
-    from megatron_grpo.run.build import build_publisher
+    from megatron_grpo.run.build.run import build_publisher
     from megatron_grpo.servers.fleet import needs_of
     from megatron_grpo.servers.servers import ServerEngine
     from megatron_grpo.weights.shape import ModelShape
