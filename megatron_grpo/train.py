@@ -11,7 +11,7 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.trainer.pending import Pending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from megatron_grpo.batching.timetable import Step, Timetable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_grpo.trainer.evaluate import Evaluator
     from megatron_grpo.trainer.rollouts import Rollouts
     from megatron_grpo.trainer.sync import Publisher
-    from megatron_grpo.types import GlobalBatch, Progress, Row, RowKey
+    from megatron_grpo.types import GlobalBatch, Progress, Rollout, Row, RowKey
 
 
 class StopRequest(Protocol):
@@ -76,9 +76,7 @@ def train(run: Run) -> Progress:
     Returns where it ended. Raises `Interrupted` where it was asked to stop, once the state is on disk.
     """
     policy, rollouts, clock, cut = run.policy, run.rollouts, run.journal.clock, run.policy.cut
-    progress, pending = run.checkpoints.restore(
-        policy, run.prompts, Pending(parallel=run.parallel), cut
-    )  # a fresh run: step 0, nothing pending
+    progress, pending = run.checkpoints.restore(policy, run.prompts, Pending(parallel=run.parallel), cut)  # a fresh run: step 0
     run.journal.start(progress)
 
     for step in run.timetable.from_step(progress.step, progress.num_rollouts):  # one row of the timetable per optimizer step
@@ -92,12 +90,10 @@ def train(run: Run) -> Progress:
             for number in step.launches:
                 rollouts.launch(number)
         pending, progress = pending.add(found), progress.add(found)
-        if found:
-            stop_if_asked(run, progress, pending)  # the optimizer step may take longer than whoever asks can wait
-
+        stop_if_asked(run, progress, pending, found)  # the optimizer step may take longer than whoever asks can wait
         # ANCHOR   log-probs that must stay still while the weights move: only where the timetable says so.
         with policy.resident("weights"), clock("old_logprobs"):
-            pending = pending.anchored(policy, step, cut)
+            pending = pending.anchored(policy.scorer, step, cut)
         # LEARN    this step's global batch, cut for this rank: the only place where data is cut.
         pending, batch = pending.batch(step, weigh=policy.loss.token_weights, cut=cut)
         run.checkpoints.record(step, pending)
@@ -106,7 +102,7 @@ def train(run: Run) -> Progress:
         rows = pending.rows
         if trained.refusal:  # its weights are still there
             with policy.resident("weights"), clock("old_logprobs"):
-                pending = pending.after_refusal(policy, step, cut)
+                pending = pending.after_refusal(policy.scorer, step, cut)
         pending, progress = pending.after(step, trained.logprobs, cut), progress.after(batch)
         # KEEP     a checkpoint holds what is being sampled too, so it waits for that.
         with clock("checkpoint"):
@@ -194,9 +190,9 @@ def save(run: Run, progress: Progress, pending: Pending, *, completely: bool) ->
             run.checkpoints.finish()
 
 
-def stop_if_asked(run: Run, progress: Progress, pending: Pending) -> None:
-    """Between sampling and the optimizer step: what has come in waits in the checkpoint."""
-    if run.stop.agreed(collectives.largest):
+def stop_if_asked(run: Run, progress: Progress, pending: Pending, found: Collection[Rollout]) -> None:
+    """Between sampling and the optimizer step, if anything was found: it waits in the checkpoint."""
+    if found and run.stop.agreed(collectives.largest):
         if progress.step:
             run.journal.keep(progress)
             save(run, progress, pending, completely=True)

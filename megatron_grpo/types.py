@@ -60,6 +60,13 @@ class Extent(NamedTuple):
     prefix: int = 0  # computed tokens that every context of the group begins with, as far as it is known
 
 
+class TokensToScore(NamedTuple):
+    """Tokens that are to be scored from `first` on, each given all before it."""
+
+    ids: tuple[int, ...]
+    first: int
+
+
 class Picture(Protocol):
     """What a picture is. Its place is kept beside it, since several contexts may show one picture at several places."""
 

@@ -267,7 +267,7 @@ def _reference(policy: Any) -> None:
 
 def found_by(fault: Fault, path, samples, parallel, world: int) -> tuple[str | None, str | None, str | None]:
     """On this rank: what the audit of the first, sound step says, and that of the second; and what the watch over log-probs says of it."""
-    from megatron_grpo.run.build import gap_of
+    from megatron_grpo.run.build.output import gap_of
 
     cfg = cases.settings(**cases.MODEL_SETTINGS.get(fault.model, {}) | dict(logp_difference_warn=0.6) | fault.settings)
     policy, rank = cases.build(path, cfg, world, parallel), parallel.rank

@@ -25,7 +25,7 @@ ACCEPTED = 99  # what `run` gives where `train` found nothing wrong
 BOTH, TRAIN, PLAN = ("plan", "train"), ("train",), ("plan",)
 REPORT = "in the configuration; nothing was started."
 # Eight ranks on one machine, as a launcher would say it: rank 0 speaks.
-EIGHT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+EIGHT = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 Words = Sequence[str]
 

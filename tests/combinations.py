@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megatron_grpo.config.config import Config, GrpoConfig
-from megatron_grpo.grpo import refused
+from megatron_grpo.grpo import validation
 from megatron_grpo.types import Sample
 from tests import parity_cases as cases
 from tests.reference import grpo_reference as reference
@@ -93,7 +93,7 @@ def runs_of(combinations: Sequence[Combination]) -> Runs:
 def legal(settings: Mapping) -> GrpoConfig | None:
     """What these settings say, or None where they do not go together."""
     cfg = GrpoConfig(**settings)
-    return None if refused.problems(Config(grpo=cfg)) else cfg
+    return None if validation.problems(Config(grpo=cfg)) else cfg
 
 
 def random_others(rng: np.random.Generator, base: Mapping, others: Mapping[str, Sequence]) -> GrpoConfig:

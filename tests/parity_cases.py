@@ -299,7 +299,7 @@ def join(cfg: Config, world: int):
 
 def build(path: str | Path, cfg: Config, world: int, parallel=None):
     """The policy under `cfg`'s layout. parallel: from `join`, where several policies share a process."""
-    from megatron_grpo.run.build import build_policy
+    from megatron_grpo.run.build.policy import build_policy
     from megatron_grpo.weights.shape import ModelShape
 
     return build_policy(cfg, ModelShape.from_pretrained(path), parallel or join(cfg, world), model_path=path, num_steps=100)

@@ -111,7 +111,7 @@ ALL = ("weights", "reference", "gradients", "optimizer")
 
 
 def _policy(path, cfg, parallel, offload):
-    from megatron_grpo.run.build import build_policy
+    from megatron_grpo.run.build.policy import build_policy
     from megatron_grpo.weights.shape import ModelShape
 
     return build_policy(cfg, ModelShape.from_pretrained(path), parallel, model_path=path, num_steps=100, offload=offload)

@@ -120,13 +120,14 @@ class Pair:
     @classmethod
     def build(cls, rank: int, world: int, path, *, max_model_len: int = 128, parallel=None, **chosen: Any) -> Pair:
         """parallel: from `join`, where several pairs share a process."""
+        from megatron_grpo.analysis import vllm_same_bits
         from megatron_grpo.rollout.colocated import ColocatedEngine
 
         base = dict(temperature=0.8, micro_batch_size=2, lr=3e-3, adam_eps=1e-8, same_bits=True, vllm_kv_cache_memory_mb=16)
         cfg = settings(**base | dict(vllm_tensor_parallel_size=chosen.get(TP, 1)) | chosen)
         policy = build(path, cfg, world, parallel or join(cfg, world))
         engine = ColocatedEngine.build(cfg.rollout, model_path=path, dtype=cfg.model.torch_dtype, max_model_len=max_model_len, seed=0,
-                                       rank=rank, world_size=world)  # fmt: skip
+                                       rank=rank, world_size=world, patch=vllm_same_bits.prepare)  # fmt: skip
         return cls(policy, engine, cfg.rollout.temperature)
 
     def sample(self, asked, length: int = 24, seed: int = 0) -> list:

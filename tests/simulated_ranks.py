@@ -241,9 +241,10 @@ def a_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str
     from megatron_grpo.rollout.engine import SamplingSettings
     from megatron_grpo.rollout.scripted import ScriptedEngine
     from megatron_grpo.trainer import pending as rows_that_wait
+    from megatron_grpo.trainer.generation import RolloutGenerator
     from megatron_grpo.trainer.judge import Judge
     from megatron_grpo.trainer.pending import Pending
-    from megatron_grpo.trainer.rollouts import Asker, Rollouts
+    from megatron_grpo.trainer.rollouts import Rollouts
     from megatron_grpo.types import Progress
 
     one = OneRank(world, folder, **sizes)
@@ -256,8 +257,8 @@ def a_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str
         judge = Judge([RewardFunction(name="right", function=right, timeout=60, on_error="raise")])
         sampling = SamplingSettings(n=one.group_size, max_completion_length=one.length)
         rollouts = Rollouts(
-            Asker(ScriptedEngine(one.answer), judge, sampling=sampling, seed=0, clock=Clock()),
-            Prompts(), cfg=GrpoConfig(), timetable=table, penalty=None, cut=cut, parallel=parallel, journal=journal,
+            RolloutGenerator(ScriptedEngine(one.answer), judge, sampling=sampling, seed=0, clock=Clock(), again=lambda: None),
+            Prompts(), cfg=GrpoConfig(), timetable=table, policy=SimpleNamespace(cut=cut, parallel=parallel), journal=journal,
         )  # fmt: skip
         real = rows_that_wait._spread
         rows_that_wait._spread = one.spread(real)

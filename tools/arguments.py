@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_grpo.compat import DIALECTS, PRODUCTS
+from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config.foreign import Dialect, shown
 from megatron_grpo.config.table import names, table
 
@@ -49,7 +49,7 @@ def here(dialect: Dialect, name: str) -> str:
     size = dialect.size(name)
     row = dialect.row(name)[1]
     if size is not None:
-        parts = {part: flags for part, flags in PRODUCTS[dialect.name].items() if size in flags}
+        parts = {part: flags for part, flags in dialect.products.items() if size in flags}
         said = [f"`{_SIZE[part]}`" + (f" = {' x '.join(flags)}" if len(flags) > 1 else "") for part, flags in parts.items()]
         return f"a size: {'; '.join(said)}"
     if row is not None:

@@ -30,7 +30,8 @@ from megatron_grpo.policy.loaded import LoadedModel
 from megatron_grpo.rollout.colocated import ColocatedEngine
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.probes import probe_sequences
-from megatron_grpo.run.build import build_loaded, start_parallel
+from megatron_grpo.run.build.output import start_parallel
+from megatron_grpo.run.build.policy import build_loaded
 from megatron_grpo.run.opened import layout_of
 from megatron_grpo.trainer.sync import Publisher, WeightSyncError, check_weights
 from megatron_grpo.types import Prompt

@@ -25,7 +25,8 @@ from megatron_grpo.data.hub import find_model
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.policy.culprits import wrong_rows
 from megatron_grpo.policy.policy import Policy, Seen
-from megatron_grpo.run.build import build_policy, start_parallel
+from megatron_grpo.run.build.output import start_parallel
+from megatron_grpo.run.build.policy import build_policy
 from megatron_grpo.run.opened import layout_of, load_weights, whole_checkpoint
 from megatron_grpo.trainer.pending import Pending
 from megatron_grpo.types import GlobalBatch, MicroBatch, RowKey

@@ -15,7 +15,7 @@ from megatron_grpo.checkpoint.samples import read_samples
 from megatron_grpo.checkpoint.saving import RECORDED
 from megatron_grpo.config import Parsed
 from megatron_grpo.config.config import Config
-from megatron_grpo.grpo import refused
+from megatron_grpo.grpo import validation
 from megatron_grpo.run.opened import settings_over
 from megatron_grpo.types import Sample
 
@@ -143,7 +143,7 @@ def _variant(
                               f"that the run recorded. What can be tried: {', '.join(sorted({*TRIED, *SIZES}))}."))  # fmt: skip
     values: dict[str, Any] = {name: getattr(parsed.config.grpo, name) for name in typed & TRIED}
     changed = cfg.with_values(values)
-    problems += refused.problems(changed)
+    problems += validation.problems(changed)
     if changed.grpo.kl_in_reward and values.get("beta") is not None:
         problems.append(_said("try: beta is in the reward of this run (kl_in_reward), so it has made the advantages that were recorded."))
     if "teacher_kl_coef" in values and cfg.grpo.teacher_flag is None:

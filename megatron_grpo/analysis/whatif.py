@@ -27,12 +27,13 @@ from megatron_grpo.checkpoint.samples import read_samples
 from megatron_grpo.checkpoint.saving import RECORDED
 from megatron_grpo.config import Parsed
 from megatron_grpo.data.hub import find_model
-from megatron_grpo.grpo.adaptive import AdaptiveEntropy
+from megatron_grpo.grpo.entropy import AdaptiveEntropy
 from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.policy.optimizer import gradient_norm
 from megatron_grpo.policy.policy import Policy
-from megatron_grpo.run.build import build_policy, start_parallel
+from megatron_grpo.run.build.output import start_parallel
+from megatron_grpo.run.build.policy import build_policy
 from megatron_grpo.run.opened import layout_of, load_weights
 from megatron_grpo.trainer.pending import Pending, score_rows
 from megatron_grpo.types import GlobalBatch, RowKey, Sample

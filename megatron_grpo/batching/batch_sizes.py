@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.batching.nearest import broken_rules, nearest
 from megatron_grpo.batching.sizes import CP, EP, ETP, NATIVE, PP, TP, VPP, WORLD, Model, TypedSizes, derive, inputs_of
-from megatron_grpo.compat import PRODUCTS
+from megatron_grpo.compat import products_of
 from megatron_grpo.config.config import Config
 from megatron_grpo.parallel.layout import Layout
 
@@ -43,7 +43,7 @@ class BatchSizes:
 
         Raises ConfigError with every size that does not fit and the nearest values that do.
         """
-        from megatron_grpo.config.checks import validate
+        from megatron_grpo.config.validation import validate
 
         model = model or Model(num_layers=num_layers, num_experts=num_experts)
         problems = size_problems(cfg, model, others_pass=not validate(cfg))
@@ -51,7 +51,7 @@ class BatchSizes:
             raise ConfigError(problems)
         # R2 replays what that pass chose.
         old_logprobs = "always" if cfg.grpo.router_replay_mode == "R2" else cfg.batch.old_logprobs
-        inputs = inputs_of(cfg, PRODUCTS.get(cfg.plan.dialect or ""), model)
+        inputs = inputs_of(cfg, products_of(cfg.plan.dialect), model)
         return cls.of(inputs, old_logprobs=old_logprobs, async_rollout_depth=cfg.rollout.async_rollout_depth)
 
     @classmethod
@@ -119,19 +119,21 @@ def size_problems(cfg: Config, model: Model | None = None, *, others_pass: bool 
     others_pass: the rest of the configuration is sound, so that a change of one size can make the whole of it pass; otherwise no
     nearest values are offered. unreadable: settings whose values could not be read; rules about them are not judged.
     """
-    inputs = inputs_of(cfg, PRODUCTS.get(cfg.plan.dialect or ""), model)
+    inputs = inputs_of(cfg, products_of(cfg.plan.dialect), model)
     broken = [rule for rule in broken_rules(inputs) if not set(rule.flags) & set(unreadable)]
     names = {flag: cfg.typed.get(flag, flag) for flag in inputs.values}
+    # Sizes that a user may want to give when a default of theirs does not fit.
+    sayable = {flag for products in (NATIVE, inputs.products) for flags in products.values() for flag in flags}
     problems = []
     for rule in broken:
         flags = list(dict.fromkeys(flag for flag in rule.flags if flag in inputs.values or flag == "sequence_parallel"))
         typed = [flag for flag in flags if flag in inputs.typed or cfg.sources.get(flag, "default") != "default"]
-        blamed = typed or [flag for flag in flags if flag in _SAYABLE or flag in inputs.typed] or flags
+        blamed = typed or [flag for flag in flags if flag in sayable or flag in inputs.typed] or flags
         near = {}
         if others_pass and not unreadable:
             near = {flag: nearest(inputs, flag) for flag in flags if flag in inputs.values and _changeable(flag, cfg)}
         offered = {names[flag]: values for flag, values in near.items() if values and flag in blamed}
-        rest = {names[flag]: values for flag, values in near.items() if values and flag not in blamed and flag in _SAYABLE}
+        rest = {names[flag]: values for flag, values in near.items() if values and flag not in blamed and flag in sayable}
         problems.append(
             Problem(
                 flags=tuple(names.get(flag, flag) for flag in blamed),
@@ -140,10 +142,6 @@ def size_problems(cfg: Config, model: Model | None = None, *, others_pass: bool 
             )
         )
     return problems
-
-
-# Sizes that a user may want to give when a default of theirs does not fit.
-_SAYABLE = {flag for products in (NATIVE, *PRODUCTS.values()) for flags in products.values() for flag in flags}
 
 
 def _changeable(flag: str, cfg: Config) -> bool:

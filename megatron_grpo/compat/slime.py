@@ -1,23 +1,36 @@
-"""slime: the flags of its train.py, which are its own, Megatron-LM's, and SGLang's behind `--sglang-`.
-
-Source: slime/utils/arguments.py, and what its schedule (dp_schedule.py), its loss and its RolloutManager do with them.
-"""
+"""What of slime's names takes arithmetic: those that are read alone, and what SETTLE makes of several together."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from megatron_grpo.compat import features, slime_aside, slime_teacher
-from megatron_grpo.compat.slime_settle import PLUGIN, SETTLE
-from megatron_grpo.compat.vocabulary import DISPATCHER, NATIVE_SIZES, Given, is_true, own_rewards, size, sizes, together, whole
-from megatron_grpo.config.foreign import Default, Dialect, Foreign, default, kept, lacks, not_there, only, only_task, reads, same
+from megatron_grpo.compat.common import (
+    Given,
+    asked_once,
+    holds_out,
+    idle,
+    idle_schedule,
+    in_steps,
+    is_true,
+    layout,
+    of_pictures,
+    of_servers,
+    own_rewards,
+    text_of,
+    whole,
+)
+from megatron_grpo.compat.tables import sentence
+from megatron_grpo.config.foreign import Change
 from megatron_grpo.config.table import BadValue
 
+_KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 
-def _ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+
+def ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {"world_size": whole(given, "actor_num_nodes", 1) * whole(given, "actor_num_gpus_per_node", 8)}
 
 
@@ -26,20 +39,20 @@ def _whole_files(words: Sequence[str]) -> None:
         raise BadValue(f"({' '.join(parts)}) takes a part of a file; rows of files are used whole. Write that part to a file of its own")
 
 
-def _prompts(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def prompts(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     _whole_files(words)
     return {"dataset": list(words)}
 
 
-def _seed(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def seed(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {} if "seed" in given else {"seed": list(words)}
 
 
-def _offload(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def offload(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {} if words[0].lower() == "false" else {"offload_model": "true", "sleep_level": 2}
 
 
-def _held_out(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def held_out(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """A name and a path each; one word alone is a path."""
     _whole_files(words)
     if len(words) == 1:
@@ -49,7 +62,7 @@ def _held_out(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {"eval_datasets": dict(zip(words[::2], words[1::2]))}
 
 
-def _judge(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def judge(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """Its `math` compares what stands in \\boxed{} with the label, as the built-in one does; its others are not there."""
     if given.get("reward_funcs"):
         return {}
@@ -58,16 +71,16 @@ def _judge(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return own_rewards("a judge of slime")(words, given)
 
 
-def _services(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def services(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     found = [name for name in ("wandb", "tensorboard") if is_true(given, f"use_{name}", "false")]
     return {"report_to": found} if found else {}
 
 
-def _column(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def column(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {} if list(words) in (["prompt"], ["messages"]) else {"columns": {words[0]: "prompt"}}
 
 
-def _pictures(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def pictures(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     try:
         found = dict(json.loads(" ".join(words)))
     except ValueError:
@@ -77,194 +90,138 @@ def _pictures(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {} if found.get("image", "images") == "images" else {"columns": {found["image"]: "images"}}
 
 
-def _environment(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def environment(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     if re.search(r"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\W+1", " ".join(words)):
-        raise BadValue(f"sets OPEN_TRAINING_INT4_FAKE_QAT_FLAG, with which slime trains as if weights were INT4: {features.QUANTIZED}")
+        raise BadValue(f"sets OPEN_TRAINING_INT4_FAKE_QAT_FLAG, with which slime trains as if weights were INT4: {sentence('QUANTIZED')}")
     return {}
 
 
-def _switch(native: str, value: Any) -> Foreign:
-    def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-        return {native: value} if words[0].lower() != "false" else {}
-
-    return reads(read, f"`{native}` {value}")
+def bucket(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    return {"weight_sync_bucket_mb": max(1, int(words[0]) >> 20)}
 
 
-_LOSS = together("`loss_type`, `importance_sampling_level` and `advantage_estimator`, of all names of the loss")
-_BELOW = together("`beta` and `kl_estimator`, of all names of the KL")
-_CORRECT = together("`rollout_importance_sampling_mode` token_truncate with its bounds, of all three names")
-_PACKED = together("`max_tokens_per_micro_batch`, which is `max_tokens_per_gpu` times `context_parallel_size`")
-
-NAMES: Mapping[str, Foreign] = {
-    "moe_token_dispatcher_type": DISPATCHER,
-    "hf_checkpoint": same("model"),
-    "save": same("output_dir"),
-    "save_interval": same("save_steps"),
-    "use_wandb": reads(_services, "`report_to` wandb"),
-    "use_tensorboard": reads(_services, "`report_to` tensorboard"),
-    "load": Foreign(why="weights are read from hf_checkpoint, and a run goes on from the checkpoints in its output_dir"),
-    "ref_load": Foreign(why="the reference is the model as it was at the start; nothing has to be converted before"),
-    "actor_num_nodes": reads(_ranks, "`world_size`, which is nodes times GPUs"),
-    "actor_num_gpus_per_node": reads(_ranks, "`world_size`, which is nodes times GPUs"),
-    "colocate": together("a note where it is left out: engines beside the ranks are `vllm_mode` server"),
-    "rollout_num_gpus": together("a note: engines beside the ranks are `vllm_mode` server and `megatron-grpo serve`"),
-    "rollout_num_gpus_per_engine": same("vllm_tensor_parallel_size"),
-    "offload": reads(_offload, "`offload_model` true and `sleep_level` 2"),
-    "offload_train": _switch("offload_model", "true"),
-    "no_offload_train": _switch("offload_model", "false"),
-    "offload_rollout": _switch("sleep_level", 2),
-    "no_offload_rollout": _switch("sleep_level", 0),
-    "sglang_mem_fraction_static": same("vllm_gpu_memory_utilization"),
-    "sglang_max_running_requests": same("vllm_max_num_seqs"),
-    "sglang_context_length": same("vllm_max_model_len"),
-    # Data.
-    "prompt_data": reads(_prompts, "`dataset`; a part of a file, path@[0:16], is refused"),
-    "input_key": reads(_column, "`columns`, where it is neither prompt nor messages"),
-    "label_key": same("answer_column"),
-    "rollout_shuffle": same("dataset_shuffle"),
-    "rollout_seed": reads(_seed, "`seed`, which is of prompts, sampling and all else, where seed is left out"),
-    "rollout_max_prompt_len": same("max_prompt_length"),
-    "apply_chat_template": together("a note: chat prompts are written by the template here, and a string prompt is taken as it stands"),
-    "apply_chat_template_kwargs": same("chat_template_kwargs"),
-    "multimodal_keys": reads(
-        _pictures, "`columns`, where pictures are not in images, and `freeze_vit` and `freeze_aligner` false; only image is there"
-    ),
-    "train_env_vars": reads(_environment, "variables of its ranks: quantisation in training is refused"),
-    "$RUNTIME_ENV_JSON": reads(_environment, "variables of its ranks: quantisation in training is refused"),
-    "eval_prompt_data": reads(_held_out, "`eval_dataset`; of several with names, `eval_datasets`"),
-    "eval_interval": same("eval_steps"),
-    "eval_config": lacks("held-out sets are named by eval_datasets"),
-    "n_samples_per_eval_prompt": same("num_generations_eval"),
-    "eval_temperature": same("eval_temperature"),
-    "eval_top_k": same("eval_top_k", {"-1": "0"}),
-    "eval_max_response_len": same("eval_max_completion_length"),
-    "eval_min_new_tokens": lacks(features.EVAL_SAMPLING),
-    **not_there("max_prompt_length and vllm_max_model_len bound held-out prompts too", "eval_max_prompt_len", "eval_max_context_len"),
-    **not_there("columns and answer_column name the columns of all sets alike", "eval_input_key", "eval_label_key", "eval_tool_key"),
-    "num_rollout": same("max_steps"),
-    "num_epoch": same("num_train_epochs"),
-    "start_rollout_id": lacks("a run goes on from its checkpoint, which knows where it was", "0"),
-    "num_steps_per_rollout": together("`steps_per_generation`: global_batch_size is rollout_batch_size x n_samples_per_prompt / it"),
-    # Sampling.
-    "rollout_temperature": same("temperature"),
-    "rollout_top_p": same("top_p"),
-    "rollout_top_k": same("top_k", {"-1": "0"}),
-    "rollout_max_response_len": same("max_completion_length"),
-    "rollout_max_context_len": same("vllm_max_model_len"),
-    "rollout_stop": same("stop"),
-    "rollout_stop_token_ids": same("stop_token_ids"),
-    "rollout_skip_special_tokens": Foreign(why="rewards are given the text without special tokens, and completion_ids with them"),
-    "update_weight_buffer_size": reads(
-        lambda words, given: {"weight_sync_bucket_mb": max(1, int(words[0]) >> 20)}, "`weight_sync_bucket_mb`, in MiB"
-    ),
-    "update_weights_interval": lacks(features.AHEAD, "1"),
-    "over_sampling_batch_size": together("`oversample_ratio`, which is it over rollout_batch_size"),
-    "dynamic_sampling_filter_path": together("`dynamic_sample`, where it is check_reward_nonzero_std; others are refused"),
-    "partial_rollout": lacks(features.AHEAD),
-    "mask_offpolicy_in_partial_rollout": lacks(features.AHEAD),
-    "rollout_external_engine_addrs": lacks(features.SERVER),
-    "keep_old_actor": lacks("old log-probs are those of the weights that sampled"),
-    "release_train": lacks("ranks stay; offload_model and offload_optimizer make room while vLLM samples"),
-    # The mathematics.
-    "advantage_estimator": _LOSS,
-    "calculate_per_token_loss": _LOSS,
-    "eps_clip": same("epsilon"),
-    "eps_clip_high": _LOSS,
-    "eps_clip_c": same("delta"),
-    "entropy_coef": same("entropy_coef"),
-    "use_kl_loss": _BELOW,
-    "kl_loss_coef": _BELOW,
-    "kl_loss_type": _BELOW,
-    "use_unbiased_kl": same("use_bias_correction_kl"),
-    "kl_coef": lacks(
-        "its grpo does not read it (get_grpo_returns); use_kl_loss and kl_loss_coef put a KL into the loss", "0", "0.0", "0.00"
-    ),
-    "ref_update_interval": lacks("the reference follows with sync_ref_model, by optimizer steps"),
-    "disable_grpo_std_normalization": _switch("scale_rewards", "none"),
-    "disable_rewards_normalization": lacks("advantages are normalised by advantage_estimator and scale_rewards"),
-    "normalize_advantages": lacks("advantages are normalised by advantage_estimator and scale_rewards"),
-    "disable_compute_advantages_and_returns": lacks(features.OTHER_TASK),
-    "loss_type": only_task("policy_loss", features.OTHER_TASK),
-    "use_rollout_logprobs": _switch("old_logprobs", "rollout"),
-    "use_tis": _CORRECT,
-    "tis_clip": _CORRECT,
-    "tis_clip_low": _CORRECT,
-    "use_opsm": together("`off_policy_sequence_mask_delta`, which is opsm_delta"),
-    "opsm_delta": together("`off_policy_sequence_mask_delta`, where use_opsm is given"),
-    "use_routing_replay": _switch("router_replay_mode", "R2"),
-    "use_rollout_routing_replay": _switch("router_replay_mode", "R3"),
-    **dict.fromkeys(slime_teacher.NAMES, together("`teacher_model` and `teacher_kl_coef`, of all names of the teacher")),
-    **not_there(features.TEACHER, "opd_teacher_ckpt_step"),
-    "value_clip": Foreign(why="there is no critic; what asks for one is advantage_estimator ppo"),
-    # Batches, of which the sizes are a table of their own.
-    "use_dynamic_batch_size": _PACKED,
-    "max_tokens_per_gpu": _PACKED,
-    "balance_data": Foreign(why="rows are dealt so that ranks have alike many tokens wherever a token budget packs them"),
-    "balance_by_flops": Foreign(why="rows are dealt so that ranks have alike many tokens wherever a token budget packs them"),
-    "log_probs_chunk_size": same("logprob_chunk_size", {"-1": "1024"}),
-    # Rewards.
-    "rm_type": reads(_judge, "`reward_funcs` math, where it is math; for others reward_funcs has to be given"),
-    "custom_rm_path": reads(own_rewards("a function with slime's signature"), "nothing; reward_funcs has to be given"),
-    "rm_url": reads(own_rewards("a judge of slime"), "nothing; reward_funcs has to be given"),
-    **not_there("a reward is a number", "reward_key", "eval_reward_key"),
-    **not_there("a reward function is given many completions at a time, groups whole or not", "group_rm"),
-    # Megatron-LM's own.
-    "optimizer": only("adam", features.OTHER_OPTIMIZER),
-    "attention_dropout": lacks("models are trained without dropout", "0", "0.0"),
-    "hidden_dropout": lacks("models are trained without dropout", "0", "0.0"),
-    "accumulate_allreduce_grads_in_fp32": only("true", "main_grads_dtype says in which dtype gradients are summed"),
-    "attention_softmax_in_fp32": only("true", "the softmax of attention is float32"),
-    "num_virtual_stages_per_pipeline_rank": same("virtual_pipeline_model_parallel_size"),
-    "num_layers_per_virtual_pipeline_stage": lacks("virtual_pipeline_model_parallel_size says how many chunks a stage has"),
-    "moe_router_load_balancing_type": Foreign(why="it does nothing with moe_aux_loss_coeff 0, and other values are refused"),
-    "mtp_num_layers": lacks(features.MTP, "0"),
-    "enable_mtp_training": lacks(features.MTP),
-    **not_there(features.QUANTIZED, "fp16", "sglang_kv_cache_dtype", "sglang_quantization"),
-    "freeze_params_name_list": lacks("freeze_parameters_regex is compared with Hugging Face's names, these with Megatron's"),
-    "only_train_params_name_list": lacks("trainable_parameters_regex is compared with Hugging Face's names, these with Megatron's"),
-    "freeze_indexer": lacks(features.OTHER_MODEL),
-    "allgather_cp": lacks("context parallelism is zigzag"),
-    "use_stateless_adam": lacks(features.OTHER_OPTIMIZER),
-    "reset_optimizer_states": lacks(features.OTHER_OPTIMIZER),
-    "train_backend": only("megatron", features.SHARDED_ELSEWHERE),
-    "ref_ckpt_step": lacks(features.RESUMED_ELSEWHERE),
-    "num_critic_only_steps": lacks(features.CRITIC, "0"),
-    "disable_rollout_global_dataset": lacks("prompts come from dataset"),
-    **not_there(PLUGIN, *slime_aside.PLUGINS),
-    "rollout_function_path": only("slime.rollout.sglang_rollout.generate_rollout", PLUGIN),
-    "eval_function_path": lacks(PLUGIN),
-    "data_source_path": only("slime.rollout.data_source.RolloutDataSourceWithBuffer", PLUGIN),
-    "megatron_config_path": lacks("of several roles there is the actor alone; its settings are flags"),
-    "custom_config_path": lacks("settings come from --config and the command line"),
-    **slime_aside.NAMES,
-}
-
-DEFAULTS: Sequence[Default] = (
-    default("actor_num_gpus_per_node", 8, world_size=8),
-    default("rollout_shuffle", False, dataset_shuffle=False),
-    default("lr_decay_style", "linear"),
-    default("weight_decay", 0.01),
-    default("adam_beta2", 0.999),
-    default("use_bias_correction_kl", False),
-    default("seed", 1234),
-    Default(name="save_total_limit", theirs="all", native={"save_total_limit": None}),
-    kept("colocate", False, "vllm_mode colocate"),
-)
+def _rest(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    """What slime makes of several names together, but for sizes, loss and KL."""
+    yield from of_servers(values, program="slime")
+    yield from idle_schedule(values, given, style="linear")
+    if is_true(given, "use_tis", "false"):
+        low = float(text_of(given, "tis_clip_low", "0"))
+        found = {"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_min": low or None}
+        yield Change(values=found | {"rollout_importance_sampling_threshold": float(text_of(given, "tis_clip", "2.0"))})
+    else:
+        yield from idle(given, {"tis_clip": "2.0", "tis_clip_low": "0"}, without="use_tis")
+    if is_true(given, "use_opsm", "false"):
+        yield Change(values={"off_policy_sequence_mask_delta": float(text_of(given, "opsm_delta", "1e-4"))})
+    yield from _teacher(values, given)
+    yield from layout(values, text_of(given, "expert_tensor_parallel_size", "none"))
+    if not is_true(given, "colocate", "false"):
+        note = "slime samples on GPUs of their own without colocate: here that is vllm_mode server, beside `megatron-grpo serve`."
+        yield Change(values={}, note=note)
+    if text_of(given, "rollout_seed", text_of(given, "seed", "")) != text_of(given, "seed", text_of(given, "rollout_seed", "")):
+        yield Change(values={}, note=f"seed {text_of(given, 'seed', '')} is of prompts and sampling too: rollout_seed is not read.")
+    if "apply_chat_template" in given:
+        yield Change(
+            values={}, note="apply_chat_template: a prompt that is a string is taken as it stands here; write it as chat messages."
+        )
+    if "multimodal_keys" in given:
+        yield from of_pictures(values, title="slime", says="multimodal_keys")
+    if values.get("eval_steps") and not holds_out(values):
+        yield Change(values={"eval_steps": None}, note="eval_interval does nothing without eval_prompt_data.")
+    yield from asked_once(values, eval_temperature=values.get("temperature", 1.0))
 
 
-SLIME = Dialect(
-    name="slime",
-    title="slime",
-    hides=[name for name in NATIVE_SIZES if name not in ("global_batch_size", "micro_batch_size")],
-    names=NAMES,
-    patterns=slime_aside.PATTERNS,
-    defaults=DEFAULTS,
-    settle=SETTLE,
-    trains_tower=True,
-    settings=sizes(
-        size("rollout_batch_size", None, "prompts in one rollout"),
-        size("n_samples_per_prompt", 1, "completions per prompt"),
-        size("global_batch_size", None, "completions in one optimizer step"),
-        size("micro_batch_size", 1, "completions in one forward on one DP rank"),
-    ),
-)
+def _sizes(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    prompts, n = whole(given, "rollout_batch_size", 0), whole(given, "n_samples_per_prompt", 1)
+    batch = whole(given, "global_batch_size", 0)
+    if "num_steps_per_rollout" in given and prompts:
+        steps = whole(given, "num_steps_per_rollout", 1)
+        if not steps or prompts * n % steps:
+            raise BadValue(f"num_steps_per_rollout ({steps}) does not divide rollout_batch_size x n_samples_per_prompt = {prompts * n}")
+        if batch and batch != prompts * n // steps:
+            raise BadValue(f"global_batch_size ({batch}) is not {prompts} x {n} / num_steps_per_rollout ({steps}) = {prompts * n // steps}")
+        batch = prompts * n // steps
+        yield Change(values={"global_batch_size": batch})
+    if not batch:
+        ranks = 1
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+            ranks *= values.get(name, 1)
+        batch = whole(given, "micro_batch_size", 1) * max(1, values.get("world_size", 8) // max(1, ranks))
+        yield Change(values={"global_batch_size": batch}, note=f"Megatron-LM's global_batch_size is micro_batch_size x dp_size: {batch}.")
+    names = {"max_steps": "num_rollout", "save_steps": "save_interval", "eval_steps": "eval_interval"}
+    yield from in_steps(values, max(1, prompts * n // batch), names)
+    if "max_steps" in values and "num_train_epochs" in values:
+        yield Change(values={"num_train_epochs": None}, note="num_rollout decides: slime does not read num_epoch where both are given.")
+    if is_true(given, "use_dynamic_batch_size", "false"):
+        tokens = whole(given, "max_tokens_per_gpu", 0) * values.get("context_parallel_size", 1)
+        if not tokens:
+            raise BadValue("use_dynamic_batch_size needs max_tokens_per_gpu, in slime too")
+        note = f"use_dynamic_batch_size: micro-batches of up to {tokens} tokens, and micro_batch_size is not read."
+        yield Change(values={"max_tokens_per_micro_batch": tokens, "micro_batch_size": 1}, note=note)
+    if "over_sampling_batch_size" in given and prompts:
+        yield Change(values={"oversample_ratio": whole(given, "over_sampling_batch_size", prompts) / prompts})
+    if "dynamic_sampling_filter_path" in given:
+        path = text_of(given, "dynamic_sampling_filter_path", "")
+        if not path.endswith("check_reward_nonzero_std"):
+            raise BadValue(f"dynamic_sampling_filter_path ({path}) is not there: {sentence('PLUGIN_PATHS')}")
+        yield Change(values={"dynamic_sample": True}, note="dynamic_sampling_filter_path check_reward_nonzero_std is dynamic_sample.")
+
+
+def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    kind = text_of(given, "advantage_estimator", "grpo")
+    average = "dapo" if is_true(given, "calculate_per_token_loss", "false") else "grpo"
+    high = float(text_of(given, "eps_clip_high", str(values.get("epsilon", 0.2))))
+    found: dict[str, Any] = {"loss_type": average, "epsilon_high": high}
+    if kind == "gspo":
+        found["importance_sampling_level"] = "sequence"
+    elif kind == "cispo":
+        if values.get("epsilon", 0.2) < 1 or average != "dapo":
+            raise BadValue(
+                "advantage_estimator (cispo) bounds the ratio from below by 1 - eps_clip, and is a mean over tokens here, without "
+                "a lower bound. Use eps_clip 1.0 and calculate_per_token_loss"
+            )
+        found = {"loss_type": "cispo", "epsilon_high": 1 + high, "epsilon": None}
+    elif kind != "grpo":
+        raise BadValue(f"advantage_estimator ({kind}) is not there. There are: grpo, gspo, cispo")
+    said = ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
+    yield Change(
+        values=found, note=f"advantage_estimator {kind}, averaged by {'token' if average == 'dapo' else 'sample'}, is {said} here."
+    )
+
+
+def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    if "beta" in values or not is_true(given, "use_kl_loss", "false"):
+        yield from idle(given, {"kl_loss_coef": "0.0", "kl_loss_type": "k1"}, without="use_kl_loss")
+        return
+    beta, kind = float(text_of(given, "kl_loss_coef", "0")), text_of(given, "kl_loss_type", "k1")
+    if kind not in _KL:
+        raise BadValue(f"kl_loss_type ({kind}) is not there. There are: {', '.join(_KL)}")
+    if beta:
+        yield Change(
+            values={"beta": beta, "kl_estimator": _KL[kind]}, note=f"kl_loss_coef {beta:g} of {kind} is beta with {_KL[kind]} here."
+        )
+
+
+def _teacher(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    """One inside Megatron is ours but for the format of its file; an SGLang server is none. Source: apply_opd_kl_to_advantages in loss.py,
+    whose log-probs are over the sampling temperature as ours are."""
+    if not is_true(given, "use_opd", "false"):
+        yield from idle(given, {"opd_type": "none", "opd_teacher_load": "none", "opd_kl_coef": "1.0"}, without="use_opd")
+        return
+    yield Change(values={"teacher_kl_coef": float(text_of(given, "opd_kl_coef", "1.0"))})
+    if values.get("teacher_model") or values.get("teacher_model_server"):
+        return
+    kind, where = text_of(given, "opd_type", "none"), text_of(given, "opd_teacher_load", "none")
+    if kind != "megatron":
+        raise BadValue(
+            f"opd_type ({kind}): an SGLang server is no teacher here. Start megatron-grpo serve --frozen true --model TEACHER, and name it "
+            "with teacher_model_server"
+        )
+    if not (Path(where) / "config.json").is_file():
+        raise BadValue(
+            f"opd_teacher_load ({where}) is a checkpoint of Megatron-LM. Name the Hugging Face checkpoint that it was made of with "
+            "teacher_model"
+        )
+    yield Change(values={"teacher_model": where}, note="opd_teacher_load with opd_type megatron is teacher_model.")
+
+
+SETTLE = (_sizes, _loss, _kl, _rest)

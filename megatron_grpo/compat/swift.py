@@ -1,23 +1,20 @@
-"""Megatron-SWIFT: `megatron rlhf --rlhf_type grpo`. Sizes have the same names and meanings; much else does not.
-
-Source: its MegatronArguments, RLHFMegatronArgumentsMixin and BaseArguments, and what its GRPO trainer does with them.
-"""
+"""What of Megatron-SWIFT's names takes arithmetic: those that are read alone, and what SETTLE makes of several together."""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.files import read_text
-from megatron_grpo.compat import aside, features, turns
-from megatron_grpo.compat.swift_settle import SETTLE
-from megatron_grpo.compat.vocabulary import BEST, BUILT_IN_REWARDS, DISPATCHER, TOKEN, Given
-from megatron_grpo.config.foreign import OFF, Default, Dialect, Foreign, default, kept, lacks, not_there, only, only_task, reads, same
+from megatron_grpo.compat.common import BUILT_IN_REWARDS, Given, as_in_training, holds_out, idle_schedule, not_left, of_servers, of_the_hub
+from megatron_grpo.compat.tables import sentence
+from megatron_grpo.config.foreign import Change, Reader
 from megatron_grpo.config.table import BadValue
 
 _REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetition": "repetition", "soft_overlong": "soft_overlong"}
@@ -35,7 +32,7 @@ def _of_plugins(given: Given) -> dict[str, str]:
     return found
 
 
-def _reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     of_plugins = _of_plugins(given)
     unread = [word for word in words if word not in (*_REWARDS, *_ONLY_OURS, *of_plugins) and ":" not in word]
     if unread:
@@ -49,15 +46,15 @@ def _reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {"reward_funcs": [of_plugins.get(word, _REWARDS.get(word, word)) for word in words]}
 
 
-def _plugins(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def plugins(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """Refused where nothing of it is used; what is named of it and not there has a sentence of its own."""
     others = [word for word in given.get("reward_funcs", ()) if word not in (*_REWARDS, *_ONLY_OURS)]
     if not others and not {"gym_env", "multi_turn_scheduler"} & set(given):
-        raise BadValue(f"({' '.join(words)}): {features.PLUGINS}")
+        raise BadValue(f"({' '.join(words)}): {sentence('PLUGINS')}")
     return {}
 
 
-def _dataset(native: str) -> Foreign:
+def dataset(native: str) -> Reader:
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         if len(words) != 1 and native != "dataset":
             raise BadValue(f"({' '.join(words)}) names {len(words)} data sets; give each a name in eval_datasets")
@@ -66,26 +63,26 @@ def _dataset(native: str) -> Foreign:
             raise BadValue(f"({strange[0]}) names another hub; a file, a directory, or a Hub name (owner/name:subset) is taken here")
         return {native: names[0]} | ({"further_datasets": names[1:]} if names[1:] else {})
 
-    return reads(read, f"the same names here, {native}, without a hub before `::`")
+    return read
 
 
-def _one_adapter(native: str) -> Foreign:
+def one_adapter(native: str) -> Reader:
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         if len(words) != 1:
             raise BadValue(f"({' '.join(words)}) names {len(words)} adapters; one is trained, and one is the reference")
         return {native: words[0]}
 
-    return reads(read, native)
+    return read
 
 
-def _minutes(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def minutes(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     try:
         return {"distributed_timeout_minutes": float(words[0]) / 60}
     except (ValueError, IndexError):
         raise BadValue(f"needs seconds, not {' '.join(words)!r}") from None
 
 
-def _columns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def columns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """Its standard names on the right: query is what is asked; others are columns that rewards may read, under the same name."""
     text = " ".join(words).strip()
     try:
@@ -97,147 +94,199 @@ def _columns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {"columns": {theirs: "prompt" if name == "query" else name for theirs, name in found.items()}}
 
 
-def _finetune(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+def finetune(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {"finetune": list(words)} if given.get("mcore_model") else {}
 
 
-NAMES: Mapping[str, Foreign] = {
-    "moe_token_dispatcher_type": DISPATCHER,
-    # The same under another name, or with other words for its values.
-    "train_iters": same("max_steps"),
-    "val_dataset": _dataset("eval_dataset"),
-    "dataset": _dataset("dataset"),
-    "max_length": same("max_prompt_length"),
-    "truncation_strategy": Foreign(native="truncation_strategy"),
-    "reward_funcs": reads(_reward_funcs, "reward_funcs"),
-    "system": reads(lambda words, given: {"system": [" ".join(words).replace("\\n", "\n")]}, "`system`; \\n is a line break"),
-    "top_k": same("top_k", {"-1": "0"}),
-    "recompute_granularity": same("recompute_granularity"),
-    "vllm_max_num_seqs": same("vllm_max_num_seqs"),
-    "ddp_timeout": reads(_minutes, "distributed_timeout_minutes"),
-    "rollout_importance_sampling_mode": same("rollout_importance_sampling_mode"),
-    "val_dataset_shuffle": only("false", features.EVALUATION),
-    # Asked for, and not there.
-    "resume_from_checkpoint": lacks(features.RESUMED_ELSEWHERE),
-    "rlhf_type": only_task("grpo", features.OTHER_TASK),
-    "task_type": only_task("causal_lm", features.OTHER_TASK),
-    "use_vllm": only("true", "sampling is by vLLM alone"),
-    "use_ray": Foreign(lacks="Ray is not used: ranks are started by torchrun", off=OFF, is_task=True),
-    "adapters": _one_adapter("adapters"),
-    "ref_adapters": _one_adapter("ref_adapters"),
-    "lora_bias": only("none", features.LORA_BIAS),
-    "init_weights": only("true", features.LORA_START),
-    "use_dora": lacks(features.DORA),
-    "lorap_lr_ratio": lacks(features.ONE_LR),
-    "finetune": reads(_finetune, "`finetune`, with `mcore_model`; it does nothing without"),
-    "optimizer": only("adam", features.OTHER_OPTIMIZER),
-    "freeze_parameters_ratio": lacks(features.FREEZE_RATIO, "0", "0.0"),
-    "repetition_penalty": lacks(features.PENALTY, "1", "1.0"),
-    "loss_scale": only("last_round", "the loss covers the completion, whole and alone", instead=("multi_turn_scheduler", "gym_env")),
-    "calculate_per_token_loss": lacks("loss_type says what the loss is averaged over"),
-    "moe_router_load_balancing_type": lacks("load-balancing losses depend on the layout"),
-    "metric_for_best_model": BEST,
-    "save_strategy": only("steps", features.EPOCH),
-    "ddp_backend": only("nccl", "the backend follows from the machine"),
-    "cp_partition_mode": only("zigzag", "context parallelism is zigzag here"),
-    "columns": reads(_columns, "`columns`; its query is our prompt"),
-    "$MAX_PIXELS": same("max_pixels"),  # set before the command
-    "$MIN_PIXELS": same("min_pixels"),
-    "vllm_limit_mm_per_prompt": lacks("limit_images says how many pictures a prompt may show; it is as many as the data have"),
-    "template_backend": only("jinja", "prompts are written by the model's own chat template"),
-    "use_chat_template": only("true", "chat prompts are written by the model's own chat template; a string prompt is taken as it stands"),
-    "mtp_num_layers": lacks(features.MTP, "0"),
-    "label_smoothing": lacks(features.OTHER_TASK, "0", "0.0"),
-    **turns.SWIFT,
-    "external_plugins": reads(_plugins, "reward_funcs path/to/file.py:function, environment path/to/file.py:Class"),
-    "accumulate_allreduce_grads_in_fp32": only("true", "main_grads_dtype says in which dtype gradients are summed"),
-    "attention_softmax_in_fp32": only("true", "the softmax of attention is float32 here"),
-    **not_there(features.MODULES_TO_SAVE, "modules_to_save"),
-    **not_there(features.LORA_TARGETS, "target_parameters"),
-    **not_there("adapters of its own format are not read; give a directory in PEFT's as adapters", "mcore_adapter", "mcore_ref_adapter"),
-    **not_there(
-        features.OTHER_ADAPTERS,
-        *("use_swift_lora", "adapter_act", "adapter_length", "reft_layer_key", "reft_layers", "reft_rank", "reft_intervention_type"),
-        *("reft_args", "vera_rank", "vera_projection_prng_key", "vera_dropout", "vera_d_initial", "boft_block_size", "boft_block_num"),
-        *("boft_dropout", "fourier_n_frequency", "fourier_scaling", "llamapro_num_new_blocks", "llamapro_num_groups"),
-        *("adalora_target_r", "adalora_init_r", "adalora_tinit", "adalora_tfinal", "adalora_deltaT", "adalora_beta1", "adalora_beta2"),
-        "adalora_orth_reg_weight",
-    ),
-    **not_there(
-        features.LORA_START,
-        *("lora_ga_batch_size", "lora_ga_iters", "lora_ga_max_length", "lora_ga_direction", "lora_ga_scale", "lora_ga_stable_gamma"),
-    ),
-    **not_there(
-        features.SPARSE_UPDATES,
-        *("lisa_activated_layers", "lisa_step_interval", "use_galore", "galore_target_modules", "galore_rank", "use_q_galore"),
-        *("galore_update_proj_gap", "galore_scale", "galore_proj_type", "galore_optim_per_parameter", "galore_with_embedding"),
-    ),
-    "vllm_data_parallel_size": lacks(features.ENGINES, "1"),
-    **not_there(features.IMAGES, *("vit_gradient_checkpointing_kwargs", "vit_attn_impl", "vllm_mm_processor_cache_gb", "norm_bbox")),
-    **not_there(features.TEACHER, "teacher_model_type", "teacher_model_revision", "teacher_tag_key", "teacher_adapters"),
-    **not_there(features.GKD, "gkd_logits_topk", "seq_kd", "lmbda", "sft_alpha"),
-    **not_there(features.QUANTIZED, *("fp16", "fp8_param_gather", "fp4_format", "fp4_param_gather", "quant_method", "quant_bits")),
-    **not_there(features.OTHER_LOSS, "rpo_alpha", "reference_free", "enable_dft_loss", "enable_channel_loss"),
-    **not_there(features.DROPS_TOKENS, "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
-    **not_there(features.PLUGINS, "custom_register_path", "callbacks", "reward_model_plugin", "custom_dataset_info"),
-    **not_there(
-        "a reward model is the reward function reward_model: reward_funcs reward_model, and reward_model its directory", "reward_model"
-    ),
-    **not_there(features.TOKENISED_ELSEWHERE, "cached_dataset", "cached_val_dataset"),
-    **not_there(features.RESUMED_ELSEWHERE, "load_args"),
-    **not_there(features.RESUMED_ELSEWHERE, "mcore_ref_model"),
-    **not_there(features.VERSIONS, "model_revision", "rope_scaling", "new_special_tokens", "model_kwargs"),
-    **not_there(features.VERSIONS, "perform_initialization", "init_strategy", "language_model_only"),
-    **not_there("prompts are written by the model's own chat template", "template", "response_prefix", "preserve_thinking"),
-    **not_there(features.SHARDED_ELSEWHERE, "use_megatron_fsdp", "deepspeed", "fsdp"),
-    **not_there(features.OTHER_OPTIMIZER, "apply_wd_to_qk_layernorm"),
-    "hub_token": TOKEN,
-    "apply_query_key_layer_scaling": lacks("scores of attention are not scaled by the number of the layer"),
-    "eval_iters": lacks("eval_num_prompts is the number of held-out prompts that are asked", "-1"),
-    "tuner_backend": only("peft", features.OTHER_ADAPTERS),
-    "add_non_thinking_prefix": only("true", "prompts are written by the model's own chat template"),
-    "disable_ignore_empty_think": lacks("the loss covers the completion, whole and alone"),
-    "disable_auto_column_mapping": lacks(features.COLUMNS),
-    "load_data_args": lacks(features.RESUMED_ELSEWHERE),
-    "moe_layer_recompute": lacks("recompute_granularity selective with recompute_modules moe does it"),
-    "skip_megatron_init": lacks("it is for its Ray pipeline, and Ray is not used"),
-    "mhc_recompute_layer_num": lacks(features.OTHER_MODEL),
-    "use_fused_mhc": lacks(features.OTHER_MODEL),
-    "csa_dense_mode": lacks(features.OTHER_MODEL),
-    "linear_decoupled_in_proj": lacks(features.OTHER_MODEL),
-    "apply_dsa_kernel_fusion": lacks(features.OTHER_MODEL),
-    "dsa_indexer_loss_coeff": lacks(features.OTHER_MODEL, "0", "0.0"),
-    "dsa_indexer_use_sparse_loss": lacks(features.OTHER_MODEL),
-    "mtp_shared_weights": lacks(features.MTP),
-    "mtp_decoder_input_detach": lacks(features.MTP),
-    "stream": lacks(features.OTHER_TASK),
-    "num_beams": lacks(features.SAMPLING, "1"),
-    "structured_outputs_regex": same("vllm_structured_outputs_regex"),
-    "data_parallel_sharding_strategy": lacks(features.SHARDED_ELSEWHERE, "optim_grads_params"),
-    "sequence_parallel_size": lacks("sequences are cut by context_parallel_size", "1"),
-    **aside.SWIFT,
-}
-
-DEFAULTS: Sequence[Default] = (
-    default("beta", 0.04),
-    default("lr", 1e-5),
-    default("lr_decay_style", "cosine"),
-    default("weight_decay", 0.1),
-    default("temperature", 0.9),
-    default("max_completion_length", 512),
-    default("truncation_strategy", "left"),
-    Default(name="use_bias_correction_kl", theirs="it has none", native={"use_bias_correction_kl": False}),
-    default("recompute_granularity", "selective"),
-    default("vllm_gpu_memory_utilization", 0.9),
-    default("save_steps", 500),
-    Default(name="save_total_limit", theirs="none", native={"save_total_limit": None}),
-    kept("report_to", "tensorboard", "none"),
-    kept("logging_steps", 5, 1),
-    kept("offload_model", "false", "auto"),
-    kept("offload_optimizer", "false", "auto"),
-    kept("fp8_recipe", "delayed", "tensorwise"),
-    kept("use_hf", "false (ModelScope's hub)", "true (Hugging Face's hub)"),
-)
+def system(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    return {"system": [" ".join(words).replace("\\n", "\n")]}
 
 
-SWIFT = Dialect(name="swift-megatron", title="Megatron-SWIFT", names=NAMES, defaults=DEFAULTS, settle=SETTLE)
+GYM = "gym_scheduler"  # Megatron-SWIFT's scheduler that plays an `Env`
+
+
+def _of_a_class(words: Sequence[str], what: str) -> Mapping[str, Any]:
+    (name,) = words
+    if ":" not in name:
+        raise BadValue(f"({name}) is {what} that Megatron-SWIFT knows by name, and not there. Name a class as path/to/file.py:Class")
+    return {"environment": name}
+
+
+def scheduler(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    return {} if list(words) == [GYM] and "gym_env" in given else _of_a_class(words, "a scheduler")
+
+
+def gym_env(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    return _of_a_class(words, "an environment")
+
+
+def use_gym_env(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """What it adds is in `of_swift`."""
+    return {}
+
+
+def max_turns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Nothing where who answers is refused already: a limit of turns would be a second mistake about the same."""
+    refused = [word for name in ("gym_env", "multi_turn_scheduler") for word in given.get(name, ()) if ":" not in word and word != GYM]
+    return {} if refused else {"max_turns": list(words)}
+
+
+def of_turns(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    """What Megatron-SWIFT makes of several of them together."""
+    if not (values.get("environment") or values.get("tools")):
+        if list(given.get("use_gym_env", ())) == ["true"] and not {"gym_env", "multi_turn_scheduler"} & set(given):
+            raise BadValue("use_gym_env (true) rewards what an environment says, and none is named: give gym_env path/to/file.py:Class. "
+                           "What a row says of it (env_config) is not read")  # fmt: skip
+        return
+    if list(given.get("use_gym_env", ())) == ["true"] and "environment" not in values.get("reward_funcs", ()):
+        yield Change(
+            values={"reward_funcs": [*values.get("reward_funcs", ()), "environment"]},
+            note="use_gym_env true: what the environment gives is a reward, the built-in `environment`.",
+        )
+    if "completion_length_limit_scope" not in given:
+        yield Change(
+            values={},
+            note="max_completion_length is of one turn in Megatron-SWIFT (completion_length_limit_scope per_round) where nobody says it. "
+            "Here it is of the whole episode after its prompt, the environment's words included.",
+        )
+    if "max_turns" not in values:
+        yield Change(values={}, note="max_turns is without a limit in Megatron-SWIFT where nobody says it, and 8 here.")
+    yield from not_left(values, "Megatron-SWIFT")
+
+
+def _settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    """What its Megatron trainer makes of several names together."""
+    if "max_steps" in values and "num_train_epochs" in values and values.get("streaming"):
+        yield Change(values={"num_train_epochs": None}, note="train_iters decides: Megatron-SWIFT does not read epochs with streaming.")
+    elif "max_steps" in values and "num_train_epochs" in values:
+        yield Change(
+            values={"max_steps": None},
+            note=f"num_train_epochs ({values['num_train_epochs']:g}) decides the length of the run: Megatron-SWIFT works train_iters "
+            f"({values['max_steps']}) out anew where both are given.",
+        )
+    if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
+        yield Change(values={"sequence_parallel": None}, note="sequence_parallel does nothing without tensor parallelism, here as there.")
+    yield from idle_schedule(values, given, style="cosine")
+    if values.get("weight_decay_incr_style", "constant") != "constant" and "start_weight_decay" in values:
+        note = "weight_decay is not read beside start_weight_decay and end_weight_decay, here as there."
+        yield Change(values={"weight_decay": 0.0}, note=note)
+    idle = [name for name in ("no_load_optim", "no_load_rng") if values.get(name)]
+    if idle and values.get("finetune", True):
+        note = f"{' and '.join(idle)} does nothing unless finetune is false, here as there: a run begins without them anyway."
+        yield Change(values=dict.fromkeys(idle), note=note)
+    yield from _tuner(values)
+
+
+def _of_both(values: Mapping[str, Any], given: Given, *, tuner: str) -> Iterator[Change]:
+    """What both of its trainers make of several names together: rows, evaluation, servers, and the loss. tuner: tuner_type unsaid."""
+    if values.get("shuffle_buffer_size") and not values.get("streaming"):
+        yield Change(values={"shuffle_buffer_size": None}, note="shuffle_buffer_size does nothing without streaming, here as there.")
+    if values.get("interleave_prob") and not values.get("further_datasets"):
+        yield Change(values={"interleave_prob": None}, note="interleave_prob does nothing with one dataset, here as there.")
+    if values.get("eval_steps") and not holds_out(values):
+        yield Change(
+            values={"eval_steps": None},
+            note=f"eval_steps ({values['eval_steps']}) does nothing without a val_dataset or a split_dataset_ratio, here as there.",
+        )
+    room, asked = values.get("vllm_max_model_len"), values.get("max_prompt_length", 0) + values.get("max_completion_length", 512)
+    if room and room < asked and values.get("vllm_mode") != "server" and not values.get("environment"):
+        note = f"vllm_max_model_len ({room}) cuts completions short in ms-swift; here it is max_length + max_completion_length, {asked}."
+        yield Change(values={"vllm_max_model_len": asked}, note=note)
+    if values.get("vllm_enable_lora") is False and values.get("tuner_type", tuner) == "full":
+        yield Change(values={"vllm_enable_lora": None}, note="vllm_enable_lora does nothing with tuner_type full, here as there.")
+    yield from of_servers(values, program="swift rollout")
+    yield from of_the_hub(values)
+    if holds_out(values):  # by the request_config of training
+        yield Change(values=as_in_training(values, 0.9, values.get("num_generations", 8)))
+        if not values.get("eval_steps"):
+            yield Change(values={"eval_steps": values.get("save_steps", 500)}, untyped=("eval_steps", "save_steps"))
+    yield from _loss(values)
+
+
+def _loss(values: Mapping[str, Any]) -> Iterator[Change]:
+    """The loss, its corrections and a teacher."""
+    mode = values.get("rollout_importance_sampling_mode", "none")
+    if mode.startswith("sequence_"):
+        rest = " It then weighs each token by its own ratio; here all tokens carry the sequence's." if mode == "sequence_mask" else ""
+        yield Change(
+            values={"rollout_is_geometric": True},
+            note=f"rollout_importance_sampling_mode {mode} takes the geometric mean over a sequence in Megatron-SWIFT: "
+            f"rollout_is_geometric true.{rest}",
+        )
+    if values.get("loss_type") == "cispo" and values.get("epsilon_high") is None:
+        yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
+    if values.get("loss_type") == "real":
+        yield Change(
+            values={},
+            note="loss_type real: a completion of just its group's mean reward is wrong in Megatron-SWIFT; here it is on neither side. "
+            "A group may lie in several micro-batches.",
+        )
+    if values.get("teacher_model_server"):
+        said = "is a server of `megatron-grpo serve --frozen true` here, of vLLM's or its own API there"
+        yield Change(values={}, note=f"teacher_model_server {said}.")
+    elif "teacher_kl_coef" in values and not values.get("teacher_model"):
+        yield Change(values={"teacher_kl_coef": None}, note="teacher_kl_coef does nothing without a teacher, here as there.")
+    if "repetition" in values.get("reward_funcs", ()):
+        yield Change(values={}, note="The reward repetition counts n-grams of tokens here, of words in Megatron-SWIFT.")
+
+
+def _tuner(values: Mapping[str, Any]) -> Iterator[Change]:
+    """LoRA with its defaults, and what it makes of an adapter that is given without a word of LoRA."""
+    given = [name for name in ("adapters", "ref_adapters") if values.get(name)]
+    if values.get("tuner_type", "full") != "lora" and given:
+        yield Change(
+            values={"tuner_type": "lora"}, note=f"{' and '.join(given)}: Megatron-SWIFT makes this tuner_type lora; so is done here."
+        )
+    elif values.get("tuner_type", "full") != "lora":
+        if "merge_lora" in values:
+            yield Change(values={"merge_lora": None}, note="merge_lora does nothing with tuner_type full, here as there.")
+        if any(values.get(f"{name}{end}") for name in ("freeze_parameters", "trainable_parameters") for end in ("", "_regex")):
+            said = "compared with Hugging Face's names here, with those of Megatron's modules there, which count layers by pipeline stage"
+            yield Change(values={}, note=f"freeze_parameters and trainable_parameters, and their _regex, are {said}.")
+        return
+    yield from adapter(values)
+    if "merge_lora" not in values and values.get("export_hf", True):
+        yield Change(values={"merge_lora": True}, untyped=("merge_lora", "true"))
+    yield Change(
+        values={}, note="Megatron-SWIFT has one matrix A for q, k and v, and one for gate and up; here each has its own, as in PEFT."
+    )
+
+
+def adapter(values: Mapping[str, Any]) -> Iterator[Change]:
+    """LoRA's defaults."""
+    if values.get("target_regex") and "target_modules" in values:
+        yield Change(values={"target_modules": None}, note="target_regex goes before target_modules in Megatron-SWIFT; so is done here.")
+    if "lr" not in values:
+        yield Change(values={"lr": 1e-4}, untyped=("lr", "0.0001"))
+    if "lora_dropout" not in values:
+        yield Change(values={"lora_dropout": 0.05}, untyped=("lora_dropout", "0.05"))
+    if "vllm_enable_lora" not in values:
+        yield Change(
+            values={},
+            note="vllm_enable_lora is false in Megatron-SWIFT where nobody says it: vLLM gets merged weights, and bfloat16 rounds most of "
+            "the first updates away. Here it gets the adapter.",
+        )
+
+
+def _advantages(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    """Its reinforce_plus_plus subtracts the group's mean and divides by the std that scale_rewards names; its guide says `batch`."""
+    estimator, scale = values.get("advantage_estimator"), values.get("scale_rewards")
+    if estimator == "reinforce_plus_plus":
+        if scale in (None, "batch"):
+            to = {"advantage_estimator": "reinforce_plus_plus_baseline", "scale_rewards": "batch"}
+        else:
+            to = {"advantage_estimator": "grpo"}
+        said = ", ".join(f"{name} {value}" for name, value in to.items())
+        yield Change(values=to, note=f"advantage_estimator reinforce_plus_plus of Megatron-SWIFT is {said} here.")
+    elif estimator == "rloo" and scale not in (None, "none"):
+        raise BadValue(
+            f"advantage_estimator rloo with scale_rewards {scale} divides by a std; rloo is not scaled here. Use scale_rewards none"
+        )
+
+
+def of_both(tuner: str) -> tuple[Callable[..., Iterator[Change]], ...]:
+    """tuner: tuner_type, where nobody says it."""
+    return partial(_of_both, tuner=tuner), of_turns, _advantages
+
+
+SETTLE = (_settle, *of_both("full"))

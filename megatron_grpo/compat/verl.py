@@ -1,318 +1,301 @@
-"""verl: Hydra overrides (`actor_rollout_ref.actor.optim.lr=1e-6`) or nested YAML.
-
-Keys below lack `actor_rollout_ref.`, `data.` and `trainer.`. Source: ppo_trainer.yaml, ppo_megatron_trainer.yaml, and what its workers and
-its RayPPOTrainer do with them. A mini-batch is counted in prompts.
-"""
+"""What of verl's names takes arithmetic: those that are read alone, and what SETTLE makes of several together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from megatron_grpo.compat import features, verl_aside, verl_reads
-from megatron_grpo.compat.verl_settle import PROCESSOR_CACHES, SETTLE
-from megatron_grpo.compat.vocabulary import (
-    DATASETS,
-    DISPATCHER,
-    HELD_OUT,
-    LOGGERS,
-    NATIVE_SIZES,
-    OF_THE_OPTIMIZER,
-    TEMPLATE_WORDS,
-    betas,
+from megatron_grpo.compat.common import (
+    Given,
+    adapted,
+    asked_once,
+    drops_last,
+    holds_out,
+    idle,
+    idle_schedule,
+    in_steps,
+    is_true,
+    layout,
     listed,
-    own_rewards,
-    size,
-    sizes,
-    together,
+    of_pictures,
+    of_servers,
+    of_template,
+    of_vllm,
+    soft_overlong,
+    text_of,
+    whole,
 )
-from megatron_grpo.config.foreign import Default, Dialect, Foreign, default, kept, lacks, only, reads, same
+from megatron_grpo.compat.tables import sentence
+from megatron_grpo.config.foreign import OFF, Change, OtherTask, Reader
+from megatron_grpo.config.table import TRUE, BadValue
 
-_MEGATRON, _OPTIM, _TRANSFORMER = "actor.megatron.", "actor.optim.", "actor.megatron.override_transformer_config."
-_OPTIMIZER, _LORA, _RIGHT = "actor.optim.override_optimizer_config.", "model.lora.", "algorithm.rollout_correction."
 
-NAMES: Mapping[str, Foreign] = {
-    "model.path": same("model"),
-    "project_name": same("project"),
-    "experiment_name": same("run_name"),
-    "logger": LOGGERS,
-    "default_local_dir": same("output_dir"),
-    "nnodes": reads(verl_reads.ranks, "`world_size`, which is nodes times GPUs"),
-    "n_gpus_per_node": reads(verl_reads.ranks, "`world_size`, which is nodes times GPUs"),
-    "total_epochs": same("num_train_epochs"),
-    "total_training_steps": same("max_steps"),
-    "save_freq": same("save_steps", {"-1": "0"}),
-    "test_freq": same("eval_steps", {"-1": "0"}),
-    "max_actor_ckpt_to_keep": same("save_total_limit"),
-    "resume_mode": same("resume", {"disable": "never"}),
-    "resume_from_path": reads(verl_reads.resumed, "nothing; with resume_mode resume_path it is refused"),
-    "actor.checkpoint.async_save": same("async_save"),
-    # Data.
-    "train_files": DATASETS,
-    "val_files": HELD_OUT,
-    "max_prompt_length": same("max_prompt_length"),
-    "max_response_length": same("max_completion_length"),
-    "shuffle": same("dataset_shuffle"),
-    "seed": same("seed"),
-    "filter_overlong_prompts": verl_reads.TOO_LONG,
-    "truncation": verl_reads.TOO_LONG,
-    "prompt_key": reads(verl_reads.column("prompt"), "`columns`, where it is not prompt"),
-    "image_key": reads(verl_reads.column("images"), "`columns`, where it is not images"),
-    "gen_batch_size": together("nothing, where it is `train_batch_size`; another number is refused"),
-    "train_max_samples": lacks("all rows of a data set are used", "-1"),
-    "val_max_samples": same("eval_num_prompts", {"-1": "none"}),
-    "validation_shuffle": lacks(features.EVALUATION),
-    "apply_chat_template_kwargs.enable_thinking": same("enable_thinking"),
-    "apply_chat_template_kwargs": TEMPLATE_WORDS,
-    "tokenizer": lacks(features.VERSIONS),
-    "custom_cls.path": lacks("data sets are rows of files; classes of one's own are not loaded"),
-    "sampler.class_path": lacks("prompts come in a seeded order, or in the file's (dataset_shuffle)"),
-    "datagen.path": lacks("data sets are rows of files; classes of one's own are not loaded"),
-    "tool_config_path": lacks(features.TURNS),
-    "trust_remote_code": verl_reads.TRUSTS,
-    # Sampling.
-    "rollout.temperature": same("temperature"),
-    "rollout.top_p": same("top_p"),
-    "rollout.top_k": same("top_k", {"-1": "0"}),
-    "rollout.prompt_length": same("max_prompt_length"),
-    "rollout.response_length": same("max_completion_length"),
-    "rollout.dtype": same("vllm_dtype"),
-    "rollout.gpu_memory_utilization": same("vllm_gpu_memory_utilization"),
-    "rollout.enforce_eager": same("vllm_enforce_eager"),
-    "rollout.enable_prefix_caching": same("vllm_enable_prefix_caching"),
-    "rollout.tensor_model_parallel_size": same("vllm_tensor_parallel_size"),
-    "rollout.max_model_len": same("vllm_max_model_len"),
-    "rollout.max_num_seqs": same("vllm_max_num_seqs"),
-    "rollout.limit_images": same("limit_images"),
-    "rollout.checkpoint_engine.update_weights_bucket_megabytes": same("weight_sync_bucket_mb"),
-    "rollout.free_cache_engine": reads(verl_reads.sleep, "`sleep_level` 2"),
-    "rollout.enable_rollout_routing_replay": verl_reads.REPLAY,
-    "rollout.val_kwargs.n": same("num_generations_eval"),
-    "rollout.val_kwargs.temperature": same("eval_temperature"),
-    "rollout.val_kwargs.top_p": same("eval_top_p"),
-    "rollout.val_kwargs.top_k": same("eval_top_k", {"-1": "0"}),
-    "rollout.name": only("vllm", "sampling is by vLLM alone"),
-    "rollout.do_sample": only("true", "completions are drawn, never greedy"),
-    "rollout.ignore_eos": lacks("a completion ends with the model's end-of-text token"),
-    "rollout.over_sample_rate": lacks("oversample_ratio samples more groups than are wanted, whole ones", "0", "0.0"),
-    "rollout.multi_turn.enable": lacks(features.TURNS),
-    "rollout.multi_turn.format": same("tool_call_parser"),
-    "rollout.agent.agent_loop_config_path": lacks(features.TURNS),
-    "rollout.agent.default_agent_loop": only("single_turn_agent", features.TURNS),
-    "rollout.agent.custom_async_server.path": lacks("sampling is by vLLM alone"),
-    "rollout.skip_rollout": lacks("completions that were dumped are not read"),
-    "rollout.quantization": lacks(features.QUANTIZED),
-    "rollout.mtp": lacks(features.MTP),
-    "rollout.engine_kwargs.sglang": lacks("sampling is by vLLM alone"),
-    "rollout.engine_kwargs.trtllm": lacks("sampling is by vLLM alone"),
-    "rollout.engine_kwargs.vllm": verl_reads.ENGINE,
-    **{f"rollout.engine_kwargs.vllm.{name}": Foreign(why=features.MEMORY) for name in PROCESSOR_CACHES},
-    **{
-        f"rollout.{name}_parallel_size": lacks("engines are split by tensor parallelism alone", "1")
-        for name in ("data", "expert", "pipeline_model")
-    },
-    # The layout.
-    **{
-        f"{_MEGATRON}{name}": same(name)
-        for name in (
-            *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-            *("context_parallel_size", "expert_model_parallel_size", "sequence_parallel", "use_distributed_optimizer", "seed"),
-        )
-    },
-    f"{_MEGATRON}expert_tensor_parallel_size": together("`expert_tensor_parallel_size`; null is the tensor parallel size"),
-    f"{_MEGATRON}dtype": same("torch_dtype"),
-    f"{_MEGATRON}param_offload": verl_reads.offload("offload_model"),
-    f"{_MEGATRON}grad_offload": verl_reads.offload("offload_model"),
-    f"{_MEGATRON}optimizer_offload": verl_reads.offload("offload_optimizer"),
-    f"{_MEGATRON}forward_only": lacks("the policy trains"),
-    "actor.ulysses_sequence_parallel_size": same("context_parallel_size"),
-    "actor.fsdp_config.ulysses_sequence_parallel_size": same("context_parallel_size"),
-    "actor.fsdp_config.param_offload": verl_reads.offload("offload_model"),
-    "actor.fsdp_config.optimizer_offload": verl_reads.offload("offload_optimizer"),
-    "actor.fsdp_config.forward_only": lacks("the policy trains"),
-    "actor.fsdp_config.seed": same("seed"),
-    **{
-        f"{_TRANSFORMER}{name}": same(name)
-        for name in (*("recompute_granularity", "recompute_method", "recompute_num_layers", "moe_aux_loss_coeff"), "moe_z_loss_coeff")
-    },
-    f"{_TRANSFORMER}moe_token_dispatcher_type": DISPATCHER,
-    f"{_TRANSFORMER}recompute_modules": reads(lambda words, given: {"recompute_modules": listed(words)}, "`recompute_modules`"),
-    f"{_TRANSFORMER}num_layers_in_first_pipeline_stage": same("decoder_first_pipeline_num_layers"),
-    f"{_TRANSFORMER}num_layers_in_last_pipeline_stage": same("decoder_last_pipeline_num_layers"),
-    f"{_TRANSFORMER}moe_router_load_balancing_type": lacks("load-balancing losses depend on the layout"),
-    **{
-        f"{_TRANSFORMER}{name}": same(name)
-        for name in (
-            *("account_for_loss_in_pipeline_split", "account_for_embedding_in_pipeline_split", "moe_permute_fusion", "moe_enable_deepep"),
-            *("moe_shared_expert_overlap", "pipeline_model_parallel_layout", "fp8_recipe"),
-        )
-    },
-    f"{_TRANSFORMER}fp8": same("fp8_format"),
-    # What trains.
-    "model.lora.rank": reads(verl_reads.rank, "`tuner_type` lora and `lora_rank`"),
-    "model.lora_rank": reads(verl_reads.rank, "`tuner_type` lora and `lora_rank`"),
-    "model.lora.alpha": verl_reads.of_adapter("lora_alpha"),
-    "model.lora_alpha": verl_reads.of_adapter("lora_alpha"),
-    "model.lora.dropout": verl_reads.of_adapter("lora_dropout"),
-    "model.lora.dtype": verl_reads.of_adapter("lora_dtype"),
-    "model.lora.merge": together("`vllm_enable_lora`, which is false where it is true"),
-    **{
-        f"{section}{name}": together(f"`{name}`, with tuner_type lora")
-        for section in ("model.", _LORA)
-        for name in ("target_modules", "exclude_modules")
-    },
-    "model.lora_adapter_path": same("adapters"),
-    "model.lora.adapter_path": same("adapters"),
-    "model.lora.type": together("a note: what is not canonical_lora shares one A between q, k and v, here each has its own"),
-    "model.lora.lora_A_init_method": lacks(features.LORA_START, "xavier", "kaiming", "uniform"),
-    "model.lora.lora_B_init_method": only("zero", features.LORA_START),
-    "model.override_config.moe_config.freeze_moe_router": verl_reads.ROUTERS,
-    "model.override_config.model_config": lacks(features.BUILT),
-    "model.override_config": lacks(features.BUILT),
-    "model.enable_gradient_checkpointing": together(
-        "`recompute_granularity` full, where verl trains with FSDP; with Megatron it is not read"
-    ),
-    "model.trust_remote_code": verl_reads.TRUSTS,
-    "model.external_lib": lacks("modules of one's own are not imported by name"),
-    "model.custom_chat_template": lacks("prompts are written by the model's own chat template"),
-    "model.hf_config_path": lacks(features.VERSIONS),
-    "model.tokenizer_path": lacks(features.VERSIONS),
-    "model.mtp.enable": lacks(features.MTP),
-    "actor.freeze_vision_tower": reads(
-        lambda words, given: dict.fromkeys(("freeze_vit", "freeze_aligner"), list(words)),
-        "`freeze_vit` and `freeze_aligner`, for its tower is both; both false, of a model that sees, where nobody says this",
-    ),
-    # The optimizer.
-    f"{_OPTIM}lr": same("lr"),
-    f"{_OPTIM}betas": reads(betas, "`adam_beta1` and `adam_beta2`"),
-    f"{_OPTIM}weight_decay": same("weight_decay"),
-    f"{_OPTIM}clip_grad": same("clip_grad"),
-    "actor.grad_clip": same("clip_grad"),
-    f"{_OPTIM}lr_decay_style": same("lr_decay_style"),
-    f"{_OPTIM}lr_scheduler_type": same("lr_decay_style"),
-    f"{_OPTIM}warmup_style": same("lr_decay_style"),
-    f"{_OPTIM}min_lr": same("min_lr"),
-    f"{_OPTIM}lr_warmup_steps": same("lr_warmup_iters", {"-1": "0"}),
-    f"{_OPTIM}lr_warmup_steps_ratio": same("lr_warmup_fraction", {"0.0": "none", "0": "none"}),
-    f"{_OPTIM}min_lr_ratio": together("`min_lr`, which is this times lr"),
-    f"{_OPTIM}num_cycles": lacks("a cosine goes half a period", "0.5"),
-    f"{_OPTIM}optimizer": lacks(features.OTHER_OPTIMIZER, "adam", "adamw"),
-    f"{_OPTIM}lr_warmup_init": same("lr_warmup_init"),
-    f"{_OPTIM}lr_decay_steps": same("lr_decay_iters"),
-    f"{_OPTIM}weight_decay_incr_style": same("weight_decay_incr_style"),
-    f"{_OPTIM}lr_wsd_decay_style": same("lr_wsd_decay_style"),
-    f"{_OPTIM}lr_wsd_decay_steps": same("lr_wsd_decay_iters"),
-    f"{_OPTIM}zero_indexed_step": Foreign(why="whether the first step counts as 0 or 1 in its schedule: one step of warm-up"),
-    f"{_OPTIM}total_training_steps": lacks("the schedule is as long as the run (max_steps, num_train_epochs)", "-1"),
-    **{f"{_OPTIMIZER}{name}": row for name, row in OF_THE_OPTIMIZER.items()},
-    # The mathematics.
-    "actor.clip_ratio_low": same("epsilon"),
-    "actor.clip_ratio_high": verl_reads.LOSS,
-    "actor.clip_ratio": Foreign(
-        why="verl reads clip_ratio_low and clip_ratio_high, which are 0.2 where nobody says otherwise, in its place"
-    ),
-    "actor.tau_pos": same("sapo_temperature_pos"),
-    "actor.tau_neg": same("sapo_temperature_neg"),
-    "actor.clip_ratio_c": verl_reads.LOSS,
-    "actor.loss_agg_mode": verl_reads.LOSS,
-    "actor.policy_loss.loss_mode": verl_reads.LOSS,
-    "actor.loss_scale_factor": lacks("Dr. GRPO divides by max_completion_length"),
-    "actor.entropy_coeff": same("entropy_coef"),
-    "actor.calculate_entropy": same("log_entropy"),
-    "actor.use_kl_loss": verl_reads.KL,
-    "actor.kl_loss_coef": verl_reads.KL,
-    "actor.kl_loss_type": verl_reads.KL,
-    "algorithm.use_kl_in_reward": verl_reads.KL,
-    "algorithm.kl_ctrl.kl_coef": verl_reads.KL,
-    "algorithm.kl_penalty": verl_reads.KL,
-    "algorithm.kl_ctrl.type": only("fixed", "beta is constant"),
-    "algorithm.norm_adv_by_std_in_grpo": same("scale_rewards", {"true": "group", "false": "none"}),
-    "algorithm.adv_estimator": together("`advantage_estimator`: grpo, rloo; its others are refused"),
-    "algorithm.use_pf_ppo": lacks("completions are not drawn again by their rewards"),
-    "algorithm.filter_groups.enable": same("dynamic_sample"),
-    "algorithm.filter_groups.max_num_gen_batches": same("max_resample_times"),
-    "algorithm.filter_groups.metric": Foreign(why="a group is dead where its rewards are equal"),
-    "actor.shuffle": lacks("rows are trained in the order of the timetable"),
-    "actor.router_replay.mode": same("router_replay_mode"),
-    "actor.router_replay.record_file": lacks("what routers chose is not written to files"),
-    "actor.router_replay.replay_file": lacks("what routers chose is not read from files"),
-    "actor.load_weight": only("true", "the policy starts from the model's weights"),
-    f"{_RIGHT}rollout_is": together("`rollout_importance_sampling_mode`: token is token_truncate, sequence is sequence_truncate"),
-    f"{_RIGHT}rollout_is_threshold": reads(verl_reads.threshold, "`rollout_importance_sampling_threshold`"),
-    f"{_RIGHT}rollout_is_batch_normalize": lacks("the weights of the correction are not normalised"),
-    f"{_RIGHT}rollout_rs": lacks("of its corrections rollout_is is translated"),
-    f"{_RIGHT}rollout_rs_threshold": lacks("of its corrections rollout_is is translated"),
-    f"{_RIGHT}bypass_mode": verl_reads.BYPASS,
-    f"{_RIGHT}loss_type": only("ppo_clip", "the loss is clipped"),
-    # Batches, of which the sizes are a table of their own.
-    "actor.use_dynamic_bsz": verl_reads.PACKED,
-    "actor.ppo_max_token_len_per_gpu": verl_reads.PACKED,
-    "actor.ppo_micro_batch_size": together("`micro_batch_size`, which is this over the data-parallel size"),
-    # Rewards.
-    "custom_reward_function.path": reads(own_rewards("a function with verl's signature"), "nothing; reward_funcs has to be given"),
-    "reward_model.enable": lacks("a reward model is the reward function reward_model: reward_funcs reward_model, and its directory"),
-    "reward_model.reward_manager": lacks("rewards come from reward_funcs", "naive", "dapo", "batch"),
-    "reward_model.reward_kwargs.overlong_buffer_cfg.enable": verl_reads.SOFT,
-    "reward_model.reward_kwargs.overlong_buffer_cfg.len": verl_reads.SOFT,
-    "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor": lacks("it is the weight of soft_overlong: reward_weights", "1", "1.0"),
-    "reward_model.reward_kwargs.max_resp_len": verl_reads.SOFT,
-    "reward_model.sandbox_fusion.url": lacks("programs are run by the reward code"),
-    "reward_model.reward_loop_module_path": reads(own_rewards("a reward loop of verl"), "nothing; reward_funcs has to be given"),
-    "reward_manager.name": lacks(
-        "rewards come from reward_funcs", "naive", "dapo", "batch", "${oc.select:reward_model.reward_manager,naive}"
-    ),
-    "reward_manager.source": only("register", "rewards come from reward_funcs"),
-    "reward_manager.module.path": reads(own_rewards("a reward manager of verl"), "nothing; reward_funcs has to be given"),
-    # Its trainers that sample on other GPUs, or into a running step.
-    **{
-        f"rollout.{name}": lacks(features.APART, "0", instead=("vllm_mode server",))
-        for name in ("nnodes", "n_gpus_per_node", "total_rollout_steps")
-    },
-    **{f"rollout.{name}": lacks(features.APART, instead=("vllm_mode server",)) for name in ("test_freq", "total_epochs")},
-    "val_only": lacks("`megatron-grpo eval` scores a checkpoint"),
-    "critic.enable": lacks(features.CRITIC),
-    **verl_aside.NAMES,
+def resumed(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    if text_of(given, "resume_mode", "auto") == "resume_path":
+        raise BadValue(f"({' '.join(words)}): {sentence('RESUMED_ELSEWHERE')}")
+    return {}
+
+
+def ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    return {"world_size": whole(given, "nnodes", 1) * whole(given, "n_gpus_per_node", 8)}
+
+
+def column(ours: str) -> Reader:
+    def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+        return {} if list(words) == [ours] else {"columns": {words[0]: ours}}
+
+    return read
+
+
+def sleep(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    return {"sleep_level": 2 if words[0].lower() in TRUE else 0}
+
+
+def rank(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    return {} if list(words) == ["0"] else {"tuner_type": "lora", "lora_rank": list(words)}
+
+
+def _has_adapter(given: Given) -> bool:
+    ranks = [text_of(given, name, "0") for name in ("model.lora.rank", "model.lora_rank")]
+    paths = [text_of(given, name, "none").lower() for name in ("model.lora_adapter_path", "model.lora.adapter_path")]
+    return any(rank != "0" for rank in ranks) or any(path not in OFF for path in paths)
+
+
+def of_adapter(native: str) -> Reader:
+    """It does nothing without an adapter, there as here."""
+    return lambda words, given: {native: list(words)} if _has_adapter(given) else {}
+
+
+def recompute_modules(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    return {"recompute_modules": listed(words)}
+
+
+def tower(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    return dict.fromkeys(("freeze_vit", "freeze_aligner"), list(words))
+
+
+def threshold(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    return {} if " ".join(words).lower() in OFF else {"rollout_importance_sampling_threshold": list(words)}
+
+
+_AVERAGED = {
+    "token-mean": "dapo",
+    "seq-mean-token-mean": "grpo",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "dr_grpo",
 }
+_ESTIMATORS = {
+    "grpo": {},
+    "grpo_vectorized": {},
+    "rloo": {"advantage_estimator": "rloo", "scale_rewards": "none"},
+    "rloo_vectorized": {"advantage_estimator": "rloo", "scale_rewards": "none"},
+}
+_OVER_TOKENS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")  # ours of these names are other estimators
+_OF_THE_SCHEDULE = {
+    "lr_warmup_iters": "actor.optim.lr_warmup_steps",
+    "lr_decay_iters": "actor.optim.lr_decay_steps",
+    "lr_wsd_decay_iters": "actor.optim.lr_wsd_decay_steps",
+}
+_KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
-DEFAULTS: Sequence[Default] = (
-    default("actor.optim.weight_decay", 0.01, weight_decay=0.01),
-    default("actor.optim.betas", "0.9 0.999", adam_beta2=0.999),
-    default("data.max_prompt_length", 512, max_prompt_length=512),
-    default("data.max_response_length", 512, max_completion_length=512),
-    Default(name="use_bias_correction_kl", theirs="it has none", native={"use_bias_correction_kl": False}),
-    default("rollout.gpu_memory_utilization", 0.5, vllm_gpu_memory_utilization=0.5),
-    default("rollout.tensor_model_parallel_size", 2, vllm_tensor_parallel_size=2),
-    default("trainer.total_epochs", 30, num_train_epochs=30.0),
-    default("trainer.n_gpus_per_node", 8, world_size=8),
-    Default(name="trainer.max_actor_ckpt_to_keep", theirs="none", native={"save_total_limit": None}),
-    kept("rollout.free_cache_engine", True, "sleep_level 0"),
-    kept("algorithm.adv_estimator", "gae", "grpo"),
-    kept("trainer.logger", "console wandb", "none"),
-)
 
-VERL = Dialect(
-    name="verl",
-    title="verl",
-    hides=NATIVE_SIZES,
-    prefixes=("actor_rollout_ref.", "actor.", "data."),
-    sections=("actor_rollout_ref.", "data.", "trainer."),
-    heads={
-        "actor_rollout_ref.": "actor model rollout",
-        "data.": """apply_chat_template_kwargs custom_cls datagen filter_overlong_prompts gen_batch_size image_key max_prompt_length
-            max_response_length prompt_key sampler seed shuffle tokenizer tool_config_path train_batch_size train_files train_max_samples
-            truncation trust_remote_code val_files val_max_samples validation_shuffle""",
-        "trainer.": """default_local_dir experiment_name logger max_actor_ckpt_to_keep n_gpus_per_node nnodes project_name
-            resume_from_path resume_mode save_freq test_freq total_epochs total_training_steps val_only""",
-    },
-    names=NAMES,
-    patterns=verl_aside.PATTERNS,
-    defaults=DEFAULTS,
-    settle=SETTLE,
-    trains_tower=True,
-    settings=sizes(
-        size("train_batch_size", 1024, "prompts in one rollout"),
-        size("ppo_mini_batch_size", 256, "prompts in one optimizer step"),
-        size("ppo_micro_batch_size_per_gpu", 1, "completions in one forward on one DP rank"),
-        size("rollout.n", 1, "completions per prompt"),
-        size("ppo_epochs", 1, "passes over one rollout"),
-    ),
-)
+def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    mode, average = text_of(given, "actor.policy_loss.loss_mode", "vanilla"), text_of(given, "actor.loss_agg_mode", "token-mean")
+    if average not in _AVERAGED:
+        raise BadValue(f"actor.loss_agg_mode ({average}) is not there. There are: {', '.join(_AVERAGED)}")
+    high = float(text_of(given, "actor.clip_ratio_high", "0.2"))
+    found: dict[str, Any] = {"loss_type": _AVERAGED[average], "epsilon_high": high}
+    if mode == "vanilla":
+        found["delta"] = float(text_of(given, "actor.clip_ratio_c", "3.0"))
+    elif mode == "gspo":  # whatever loss_agg_mode says
+        found |= {"loss_type": "grpo", "importance_sampling_level": "sequence_token"}
+    elif mode == "sapo":
+        found = {"loss_type": "sapo"}
+    elif mode == "cispo":
+        if average != "token-mean" or values.get("epsilon", 0.2) < 1:
+            raise BadValue(
+                "actor.policy_loss.loss_mode (cispo) bounds the ratio from below by 1 - clip_ratio_low, and is a mean over tokens here: "
+                "there is no lower bound here. Use clip_ratio_low 1 and loss_agg_mode token-mean"
+            )
+        found = {"loss_type": "cispo", "epsilon_high": 1 + high, "epsilon": None}
+    else:
+        raise BadValue(f"actor.policy_loss.loss_mode ({mode}) is not there. There are: vanilla, gspo, sapo, cispo")
+    typed = {"actor.policy_loss.loss_mode", "actor.loss_agg_mode"} & set(given)
+    said = ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
+    yield Change(
+        values=found,
+        note=f"loss_mode {mode} with loss_agg_mode {average} is {said} here.",
+        untyped=None if typed else ("actor.loss_agg_mode", average),
+    )
+    if average == "token-mean" and mode != "gspo" and text_of(given, "use_legacy_worker_impl", "auto") != "disable":
+        note = "verl's legacy workers average token-mean over each micro-batch, then over these; here it is over all tokens of a step."
+        yield Change(values={}, note=note)
+    if average == "seq-mean-token-sum-norm" and mode == "vanilla":
+        yield Change(
+            values={}, note="verl's seq-mean-token-sum-norm does not divide by the number of completions in a micro-batch; dr_grpo does."
+        )
+
+
+def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    if "beta" in values:
+        return
+    in_loss, in_reward = is_true(given, "actor.use_kl_loss", "false"), is_true(given, "algorithm.use_kl_in_reward", "false")
+    loss, reward = float(text_of(given, "actor.kl_loss_coef", "0.001")), float(text_of(given, "algorithm.kl_ctrl.kl_coef", "0.001"))
+    in_loss, in_reward = in_loss and loss > 0, in_reward and reward > 0
+    if in_loss and in_reward:
+        raise BadValue("actor.use_kl_loss and algorithm.use_kl_in_reward are both true; the KL is in the loss or in the reward here")
+    if not in_loss:
+        yield from idle(given, {"actor.kl_loss_coef": "0.001", "actor.kl_loss_type": "low_var_kl"}, without="actor.use_kl_loss")
+    if not in_loss and not in_reward:
+        return
+    name = "algorithm.kl_penalty" if in_reward else "actor.kl_loss_type"
+    kind = text_of(given, name, "kl" if in_reward else "low_var_kl")
+    if kind not in _KL or (in_reward and _KL[kind] != "k1"):
+        raise BadValue(f"{name} ({kind}) is not there. There are: {'kl' if in_reward else ', '.join(_KL)}")
+    beta = reward if in_reward else loss
+    found = {"beta": beta, "kl_in_reward": in_reward} | ({} if in_reward else {"kl_estimator": _KL[kind]})
+    yield Change(values=found, note=f"{name} {kind} with its coefficient is beta {beta:g}, {'in the reward' if in_reward else _KL[kind]}.")
+
+
+def _advantages(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    name = text_of(given, "algorithm.adv_estimator", "grpo")
+    if "advantage_estimator" in values and name != "gae":
+        return
+    if name == "gae":
+        raise OtherTask(f"algorithm.adv_estimator (gae): {sentence('CRITIC')}")
+    if name not in _ESTIMATORS:
+        own = f". verl whitens over tokens; advantage_estimator {name} does so over completions" if name in _OVER_TOKENS else ""
+        raise BadValue(f"algorithm.adv_estimator ({name}) is not there. There are: {', '.join(_ESTIMATORS)}{own}")
+    if _ESTIMATORS[name]:
+        yield Change(values=_ESTIMATORS[name])
+
+
+def _correction(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    level = text_of(given, "algorithm.rollout_correction.rollout_is", "none")
+    if level in ("token", "sequence"):
+        yield Change(values={"rollout_importance_sampling_mode": f"{level}_truncate"})
+    elif level not in ("none", "null"):
+        raise BadValue(f"algorithm.rollout_correction.rollout_is ({level}) is not there. It is token or sequence")
+
+
+def _packing(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    of_all = text_of(given, "actor.ppo_micro_batch_size", "none")
+    if of_all not in ("none", "null"):
+        shared = 1
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+            shared *= values.get(name, 1)
+        ranks = values.get("world_size", 8) // max(1, shared)
+        each = whole(given, "actor.ppo_micro_batch_size", 1) // max(1, ranks)
+        if not each:
+            raise BadValue(f"actor.ppo_micro_batch_size ({of_all}) is divided by the data-parallel size, and {ranks} is more than that")
+        note = f"ppo_micro_batch_size {of_all} is of all {ranks} data-parallel ranks: ppo_micro_batch_size_per_gpu {each}."
+        yield Change(values={"ppo_micro_batch_size_per_gpu": each}, note=note)
+    if not is_true(given, "actor.use_dynamic_bsz", "false"):
+        return
+    tokens = whole(given, "actor.ppo_max_token_len_per_gpu", 16384) * values.get("context_parallel_size", 1)
+    found = {"max_tokens_per_micro_batch": tokens, "ppo_micro_batch_size_per_gpu": 1}
+    if "max_tokens_per_micro_batch" in values:
+        found.pop("max_tokens_per_micro_batch")
+    yield Change(
+        values=found, note=f"use_dynamic_bsz: micro-batches of up to {tokens} tokens, and ppo_micro_batch_size_per_gpu is not read."
+    )
+
+
+def _layout(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    yield from layout(values, text_of(given, "actor.megatron.expert_tensor_parallel_size", "none"), shards_norms_by_itself="verl")
+    if "actor.ulysses_sequence_parallel_size" in given and values.get("context_parallel_size", 1) > 1:
+        yield Change(
+            values={}, note="ulysses_sequence_parallel_size is context_parallel_size: attention goes round a ring here, not over heads."
+        )
+    megatron = any(name.startswith("actor.megatron.") for name in given) or "megatron" in (
+        text_of(given, "config_name", "") + text_of(given, "actor.strategy", "")
+    )
+    if megatron:
+        return
+    yield Change(
+        values={},
+        note="Of these names none is of verl's Megatron workers: they shard weights over all ranks with FSDP. Here a rank holds them whole "
+        "but for tensor_model_parallel_size, pipeline_model_parallel_size and expert_model_parallel_size.",
+    )
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if is_true(given, "model.enable_gradient_checkpointing", "true") and not set(recompute) & set(values):
+        yield Change(values=recompute, untyped=("model.enable_gradient_checkpointing", "true"))
+
+
+def _data(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    yield from drops_last(values, title="verl")
+    how = text_of(given, "truncation", "error")
+    strategy = {"error": "raise", "left": "left"}.get(how)
+    if is_true(given, "filter_overlong_prompts", "false"):
+        strategy = "delete"
+    if strategy is None:
+        raise BadValue(f"data.truncation ({how}) is not there. There are: error, left")
+    if "truncation_strategy" not in values and strategy != "raise":
+        yield Change(values={"truncation_strategy": strategy})
+    buffer = "reward_model.reward_kwargs.overlong_buffer_cfg."
+    if is_true(given, f"{buffer}enable", "false"):
+        longest = whole(given, "reward_model.reward_kwargs.max_resp_len", whole(given, "max_response_length", 512))
+        yield from soft_overlong(values, longest, whole(given, f"{buffer}len", 0), "overlong_buffer_cfg")
+    if "image_key" in given:
+        yield from of_pictures(values, title="verl", says="image_key")
+    yield from asked_once(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0)
+    if values.get("eval_steps") and not holds_out(values):
+        yield Change(values={"eval_steps": None}, note="trainer.test_freq does nothing without data.val_files.")
+
+
+def _schedule(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    """global_steps of its RayPPOTrainer counts rollouts, and its workers move the learning rate once a rollout."""
+    unread = [change for change in idle_schedule(values, given, style="constant")]
+    yield from unread
+    values = {name: value for name, value in values.items() if not any(name in change.values for change in unread)}
+    prompts = whole(given, "gen_batch_size", whole(given, "train_batch_size", 1024))
+    if prompts != whole(given, "train_batch_size", 1024):
+        raise BadValue(
+            f"data.gen_batch_size ({prompts}) is what verl's loader draws for one rollout, in place of train_batch_size "
+            f"({whole(given, 'train_batch_size', 1024)}): give it as train_batch_size, and leave gen_batch_size out"
+        )
+    rollouts = whole(given, "train_batch_size", 1024) // max(
+        1, whole(given, "actor.ppo_mini_batch_size", whole(given, "ppo_mini_batch_size", 256))
+    )
+    per_rollout = max(1, rollouts) * whole(given, "actor.ppo_epochs", whole(given, "ppo_epochs", 1))
+    names = {"max_steps": "trainer.total_training_steps", "save_steps": "trainer.save_freq", "eval_steps": "trainer.test_freq"}
+    without = {} if holds_out(values) else {"eval_steps"}
+    counted = {native: theirs for native, theirs in names.items() if native not in without}
+    yield from in_steps(values, per_rollout, counted | _OF_THE_SCHEDULE)
+    if values.get("lr_warmup_iters"):
+        yield Change(values={"lr_warmup_fraction": None})
+    if "actor.optim.min_lr_ratio" in given and text_of(given, "actor.optim.min_lr_ratio", "0") not in ("none", "null"):
+        yield Change(values={"min_lr": values.get("lr", 1e-6) * float(text_of(given, "actor.optim.min_lr_ratio", "0"))})
+
+
+def _lora(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    if values.get("adapters"):
+        yield Change(values={"tuner_type": "lora"})
+    elif values.get("tuner_type") != "lora":
+        return
+    section = "model.lora." if "model.lora.rank" in given else "model."
+    found: dict[str, Any] = adapted(given, section)
+    if values.get("adapters"):
+        found = {}
+    elif f"{section}alpha" not in given and f"{section}lora_alpha" not in given:
+        found["lora_alpha"] = 32.0 if section == "model.lora." else 16.0
+    if is_true(given, "model.lora.merge", "false"):
+        found["vllm_enable_lora"] = False
+    yield Change(values=found)
+    if section == "model.lora." and text_of(given, "model.lora.type", "lora") != "canonical_lora":
+        yield Change(
+            values={},
+            note="verl's lora.type lora has one matrix A for q, k and v, and one for gate and up; here each has its own, as in PEFT.",
+        )
+
+
+def _engine(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    yield from of_servers(values, program="verl")
+    section = "rollout.engine_kwargs.vllm"
+    yield from of_template(values, given, prefix="apply_chat_template_kwargs")
+    yield from of_vllm(values, given, prefix=section, apart=[f"{section}.{name}" for name in PROCESSOR_CACHES])
+
+
+# Words of vLLM's that move where pictures wait.
+PROCESSOR_CACHES = ("disable_mm_preprocessor_cache", "mm_processor_cache_gb")
+SETTLE = (_loss, _kl, _advantages, _correction, _packing, _layout, _data, _schedule, _lora, _engine)

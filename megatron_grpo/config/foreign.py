@@ -12,6 +12,8 @@ from megatron_grpo.config.table import BadValue, Setting
 # (words after the name, all foreign names of this run with their words) -> what that is in native settings, not yet read.
 Reader = Callable[[Sequence[str], Mapping[str, Sequence[str]]], Mapping[str, Any]]
 
+Product = Sequence[str]  # the names whose values are multiplied
+
 
 class OtherTask(BadValue):
     """Several names together ask for another task than GRPO: this is said, and nothing else."""
@@ -65,39 +67,6 @@ class Foreign:
 
 OFF = ("none", "null", "false", "", "[]", "{}")  # nobody asks for anything with these
 NOTHING = "nothing that is sampled or trained depends on it"
-SET_ASIDE = Foreign()
-
-
-def same(native: str, values: Mapping[str, str] | None = None) -> Foreign:
-    """Another name for `native`."""
-    return Foreign(native=native, values=values or {})
-
-
-def reads(read: Reader, hint: str) -> Foreign:
-    return Foreign(read=read, hint=hint)
-
-
-def lacks(sentence: str, *off: str, instead: Sequence[str] = ()) -> Foreign:
-    """Asks for what is not there, unless its value is one of `off` or of OFF, or one of `instead` was typed."""
-    return Foreign(lacks=sentence, off=(*OFF, *off), instead=instead)
-
-
-def only(value: str, sentence: str, *, instead: Sequence[str] = ()) -> Foreign:
-    """Changes nothing with this value; with every other, `false` and `none` included, the sentence refuses it."""
-    return Foreign(lacks=sentence, off=(value,), instead=instead)
-
-
-def only_task(value: str, sentence: str) -> Foreign:
-    """As `only`; every other value is another task."""
-    return Foreign(lacks=sentence, off=(value,), is_task=True)
-
-
-def aside(*names: str, why: str = NOTHING) -> dict[str, Foreign]:
-    return {name: Foreign(why=why) for name in names}
-
-
-def not_there(sentence: str, *names: str) -> dict[str, Foreign]:
-    return {name: lacks(sentence) for name in names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,16 +77,6 @@ class Default:
     theirs: str
     native: Mapping[str, Any] = field(default_factory=dict)
     ours: str = ""
-
-
-def default(name: str, theirs: Any, **native: Any) -> Default:
-    """theirs: as they write it. native: what that is here; without it, the setting of the same name."""
-    return Default(name=name, theirs=shown(theirs), native=native or {name: theirs})
-
-
-def kept(name: str, theirs: Any, ours: Any) -> Default:
-    """A default that cannot be taken over, or that changes nothing that is trained."""
-    return Default(name=name, theirs=shown(theirs), ours=shown(ours))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +99,7 @@ class Dialect:
     title: str  # "Megatron-SWIFT"
     settings: Mapping[str, Setting] = field(default_factory=dict)
     hides: Sequence[str] = ()  # native names that mean nothing, or something else, in this vocabulary
+    products: Mapping[str, Product] = field(default_factory=dict)  # what our sizes are of its own
     prefixes: Sequence[str] = ()  # sections of its files that may stand before the name of a size: "trainer."
     sections: Sequence[str] = ()  # sections that are left out in the keys of `names`
     heads: Mapping[str, str] = field(default_factory=dict)  # first words of names by section, those that stand in no other

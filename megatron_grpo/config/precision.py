@@ -1,51 +1,16 @@
-"""In which dtypes gradients and optimizer state are kept (`use_precision_aware_optimizer`): what does not go together, and what is lost by
-rounding. No torch."""
+"""In which dtypes gradients and optimizer state are kept (`use_precision_aware_optimizer`), and what is lost by rounding. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from megatron_grpo.config.config import Config, OptimizerConfig
-from megatron_grpo.config.tuner import Pair
+from megatron_grpo.config.config import OptimizerConfig
 
 BLOCK = 1 << 22  # numbers that share a scale
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _BITS = {"bf16": 7, "fp16": 10, "fp8": 3}  # behind the point, of numbers between one power of two and the next
 DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")  # those of weights, those of moments
 OF_THE_OPTIMIZER = ("use_precision_aware_optimizer", *DTYPES)  # of no use to a command that takes no step
-
-
-def pairs(cfg: Config) -> Iterator[Pair]:
-    """(settings, what is wrong, nearest values) of each problem."""
-    opt = cfg.optimizer
-    other = {name: getattr(opt, name) for name in DTYPES if getattr(opt, name) != "fp32"}
-    fp32 = dict.fromkeys(other, ["fp32"])
-    if not opt.use_precision_aware_optimizer:
-        if other:
-            message = f"{_told(other)} without use_precision_aware_optimizer true: all would be kept in float32. Add it, or use fp32."
-            yield (*other, "use_precision_aware_optimizer"), message, {"use_precision_aware_optimizer": [True], **fp32}
-        return
-    if not opt.use_distributed_optimizer:
-        message = "use_precision_aware_optimizer true needs use_distributed_optimizer true: Megatron-Core has it with that optimizer alone."
-        names = ("use_precision_aware_optimizer", "use_distributed_optimizer")
-        yield names, message, {"use_distributed_optimizer": [True], "use_precision_aware_optimizer": [False]}
-    if other and opt.optimizer_cpu_offload:
-        message = (
-            f"{_told(other)} with optimizer_cpu_offload true: Megatron-Core's optimizer on the host keeps float32. Use fp32, or "
-            "optimizer_cpu_offload false."
-        )
-        yield (*other, "optimizer_cpu_offload"), message, {"optimizer_cpu_offload": [False], **fp32}
-    of_weights = {name: value for name, value in other.items() if name in DTYPES[:2]}
-    if of_weights and cfg.model.torch_dtype == "float32":
-        message = (
-            f"{_told(of_weights)} with torch_dtype float32: such weights have float32 gradients and are the optimizer's own. Use fp32, or "
-            "torch_dtype bfloat16."
-        )
-        yield (*of_weights, "torch_dtype"), message, {"torch_dtype": ["bfloat16"], **dict.fromkeys(of_weights, ["fp32"])}
-
-
-def _told(named: Mapping[str, str]) -> str:
-    return " and ".join(f"{name} {value}" for name, value in named.items())
 
 
 def lost(opt: OptimizerConfig) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.rollout.logprobs import ROUNDING
+from megatron_grpo.rollout.engine import ROUNDING
 from megatron_grpo.types import Completion, Prompt
 from megatron_grpo.types import Sequence as Scored
 

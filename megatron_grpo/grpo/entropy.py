@@ -1,15 +1,20 @@
-"""The entropy from which on a token trains (`--top_entropy_quantile`): one threshold for the whole global batch, over all ranks.
+"""The entropy from which on a token trains (`--top_entropy_quantile`), and the entropy bonus that follows the entropy.
 
-The completions of one prompt share the context of their first token, so those entropies are equal but for rounding, and rounding depends on
-how the batch was cut. A threshold between two of them would let the cut choose what trains. So entropies this close are one tie.
+The threshold is one for the whole global batch, over all ranks. The completions of one prompt share the context of their first token, so
+those entropies are equal but for rounding, and rounding depends on how the batch was cut. A threshold between two of them would let the cut
+choose what trains. So entropies this close are one tie.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+
+from megatron_grpo.config.config import GrpoConfig
 
 Counts = np.ndarray  # int64
 
@@ -70,3 +75,45 @@ def _at_place(values: np.ndarray, place: int, over_ranks: Callable[[Counts], Cou
         keys = keys[digits == digit]
     found = found ^ (1 << 63) if found >> 63 else ~found & (1 << 64) - 1
     return float(np.array([found], dtype=np.uint64).view(np.float64)[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveEntropy:
+    """The coefficient of the entropy bonus after some optimizer steps (`--use_adaptive_entropy`): Skywork-OR1, arXiv 2505.22312, as in TRL.
+
+    It rises by `delta` after a step whose entropy was at the target or below, else it falls; and it is applied only after such a step.
+    entropy: of the last step, in nats; infinite before the first.
+    """
+
+    coef: float
+    lowest: float
+    highest: float
+    delta: float
+    target: float
+    entropy: float = math.inf
+
+    @classmethod
+    def of(cls, cfg: GrpoConfig) -> AdaptiveEntropy | None:
+        """None where the coefficient is constant."""
+        if not cfg.use_adaptive_entropy:
+            return None
+        return cls(coef=cfg.entropy_coef, lowest=cfg.entropy_coef_min, highest=cfg.entropy_coef_max, delta=cfg.entropy_coef_delta,
+                   target=cfg.entropy_target)  # fmt: skip
+
+    @property
+    def applied(self) -> float:
+        """What the next step's bonus is multiplied by: the same in all of its micro-batches."""
+        return self.coef if self.entropy <= self.target else 0.0
+
+    def after(self, entropy: float) -> AdaptiveEntropy:
+        """entropy: mean over all tokens that an optimizer step trained, in nats."""
+        is_low = entropy <= self.target
+        coef = min(self.coef + self.delta, self.highest) if is_low else max(self.coef - self.delta, self.lowest)
+        return replace(self, coef=coef, entropy=entropy)
+
+    def state(self) -> dict[str, Any]:
+        """As JSON: what a checkpoint holds of it. The rest is settings."""
+        return {"coef": self.coef, "entropy": self.entropy if math.isfinite(self.entropy) else None}
+
+    def restored(self, state: Mapping[str, Any]) -> AdaptiveEntropy:
+        return replace(self, coef=state["coef"], entropy=math.inf if state["entropy"] is None else state["entropy"])

@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo import objectives
-from megatron_grpo.grpo.adaptive import AdaptiveEntropy
 from megatron_grpo.grpo.corrections import Importance, RolloutCorrection, log_rho, off_policy_mask, rollout_correction
-from megatron_grpo.grpo.kl import KL_ESTIMATORS, KlEstimator
+from megatron_grpo.grpo.entropy import AdaptiveEntropy
 from megatron_grpo.grpo.metrics import LossLogs, clip_extremes, clip_logs, mismatch_logs, teacher_logs
 from megatron_grpo.grpo.objectives import Labels, Objective, PerToken, Tokens
-from megatron_grpo.grpo.ratios import RATIOS, Ratio
+from megatron_grpo.grpo.ratios import KL_ESTIMATORS, RATIOS, KlEstimator, Ratio, teacher_log_ratio
 from megatron_grpo.grpo.sequences import Sequences, SumOverContext, whole_sequences
-from megatron_grpo.grpo.teacher import teacher_log_ratio
 from megatron_grpo.grpo.token_weights import TokenWeights, token_weights
 
 # CISPO bounds the ratio itself; clipping at 1 + 0.2 style values there would flatten every weight.
@@ -114,12 +112,6 @@ class _Terms(NamedTuple):
     of_teacher: torch.Tensor | None  # float64 [C]: log p_teacher - log p_old, 0 where no teacher has seen the row
 
 
-class TokenWeigher(Protocol):
-    """`token_weights.token_weights` with everything but the batch already chosen: `u` of every row of a step."""
-
-    def __call__(self, num_masked, *, is_truncated, is_dead) -> TokenWeights: ...
-
-
 def gives_bonus(cfg: GrpoConfig) -> bool:
     """Whether entropy is in the loss, in some step at least."""
     return cfg.entropy_coef != 0.0 or cfg.use_adaptive_entropy
@@ -131,11 +123,11 @@ class GrpoLoss:
 
     needs_entropy: pass `entropy`. needs_reference: pass `ref_logprobs`. needs_entropy_threshold: a no-grad pass over the global batch
     must find the threshold first (`entropy.entropy_threshold`). needs_classification: one must find `LossInputs.labels`, with this tau
-    (`classification.classification`). temperature: what logits are divided by before the softmax. is_per_token: what a token adds depends
+    (`objectives.classification`). temperature: what logits are divided by before the softmax. is_per_token: what a token adds depends
     on its own log-prob alone, so `slope` can be asked.
     """
 
-    token_weights: TokenWeigher
+    token_weights: Callable[..., TokenWeights]  # `token_weights.token_weights` with everything but the batch chosen
     temperature: float
     ratio: Ratio
     objective: Objective

@@ -1,20 +1,24 @@
-"""Activations on one rank: what the backward of the micro-batches in flight needs. Estimates that say what they assume."""
+"""Activations on one rank: what the backward of the micro-batches in flight needs, and what a vision tower adds on the first stage.
+
+Estimates that say what they assume.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_grpo.batching.batch_sizes import SCORED_TOKENS, BatchSizes
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.parameters import chunks_of_stage, padded_vocab
-from megatron_grpo.planning.tuning import BYTES, Tuning
+from megatron_grpo.planning.parameters import BYTES, FP32, Tuning, layers_of_stage, padded_vocab
 from megatron_grpo.weights.lora import is_linear
-from megatron_grpo.weights.names import Entry, layer_entries
+from megatron_grpo.weights.names import Entry, tower_entries
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.sizes import VisionShape
 
-FP32 = 4
+PER_PATCH = 34  # channels a patch and layer, in widths of the tower: what its backward needs (attention without scores, two norms, an MLP)
 READ_ATTENTION_INPUT = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")  # all read the same normed tensor
 
 
@@ -41,17 +45,16 @@ def kept_by_linears(shape: ModelShape, sizes: BatchSizes, tuning: Tuning, layers
     kept: dict[str, float] = defaultdict(float)
     there: dict[str, int] = defaultdict(int)
     inner = copies = 0.0
-    for layer in layers:
-        for entry in filter(is_linear, layer_entries(shape, moe=shape.is_moe_layer(layer))):
-            name = entry.megatron.removesuffix(".weight").removeprefix("self_attention.")
-            experts = range(shape.num_experts) if entry.is_expert else (0,)
-            adapted = [tuning.adapters is not None and tuning.adapters.is_on(entry, layer, e) for e in experts]
-            there[name] += 1
-            kept[name] += sum(has or tuning.trains_weight(entry, layer, e) for has, e in zip(adapted, experts, strict=True)) / len(experts)
-            if tuning.adapters and any(adapted):
-                width, share = tuning.adapters.rank * len(entry.hf), sum(adapted) / len(adapted)
-                inner += share * width * (shape.moe.topk if shape.moe and entry.is_expert else 1)
-                copies += share * _copies(entry, shape, sizes, width)
+    rank = tuning.rank
+    for row in (row for layer in layers for row in tuning.layers[layer] if is_linear(row.entry)):
+        name = row.entry.megatron.removesuffix(".weight").removeprefix("self_attention.")
+        adapted = [any(ranks) for ranks in row.adapters] or [False] * len(row.trains)
+        there[name] += 1
+        kept[name] += sum(has or trains for has, trains in zip(adapted, row.trains, strict=True)) / len(adapted)
+        if any(adapted):
+            width, share = rank * len(row.entry.hf), sum(adapted) / len(adapted)
+            inner += share * width * (shape.moe.topk if shape.moe and row.entry.is_expert else 1)
+            copies += share * _copies(row.entry, shape, sizes, width)
     count = max(1, len(layers))
     return Kept(inputs={name: kept[name] / there[name] for name in there}, inner=inner / count, copies=copies / count)
 
@@ -105,7 +108,7 @@ class Activations:
 
 def activations_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, stage: int) -> Callable[[int], Activations]:
     """Of the micro-batches that a stage has in flight (1F1B, or interleaved), by the tokens of one on this rank."""
-    numbers = [layer for chunk in chunks_of_stage(shape.num_layers, sizes, cfg, stage) for layer in chunk]
+    numbers = layers_of_stage(shape.num_layers, cfg, stage)
     kept = kept_by_linears(shape, sizes, tuning, numbers)
     return lambda tokens: _activations(shape, sizes, cfg, tuning, stage, kept, len(numbers), tokens)
 
@@ -144,3 +147,64 @@ def logits_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, completion: 
     rows = padded_vocab(shape, sizes, cfg) // sizes.layout.tp
     head = 2 * rows * shape.hidden_size * FP32 if cfg.model.cast_lm_head_to_fp32 and cfg.model.torch_dtype != "float32" else 0
     return 2 * positions * rows * FP32 + head  # a copy of the head, and its gradient
+
+
+# ---- a vision tower ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TowerPlan:
+    """Bytes on a rank of the first stage."""
+
+    patches: int  # of one micro-batch
+    activations: Activations
+    trains: bool
+
+
+def tower_plan(shape: ModelShape, cfg: Config, tuning: Tuning, picture_tokens: int) -> TowerPlan | None:
+    """None for a model that does not see. picture_tokens: of one micro-batch."""
+    vision = shape.vision
+    if vision is None:
+        return None
+    trains = any(map(tuning.trains_outer, tower_entries(shape)))
+    patches = picture_tokens * vision.merge**2
+    layer = patches * vision.width * tuning.size * PER_PATCH
+    return TowerPlan(
+        patches=patches,
+        trains=trains,
+        activations=Activations(training=_kept_by_tower(vision, cfg, tuning, patches, layer, trains), forward=layer),
+    )
+
+
+def _kept_by_tower(vision: VisionShape, cfg: Config, tuning: Tuning, patches: int, layer: int, trains: bool) -> int:
+    """A frozen tower works layer by layer. A trained one keeps what each layer reads, and one layer while it is computed again; or all."""
+    if not trains:
+        return layer
+    if not cfg.model.vit_gradient_checkpointing:
+        return vision.depth * layer
+    return vision.depth * patches * vision.width * tuning.size + layer
+
+
+def with_tower(found: Activations, tower: Activations, in_flight: int) -> Activations:
+    """in_flight: micro-batches of which the first stage keeps what the backward needs."""
+    return Activations(training=found.training + tower.training * in_flight, forward=found.forward + tower.forward)
+
+
+def fewer_layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, rows: Sequence[Mapping[str, Any]], tower_bytes: int) -> dict[str, Any]:
+    """By how many layers a tower of so many bytes outweighs the first stage. rows: of each stage, what it holds.
+
+    Stages hold alike where the first has `layers` fewer than the others; `first` is the nearest `decoder_first_pipeline_num_layers` that
+    comes out even, None where there is no other stage, or no layer to give away.
+    """
+    own = rows[0]
+    of_layers = sum(own[name] for name in ("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes")) - tower_bytes
+    layers = tower_bytes / max(of_layers / max(own["num_layers"], 1), 1)
+    pp, chunks = sizes.layout.pp, sizes.layout.num_chunks
+    least = (shape.vision.num_deepstack if shape.vision else 0) or 1
+    legal = [
+        first
+        for first in range(least * chunks, shape.num_layers)
+        if first % chunks == 0 and pp > 1 and (shape.num_layers - first) % ((pp - 1) * chunks) == 0 and first < shape.num_layers
+    ]
+    even = (shape.num_layers - layers * (pp - 1)) / pp  # where first + layers is what each of the others holds
+    return {"layers": round(layers, 1), "first": min(legal, key=lambda first: abs(first - even), default=None)}

@@ -12,15 +12,14 @@ from megatron_grpo.batching.batch_sizes import BatchSizes, settled, size_problem
 from megatron_grpo.batching.sizes import Model
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import Parsed, names, parse
-from megatron_grpo.config.checks import validate
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import longest_completion
-from megatron_grpo.grpo import refused as refused_grpo
+from megatron_grpo.config.validation import validate
+from megatron_grpo.grpo import validation as grpo_validation
 from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter, with_tower
 from megatron_grpo.planning.model import read_shape, rules_of
 from megatron_grpo.planning.teacher import read_teacher, teacher_problems
-from megatron_grpo.policy import refused as refused_policy
-from megatron_grpo.policy import refused_bits
+from megatron_grpo.policy import validation as policy_validation
 from megatron_grpo.weights.fit import engine_problems, length_problems
 from megatron_grpo.weights.shape import ModelShape
 
@@ -57,7 +56,7 @@ def check_parsed(parsed: Parsed) -> Checked:
     if problems or size_faults:
         raise ConfigError([_with_proven_values(problem, parsed, shapes, model) for problem in problems] + size_faults)
     sizes = BatchSizes.from_config(cfg, model=model)
-    groups = refused_grpo.group_problems(
+    groups = grpo_validation.group_problems(
         cfg.grpo, generation=sizes.generation_batch_size, global_batch=sizes.global_batch_size, group=sizes.num_generations,
         passes=sizes.num_iterations,
     )  # fmt: skip
@@ -82,16 +81,16 @@ def _settings_problems(parsed: Parsed, shapes: Shapes) -> list[Problem]:
     cfg, (shape, teacher) = parsed.config, shapes
     longest = (cfg.data.max_prompt_length or 1) + longest_completion(cfg)
     of_stages = list(stages.problems(cfg, shape.num_layers if shape else None))
-    of_model = []
+    of_model: list[Problem] = []
     if shape and not of_stages:
         # Less than one is for the sizes to say.
         engine_ranks, world_size = max(1, cfg.rollout.vllm_tensor_parallel_size), max(1, cfg.parallel.world_size or 1)
         engine = engine_problems(shape, engine_ranks, world_size=world_size)
-        of_model = [*length_problems(shape, longest), *_stops(cfg, shape), *engine, *refused_policy.problems(cfg, shape)]
+        of_model = [*length_problems(shape, longest), *_stops(cfg, shape), *engine, *policy_validation.problems(cfg, shape)]
     if teacher and not of_stages:
         of_model += teacher_problems(cfg, shape, teacher, longest)
-    of_grpo = [*refused_grpo.problems(cfg), *refused_grpo.sampling_problems(cfg)]
-    others = [*of_grpo, *of_stages, *of_model, *tuner_problems(cfg, shape), *refused_bits.problems(cfg, shape)]
+    of_grpo = [*grpo_validation.problems(cfg), *grpo_validation.sampling_problems(cfg)]
+    others = [*of_grpo, *of_stages, *of_model, *tuner_problems(cfg, shape), *policy_validation.bits_problems(cfg, shape)]
     found = [in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
     return [*validate(cfg, parsed.unreadable), *found]
 

@@ -25,8 +25,8 @@ from megatron_grpo.planning.warnings import defaults_of, warnings_of
 
 if TYPE_CHECKING:
     from megatron_grpo.planning.lengths import Lengths
+    from megatron_grpo.planning.parameters import Tuning
     from megatron_grpo.planning.pictures import PictureFacts
-    from megatron_grpo.planning.tuning import Tuning
 
 MOST_SAVED = 20_000  # micro-steps in the plan.json of a run
 
@@ -126,8 +126,8 @@ def _estimates(checked: Checked, sharing: Sharing) -> tuple[dict[str, Any] | Non
     from megatron_grpo.planning.cost import estimate_cost
     from megatron_grpo.planning.lengths import read_lengths
     from megatron_grpo.planning.memory import estimate_memory
+    from megatron_grpo.planning.parameters import Tuning
     from megatron_grpo.planning.room import ways_to_fit
-    from megatron_grpo.planning.tuning import Tuning
 
     lengths = read_lengths(cfg.plan.lengths) if cfg.plan.lengths else None
     memory = tuning = None
@@ -144,7 +144,7 @@ def _estimates(checked: Checked, sharing: Sharing) -> tuple[dict[str, Any] | Non
 
 def _memory_of(checked: Checked, lengths: Lengths | None) -> dict[str, Any]:
     from megatron_grpo.planning.memory import estimate_memory
-    from megatron_grpo.planning.tuning import Tuning
+    from megatron_grpo.planning.parameters import Tuning
 
     cfg, shape = checked.config, checked.shape
     assert shape is not None

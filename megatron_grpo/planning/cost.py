@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +11,13 @@ from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.kept import is_cut, words_at_most
-from megatron_grpo.planning.activations import FP32
 from megatron_grpo.planning.computed import Computed, Step
 from megatron_grpo.planning.facts import most_waiting_rows, old_logprobs_summary
 from megatron_grpo.planning.lengths import Lengths, packing, sequence_tokens
-from megatron_grpo.planning.parameters import padded_vocab
+from megatron_grpo.planning.parameters import FP32, Row, Tuning, padded_vocab
 from megatron_grpo.planning.push import push_of, stays
 from megatron_grpo.planning.sharing import Sharing
 from megatron_grpo.planning.teacher import config_of_teacher
-from megatron_grpo.planning.tuning import Adapters, Tuning
 from megatron_grpo.weights.names import Entry, ShardCut, num_parameters, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import MoeShape
@@ -133,8 +131,8 @@ def work_of(
         linears=2 * products * tokens + head,
         attention=of_layers * (shape.query_size + value_size),
         weight_gradients=2 * trained * tokens + (head if is_head_trained else 0),
-        adapters=2 * tokens * _adapter_products(shape, tuning.adapters),
-        reference=2 * tokens * _adapter_products(shape, tuning.reference),
+        adapters=2 * tokens * _adapter_products(shape, tuning.rank, [(row, row.adapters) for row in tuning.rows]),
+        reference=2 * tokens * _adapter_products(shape, tuning.reference_rank, [(row, row.reference) for row in tuning.rows]),
     )
 
 
@@ -142,21 +140,20 @@ def _products(shape: ModelShape, tuning: Tuning) -> tuple[int, int]:
     """Elements of the matrices that one token meets in the layers, and of those among them that train; of experts on average."""
     total, trained = 0, 0.0
     for row in tuning.rows:
-        size = sum(math.prod(size) for _, size in row.entry.hf if len(size) == 2)
-        total += size * round(row.count * _share(shape, row.entry))
-        trained += size * row.trained * _share(shape, row.entry)
+        size, share = sum(math.prod(size) for _, size in row.entry.hf if len(size) == 2), _share(shape, row.entry)
+        total += size * round(len(row.trains) * share)
+        trained += size * sum(row.trains) * share
     return total, round(trained)
 
 
-def _adapter_products(shape: ModelShape, adapters: Adapters | None) -> int:
+def _adapter_products(shape: ModelShape, rank: int, found: Sequence[tuple[Row, Sequence[Sequence[int]]]]) -> int:
     """As `_products`, of the matrices of adapters. A fused linear's rows are multiplied by the inner channels of all its modules."""
-    if adapters is None:
-        return 0
     total = 0.0
-    for linear in adapters.linears:
-        rows, inner = _rows_and_channels(linear.entry)
-        total += linear.count * _share(shape, linear.entry) * len(linear.entry.hf) * (rows + inner)
-    return round(adapters.rank * total)
+    for row, adapters in found:
+        if count := sum(any(ranks) for ranks in adapters):
+            rows, inner = _rows_and_channels(row.entry)
+            total += count * _share(shape, row.entry) * len(row.entry.hf) * (rows + inner)
+    return round(rank * total)
 
 
 def _share(shape: ModelShape, entry: Entry) -> float:
@@ -223,14 +220,10 @@ def _flops(
 
 def _parameters(shape: ModelShape, tuning: Tuning) -> dict[str, int]:
     """Of the whole model, without its adapters in `parameters`. Those of adapters are counted as PEFT does, without padding."""
-    if tuning.adapters:
-        trainable = tuning.adapters.num_parameters
-    else:
-        trainable = _num_trained(shape, tuning, shape.vocab_size)
     return {
         "parameters": num_parameters(shape),
         "active_parameters": num_parameters(shape, active_only=True),
-        "trainable_parameters": trainable,
+        "trainable_parameters": tuning.num_adapter_parameters or _num_trained(shape, tuning, shape.vocab_size),
     }
 
 
@@ -240,7 +233,7 @@ def _num_trained(shape: ModelShape, tuning: Tuning, rows: int) -> int:
     for entry in outer_entries(shape):
         if not entry.is_copy and tuning.trains_outer(entry):
             total += rows * shape.hidden_size if entry.cut is ShardCut.VOCAB else _numel(entry)
-    return total + sum(_numel(row.entry) * row.trained for row in tuning.rows if not row.entry.is_buffer)
+    return total + sum(_numel(row.entry) * sum(row.trains) for row in tuning.rows if not row.entry.is_buffer)
 
 
 def _numel(entry: Entry) -> int:
@@ -251,7 +244,7 @@ def _bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) ->
     """What a push sends and a checkpoint holds, over all ranks. base_push_bytes: what is sent once, before the first adapter."""
     own = num_parameters(shape) * tuning.size
     pushed = own - (sum(map(_numel, tower_entries(shape))) * tuning.size if stays(cfg, tuning, shape) else 0)
-    adapter = tuning.adapters.num_parameters * tuning.adapters.size if tuning.adapters and tuning.pushes_adapters else 0
+    adapter = tuning.num_adapter_parameters * tuning.adapter_size if tuning.pushes_adapters else 0
     again = cfg.rollout.sleep_level == 2  # the sampler forgets its weights
     return {
         "weight_push_bytes": pushed if not adapter else adapter + (own if again else 0),
@@ -266,14 +259,15 @@ def checkpoint_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: 
     rows, optimizer, size = padded_vocab(shape, sizes, cfg), cfg.optimizer, tuning.size_of_trained
     # The distributed optimizer saves its float32 copy of float32 weights as well.
     state = FP32 * (3 if optimizer.use_distributed_optimizer or size < FP32 else 2)
-    if tuning.adapters:
+    if tuning.adapter_size:
         stored = 0
-        for linear in tuning.adapters.linears:
-            channels, inner = _rows_and_channels(linear.entry)
-            stored += linear.count * (len(linear.entry.hf) * inner + channels)
-        return tuning.adapters.rank * stored * (size + state)
+        for row in tuning.rows:
+            if count := sum(any(ranks) for ranks in row.adapters):
+                channels, inner = _rows_and_channels(row.entry)
+                stored += count * (len(row.entry.hf) * inner + channels)
+        return tuning.rank * stored * (size + state)
     trained = _num_trained(shape, tuning, rows)
-    buffers = sum(_numel(row.entry) * row.count for row in tuning.rows if row.entry.is_buffer)
+    buffers = sum(_numel(row.entry) * len(row.trains) for row in tuning.rows if row.entry.is_buffer)
     own = num_parameters(shape) - buffers + (rows - shape.vocab_size) * shape.hidden_size * (1 if shape.tied_embeddings else 2)
     whole = own * size + buffers * FP32
     follows = cfg.grpo.beta > 0 and cfg.grpo.sync_ref_model

@@ -1,93 +1,32 @@
-"""Bytes on one rank, by pipeline stage and phase. Weights, gradients and optimizer state are exact; the rest are estimates that say
-what they assume. A pure function of the model's shape, the sizes and the settings.
+"""Bytes on one rank, by pipeline stage and phase: a pure function of the model's shape, the sizes and the settings.
+
+Weights and gradients are exact; the rest are estimates that say what they assume.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_grpo.batching.batch_sizes import BatchSizes
-from megatron_grpo.config.config import Config, OptimizerConfig
-from megatron_grpo.config.precision import BLOCK, BYTES
-from megatron_grpo.planning.activations import FP32, Activations, activations_of, logits_bytes
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.precision import BLOCK
+from megatron_grpo.planning.activations import Activations, TowerPlan, activations_of, fewer_layers, logits_bytes, tower_plan, with_tower
 from megatron_grpo.planning.cost import checkpoint_bytes
-from megatron_grpo.planning.held import HeldStage, held_stages
 from megatron_grpo.planning.lengths import Lengths, sequence_tokens
-from megatron_grpo.planning.parameters import Kind, Place, buffers_of_chunk, layers_of_stages, parameters_of_chunk
+from megatron_grpo.planning.other_models import HeldStage, held_stages, sampler_memory
+from megatron_grpo.planning.parameters import Place, Static, Tuning, layers_of_stage, static_memory
 from megatron_grpo.planning.push import bucket_bytes, push_memory
 from megatron_grpo.planning.room import LINK, Offload, decide
-from megatron_grpo.planning.sampler import sampler_memory
-from megatron_grpo.planning.tower import TowerPlan, fewer_layers, tower_plan, with_tower
-from megatron_grpo.planning.tuning import Tuning
 from megatron_grpo.weights.buckets import MIB
 from megatron_grpo.weights.names import tower_entries
 from megatron_grpo.weights.shape import ModelShape
 
 TOWER = "vision tower: on the first stage, whole on each rank; activations as if every token of a prompt were a picture's"
 MOST_TOKENS = 2**20  # of a micro-batch on one rank: no larger one is tried
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Static:
-    """What a rank holds from the first step to the last, in bytes. Exact: the tensors of Megatron-Core, each counted once."""
-
-    num_parameters: int  # the model's own weights, and its adapters as they lie in memory: all of the widest rank
-    num_trainable_parameters: int
-    weights_bytes: int  # the model's own
-    adapters_bytes: int  # without their scales, a few numbers a linear
-    gradients_bytes: int  # one per parameter that trains, float32 unless main_grads_dtype says otherwise
-    optimizer_bytes: int  # of data-parallel rank 0: both Adam moments, and the main weights of bfloat16 ones, in the dtypes of the settings
-    padding_bytes: int  # alignment inside Megatron-Core's buffers of weights and gradients, which hold what trains
-    reference_bytes: int  # where beta asks for one: a frozen model; with adapters nothing, or other matrices of theirs
-
-    def total(self) -> int:
-        parts = (self.weights_bytes, self.adapters_bytes, self.gradients_bytes, self.optimizer_bytes, self.padding_bytes)
-        return sum(parts) + self.reference_bytes
-
-
-def static_memory(
-    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, place: Place, *, dp_rank: int = 0, expert_dp_rank: int = 0
-) -> Static:
-    """The bytes of weights, gradients and optimizer state of a rank.
-
-    dp_rank, expert_dp_rank: its place among the ranks that share a buffer, of dense parameters (data and context parallel together) and of
-    experts; the padding at a buffer's end makes the last rank's share a little smaller.
-    """
-    numel: Counter[Kind] = Counter()
-    buffers = []
-    for chunk in range(sizes.layout.num_chunks):
-        held = list(parameters_of_chunk(shape, sizes, cfg, tuning, place, chunk))
-        buffers += buffers_of_chunk(held, sizes, cfg, is_first_chunk=place.stage == 0 and chunk == 0)
-        for parameter in held:
-            numel[parameter.kind] += parameter.numel
-    trained = sum(buffer.numel_of_parameters for buffer in buffers)
-    padding = sum(buffer.numel for buffer in buffers) - trained
-    sharded, size = cfg.optimizer.use_distributed_optimizer, tuning.size_of_trained
-    owned = sum(buffer.owned_by(expert_dp_rank if buffer.holds_experts else dp_rank) for buffer in buffers) if sharded else trained
-    of_gradient = BYTES[cfg.optimizer.main_grads_dtype]
-    kept = 1 - cfg.optimizer.optimizer_offload_fraction if cfg.optimizer.optimizer_cpu_offload else 1
-    has_second_model = cfg.grpo.beta > 0 and (tuning.adapters is None or cfg.grpo.ref_model is not None)
-    return Static(
-        num_parameters=numel[Kind.WEIGHT] + numel[Kind.ADAPTER],
-        num_trainable_parameters=trained,
-        weights_bytes=numel[Kind.WEIGHT] * tuning.size,
-        adapters_bytes=numel[Kind.ADAPTER] * size + numel[Kind.HELPER] * tuning.size,
-        gradients_bytes=trained * of_gradient,
-        optimizer_bytes=round(owned * _kept_bytes(cfg.optimizer, size) * kept),
-        padding_bytes=padding * (size + of_gradient),
-        reference_bytes=numel[Kind.WEIGHT] * tuning.size if has_second_model else numel[Kind.REFERENCE] * size,
-    )
-
-
-def _kept_bytes(optimizer: OptimizerConfig, size: int) -> int:
-    """Of one weight that trains, whose own are `size`: both moments, and the main weight, which float32 is itself."""
-    main = BYTES[optimizer.main_params_dtype] if size < FP32 else 0
-    return BYTES[optimizer.exp_avg_dtype] + BYTES[optimizer.exp_avg_sq_dtype] + main
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +70,7 @@ def estimate_memory(
     stages, rows, pushed = list[Stage](), list[dict[str, Any]](), push_memory(shape, sizes, cfg, tuning)
     tower = tower_plan(shape, cfg, tuning, min(tokens, prompt * sizes.micro_batch_size))
     held = held_stages(teacher, shape, sizes, cfg, completion)
-    for number, layers in enumerate(layers_of_stages(shape.num_layers, sizes, cfg)):
+    for number in range(sizes.layout.pp):
         stage = Stage(
             teacher=held[number],
             static=static_memory(shape, sizes, cfg, tuning, Place(stage=number)),
@@ -139,6 +78,7 @@ def estimate_memory(
             activations=_with_tower(activations_of(shape, sizes, cfg, tuning, number), tower if number == 0 else None, sizes),
         )
         stages.append(stage)
+        layers = len(layers_of_stage(shape.num_layers, cfg, number))
         rows.append({"stage": number, "num_layers": layers, **stage.holds(tokens, apart)})
 
     def phases(offload: Offload) -> list[dict[str, int]]:
@@ -273,7 +213,7 @@ def _phases(
     held = sampler["weights_bytes"] + sampler["adapters_bytes"]
     awake = held + sampler["kv_cache_bytes"]
     # The trial before the first push of adapters has woken the KV cache.
-    is_awake = cfg.rollout.sleep_level == 0 or (tuning.adapters is not None and cfg.rollout.verify_weight_push)
+    is_awake = cfg.rollout.sleep_level == 0 or (tuning.adapter_size and cfg.rollout.verify_weight_push)
     return {
         "rollout": base - offload.freed(stage.static) + awake,
         "logprobs": base + asleep + found.forward + stage.logits // 2,
@@ -296,17 +236,17 @@ def _assumptions(cfg: Config, tuning: Tuning, prompt: int, completion: int, leng
         2: "vLLM drops its weights while training",
     }
     reference = []
-    if tuning.adapters and cfg.grpo.beta > 0 and not cfg.grpo.ref_model:
+    if tuning.adapter_size and cfg.grpo.beta > 0 and not cfg.grpo.ref_model:
         what = (
             f"other matrices in its adapters' places ({cfg.tuner.ref_adapters or cfg.tuner.adapters})"
-            if tuning.reference
+            if tuning.reference_rank
             else "adapters off"
         )
         reference = [f"reference: the same model with {what}"]
     scaled = {"fp16", "fp8"} & {cfg.optimizer.main_params_dtype, cfg.optimizer.exp_avg_dtype, cfg.optimizer.exp_avg_sq_dtype}
     scales = [f"scales of {' and '.join(sorted(scaled))}, 4 bytes for {BLOCK:,} numbers, not counted"] if scaled else []
     return [
-        "weights, gradients and optimizer state are exact (the optimizer's of data-parallel rank 0), Adam's step counters not counted",
+        "weights and gradients are exact, the optimizer's state is a rank's equal share; alignment and Adam's step counters not counted",
         *scales,
         *reference,
         f"every sequence has {prompt} + {completion} tokens ({where})",

@@ -1,70 +1,129 @@
-"""Which parameters a rank holds, and how Megatron-Core lays them out: element counts that are exact, not estimates.
-
-Sizes come from the table of weights (`weights.names`), the layout from Megatron-Core's rules: layers over stages and chunks, the
-padding of its gradient buffers, the ranges of a buffer that the distributed optimizer gives to each data-parallel rank.
+"""What a model is made of, as the plan counts it: each tensor of its layers, whether it trains, the adapters beside it, and how much of all
+that a rank holds. Counts of elements, from the table of weights (`weights.names`); what Megatron-Core's buffers hold besides, to align
+them, is left out. No torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from itertools import groupby
+from functools import cache
 
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.stages import layer_counts
-from megatron_grpo.config.config import Config
-from megatron_grpo.planning.tuning import Adapters, Tuning
-from megatron_grpo.weights.lora import adapter_entries, is_linear
+from megatron_grpo.config.config import Config, OptimizerConfig
+from megatron_grpo.config.precision import BYTES as BYTES_OF_STATE
+from megatron_grpo.rollout.adapters import LoraPush, lora_push
+from megatron_grpo.weights.lora import LoraSettings, adapter_entries, is_linear, lora_of
 from megatron_grpo.weights.names import Entry, ShardCut, layer_entries, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.trains import trains
 
-# Megatron-Core's modules in the order in which they are registered; gradient buffers are filled in this order, from the end.
-_ORDER = (
-    "input_layernorm",
-    "core_attention",
-    "linear_proj",
-    "linear_qkv",
-    "linear_q_proj",
-    "linear_q_down_proj",
-    "linear_q_up_proj",
-    "linear_kv_down_proj",
-    "linear_kv_up_proj",
-    "q_layernorm",
-    "k_layernorm",
-    "kv_layernorm",
-    "self_attn_bda",
-    "pre_mlp_layernorm",
-    "router",
-    "linear_fc1",
-    "linear_fc2",
-    "experts",
-    "shared_experts",
-    "mlp_bda",
-)
-START_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # elements
-SMALLEST_BUCKET, BUCKET_PER_RANK = 40_000_000, 1_000_000  # elements, with overlap_grad_reduce
+BYTES = {"float32": 4, "bfloat16": 2}
+FP32 = 4
+
+# ---- the whole model ---------------------------------------------------------------------------------------------------------------------
 
 
-class Kind(Enum):
-    """What a tensor is there for."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A row of the table of weights in one layer. Sequences have an item for each expert; of what is no expert's, one."""
 
-    WEIGHT = "the model's own"
-    ADAPTER = "a matrix of an adapter"
-    REFERENCE = "a matrix of the adapter that the KL is measured against"
-    HELPER = "tells adapters which module a row of a fused linear belongs to"
+    entry: Entry
+    layer: int
+    trains: Sequence[bool]
+    adapters: Sequence[Sequence[int]] = ()  # ranks in the modules that a linear fuses, without padding; none: no adapter
+    reference: Sequence[Sequence[int]] = ()  # the same of frozen ones that the KL is measured against
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One tensor of one rank. numel: elements of this rank's shard."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """What a run trains, and which adapters it needs besides. size: bytes of an element of the model's own weights."""
 
-    numel: int
-    trains: bool = True
-    kind: Kind = Kind.WEIGHT
-    is_expert: bool = False  # its gradient is reduced over the expert data-parallel ranks
-    is_shared_embedding: bool = False  # two stages hold it
+    trains: Callable[[str], bool]  # the model's own weights, by Hugging Face name
+    layers: Sequence[Sequence[Row]]
+    size: int
+    adapter_size: int = 0  # bytes of an element of adapters; 0 where none train
+    has_second_model: bool = False  # the reference is a model of its own
+    push: LoraPush | None = None  # how adapters reach the sampler
+
+    @classmethod
+    def of(cls, cfg: Config, shape: ModelShape) -> Tuning:
+        """Raises ConfigError where an adapter that the settings name cannot be read, or cannot be pushed as they ask."""
+        tuner, size = cfg.tuner, BYTES[cfg.model.torch_dtype]
+        rule, lora, reference = cache(trains(tuner)), lora_of(tuner, shape), None
+        if lora is None:
+            layers = _layers(shape, rule, None, None)
+            return cls(trains=rule, layers=layers, size=size, has_second_model=cfg.grpo.beta > 0)
+        if cfg.grpo.beta > 0 and not cfg.grpo.ref_model:
+            if tuner.ref_adapters:
+                reference = LoraSettings.from_peft(tuner.ref_adapters, flag="ref_adapters")
+            elif tuner.adapters:
+                reference = lora  # as the run began
+        return cls(
+            trains=rule,
+            layers=_layers(shape, rule, lora, reference),
+            size=size,
+            adapter_size=BYTES[tuner.lora_dtype or cfg.model.torch_dtype],
+            has_second_model=cfg.grpo.beta > 0 and cfg.grpo.ref_model is not None,
+            push=lora_push(cfg, shape, on_gpu=None),
+        )
+
+    @property
+    def rows(self) -> Iterator[Row]:
+        return (row for layer in self.layers for row in layer)
+
+    @property
+    def rank(self) -> int:
+        """Of all adapters in memory, where narrower ones are padded."""
+        return max((rank for row in self.rows for ranks in row.adapters for rank in ranks), default=0)
+
+    @property
+    def reference_rank(self) -> int:
+        return max((rank for row in self.rows for ranks in row.reference for rank in ranks), default=0)
+
+    @property
+    def num_adapter_parameters(self) -> int:
+        """As PEFT counts them, and as they are pushed: of the whole model, without padding."""
+        pairs = ((rank, size) for row in self.rows for ranks in row.adapters for rank, (_, size) in zip(ranks, row.entry.hf, strict=True))
+        return sum(rank * sum(size) for rank, size in pairs)
+
+    @property
+    def pushes_adapters(self) -> bool:
+        """To the sampler, alone; if not, and if there are any, merged into the weights."""
+        return self.push is not None and self.push.kind == "adapter"
+
+    @property
+    def size_of_trained(self) -> int:
+        """Bytes of an element of what trains."""
+        return self.adapter_size or self.size
+
+    def trains_outer(self, entry: Entry) -> bool:
+        """Of a row outside the layers."""
+        return self.trains(entry.hf[0][0])
+
+
+def _layers(
+    shape: ModelShape, rule: Callable[[str], bool], adapters: LoraSettings | None, reference: LoraSettings | None
+) -> list[list[Row]]:
+    def row(entry: Entry, layer: int) -> Row:
+        experts = range(shape.num_experts) if entry.is_expert else (0,)
+        names = [[f"{shape.text_prefix}layers.{layer}.{name.format(e=expert)}" for name, _ in entry.hf] for expert in experts]
+
+        def ranks(settings: LoraSettings | None) -> list[list[int]]:
+            if settings is None or not is_linear(entry):
+                return []
+            return [[settings.rank_of(name.removesuffix(".weight")) for name in modules] for modules in names]
+
+        trained = [rule(modules[0]) for modules in names]
+        return Row(entry=entry, layer=layer, trains=trained, adapters=ranks(adapters), reference=ranks(reference))
+
+    numbers = range(shape.num_layers)
+    return [[row(entry, layer) for entry in layer_entries(shape, moe=shape.is_moe_layer(layer))] for layer in numbers]
+
+
+# ---- one rank ----------------------------------------------------------------------------------------------------------------------------
 
 
 def padded_vocab(shape: ModelShape, sizes: BatchSizes, cfg: Config) -> int:
@@ -73,20 +132,23 @@ def padded_vocab(shape: ModelShape, sizes: BatchSizes, cfg: Config) -> int:
     return -(-shape.vocab_size // multiple) * multiple
 
 
-def layers_of_stages(num_layers: int, sizes: BatchSizes, cfg: Config) -> list[int]:
-    """Layers of each pipeline stage, over all its chunks."""
-    return [sum(counts) for counts in zip(*layer_counts(cfg.parallel, num_layers), strict=True)]
-
-
-def chunks_of_stage(num_layers: int, sizes: BatchSizes, cfg: Config, stage: int) -> list[range]:
-    """Global numbers of the layers of each model chunk of a stage: one range, or `vpp` of them."""
-    begin, found = 0, []
+def layers_of_stage(num_layers: int, cfg: Config, stage: int) -> list[int]:
+    """Numbers of the layers of a stage, over all its chunks."""
+    begin, found = 0, list[int]()
     for counts in layer_counts(cfg.parallel, num_layers):
         for other, count in enumerate(counts):
             if other == stage:
-                found.append(range(begin, begin + count))
+                found += range(begin, begin + count)
             begin += count
     return found
+
+
+def numel_of(entry: Entry, sizes: BatchSizes) -> int:
+    """Elements of a rank's shard of an entry inside a layer."""
+    total = sum(math.prod(size) for _, size in entry.hf)
+    if entry.cut is ShardCut.REPLICATED:
+        return total
+    return total // (sizes.layout.etp if entry.is_expert else sizes.layout.tp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,161 +159,104 @@ class Place:
     ep_rank: int = 0
 
 
-def parameters_of_chunk(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, place: Place, chunk: int) -> Iterator[Parameter]:
-    """The parameters of one model chunk of a rank, in the order of `named_parameters()`."""
-    is_first = place.stage == 0 and chunk == 0
-    is_last = place.stage == sizes.layout.pp - 1 and chunk == sizes.layout.num_chunks - 1
-    outer = {entry.megatron: entry for entry in outer_entries(shape)}
-    shared = shape.tied_embeddings and sizes.layout.pp > 1
+@dataclass(slots=True)
+class Held:
+    """Elements on a rank. helpers: what tells adapters which module a row of a fused linear belongs to."""
 
-    def vocabulary(name: str) -> Parameter:
-        numel = padded_vocab(shape, sizes, cfg) * shape.hidden_size // sizes.layout.tp
-        return Parameter(numel, trains=tuning.trains_outer(outer[name]), is_shared_embedding=shared)
+    weights: int = 0  # the model's own
+    adapters: int = 0
+    reference: int = 0
+    helpers: int = 0
+    trained: int = 0  # of these, what trains and no expert has
+    trained_experts: int = 0
 
-    if is_first:
-        yield vocabulary("embedding.word_embeddings.weight")
-    for layer in chunks_of_stage(shape.num_layers, sizes, cfg, place.stage)[chunk]:
-        yield from _layer(shape, sizes, tuning, layer, place.ep_rank)
-    if is_last:
-        norm = outer["decoder.final_layernorm.weight"]
-        yield Parameter(numel_of(norm, sizes), trains=tuning.trains_outer(norm))
-        if not shape.tied_embeddings or not is_first:
-            yield vocabulary("output_layer.weight")
-    if is_first:
-        for entry in tower_entries(shape):
-            yield Parameter(numel_of(entry, sizes), trains=tuning.trains_outer(entry))
-
-
-def _layer(shape: ModelShape, sizes: BatchSizes, tuning: Tuning, layer: int, ep_rank: int) -> Iterator[Parameter]:
-    entries = [entry for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)) if not entry.is_buffer]
-    groups: dict[str, list[Entry]] = {"": [], "experts": [], "shared_experts": []}  # in Megatron's order
-    for entry in sorted(entries, key=_order):
-        groups["experts" if entry.is_expert else "shared_experts" if "shared_experts" in entry.megatron else ""].append(entry)
-    count = shape.num_experts // sizes.layout.ep
-    for group, rows in groups.items():
-        modules = [_Module.of(list(module), sizes, tuning) for _, module in groupby(rows, key=lambda entry: _order(entry)[0])]
-        for expert in range(ep_rank * count, (ep_rank + 1) * count) if group == "experts" else (0,):
-            for module in modules:
-                yield from module.parameters(tuning, layer, expert)
+    def add(self, row: Row, sizes: BatchSizes, place: Place, *, rank: int, reference_rank: int) -> None:
+        entry, count = row.entry, len(row.trains) // sizes.layout.ep if row.entry.is_expert else 1
+        mine = slice(place.ep_rank * count, (place.ep_rank + 1) * count) if entry.is_expert else slice(1)
+        numel = numel_of(entry, sizes)
+        self.weights += numel * count
+        adapted = [any(ranks) for ranks in row.adapters[mine]]
+        referred = [any(ranks) for ranks in row.reference[mine]]
+        own = sum(adapted) * _pair(entry, rank, sizes) if adapted else 0
+        self.adapters += own
+        self.reference += sum(referred) * _pair(entry, reference_rank, sizes) if referred else 0
+        if len(entry.hf) > 1:  # a fused linear is cut by rows
+            either = sum(a or b for a, b in zip(adapted or [False] * count, referred or [False] * count, strict=True))
+            self.helpers += either * len(entry.hf) * (numel // entry.hf[0][1][-1])
+        trained = sum(row.trains[mine]) * numel + own
+        if entry.is_expert:
+            self.trained_experts += trained
+        else:
+            self.trained += trained
 
 
-@dataclass(frozen=True, slots=True)
-class _Module:
-    """The rows of one Megatron module, its weight first, and what stands beside them where it has an adapter."""
-
-    rows: Sequence[tuple[Entry, int]]  # with the elements of this rank's shard
-    adapter: Sequence[Parameter]
-    reference: Sequence[Parameter]
-    helper: Sequence[Parameter]
-
-    @classmethod
-    def of(cls, rows: Sequence[Entry], sizes: BatchSizes, tuning: Tuning) -> _Module:
-        weight = rows[0]
-
-        def pair(adapters: Adapters | None, kind: Kind) -> list[Parameter]:
-            if adapters is None or not is_linear(weight):
-                return []
-            shards = (numel_of(entry, sizes) for entry in adapter_entries(weight, adapters.rank))
-            return [Parameter(numel, trains=kind is Kind.ADAPTER, kind=kind, is_expert=weight.is_expert) for numel in shards]
-
-        modules = len(weight.hf)
-        row_count = numel_of(weight, sizes) // weight.hf[0][1][-1]  # of a fused linear, which is cut by rows
-        helper = [Parameter(row_count * modules, trains=False, kind=Kind.HELPER)] if modules > 1 else []
-        own = [(entry, numel_of(entry, sizes)) for entry in rows]
-        return cls(own, pair(tuning.adapters, Kind.ADAPTER), pair(tuning.reference, Kind.REFERENCE), helper)
-
-    def parameters(self, tuning: Tuning, layer: int, expert: int) -> Iterator[Parameter]:
-        """In the order in which they are registered."""
-        weight = self.rows[0][0]
-        for entry, numel in self.rows:
-            yield Parameter(numel, trains=tuning.trains_weight(entry, layer, expert), is_expert=entry.is_expert)
-        has_adapter, has_reference = (
-            which is not None and which.is_on(weight, layer, expert) for which in (tuning.adapters, tuning.reference)
-        )
-        if has_adapter:
-            yield from self.adapter
-        if has_reference:
-            yield from self.reference
-        if has_adapter or has_reference:
-            yield from self.helper
+def _pair(linear: Entry, rank: int, sizes: BatchSizes) -> int:
+    """Elements of both matrices of an adapter on a rank."""
+    return sum(numel_of(entry, sizes) for entry in adapter_entries(linear, rank))
 
 
-def _order(entry: Entry) -> tuple[int, bool]:
-    parts = entry.megatron.split(".")
-    return next((i for i, name in enumerate(_ORDER) if name in parts), len(_ORDER)), parts[-1] == "bias"
-
-
-def numel_of(entry: Entry, sizes: BatchSizes) -> int:
-    """Elements of this rank's shard of an entry inside a layer."""
-    total = sum(math.prod(size) for _, size in entry.hf)
-    if entry.cut is ShardCut.REPLICATED:
-        return total
-    return total // (sizes.layout.etp if entry.is_expert else sizes.layout.tp)
-
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """A gradient buffer of Megatron-Core's DDP. Places are in elements; `buckets` are (begin, end) with padding."""
-
-    places: Sequence[tuple[int, int]]  # begin and end of each parameter
-    buckets: Sequence[tuple[int, int]]
-    ranks: int  # data-parallel ranks that share it
-    holds_experts: bool = False
-
-    @property
-    def numel(self) -> int:
-        return self.buckets[-1][1] if self.buckets else 0
-
-    @property
-    def numel_of_parameters(self) -> int:
-        return sum(end - begin for begin, end in self.places)
-
-    def owned_by(self, rank: int) -> int:
-        """Elements whose optimizer state a data-parallel rank holds: its equal run of every bucket, without padding."""
-        total = 0
-        for begin, end in self.buckets:
-            share = (end - begin) // self.ranks
-            low, high = begin + rank * share, begin + (rank + 1) * share
-            total += sum(max(0, min(high, stop) - max(low, start)) for start, stop in self.places)
-        return total
-
-
-def buffer_of(parameters: Sequence[Parameter], *, ranks: int, is_sharded: bool, bucket_size: int | None) -> Buffer:
-    """How Megatron-Core places parameters in a buffer: from the last to the first, aligned where the optimizer is distributed."""
-
-    def padded(value: int, multiple: int) -> int:
-        return -(-value // multiple) * multiple if is_sharded else value
-
-    places: list[tuple[int, int]] = []
-    buckets: list[tuple[int, int]] = []
-    begin = position = 0
-    bucket_alignment = math.lcm(ranks, BUCKET_ALIGNMENT)
-    is_open = False  # some parameter lies in the bucket being filled
-    for parameter in reversed(parameters):
-        position = padded(position, START_ALIGNMENT)
-        alone = parameter.is_shared_embedding and is_sharded  # so that both stages cut it over ranks in the same way
-        if alone and is_open:
-            buckets.append((begin, padded(position, bucket_alignment)))
-            begin = position = buckets[-1][1]
-        places.append((position, position + parameter.numel))
-        position, is_open = position + parameter.numel, True
-        if alone or (bucket_size is not None and position - begin >= bucket_size):
-            buckets.append((begin, padded(position, bucket_alignment)))
-            begin = position = buckets[-1][1]
-            is_open = False
-    if is_open:
-        buckets.append((begin, padded(position, bucket_alignment)))
-    return Buffer(places, buckets, ranks, holds_experts=any(parameter.is_expert for parameter in parameters))
-
-
-def buffers_of_chunk(parameters: Sequence[Parameter], sizes: BatchSizes, cfg: Config, *, is_first_chunk: bool) -> list[Buffer]:
-    """The gradient buffers of one model chunk, for what trains of it: one for dense parameters and one for experts."""
-    # So that communication overlaps; of later chunks and stages it waits for nothing.
-    overlaps = cfg.optimizer.overlap_grad_reduce and is_first_chunk
-    size = max(SMALLEST_BUCKET, BUCKET_PER_RANK * sizes.dp_size) if overlaps else None
-    found = []
-    for experts, ranks in ((False, sizes.dp_size * sizes.layout.cp), (True, sizes.layout.expert_dp_size)):
-        own = [parameter for parameter in parameters if parameter.trains and parameter.is_expert == experts]
-        if own:
-            found.append(buffer_of(own, ranks=ranks, is_sharded=cfg.optimizer.use_distributed_optimizer, bucket_size=size))
+def held_by(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, place: Place) -> Held:
+    found = Held()
+    for entry, numel in _outside_layers(shape, sizes, cfg, place.stage):
+        found.weights += numel
+        found.trained += numel * tuning.trains_outer(entry)
+    rank, reference_rank = tuning.rank, tuning.reference_rank
+    for layer in layers_of_stage(shape.num_layers, cfg, place.stage):
+        for row in tuning.layers[layer]:
+            if not row.entry.is_buffer:
+                found.add(row, sizes, place, rank=rank, reference_rank=reference_rank)
     return found
+
+
+def _outside_layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: int) -> Iterator[tuple[Entry, int]]:
+    """Embedding and tower of the first stage, last norm and output layer of the last, with a rank's elements of each."""
+    outer = {entry.megatron: entry for entry in outer_entries(shape)}
+    vocabulary = padded_vocab(shape, sizes, cfg) * shape.hidden_size // sizes.layout.tp
+    if stage == 0:
+        yield outer["embedding.word_embeddings.weight"], vocabulary
+        yield from ((entry, numel_of(entry, sizes)) for entry in tower_entries(shape))
+    if stage == sizes.layout.pp - 1:
+        norm = outer["decoder.final_layernorm.weight"]
+        yield norm, numel_of(norm, sizes)
+        if not shape.tied_embeddings or sizes.layout.pp > 1:
+            yield outer["output_layer.weight"], vocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Static:
+    """What a rank holds from the first step to the last, in bytes."""
+
+    num_parameters: int  # the model's own weights, and its adapters as they lie in memory: all of the widest rank
+    num_trainable_parameters: int
+    weights_bytes: int  # the model's own
+    adapters_bytes: int  # without their scales, a few numbers a linear
+    gradients_bytes: int  # one per parameter that trains, float32 unless main_grads_dtype says otherwise
+    optimizer_bytes: int  # a rank's share of both Adam moments, and of the main weights of bfloat16 ones, in the dtypes of the settings
+    reference_bytes: int  # where beta asks for one: a frozen model; with adapters nothing, or other matrices of theirs
+
+    def total(self) -> int:
+        return self.weights_bytes + self.adapters_bytes + self.gradients_bytes + self.optimizer_bytes + self.reference_bytes
+
+
+def static_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, place: Place) -> Static:
+    """The bytes of weights, gradients and optimizer state of a rank."""
+    held, size, layout = held_by(shape, sizes, cfg, tuning, place), tuning.size_of_trained, sizes.layout
+    trained = owned = held.trained + held.trained_experts
+    if cfg.optimizer.use_distributed_optimizer:
+        owned = -(-held.trained // (sizes.dp_size * layout.cp)) + -(-held.trained_experts // layout.expert_dp_size)
+    kept = 1 - cfg.optimizer.optimizer_offload_fraction if cfg.optimizer.optimizer_cpu_offload else 1
+    return Static(
+        num_parameters=held.weights + held.adapters,
+        num_trainable_parameters=trained,
+        weights_bytes=held.weights * tuning.size,
+        adapters_bytes=held.adapters * size + held.helpers * tuning.size,
+        gradients_bytes=trained * BYTES_OF_STATE[cfg.optimizer.main_grads_dtype],
+        optimizer_bytes=round(owned * state_bytes(cfg.optimizer, size) * kept),
+        reference_bytes=held.weights * tuning.size if tuning.has_second_model else held.reference * size,
+    )
+
+
+def state_bytes(optimizer: OptimizerConfig, size: int) -> int:
+    """Of one weight that trains, whose own are `size`: both moments, and the main weight, which float32 is itself."""
+    main = BYTES_OF_STATE[optimizer.main_params_dtype] if size < FP32 else 0
+    return BYTES_OF_STATE[optimizer.exp_avg_dtype] + BYTES_OF_STATE[optimizer.exp_avg_sq_dtype] + main

@@ -1,4 +1,6 @@
-"""What pictures cost, from their headers: tokens of a picture and of a prompt, and the patches of a micro-batch."""
+"""What pictures cost, from their headers: tokens of a picture and of a prompt, and the patches of a micro-batch; and what to say of a data
+set without them.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.data.eyes import MANY_TOKENS
+from megatron_grpo.weights.trains import trains_tower
 
 if TYPE_CHECKING:
     from megatron_grpo.batching.batch_sizes import BatchSizes
+    from megatron_grpo.config.config import Config
     from megatron_grpo.data.prompts import PromptRows
+    from megatron_grpo.weights.shape import ModelShape
 
 MOST_ROWS = 2000  # that are looked at, evenly spread
 CHARACTERS_OF_A_TOKEN = 4  # of text, where nobody has tokenised it
@@ -108,3 +113,13 @@ def _characters(raw: Any) -> int:
         len(text) if isinstance(text, str) else sum(len(part.get("text") or "") for part in text or [] if isinstance(part, dict))
         for text in texts
     )
+
+
+def learns_nothing(cfg: Config, shape: ModelShape) -> Iterator[str]:
+    """What to say of a data set that shows no picture."""
+    if trains_tower(cfg.tuner, shape):
+        thawed = " and ".join(f"{name} false" for name in ("freeze_vit", "freeze_aligner") if not getattr(cfg.tuner, name))
+        yield (
+            f"no prompt of {cfg.data.dataset} shows a picture, so the vision tower ({thawed or 'trainable_parameters'}) learns nothing: "
+            "its gradient is zero, and it has the memory of what trains."
+        )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.activations import FP32
-from megatron_grpo.planning.parameters import chunks_of_stage, numel_of, padded_vocab
-from megatron_grpo.planning.tuning import Adapters, Tuning
+from megatron_grpo.planning.parameters import FP32, Row, Tuning, layers_of_stage, numel_of, padded_vocab
 from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, Bucket, Owned, Part, Ranks, fill, most_bytes, num_collectives
 from megatron_grpo.weights.lora import adapter_entries, is_linear
-from megatron_grpo.weights.names import Entry, ShardCut, layer_entries, outer_entries, tower_entries
+from megatron_grpo.weights.names import Entry, ShardCut, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.towers import MEGATRON
 
@@ -22,8 +20,8 @@ def push_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -
     pushed: list[list[Bucket]] = []
     if not tuning.pushes_adapters or cfg.rollout.sleep_level == 2:  # the sampler forgets its weights
         pushed.append(buckets_of(weights(shape, sizes, cfg, tuning), sizes, cfg))
-    if tuning.pushes_adapters and tuning.adapters:
-        pushed.append(buckets_of(adapters(shape, sizes, cfg, tuning.adapters), sizes, cfg))
+    if tuning.pushes_adapters:
+        pushed.append(buckets_of(adapters(shape, sizes, cfg, tuning), sizes, cfg))
     to_first = cfg.rollout.vllm_mode == "server"
     stages = range(1 if to_first else sizes.layout.pp)  # rank 0 is of the first, and then it alone receives
     received = [sum(_received(b, ranks, stage, to_first) for buckets in pushed for b in buckets) for stage in stages]
@@ -69,42 +67,41 @@ def buckets_of(owned: Iterator[Owned], sizes: BatchSizes, cfg: Config) -> list[B
 
 def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> Iterator[Owned]:
     """What a push of all weights sends. Of experts that lie side by side, those of the first expert rank: the others are alike."""
-    for row, entry in enumerate(outer_entries(shape)):
+    for place, entry in enumerate(outer_entries(shape)):
         if not entry.is_copy and not (stays(cfg, tuning, shape) and entry.megatron.startswith(MEGATRON)):
             is_first = entry.megatron.startswith(("embedding.", MEGATRON))
             stage, layer = (0, -1) if is_first else (sizes.layout.pp - 1, shape.num_layers)
             numel = padded_vocab(shape, sizes, cfg) * shape.hidden_size // sizes.layout.tp
-            yield _owned(entry, (layer, row, 0), stage, (numel if entry.cut is ShardCut.VOCAB else numel_of(entry, sizes)) * tuning.size)
-    for stage, layer in _layers(shape, sizes, cfg):
-        for row, entry in enumerate(layer_entries(shape, moe=shape.is_moe_layer(layer))):
-            num_bytes = numel_of(entry, sizes) * (FP32 if entry.is_buffer else tuning.size)
-            for expert in range(shape.num_experts // sizes.layout.ep) if entry.is_expert else (0,):
-                yield _owned(entry, (layer, row, expert), stage, num_bytes)
+            yield _owned(entry, (layer, place, 0), stage, (numel if entry.cut is ShardCut.VOCAB else numel_of(entry, sizes)) * tuning.size)
+    for stage, found in _layers(shape, sizes, cfg, tuning):
+        for number, row in enumerate(found):
+            num_bytes = numel_of(row.entry, sizes) * (FP32 if row.entry.is_buffer else tuning.size)
+            for expert in range(shape.num_experts // sizes.layout.ep) if row.entry.is_expert else (0,):
+                yield _owned(row.entry, (row.layer, number, expert), stage, num_bytes)
 
 
 def stays(cfg: Config, tuning: Tuning, shape: ModelShape) -> bool:
     """Whether the sampler keeps the tower that it read by itself: nobody moves it, and it is never forgotten."""
     forgets = cfg.rollout.sleep_level == 2 and cfg.rollout.vllm_mode == "colocate"
-    return tuning.adapters is None and not forgets and not any(map(tuning.trains_outer, tower_entries(shape)))
+    return not tuning.adapter_size and not forgets and not any(map(tuning.trains_outer, tower_entries(shape)))
 
 
-def adapters(shape: ModelShape, sizes: BatchSizes, cfg: Config, found: Adapters) -> Iterator[Owned]:
+def adapters(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> Iterator[Owned]:
     """What a push of adapters sends, as `weights`. Matrices have the widest rank of the run."""
-    for stage, layer in _layers(shape, sizes, cfg):
-        linears = [entry for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)) if is_linear(entry)]
-        for number, linear in enumerate(linears):
-            count = shape.num_experts // sizes.layout.ep if linear.is_expert else 1
+    rank = tuning.rank
+    for stage, found in _layers(shape, sizes, cfg, tuning):
+        for number, row in enumerate(row for row in found if is_linear(row.entry)):
+            count = shape.num_experts // sizes.layout.ep if row.entry.is_expert else 1
             for expert in range(count):
-                beside = range(expert, shape.num_experts, count) if linear.is_expert else (0,)
-                if any(found.is_on(linear, layer, one) for one in beside):
-                    for which, entry in enumerate(adapter_entries(linear, found.rank)):
-                        yield _owned(entry, (layer, 2 * number + which, expert), stage, numel_of(entry, sizes) * found.size)
+                if any(any(ranks) for ranks in row.adapters[expert::count]):  # of the experts that lie side by side
+                    for which, entry in enumerate(adapter_entries(row.entry, rank)):
+                        num_bytes = numel_of(entry, sizes) * tuning.adapter_size
+                        yield _owned(entry, (row.layer, 2 * number + which, expert), stage, num_bytes)
 
 
-def _layers(shape: ModelShape, sizes: BatchSizes, cfg: Config) -> Iterator[tuple[int, int]]:
-    for stage in range(sizes.layout.pp):
-        for chunk in chunks_of_stage(shape.num_layers, sizes, cfg, stage):
-            yield from ((stage, layer) for layer in chunk)
+def _layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> Iterator[tuple[int, Sequence[Row]]]:
+    """Stages and the rows of their layers."""
+    return ((stage, tuning.layers[layer]) for stage in range(sizes.layout.pp) for layer in layers_of_stage(shape.num_layers, cfg, stage))
 
 
 def _owned(entry: Entry, place: tuple[int, int, int], stage: int, num_bytes: int) -> Owned:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.check import Checked, check_parsed
-
-if TYPE_CHECKING:
-    from megatron_grpo.planning.memory import Static
+from megatron_grpo.planning.parameters import Static
 
 LINK = 50e9  # bytes a second between a GPU and its host, in each direction: PCIe 5.0 x16
 UNCOUNTED = 6e9  # bytes that `auto` leaves for what no estimate counts: CUDA context, NCCL buffers, CUDA graphs, fragmentation
@@ -34,7 +32,7 @@ class Offload:
     def freed(self, static: Static, *, during_push: bool = False) -> int:
         """Bytes of a rank that the sampler can have. during_push: the policy's weights stay, for they are pushed."""
         kept = (static.weights_bytes + static.adapters_bytes) * self.model if during_push else 0
-        return self.copied(static) - kept + (static.gradients_bytes + static.padding_bytes) * self.model
+        return self.copied(static) - kept + static.gradients_bytes * self.model
 
 
 def decide(cfg: Config, peak: Callable[[Offload], int], gpu: int | None) -> Offload:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.lengths import extents_of, read_lengths
-from megatron_grpo.policy.refused import attention_channels, flash_obstacle, sharing_obstacle
+from megatron_grpo.policy.validation import attention_channels, flash_obstacle, sharing_obstacle
 from megatron_grpo.weights.shape import ModelShape
 
 LEAST_SAVING = 1 / 16  # of a group's tokens; on CPU, sharing that saved less was slower than computing them again
@@ -37,7 +37,7 @@ def decide(
     """has_gpu: of the machine that trains, None where that is not known. Who gives `gpu_memory_gb` plans for GPUs.
     gpu_lacks: why this GPU has no kernel for attention with parents (`policy.attention.gpu_kernel`).
 
-    Raises ConfigError where the file of lengths cannot be read. `true` with an obstacle is refused before (`policy.refused`).
+    Raises ConfigError where the file of lengths cannot be read. `true` with an obstacle is refused before (`policy.validation`).
     """
     lacks = gpu_lacks
     if has_gpu is None:

@@ -9,7 +9,7 @@ from megatron_grpo.base.errors import Problem
 from megatron_grpo.batching import stages
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.model import read_shape
-from megatron_grpo.policy import refused, refused_bits
+from megatron_grpo.policy import validation
 from megatron_grpo.weights.fit import length_problems
 from megatron_grpo.weights.shape import ModelShape
 
@@ -40,7 +40,7 @@ def config_of_teacher(cfg: Config, teacher: ModelShape, student: ModelShape | No
         own = own.with_values(_WITHOUT_EXPERTS)
     elif not teacher.moe.shared_ffn_hidden_size:
         own = own.with_values({"moe_shared_expert_overlap": False})
-    if refused.sharing_problems(own, teacher):
+    if validation.sharing_problems(own, teacher):
         own = own.with_values({"share_prompts": "auto"})
     return own
 
@@ -61,7 +61,7 @@ def teacher_problems(cfg: Config, student: ModelShape | None, teacher: ModelShap
 
 
 def _against(cfg: Config, shape: ModelShape) -> list[Problem]:
-    return [*refused.problems(cfg, shape), *refused_bits.problems(cfg, shape)]
+    return [*validation.problems(cfg, shape), *validation.bits_problems(cfg, shape)]
 
 
 def of_teacher(problem: Problem) -> Problem:

@@ -14,7 +14,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.schedule import course_of
 from megatron_grpo.config.servers import addresses_of
 from megatron_grpo.data.eyes import said_of_bounds
-from megatron_grpo.grpo import refused as refused_grpo
+from megatron_grpo.grpo import validation as grpo_validation
 from megatron_grpo.planning.budget import wanted_micro_batches
 from megatron_grpo.planning.check import Checked
 from megatron_grpo.planning.facts import bubble_fraction, staleness
@@ -41,7 +41,7 @@ def warnings_of(
         *_bubble(cfg, sizes, cost["sharing"] if cost else None),
         *_swift(cfg, sizes),
         *_run(cfg, timetable),
-        *refused_grpo.warnings(cfg),
+        *grpo_validation.warnings(cfg),
         *precision.lost(cfg.optimizer),
         *_lora(cfg, checked.shape, push),
         *_servers(cfg),

@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from megatron_grpo.policy.refused import flash_obstacle
 from megatron_grpo.policy.stream import PackedStream, Part, Places, packed_stream
+from megatron_grpo.policy.validation import flash_obstacle
 from megatron_grpo.types import Segment
 
 

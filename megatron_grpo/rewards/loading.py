@@ -24,16 +24,16 @@ _LOG = logging.getLogger(__name__)
 # Name -> module with a `build(config) -> function`. A function's attribute `needs` lists the columns it cannot do without, as alternatives.
 BUILT_IN = {
     "math": "math",
-    "accuracy": "accuracy",
-    "format": "format",
-    "length": "length",
-    "soft_overlong": "length",
-    "cosine": "cosine",
-    "repetition": "repetition",
+    "accuracy": "rule_based",
+    "format": "rule_based",
+    "length": "rule_based",
+    "soft_overlong": "rule_based",
+    "cosine": "rule_based",
+    "repetition": "rule_based",
     "code": "code",
     "reward_model": "reward_model",
     "llm_judge": "llm_judge",
-    "environment": "environment",
+    "environment": "rule_based",
 }
 _MARGIN = 15.0  # seconds after which a built-in that keeps its own deadline is stopped all the same
 

@@ -1,17 +1,15 @@
-"""Sampling that has begun before its answers are needed: what is under way, how ranks wait for it, and who takes the answers."""
+"""Sampling that has begun before its answers are needed: who works meanwhile, and how ranks wait for it."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from megatron_grpo.base.errors import GivenUp
 from megatron_grpo.parallel import collectives
-from megatron_grpo.rollout.engine import BackgroundSampler, Flight, Sampler, SamplingSettings
-from megatron_grpo.types import Group, Prompt
 
 Result = TypeVar("Result")
 
@@ -90,49 +88,3 @@ def _waited(is_done: Callable[[float], bool], seconds: float, gives_up: Callable
         if time.monotonic() >= end:
             return _WAITS
     return _DONE
-
-
-class Ahead:
-    """Asks a sampler, perhaps before the answers are needed: `generate` takes what has come in, and asks for the rest.
-
-    So who asks need not know what is under way. Prompts are told apart by their numbers.
-    """
-
-    def __init__(self, sampler: Sampler):
-        self.sampler = sampler
-        self._flights: list[Flight] = []
-        self._begun: set[int] = set()  # numbers of prompts: the same on every rank
-        self._landed: dict[int, Group] = {}  # of this rank
-
-    def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> None:
-        """Returns at once. Needs a `BackgroundSampler`. Collective."""
-        self._flights.append(cast(BackgroundSampler, self.sampler).begin(prompts, sampling, seed=seed))
-        self._begun |= {prompt.number for prompt in prompts}
-
-    def land(self, seconds: float | None = None) -> float | None:
-        """Waits for all that is under way, at most so long: the seconds that it took from its beginning; None if it takes longer.
-
-        Collective.
-        """
-        deadline = time.monotonic() + (seconds or 0.0)
-        for flight in self._flights:
-            left = None if seconds is None else max(0.0, collectives.from_first(deadline - time.monotonic()))
-            if not flight.wait(left):
-                return None
-        self._landed |= {group.prompt.number: group for flight in self._flights for group in flight.groups()}
-        took = max((flight.seconds for flight in self._flights), default=0.0)
-        self._flights = []
-        return took
-
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        """As `Sampler.generate`. What was begun must have landed. Collective."""
-        others = [prompt for prompt in prompts if prompt.number not in self._begun]
-        asked = self.sampler.generate(others, sampling, seed=seed) if others else []
-        found = self._landed | {group.prompt.number: group for group in asked}
-        return [found[prompt.number] for prompt in prompts if prompt.number in found]
-
-    def forget(self) -> None:
-        """What was begun is no longer wanted: the prompts will be asked anew. Collective."""
-        for flight in self._flights:
-            flight.drop()
-        self._flights, self._begun, self._landed = [], set(), {}

@@ -19,23 +19,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo.analysis import vllm_same_bits
 from megatron_grpo.base import activity, launcher
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import ConfigError, GivenUp, Problem, RunError
 from megatron_grpo.config.config import RolloutConfig
 from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.parallel import collectives
-from megatron_grpo.rollout import vllm_experts, vllm_patches, vllm_pictures
+from megatron_grpo.rollout import vllm_patches, vllm_requests
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.rollout.engine import SamplingSettings, WeightSyncError, prompt_seed
-from megatron_grpo.rollout.experts import ExpertLayers, of_group, told
+from megatron_grpo.rollout.experts import ExpertLayers, expert_options, of_group, told
 from megatron_grpo.rollout.probes import probe_sequences
 from megatron_grpo.rollout.turns import DONE, GIVES_UP, EngineTurns, LeadingTurns, Player, follow, lead
-from megatron_grpo.rollout.vllm_adapters import AdapterSlot, lora_options
-from megatron_grpo.rollout.vllm_options import cpu_options, gpu_options, problem_of
-from megatron_grpo.rollout.vllm_requests import KEPT_OPTIONS, sampled, sampling_params, scores, scoring_requests, take_logprobs_as_they_come
-from megatron_grpo.rollout.vllm_weights import WeightLoader, buffers_of, missing_sentence, refuse_changed
+from megatron_grpo.rollout.vllm_weights import AdapterSlot, WeightLoader, buffers_of, lora_options, missing_sentence, refuse_changed
 from megatron_grpo.types import Completion, Group, Kept, Prompt, answered
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
@@ -67,32 +63,33 @@ class ColocatedEngine:
     @classmethod
     def build(cls, cfg: RolloutConfig, *, model_path: str | Path, dtype: str, max_model_len: int, seed: int, rank: int, world_size: int,
               lora: LoraPush | None = None, experts: ExpertLayers | None = None, eyes: Eyes | None = None,
-              most_pictures: int = 0, trust_remote_code: bool = False) -> ColocatedEngine:  # fmt: skip
+              most_pictures: int = 0, trust_remote_code: bool = False,
+              patch: Callable[[], None] = lambda: None) -> ColocatedEngine:  # fmt: skip
         """Loads the model at `model_path` (version 0: nothing needs to be pushed before the first rollout). Collective over all ranks.
 
         dtype: "float32" or "bfloat16"; `vllm_dtype` of the settings goes before it. max_model_len: prompt + completion, in tokens;
         `vllm_max_model_len` goes before it. lora: how adapters are pushed, where they train. experts: of the model, where
-        the trainer is to replay them. eyes: of a model that sees; most_pictures: of a prompt. Raises ConfigError where the KV cache cannot
-        hold one sequence.
+        the trainer is to replay them. eyes: of a model that sees; most_pictures: of a prompt. patch: more for vLLM, called before the
+        engine starts. Raises ConfigError where the KV cache cannot hold one sequence.
         """
         on_gpu = torch.cuda.is_available()
         vllm_patches.prepare_environment(on_gpu=on_gpu)
         from vllm import LLM
 
         vllm_patches.apply_patches(on_gpu=on_gpu)
-        take_logprobs_as_they_come()
-        if cfg.same_bits:
-            vllm_same_bits.prepare()
+        vllm_requests.take_logprobs_as_they_come()
+        patch()
         tp = cfg.vllm_tensor_parallel_size
         max_model_len = cfg.vllm_max_model_len or max_model_len
-        options = (gpu_options(cfg) if on_gpu else cpu_options(cfg)) | {"dtype": cfg.vllm_dtype or dtype} | KEPT_OPTIONS
+        options = vllm_requests.gpu_options(cfg) if on_gpu else vllm_requests.cpu_options(cfg)
+        options |= {"dtype": cfg.vllm_dtype or dtype} | vllm_requests.KEPT_OPTIONS
         options |= {"trust_remote_code": trust_remote_code}
         room = lora if lora is not None and lora.kind == "adapter" else None
         if room is not None:
             options |= lora_options(room)
         if experts is not None:
-            options |= vllm_experts.engine_options(on_gpu=on_gpu)
-        options |= vllm_pictures.engine_options(eyes, most_pictures, on_gpu=on_gpu) | cfg.vllm_engine_kwargs
+            options |= expert_options(on_gpu=on_gpu)
+        options |= vllm_requests.picture_options(eyes, most_pictures, on_gpu=on_gpu) | cfg.vllm_engine_kwargs
         if collectives.has_job():
             options["distributed_executor_backend"] = "external_launcher"  # one worker in each of the launcher's ranks
         device = torch.cuda.current_device() if on_gpu else None
@@ -106,7 +103,7 @@ class ColocatedEngine:
                     disable_log_stats=True, use_tqdm_on_load=False, **options,
                 )  # fmt: skip
             except (ValueError, TypeError, RuntimeError, AssertionError) as error:
-                problem = problem_of(cfg, max_model_len, on_gpu, str(error))
+                problem = vllm_requests.problem_of(cfg, max_model_len, on_gpu, str(error))
                 if problem is None:
                     raise
                 raise ConfigError([problem]) from error
@@ -138,7 +135,7 @@ class ColocatedEngine:
         self._require_weights()
         self._check_lengths(prompts, sampling)
         mine = prompts[self._replica :: self._num_replicas]
-        params = partial(sampling_params, sampling, vocab_size=self._vocab_size)
+        params = partial(vllm_requests.sampling_params, sampling, vocab_size=self._vocab_size)
         requests = [(prompt.token_ids, prompt.pictures, params(self._request_seed(seed, prompt, sampling))) for prompt in mine]
         answers: list[list[Completion]] | None
         fault = None
@@ -254,8 +251,8 @@ class ColocatedEngine:
         """As `scores`, of this rank's engine."""
         self._wake("weights", "kv_cache")
         asked = [(one.token_ids.tolist(), one.shown) for one in sequences]
-        answers = iter(self._run([(ids, shown, params) for long, shown in asked for ids, params in scoring_requests(long)]))
-        return [scores(ids, next(answers), next(answers)) for ids, _ in asked]
+        answers = iter(self._run([(ids, shown, params) for long, shown in asked for ids, params in vllm_requests.scoring_requests(long)]))
+        return [vllm_requests.scores(ids, next(answers), next(answers)) for ids, _ in asked]
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
@@ -288,7 +285,7 @@ class ColocatedEngine:
 
     def _forget_pictures(self) -> None:
         # It keeps what the old tower made of them, by picture, and would show the model that.
-        vllm_pictures.forget_pictures(self._llm.llm_engine)
+        vllm_requests.forget_pictures(self._llm.llm_engine)
 
     def _request_seed(self, seed: int, prompt: Prompt, sampling: SamplingSettings) -> int | None:
         # Never None: without it each rank of an engine draws from its own global generator, and they draw different tokens.
@@ -304,12 +301,12 @@ class ColocatedEngine:
             if "weights" in asleep:
                 self._llm.collective_rpc(refuse_changed, args=(self._buffers[0], "sleep"))
 
-    def _run(self, requests: Sequence[tuple[Sequence[int], vllm_pictures.Shown, Any]]) -> list[Any]:
+    def _run(self, requests: Sequence[tuple[Sequence[int], vllm_requests.Shown, Any]]) -> list[Any]:
         if not requests:
             return []
         with vllm_patches.trainer_untouched():
             return self._llm.generate(
-                [vllm_pictures.prompt_of(ids, shown) for ids, shown, _ in requests], [params for _, _, params in requests],
+                [vllm_requests.prompt_of(ids, shown) for ids, shown, _ in requests], [params for _, _, params in requests],
                 lora_request=self._adapter.request if self._adapter is not None else None, use_tqdm=False,
             )  # fmt: skip
 
@@ -318,7 +315,7 @@ class ColocatedEngine:
         if self._experts is not None:
             opening = len(prompt.token_ids)
             experts = of_group([told(self._experts.read(one.routed_experts), opening, i) for i, one in enumerate(outputs)], opening)
-        draws = [sampled(output, sampling, self._vocab_size) for output in outputs]
+        draws = [vllm_requests.sampled(output, sampling, self._vocab_size) for output in outputs]
         return [_completion(prompt, *one, self._version) for one in zip(outputs, draws, experts, strict=True)]
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: SamplingSettings) -> None:
@@ -390,7 +387,7 @@ def _digest(*parts: bytes) -> str:
 def _fault(prompts: Sequence[Prompt], outputs: Sequence[Any]) -> str | None:
     """The first prompt that was sampled from as another one, as a sentence."""
     for prompt, output in zip(prompts, outputs, strict=True):
-        if prompt.pictures and (wrong := vllm_pictures.difference(output, prompt.token_ids)):
+        if prompt.pictures and (wrong := vllm_requests.difference(output, prompt.token_ids)):
             return f"prompt {prompt.number} (data-set row {prompt.row}): {wrong}."
     return None
 

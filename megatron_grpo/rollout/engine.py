@@ -21,6 +21,8 @@ from megatron_grpo.weights.update import WeightUpdate
 
 # Completion i of a prompt is drawn with the prompt's seed + i (vLLM's rule), so prompts are this far apart.
 SEEDS_PER_PROMPT = 1024
+# A certain token's log-prob may come out above 0 by the rounding of a float32 softmax; by no more than this, in nats.
+ROUNDING = 1e-5
 
 
 class WeightSyncError(RuntimeError):

@@ -2,7 +2,7 @@
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from megatron_grpo.rollout.vllm_experts import wire_cpu_runner
+from megatron_grpo.rollout.experts import wire_cpu_runner
 
 wire_cpu_runner()  # the engine's process checks its configuration once more, after the process that made it
 

@@ -1,4 +1,4 @@
-"""Sets vLLM's environment and patches its code, for engines in the trainer's processes and in a server's. (`vllm_experts` has the rest.)
+"""Sets vLLM's environment and patches its code, for engines in the trainer's processes and in a server's. (`experts` has the rest.)
 
 Inside the trainer, vLLM expects to own the process: it names its shared memory after a constant, destroys the default process group when it
 is freed, reseeds torch and rewrites environment variables. Written for vLLM 0.32; each entry says why it is there.

@@ -1,19 +1,31 @@
-"""What vLLM is asked, and how its answers are read: by an engine inside the trainer as by one behind HTTP. Written for vLLM 0.32."""
+"""How vLLM is started and asked, with pictures and without, and how its answers are read: inside the trainer as behind HTTP.
+
+Written for vLLM 0.32. It is handed a picture and one token for it, and makes patches and tokens by itself. Both must come out as the
+trainer's: so its image processor is the trainer's, Pillow's, and the tokens that it sampled from are compared with those of the prompt.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.config.config import RolloutConfig
 from megatron_grpo.config.grammar import FIELD
 from megatron_grpo.config.kept import MOST
+from megatron_grpo.data.album import num_tokens, shortened
+from megatron_grpo.data.eyes import Eyes
+from megatron_grpo.data.pictures import decoded
 from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.rollout.kept import TIES, num_asked, whole_or_cut
-from megatron_grpo.types import Kept
+from megatron_grpo.types import Kept, Picture
 
+# vLLM keeps every word that is as likely as the last of the top_k. So many of these travel besides; of more (logits that were rounded to
+# bfloat16 may be equal) the first ones do, and the token counts as drawn among them: `whole_or_cut`.
+TIES = 8
 KEPT_OPTIONS = {"max_logprobs": MOST + TIES}  # of every engine: it may be asked what was left of the vocabulary
 
 
@@ -73,6 +85,27 @@ def sampling_params(sampling: SamplingSettings, seed: int | None, *, vocab_size:
         logprobs=num_asked(sampling.top_k, vocab_size) if sampling.tells_kept else 0, flat_logprobs=True,
         **asked, **more,
     )  # fmt: skip
+
+
+def num_asked(top_k: int, vocab_size: int) -> int:
+    """Words of a position whose log-probs vLLM is asked for, besides the token's own."""
+    return min(top_k + TIES, vocab_size)
+
+
+def whole_or_cut(ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> tuple[np.ndarray, Kept]:
+    """What vLLM told of n tokens -> (float32 [n]: each one's log-prob, what it was drawn among).
+
+    ids, logprobs: [n, 1 + words]; the drawn token first, then the likeliest words, it among them or not; -inf was left out. A set that may
+    be larger than what was told is taken for what was told, and the log-prob is the one given that: log p - log(sum of p).
+    """
+    is_left = logprobs > -np.inf
+    is_cut = is_left[:, 1:].all(axis=1) & (ids.shape[1] - 1 < vocab_size)
+    is_left[:, 1:] &= ids[:, 1:] != ids[:, :1]  # it stands there already
+    is_left[:, 0] = True
+    of_cut = np.where(is_left, logprobs, -np.inf).astype(np.float64)
+    told = logprobs[:, 0] - np.where(is_cut, np.log(np.exp(of_cut).sum(axis=1)), 0.0)
+    at = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(is_left.sum(axis=1))])
+    return told.astype(np.float32), Kept(at, ids[is_left].astype(np.int32))
 
 
 def sampled_logprobs(output: Any) -> list[float]:
@@ -136,3 +169,146 @@ def whole_scores(ids: Sequence[int], output: Any) -> list[float]:
     if list(flat.token_ids) != list(ids[1:]):
         raise RuntimeError(f"vLLM scored {len(flat.token_ids)} tokens of a sequence of {len(ids)}, or others than it was given")
     return list(flat.logprobs)
+
+
+# ---- a prompt with pictures ----------------------------------------------------------------------------------------------------------
+
+
+Shown = Sequence[tuple[int, Picture]]  # (place of its first token, picture)
+
+
+def picture_options(eyes: Eyes | None, most_pictures: int, *, on_gpu: bool) -> dict[str, Any]:
+    """Of an engine whose prompts show at most so many pictures each; nothing for a model of text."""
+    if eyes is None:
+        return {}
+    take_pillow()
+    return {
+        "limit_mm_per_prompt": {"image": max(1, most_pictures), "video": 0},
+        "mm_processor_kwargs": {"size": eyes.processor_size},
+        "mm_device_do_normalize": False,  # the processor does it, as in the trainer
+        "skip_mm_profiling": not on_gpu,  # it looks at the largest picture that there may be; a CPU's KV cache is not measured
+    }
+
+
+def take_pillow() -> None:
+    """vLLM's image processor is the one whose pixels the trainer has: else transformers takes torchvision's, which resizes to others."""
+    from vllm.transformers_utils import processor
+
+    if getattr(processor.cached_get_processor, "takes_pillow", False):
+        return
+    get = processor.get_processor
+
+    def with_pillow(*args: Any, **kwargs: Any) -> Any:
+        found = get(*args, **kwargs)
+        theirs: Any = getattr(found, "image_processor", None)
+        if type(theirs).__name__.startswith("Qwen2VLImageProcessor"):
+            from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+            settings = theirs.to_dict()
+            known = {*Qwen2VLImageProcessorPil.valid_kwargs.__annotations__, *_SHARED}
+            found.image_processor = Qwen2VLImageProcessorPil(**{name: settings[name] for name in known if settings.get(name) is not None})
+        return found
+
+    cached: Any = lru_cache(with_pillow)
+    cached.takes_pillow = True
+    processor.cached_get_processor = cached
+
+
+_SHARED = (
+    "do_convert_rgb", "do_normalize", "do_rescale", "do_resize", "image_mean", "image_std", "resample", "rescale_factor", "size",
+)  # fmt: skip
+
+
+def prompt_of(token_ids: Sequence[int], shown: Shown) -> dict[str, Any]:
+    """What vLLM is given for a prompt in its long form. Raises ConfigError where a picture cannot be read any more."""
+    if not shown:
+        return {"prompt_token_ids": [int(token) for token in token_ids]}
+    spans = [(place, num_tokens(picture)) for place, picture in shown]
+    return prompt_with(token_ids, spans, [decoded(picture.data()) for _, picture in shown])
+
+
+def prompt_with(token_ids: Sequence[int], spans: Sequence[tuple[int, int]], images: Sequence[Any], **more: Any) -> dict[str, Any]:
+    """The same of pictures that are decoded already. spans: (first token, tokens) of each. more: vLLM's own keys of a prompt."""
+    # Long ids beside raw pictures would be expanded once more, without a word.
+    return {"prompt_token_ids": shortened(token_ids, spans), "multi_modal_data": {"image": list(images)}, **more}
+
+
+def difference(output: Any, token_ids: Sequence[int]) -> str | None:
+    """What an answer was sampled from, if not from these tokens, as a sentence."""
+    theirs = list(output.prompt_token_ids)
+    if theirs == [int(token) for token in token_ids]:
+        return None
+    return (
+        f"vLLM made {len(theirs)} tokens of a prompt with pictures, and the trainer {len(token_ids)}: the two do not see the same "
+        "(another max_pixels or min_pixels, or another image processor)"
+    )
+
+
+def forget_pictures(llm_engine: Any) -> None:
+    """Of what the tower made of pictures: stale when it moves."""
+    llm_engine.reset_encoder_cache()
+
+
+# ---- the run's settings as arguments of an engine, and its refusals as sentences about them --------------------------------------------
+
+
+CPU_BLOCK_SIZE = 32  # tokens: the smallest that vLLM's CPU attention takes; its default of 128 would share no short prompt
+
+
+def cpu_options(cfg: RolloutConfig) -> dict[str, Any]:
+    return {
+        "enforce_eager": True,
+        # A prompt that is cut in two makes vLLM rewind the generator of its seed, and torch's CPU generators cannot: it would crash.
+        "enable_chunked_prefill": False,
+        "kv_cache_memory_bytes": cfg.vllm_kv_cache_memory_mb << 20,
+        "block_size": CPU_BLOCK_SIZE,
+    }
+
+
+def gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
+    return {
+        "enforce_eager": cfg.vllm_enforce_eager,
+        "gpu_memory_utilization": cfg.vllm_gpu_memory_utilization,
+        "enable_sleep_mode": cfg.sleep_level > 0,
+    }
+
+
+# What torch and vLLM say where its weights, its warm-up or its CUDA graphs find no memory.
+_NO_ROOM = ("CUDA out of memory", "CUDA error: out of memory", "CUDA Error: out of memory", "OutOfMemoryError")
+
+
+def problem_of(cfg: RolloutConfig, max_model_len: int, on_gpu: bool, error: str) -> Problem | None:
+    """What a refusal of vLLM means in the user's settings; None where it is not about them."""
+    if "less than desired GPU memory utilization" in error:
+        found = re.search(r"\(([\d.]+)/([\d.]+) GiB\)", error)
+        free = f"{found[1]} of {found[2]} GiB are free" if found else "less than that is free"
+        share = int(100 * float(found[1]) / float(found[2])) / 100 if found else None
+        return Problem(
+            flags=["vllm_gpu_memory_utilization"], nearest={} if share is None else {"vllm_gpu_memory_utilization": [share]},
+            message=f"vllm_gpu_memory_utilization ({cfg.vllm_gpu_memory_utilization}): {free} on the GPU when vLLM starts, the policy "
+            f"being there already. Use {'less' if share is None else f'at most {share}'}, or offload_optimizer true and offload_model "
+            "true, which give the policy's memory away first.")  # fmt: skip
+    if any(sign in error for sign in _NO_ROOM):
+        return Problem(flags=["vllm_gpu_memory_utilization", "vllm_max_num_seqs"], message=(
+            "the GPU has no room for vLLM beside the policy. Use offload_optimizer true and offload_model true, which give the "
+            f"policy's memory away first; or a vllm_gpu_memory_utilization below {cfg.vllm_gpu_memory_utilization}, or a vllm_max_num_seqs "
+            f"below {cfg.vllm_max_num_seqs}. vLLM says: {error.splitlines()[0]}"))  # fmt: skip
+    if "Error in memory profiling" in error:
+        return Problem(flags=["vllm_gpu_memory_utilization"], message=(
+            "another process gave back memory of this GPU while vLLM measured how much there is: let nothing else run on it while a run "
+            f"starts. vLLM says: {error.splitlines()[0]}"))  # fmt: skip
+    if "KV cache" in error or "cache blocks" in error:
+        flag = "vllm_gpu_memory_utilization" if on_gpu else "vllm_kv_cache_memory_mb"
+        return Problem(flags=[flag, "vllm_max_model_len"], message=(
+            f"{flag} ({getattr(cfg, flag)}) leaves a KV cache that cannot hold one sequence of {max_model_len} tokens. Raise it, or lower "
+            f"max_completion_length or vllm_max_model_len. vLLM says: {error}"))  # fmt: skip
+    if "derived max_model_len" in error:
+        found = re.search(r"max_position_embeddings=(\d+)", error)
+        positions = found[1] if found else "fewer"
+        return Problem(flags=["vllm_max_model_len", "max_completion_length"], message=(
+            f"prompt and completion may have {max_model_len} tokens together, but the model was made for {positions} positions. "
+            "Lower max_completion_length, max_prompt_length or vllm_max_model_len."))  # fmt: skip
+    if cfg.vllm_engine_kwargs:
+        given = ", ".join(f"{name}={value}" for name, value in cfg.vllm_engine_kwargs.items())
+        return Problem(flags=["vllm_engine_kwargs"], message=f"vLLM does not start with vllm_engine_kwargs {given}. It says: {error}")
+    return None

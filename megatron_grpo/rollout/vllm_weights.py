@@ -1,23 +1,24 @@
-"""All weights go into a vLLM engine here, into one of this process as into one of a server. Written for vLLM 0.32.
+"""All weights and adapters go into a vLLM engine here, into one of this process as into one of a server. Written for vLLM 0.32.
 
 The first push goes through vLLM's layer-wise reload and is watched: which part of which tensor becomes which part of which weight. As soon
 as vLLM has loaded a layer, the same tensors are written into it once more by what was seen, and must leave the same bits. If they do in
-all layers, later pushes go by that table (`vllm_table`). If not, or where a layer is quantised, the reload stays, and a warning says why.
+all layers, later pushes go by that table (`vllm_layout`). If not, or where a layer is quantised, the reload stays, and a warning says why.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from megatron_grpo.rollout import vllm_patches
+from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.rollout.engine import WeightSyncError
-from megatron_grpo.rollout.vllm_copied import catch_copies, kept_whole
-from megatron_grpo.rollout.vllm_lesson import Lesson, same_bits
-from megatron_grpo.rollout.vllm_table import Named, Pack, Table
+from megatron_grpo.rollout.vllm_layout import Lesson, Named, Pack, Table, same_bits
+from megatron_grpo.weights.lora import A, B, module_of
+from megatron_grpo.weights.update import WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -132,3 +133,169 @@ def _unless_there(missing: list[str], has_tower: bool, is_tower_there: bool) -> 
 def missing_sentence(missing: list[str]) -> str:
     """The end of a sentence that begins with the push."""
     return f"left {len(missing)} of the engine's weights as they were: {', '.join(missing[:8])}{', ...' * (len(missing) > 8)}"
+
+
+# ---- weights that vLLM copies past their loaders -------------------------------------------------------------------------------------
+
+
+_GPT_OSS = "vllm.model_executor.models.gpt_oss"
+_ADDED_ONCE = ".experts.down_proj_bias"  # vLLM zeroes it in place on all tensor-parallel ranks but the first
+
+
+def catch_copies(model: torch.nn.Module) -> None:
+    """In a layer-wise reload that has begun: what is copied into experts goes to a loader, what is copied into sinks to the live ones.
+
+    In such a reload parameters are shells without memory until a layer's loaders have been given all that it needs. What is copied into a
+    shell, as vLLM 0.32 does with gpt-oss, is gone; vLLM counts it as loaded, and at the end puts the layer's old weights back.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    for layer in model.modules():
+        if type(layer).__module__ != _GPT_OSS or not layer._parameters:
+            continue
+        info = layerwise.get_layerwise_info(layer)
+        if "w13_bias" not in layer._parameters:
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+            continue
+        for name, shell in layer.named_parameters(recurse=False):
+            loading: Any = shell
+            loading.weight_loader = default_weight_loader  # the copies are parts for this rank; vLLM's own loader takes single experts
+            loading.weight_loader = layerwise.make_online_process_loader(layer, name)
+            loading.copy_ = _Copy(loading)
+
+
+class _Copy:
+    """In place of a shell's `copy_`, once."""
+
+    def __init__(self, shell: Any):
+        self.shell = shell
+
+    def __call__(self, part: torch.Tensor) -> None:
+        del self.shell.copy_  # else what is made of the shell would have it, and be copied into later
+        self.shell.weight_loader(self.shell, part)
+
+
+def kept_whole(named: Named) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors, with copies of those that vLLM changes as it loads them."""
+    return ((name, tensor.clone() if name.endswith(_ADDED_ONCE) else tensor) for name, tensor in named)
+
+
+# ---- the adapter that an engine samples with: one at a time, from memory, each under a name of its own -------------------------------
+
+
+def lora_options(push: LoraPush) -> dict[str, Any]:
+    """Arguments of a vLLM engine with room for one adapter, on the modules that have one and no others."""
+    return {
+        "enable_lora": True,
+        "max_loras": 1,  # a new adapter drives the old one out; nothing is being sampled then
+        "max_cpu_loras": 1,
+        "max_lora_rank": push.slot_rank,
+        "lora_target_modules": push.last_words,
+    }
+
+
+def sampler_obstacle(architecture: str, *, on_gpu: bool) -> str | None:
+    """Why vLLM's model of this architecture takes no adapters, as the end of a sentence; None where it does. Imports vLLM."""
+    vllm_patches.prepare_environment(on_gpu=on_gpu)
+    from vllm.model_executor.models import ModelRegistry, supports_lora
+
+    known = ModelRegistry.models.get(architecture)
+    if known is not None and supports_lora(known.load_model_cls()):
+        return None
+    return f"vLLM's {architecture} takes no adapters"
+
+
+class AdapterSlot:
+    """Holds the adapter of one engine. modules: Hugging Face names of those that every adapter of this run is on."""
+
+    def __init__(self, llm: Any, modules: frozenset[str]):
+        self._llm, self._modules = llm, modules
+        self._number = 0  # of adapters taken
+        self.request: Any = None  # vLLM's LoRARequest, which every request must carry; None: there is no adapter
+
+    def take(self, update: WeightUpdate) -> None:
+        """Replaces the adapter. Raises WeightSyncError where it did not arrive whole; then there is none."""
+        self.request = None
+        self._number += 1
+        with vllm_patches.trainer_untouched():
+            (wrong,) = self._llm.collective_rpc(take_adapter, args=(self._number, update.config, update.tensors, self._modules))
+        if wrong:
+            raise WeightSyncError(f"the adapter of version {update.version} did not arrive whole: {wrong}.")
+        self.request = adapter_request(self._number, update.version)
+
+    def drop(self) -> None:
+        """There is no adapter any more."""
+        self.request = None
+        self._llm.collective_rpc(drop_adapters)
+
+
+def adapter_request(number: int, version: int) -> Any:
+    """vLLM's name for an adapter that it took from memory, which every request must carry.
+
+    The prefix cache tells adapters apart by their names, so it never answers for an older one. The path is never opened: the engine has
+    this number already, and if it ever lost it sampling would end for want of such a file.
+    """
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"adapter-{number}-of-version-{version}", number, f"/pushed-from-memory/{number}")
+
+
+def take_adapter(
+    worker: Any, number: int, config: Mapping[str, Any], named: Iterable[tuple[str, torch.Tensor]], modules: Collection[str]
+) -> str:
+    """Runs in the engine: takes an adapter under a number of its own. Returns what of it did not arrive; "" if all did.
+
+    modules: Hugging Face names of those that every adapter of this run is on.
+    """
+    # Copies: vLLM keeps them on the host, and multiplies B by the scale in place.
+    tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
+    sent = {module_of(name) for name in tensors}
+    wrong = {
+        "came with one of their two matrices": {module for module in sent if not {module + A, module + B} <= tensors.keys()},
+        "have an adapter in this run and were not sent": set(modules) - sent,
+        "were sent and have no adapter in this run": sent - set(modules),
+    }
+    if not any(wrong.values()):
+        ignored = sent - set(_receive(worker, number, config, tensors))
+        wrong = {"were ignored by vLLM, which has no such modules or gives them no adapter": ignored}
+    return "; ".join(f"{len(names)} modules {what} ({_some(names)})" for what, names in wrong.items() if names)
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:4]) + ", ..." * (len(ordered) > 4)
+
+
+def _receive(worker: Any, number: int, config: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Runs in the engine: what vLLM does with an adapter's files, from memory. Returns the modules that it took, by our names.
+
+    vLLM looks for no name that it does not know: without looking for each of them here it would drop them without an error.
+    """
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    loras = worker.model_runner.lora_manager
+    manager = loras._adapter_manager
+    helper = PEFTHelper.from_dict(dict(config))
+    helper.validate_legal(loras.lora_config)
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    renames = None if mapper is None else mapper.get_rename_mapper()
+    model = LoRAModel.from_lora_tensors(
+        number, tensors, helper, device="cpu", dtype=loras.lora_config.lora_dtype, model_vocab_size=loras.vocab_size,
+        weights_mapper=renames,
+    )  # fmt: skip
+    known = {part for name in manager.modules for part in (name, *manager.packed_modules.get(name, ()))}
+    theirs = {module_of(name): parse_fine_tuned_lora_name(name, renames)[0] for name in tensors}
+    taken = [ours for ours, name in theirs.items() if name in known and name in model.loras]
+    if len(taken) == len(theirs):
+        manager.add_adapter(model)  # it packs q, k and v into one, with nothing where a module has no adapter
+        manager.activate_adapter(number)
+    return taken
+
+
+def drop_adapters(worker: Any) -> None:
+    """Runs in the engine, after its weights were replaced: adapters belonged to what was there before."""
+    worker.model_runner.reset_lora_state()

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.cleanup import CleanUp
+from megatron_grpo.base.clock import Clock
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError, problem_with
 from megatron_grpo.base.files import mark
 from megatron_grpo.checkpoint.manifest import read_manifest
 from megatron_grpo.checkpoint.written import why_not_written
 from megatron_grpo.config import Parsed
-from megatron_grpo.config.checks import validate
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import sets_of
+from megatron_grpo.config.validation import validate
 from megatron_grpo.metrics.display import Display
 from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, in_words
 from megatron_grpo.parallel import state
@@ -23,12 +24,15 @@ from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter
 from megatron_grpo.policy.loaded import LoadedModel
 from megatron_grpo.rewards.loading import close_rewards
-from megatron_grpo.run.build import ENGINES, answering, build_evaluator, build_loaded, start_parallel
+from megatron_grpo.run.build.engines import ENGINES, answering
+from megatron_grpo.run.build.output import start_parallel
+from megatron_grpo.run.build.policy import build_loaded
+from megatron_grpo.run.build.run import build_evaluator, generator_of
 from megatron_grpo.run.inputs import Looked, read_to_evaluate
 from megatron_grpo.run.life import take_output_dir
 from megatron_grpo.run.opened import layout_of, settings_of_checkpoint
 from megatron_grpo.trainer.judge import Judge
-from megatron_grpo.trainer.sync import Publisher, Restoring
+from megatron_grpo.trainer.sync import Publisher
 from megatron_grpo.weights.fit import engine_problems
 
 _OF_A_RUN, _EVAL = ("metrics.jsonl", "checkpoints", "plan.json"), "eval"
@@ -92,13 +96,12 @@ def evaluate(cfg: Config, looked: Looked, parallel: ParallelState, clean_up: Cle
     step, model = loaded(cfg, looked, parallel)
     engine = ENGINES[cfg.rollout.vllm_mode](cfg, looked, parallel)
     clean_up.add(engine.close)
-    sampler = answering(cfg, looked, engine)
+    sampler, judge = answering(cfg, looked, engine), Judge(looked.rewards, cfg.rewards.reward_weights)
     if model is not None:
         is_coarse = cfg.model.torch_dtype != "float32"
         publisher = Publisher(model, engine, verify=cfg.rollout.verify_weight_push, is_coarse=is_coarse, starts_as_checkpoint=False)
         publisher.publish(step)
-        sampler = Restoring(sampler, partial(publisher.publish, step))
-    judge = Judge(looked.rewards, cfg.rewards.reward_weights)
+        sampler = generator_of(cfg, looked, sampler, judge, Clock(), again=partial(publisher.publish, step))
     return step, build_evaluator(cfg, looked, sampler, judge, last_step=0).run()
 
 

@@ -14,7 +14,8 @@ from megatron_grpo.data.hub import find_model
 from megatron_grpo.metrics.card import Card
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.run import hub
-from megatron_grpo.run.build import choose_tuner, model_of, sharing_here, start_parallel
+from megatron_grpo.run.build.output import start_parallel
+from megatron_grpo.run.build.policy import choose_tuner, model_of, sharing_here
 from megatron_grpo.run.export import describe, export_model, merge_adapter
 from megatron_grpo.run.opened import layout_of, load_weights, settings_of_checkpoint
 from megatron_grpo.weights.shape import ModelShape

@@ -28,8 +28,7 @@ from megatron_grpo.data.hub import find_model
 from megatron_grpo.environments.own_loading import load_rollout_func
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
-from megatron_grpo.planning.pictures import PictureFacts
-from megatron_grpo.planning.tower import learns_nothing
+from megatron_grpo.planning.pictures import PictureFacts, learns_nothing
 from megatron_grpo.rewards.loading import close_rewards, load_rewards, may_be_here
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.rollout.grammar import unreadable

@@ -23,7 +23,8 @@ from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.report import print_report
 from megatron_grpo.rewards.loading import close_rewards
 from megatron_grpo.run import hub, supervisor
-from megatron_grpo.run.build import build_run, start_parallel
+from megatron_grpo.run.build.output import start_parallel
+from megatron_grpo.run.build.run import build_run
 from megatron_grpo.run.export import export_model, merged_folder
 from megatron_grpo.run.failures import PREFIX, tell
 from megatron_grpo.run.inputs import Inputs

@@ -17,10 +17,14 @@ from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.experts import ExpertLayers, told
-from megatron_grpo.rollout.vllm_options import cpu_options, gpu_options, problem_of
-from megatron_grpo.rollout.vllm_pictures import difference, engine_options, prompt_with
 from megatron_grpo.rollout.vllm_requests import (
     KEPT_OPTIONS,
+    cpu_options,
+    difference,
+    gpu_options,
+    picture_options,
+    problem_of,
+    prompt_with,
     sampled,
     sampling_params,
     scores,
@@ -220,7 +224,7 @@ class ServedEngine:
 
     async def take_adapter(self, push: wire.AdapterPush) -> None:
         """Returns when every worker has the adapter. Raises PushFailed."""
-        from megatron_grpo.rollout.vllm_adapters import adapter_request
+        from megatron_grpo.rollout.vllm_weights import adapter_request
 
         if self._room is None:
             raise PushFailed("this server has no room for an adapter; start it with --tuner_type lora and the ranks and modules of the run")
@@ -267,7 +271,7 @@ def _room(serving: Serving, *, on_gpu: bool) -> LoraPush | None:
     """For adapters of the run whose settings these are, if it pushes them alone."""
     if serving.cfg.tuner.tuner_type != "lora" or serving.cfg.serve.frozen:
         return None
-    from megatron_grpo.rollout.vllm_adapters import sampler_obstacle
+    from megatron_grpo.rollout.vllm_weights import sampler_obstacle
 
     obstacle = sampler_obstacle(serving.shape.architecture, on_gpu=on_gpu)
     push = lora_push(serving.cfg, serving.shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
@@ -280,16 +284,16 @@ def _options(serving: Serving, room: LoraPush | None, *, on_gpu: bool) -> dict[s
     if rollout.vllm_tensor_parallel_size == 1:
         options["distributed_executor_backend"] = ONE_PROCESS
     if serving.experts is not None:
-        from megatron_grpo.rollout import vllm_experts
+        from megatron_grpo.rollout.experts import expert_options
 
-        options |= vllm_experts.engine_options(on_gpu=on_gpu)
+        options |= expert_options(on_gpu=on_gpu)
         if rollout.vllm_tensor_parallel_size > 1 and not on_gpu:
             options["distributed_executor_backend"] = TOLD_WORKERS
     if room is not None:
-        from megatron_grpo.rollout.vllm_adapters import lora_options
+        from megatron_grpo.rollout.vllm_weights import lora_options
 
         options |= lora_options(room)
-    options |= engine_options(serving.eyes, cfg.data.limit_images or DEFAULT_IMAGES, on_gpu=on_gpu) | rollout.vllm_engine_kwargs
+    options |= picture_options(serving.eyes, cfg.data.limit_images or DEFAULT_IMAGES, on_gpu=on_gpu) | rollout.vllm_engine_kwargs
     return options | {
         "model": str(serving.model_path),
         "trust_remote_code": cfg.model.trust_remote_code,

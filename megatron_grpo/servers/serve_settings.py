@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.config import Parsed, passed_on, remote_code
-from megatron_grpo.config.checks import value_problem
 from megatron_grpo.config.config import Config, RolloutConfig, ServeConfig, TunerConfig
 from megatron_grpo.config.read import COMMAND_LINE
 from megatron_grpo.config.servers import TOKEN_VARIABLE
+from megatron_grpo.config.validation import value_problem
 from megatron_grpo.data.eyes import Eyes, eyes_of
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.weights.fit import engine_problems, length_problems

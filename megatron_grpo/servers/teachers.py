@@ -22,6 +22,7 @@ from megatron_grpo.servers import wire
 from megatron_grpo.servers.calls import Calls, Chunk, Loses
 from megatron_grpo.servers.fleet import Member, ServerGroup, is_death, look_at, named
 from megatron_grpo.servers.http import CONNECT, Gone, Refused, Server, together, trust_of, within
+from megatron_grpo.types import TokensToScore
 
 FLAG = "teacher_model_server"
 LARGEST = 1e-3  # of a log-prob: what is left of 0 after rounding
@@ -57,14 +58,6 @@ class Needs:
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
-    """Tokens that are to be scored from `first` on, each given all before it."""
-
-    ids: tuple[int, ...]
-    first: int
-
-
 class Teacher(ServerGroup):
     """The servers of one teacher. On rank 0 alone."""
 
@@ -84,9 +77,10 @@ class Teacher(ServerGroup):
         server_at = partial(Server, token=token, incarnation="", trust=trust)
         return cls(partial(teacher_addresses, cfg.grpo), server_at, needs=needs, timeout=cfg.rollout.vllm_server_timeout, gives_up=gives_up)
 
-    @property
-    def fingerprint(self) -> str | None:
-        """Of the teacher; None before `gather`."""
+    def fingerprint(self) -> str:
+        """Of the teacher, once it is there; waits for it as `gather` does."""
+        self.gather()
+        assert self._fingerprint is not None  # the first that answers tells it
         return self._fingerprint
 
     def problems(self) -> list[Problem]:
@@ -126,7 +120,7 @@ class Teacher(ServerGroup):
 
     # ---- what it says
 
-    def logprobs(self, asked: Sequence[Drawn]) -> list[np.ndarray]:
+    def logprobs(self, asked: Sequence[TokensToScore]) -> list[np.ndarray]:
         """float32 [tokens from `first` on] of each, at temperature 1, by whichever server has room.
 
         Raises RunError where the teacher cannot score one of them, NobodySamples where all that live have scored nothing for `timeout`, and
@@ -151,7 +145,7 @@ class Teacher(ServerGroup):
 
 
 class _Question(Calls[np.ndarray]):
-    def __init__(self, asked: Sequence[Drawn], *, timeout: float):
+    def __init__(self, asked: Sequence[TokensToScore], *, timeout: float):
         """timeout: seconds for which a server that lives may score nothing."""
         super().__init__(range(len(asked)))
         self._asked, self._timeout = asked, timeout

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from megatron_grpo.rollout import vllm_experts, vllm_patches
+from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.engine import WeightSyncError
-from megatron_grpo.rollout.vllm_adapters import drop_adapters, take_adapter
-from megatron_grpo.rollout.vllm_weights import WeightLoader, missing_sentence
+from megatron_grpo.rollout.experts import wire_cpu_runner
+from megatron_grpo.rollout.vllm_weights import WeightLoader, drop_adapters, missing_sentence, take_adapter
 from megatron_grpo.servers.link import LinkError, LinkReceiver
 
 vllm_patches.patch_worker(on_gpu=torch.cuda.is_available())
 if not torch.cuda.is_available():
-    vllm_experts.wire_cpu_runner()
+    wire_cpu_runner()
 
 
 class LinkedWorker:

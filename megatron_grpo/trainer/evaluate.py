@@ -19,7 +19,7 @@ from megatron_grpo.metrics.evaluations import EACH, Evaluated
 from megatron_grpo.metrics.rollout import counted_in, joined, said_in
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings
-from megatron_grpo.trainer.judge import Judge
+from megatron_grpo.trainer.judge import Judge, verdicts_of
 from megatron_grpo.types import FAULTS, Group, Prompt, ScoredGroup, Verdict
 
 
@@ -56,7 +56,7 @@ def sampling_of(training: SamplingSettings, how: HowEvaluated) -> SamplingSettin
 class Evaluator:
     """Scores the sampler's current weights. Without sets it is never due.
 
-    sampler: the one that plays training's prompts, so what plays episodes there plays them here.
+    sampler: the one that answers training's prompts, so what plays episodes there plays them here.
     """
 
     def __init__(self, question: Question, sampler: Sampler, judge: Judge, *, every: int = 0, last_step: int = 0):
@@ -83,9 +83,8 @@ class Evaluator:
         numbers = {prompt.number: place for place, prompt in enumerate(prompts)}
         places = [numbers[group.prompt.number] for group in groups]
         scored = self.judge(groups, places=places)
-        mine = {place: Verdict.of(one) for place, one in zip(places, scored, strict=True)}
-        found = {place: row for part in collectives.from_all(mine) for place, row in part.items()}
-        rows = [found[place] for place in range(len(prompts))]
+        found = verdicts_of(scored)
+        rows = [found[prompt.number] for prompt in prompts]
         names, asked = self.judge.names, self.question
         rewards = np.array(
             [[[np.nan if value is None else value for value in one] for one in row.rewards] for row in rows], dtype=np.float64

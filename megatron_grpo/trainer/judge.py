@@ -25,11 +25,13 @@ class Judge:
     """The reward functions of a run. Every rank judges the groups that it was given; collective all the same."""
 
     def __init__(
-        self, functions: Sequence[RewardFunction], reward_weights: Sequence[float] = (), *, gives_up: Callable[[], bool] = lambda: False
-    ):
-        """reward_weights: one per function, or none for 1 each. gives_up: whether the run has no time left to judge."""
+        self, functions: Sequence[RewardFunction], reward_weights: Sequence[float] = (), *, gives_up: Callable[[], bool] = lambda: False,
+        most_failed_episodes: float = 1.0,
+    ):  # fmt: skip
+        """reward_weights: one per function, or none for 1 each. gives_up: whether the run has no time left to judge.
+        most_failed_episodes: the largest share of a rollout's episodes that may fail by their environment's fault."""
         self.functions, self.reward_weights = list(functions), list(reward_weights) or [1.0] * len(functions)
-        self._gives_up = gives_up
+        self._gives_up, self.most_failed_episodes = gives_up, most_failed_episodes
 
     @property
     def names(self) -> list[str]:
@@ -136,6 +138,12 @@ def _warn_once(functions: Sequence[RewardFunction], notices: Sequence[Notice], *
             warned.add(notice.kind)
             if aloud:
                 _LOG.warning("%s Further failures of this kind (%s) are not reported.", notice.message, notice.kind)
+
+
+def verdicts_of(scored: Sequence[ScoredGroup]) -> dict[int, Verdict]:
+    """By the prompt's number, of what all ranks have judged. scored: by this one. Collective."""
+    mine = [Verdict.of(one) for one in scored]
+    return {verdict.prompt_number: verdict for part in collectives.from_all(mine) for verdict in part}
 
 
 class EnvironmentsFailed(RunError):

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,31 +18,20 @@ from megatron_grpo.batching.collate import collate, collate_samples
 from megatron_grpo.batching.families import FREE
 from megatron_grpo.batching.split import BatchCut, Portion, deal, deal_scored
 from megatron_grpo.batching.timetable import Step
-from megatron_grpo.grpo.loss import TokenWeigher
+from megatron_grpo.grpo.token_weights import TokenWeights
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.types import Extent, GlobalBatch, MicroBatch, Rollout, Row, RowKey, Sample, Sequence
+
+if TYPE_CHECKING:
+    from megatron_grpo.policy.scorer import ModelScorer
 
 logger = logging.getLogger(__name__)
 SHOWN = 8  # rows that are named one by one
 
 
-class Scorer(Protocol):
-    """What scores micro-batches: the policy or its reference."""
-
-    def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
-        """float32 [C] of each of this share's micro-batches, on every rank of the share. Collective."""
-
-
 # Of each micro-batch: log-probs, float32 [C]; and the experts of each token of its stream, int16 [T, MoE layers, k], where they are wanted.
 Scores = tuple[list[np.ndarray], list[np.ndarray] | None]
-
-
-class Anchorer(Protocol):
-    """What makes log-probs for ratios to be taken against: the policy."""
-
-    def anchors(self, micro_batches: SequenceOf[MicroBatch]) -> Scores:
-        """As `Scorer.logprobs`, with experts where they are to be replayed. Collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,16 +175,16 @@ class Pending:
             samples |= rollout.samples
         return replace(self, rows=rows, samples=samples)
 
-    def anchored(self, policy: Anchorer, step: Step, cut: BatchCut) -> Pending:
+    def anchored(self, scorer: ModelScorer, step: Step, cut: BatchCut) -> Pending:
         """Log-probs by the weights as they are, for the slices whose first use will be stale (batching.md section 3)."""
-        return self._scored([key for key in self._in_slices(step.anchors, cut) if not self.rows[key].is_anchored], policy, cut)
+        return self._scored([key for key in self._in_slices(step.anchors, cut) if not self.rows[key].is_anchored], scorer, cut)
 
-    def after_refusal(self, policy: Anchorer, step: Step, cut: BatchCut) -> Pending:
+    def after_refusal(self, scorer: ModelScorer, step: Step, cut: BatchCut) -> Pending:
         """The guard has refused the gradient of `step`: what its forward said of rows is not kept. The weights are those that it started
         from, so what later passes need of them is scored now, by the very version that it is to be of."""
-        return self._scored(self._in_slices(step.keeps, cut), policy, cut)
+        return self._scored(self._in_slices(step.keeps, cut), scorer, cut)
 
-    def _scored(self, due: list[RowKey], policy: Anchorer, cut: BatchCut) -> Pending:
+    def _scored(self, due: list[RowKey], scorer: ModelScorer, cut: BatchCut) -> Pending:
         """A row that the policy cannot score, for it finds no number, trains nothing from here on: its mask is empty."""
         if not due:
             return self
@@ -203,7 +192,7 @@ class Pending:
             {key: self.samples[key] for key in due if key in self.samples},
             {key: self.rows[key].extent for key in due},
             {key: self.rows[key].home for key in due},
-            score=policy.anchors,
+            score=scorer.anchors,
             cut=cut,
             parallel=self.parallel,
         )
@@ -230,7 +219,7 @@ class Pending:
     def _emptied(self, lost: Collection[RowKey]) -> Pending:
         return replace(self, rows={key: replace(row, num_masked=0) if key in lost else row for key, row in self.rows.items()})
 
-    def batch(self, step: Step, *, weigh: TokenWeigher, cut: BatchCut) -> tuple[Pending, GlobalBatch]:
+    def batch(self, step: Step, *, weigh: Callable[..., TokenWeights], cut: BatchCut) -> tuple[Pending, GlobalBatch]:
         """This rank's share of an optimizer step, and the rows where they then are. The only place where rows are cut for training.
 
         Token weights are fixed over the whole step, then cut: that is what makes the gradient independent of the cut.

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from megatron_grpo.base.clock import Clock
-from megatron_grpo.batching.families import prefix_of
 from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.config.config import GrpoConfig
@@ -26,15 +22,16 @@ from megatron_grpo.grpo.advantages import Advantages, advantages, dead_groups
 from megatron_grpo.metrics.rollout import JudgedRollout
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.rollout.ahead import Ahead
-from megatron_grpo.rollout.engine import Sampler, SamplingSettings
-from megatron_grpo.rollout.experts import ExpertLayers
-from megatron_grpo.rollout.kept import check as check_kept
-from megatron_grpo.rollout.logprobs import refuse_impossible, warning_of
-from megatron_grpo.trainer.judge import Judge, check_failures
-from megatron_grpo.trainer.pending import Scorer, Scores, at_home, deliver, score_rows
+from megatron_grpo.trainer.generation import RolloutGenerator
+from megatron_grpo.trainer.judge import check_failures
+from megatron_grpo.trainer.pending import Scores, at_home, deliver, score_rows
 from megatron_grpo.types import Completion, Extent, Harvest, MicroBatch, Prompt, Rollout, Row, RowKey, Sample, ScoredGroup, Verdict
 from megatron_grpo.types import Sequence as Scored
+
+if TYPE_CHECKING:
+    from megatron_grpo.metrics.journal import Journal
+    from megatron_grpo.policy.policy import Policy
+    from megatron_grpo.policy.reference import Reference
 
 logger = logging.getLogger(__name__)
 
@@ -86,95 +83,12 @@ def num_asked(num_groups: int, oversample_ratio: float) -> int:
     return math.ceil(num_groups * Fraction(str(oversample_ratio)))
 
 
-class Asker:
-    """Prompts -> verdicts, the same on every rank. Keeps the groups that this rank has judged, until they are taken.
-
-    seed: of the run. clock: told what sampling and judging take. experts: if the sampler must tell which ones it took.
-    most_failed_episodes: the largest share of a rollout's episodes that may fail by their environment's fault. teacher: who scores tokens.
-    """
-
-    def __init__(
-        self,
-        sampler: Sampler,
-        judge: Judge,
-        *,
-        sampling: SamplingSettings,
-        seed: int,
-        clock: Clock,
-        experts: ExpertLayers | None = None,
-        most_failed_episodes: float = 1.0,
-        teacher: Teacher | None = None,
-    ):
-        self.experts, self.most_failed_episodes, self.teacher = experts, most_failed_episodes, teacher
-        self.sampler, self.judge, self.sampling, self.seed, self.clock = sampler, judge, sampling, seed, clock
-        self._ahead = Ahead(sampler)
-        self._held: dict[int, ScoredGroup] = {}  # by the prompt's number
-
-    def begin(self, prompts: Sequence[Prompt]) -> None:
-        """They will be asked for later. Returns at once. Collective."""
-        self._ahead.begin(prompts, self.sampling, seed=self.seed)
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """For what was begun, at most so long; whether all has been answered, the same on every rank. Collective."""
-        began = time.perf_counter()
-        with self.clock("rollout"):
-            took = self._ahead.land(seconds)
-        if took:
-            self.clock.beside("rollout_overlapped", max(0.0, took - (time.perf_counter() - began)))
-        return took is not None
-
-    def forget(self) -> None:
-        """What was begun is no longer wanted. Collective."""
-        self._ahead.forget()
-
-    def __call__(self, prompts: Sequence[Prompt]) -> list[Verdict]:
-        """In the order of the prompts. Collective; raises RewardError, or ImpossibleLogprobs, on every rank."""
-        with self.clock("rollout"):
-            groups, impossible = refuse_impossible(self._ahead.generate(prompts, self.sampling, seed=self.seed))
-            impossible = [sentence for part in collectives.from_all(impossible) for sentence in part]
-            warning = warning_of(impossible, self.sampling.n * len(prompts))
-            if warning and collectives.rank() == 0:
-                logger.warning(warning)
-        if self.experts is not None:
-            for completion in (one for group in groups for one in group.completions):
-                self.experts.check(completion.sequence)
-        if self.sampling.tells_kept:
-            for completion in (one for group in groups for one in group.completions):
-                check_kept(completion.sequence, self.sampling.top_k)
-        groups = [replace(group, prefix=prefix_of(group.completions)) for group in groups]
-        places = {prompt.number: place for place, prompt in enumerate(prompts)}
-        with self.clock("reward"):
-            scored = self.judge(groups, places=[places[group.prompt.number] for group in groups])
-            mine = [Verdict.of(one) for one in scored]
-            verdicts = {verdict.prompt_number: verdict for part in collectives.from_all(mine) for verdict in part}
-        self.judge.warn_of_sameness([row for verdict in verdicts.values() for row in verdict.rewards])
-        self._held |= {one.group.prompt.number: one for one in scored}
-        return [verdicts[prompt.number] for prompt in prompts]
-
-    def take(self, verdicts: Sequence[Verdict]) -> dict[int, ScoredGroup]:
-        """{place among the verdicts: scored group} of those that this rank has judged. What else it held is forgotten."""
-        held, self._held = self._held, {}
-        return {place: held[verdict.prompt_number] for place, verdict in enumerate(verdicts) if verdict.prompt_number in held}
-
-
-class Told(Protocol):
-    """Who hears of rollouts: the journal."""
-
-    def rollout(self, judged: JudgedRollout) -> None: ...
-
-
-class ResidentScorer(Scorer, Protocol):
-    """The policy, as the penalty sees it."""
-
-    def resident(self, part: Literal["reference"]) -> AbstractContextManager[None]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlPenalty:
     """What `kl_in_reward` subtracts, by row: beta * sum over trained tokens of (log p - log p_ref)."""
 
-    policy: ResidentScorer
-    reference: Scorer
+    policy: Policy
+    reference: Reference
     beta: float
 
     def __call__(
@@ -187,8 +101,8 @@ class KlPenalty:
         """
         with self.policy.resident("reference"):
             scored, held_to = (
-                score_rows(sequences, extents, homes, score=_alone(scorer), cut=cut, parallel=parallel)
-                for scorer in (self.policy, self.reference)
+                score_rows(sequences, extents, homes, score=_alone(logprobs), cut=cut, parallel=parallel)
+                for logprobs in (self.policy.scorer.logprobs, self.reference.logprobs)
             )
         ours, theirs = scored.logprobs, held_to.logprobs
         mine = {key: self.beta * float((ours[key].astype(np.float64) - theirs[key]).sum()) for key in ours}
@@ -208,8 +122,8 @@ class Teacher(Protocol):
         """
 
 
-def _alone(scorer: Scorer) -> Callable[[Sequence[MicroBatch]], Scores]:
-    return lambda micro_batches: (scorer.logprobs(micro_batches), None)
+def _alone(logprobs: Callable[[Sequence[MicroBatch]], list[np.ndarray]]) -> Callable[[Sequence[MicroBatch]], Scores]:
+    return lambda micro_batches: (logprobs(micro_batches), None)
 
 
 class Rollouts:
@@ -219,23 +133,23 @@ class Rollouts:
     have left it. So a rollout is chosen as if its prompts were asked only when it is collected, and a launch that is never collected
     leaves no trace.
 
-    timetable: of the run. journal: hears of every rollout.
+    timetable: of the run. journal: hears of every rollout. teacher: who scores drawn tokens.
     """
 
     def __init__(
         self,
-        asker: Asker,
+        generator: RolloutGenerator,
         prompts: PromptStream,
         *,
         cfg: GrpoConfig,
         timetable: Timetable,
-        penalty: KlPenalty | None,
-        cut: BatchCut,
-        parallel: ParallelState,
-        journal: Told,
+        policy: Policy,
+        journal: Journal,
+        penalty: KlPenalty | None = None,
+        teacher: Teacher | None = None,
     ):
-        self.asker, self.prompts, self.cfg, self.timetable, self.penalty = asker, prompts, cfg, timetable, penalty
-        self.cut, self.parallel, self.journal = cut, parallel, journal
+        self.generator, self.prompts, self.cfg, self.timetable = generator, prompts, cfg, timetable
+        self.cut, self.parallel, self.journal, self.penalty, self.teacher = policy.cut, policy.parallel, journal, penalty, teacher
         self.num_groups = timetable.sizes.num_rollout_prompts
         self._under_way: dict[int, int] = {}  # by rollout: prompts
         self._drained: set[int] = set()
@@ -248,7 +162,7 @@ class Rollouts:
         wanted = list(numbers)
         if not wanted:
             return []
-        with self.asker.sampler.awake():
+        with self.generator.awake():
             found = [self._harvest() for _ in wanted]
         return [self._finish(number, *one, drained_at=None) for number, one in zip(wanted, found, strict=True)]
 
@@ -256,7 +170,7 @@ class Rollouts:
         """Rollout `number` begins to be sampled, by the weights that the engine holds now. Returns at once. Collective."""
         earlier = sum(self._under_way.values())
         count = num_asked(self.num_groups, self.cfg.oversample_ratio)
-        self.asker.begin(self.prompts.take(earlier + count)[earlier:])
+        self.generator.begin(self.prompts.take(earlier + count)[earlier:])
         self.prompts.give_back(earlier + count)
         self._under_way[number] = count
 
@@ -277,11 +191,11 @@ class Rollouts:
         numbers = list(self._under_way)
         if not numbers:
             return []
-        if at_most is None or self.asker.wait(at_most):
+        if at_most is None or self.generator.wait(at_most):
             self._drained.update(numbers)
             return self._land(drained_at=step)
         self._under_way = {}
-        self.asker.forget()
+        self.generator.forget()
         if collectives.rank() == 0:
             logger.warning(
                 "What was being sampled ahead (rollouts %s) needs more than stop_drain_seconds (%g) and is dropped: the resumed run "
@@ -292,11 +206,11 @@ class Rollouts:
         return []
 
     def _land(self, *, drained_at: int | None) -> list[Rollout]:
-        self.asker.wait()
+        self.generator.wait()
         numbers, self._under_way = list(self._under_way), {}
-        with self.asker.sampler.awake():
+        with self.generator.awake():
             found = [self._harvest() for _ in numbers]
-        self.asker.forget()
+        self.generator.forget()
         return [self._finish(number, *one, drained_at=drained_at) for number, one in zip(numbers, found, strict=True)]
 
     def _harvest(self) -> tuple[Harvest, dict[int, ScoredGroup]]:
@@ -304,15 +218,15 @@ class Rollouts:
         reaped = harvest(
             self.prompts.take,
             self.prompts.give_back,
-            self.asker,
-            lambda verdicts: dead_groups([verdict.rewards for verdict in verdicts], cfg, self.asker.judge.reward_weights),
+            self.generator,
+            lambda verdicts: dead_groups([verdict.rewards for verdict in verdicts], cfg, self.generator.judge.reward_weights),
             num_groups=self.num_groups,
             oversample_ratio=cfg.oversample_ratio,
             dynamic_sample=cfg.dynamic_sample,
             max_resample_times=cfg.max_resample_times,
         )
-        check_failures(reaped.sampled, self.asker.most_failed_episodes)
-        return reaped, self.asker.take(reaped.kept)
+        check_failures(reaped.sampled, self.generator.judge.most_failed_episodes)
+        return reaped, self.generator.take(reaped.kept)
 
     def _finish(self, number: int, reaped: Harvest, mine: Mapping[int, ScoredGroup], *, drained_at: int | None) -> Rollout:
         """drained_at: optimizer steps done, where the rollout comes in before its own step."""
@@ -333,16 +247,16 @@ class Rollouts:
         held = deliver({key: (homes[key], completion) for key, completion in drawn.items()}, self.parallel)
         penalty, logprobs = None, None
         if self.penalty is not None:
-            with self.asker.clock("ref_logprobs"):
+            with self.generator.clock("ref_logprobs"):
                 sequences = {key: completion.sequence for key, completion in held.items()}
                 of_rows, logprobs = self.penalty(sequences, extents, homes, cut=self.cut, parallel=self.parallel)
                 penalty = np.array([of_rows[key] for key in extents]).reshape(len(kept), group_size)
-        found = advantages([verdict.rewards for verdict in kept], self.cfg, self.asker.judge.reward_weights, kl_penalty=penalty)
+        found = advantages([verdict.rewards for verdict in kept], self.cfg, self.generator.judge.reward_weights, kl_penalty=penalty)
         taught: Mapping[RowKey, np.ndarray | None] = dict.fromkeys(held)
-        if self.asker.teacher is not None:
-            with self.asker.clock("teacher"):
+        if self.teacher is not None:
+            with self.generator.clock("teacher"):
                 sequences = {key: completion.sequence for key, completion in held.items()}
-                taught = self.asker.teacher(sequences, extents, homes, self.parallel)
+                taught = self.teacher(sequences, extents, homes, self.parallel)
         # Last of what may end the run: a rollout that is asked again is told of once.
         self.journal.rollout(JudgedRollout(number=number, harvest=reaped, advantages=found, penalty=penalty, held=mine))
         # The policy's log-probs are those that stale slices need, if the weights are those of the rollout's own step.

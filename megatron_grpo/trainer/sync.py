@@ -10,35 +10,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from megatron_grpo.base import activity
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.parallel import collectives
-from megatron_grpo.rollout.engine import (
-    BackgroundSampler,
-    Flight,
-    HolderChanged,
-    Sampler,
-    SamplingSettings,
-    WeightHolder,
-    WeightsLost,
-    WeightSyncError,
-)
-from megatron_grpo.types import Group, Prompt, Sequence
+from megatron_grpo.rollout.engine import HolderChanged, WeightHolder, WeightSyncError
+from megatron_grpo.types import Sequence
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
 
+    from megatron_grpo.policy.loaded import LoadedModel
+    from megatron_grpo.policy.policy import Policy
+
 logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
 
-__all__ = ["MakesRoom", "Publisher", "PushedPolicy", "Restoring", "SyncStats", "WeightSyncError", "check_weights", "push"]
+__all__ = ["Publisher", "SyncStats", "WeightSyncError", "check_weights", "push"]
 
 # float32: trainer and engine differ by their order of summation, 1e-5 on models of 50 M parameters; a stale weight shows as 1e-1 and more.
 # So the largest difference of any token is bounded.
@@ -52,50 +45,6 @@ BFLOAT16_MEAN_CACHED = 0.4
 # tokens of the probes, so it also tells of adapters that move less than the bounds above. Its standard error is to be a fifth of its bound.
 FOLLOWED = 0.5
 FOLLOWED_ERROR = 0.1
-
-
-class PushedPolicy(Protocol):
-    """What the policy offers to be pushed and checked. All of it is collective over all ranks."""
-
-    def updates(self, version: int, *, has_base: bool) -> Iterator[WeightUpdate]:
-        """What a holder must take, one after the other, to hold the policy's weights, which are those of `version`.
-
-        has_base: of the holder, see `WeightHolder`. The last one has that version; one that needs another after it has NO_VERSION.
-        """
-
-    def score(self, sequences: SequenceOf[Sequence], *, temperature: float | None = None) -> list[np.ndarray]:
-        """Log-probs of the masked tokens, float32 [T]; the same on every rank."""
-
-    def trial(self) -> AbstractContextManager[WeightUpdate | None]:
-        """Inside, the policy's adapters are far from zero, and `score` uses them; what a holder of the base must take to agree.
-
-        None where there is nothing to try: no adapters.
-        """
-
-    def resident(self, part: Literal["weights"]) -> AbstractContextManager[None]:
-        """Inside, the weights are in the device's memory, so that they can be scored with and pushed."""
-
-    def make_room(self, *, keep: Literal["nothing", "weights"] = "nothing") -> None:
-        """The holder, which may share the device, needs the memory of what is not kept."""
-
-
-class MakesRoom:
-    """A `Sampler` that works only once the policy has made room for it."""
-
-    def __init__(self, sampler: Sampler, policy: PushedPolicy):
-        self.sampler, self.policy = sampler, policy
-
-    def generate(self, prompts: SequenceOf[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        return self.sampler.generate(prompts, sampling, seed=seed)
-
-    def begin(self, prompts: SequenceOf[Prompt], sampling: SamplingSettings, *, seed: int) -> Flight:
-        return cast(BackgroundSampler, self.sampler).begin(prompts, sampling, seed=seed)
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        self.policy.make_room()
-        with self.sampler.awake():
-            yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +68,8 @@ class Publisher:
     """
 
     def __init__(
-        self, policy: PushedPolicy, holder: WeightHolder, *, verify: bool, is_coarse: bool = False, starts_as_checkpoint: bool = True,
-        say: Callable[[str], None] | None = None, hint: str = "",
+        self, policy: Policy | LoadedModel, holder: WeightHolder, *, verify: bool, is_coarse: bool = False,
+        starts_as_checkpoint: bool = True, say: Callable[[str], None] | None = None, hint: str = "",
     ):  # fmt: skip
         """hint: a sentence for who reads that a check has failed."""
         self._say, self._num_said, self._hint = say, 0, hint
@@ -188,62 +137,7 @@ class Publisher:
             raise WeightSyncError(problem)
 
 
-class Restoring:
-    """A sampler that may lose its weights in the middle of a question. The policy's are pushed again, and the question goes on.
-
-    They are newer than those that were lost if the policy has trained since the question was begun.
-    """
-
-    def __init__(self, engine: Sampler, publish: Callable[[], object]):
-        """publish: gives the engine the policy's weights. Collective."""
-        self.engine, self._publish = engine, publish
-
-    def generate(self, prompts: SequenceOf[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        while True:
-            try:
-                return self.engine.generate(prompts, sampling, seed=seed)
-            except WeightsLost:
-                self._publish()
-
-    def begin(self, prompts: SequenceOf[Prompt], sampling: SamplingSettings, *, seed: int) -> Flight:
-        return _RestoredFlight(cast(BackgroundSampler, self.engine).begin(prompts, sampling, seed=seed), self._publish)
-
-    def awake(self) -> AbstractContextManager[None]:
-        return self.engine.awake()
-
-
-class _RestoredFlight:
-    """As the flight that it is given; but who waits for it as long as it takes does not hear of lost weights."""
-
-    def __init__(self, flight: Flight, publish: Callable[[], object]):
-        self._flight, self._publish = flight, publish
-        self._groups: list[Group] | None = None
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """With a limit, lost weights mean that the answers do not come in time."""
-        while self._groups is None and self._flight.wait(seconds):
-            try:
-                self._groups = self._flight.groups()
-            except WeightsLost:
-                if seconds is not None:
-                    break
-                self._publish()
-        return self._groups is not None
-
-    def groups(self) -> list[Group]:
-        self.wait()
-        assert self._groups is not None
-        return self._groups
-
-    def drop(self) -> None:
-        self._flight.drop()
-
-    @property
-    def seconds(self) -> float:
-        return self._flight.seconds
-
-
-def push(policy: PushedPolicy, holder: WeightHolder, *, version: int, verify: bool, is_coarse: bool = False) -> SyncStats:
+def push(policy: Policy | LoadedModel, holder: WeightHolder, *, version: int, verify: bool, is_coarse: bool = False) -> SyncStats:
     """Gives the holder the policy's weights. Collective over all ranks. verify: compare log-probs afterwards."""
     num_tensors = num_bytes = 0
     policy.make_room(keep="weights")
@@ -262,7 +156,7 @@ def _give(holder: WeightHolder, update: WeightUpdate) -> _Counted:
     return counted
 
 
-def check_weights(policy: PushedPolicy, holder: WeightHolder, *, version: int, is_coarse: bool = False) -> SyncStats:
+def check_weights(policy: Policy | LoadedModel, holder: WeightHolder, *, version: int, is_coarse: bool = False) -> SyncStats:
     """Compares what trainer and engines make of the probes, over all engines. Collective over all ranks.
 
     Once before the first rollout it proves that the checkpoint means the same to both. version: NO_VERSION is a trial. is_coarse: the
@@ -291,7 +185,7 @@ def _of_all(mine: Mapping[str, Found]) -> dict[str, Found]:
     return {name: found for part in collectives.from_all(dict(mine)) for name, found in part.items()}
 
 
-def _logprobs(policy: PushedPolicy, probes: SequenceOf[Sequence]) -> list[np.ndarray]:
+def _logprobs(policy: Policy | LoadedModel, probes: SequenceOf[Sequence]) -> list[np.ndarray]:
     """float32 [T - 1] of each probe, by the trainer."""
     with policy.resident("weights"):
         return [scored[1:] for scored in policy.score(probes, temperature=1.0)]

@@ -1,11 +1,12 @@
 """What a teacher says of the rows of a rollout, wherever they lie: one that servers hold, or one that the training ranks hold.
 
-`rollout.teachers` asks servers, `policy.scorer` computes, `grpo.teacher` uses what is said.
+`servers.teachers` asks servers, `policy.scorer` computes, `grpo.teacher` uses what is said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 import numpy as np
@@ -17,10 +18,12 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.policy.room import Role, Room
 from megatron_grpo.policy.scorer import ModelScorer
-from megatron_grpo.servers import teachers
 from megatron_grpo.trainer.pending import at_home, deliver, score_rows
-from megatron_grpo.types import Extent, RowKey
+from megatron_grpo.types import Extent, RowKey, TokensToScore
 from megatron_grpo.types import Sequence as Scored
+
+Ask = Callable[[SequenceOf[TokensToScore]], SequenceOf[np.ndarray]]
+"""Tokens -> the log-probs of each from its `first` on, float32. What a teacher's servers say."""
 
 TOLD = (ConfigError, RunError, NobodySamples, GivenUp)  # what rank 0 may end with, on behalf of all
 
@@ -28,11 +31,11 @@ TOLD = (ConfigError, RunError, NobodySamples, GivenUp)  # what rank 0 may end wi
 class ServedTeacher:
     """Every rank has this object; rank 0 alone speaks to the teacher's servers."""
 
-    def __init__(self, servers: teachers.Teacher | None):
-        """servers: on rank 0. Waits for them: raises what `Teacher.gather` does. Collective."""
-        self._servers = servers
-        collectives.told(self._begin, TOLD)
-        self.fingerprint: str = collectives.from_first(servers.fingerprint if servers else None)  # of the teacher, on every rank
+    def __init__(self, gather: Callable[[], str] | None = None, ask: Ask | None = None):
+        """gather, ask: on rank 0 alone. gather: waits for servers, and returns the teacher's fingerprint. Raises what it raises, on
+        every rank. Collective."""
+        self._ask = ask
+        self.fingerprint = collectives.told(gather or str, TOLD)  # of the teacher, on every rank
 
     def __call__(
         self, sequences: Mapping[RowKey, Scored], extents: Mapping[RowKey, Extent], homes: Mapping[RowKey, int], parallel: ParallelState
@@ -48,12 +51,8 @@ class ServedTeacher:
         collectives.told(ask, TOLD)
         return deliver({key: (homes[key], values) for key, values in found.items()}, parallel)
 
-    def _begin(self) -> None:
-        assert self._servers is not None  # asked on rank 0 alone
-        self._servers.gather()
-
     def _scored(self, held: Mapping[RowKey, Scored]) -> dict[RowKey, np.ndarray]:
-        assert self._servers is not None
+        assert self._ask is not None  # rank 0 alone asks
         found = {key: np.zeros(len(sequence.token_ids), dtype=np.float32) for key, sequence in held.items()}
         asked, places = [], []
         for key, sequence in held.items():
@@ -61,9 +60,9 @@ class ServedTeacher:
                 drawn = np.flatnonzero(sequence.mask[begin:end])
                 if len(drawn):
                     first, last = int(drawn[0]), int(drawn[-1]) + 1
-                    asked.append(teachers.Drawn(ids=tuple(sequence.token_ids[begin : begin + last].tolist()), first=first))
+                    asked.append(TokensToScore(ids=tuple(sequence.token_ids[begin : begin + last].tolist()), first=first))
                     places.append((key, slice(begin + first, begin + last)))
-        for (key, where), logprobs in zip(places, self._servers.logprobs(asked), strict=True):
+        for (key, where), logprobs in zip(places, self._ask(asked), strict=True):
             found[key][where] = np.where(held[key].mask[where], logprobs, 0.0)
         return found
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from megatron_grpo.config.config import Config, ModelConfig, RolloutConfig, TunerConfig
 from megatron_grpo.rollout.adapters import LoraPush, lora_push
-from megatron_grpo.run.build import build_policy
+from megatron_grpo.run.build.policy import build_policy
 from megatron_grpo.trainer.sync import Publisher, WeightSyncError, check_weights, push
 from megatron_grpo.types import whole
 from megatron_grpo.weights.lora import lora_of

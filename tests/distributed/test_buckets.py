@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.parallel import collectives
 from megatron_grpo.planning import push
-from megatron_grpo.planning.tuning import Tuning
+from megatron_grpo.planning.parameters import Tuning
 from megatron_grpo.policy import buckets
 from megatron_grpo.policy import exchange as exchange_module
 from megatron_grpo.policy.exchange import WeightExchange
@@ -137,7 +137,7 @@ def planned(path, model, layout, **changes):
     shape = ModelShape.from_pretrained(path)
     sizes = BatchSizes.from_config(cfg, num_layers=shape.num_layers, num_experts=shape.num_experts)
     tuning, ranks = Tuning.of(cfg, shape), push.ranks_of(sizes)
-    sent = push.adapters(shape, sizes, cfg, tuning.adapters) if tuning.adapters else push.weights(shape, sizes, cfg, tuning)
+    sent = push.adapters(shape, sizes, cfg, tuning) if tuning.adapter_size else push.weights(shape, sizes, cfg, tuning)
     sent = list(sent)
     return [[(bucket.stage, bucket.sizes, len(bucket.slots)) for bucket in fill(sent, ranks, size)] for size in BUCKETS]
 

@@ -245,7 +245,7 @@ def test_a_policy_that_makes_room_for_the_sampler_is_the_same_after_a_refused_st
     layout, (first, second) = cases.LAYOUTS["DP2"], batches["qwen3"]
 
     def body(rank, world):
-        from megatron_grpo.run.build import build_policy
+        from megatron_grpo.run.build.policy import build_policy
         from megatron_grpo.weights.shape import ModelShape
 
         cfg = cases.settings(torch_dtype="bfloat16", **layout.settings, **settings)

@@ -66,7 +66,7 @@ def test_a_host_optimizer_trains_as_another_and_goes_on_from_its_checkpoint_as_i
         parallel = cases.join(cfg, world)
         plain = steps(cases.build(path, cfg, world, parallel), batches, 0)
         with a_gpu():
-            from megatron_grpo.run import build
+            from megatron_grpo.run.build import policy as build
 
             build.machine_problems = lambda *args, **more: []  # there is no GPU
             host = cfg.with_values({"optimizer_cpu_offload": True})

@@ -75,7 +75,7 @@ def test_the_sampler_and_the_trainer_have_one_softmax(tmp_path):
         from megatron_grpo.config.config import RolloutConfig
         from megatron_grpo.rollout.colocated import ColocatedEngine
         from megatron_grpo.rollout.engine import SamplingSettings
-        from megatron_grpo.rollout.kept import check
+        from megatron_grpo.trainer.generation import check_kept
         from megatron_grpo.types import Prompt
 
         policy = cases.build(path, cases.settings(temperature=0.7), world)
@@ -95,7 +95,7 @@ def test_the_sampler_and_the_trainer_have_one_softmax(tmp_path):
                 gaps = [np.abs(ours - one.logprobs)[one.sequence.mask] for ours, one in zip(over_all, drawn, strict=True)]
                 apart[f"{name}, mutant"] = float(np.concatenate(gaps).max())
                 for one in drawn:
-                    check(one.sequence, sampling.top_k)
+                    check_kept(one.sequence, sampling.top_k)
                     with torch.no_grad():
                         logits = model(torch.from_numpy(one.sequence.token_ids)[None]).logits[0].double() / 0.7
                     for number, at in enumerate(np.flatnonzero(one.sequence.mask)):

@@ -9,8 +9,8 @@ from megatron_grpo.planning.activations import kept_by_linears, layer_bytes
 from megatron_grpo.planning.computed import Step
 from megatron_grpo.planning.cost import work_of
 from megatron_grpo.planning.lengths import Lengths
+from megatron_grpo.planning.parameters import Tuning
 from megatron_grpo.planning.sharing import Sharing
-from megatron_grpo.planning.tuning import Tuning
 from megatron_grpo.weights.shape import ModelShape
 from tests import parity_cases as cases
 from tests.ranks import run_ranks

@@ -87,7 +87,7 @@ def told_of(groups):
 def trainer(rank, world, path, named, out, *, timeout=60.0, parallel=None, **changes) -> Iterator:
     """(policy, engine, publisher) of one rank, as `build` makes them. parallel: of the first one in this process."""
     from megatron_grpo.rollout.adapters import lora_push
-    from megatron_grpo.run.build import build_publisher
+    from megatron_grpo.run.build.run import build_publisher
     from megatron_grpo.servers.fleet import needs_of
     from megatron_grpo.servers.servers import ServerEngine
     from megatron_grpo.weights.shape import ModelShape
@@ -251,7 +251,7 @@ def play_inside(rank, world, path):
 def play_and_lose(rank, world, path, named, out):
     """The same episodes on all servers; then with one whose connection breaks in mid-episode; then with all, which are taken up again."""
     from megatron_grpo.servers.http import Gone
-    from megatron_grpo.trainer.sync import Restoring
+    from tests.unit.trainer.test_rollouts import generator_of
 
     found = []
     with trainer(rank, world, path, named, out) as (policy, engine, publisher):
@@ -262,7 +262,7 @@ def play_and_lose(rank, world, path, named, out):
                 for member in engine._pusher.fleet.used[:num_lost]:
                     break_after(member, 5, Gone, losses)
             how = dataclasses.replace(cut(n=4, length=40), stop_token_ids=ENDS)
-            sampler = Restoring(play_on(engine), lambda version=version: publisher.publish(version))
+            sampler = generator_of(play_on(engine), again=lambda version=version: publisher.publish(version))
             groups = sampler.generate(questions(8), how, seed=SEED)
             assert worst_gap_of_contexts(groups, path) < 1e-4 and (rank or len(losses) == num_lost)
             assert {one.versions[0][0] for group in groups for one in group.completions} == {version}
@@ -531,11 +531,11 @@ def test_a_server_killed_in_a_push_costs_that_push_alone(models, servers, tmp_pa
 
 def lose_all(rank, world, path, named, out, pid, address):
     """The only server is killed in the middle of a question, and another writes its address: what was answered is kept."""
-    from megatron_grpo.trainer.sync import Restoring
+    from tests.unit.trainer.test_rollouts import generator_of
 
     with trainer(rank, world, path, named, out) as (policy, engine, publisher):
         publisher.publish(0)
-        restoring = Restoring(engine, lambda: publisher.publish(0))
+        restoring = generator_of(engine, again=lambda: publisher.publish(0))
 
         def kill():
             os.killpg(pid, signal.SIGKILL)
@@ -590,8 +590,8 @@ def ask_rounds(rank, world, paths, named, out, folder):
     from collections import Counter
 
     from megatron_grpo.parallel import collectives
-    from megatron_grpo.trainer.sync import Restoring
     from megatron_grpo.weights.reader import HfReader
+    from tests.unit.trainer.test_rollouts import generator_of
 
     (folder / f"pid_{rank}").write_text(str(os.getpid()))
     with trainer(rank, world, paths[0], named, out, timeout=600.0) as (policy, engine, publisher):
@@ -601,7 +601,7 @@ def ask_rounds(rank, world, paths, named, out, folder):
             counts["restored"] += 1
             publisher.publish(number)
 
-        restoring = Restoring(engine, restore)
+        restoring = generator_of(engine, again=restore)
         while not collectives.from_first((folder / "stop").exists()):
             which, start = number % len(paths), time.monotonic()
             counts.clear()

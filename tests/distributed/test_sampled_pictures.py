@@ -141,16 +141,16 @@ def traps(engine, model, folder, prompts, sampling):
     """What each wrong way of asking comes to; a sentence, or a difference in nats."""
     from megatron_grpo.base.errors import RunError
     from megatron_grpo.data.eyes import Eyes
-    from megatron_grpo.rollout import vllm_pictures
+    from megatron_grpo.rollout import vllm_requests
 
     found = {}
-    asked = vllm_pictures.prompt_of
-    vllm_pictures.prompt_of = lambda ids, shown: asked(ids, shown) | {"prompt_token_ids": list(ids)}
+    asked = vllm_requests.prompt_of
+    vllm_requests.prompt_of = lambda ids, shown: asked(ids, shown) | {"prompt_token_ids": list(ids)}
     try:
         engine.generate(prompts[:1], sampling, seed=0)
     except RunError as error:
         found["long ids"] = str(error)
-    vllm_pictures.prompt_of = asked
+    vllm_requests.prompt_of = asked
     smaller, _ = opened(folder, max_pixels=784 * 16)  # the engine was started without
     try:
         engine.generate(smaller.take(4)[3:], sampling, seed=0)

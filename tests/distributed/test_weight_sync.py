@@ -274,7 +274,7 @@ def test_without_a_table_the_reload_stays_and_says_why(checkpoints):
     paths = checkpoints("qwen3_moe")
 
     def body(rank, world_size):
-        from megatron_grpo.rollout import vllm_lesson, vllm_weights
+        from megatron_grpo.rollout import vllm_layout, vllm_weights
 
         with engine_at(paths[0], rank, world_size) as engine:
             policies, said = [HfPolicy(path) for path in paths], []
@@ -287,15 +287,15 @@ def test_without_a_table_the_reload_stays_and_says_why(checkpoints):
                     assert push(policies[version % 2], engine, version=version, verify=True).logp_difference_max < 1e-4
                 assert engine._weights.table is None and engine._weights.reason == said.pop() == why and not said
 
-            plain, vllm_lesson.PLAIN = vllm_lesson.PLAIN, ("UnquantizedLinearMethod",)
+            plain, vllm_layout.PLAIN = vllm_layout.PLAIN, ("UnquantizedLinearMethod",)
             refused("lm_head is loaded by vLLM's UnquantizedEmbeddingMethod")
-            vllm_lesson.PLAIN = plain
+            vllm_layout.PLAIN = plain
 
-            of, vllm_lesson.Place.of = vllm_lesson.Place.of, classmethod(shifted)  # the lesson is learnt wrong
+            of, vllm_layout.Place.of = vllm_layout.Place.of, classmethod(shifted)  # the lesson is learnt wrong
             refused("model.layers.0.self_attn.qkv_proj has other bits when it is loaded without vLLM")
-            vllm_lesson.Place.of = of
+            vllm_layout.Place.of = of
 
-            class Deaf(vllm_lesson.Lesson):  # vLLM transforms a tensor on its way
+            class Deaf(vllm_layout.Lesson):  # vLLM transforms a tensor on its way
                 def heard(self, named):
                     return ((name, tensor * 1 if "q_norm" in name else tensor) for name, tensor in super().heard(named))
 
@@ -395,8 +395,7 @@ def test_an_engine_holds_one_moe_layer_at_most_whoever_has_the_experts(tmp_path)
     def body(rank, world_size):
         from vllm.model_executor.model_loader.reload import layerwise
 
-        from megatron_grpo.rollout.vllm_lesson import Lesson
-        from megatron_grpo.rollout.vllm_table import Unit
+        from megatron_grpo.rollout.vllm_layout import Lesson, Unit
 
         policy, lessons, filling = build(path, settings(expert_model_parallel_size=2), world_size), [], {}
         listen, targets, finish = Lesson.__init__, Unit.targets, Unit.finish

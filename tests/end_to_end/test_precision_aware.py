@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.config import parse
-from megatron_grpo.config.checks import validate
+from megatron_grpo.config.validation import validate
 from megatron_grpo.run.opened import settings_of_checkpoint
 from tests.capsule_cases import replayed
 from tests.end_to_end import scripted

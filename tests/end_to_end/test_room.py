@@ -19,7 +19,7 @@ def train_and_watch(rank, world_size, flags):
 
     from megatron_grpo.checkpoint import distributed
     from megatron_grpo.rollout.scripted import ScriptedEngine
-    from megatron_grpo.run import build
+    from megatron_grpo.run.build import run as build
     from tests.end_to_end import scripted
 
     real_policy, real_answer, real_write, policies, held = build.build_policy, ScriptedEngine.generate, distributed.write_pieces, [], []

@@ -32,7 +32,8 @@ from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.scripted import ScriptedEngine
 from megatron_grpo.train import Run, agreed, train
 from megatron_grpo.trainer.evaluate import Evaluator, Question
-from megatron_grpo.trainer.rollouts import Asker, Rollouts, harvest
+from megatron_grpo.trainer.generation import RolloutGenerator
+from megatron_grpo.trainer.rollouts import Rollouts, harvest
 from megatron_grpo.types import Progress, ScoredGroup, Verdict, answered
 from megatron_grpo.weights.update import WeightUpdate
 from tests.unit.batching.test_timetable import Walk, table_of
@@ -57,7 +58,7 @@ def reward(number: int, place: int, version: int) -> float:
 
 
 class Judge:
-    names, reward_weights = ["r"], [1.0]
+    names, reward_weights, most_failed_episodes = ["r"], [1.0], 1.0
 
     def __call__(self, groups, *, places):
         return [
@@ -88,6 +89,12 @@ class Policy:
     loss = SimpleNamespace(
         token_weights=lambda num_masked, **flags: token_weights(num_masked, loss_type="dapo", max_completion_length=2, **flags)
     )
+
+    parallel = OneRank()
+
+    @property
+    def scorer(self):
+        return self
 
     def resident(self, part):
         return nullcontext()
@@ -292,11 +299,10 @@ def run_of(
     disk.stuck, disk.opened = stuck, threading.Event()
     engine, stream, stop = ScriptedEngine(slow), Stream(), Stop(policy, journal)
     engine.gives_up = stop.gives_up
-    asker = Asker(engine, Judge(), sampling=SAMPLING, seed=0, clock=journal.clock)
+    generator = RolloutGenerator(engine, Judge(), sampling=SAMPLING, seed=0, clock=journal.clock, again=lambda: pytest.fail("pushed again"))
     return Run(
         timetable=case.table, parallel=OneRank(), policy=policy, engine=engine, publisher=Publisher(engine), prompts=stream,
-        rollouts=Rollouts(asker, stream, cfg=case.grpo, timetable=case.table, penalty=None, cut=policy.cut, parallel=OneRank(),
-                          journal=journal),
+        rollouts=Rollouts(generator, stream, cfg=case.grpo, timetable=case.table, policy=policy, journal=journal),
         checkpoints=disk, journal=journal, stop_drain_seconds=600.0 if is_dropped_at is None else 0.0,
         max_skipped_steps=case.max_skipped_steps, stop=stop, witness=lambda step, pending: nullcontext(),
         evaluator=Evaluator(Question(sets={"eval": Stream().take(3)} if case.eval_every else {}, sampling=SAMPLING.greedy(), score="r"),
@@ -441,7 +447,7 @@ def test_what_is_under_way_is_all_that_the_rollouts_of_a_sampling_step_need_and_
     run.engine.generate = lambda prompts, *rest, **more: asked.append(len(prompts)) or generate(prompts, *rest, **more)
     train(run)
     assert max(map(len, case.comes_in.values())) == 2 and asked == [2] * len(case.comes_in[0])
-    run.rollouts.asker(Stream(4).take(4))  # prompts of an earlier flight, as after a round that gave some back
+    run.rollouts.generator(Stream(4).take(4))  # prompts of an earlier flight, as after a round that gave some back
     assert asked[-1] == 4
 
 

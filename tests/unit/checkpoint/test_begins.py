@@ -8,8 +8,8 @@ from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.checkpoint.begins import beginning_of, problems_of_beginning, resolved
 from megatron_grpo.checkpoint.folder import Folder
 from megatron_grpo.checkpoint.manifest import Origin, facts
-from megatron_grpo.config.checks import validate
 from megatron_grpo.config.parse import resolve
+from megatron_grpo.config.validation import validate
 from megatron_grpo.types import Progress
 
 

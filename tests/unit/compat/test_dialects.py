@@ -288,7 +288,7 @@ def test_every_row_of_a_table_leads_to_a_setting_a_sentence_or_nothing(dialect):
 
 
 def test_the_rewards_that_are_built_in_are_known_to_the_dialects():
-    from megatron_grpo.compat.vocabulary import BUILT_IN_REWARDS
+    from megatron_grpo.compat.common import BUILT_IN_REWARDS
     from megatron_grpo.rewards.loading import BUILT_IN
 
     assert set(BUILT_IN_REWARDS) == set(BUILT_IN)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.config.best import is_greater_better, metric_of
-from megatron_grpo.config.checks import validate
 from megatron_grpo.config.parse import resolve
+from megatron_grpo.config.validation import validate
 
 EVAL = "--eval_dataset x --eval_steps 5 --save_steps 10"
 

@@ -29,9 +29,9 @@ def test_neither_is_a_weight(weights):
 
 
 def test_a_size_of_files_is_said_as_people_say_it():
-    from megatron_grpo.config.checks import validate
     from megatron_grpo.config.config import Config
     from megatron_grpo.config.table import bytes_of
+    from megatron_grpo.config.validation import validate
 
     said = {
         "5GB": 5 * 10**9,

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import parse, table
-from megatron_grpo.config.checks import validate
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.validation import validate
 from megatron_grpo.planning.check import check, check_parsed
 
 

@@ -9,9 +9,9 @@ import pytest
 
 import megatron_grpo
 from megatron_grpo.config import grammar, passed_on
-from megatron_grpo.config.checks import validate
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import how_evaluated, longest_completion
+from megatron_grpo.config.validation import validate
 from megatron_grpo.planning.check import check
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.trainer.evaluate import sampling_of
@@ -135,7 +135,7 @@ def test_an_evaluation_draws_as_training_does_unless_it_says_otherwise():
 
 
 def test_a_reference_of_its_own_needs_a_kl_and_is_named_once():
-    from megatron_grpo.grpo.refused import problems
+    from megatron_grpo.grpo.validation import problems
 
     assert "beta is 0" in problems(Config().with_values({"ref_model": "x"}))[0].message
     assert "Keep one of them" in problems(Config().with_values({"ref_model": "x", "beta": 0.1, "ref_adapters": "y"}))[0].message

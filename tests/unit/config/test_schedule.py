@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from megatron_grpo.config.checks import validate
 from megatron_grpo.config.config import Config, OptimizerConfig
 from megatron_grpo.config.schedule import length_problems
+from megatron_grpo.config.validation import validate
 from tests.ranks import run_ranks
 
 STEPS, LR, MIN = 20, 0.5, 0.1

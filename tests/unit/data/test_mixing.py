@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.config.checks import validate
 from megatron_grpo.config.config import Config, DataConfig
 from megatron_grpo.config.evaluation import SPLIT, flag_of, how_evaluated, sets_of
+from megatron_grpo.config.validation import validate
 from megatron_grpo.data.files import read_rows
 from megatron_grpo.data.prompts import load_rows
 from megatron_grpo.planning.check import check

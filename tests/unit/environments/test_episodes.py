@@ -11,7 +11,7 @@ import pytest
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.config import Config
 from megatron_grpo.metrics.rollout import Completions, episode_stats
-from megatron_grpo.rewards.builtin.environment import build_environment
+from megatron_grpo.rewards.builtin.rule_based import build_environment
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.trainer.judge import EnvironmentsFailed, Judge, as_batch, check_failures
 from megatron_grpo.types import (

@@ -10,9 +10,9 @@ import torch
 
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.config.parse import resolve
-from megatron_grpo.grpo.adaptive import AdaptiveEntropy
+from megatron_grpo.grpo.entropy import AdaptiveEntropy
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
-from megatron_grpo.grpo.refused import problems
+from megatron_grpo.grpo.validation import problems
 
 
 def control(**settings):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.config.config import Config, GrpoConfig
-from megatron_grpo.grpo import refused
+from megatron_grpo.grpo import validation
 from megatron_grpo.grpo.advantages import ESTIMATORS, advantages, dead_groups, reward_metrics
 from tests.reference import grpo_reference as reference
 
@@ -16,7 +16,7 @@ COMBINATIONS = [
     cfg
     for estimator in (*ESTIMATORS, "gdpo")
     for scale in ("group", "batch", "none", "gdpo")
-    if not refused.problems(Config(grpo=(cfg := GrpoConfig(advantage_estimator=estimator, scale_rewards=scale))))
+    if not validation.problems(Config(grpo=(cfg := GrpoConfig(advantage_estimator=estimator, scale_rewards=scale))))
 ]
 
 
@@ -182,7 +182,7 @@ def test_gdpo_learns_from_a_group_in_which_one_function_of_two_tells_completions
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"])
 def test_the_largest_rewards_that_are_let_in_have_finite_advantages(estimator):
     """The protocol refuses more than LARGEST and the settings weights of more than LARGEST_WEIGHT: their squares still add up."""
-    from megatron_grpo.config.checks import LARGEST_WEIGHT
+    from megatron_grpo.config.validation import LARGEST_WEIGHT
     from megatron_grpo.rewards.protocol import LARGEST
 
     rewards = np.array([[[LARGEST], [-LARGEST]], [[LARGEST], [1.0]]])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_grpo.config.config import Config, GrpoConfig
-from megatron_grpo.grpo import refused
+from megatron_grpo.grpo import validation
 from megatron_grpo.grpo.advantages import advantages
 from tests.reference.grpo_reference import Completion
 from tests.reference.packing import package_loss
@@ -46,7 +46,7 @@ def completions() -> list[Completion]:
 def test_loss_and_gradients_are_the_published_ones(case, monkeypatch):
     monkeypatch.setattr("tests.reference.packing.MAX_COMPLETION_LENGTH", GOLDEN["max_completion_length"])
     cfg = GrpoConfig(**case["settings"])
-    assert refused.problems(Config(grpo=cfg)) == []
+    assert validation.problems(Config(grpo=cfg)) == []
     loss, grad_logp, grad_entropy, _ = package_loss(cfg, completions(), [[5, 0, 3], [2, 4, 1]])
     assert loss == pytest.approx(case["loss"], rel=1e-11)
     np.testing.assert_allclose(np.concatenate(grad_logp), np.concatenate(case["grad_logp"]), rtol=1e-10, atol=1e-14)

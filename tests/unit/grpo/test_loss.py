@@ -12,10 +12,9 @@ import torch
 
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo import corrections
-from megatron_grpo.grpo.classification import classification
 from megatron_grpo.grpo.loss import OBJECTIVES, GrpoLoss, LossInputs
 from megatron_grpo.grpo.metrics import finish
-from megatron_grpo.grpo.objectives import Labels
+from megatron_grpo.grpo.objectives import Labels, classification
 from megatron_grpo.grpo.ratios import RATIOS
 from megatron_grpo.grpo.sequences import Sequences, whole_sequences
 from tests.combinations import KL_MODES, legal, random_others

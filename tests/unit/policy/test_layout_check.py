@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.config.config import Config
-from megatron_grpo.policy.refused import machine_problems, problems
+from megatron_grpo.policy.validation import machine_problems, problems
 from megatron_grpo.weights.shape import ModelShape
 from tests.unit.weights.tiny import config_of
 

@@ -14,9 +14,9 @@ import pytest
 
 from megatron_grpo.base.errors import ConfigError, RewardError
 from megatron_grpo.checkpoint.resume import settings_of
-from megatron_grpo.config.checks import validate
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.parse import parse
+from megatron_grpo.config.validation import validate
 from megatron_grpo.config.write import as_yaml
 from megatron_grpo.rewards.scoring import score
 from tests.unit.rewards.servers import json_server

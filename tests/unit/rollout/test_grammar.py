@@ -8,7 +8,7 @@ from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.grammar import of_training
 from megatron_grpo.config.parse import parse
-from megatron_grpo.grpo import refused
+from megatron_grpo.grpo import validation
 from megatron_grpo.rollout.grammar import unreadable, why_unreadable
 
 
@@ -51,7 +51,7 @@ def test_training_and_evaluation_are_asked_by_the_names_that_were_typed():
 
 def test_a_teacher_does_not_go_with_a_bound_and_other_names_mean_the_setting():
     values = {"teacher_model_server": ["http://t:1"], "vllm_structured_outputs_regex": "a", "top_k": 5}
-    said = [problem.message for problem in refused.problems(Config().with_values(values))]
+    said = [problem.message for problem in validation.problems(Config().with_values(values))]
     assert sum("with vllm_structured_outputs_regex tokens are drawn from the words that a grammar leaves." in one for one in said) == 1
     for words in (
         "--vllm_guided_decoding_regex a",

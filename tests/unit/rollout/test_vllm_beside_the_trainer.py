@@ -14,7 +14,7 @@ from megatron_grpo.base import launcher
 from megatron_grpo.config.config import RolloutConfig
 from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.engine import WeightSyncError
-from megatron_grpo.rollout.vllm_options import problem_of
+from megatron_grpo.rollout.vllm_requests import problem_of
 from megatron_grpo.rollout.vllm_weights import buffers_of, refuse_changed
 
 

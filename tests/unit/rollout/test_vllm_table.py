@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megatron_grpo.rollout.engine import WeightSyncError
-from megatron_grpo.rollout.vllm_lesson import _Seen
-from megatron_grpo.rollout.vllm_table import Copy, Form, Place, Table, Unit
+from megatron_grpo.rollout.vllm_layout import Copy, Form, Place, Table, Unit, _Seen
 
 ROWS = (2, 3)
 

@@ -7,8 +7,8 @@ import shlex
 import pytest
 
 from megatron_grpo.config import parse
-from megatron_grpo.config.checks import validate
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.validation import validate
 from tests.ranks import run_ranks
 from tests.small_hub import TOKEN, SmallHub, use
 

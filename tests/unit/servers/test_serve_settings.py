@@ -99,7 +99,7 @@ def test_one_file_describes_the_run_and_its_servers(model, home):
 
 
 def test_train_is_not_told_in_vain_where_to_listen():
-    from megatron_grpo.config.checks import validate
+    from megatron_grpo.config.validation import validate
 
     said = [str(problem) for problem in validate(parse(["--port", "9"]).config)]
     assert any("port is read by `megatron-grpo serve` alone" in line for line in said)

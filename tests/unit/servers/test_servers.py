@@ -19,10 +19,10 @@ from megatron_grpo.servers.fleet import Fleet, Needs
 from megatron_grpo.servers.http import Gone, Server
 from megatron_grpo.servers.server_turns import NoServer, ServerTurns
 from megatron_grpo.servers.servers import ServerEngine
-from megatron_grpo.trainer.sync import Restoring
 from megatron_grpo.types import Prompt
 from megatron_grpo.weights.update import WeightUpdate
 from tests.small_server import TOKEN, Broken, SmallServer, all_at_once, answer
+from tests.unit.trainer.test_rollouts import generator_of
 
 SAMPLING = SamplingSettings(n=2, max_completion_length=4)
 PROMPTS = [Prompt(number=number, row=number, raw="", token_ids=(4, 5), columns={}) for number in range(6)]
@@ -100,8 +100,10 @@ def test_what_is_left_when_all_servers_are_lost_is_answered_by_the_weights_that_
         engine.prepare()
         pushed(engine, 4)
 
-    flight = Restoring(engine, publish).begin(PROMPTS, SAMPLING, seed=7)
-    assert {number: version for number, (version, _) in told(flight.groups()).items()} == {0: 1, 1: 1, 2: 1, 3: 4, 4: 4, 5: 4}
+    generator = generator_of(engine, sampling=SAMPLING, again=publish)
+    generator.begin(PROMPTS)
+    assert generator.wait()
+    assert {number: version for number, (version, _) in told(generator.groups(PROMPTS)).items()} == {0: 1, 1: 1, 2: 1, 3: 4, 4: 4, 5: 4}
 
 
 def test_what_nobody_wants_any_more_is_no_longer_asked(engine_of):

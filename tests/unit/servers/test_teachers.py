@@ -16,9 +16,9 @@ from megatron_grpo.config.config import Config, EvalConfig, RolloutConfig, Turns
 from megatron_grpo.run.sources import needs_of_teacher
 from megatron_grpo.servers import wire
 from megatron_grpo.servers.http import Server
-from megatron_grpo.servers.teachers import Drawn, Needs, Teacher
+from megatron_grpo.servers.teachers import Needs, Teacher
 from megatron_grpo.trainer.teacher import ServedTeacher
-from megatron_grpo.types import Sequence
+from megatron_grpo.types import Sequence, TokensToScore
 from tests.small_server import TOKEN, Broken, SmallServer
 from tests.unit.trainer.test_rollouts import OneRank
 
@@ -55,7 +55,7 @@ def teacher_of(*servers, timeout=5.0, **more) -> Teacher:
     return Teacher(lambda: [server.address for server in servers], at, needs=NEEDS, timeout=timeout, say=lambda line: None, **more)
 
 
-DRAWN = [Drawn(ids=tuple(range(10 + i, 15 + 2 * i)), first=1 + i % 3) for i in range(20)]
+DRAWN = [TokensToScore(ids=tuple(range(10 + i, 15 + 2 * i)), first=1 + i % 3) for i in range(20)]
 RIGHT = [[-(one.ids[at] / 100 + at) for at in range(one.first, len(one.ids))] for one in DRAWN]
 
 
@@ -97,7 +97,8 @@ def test_a_row_of_several_contexts_is_scored_in_each_of_them_and_where_it_was_dr
     row = Sequence(token_ids=np.arange(20, 32), mask=mask, starts=(0, 6))
     empty = Sequence(token_ids=np.arange(4), mask=np.zeros(4, dtype=bool))
     rows = {(0, 3): row, (0, 4): empty}
-    found = ServedTeacher(teacher_of(opened()))(rows, {}, dict.fromkeys(rows, 0), OneRank())
+    servers = teacher_of(opened())
+    found = ServedTeacher(servers.fingerprint, servers.logprobs)(rows, {}, dict.fromkeys(rows, 0), OneRank())
     wanted = np.where(mask, [-(id_ / 100 + at % 6) for at, id_ in enumerate(range(20, 32))], 0.0)
     assert np.allclose(found[0, 3], wanted, atol=1e-6) and not found[0, 4].any() and found[0, 3].dtype == np.float32
 
@@ -161,7 +162,7 @@ def test_an_answer_that_makes_no_sense_is_asked_for_three_times_and_no_more(open
 def test_what_goes_wrong_in_a_call_by_our_own_fault_ends_the_run(opened):
     """Not for ever: who asks again and again would hear of it in threads alone. Such an id has no JSON."""
     with pytest.raises(TypeError, match="int64 is not JSON"):
-        teacher_of(opened()).logprobs([Drawn(ids=(5, np.int64(6)), first=1)])
+        teacher_of(opened()).logprobs([TokensToScore(ids=(5, np.int64(6)), first=1)])
 
 
 ENVIRONMENT, OWN, LONG = dict(turns=TurnsConfig(environment="e.py:E")), dict(rollout_func="mine.py:f"), dict(vllm_max_model_len=200)

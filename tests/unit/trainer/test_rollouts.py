@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,11 +22,10 @@ from megatron_grpo.grpo.advantages import dead_groups
 from megatron_grpo.metrics.rollout import rollout_stats, selection_stats
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.rollout.kept import WrongKept
-from megatron_grpo.rollout.logprobs import ImpossibleLogprobs
 from megatron_grpo.rollout.scripted import ScriptedEngine
+from megatron_grpo.trainer.generation import ImpossibleLogprobs, RolloutGenerator, WrongKept
 from megatron_grpo.trainer.pending import emptied
-from megatron_grpo.trainer.rollouts import Asker, Rollouts
+from megatron_grpo.trainer.rollouts import Rollouts
 from megatron_grpo.trainer.rollouts import harvest as collect
 from megatron_grpo.types import AnchoredSample, Extent, Prompt, ScoredGroup, Verdict, answered
 from megatron_grpo.weights.update import WeightUpdate
@@ -201,7 +201,7 @@ class Heard(list):
 class Judge:
     """Gives what a table says."""
 
-    names, reward_weights = ["r"], [1.0]
+    names, reward_weights, most_failed_episodes = ["r"], [1.0], 1.0
 
     def __init__(self, rewards):
         self.rewards = rewards
@@ -223,11 +223,15 @@ def timetable(*, num_groups=2, steps=1, old_logprobs="auto", depth=0):
 def rollouts_of(
     rewards, table, *, penalty=None, answer=answer, engine=None, stream=None, journal=None, sampling=SAMPLING, teacher=None, **config
 ):
-    asker = Asker(engine or ScriptedEngine(answer), Judge(rewards), sampling=sampling, seed=0, clock=Clock(), teacher=teacher)
+    policy = SimpleNamespace(cut=BatchCut(dp_size=1, micro_batch_size=1), parallel=OneRank())
     return Rollouts(
-        asker, stream or Stream(), cfg=GrpoConfig(**config), timetable=table, penalty=penalty,
-        cut=BatchCut(dp_size=1, micro_batch_size=1), parallel=OneRank(), journal=Heard() if journal is None else journal,
+        generator_of(engine or ScriptedEngine(answer), rewards, sampling), stream or Stream(), cfg=GrpoConfig(**config), timetable=table,
+        policy=policy, journal=Heard() if journal is None else journal, penalty=penalty, teacher=teacher,
     )  # fmt: skip
+
+
+def generator_of(engine, rewards=(), sampling=SAMPLING, again=lambda: pytest.fail("pushed again")):
+    return RolloutGenerator(engine, Judge(rewards), sampling=sampling, seed=0, clock=Clock(), again=again)
 
 
 def rollout(rewards, *, penalty=None, old_logprobs="auto", number=0, answer=answer, **config):
@@ -368,7 +372,7 @@ def test_log_probs_of_the_penalty_serve_stale_slices_where_the_weights_are_those
         assert found.samples[key].old_logprobs.tolist() == [0, 0, -0.25 - key[1], -0.25 - key[1]]
     # And at once, as every rollout is without one ahead.
     at_once = rollouts_of({0: LIVE, 1: LIVE}, timetable(steps=2), penalty=penalty, answer=answer, beta=1.0, kl_in_reward=True)
-    at_once.asker.sampler.take(WeightUpdate(kind="weights", version=0, tensors=()))
+    at_once.generator.sampler.take(WeightUpdate(kind="weights", version=0, tensors=()))
     [found] = at_once.sample([0])
     assert [row.key for row in found.rows if row.is_anchored] == [(0, 2), (0, 3)]
 

@@ -1,0 +1,140 @@
+"""Reads the table of another system, `<system>.yaml`: what each of its names is here. What takes arithmetic is in `<system>.py`.
+
+A table has, by name of theirs: `same` (another name for a setting of ours), `read` (by a function of `<system>.py` or `common.py`; those of
+SETTLE are read together), `refused` (with a sentence), `aside` (with a reason), and `defaults` that differ from ours. Names with a star are
+patterns, of which the longest counts. Sentences in capitals are those of `common.yaml`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_grpo.batching.sizes import NATIVE
+from megatron_grpo.config.foreign import OFF, Default, Dialect, Foreign, shown
+from megatron_grpo.config.table import Setting
+
+FOLDER = Path(__file__).parent
+NATIVE_SIZES = tuple(flag for flags in NATIVE.values() for flag in flags)
+
+
+@cache
+def contents(name: str) -> dict[str, Any]:
+    """A file of this folder. One that is `like` another has its own keys before those of the other."""
+    import yaml
+
+    with (FOLDER / f"{name}.yaml").open(encoding="utf-8") as file:
+        found: dict[str, Any] = yaml.load(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return {**contents(found["like"]), **found} if "like" in found else found
+
+
+def _code(name: str) -> ModuleType | None:
+    """The module of a system, where it has one."""
+    return importlib.import_module(f"megatron_grpo.compat.{name}") if (FOLDER / f"{name}.py").is_file() else None
+
+
+def sentence(name: str) -> str:
+    """The shared sentence of that name, or the words themselves."""
+    return contents("common")["sentences"].get(name, name)
+
+
+@cache
+def load(name: str) -> Dialect:
+    """The vocabulary of a system. name: of its file."""
+    table = contents(name)
+    rows = rows_of(name)
+    products = {size: tuple(flags.split()) for size, flags in table["products"].items()} if "products" in table else NATIVE
+    sizes = {size: _size(size, **row) for size, row in table.get("sizes", {}).items()}
+    sections = table.get("sections", {})
+    return Dialect(
+        name=table.get("name", name),
+        title=table["title"],
+        settings=sizes,
+        products=products,
+        hides=[flag for flag in NATIVE_SIZES if flag not in table.get("shows", "").split()] if sizes else (),
+        prefixes=table.get("prefixes", "").split(),
+        sections=tuple(sections),
+        heads={section: heads for section, heads in sections.items() if heads},
+        names={name: row for name, row in rows.items() if "*" not in name},
+        patterns={name: rows[name] for name in sorted(rows, key=len, reverse=True) if "*" in name},
+        defaults=[_default(name, row) for name, row in table.get("defaults", {}).items()],
+        implies=table.get("implies", {}),
+        trains_tower=table.get("trains_tower", False),
+        settle=getattr(_code(table.get("like", name)), table.get("settle", "SETTLE"), ()),
+    )
+
+
+@cache
+def rows_of(name: str) -> Mapping[str, Foreign]:
+    """What each name is here; a system that has the `names_of` others has its own before theirs."""
+    table, found = contents(name), dict[str, Foreign]()
+    for other in table.get("names_of", "").split():
+        found |= rows_of(other)
+    modules = [_code(table.get("like", name)), _code("common")]
+    for part in (_same(table), _read(table, modules), _refused(table)):
+        found |= part
+    for why, names in table.get("aside", {}).items():
+        found |= dict.fromkeys(names.split(), Foreign(why=sentence(why)))
+    return found
+
+
+def _same(table: Mapping[str, Any]) -> Iterator[tuple[str, Foreign]]:
+    for name, row in table.get("same", {}).items():
+        if isinstance(row, dict):
+            ((native, words),) = row.items()
+            yield name, Foreign(native=native, values=contents("common")["values"][words] if isinstance(words, str) else words)
+        elif name.endswith("."):  # a section
+            yield from ((f"{name}{native}", Foreign(native=native)) for native in row.split())
+        else:
+            yield name, Foreign(native=row)
+
+
+def _read(table: Mapping[str, Any], modules: list[Any]) -> Iterator[tuple[str, Foreign]]:
+    labels = table.get("labels", "").split()
+    for hint, row in table.get("read", {}).items():
+        for reader, names in (row if isinstance(row, dict) else {"SETTLE": row}).items():
+            read = _reader(reader, modules)
+            yield from ((name, Foreign(read=read, hint=hint, is_label=name in labels)) for name in names.split())
+
+
+def _reader(said: str, modules: list[Any]) -> Callable[..., Mapping[str, Any]]:
+    """`name`, or `name argument` of a function that makes one."""
+    name, _, argument = said.partition(" ")
+    if name == "SETTLE":
+        return lambda words, given: {}
+    found = next(getattr(module, name) for module in modules if hasattr(module, name))
+    return found(argument) if argument else found
+
+
+def _refused(table: Mapping[str, Any]) -> Iterator[tuple[str, Foreign]]:
+    tasks = table.get("other_tasks", "").split()
+    for says, rows in table.get("refused", {}).items():
+        for row in rows if isinstance(rows, list) else [rows]:
+            names, instead = (row["names"], row["or_with"]) if isinstance(row, dict) else (row, ())
+            for word in names.split():
+                name, off = _off(word)
+                yield name, Foreign(lacks=sentence(says), off=off, instead=instead, is_task=name in tasks)
+
+
+def _off(word: str) -> tuple[str, tuple[str, ...]]:
+    """(a name, words that it may have here): `name=word` has this one alone, `name|word` also those that ask for nothing."""
+    name, only, value = word.partition("=")
+    if only:
+        return name, (value,) if value else ()
+    name, *words = word.split("|")
+    return name, (*OFF, *words)
+
+
+def _default(name: str, row: Any) -> Default:
+    """theirs, and what that is here; a value alone is that of the setting of the same name."""
+    if not isinstance(row, dict):
+        return Default(name=name, theirs=shown(row), native={name: row})
+    return Default(name=name, theirs=row["theirs"], native=row.get("is", {}), ours=row.get("ours", ""))
+
+
+def _size(name: str, help: str, default: int | None = None) -> Setting:
+    return Setting(name=name, group="foreign", kind="int", default=default, help=help, optional=default is None)

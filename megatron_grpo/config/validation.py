@@ -1,0 +1,349 @@
+"""What is wrong with single values, and with settings that do not go together.
+
+Sizes of batches and layouts are `batching/rules.py`; the mathematics are `grpo/validation.py`. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.base.files import why_not_drawn
+from megatron_grpo.config import best, evaluation, grammar, passed_on, servers, tuner
+from megatron_grpo.config.config import Config, OptimizerConfig, RolloutConfig, TurnsConfig
+from megatron_grpo.config.precision import DTYPES
+from megatron_grpo.config.read import COMMAND_LINE
+from megatron_grpo.config.rules import Rule, broken, settings_of
+from megatron_grpo.config.secrets import secrets_in
+from megatron_grpo.config.table import bytes_of, table
+from megatron_grpo.config.turns import REWARD
+
+LARGEST_WEIGHT = 1e6  # times the largest reward (rewards.protocol), still a number whose square is one
+
+
+def value_problem(name: str, value: Any) -> tuple[str, list[Any]] | None:
+    """(how the value must be, the nearest value that is so, where there is one), or None."""
+    if name == "reward_weights" and any(abs(weight) > LARGEST_WEIGHT for weight in value):
+        return f"at most {LARGEST_WEIGHT:g} each", []
+    allowed = table()[name].range
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        is_good = all(isinstance(one, str) or allowed.admits(one) for one in value)
+        return None if is_good else (f"{allowed} each", [])
+    if value is None or isinstance(value, (str, bool)):
+        return None
+    if allowed.admits(value):
+        return None
+    return str(allowed), [type(value)(near) for near in allowed.nearest(value)]
+
+
+def validate(cfg: Config, unreadable: Collection[str] = ()) -> list[Problem]:
+    """Every problem that can be known from the settings alone, but for sizes and mathematics.
+
+    unreadable: settings whose values could not be read; nothing is said about them.
+    """
+
+    def typed(name: str) -> str:
+        return cfg.typed.get(name, name)
+
+    problems = []
+    for section in cfg.groups().values():
+        for name, value in vars(section).items():
+            wrong = value_problem(name, value)
+            if wrong and name not in unreadable:
+                text, near = wrong
+                use = f" Use {near[0]}." if near else ""
+                problems.append(
+                    Problem(
+                        flags=(typed(name),),
+                        message=f"{typed(name)} ({value}) must be {text}.{use}",
+                        nearest={typed(name): near} if near else {},
+                    )
+                )
+    problems += [
+        Problem(flags=(typed(name),), message=f"{typed(name)} seems to hold {held}. Settings are written to config.yaml and to tracking "
+                "services; a secret belongs into an environment variable.")
+        for name, held in secrets_in(cfg)
+    ]  # fmt: skip
+    for problem in _together(cfg):
+        if not set(problem.flags) & set(unreadable):
+            nearest = {typed(name): values for name, values in problem.nearest.items()}
+            problems.append(Problem(flags=tuple(map(typed, problem.flags)), message=problem.message, nearest=nearest))
+    return problems
+
+
+def _together(cfg: Config) -> Iterator[Problem]:
+    player = "environment" if cfg.turns.environment else "tools"
+    c = settings_of(cfg, plays=cfg.turns.plays, player=player, longest=_longest(cfg))
+    yield from broken(TRAINING, c)
+    yield from _problems(tuner.pairs(cfg))
+    yield from _problems(servers.pairs(cfg))
+    yield from broken(SAMPLING, c)
+    yield from _problems(passed_on.pairs(cfg))
+    yield from _problems(grammar.pairs(cfg))
+    yield from broken(LENGTHS_AND_REWARDS, c)
+    yield from _problems(evaluation.evaluation_pairs(cfg))
+    yield from broken(DATA_AND_FILES, c)
+    yield from _problems(best.pairs(cfg))
+    yield from broken(BEGINNING, c)
+
+
+def _problems(pairs: Iterable[tuner.Pair]) -> Iterator[Problem]:
+    return (Problem(flags=flags, message=message, nearest=nearest) for flags, message, nearest in pairs)
+
+
+# ---- computed neighbours
+
+
+def _longest(cfg: Config) -> int:
+    """Tokens of the longest prompt and completion."""
+    return (cfg.data.max_prompt_length or 1) + evaluation.longest_completion(cfg)
+
+
+def _changed(c: SimpleNamespace, names: Iterable[str], default: Any) -> list[dict[str, Any]]:
+    """Those whose values are not their defaults."""
+    return [{"name": name, "value": getattr(c, name)} for name in names if getattr(c, name) != getattr(default, name)]
+
+
+def _given(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
+    """Those on the command line. (A file that a run has written has every setting.)"""
+    return [{"name": name, "value": getattr(c, name)} for name in names if c.cfg.sources.get(name) == COMMAND_LINE]
+
+
+def _narrow(c: SimpleNamespace, names: Iterable[str] = DTYPES) -> dict[str, Any] | None:
+    """Dtypes that are not float32."""
+    other = {name: getattr(c, name) for name in names if getattr(c, name) != "fp32"}
+    told = " and ".join(f"{name} {value}" for name, value in other.items())
+    return {"told": told, "other": " ".join(other), "fp32": dict.fromkeys(other, ["fp32"])} if other else None
+
+
+def _too_short(c: SimpleNamespace) -> dict[str, Any] | None:
+    """An engine that takes less than a prompt with its completion."""
+    if c.vllm_max_model_len is None or c.vllm_max_model_len >= c.longest:
+        return None
+    completion = evaluation.longest_completion(c.cfg)
+    prompt = f"max_prompt_length ({c.max_prompt_length})" if c.max_prompt_length else "a prompt (at least 1 token)"
+    said = "eval_max_completion_length" if completion > c.max_completion_length else "max_completion_length"
+    return {"completion": completion, "prompt": prompt, "said": said}
+
+
+def _answered_once(c: SimpleNamespace) -> dict[str, Any] | None:
+    names = ("max_turns", "turn_history", "turn_discount", "environment_timeout", "max_environment_concurrency", "max_failed_episodes",
+             "tool_call_parser")  # fmt: skip
+    changed = [] if c.plays else _changed(c, names, TurnsConfig())
+    told = ", ".join(f"{c.cfg.typed.get(one['name'], one['name'])} ({one['value']})" for one in changed)
+    return {"told": told, "names": " ".join(one["name"] for one in changed)} if changed else None
+
+
+def _uncounted(c: SimpleNamespace) -> dict[str, Any] | None:
+    """A length in epochs of a data set whose rows nobody has counted; with what a step trains, where the settings say it by themselves."""
+    if not c.streaming or c.max_steps is not None:
+        return None
+    epochs, rows, group = c.num_train_epochs, c.global_batch_size, c.num_generations
+    told = f": each step trains {rows} / {group} = {rows / group:g} prompts, so that max_steps 1000 is {1000 * rows / group:,.0f} of them" \
+        if rows and group else ""  # fmt: skip
+    return {"epochs": "an epoch" if epochs is None else f"num_train_epochs ({epochs:g})", "told": told}
+
+
+def _undrawable(c: SimpleNamespace) -> dict[str, Any] | None:
+    if not c.png:
+        return None
+    if not Path(c.png).parent.is_dir():
+        return {"wrong": f"the directory of {c.png} does not exist."}
+    wrong = why_not_drawn(Path(c.png))
+    return {"wrong": wrong} if wrong else None
+
+
+def _of_a_server(c: SimpleNamespace) -> list[dict[str, Any]]:
+    """On the command line. A file may describe both, the run and its servers."""
+    return [{**one, "typed": c.cfg.typed[one["name"]]} for one in _given(c, *vars(c.cfg.serve)) if one["name"] in c.cfg.typed]
+
+
+# fmt: off
+TRAINING = (
+    Rule("moe_aux_loss_coeff", lambda c: c.moe_aux_loss_coeff != 0,
+         "moe_aux_loss_coeff ({moe_aux_loss_coeff}) must be 0: the load-balancing loss is computed per micro-batch, so that the gradient "
+         "would depend on how a batch is cut. Use moe_z_loss_coeff, or 0.", {"moe_aux_loss_coeff": [0.0]}),
+    Rule("{name} recompute_granularity", lambda c: c.recompute_granularity != "full" and [
+            {"name": name, "value": getattr(c, name), "which": c.recompute_granularity or "not given"}
+            for name in ("recompute_method", "recompute_num_layers") if getattr(c, name) is not None],
+         "{name} ({value}) belongs to recompute_granularity full, which is {which}. Leave it out, or use recompute_granularity full."),
+    Rule("recompute_granularity", lambda c: c.recompute_granularity == "full"
+         and (missing := [name for name in ("recompute_method", "recompute_num_layers") if getattr(c, name) is None])
+         and {"missing": " and ".join(missing)},
+         "recompute_granularity full needs {missing}, for example recompute_method uniform and recompute_num_layers 1."),
+    Rule("overlap_param_gather overlap_grad_reduce use_distributed_optimizer",
+         lambda c: c.overlap_param_gather and not (c.use_distributed_optimizer and c.overlap_grad_reduce),
+         "overlap_param_gather needs overlap_grad_reduce true and use_distributed_optimizer true: it is the second half of the same "
+         "exchange.", {"overlap_param_gather": [False]}),
+    # the dtypes of gradients and optimizer state
+    Rule("{other} use_precision_aware_optimizer", lambda c: not c.use_precision_aware_optimizer and _narrow(c),
+         "{told} without use_precision_aware_optimizer true: all would be kept in float32. Add it, or use fp32.",
+         lambda c: {"use_precision_aware_optimizer": [True], **c.fp32}),
+    Rule("use_precision_aware_optimizer use_distributed_optimizer",
+         lambda c: c.use_precision_aware_optimizer and not c.use_distributed_optimizer,
+         "use_precision_aware_optimizer true needs use_distributed_optimizer true: Megatron-Core has it with that optimizer alone.",
+         {"use_distributed_optimizer": [True], "use_precision_aware_optimizer": [False]}),
+    Rule("{other} optimizer_cpu_offload", lambda c: c.use_precision_aware_optimizer and c.optimizer_cpu_offload and _narrow(c),
+         "{told} with optimizer_cpu_offload true: Megatron-Core's optimizer on the host keeps float32. Use fp32, or optimizer_cpu_offload "
+         "false.", lambda c: {"optimizer_cpu_offload": [False], **c.fp32}),
+    Rule("{other} torch_dtype", lambda c: c.use_precision_aware_optimizer and c.torch_dtype == "float32" and _narrow(c, DTYPES[:2]),
+         "{told} with torch_dtype float32: such weights have float32 gradients and are the optimizer's own. Use fp32, or torch_dtype "
+         "bfloat16.", lambda c: {"torch_dtype": ["bfloat16"], **c.fp32}),
+    # the learning rate and weight decay over a run
+    Rule("min_lr lr", lambda c: c.min_lr > c.lr, "min_lr ({min_lr}) must not be above lr ({lr}).",
+         lambda c: {"min_lr": [c.lr], "lr": [c.min_lr]}),
+    Rule("lr_warmup_init lr", lambda c: c.lr_warmup_init > c.lr,
+         "lr_warmup_init ({lr_warmup_init}) must not be above lr ({lr}): the warm-up rises to it.", lambda c: {"lr_warmup_init": [c.lr]}),
+    Rule("lr_warmup_iters lr_warmup_fraction", lambda c: c.lr_warmup_iters and c.lr_warmup_fraction is not None,
+         "lr_warmup_iters ({lr_warmup_iters}) and lr_warmup_fraction ({lr_warmup_fraction}) both say how long the warm-up is. Keep one of "
+         "them.", {"lr_warmup_iters": [0], "lr_warmup_fraction": ["none"]}),
+    Rule("lr_decay_style lr_wsd_decay_iters", lambda c: c.lr_decay_style == "WSD" and c.lr_wsd_decay_iters is None,
+         "lr_decay_style WSD needs lr_wsd_decay_iters: the optimizer steps of its last part, in which the learning rate falls."),
+    Rule("{name} lr_decay_style",
+         lambda c: c.lr_decay_style != "WSD" and _changed(c, ("lr_wsd_decay_iters", "lr_wsd_decay_style"), OptimizerConfig()),
+         "{name} ({value}) belongs to lr_decay_style WSD, which is {lr_decay_style}.", {"lr_decay_style": ["WSD"]}),
+    Rule("lr_decay_iters lr_decay_style", lambda c: c.lr_decay_style == "constant" and c.lr_decay_iters is not None,
+         "lr_decay_iters ({lr_decay_iters}) does nothing with lr_decay_style constant. Leave it out."),
+    (
+        Rule("start_weight_decay end_weight_decay weight_decay_incr_style", lambda c: c.weight_decay_incr_style == "constant"
+             and (c.start_weight_decay is not None or c.end_weight_decay is not None),
+             "start_weight_decay and end_weight_decay belong to weight_decay_incr_style linear or cosine; constant is weight_decay.",
+             {"weight_decay_incr_style": ["linear", "cosine"]}),
+        Rule("weight_decay_incr_style start_weight_decay end_weight_decay", lambda c: c.weight_decay_incr_style != "constant"
+             and (c.start_weight_decay is None or c.end_weight_decay is None),
+             "weight_decay_incr_style {weight_decay_incr_style} needs start_weight_decay and end_weight_decay.",
+             {"weight_decay_incr_style": ["constant"]}),
+        Rule("weight_decay weight_decay_incr_style", lambda c: c.weight_decay_incr_style != "constant" and c.weight_decay,
+             "weight_decay ({weight_decay}) is not used beside start_weight_decay and end_weight_decay. Leave it out.",
+             {"weight_decay": [0.0]}),
+        Rule("end_weight_decay start_weight_decay", lambda c: c.weight_decay_incr_style != "constant"
+             and c.end_weight_decay < c.start_weight_decay,
+             "end_weight_decay ({end_weight_decay}) must not be below start_weight_decay ({start_weight_decay}): Megatron-Core's weight "
+             "decay rises.", lambda c: {"end_weight_decay": [c.start_weight_decay]}),
+    ),
+)
+
+SAMPLING = (
+    # one rollout ahead of training
+    Rule("async_rollout_depth", lambda c: c.async_rollout_depth > 1,
+         "async_rollout_depth ({async_rollout_depth}) must be 0 or 1: further ahead, weights would be pushed while prompts are being "
+         "answered, and a completion would be drawn by two versions of them. Use 1.", {"async_rollout_depth": [1]}),
+    Rule("async_rollout_depth vllm_mode", lambda c: c.async_rollout_depth <= 1 and c.async_rollout_depth and c.vllm_mode != "server",
+         "async_rollout_depth {async_rollout_depth} needs vllm_mode server: a colocated engine samples only while training waits. Use "
+         "async_rollout_depth 0, or start servers and name them.", {"async_rollout_depth": [0]}),
+    Rule("async_rollout_depth rollout_importance_sampling_mode old_logprobs", lambda c: c.async_rollout_depth <= 1 and c.async_rollout_depth
+         and c.old_logprobs != "rollout" and c.rollout_importance_sampling_mode == "none",
+         "async_rollout_depth {async_rollout_depth} trains on what older weights sampled, old log-probs are those of the weights that are "
+         "there when a rollout comes in, and with rollout_importance_sampling_mode none nothing corrects for the difference. Use "
+         "rollout_importance_sampling_mode token_truncate, or old_logprobs rollout (the ratio is then against the sampler itself).",
+         {"rollout_importance_sampling_mode": ["token_truncate"], "old_logprobs": ["rollout"]}),
+    # environments and tools
+    Rule("{names}", _answered_once, "{told}: a prompt gets one answer without an environment or tools. Give one, or leave it out."),
+    Rule("reward_funcs environment", lambda c: not c.plays and REWARD in c.reward_funcs,
+         "reward_funcs environment needs an environment, which gives it: --environment."),
+    Rule("tool_call_parser tools", lambda c: c.plays and c.tool_call_parser != "hermes" and not c.tools,
+         "tool_call_parser ({tool_call_parser}) reads calls of --tools, and there are none: an environment of your own reads the model's "
+         "text itself. Leave it out.", {"tool_call_parser": ["hermes"]}),
+    Rule("reward_funcs environment", lambda c: c.plays and REWARD in c.reward_funcs and c.environment is None,
+         "reward_funcs environment is what the environment gives turn by turn, and --tools alone give no reward. Name a function that "
+         "judges the episode."),
+    Rule("async_rollout_depth {player}", lambda c: c.plays and c.async_rollout_depth,
+         "async_rollout_depth {async_rollout_depth} does not go with environments and tools: they would run in the trainer's own process "
+         "while it trains, and hold it up. Use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
+    Rule("router_replay_mode {player}", lambda c: c.plays and c.router_replay_mode == "R3",
+         "router_replay_mode R3 does not go with environments and tools: the experts of an episode's turns come from several requests, and "
+         "are not put together. Use R2, or disabled.", {"router_replay_mode": ["R2", "disabled"]}),
+    Rule("truncation_strategy {player}", lambda c: c.plays and c.truncation_strategy == "left" and c.max_prompt_length is not None,
+         "truncation_strategy left does not go with environments and tools: it cuts the beginning of a prompt, which the chat template "
+         "shows again where it rewrites earlier turns. Use delete, or raise.", {"truncation_strategy": ["delete", "raise"]}),
+    # a rollout function of the user's own
+    Rule("rollout_func_timeout rollout_func", lambda c: c.rollout_func is None and "rollout_func_timeout" in c.cfg.typed
+         and c.rollout_func_timeout != RolloutConfig().rollout_func_timeout,
+         "rollout_func_timeout ({rollout_func_timeout:g}) needs a rollout_func. Give one, or leave it out."),
+    Rule("rollout_func {player}", lambda c: c.rollout_func is not None and c.plays,
+         "rollout_func and {player} both say how a completion comes about. Use {player} alone, or let the function do it.",
+         {"rollout_func": ["none"]}),
+    Rule("async_rollout_depth rollout_func", lambda c: c.rollout_func is not None and c.async_rollout_depth,
+         "async_rollout_depth {async_rollout_depth} does not go with rollout_func: the function would run in the trainer's own process "
+         "while it trains, and hold it up. Use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
+    Rule("router_replay_mode rollout_func", lambda c: c.rollout_func is not None and c.router_replay_mode == "R3",
+         "router_replay_mode R3 does not go with rollout_func: nobody knows which request drew which of the tokens that it returns. Use "
+         "R2, or disabled.", {"router_replay_mode": ["R2", "disabled"]}),
+)
+
+LENGTHS_AND_REWARDS = (
+    Rule("vllm_max_model_len max_prompt_length {said}", _too_short,
+         "vllm_max_model_len ({vllm_max_model_len}) is less than {prompt} + {said} ({completion}) = {longest}. Use vllm_max_model_len "
+         "{longest}.", lambda c: {"vllm_max_model_len": [c.longest]}),
+    Rule("reward_weights reward_funcs", lambda c: c.reward_weights and len(c.reward_weights) != len(c.reward_funcs)
+         and {"weights": len(c.reward_weights), "functions": len(c.reward_funcs)},
+         "reward_weights has {weights} values for {functions} reward_funcs: one each, or none at all."),
+)
+
+DATA_AND_FILES = (
+    # mixtures
+    (
+        Rule("interleave_prob dataset", lambda c: len(c.interleave_prob) == 1 and not c.further_datasets and c.dataset,
+             "interleave_prob weighs several data sets against each other, and there is one. Leave it out, or name more in dataset.",
+             {"interleave_prob": []}),
+        Rule("interleave_prob dataset", lambda c: c.interleave_prob and len(c.interleave_prob) != 1 + len(c.further_datasets)
+             and {"weights": len(c.interleave_prob), "sets": 1 + len(c.further_datasets)},
+             "interleave_prob has {weights} weights for {sets} data sets: one each, or none."),
+    ),
+    Rule("stopping_strategy interleave_prob", lambda c: not c.interleave_prob and c.stopping_strategy != "first_exhausted",
+         "stopping_strategy ({stopping_strategy}) says where a mixture by interleave_prob ends, and there are no weights.",
+         {"stopping_strategy": ["first_exhausted"]}),
+    Rule("further_datasets dataset", lambda c: c.further_datasets and not c.dataset,
+         "further_datasets come after dataset, which is not given."),
+    Rule("columns", lambda c: len(set(c.columns.values())) < len(c.columns), "columns: two columns cannot get one name."),
+    # a data set that is read as the run goes
+    Rule("shuffle_buffer_size streaming", lambda c: not c.streaming and _given(c, "shuffle_buffer_size"),
+         "shuffle_buffer_size ({value}) does nothing without streaming true. Give that, or leave it out.", {"streaming": [True]}),
+    Rule("max_steps streaming", _uncounted,
+         "streaming reads rows as the run goes, so nobody knows how many optimizer steps {epochs} is. Give max_steps{told}.",
+         {"streaming": [False]}),
+    Rule("dataset_drop_last streaming", lambda c: c.streaming and c.dataset_drop_last,
+         "streaming does not know where an epoch ends before it does, so steps and rollouts go on into the next one. Leave "
+         "dataset_drop_last out.", {"dataset_drop_last": [False], "streaming": [False]}),
+    Rule("max_prompt_length streaming", lambda c: c.streaming and c.max_prompt_length is None,
+         "streaming reads rows as the run goes, and the sampler is made for the longest prompt before the first one comes. Give "
+         "max_prompt_length; truncation_strategy says what becomes of longer ones.", {"streaming": [False]}),
+    Rule("split_dataset_ratio streaming", lambda c: c.streaming and c.split_dataset_ratio,
+         "split_dataset_ratio ({split_dataset_ratio:g}) is a share of all rows, and streaming does not know how many there are. Name rows "
+         "that are held out in eval_dataset.", {"split_dataset_ratio": [0.0], "streaming": [False]}),
+    # what a run writes
+    Rule("max_shard_size", lambda c: bytes_of(c.max_shard_size) is None,
+         "max_shard_size ({max_shard_size}) is a size above 0, such as 5GB, 500MB or 2GiB."),
+    Rule("{name} push_to_hub", lambda c: not c.push_to_hub and [{"name": name, "value": getattr(c, name)}
+         for name in ("hub_model_id", "hub_private_repo") if getattr(c, name) is not None],
+         "{name} ({value}) does nothing without push_to_hub true. Give that, or leave it out.", {"push_to_hub": [True]}),
+    Rule("push_to_hub export_hf", lambda c: c.push_to_hub and not c.export_hf,
+         "push_to_hub true uploads what export_hf writes, which is false. Use export_hf true.",
+         {"export_hf": [True], "push_to_hub": [False]}),
+    Rule("{name} audit", lambda c: not c.audit and _given(c, "audit_steps", "audit_action"),
+         "{name} ({value}) does nothing without audit true. Give that, or leave it out.", {"audit": [True]}),
+    Rule("capsule_weights_gb capsules", lambda c: c.capsules == 0 and _given(c, "capsule_weights_gb"),
+         "capsule_weights_gb ({value:g}) does nothing with capsules 0. Use capsules 1, or leave it out.", {"capsules": [1]}),
+    Rule("lengths", lambda c: c.lengths and not Path(c.lengths).is_file(),
+         "lengths: {lengths} is not a file. It holds a prompt and a completion length a line."),
+    Rule("png", _undrawable, "png: {wrong}"),
+)
+
+BEGINNING = (
+    Rule("finetune mcore_model", lambda c: c.finetune and not c.mcore_model,
+         "finetune true begins with the weights of a checkpoint, and none is named. Give mcore_model, or leave it out."),
+    Rule("mcore_model tuner_type", lambda c: c.mcore_model and c.tuner_type == "lora",
+         "mcore_model ({mcore_model}) holds whole weights, and tuner_type lora trains adapters beside model's. Give what `megatron-grpo "
+         "export` writes of it as model; of an adapter's checkpoint, as adapters."),
+    Rule("{name} resume", lambda c: c.resume in ("auto", "never") and [{"name": name, "what": what} for name, what in (
+            ("no_load_optim", "its optimizer"), ("no_load_rng", "its random generators")) if getattr(c, name)],
+         "{name} true goes on from a checkpoint without {what}, and resume names none. Give its path, or leave {name} out.",
+         lambda c: {c.name: [False]}),
+    Rule("{name}", _of_a_server, "{typed} is read by `megatron-grpo serve` alone, and changes nothing in a run. Leave it out."),
+)
+# fmt: on

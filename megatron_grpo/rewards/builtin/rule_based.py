@@ -1,0 +1,188 @@
+"""The built-in rewards that follow a rule: `accuracy`, `format`, `length`, `soft_overlong`, `cosine`, `repetition`, `environment`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.config.config import Config
+from megatron_grpo.rewards.builtin.answers import alternatives, final_answer, needed_columns, right_answers, same_answer
+from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
+
+if TYPE_CHECKING:
+    from megatron_grpo.rewards.builtin.math import Math
+
+
+class Accuracy:
+    """1 where the completion's final answer is the right one as text, else 0; None where the row has no right answer."""
+
+    def __init__(self, *, needs: tuple[tuple[str, ...], ...], exact: bool):
+        self.needs, self.exact = needs, exact
+
+    def __call__(self, completions: list[Any], **columns: Any) -> list[Score]:
+        return [self._score(text_of(completion), right) for completion, right in zip(completions, right_answers(columns, self.needs))]
+
+    def _score(self, text: str, right: Any) -> Score:
+        answers = alternatives(right)
+        if not answers:
+            return None
+        if self.exact:
+            return float(text in answers)
+        given = final_answer(text)
+        return float(any(same_answer(given, final_answer(answer)) for answer in answers))
+
+
+def build_accuracy(config: Config) -> Accuracy:
+    return Accuracy(needs=needed_columns(config), exact=config.rewards.accuracy_exact)
+
+
+class Format:
+    """1 for a completion that is made of the wanted tags, each once and in order, with nothing around them; else 0."""
+
+    def __init__(self, tags: list[str]):
+        self.marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+        inside = [rf"<{re.escape(tag)}>.*?</{re.escape(tag)}>" for tag in tags]
+        self.pattern = re.compile(r"\s*" + r"\s*".join(inside) + r"\s*", re.DOTALL)
+
+    def __call__(self, completions: list[Any], **columns: Any) -> list[float]:
+        return [self._score(text_of(completion)) for completion in completions]
+
+    def _score(self, text: str) -> float:
+        # The count comes first: without it a second <think> could hide inside `.*?`.
+        return float(all(text.count(mark) == 1 for mark in self.marks) and self.pattern.fullmatch(text) is not None)
+
+
+def build_format(config: Config) -> Format:
+    """Raises ConfigError for tags that are no names."""
+    tags = config.rewards.format_tags
+    bad = [tag for tag in tags if not re.fullmatch(r"[A-Za-z_][\w-]*", tag)]
+    if bad or not tags or len(set(tags)) < len(tags):
+        message = f"format_tags {tags} should be different names without brackets, such as: think answer."
+        raise ConfigError([Problem(flags=("format_tags",), message=message)])
+    return Format(tags)
+
+
+class Length:
+    """`-|tokens - target| / max_completion_length`: 0 at the wanted length, -1 a whole max_completion_length away."""
+
+    def __init__(self, *, target: int, max_completion_length: int):
+        self.target, self.max_completion_length = target, max_completion_length
+
+    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        return [-abs(len(token_ids) - self.target) / self.max_completion_length for token_ids in completion_ids]
+
+
+class SoftOverlong:
+    """`min(0, -(tokens - (limit - ramp)) / ramp)`: 0 up to the ramp, -1 at the limit. Source: DAPO, equation 13."""
+
+    def __init__(self, *, limit: int, ramp: int):
+        self.limit, self.ramp = limit, ramp
+
+    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        return [min(0.0, -(len(token_ids) - (self.limit - self.ramp)) / self.ramp) for token_ids in completion_ids]
+
+
+def build_length(config: Config) -> Length:
+    target, longest = config.rewards.length_target, config.rollout.max_completion_length
+    if not 0 <= target <= longest:
+        message = f"length_target ({target}) should lie between 0 and max_completion_length ({longest}) tokens."
+        raise ConfigError([Problem(flags=("length_target",), message=message, nearest={"length_target": [max(0, min(target, longest))]})])
+    return Length(target=target, max_completion_length=longest)
+
+
+def build_soft_overlong(config: Config) -> SoftOverlong:
+    longest = config.rollout.max_completion_length
+    limit = longest if config.grpo.soft_max_length is None else config.grpo.soft_max_length
+    ramp = config.grpo.soft_cache_length
+    problems = []
+    if limit > longest:
+        message = f"soft_max_length ({limit}) exceeds max_completion_length ({longest}): no completion gets there. Use {longest} or less."
+        flags = ("soft_max_length", "max_completion_length")
+        problems.append(Problem(flags=flags, message=message, nearest={"soft_max_length": [longest]}))
+    if ramp is None or not 1 <= ramp <= limit:
+        given = "is not given" if ramp is None else f"is {ramp}"
+        usual = max(1, limit // 5)
+        message = f"soft_overlong needs soft_cache_length, the width of its ramp, between 1 and soft_max_length ({limit}) tokens; it \
+{given}. A fifth of the limit, {usual}, is usual."
+        problems.append(Problem(flags=("soft_cache_length",), message=message, nearest={"soft_cache_length": [usual]}))
+    if problems or ramp is None:
+        raise ConfigError(problems)
+    return SoftOverlong(limit=limit, ramp=ramp)
+
+
+class Cosine:
+    """Right answers are worth more when short, wrong ones less bad when long, along half a cosine of the length.
+
+    `end + (start - end) * (1 + cos(pi * min(tokens, L) / L)) / 2`, from `cosine_min_len_value_*` at length 0 to `cosine_max_len_value_*` at
+    `L = cosine_max_len`. What is right is what the reward `math` says. Source: arXiv 2502.03373, section 4; the names are Megatron-SWIFT's.
+    """
+
+    def __init__(self, correct: Math, *, right: tuple[float, float], wrong: tuple[float, float], max_length: int):
+        self.correct, self.right, self.wrong, self.max_length = correct, right, wrong, max_length
+        self.needs = correct.needs
+
+    def __call__(self, completions: list[Any], completion_ids: list[list[int]], **columns: Any) -> list[Score | RowFailure]:
+        verdicts = self.correct(completions=completions, **columns)
+        return [self._score(verdict, len(token_ids)) for verdict, token_ids in zip(verdicts, completion_ids)]
+
+    def _score(self, verdict: Score | RowFailure, length: int) -> Score | RowFailure:
+        if not isinstance(verdict, float):
+            return verdict
+        start, end = self.right if verdict >= 1 else self.wrong
+        return end + (start - end) * (1 + math.cos(math.pi * min(length, self.max_length) / self.max_length)) / 2
+
+    def close(self) -> None:
+        self.correct.close()
+
+
+def build_cosine(config: Config) -> Cosine:
+    from megatron_grpo.rewards.builtin.math import build_math
+
+    settings = config.rewards
+    max_length = config.rollout.max_completion_length if settings.cosine_max_len is None else settings.cosine_max_len
+    return Cosine(
+        build_math(config),
+        right=(settings.cosine_min_len_value_correct, settings.cosine_max_len_value_correct),
+        wrong=(settings.cosine_min_len_value_wrong, settings.cosine_max_len_value_wrong),
+        max_length=max_length,
+    )
+
+
+class Repetition:
+    """A penalty in proportion to the share of n-grams (of tokens) that occur again in the same completion.
+
+    `(1 - distinct / all) * repetition_max_penalty`, 0 for completions shorter than one n-gram.
+    Source: Demystifying Long Chain-of-Thought Reasoning (arXiv 2502.03373), appendix C.2;
+    as TRL's `get_repetition_penalty_reward`.
+    """
+
+    def __init__(self, *, n: int, max_penalty: float):
+        self.n, self.max_penalty = n, max_penalty
+
+    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        return [self._score(token_ids) for token_ids in completion_ids]
+
+    def _score(self, token_ids: list[int]) -> float:
+        total = len(token_ids) - self.n + 1
+        if total < 1:
+            return 0.0
+        distinct = len({tuple(token_ids[start : start + self.n]) for start in range(total)})
+        return (1 - distinct / total) * self.max_penalty if distinct < total else 0.0
+
+
+def build_repetition(config: Config) -> Repetition:
+    return Repetition(n=config.rewards.repetition_n_grams, max_penalty=config.rewards.repetition_max_penalty)
+
+
+def build_environment(config: Config) -> Callable[..., list[float]]:
+    """What the environment of an episode gave for its turns, discounted and summed. docs/turns.md."""
+    discount = config.turns.turn_discount
+
+    def environment(completions: Sequence[object], turn_rewards: Sequence[Sequence[float | None]], **columns: object) -> list[float]:
+        """sum over turns t of discount^t r_t. A turn for which nothing was given adds nothing."""
+        return [sum(discount**turn * (reward or 0.0) for turn, reward in enumerate(rewards)) for rewards in turn_rewards]
+
+    return environment

@@ -1,0 +1,210 @@
+"""Configuration -> who draws completions, what plays episodes over it, and who teaches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, cast
+
+from megatron_grpo import train
+from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.checkpoint.content import TEACHER
+from megatron_grpo.checkpoint.saving import Checkpoints
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.evaluation import longest_completion
+from megatron_grpo.data.chat import PromptEncoder
+from megatron_grpo.environments.episodes import Episodes
+from megatron_grpo.environments.loading import Stage, end_ids_of
+from megatron_grpo.environments.own import OwnRollout, OwnRollouts
+from megatron_grpo.environments.own_answers import Limits
+from megatron_grpo.metrics.journal import Journal
+from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.planning.teacher import config_of_teacher
+from megatron_grpo.policy.policy import Policy, cut_for
+from megatron_grpo.policy.room import Role
+from megatron_grpo.policy.scorer import ModelScorer
+from megatron_grpo.rollout.adapters import LoraPush, lora_push
+from megatron_grpo.rollout.engine import Engine, Sampler
+from megatron_grpo.rollout.experts import ExpertLayers
+from megatron_grpo.rollout.turns import TurnEngine
+from megatron_grpo.run.build.policy import model_of, sharing_of
+from megatron_grpo.run.inputs import Inputs, Looked
+from megatron_grpo.servers.fleet import needs_of
+from megatron_grpo.trainer.rollouts import Teacher
+from megatron_grpo.weights.shape import ModelShape
+
+MakeEngine = Callable[[Config, Inputs, ParallelState], Engine]
+
+
+def build_colocated(cfg: Config, inputs: Looked, parallel: ParallelState, *, lora: LoraPush | None = None) -> Engine:
+    """vLLM inside the trainer's own ranks. Collective."""
+    from megatron_grpo.rollout.colocated import ColocatedEngine
+
+    more: dict[str, Any] = {}
+    if cfg.rollout.same_bits:
+        from megatron_grpo.analysis import vllm_same_bits
+
+        more["patch"] = vllm_same_bits.prepare
+    return ColocatedEngine.build(
+        cfg.rollout,
+        model_path=inputs.model_path,
+        dtype=cfg.model.torch_dtype,
+        max_model_len=inputs.longest_prompt + longest_completion(cfg),
+        seed=cfg.run.seed,
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        lora=lora,
+        experts=replayed_experts(cfg, inputs.shape),
+        eyes=inputs.eyes,
+        most_pictures=cfg.data.limit_images or inputs.most_pictures,
+        trust_remote_code=cfg.model.trust_remote_code,
+        **more,
+    )
+
+
+def build_servers(cfg: Config, inputs: Looked, parallel: ParallelState, *, lora: LoraPush | None = None) -> Engine:
+    """Rollout servers, which are waited for. Collective."""
+    from megatron_grpo.servers.servers import ServerEngine
+
+    return ServerEngine.build(
+        cfg.rollout, model_path=inputs.model_path, shape=inputs.shape, output_dir=Path(cfg.run.output_dir),
+        needs=needs_of(cfg, inputs.shape, inputs.longest_prompt, lora, eyes=inputs.eyes, most_pictures=inputs.most_pictures),
+        device=parallel.device, lora=lora, eyes=inputs.eyes, trust_remote_code=cfg.model.trust_remote_code,
+    )  # fmt: skip
+
+
+ENGINES: dict[str, Callable[..., Engine]] = {"colocate": build_colocated, "server": build_servers}  # by vllm_mode
+
+
+def started(make: MakeEngine, cfg: Config, inputs: Inputs, parallel: ParallelState, policy: Policy) -> Engine:
+    """The engine, which claims its memory as it starts. Collective.
+
+    If the policy makes room for it, it sleeps until it is asked: a checkpoint may be read first, which needs the policy.
+    """
+    policy.make_room()
+    sampler = make(cfg, inputs, parallel)
+    refuse_if_it_cannot_run_ahead(cfg, sampler)
+    if policy.room.movable:
+        with sampler.awake():
+            pass
+    return sampler
+
+
+def patient(sampler: Engine, stop: train.StopRequest) -> Engine:
+    """The same one; if it is a `PatientSampler`, it hears that the run is to stop."""
+    if hasattr(sampler, "gives_up"):
+        sampler.gives_up = stop.gives_up
+    return sampler
+
+
+def refuse_if_it_cannot_run_ahead(cfg: Config, sampler: Sampler) -> None:
+    if cfg.rollout.async_rollout_depth and not hasattr(sampler, "begin"):
+        message = (
+            f"async_rollout_depth {cfg.rollout.async_rollout_depth} needs a sampler that answers while training goes on, and "
+            f"{type(sampler).__name__} has no `begin` (rollout.engine.BackgroundSampler). Use async_rollout_depth 0."
+        )
+        raise ConfigError([Problem(flags=("async_rollout_depth",), message=message)])
+
+
+def answering(cfg: Config, inputs: Looked, sampler: Engine) -> Sampler:
+    """The sampler; or what plays episodes over it, or runs a rollout function of the user's."""
+    if inputs.environment is None and inputs.rollout_func is None:
+        return sampler
+    if not hasattr(sampler, "play"):
+        flag = "rollout_func" if inputs.rollout_func else "environment" if cfg.turns.environment else "tools"
+        message = f"{flag}: {type(sampler).__name__} has no `play` (rollout.turns.TurnEngine), and cannot draw turns. Leave {flag} out."
+        raise ConfigError([Problem(flags=(flag,), message=message)])
+    engine = cast(TurnEngine, sampler)
+    tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
+    max_model_len = inputs.longest_prompt + longest_completion(cfg)
+    if inputs.rollout_func is not None:
+        return OwnRollouts(engine, own_rollout(cfg, inputs, inputs.rollout_func, tokenizer, max_model_len=max_model_len))
+    assert inputs.environment is not None
+    return Episodes(engine, Stage.of(cfg, inputs.environment, tokenizer, model_path=inputs.model_path, max_model_len=max_model_len))
+
+
+def own_rollout(cfg: Config, inputs: Looked, function: Callable[..., Any], tokenizer: Any, *, max_model_len: int) -> OwnRollout:
+    """max_model_len: of prompt and completion, unless `vllm_max_model_len` says it."""
+    limits = Limits(
+        vocab_size=inputs.shape.vocab_size,
+        max_completion_length=cfg.rollout.max_completion_length,
+        max_model_len=cfg.rollout.vllm_max_model_len or max_model_len,
+        end_ids=end_ids_of(inputs.model_path, tokenizer, cfg.rollout.stop_token_ids),
+    )
+    name, timeout = cfg.rollout.rollout_func or "", cfg.rollout.rollout_func_timeout
+    return OwnRollout(name=name, function=function, tokenizer=tokenizer, limits=limits, timeout=timeout)
+
+
+def how_adapters_travel(
+    cfg: Config, inputs: Inputs, parallel: ParallelState, journal: Journal, *, sampler_is_known: bool
+) -> LoraPush | None:
+    """Whether adapters are pushed alone or merged; None where weights train. Raises ConfigError where what was asked for cannot be.
+
+    sampler_is_known: a sampler written elsewhere is given merged weights, unless the settings say that it takes adapters.
+    """
+    if cfg.tuner.tuner_type == "full":
+        return None
+    on_gpu = parallel.device.type == "cuda"
+    if cfg.rollout.vllm_mode == "server" and sampler_is_known:
+        obstacle = None  # servers say themselves whether they have room, and the trainer may have no vLLM
+    elif not sampler_is_known:
+        obstacle = None if cfg.tuner.vllm_enable_lora else "this sampler was written elsewhere, and vllm_enable_lora true is not set"
+    else:
+        from megatron_grpo.rollout.vllm_weights import sampler_obstacle
+
+        obstacle = sampler_obstacle(inputs.shape.architecture, on_gpu=on_gpu)
+    found = lora_push(cfg, inputs.shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
+    if found and found.notes:
+        told = lora_push(cfg, inputs.shape, on_gpu=None)  # by the plan, which knows no machine and no sampler
+        for note in found.notes:
+            if told is None or note not in told.notes:
+                journal.metrics.say(note)
+    return found
+
+
+def replayed_experts(cfg: Config, shape: ModelShape) -> ExpertLayers | None:
+    """Where the sampler is to tell which experts it took."""
+    return ExpertLayers.of(shape) if cfg.grpo.router_replay_mode == "R3" else None
+
+
+def build_served_teacher(
+    cfg: Config, inputs: Inputs, parallel: ParallelState, stop: train.StopRequest, checkpoints: Checkpoints
+) -> Teacher | None:
+    """Frozen servers, which are waited for; None where none are named. Collective."""
+    if not cfg.grpo.teacher_model_server:
+        return None
+    from megatron_grpo.run.sources import needs_of_teacher
+    from megatron_grpo.servers import teachers
+    from megatron_grpo.trainer.teacher import ServedTeacher
+
+    tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
+    needs = needs_of_teacher(cfg, inputs.shape, tokenizer, inputs.longest_prompt)
+    servers = teachers.Teacher.build(cfg, needs, stop.gives_up) if parallel.is_main else None
+    teacher = ServedTeacher(servers.fingerprint, servers.logprobs) if servers else ServedTeacher()
+    checkpoints.learned(TEACHER, teacher.fingerprint)
+    return teacher
+
+
+def build_held_teacher(
+    cfg: Config, student: ModelShape, parallel: ParallelState, *, teacher_path: Path, clock: Clock, offload: Collection[Role] = ()
+) -> Teacher:
+    """A frozen model of any shape in the run's layout. Collective.
+
+    offload: what of the policy leaves the device while the sampler works.
+    """
+    from megatron_grpo.trainer.teacher import HeldTeacher
+
+    shape = ModelShape.from_pretrained(teacher_path)
+    own = config_of_teacher(cfg, shape, student)
+    _, loaded_chunks = model_of(own, shape, parallel, model_path=teacher_path)
+    chunks = [chunk.eval().requires_grad_(False) for chunk in loaded_chunks()]
+    cut = cut_for(
+        parallel,
+        chunks[0].config,
+        micro_batch_size=cfg.batch.micro_batch_size,
+        max_tokens=cfg.batch.max_tokens_per_micro_batch,
+        least_saving=sharing_of(own, shape, parallel).least_saving,
+    )
+    leaves = cfg.grpo.offload_teacher_model or "reference" in offload
+    return HeldTeacher(cfg.grpo.teacher_model or str(teacher_path), ModelScorer(chunks, parallel, cut), clock, leaves=leaves)

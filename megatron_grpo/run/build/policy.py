@@ -1,0 +1,242 @@
+"""Configuration -> the model that trains, models that only answer, and the reference."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.config.config import Config, GrpoConfig
+from megatron_grpo.grpo.loss import GrpoLoss
+from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.planning.sharing import Sharing, decide
+from megatron_grpo.policy.attention import gpu_kernel
+from megatron_grpo.policy.exchange import WeightExchange
+from megatron_grpo.policy.fp8 import rank_multiple
+from megatron_grpo.policy.guard import Guard, PlausibleGuard
+from megatron_grpo.policy.loaded import LoadedModel
+from megatron_grpo.policy.lora import Adapters
+from megatron_grpo.policy.model import PolicyModel, build_chunks
+from megatron_grpo.policy.optimizer import Trainable
+from megatron_grpo.policy.policy import Policy, cut_for
+from megatron_grpo.policy.reference import FollowingReference, FrozenReference, Reference
+from megatron_grpo.policy.room import Role
+from megatron_grpo.policy.scorer import ModelScorer
+from megatron_grpo.policy.trains import choose_what_trains
+from megatron_grpo.policy.validation import attention_channels, machine_problems, needs_local_layers, sharing_problems
+from megatron_grpo.policy.vision import build_tower, keep_outputs
+from megatron_grpo.run.opened import begin_with, copy_weights, load_weights
+from megatron_grpo.weights.adapters import drawn, from_file
+from megatron_grpo.weights.buckets import MIB
+from megatron_grpo.weights.lora import AdapterPush, LoraSettings, lora_of, own_sizes
+from megatron_grpo.weights.mapping import WeightMap
+from megatron_grpo.weights.reader import HfReader, check_tied_head
+from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.trains import trains_tower
+
+logger = logging.getLogger(__name__)
+
+Tensors = Callable[[], dict[str, torch.Tensor]]
+
+MakeReference = Callable[[GrpoConfig, ModelScorer, Tensors], Reference]  # settings; the model that the run began with; its tensors
+
+
+def build_frozen(cfg: GrpoConfig, initial: ModelScorer, tensors: Tensors) -> Reference:
+    return FrozenReference(initial)
+
+
+def build_following(cfg: GrpoConfig, initial: ModelScorer, tensors: Tensors) -> Reference:
+    return FollowingReference(initial, tensors=tensors, every=cfg.ref_model_sync_steps, alpha=cfg.ref_model_mixup_alpha)
+
+
+REFERENCES: dict[bool, MakeReference] = {False: build_frozen, True: build_following}  # by sync_ref_model
+
+
+def uses_transformer_engine(transformer_impl: str) -> bool:
+    """`auto` takes Transformer Engine where it can be imported."""
+    if transformer_impl != "auto":
+        return transformer_impl == "transformer_engine"
+    from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+
+    return HAVE_TE
+
+
+def sharing_here(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sharing:
+    """Whether this machine computes each prompt once. Raises ConfigError with all that is asked of it and that it has not."""
+    has_te, has_gpu = uses_transformer_engine("auto"), parallel.device.type == "cuda"
+    capability = torch.cuda.get_device_capability(parallel.device) if has_gpu else None
+    lacking = machine_problems(cfg, has_gpu=has_gpu, has_transformer_engine=has_te, capability=capability)
+    if lacking := [*lacking, *sharing_problems(cfg, shape)]:
+        raise ConfigError(lacking)
+    sharing = sharing_of(cfg, shape, parallel)
+    planned = decide(cfg, shape)  # `plan`, and the sizes shown at the start, know nothing of the machine
+    if parallel.is_main and sharing != planned and (has_gpu or sharing.least_saving != planned.least_saving):
+        logger.warning("Shared prompts are %s.", sharing)
+    return sharing
+
+
+def sharing_of(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sharing:
+    """Of a model on this machine, which has all that is asked of it."""
+    has_gpu = parallel.device.type == "cuda"
+    lacks = gpu_kernel(getattr(torch, cfg.model.torch_dtype), attention_channels(shape)).lacks if has_gpu else None
+    return decide(cfg, shape, has_gpu=has_gpu, gpu_lacks=lacks)
+
+
+def padded_vocab_size(shape: ModelShape, cfg: Config) -> int:
+    """Rows of the embedding: a multiple that TP divides evenly."""
+    multiple = cfg.model.padded_vocab_multiple * cfg.parallel.tensor_model_parallel_size
+    return -(-shape.vocab_size // multiple) * multiple
+
+
+def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: WeightExchange, push: AdapterPush | None = None) -> Adapters | None:
+    """Sets what trains: weights of `chunks`, or adapters that are put beside them, which are returned."""
+    tuner, shape = cfg.tuner, exchange.map.shape
+    settings = lora_of(tuner, shape)
+    if settings is None:
+        choose_what_trains(chunks, exchange, tuner)
+        return None
+    sizes = own_sizes(settings, shape)
+    read = from_file(tuner.adapters, settings, shape) if tuner.adapters else drawn(sizes, cfg.run.seed)
+    found = Adapters(chunks, exchange, settings, read, base_model=cfg.model.model, push=push or "adapter")
+    start = tuner.ref_adapters or tuner.adapters
+    if cfg.grpo.beta and start and not cfg.grpo.ref_model:
+        flag = "ref_adapters" if tuner.ref_adapters else "adapters"
+        theirs = LoraSettings.from_peft(start, flag=flag)
+        found.keep_reference(theirs, from_file(start, theirs, shape, flag=flag))
+    return found
+
+
+def model_of(
+    cfg: Config, shape: ModelShape, parallel: ParallelState, *, model_path: str | Path
+) -> tuple[WeightExchange, Callable[..., list[PolicyModel]]]:
+    """Who exchanges the weights of this model in this layout; and a function that makes its chunks, with the checkpoint's weights or those
+    of another checkpoint of the same shape.
+
+    Raises ConfigError where the checkpoint is not this model. What is asked of the machine has been looked at (`sharing_here`).
+    """
+    use_te = uses_transformer_engine(cfg.model.transformer_impl) and needs_local_layers(shape) is None
+    rows = padded_vocab_size(shape, cfg)
+    plain_linears = cfg.tuner.tuner_type == "lora"  # an adapter needs the input of the layer that it stands beside
+    naming = "transformer_engine" if use_te and not plain_linears else "local"
+    weight_map = WeightMap.for_shape(shape, padded_vocab_size=rows, naming=naming)
+    bucket_bytes = (cfg.rollout.weight_sync_bucket_mb or 0) * MIB or None
+    exchange = WeightExchange(weight_map, parallel, bucket_bytes=bucket_bytes, to_first=cfg.rollout.vllm_mode == "server")
+
+    def reader_of(directory: str | Path) -> HfReader:
+        reader = HfReader(directory)
+        weight_map.check_complete(reader.names)
+        check_tied_head(reader)
+        return reader
+
+    own = reader_of(model_path)
+
+    def loaded_chunks(other: Path | None = None) -> list[PolicyModel]:
+        reader = reader_of(other) if other is not None else own
+        tower = tower_here(cfg, shape, parallel, other or model_path)
+        chunks = build_chunks(
+            shape, cfg.model, cfg.parallel, parallel,
+            use_te=use_te, plain_linears=plain_linears, padded_vocab_size=rows, temperature=cfg.rollout.temperature, tower=tower,
+            kernels=cfg.kernels,
+        )  # fmt: skip
+        exchange.load(chunks, reader)
+        return chunks
+
+    return exchange, loaded_chunks
+
+
+def tower_here(cfg: Config, shape: ModelShape, parallel: ParallelState, model_path: str | Path) -> torch.nn.Module | None:
+    """What sees, on ranks of the first stage; its weights are not set yet."""
+    if not parallel.is_first_stage:
+        return None
+    dtype, checkpointing = getattr(torch, cfg.model.torch_dtype), cfg.model.vit_gradient_checkpointing
+    return build_tower(shape, model_path, dtype=dtype, device=parallel.device, checkpointing=checkpointing)
+
+
+def build_loaded(
+    cfg: Config, shape: ModelShape, parallel: ParallelState, *, model_path: str | Path, checkpoint: Path | None, micro_batch_size: int = 1
+) -> LoadedModel:
+    """A model that only answers and is pushed: of the files, or of a checkpoint of any layout. Collective."""
+    sharing_here(cfg, shape, parallel)
+    exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
+    chunks = loaded_chunks()
+    adapters = choose_tuner(cfg, chunks, exchange)
+    if checkpoint is not None:
+        load_weights(chunks, checkpoint)
+    for chunk in chunks:
+        chunk.eval().requires_grad_(False)
+    cut = cut_for(parallel, chunks[0].config, micro_batch_size=micro_batch_size, max_tokens=None)
+    return LoadedModel(chunks, ModelScorer(chunks, parallel, cut), exchange, adapters)
+
+
+def frozen_copy(cfg: Config, chunks: Sequence[PolicyModel], model: Trainable, *, is_itself: bool) -> list[PolicyModel]:
+    """A model that does not train. is_itself: of the one that trains, as the run begins."""
+    if cfg.run.mcore_model and is_itself:
+        copy_weights(chunks, of=model.chunks)
+    return [chunk.eval().requires_grad_(False) for chunk in chunks]
+
+
+def build_policy(
+    cfg: Config,
+    shape: ModelShape,
+    parallel: ParallelState,
+    *,
+    model_path: str | Path,
+    num_steps: int,
+    clock: Clock | None = None,
+    reference: MakeReference | None = None,
+    guard: Guard | None = None,
+    push: AdapterPush | None = None,
+    offload: Collection[Role] = (),
+    ref_model_path: Path | None = None,
+) -> Policy:
+    """The policy with the checkpoint's weights, ready to train; and its reference where one is asked for. Collective.
+
+    push: how adapters reach the sampler; None where weights train, and for a policy that is not to be sampled from. offload: what leaves
+    the device while the sampler works. ref_model_path: of the reference, where it is another checkpoint.
+    """
+    if cfg.rollout.same_bits:
+        from megatron_grpo.analysis.same_bits_switch import switch_on
+
+        switch_on()
+    sharing = sharing_here(cfg, shape, parallel)
+    loss = GrpoLoss.from_config(cfg.grpo, max_completion_length=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature)
+    exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
+    chunks = loaded_chunks()
+    adapters = choose_tuner(cfg, chunks, exchange, push)
+    if cfg.run.mcore_model:
+        begin_with(chunks, cfg.run.mcore_model)
+    moves = trains_tower(cfg.tuner, shape)
+    model = Trainable.of(chunks, cfg.optimizer, num_steps=num_steps, adapters=adapters, trains_tower=moves)
+    keep_outputs([] if moves else chunks)
+    cut = cut_for(
+        parallel,
+        model.chunks[0].config,
+        micro_batch_size=cfg.batch.micro_batch_size,
+        max_tokens=cfg.batch.max_tokens_per_micro_batch,
+        least_saving=sharing.least_saving,
+        rank_multiple=rank_multiple(cfg),
+    )
+    held_to = None
+    if cfg.grpo.beta:
+        if adapters is not None and ref_model_path is None:  # the same model without them, or with those it began with
+            initial = ModelScorer(model.wrapped, parallel, cut, around=adapters.reference)
+        else:
+            initial = ModelScorer(frozen_copy(cfg, loaded_chunks(ref_model_path), model, is_itself=ref_model_path is None), parallel, cut)
+            keep_outputs([] if moves else initial.model)
+        held_to = (reference or REFERENCES[cfg.grpo.sync_ref_model])(cfg.grpo, initial, partial(exchange.tensors, initial.model))
+    return Policy(
+        model,
+        ModelScorer(model.wrapped, parallel, cut, replay=cfg.grpo.router_replay_mode),
+        loss=loss,
+        reference=held_to,
+        guard=guard or PlausibleGuard(above=cfg.optimizer.skip_grad_norm_above, factor=cfg.optimizer.skip_grad_norm_factor),
+        exchange=exchange,
+        clock=clock,
+        offload=offload,
+    )

@@ -1,0 +1,243 @@
+"""Configuration -> the objects of a run: what it is told by and looked on by, and its parts put together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megatron_grpo import train
+from megatron_grpo.analysis.audit import Audit
+from megatron_grpo.analysis.capsule import Capsules
+from megatron_grpo.analysis.witness import Witness
+from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.checkpoint.resume import settings_of
+from megatron_grpo.checkpoint.saving import Checkpoints
+from megatron_grpo.config.config import Config, GrpoConfig
+from megatron_grpo.config.evaluation import how_evaluated, most_of, score_of
+from megatron_grpo.config.turns import rules_in_words
+from megatron_grpo.data.prompts import PromptStream
+from megatron_grpo.data.streamed import StreamedPrompts
+from megatron_grpo.metrics.journal import Journal
+from megatron_grpo.parallel import collectives
+from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.planning.command import Plan, make_plan
+from megatron_grpo.planning.report import room_in_words
+from megatron_grpo.policy.guard import Guard
+from megatron_grpo.policy.policy import Policy
+from megatron_grpo.policy.room import Role
+from megatron_grpo.policy.validation import sampler_problems
+from megatron_grpo.rollout.engine import Sampler, SamplingSettings, WeightHolder
+from megatron_grpo.run.build.engines import (
+    ENGINES,
+    MakeEngine,
+    answering,
+    build_held_teacher,
+    build_served_teacher,
+    how_adapters_travel,
+    patient,
+    replayed_experts,
+    started,
+)
+from megatron_grpo.run.build.output import build_journal, gap_of, open_output, where_they_part
+from megatron_grpo.run.build.policy import MakeReference, build_policy
+from megatron_grpo.run.inputs import Inputs, Looked
+from megatron_grpo.trainer.evaluate import Evaluator, Question, sampling_of
+from megatron_grpo.trainer.generation import RolloutGenerator
+from megatron_grpo.trainer.judge import Judge
+from megatron_grpo.trainer.rollouts import KlPenalty, Rollouts
+from megatron_grpo.trainer.sync import Publisher
+from megatron_grpo.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+def build_run(
+    made: Plan,
+    inputs: Inputs,
+    parallel: ParallelState,
+    stop: train.StopRequest,
+    *,
+    engine: MakeEngine | None = None,
+    reference: MakeReference | None = None,
+    guard: Guard | None = None,
+) -> train.Run:
+    """Everything that `train.train` needs. Collective.
+
+    engine, reference, guard: parts written elsewhere, instead of those that the settings name.
+    """
+    cfg, timetable = made.checked.config, made.timetable
+    assert timetable.num_steps is not None  # the data are here, so the length of the run is known
+    if engine is None and (lacking := sampler_problems(inputs.shape)):
+        raise ConfigError(lacking)
+    checkpoints = open_output(made, inputs, parallel)
+    judge = Judge(inputs.rewards, cfg.rewards.reward_weights, gives_up=stop.gives_up, most_failed_episodes=cfg.turns.max_failed_episodes)
+    clock = Clock()
+    heard = checkpoints.best.hear if checkpoints.best else None
+    # Before any model loads: a service that is not installed is an error.
+    journal = build_journal(made, judge, parallel, clock, heard=heard)
+    journal.open()
+    try:
+        for note in inputs.notes:
+            journal.metrics.say(note)
+        if isinstance(inputs.prompts, StreamedPrompts):
+            inputs.prompts.agree_by(collectives.from_all)
+        return put_together(made, inputs, parallel, stop, checkpoints, judge, journal, engine=engine, reference=reference, guard=guard)
+    except BaseException:
+        journal.close(summary=False)
+        raise
+
+
+def put_together(
+    made: Plan,
+    inputs: Inputs,
+    parallel: ParallelState,
+    stop: train.StopRequest,
+    checkpoints: Checkpoints,
+    judge: Judge,
+    journal: Journal,
+    *,
+    engine: MakeEngine | None,
+    reference: MakeReference | None,
+    guard: Guard | None,
+) -> train.Run:
+    """As `build_run`, once the output is open: what loads models. Collective."""
+    cfg, timetable, clock = made.checked.config, made.timetable, journal.clock
+    assert timetable.num_steps is not None
+    teacher = build_served_teacher(cfg, inputs, parallel, stop, checkpoints)  # which may be refused: before a model loads
+    lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=engine is None)
+    offload = what_makes_room(made, parallel)
+    policy = build_policy(
+        cfg, inputs.shape, parallel,
+        model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, reference=reference, guard=guard,
+        push=lora.kind if lora else None, offload=offload, ref_model_path=inputs.ref_model_path,
+    )  # fmt: skip
+    if inputs.teacher_path is not None:
+        teacher = build_held_teacher(cfg, inputs.shape, parallel, teacher_path=inputs.teacher_path, clock=clock, offload=offload)
+    sampler = patient(started(engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora), cfg, inputs, parallel, policy), stop)
+    publisher = build_publisher(cfg, policy, sampler, say=journal.metrics.say)
+    generator = generator_of(
+        cfg, inputs, answering(cfg, inputs, sampler), judge, clock, again=partial(publish_again, policy, publisher, clock),
+        before=policy.make_room,
+    )  # fmt: skip
+    return train.Run(
+        timetable=timetable,
+        parallel=parallel,
+        policy=policy,
+        engine=sampler,
+        publisher=publisher,
+        rollouts=Rollouts(
+            generator,
+            inputs.prompts,
+            cfg=cfg.grpo,
+            timetable=timetable,
+            policy=policy,
+            journal=journal,
+            penalty=penalty_of(cfg.grpo, policy),
+            teacher=teacher,
+        ),
+        prompts=inputs.prompts,
+        checkpoints=checkpoints,
+        evaluator=build_evaluator(cfg, inputs, generator, judge, last_step=timetable.num_steps),
+        journal=journal,
+        stop=stop,
+        stop_drain_seconds=cfg.run.stop_drain_seconds,
+        max_skipped_steps=cfg.optimizer.max_skipped_steps,
+        witness=build_witness(cfg, inputs, policy, checkpoints, say=journal.metrics.say),
+    )
+
+
+def generator_of(
+    cfg: Config, inputs: Looked, sampler: Sampler, judge: Judge, clock: Clock, *, again: Callable[[], object],
+    before: Callable[[], object] = lambda: None,
+) -> RolloutGenerator:  # fmt: skip
+    """What asks the sampler. again, before: see `RolloutGenerator`."""
+    return RolloutGenerator(
+        sampler,
+        judge,
+        sampling=SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations),
+        seed=cfg.run.seed,
+        clock=clock,
+        again=again,
+        before=before,
+        experts=replayed_experts(cfg, inputs.shape),
+    )
+
+
+def build_witness(cfg: Config, inputs: Inputs, policy: Policy, checkpoints: Checkpoints, *, say: Callable[[str], None]) -> Witness:
+    """Who looks on while steps are taken. say: heard on the main rank."""
+    capsules = Capsules(
+        folder=Path(cfg.run.output_dir) / "capsules",
+        keep=cfg.run.capsules,
+        weights_gb=cfg.run.capsule_weights_gb,
+        settings=settings_of(cfg),
+        model_path=inputs.model_path,
+        last_checkpoint=checkpoints.folder.newest,
+        say=say,
+    )
+    audit = Audit(cfg.run.audit_steps) if cfg.run.audit else None
+    return Witness(policy, capsules, audit=audit, ends_run=cfg.run.audit_action == "stop", gap=gap_of(cfg), say=say)
+
+
+def build_evaluator(cfg: Config, inputs: Looked, sampler: Sampler, judge: Judge, *, last_step: int) -> Evaluator:
+    """sampler: that of training's prompts, or one that stands for it."""
+    training = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
+    question = Question(
+        sets={name: held_out_prompts(stream, cfg.eval.eval_num_prompts) for name, stream in inputs.held_out.items()},
+        sampling=sampling_of(training, how_evaluated(cfg)), score=score_of(cfg, judge.names), pass_threshold=cfg.eval.eval_pass_threshold,
+        most=most_of(cfg), seed=cfg.eval.eval_seed, episodes=rules_in_words(cfg),
+    )  # fmt: skip
+    return Evaluator(question, sampler, judge, every=cfg.eval.eval_steps, last_step=last_step)
+
+
+def held_out_prompts(stream: PromptStream, most: int | None) -> list[Prompt]:
+    """What the evaluations ask of a set, the same every time. most: None for all there are."""
+    return stream.take(min(len(stream), most or len(stream)))
+
+
+def what_makes_room(made: Plan, parallel: ParallelState) -> tuple[Role, ...]:
+    """What leaves the device while the sampler works: on a CPU what is asked for, on a GPU as the plan decides for it. Collective."""
+    cfg = made.checked.config
+    if cfg.rollout.vllm_mode != "colocate":
+        model = optimizer = False
+    elif parallel.device.type == "cpu":
+        model, optimizer = cfg.rollout.offload_model == "true", cfg.rollout.offload_optimizer == "true"
+    else:
+        smallest = -collectives.largest(-torch.cuda.mem_get_info(parallel.device)[1])
+        here = cfg.with_values({"gpu_memory_gb": cfg.plan.gpu_memory_gb or smallest / 1e9})
+        memory = make_plan(replace(made.checked, config=here)).memory
+        assert memory is not None  # the model is here
+        model, optimizer = memory["offload"]["model"], memory["offload"]["optimizer"]
+        if parallel.is_main and cfg.plan.gpu_memory_gb is None:  # or else the plan has said it
+            logger.warning(room_in_words(memory["offload"]))
+    return (("weights", "reference", "gradients") if model else ()) + (("optimizer",) if optimizer else ())
+
+
+def build_publisher(cfg: Config, policy: Policy, holder: WeightHolder, *, say: Callable[[str], None] | None = None) -> Publisher:
+    return Publisher(
+        policy,
+        holder,
+        verify=cfg.rollout.verify_weight_push,
+        is_coarse=cfg.model.torch_dtype != "float32",
+        starts_as_checkpoint=not (cfg.tuner.adapters or cfg.run.mcore_model),
+        say=say,
+        hint=where_they_part(cfg),
+    )
+
+
+def publish_again(policy: Policy, publisher: Publisher, clock: Clock) -> None:
+    """What `train.publish` does, in the middle of a question."""
+    with clock("weight_sync"):
+        publisher.publish(policy.version)
+
+
+def penalty_of(cfg: GrpoConfig, policy: Policy) -> KlPenalty | None:
+    """What is subtracted from rewards, where the KL is not in the loss."""
+    if not cfg.kl_in_reward or policy.reference is None:
+        return None
+    return KlPenalty(policy=policy, reference=policy.reference, beta=cfg.beta)

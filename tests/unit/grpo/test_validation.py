@@ -1,0 +1,156 @@
+"""Which settings go together: each refusal gives its reason, and what is legal passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+
+import pytest
+
+from megatron_grpo.config.config import Config, GrpoConfig, RewardConfig, RolloutConfig
+from megatron_grpo.grpo import validation
+from megatron_grpo.rollout.engine import SamplingSettings
+
+
+def config(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, reward_funcs=(), **grpo):
+    sampling = RolloutConfig(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    return Config(grpo=GrpoConfig(**grpo), rollout=sampling, rewards=RewardConfig(reward_funcs=[*reward_funcs]))
+
+
+def test_the_defaults_are_legal_and_quiet():
+    assert validation.problems(Config()) == [] and validation.warnings(Config()) == []
+
+
+def test_every_choice_of_every_setting_is_legal_alone():
+    for field in dataclasses.fields(GrpoConfig):
+        for choice in field.metadata["choices"]:
+            assert validation.problems(config(**{field.name: choice})) == [], (field.name, choice)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag", "reason"),
+    [
+        ({"loss_type": "vespo", "delta": 4.0}, "delta", "loss_type vespo has none"),
+        (
+            {"loss_type": "vespo", "rollout_importance_sampling_mode": "sequence_mask"},
+            "rollout_importance_sampling_mode",
+            "would count it once per token",
+        ),
+        ({"loss_type": "real", "rollout_importance_sampling_mode": "token_mask"}, "rollout_importance_sampling_mode", "has none"),
+        ({"loss_type": "real", "top_entropy_quantile": 0.5}, "top_entropy_quantile", "has none"),
+        ({"loss_type": "real", "off_policy_sequence_mask_delta": 0.5}, "off_policy_sequence_mask_delta", "has none"),
+        ({"beta": 0.1, "kl_estimator": "k1", "use_bias_correction_kl": False}, "kl_estimator", "zero mean"),
+        ({"loss_type": "cispo", "delta": 4.0}, "delta", "loss_type cispo has none"),
+        ({"loss_type": "sapo", "delta": 4.0}, "delta", "loss_type sapo has none"),
+        ({"kl_in_reward": True}, "kl_in_reward", "beta is 0"),
+        ({"kl_in_reward": True, "beta": 0.1, "advantage_estimator": "gdpo"}, "kl_in_reward", "one reward"),
+        ({"kl_in_reward": True, "beta": 0.1, "scale_rewards": "gdpo"}, "kl_in_reward", "one reward"),
+        ({"sync_ref_model": True}, "sync_ref_model", "there is none"),
+        ({"advantage_estimator": "rloo", "scale_rewards": "batch"}, "scale_rewards", "rloo has its own"),
+        ({"multi_objective_aggregation": "normalize_then_sum", "advantage_estimator": "rloo"}, "multi_objective_aggregation", "gdpo"),
+        ({"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "none"}, "multi_objective_aggregation", "gdpo"),
+        ({"rollout_is_geometric": True}, "rollout_is_geometric", "whole sequence"),
+        ({"rollout_is_geometric": True, "rollout_importance_sampling_mode": "token_mask"}, "rollout_is_geometric", "token_mask"),
+        ({"rollout_importance_sampling_min": 0.5}, "rollout_importance_sampling_min", "is off"),
+        ({"teacher_model_server": ["http://t:1"], "min_p": 0.1}, "min_p", r"with min_p \(0.1\) tokens are drawn from another"),
+        ({"teacher_model_server": ["http://t:1"], "oversample_ratio": 1.5}, "oversample_ratio", "without reward_funcs none do"),
+        (
+            {"rollout_importance_sampling_min": 3.0, "rollout_importance_sampling_mode": "token_mask"},
+            "rollout_importance_sampling_min",
+            r"below rollout_importance_sampling_threshold \(2.0\)",
+        ),
+    ],
+)
+def test_refused_with_a_reason(settings, flag, reason):
+    (problem,) = validation.problems(config(**settings))
+    assert flag in problem.flags
+    assert re.search(reason, problem.message), problem.message
+
+
+def test_all_problems_are_reported_together():
+    found = validation.problems(config(loss_type="vespo", delta=4.0, kl_in_reward=True, rollout_is_geometric=True))
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"loss_type": "cispo"}, "5.0 is used"),
+        ({"loss_type": "cispo", "epsilon_high": 0.2}, "every weight becomes 0.2"),
+        ({"loss_type": "sapo", "epsilon_high": 0.28}, "no clip"),
+        ({"loss_type": "luspo"}, "it is sequence_sum"),
+        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "only the ratio that corrects the KL"),
+        ({"loss_type": "real", "epsilon_high": 0.28}, "real has no clip"),
+        ({"delta": 1.1}, "not above 1 \\+ epsilon_high"),
+        ({"importance_sampling_level": "sequence"}, "3e-4"),
+        ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "dapo"}, "once per token"),
+        ({"advantage_estimator": "reinforce_plus_plus", "exclude_dead_groups": True}, "whole batch"),
+        ({"teacher_model_server": ["http://t:1"], "importance_sampling_level": "sequence", "epsilon": 3e-4}, "averaged over it"),
+        ({"teacher_model_server": ["http://t:1"], "reward_funcs": ["length"], "dynamic_sample": True}, "still taught token by token"),
+    ],
+)
+def test_warned_about(settings, says):
+    assert validation.problems(config(**settings)) == []
+    (warning,) = validation.warnings(config(**settings))
+    assert re.search(says, warning), warning
+
+
+@pytest.mark.parametrize(
+    ("rollout", "says", "nearest"),
+    [
+        ({"top_k": 257}, "top_k (257) is more than 256: the ids of the words that it leaves travel with every token", {"top_k": [256, 0]}),
+        ({"top_p": 0.9}, None, {}),
+        ({"min_p": 0.1}, None, {}),
+        ({"vllm_structured_outputs_regex": "a+"}, None, {}),
+        ({"min_p": 0.1, "top_k": 4, "rollout_func": "a.py:f"}, "top_k 4 and min_p 0.1 does not go with rollout_func", {}),
+        ({"top_k": 1}, "top_k (1) leaves the likeliest word alone", {"top_k": [64, 0]}),
+        ({"top_k": 5, "min_p": 1.0}, "min_p (1) leaves the likeliest word alone", {"min_p": [0.0]}),
+        ({"min_p": 0.1, "top_k": 256, "top_p": 0.9}, None, {}),
+    ],
+)
+def test_what_is_left_of_the_vocabulary_must_be_able_to_travel(rollout, says, nearest):
+    found = validation.sampling_problems(Config(rollout=RolloutConfig(**rollout)))
+    assert [says in one.message for one in found] == ([True] if says else []) and all(one.nearest == nearest for one in found)
+    assert validation.warnings(Config(rollout=RolloutConfig(top_p=0.9, top_k=5))) == []
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        ({"top_p": 0.9}, "top_p 0.9"),
+        ({"top_p": 0.9, "min_p": 0.1}, "top_p 0.9 and min_p 0.1"),
+        ({"generation_kwargs": {"structured_outputs": {"choice": ["a", "b"]}}}, "structured outputs"),
+    ],
+)
+def test_a_cut_without_top_k_comes_with_the_largest_and_that_is_said(rollout, said):
+    cfg = RolloutConfig(**rollout)
+    (warning,) = validation.warnings(Config(rollout=cfg))
+    assert warning.startswith(f"Note: {said} without top_k draws among the 256 likeliest words (top_k 256)")
+    asked = SamplingSettings.of(cfg, num_generations=2)
+    assert (asked.top_k, asked.top_p, asked.min_p, asked.tells_kept) == (256, cfg.top_p, cfg.min_p, True)
+    assert SamplingSettings.of(RolloutConfig(), num_generations=2).top_k == 0
+
+
+def test_gspo_as_its_paper_has_it_is_quiet():
+    assert validation.warnings(config(importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4)) == []
+
+
+def test_checking_imports_no_torch():
+    code = "import sys; import megatron_grpo.grpo.validation; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flag", "near"),
+    [
+        (dict(generation=24, global_batch=12, passes=1), "global_batch_size", {"global_batch_size": [8, 16]}),
+        (dict(generation=24, global_batch=16, passes=2), "num_iterations", {"num_iterations": [1]}),
+    ],
+)
+def test_real_asks_for_whole_groups_in_each_step(sizes, flag, near):
+    (problem,) = validation.group_problems(GrpoConfig(loss_type="real"), group=8, **sizes)
+    assert flag in problem.flags and problem.nearest == near
+    assert validation.group_problems(GrpoConfig(), group=8, **sizes) == []
+    assert validation.group_problems(GrpoConfig(loss_type="real"), generation=32, global_batch=16, group=8, passes=2) == []

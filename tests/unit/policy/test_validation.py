@@ -1,0 +1,251 @@
+"""What Megatron-Core cannot compute is refused in `plan` and in `train` alike, before a model loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.config import parse
+from megatron_grpo.config.config import Config
+from megatron_grpo.parallel.layout import Layout, sequence_alignment
+from megatron_grpo.planning.check import check
+from megatron_grpo.planning.sharing import LEAST_SAVING, decide
+from megatron_grpo.policy.fp8 import rank_multiple
+from megatron_grpo.policy.validation import (
+    attention_channels,
+    bits_problems,
+    flash_obstacle,
+    machine_problems,
+    problems,
+    sampler_problems,
+    sharing_problems,
+)
+from megatron_grpo.run.inputs import read_everything
+from megatron_grpo.weights.shape import ModelShape
+from tests.tiny_models import write_tiny
+from tests.unit.weights.tiny import config_of
+
+DEEPSEEK = ModelShape.from_hf(config_of("deepseek_v3"))
+
+
+def refused(config: Config | None = None, shape: ModelShape = DEEPSEEK, **moe) -> list[str]:
+    shape = dataclasses.replace(shape, moe=dataclasses.replace(shape.moe, **moe))
+    return [problem.message for problem in problems(config or Config(), shape)]
+
+
+def test_models_that_megatron_computes_pass():
+    for name in ("qwen3_moe", "qwen3_moe_raw_weights", "mixtral", "deepseek_v3"):
+        assert refused(shape=ModelShape.from_hf(config_of(name))) == []
+    assert refused(num_groups=4, group_topk=4, topk=3) == []  # all groups: no choice among them
+    assert refused(topk=1, norm_topk_prob=False, num_groups=None, group_topk=None) == []
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"norm_topk_prob": False}, "sum to 1"),
+    ({"topk": 1, "num_groups": None, "group_topk": None}, "num_experts_per_tok 1"),
+    ({"num_groups": 4, "group_topk": 2}, "(2 / 2 = 1)"),
+    ({"score_function": "softmax", "topk": 1, "num_groups": None, "group_topk": None}, "cannot be trained"),
+])  # fmt: skip
+def test_a_router_that_megatron_computes_otherwise_is_refused(changes, words):
+    (message,) = refused(**changes)
+    assert words in message
+
+
+def test_latent_attention_is_refused_on_transformer_engine_layers():
+    cfg = Config().with_values({"transformer_impl": "transformer_engine"})
+    (message,) = refused(cfg)
+    assert "multi-latent attention" in message
+    dense = ModelShape.from_hf(config_of("qwen3"))
+    assert problems(cfg, dense) == []
+
+
+@pytest.mark.parametrize(("model", "module"), [("llama_all_biases", "mlp"), ("deepseek_v3", "mla_up_proj"), ("deepseek_v3", "layernorm")])
+def test_layers_that_cannot_be_recomputed_are_refused(model, module):
+    cfg = Config().with_values({"recompute_granularity": "selective", "recompute_modules": ["core_attn", module]})
+    (problem,) = problems(cfg, ModelShape.from_hf(config_of(model)))
+    assert module in problem.message
+    good = cfg.with_values({"recompute_modules": ["core_attn"]})
+    assert problems(good, ModelShape.from_hf(config_of(model))) == []
+
+
+def test_plan_refuses_what_the_policy_cannot_compute(tmp_path):
+    config = {**config_of("deepseek_v3"), "norm_topk_prob": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="sum to 1"):
+        check(["--model", str(tmp_path), "--max_completion_length", "8"])
+
+
+def test_a_prompt_too_long_for_the_model_is_named_with_every_other_problem(tmp_path):
+    write_tiny(tmp_path / "model", max_positions=16)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": " ".join(["7"] * 10)}) + "\n")
+    argv = ["--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "prompts.jsonl"), "--reward_funcs", "length", "--max_steps",
+            "1", "--max_completion_length", "8", "--output_dir", str(tmp_path / "out"), "--tensor_model_parallel_size", "3"]  # fmt: skip
+    with pytest.raises(ConfigError) as refusal:
+        read_everything(parse(argv, launcher_world_size=3))
+    said = str(refusal.value)
+    assert "18 tokens are longer than the model's max_position_embeddings (16)" in said
+    assert "num_attention_heads" in said
+
+
+@pytest.mark.parametrize(("model", "changes", "words"), [
+    ("gpt_oss", {"expert_tensor_parallel_size": 2}, "2 would add the biases of GptOssForCausalLM's experts 2 times"),
+    ("gpt_oss", {"tuner_type": "lora"}, "GptOssForCausalLM keeps the experts of a layer in one tensor"),
+    ("gpt_oss", {"tuner_type": "lora", "target_modules": ["q_proj", "down_proj"]}, "Use q_proj k_proj v_proj o_proj, or tuner_type full"),
+    ("olmo3", {"transformer_impl": "transformer_engine"}, "attention within a window, which Olmo3ForCausalLM has, is computed"),
+    ("glm4_moe", {"transformer_impl": "transformer_engine"}, "a rotation of a part of each head"),
+    ("olmo2", {"transformer_impl": "transformer_engine"}, "a norm over all heads"),
+])  # fmt: skip
+def test_what_some_families_have_and_a_setting_has_not_is_refused(model, changes, words):
+    shape = ModelShape.from_hf(config_of(model))
+    (problem,) = problems(Config().with_values(changes), shape)
+    assert words in problem.message and problems(Config(), shape) == []
+
+
+def test_adapters_may_be_beside_the_attention_of_a_model_that_keeps_experts_in_one_tensor():
+    shape, words = ModelShape.from_hf(config_of("gpt_oss")), {"tuner_type": "lora", "target_modules": ["q_proj", "o_proj"]}
+    assert problems(Config().with_values(words), shape) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-5"),
+        ({"swiglu_limit": 0.6}, "swiglu_alpha is 1.702 and swiglu_limit 7"),
+        ({"attention_bias": False}, "attention_bias is true"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is false"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "every other layer has a window, from the first"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "the rope is stretched by yarn"),
+    ],
+)
+def test_a_gpt_oss_that_vllm_would_sample_as_another_is_refused(changes, words):
+    plain = config_of("gpt_oss")
+    assert sampler_problems(ModelShape.from_hf(plain)) == [] == sampler_problems(ModelShape.from_hf(config_of("qwen3_moe")))
+    (problem,) = sampler_problems(ModelShape.from_hf(plain | changes))
+    assert words in problem.message
+
+
+def test_prompts_are_shared_where_a_window_reaches_over_the_longest_sequence():
+    shape = ModelShape.from_hf(config_of("olmo3"))  # windows of 9 tokens
+    short = Config().with_values({"max_prompt_length": 4, "max_completion_length": 5, "micro_batch_size": 4})
+    assert decide(short, shape).least_saving == LEAST_SAVING
+    longer = short.with_values({"max_completion_length": 6})
+    assert "Olmo3ForCausalLM has layers that see 9 tokens, where sequences have up to 10" in decide(longer, shape).why
+    (problem,) = sharing_problems(longer.with_values({"share_prompts": "true"}), shape)
+    assert "true cannot be: Olmo3ForCausalLM has layers" in problem.message
+
+
+@pytest.mark.parametrize("name", [
+    "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "NemotronHForCausalLM", "DeepseekV32ForCausalLM"
+])  # fmt: skip
+def test_families_that_are_known_and_missing_are_refused_by_name_with_what_is_missing(name):
+    with pytest.raises(ConfigError, match=f"the architecture {name} is not supported: .*(delta rule|Mamba-2|sparse attention)"):
+        ModelShape.from_hf({**config_of("qwen3"), "architectures": [name]})
+
+
+DROPOUT = {"tuner_type": "lora", "lora_dropout": 0.1}
+
+
+def test_sharing_prompts_is_refused_where_it_would_train_something_else_and_auto_leaves_it_off():
+    dense = ModelShape.from_hf(config_of("qwen3"))
+    (problem,) = sharing_problems(Config().with_values(DROPOUT | {"share_prompts": "true"}), dense)
+    assert "lora_dropout (0.1) would draw one mask for all copies of a prompt" in problem.message
+    assert problem.nearest["share_prompts"] == ["auto", "false"]
+    for setting in ("auto", "false"):
+        cfg = Config().with_values(DROPOUT | {"share_prompts": setting, "micro_batch_size": 4})
+        assert sharing_problems(cfg, dense) == [] and decide(cfg, dense).least_saving is None
+
+
+@pytest.mark.parametrize("impl", ["auto", "local", "transformer_engine"])
+def test_prompts_are_shared_whatever_the_layers_are(impl):
+    dense, cfg = ModelShape.from_hf(config_of("qwen3")), Config().with_values({"micro_batch_size": 4, "transformer_impl": impl})
+    assert decide(cfg, dense).least_saving == LEAST_SAVING and sharing_problems(cfg.with_values({"share_prompts": "true"}), dense) == []
+
+
+FP8 = {"fp8_format": "hybrid", "torch_dtype": "bfloat16", "transformer_impl": "transformer_engine"}
+WIDE = config_of("qwen3") | dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({}, None),
+    ({"fp8_recipe": "blockwise"}, None),
+    ({"transformer_impl": "local"}, "needs Transformer Engine's layers, and transformer_impl is local"),
+    ({"torch_dtype": "float32"}, "needs torch_dtype bfloat16, not float32"),
+    ({"tensor_model_parallel_size": 16, "fp8_recipe": "blockwise"}, "multiples of 128, and queries, keys and values of a rank (160)"),
+])  # fmt: skip
+def test_fp8_is_refused_where_it_cannot_be_computed(changes, words):
+    found = [
+        problem.message for problem in problems(Config().with_values(FP8 | changes), ModelShape.from_hf(WIDE)) if "fp8" in problem.message
+    ]
+    assert found == [] if words is None else any(words in message for message in found), found
+
+
+@pytest.mark.parametrize(("has_gpu", "has_te", "capability", "recipe", "words"), [
+    (True, True, (9, 0), "tensorwise", None), (True, True, (8, 9), "tensorwise", None),
+    (False, True, None, "tensorwise", "there is no GPU here"),
+    (True, False, (9, 0), "tensorwise", "Transformer Engine is not installed here"),
+    (True, True, (8, 0), "tensorwise", "needs a GPU of compute capability 8.9, this one has 8.0. Leave fp8_format out"),
+    (True, True, (9, 0), "mxfp8", "needs a GPU of compute capability 10.0, this one has 9.0. Use tensorwise or blockwise"),
+])  # fmt: skip
+def test_fp8_is_refused_on_a_machine_without_it(has_gpu, has_te, capability, recipe, words):
+    cfg = Config().with_values(FP8 | {"transformer_impl": "auto", "fp8_recipe": recipe})
+    found = machine_problems(cfg, has_gpu=has_gpu, has_transformer_engine=has_te, capability=capability)
+    assert [problem.message for problem in found if words is None or words not in problem.message] == []
+    assert bool(found) == (words is not None)
+
+
+def test_the_tokens_of_a_rank_are_rounded_up_for_fp8_and_for_whoever_asks():
+    assert rank_multiple(Config()) == 1
+    assert rank_multiple(Config().with_values(FP8)) == 16
+    assert rank_multiple(Config().with_values(FP8 | {"fp8_recipe": "blockwise", "pad_to_multiple_of": 48})) == 384
+    layout = Layout(world_size=8, tp=2, cp=2)
+    assert sequence_alignment(layout, True) == (4, 4) and sequence_alignment(layout, False) == (4, 1)
+    assert sequence_alignment(layout, True, 16) == (4, 64) and sequence_alignment(layout, False, 16) == (4, 32)
+
+
+def test_a_host_optimizer_that_is_not_distributed_is_refused():
+    cfg = Config().with_values({"optimizer_cpu_offload": True, "use_distributed_optimizer": False})
+    (problem,) = [one for one in problems(cfg, ModelShape.from_hf(WIDE)) if "optimizer_cpu_offload" in one.flags]
+    assert problem.nearest["use_distributed_optimizer"] == [True]
+
+
+@pytest.mark.parametrize(("dtype", "channels", "words"), [
+    ("bfloat16", 128, None), ("float16", 256, None), ("bfloat16", 192, None),
+    ("float32", 128, "not float32"), ("bfloat16", 264, "at most 256"), ("bfloat16", 100, "a multiple of 8"),
+])  # fmt: skip
+def test_flash_attention_takes_half_precision_and_heads_of_up_to_256_channels(dtype, channels, words):
+    assert (words is None and flash_obstacle(dtype, channels) is None) or words in flash_obstacle(dtype, channels)
+
+
+def test_the_heads_of_latent_attention_are_those_of_its_queries():
+    assert attention_channels(DEEPSEEK) == DEEPSEEK.mla.qk_head_dim + DEEPSEEK.mla.qk_pos_emb_head_dim
+    assert attention_channels(ModelShape.from_hf(config_of("qwen3"))) == ModelShape.from_hf(config_of("qwen3")).head_dim
+
+
+def test_equal_bits_are_refused_for_what_has_not_been_compared():
+    def said(shape, **values):
+        return [problem.message for problem in bits_problems(Config().with_values({"same_bits": True, **values}), shape)]
+
+    qwen = ModelShape.from_hf(config_of("qwen3"))
+    yarn = dataclasses.replace(qwen.rope, attention_scaling=1.1)
+    assert said(qwen) == said(qwen, torch_dtype="float32") == said(None) == []
+    assert list(bits_problems(Config(), DEEPSEEK)) == [] and machine_problems(Config(), has_gpu=True, has_transformer_engine=True) == []
+    for shape, values, words in (
+        (DEEPSEEK, {}, "multi-latent attention"),
+        (dataclasses.replace(qwen, architecture="NobodyForCausalLM"), {}, "NobodyForCausalLM is not reached"),
+        (dataclasses.replace(qwen, windows=(8,) * qwen.num_layers), {}, "sliding windows"),
+        (dataclasses.replace(qwen, rope=yarn), {}, "YaRN"),
+        (dataclasses.replace(qwen, qkv_bias=True), {}, "rounds to bfloat16"),
+        (
+            dataclasses.replace(qwen, attention_out_bias=True),
+            dict(tensor_model_parallel_size=2, vllm_tensor_parallel_size=2),
+            "adds a bias",
+        ),
+    ):
+        (message,) = said(shape, **values)
+        assert message.startswith("same_bits true: ") and words in message
+    assert said(dataclasses.replace(qwen, qkv_bias=True), torch_dtype="float32") == []
+    (problem,) = machine_problems(Config().with_values({"same_bits": True}), has_gpu=True, has_transformer_engine=True)
+    assert "GPU" in problem.message

@@ -1,0 +1,136 @@
+"""What asks the sampler: what was begun is taken and the rest is asked, lost weights are pushed again, impossible log-probs are refused."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import numpy as np
+import pytest
+
+from megatron_grpo.rollout.engine import WeightsLost, WeightSyncError
+from megatron_grpo.rollout.scripted import ScriptedEngine
+from megatron_grpo.trainer.generation import ImpossibleLogprobs, first_impossible, refuse_impossible, warning_of
+from megatron_grpo.types import Group, Prompt, answered
+from megatron_grpo.weights.update import WeightUpdate
+from tests.unit.trainer.test_rollouts import Stream, answer, generator_of
+
+NAN, INF = math.nan, math.inf
+
+
+def pushed(engine, version):
+    engine.take(WeightUpdate(kind="weights", version=version, tensors=()))
+
+
+def versions(groups):
+    return {group.prompt.number: group.version for group in groups}
+
+
+def test_answers_that_have_come_in_are_taken_and_others_are_asked_now():
+    engine, stream = ScriptedEngine(answer), Stream()
+    generator, prompts = generator_of(engine), stream.take(6)
+    generator.begin(prompts[:2])
+    generator.begin(prompts[2:4])
+    with pytest.raises(WeightSyncError, match="version 5 was pushed to the scripted engine while it was answering"):
+        pushed(engine, 5)
+    assert generator.wait() and generator.wait()
+    pushed(engine, 5)
+    assert versions(generator.groups(prompts[1:])) == {1: 0, 2: 0, 3: 0, 4: 5, 5: 5}
+    assert versions(generator.groups(prompts[:2])) == {0: 0, 1: 0}, "asked again, as after prompts were given back"
+    generator.forget()
+    assert versions(generator.groups(prompts[:2])) == {0: 5, 1: 5}
+
+
+def test_what_does_not_come_in_time_can_be_dropped():
+    gate = threading.Event()
+    engine = ScriptedEngine(lambda *asked: gate.wait() and answer(*asked))
+    generator, prompts = generator_of(engine), Stream().take(2)
+    generator.begin(prompts)
+    assert not generator.wait(0.0)
+    generator.forget()
+    pushed(engine, 1)  # nothing is under way
+    gate.set()
+    assert versions(generator.groups(prompts)) == {0: 1, 1: 1}
+
+
+class Losing(ScriptedEngine):
+    """Loses its weights in every flight, once."""
+
+    def begin(self, prompts, sampling, *, seed):
+        outer, lost = self, []
+
+        class Flight:
+            seconds = 1.0
+            dropped = False
+
+            def wait(self, seconds=None):
+                return True
+
+            def groups(self):
+                if not lost:
+                    lost.append(1)
+                    raise WeightsLost("all servers are gone")
+                return outer.generate(prompts, sampling, seed=seed)
+
+            def drop(self):
+                lost.append(1)
+
+        return Flight()
+
+
+def test_weights_that_are_lost_in_flight_are_pushed_again_as_the_policy_has_them_now():
+    engine = Losing(answer)
+    generator, prompts = generator_of(engine, again=lambda: pushed(engine, 4)), Stream().take(2)
+    generator.begin(prompts)
+    assert generator.wait()
+    assert versions(generator.groups(prompts)) == {0: 4, 1: 4}
+
+
+def test_who_is_in_a_hurry_does_not_wait_for_servers_to_come_back():
+    engine = Losing(answer)
+    generator, prompts = generator_of(engine), Stream().take(2)
+    generator.begin(prompts)
+    assert not generator.wait(10.0)
+    generator.forget()
+
+
+# ---- log-probs that no distribution has
+
+
+def group(number: int, *logprobs: tuple[float, ...]) -> Group:
+    completions = tuple(answered((4,), range(4, 4 + len(one)), one, text="", ended="stop", version=0) for one in logprobs)
+    return Group(prompt=Prompt(number=number, row=10 + number, raw="", token_ids=(4,), columns={}), completions=completions)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "place"),
+    [((-1.0, NAN), 1), ((-INF, -1.0), 0), ((-1.0, -2.0, 0.01), 2), ((INF,), 0), ((0.0, -0.0, -1e4, 1e-6), None), ((), None)],
+)
+def test_the_first_log_prob_that_no_distribution_has_is_found(logprobs, place):
+    assert first_impossible(np.float32(logprobs)) == place
+
+
+def test_one_such_log_prob_costs_its_completion_all_of_them_and_is_named():
+    good = group(3, (-1.0, -2.0), (-0.5,))
+    kept, found = refuse_impossible([good, group(4, (-1.0,), (-0.5, -INF, -1.0), (0.5,))])
+    assert kept[0].completions == good.completions and kept[1].completions[0].logprobs.tolist() == [0.0, -1.0]
+    assert [one.is_refused for each in kept for one in each.completions] == [False, False, False, True, True]
+    refused = kept[1].completions[1]
+    assert refused.answer_ids == (4, 5, 6) and refused.logprobs.dtype == np.float32
+    assert np.isnan(refused.logprobs).tolist() == [False, True, True, True]
+    assert warning_of(found, 5) == (
+        "2 of 5 completions have a log-prob that no distribution has (the first: completion 1 of prompt 4 (row 14 of the data), "
+        "token 2 of 3: -inf): nothing of them is trained"
+    )
+
+
+def test_good_groups_pass_in_silence():
+    groups = [group(0, (-1.0,), ()), group(1, (0.0,))]
+    kept, found = refuse_impossible(groups)
+    assert [one.completions for one in kept] == [one.completions for one in groups] and warning_of(found, 3) is None
+
+
+def test_where_every_completion_is_refused_the_run_ends():
+    _, found = refuse_impossible([group(0, (NAN,), (1.0,))])
+    with pytest.raises(ImpossibleLogprobs, match="2 of 2 completions .*prompt 0 .*token 1 of 1: nan.*weights or its arithmetic are broken"):
+        warning_of(found, 2)

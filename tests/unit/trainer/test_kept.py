@@ -1,0 +1,86 @@
+"""What vLLM says is left of the vocabulary, read; and what cannot be, refused."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from megatron_grpo.base.errors import RunError
+from megatron_grpo.rollout.vllm_requests import TIES, num_asked, whole_or_cut
+from megatron_grpo.trainer.generation import WrongKept, check_kept
+from megatron_grpo.types import Kept, Sequence
+
+INF = -np.inf
+
+
+def told(*rows):
+    """(id, probability) of the drawn token and of words told besides -> what vLLM's lists say."""
+    ids = np.array([[word for word, _ in row] for row in rows], dtype=np.int32)
+    with np.errstate(divide="ignore"):
+        return ids, np.log(np.array([[p for _, p in row] for row in rows], dtype=np.float32))
+
+
+def of(kept: Kept) -> list[list[int]]:
+    return [part.tolist() for part in np.split(kept.ids, kept.at[1:-1])]
+
+
+def test_words_that_were_left_out_are_not_told_and_the_token_stands_there_once():
+    ids, logprobs = told([(7, 0.25), (3, 0.75), (7, 0.25), (1, 0.0), (2, 0.0)], [(3, 1.0), (3, 1.0), (9, 0.0), (1, 0.0), (4, 0.0)])
+    found, kept = whole_or_cut(ids, logprobs, 100)
+    assert np.exp(found).tolist() == pytest.approx([0.25, 1.0]) and found.dtype == np.float32
+    assert of(kept) == [[7, 3], [3]] and kept.at.dtype == np.int64 and kept.ids.dtype == np.int32
+
+
+def test_what_may_be_more_than_was_told_is_taken_for_what_was_told():
+    """Words as likely as the last one stay in vLLM's set; here it told of two of four, and the drawn token is a third."""
+    ids, logprobs = told([(5, 0.2), (1, 0.4), (2, 0.2)])
+    (found,), kept = whole_or_cut(ids, logprobs, 100)
+    assert of(kept) == [[5, 1, 2]] and np.exp(found) == pytest.approx(0.2 / 0.8)
+    (found,), kept = whole_or_cut(*told([(1, 0.6), (1, 0.6), (0, 0.4)]), 2)  # all the words there are
+    assert np.exp(found) == pytest.approx(0.6)
+    assert (num_asked(5, 100), num_asked(5, 7)) == (5 + TIES, 7)
+
+
+def sequence(kept: list[list[int]] | None) -> Sequence:
+    whole = Kept.joined([Kept(np.array([0, len(words)]), np.array(words, dtype=np.int32)) for words in kept]) if kept is not None else None
+    return Sequence(
+        token_ids=np.array([1, 2, 3, 4]), mask=np.array([False, False, True, True]),
+        kept_at=whole and whole.at, kept_ids=whole and whole.ids,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ([[3, 9], [4]], None),
+        (None, "did not say among which words it drew the 2 tokens"),
+        ([[3, 9], [5, 6]], "token 1 of a completion (4) among 2 words: the token itself must be one of them"),
+        ([[3, 9, 9], [4]], "token 0 of a completion (3) among 3 words"),
+        ([[3, *range(10, 20 + TIES)], [4]], f"there are at most {1 + 8 + TIES} with top_k 8"),
+    ],
+)
+def test_a_token_is_one_of_the_different_words_it_was_drawn_among(kept, said):
+    if said is None:
+        return check_kept(sequence(kept), 8)
+    with pytest.raises(WrongKept, match=re.escape(said)):
+        check_kept(sequence(kept), 8)
+
+
+def test_kept_words_belong_to_as_many_tokens_as_are_masked():
+    one = sequence([[3], [4], [5]])
+    with pytest.raises(ValueError, match="kept words of 3 tokens, 3 in all, for 2 masked ones"):
+        _ = one.kept
+    with pytest.raises(WrongKept, match="among which words it drew it: kept words of 3 tokens") as caught:
+        check_kept(one, 8)
+    assert isinstance(caught.value, RunError), "of a sampler of one's own: a sentence, and no traceback"
+    check_kept(Sequence(token_ids=np.array([1]), mask=np.array([False])), 8)  # an episode in which nothing was drawn
+
+
+def test_tokens_are_taken_with_their_words():
+    kept = Kept(np.array([0, 2, 2, 3]), np.array([7, 8, 9], dtype=np.int32))
+    taken = kept.taken(np.array([2, 0, 1, 2]))
+    assert taken.at.tolist() == [0, 1, 3, 3, 4] and taken.ids.tolist() == [9, 7, 8, 9]
+    joined = Kept.joined([kept, Kept.all_words(2), taken])
+    assert joined.counts.tolist() == [2, 0, 1, 0, 0, 1, 2, 0, 1] and joined.ids.tolist() == [7, 8, 9, 9, 7, 8, 9]
