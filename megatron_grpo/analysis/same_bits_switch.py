@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import layers as linears
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron_grpo.analysis import same_bits_kernels as kernels
+from megatron_grpo.analysis import vllm_same_bits as kernels
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.vocab import TokenScores
 from megatron_grpo.policy import layers, model
@@ -168,7 +168,7 @@ _PLACES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (linears, "torch", lambda real: _Torch("torch")),
     (model, "linear_logprobs", _linear_logprobs),
     (MoELayer, "forward", _moe_layer),
-    # Two ranks add the same two numbers in either order. Of three or more each of vLLM's begins with its own (rollout.vllm_same_bits).
+    # Two ranks add the same two numbers in either order. Of three or more each of vLLM's begins with its own (analysis.vllm_same_bits).
     (mappings, "_reduce", _reduce),
     (mappings, "_reduce_scatter_along_first_dim", _reduce_scatter),
 )

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_grpo.analysis.picture import draw_variants
 from megatron_grpo.analysis.poison import finite
 from megatron_grpo.analysis.tried import Asked, Variant, read_asked
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error
@@ -77,9 +78,7 @@ def run_whatif(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) ->
             print(json.dumps(finite(found), indent=1), flush=True)
         else:
             print("\n".join(in_words(asked, told, recorded)), flush=True)
-        from megatron_grpo.analysis.whatif_picture import draw
-
-        line = draw(told, Path(asked.cfg.plan.png or asked.run / "plots" / "whatif.png"), asked.step)
+        line = draw_variants(told, Path(asked.cfg.plan.png or asked.run / "plots" / "whatif.png"), asked.step)
         print(line, file=sys.stderr if asked.cfg.plan.json else sys.stdout, flush=True)  # with --json, stdout is the object alone
     state.stop()
     return EXIT_DONE
