@@ -107,6 +107,16 @@ class Row:
     sampler: np.ndarray  # float32 [T]
     trainer: np.ndarray  # float32 [T]
 
+    @classmethod
+    def unscored(cls, tokens: np.ndarray, logprobs: np.ndarray) -> Row:
+        """logprobs: the sampler's, NaN where it drew nothing."""
+        drawn, nothing = ~np.isnan(logprobs), np.zeros(len(tokens), dtype=np.float32)
+        return cls(tokens=tokens, drawn=drawn, sampler=np.nan_to_num(logprobs), trainer=nothing)
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return tuple(self.tokens[: self.opening].tolist())
+
     @property
     def opening(self) -> int:
         """Tokens before the first that was drawn."""

@@ -1,4 +1,4 @@
-"""How far trainer and sampler are apart, token by token: the numbers and their picture; and the picture of `whatif`."""
+"""What `mismatch` found, how far trainer and sampler are apart: numbers, words, JSON and a picture. And the picture of `whatif`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_grpo.analysis.operations import Operation, Row
+from megatron_grpo.analysis.args import Subject
+from megatron_grpo.analysis.operations import ASIDE, Operation, Row, first_over
 from megatron_grpo.base.files import PAINTER, written_whole
 
 BINS = 40
@@ -38,6 +39,121 @@ class Token:
     @property
     def difference(self) -> float:
         return self.trainer - self.sampler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Found:
+    """Everything that was found. row: the one that was looked into. push: what is wrong with a push of the weights, or nothing."""
+
+    subject: Subject
+    dtype: str
+    limit: float
+    bound: float  # nats
+    num_ranks: int
+    source: str
+    rows: Sequence[Row]
+    tokens: Sequence[Token]
+    row: int
+    operations: Sequence[Operation]
+    drift: Sequence[tuple[int, float, float]]
+    notes: Sequence[str]
+    push: str
+
+    @property
+    def verdict(self) -> str:
+        """What differs by more than rounding, in a sentence."""
+        sentences = []
+        if (first := first_over([one for one in self.operations if one.name not in ASIDE])) is not None:
+            shards = f" (shard of rank {', '.join(map(str, first.ranks))})" if len(first.ranks) < self.num_ranks else ""
+            sentences.append(f"{first.in_words}: {first.difference:.2g} of its size{shards}{first.cause and f'; {first.cause}'}.")
+        sentences += [ASIDE[one.name] for one in self.operations if one.name in ASIDE and one.is_over]
+        if not sentences and self.push:
+            sentences.append("No operation differs by more than rounding, but the check of the push fails.")
+        if not sentences and not self.operations and self.numbers["beyond"]:
+            sentences.append(f"Tokens differ by more than {self.bound:g} nats, and the operations of this model are not watched.")
+        return " ".join(sentences)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        return quantiles(self.rows, self.bound)
+
+
+def in_words(found: Found, picture: Path | None) -> str:
+    numbers = found.numbers
+    ranks = "one rank" if found.num_ranks == 1 else f"{found.num_ranks} tensor-parallel ranks"
+    lines = [
+        f"{found.subject.name}, step {found.subject.step}, {found.dtype}, {ranks}",
+        f"{len(found.rows)} rows, {numbers['tokens']:,} tokens, {found.source}",
+        "",
+        "|trainer - sampler| in nats: "
+        + ", ".join(f"{name} {numbers[name]:.2g}" for name in ("mean", "median", "90 %", "99 %", "largest"))
+        + f"; beyond {found.bound:g}: {numbers['beyond']:.1%}",
+        "",
+        f"{'row':>5} {'place':>6}  {'sampler':>9} {'trainer':>9} {'difference':>11}  token",
+        *(
+            f"{one.row:>5} {one.place:>6}  {one.sampler:>9.4f} {one.trainer:>9.4f} {one.difference:>11.2e}  {one.text!r}"
+            for one in found.tokens
+        ),
+    ]
+    if found.drift:
+        (first, mean, _), (last, late, _) = found.drift[0], found.drift[-1]
+        step, _, largest = max(found.drift, key=lambda one: one[2])
+        lines += [
+            "",
+            f"While the run trained: mean {mean:.2g} at step {first}, {late:.2g} at step {last}; largest {largest:.2g} at step {step}",
+        ]
+    if found.operations:
+        row = found.rows[found.row]
+        lines += [
+            "",
+            f"Row {found.row} ({row.opening} tokens of prompt, {len(row.tokens) - row.opening} behind it), each operation on the sampler's "
+            f"inputs; over: more than {found.limit:g}",
+            f"{'operation':<24} {'of its size':>11} {'largest':>10} {'equal bits':>11}",
+            *(_line(one) for one in _shortened(found.operations)),
+        ]
+    lines += ["", *found.notes, *([found.push] if found.push else [])]
+    lines.append(found.verdict or "Nothing differs by more than rounding.")
+    return "\n".join([*lines, *([f"Picture: {picture}"] if picture else [])])
+
+
+def _line(one: Operation) -> str:
+    return f"{one.in_words:<24} {one.difference:>11.1e} {one.largest:>10.1e} {one.equal:>11.1%}{'  <- over' if one.is_over else ''}"
+
+
+def _shortened(operations: Sequence[Operation]) -> list[Operation]:
+    """Those over the limit, and of all others the worst layer of each kind."""
+    worst: dict[str, Operation] = {}
+    for one in operations:
+        kind = one.in_words.partition(", ")[2] or one.name
+        if kind not in worst or one.difference > worst[kind].difference:
+            worst[kind] = one
+    kept = {one.name for one in worst.values()} | {one.name for one in operations if one.is_over}
+    return [one for one in operations if one.name in kept]
+
+
+def as_json(found: Found) -> dict[str, Any]:
+    return {
+        "subject": found.subject.name,
+        "step": found.subject.step,
+        "dtype": found.dtype,
+        "ranks": found.num_ranks,
+        "source": found.source,
+        "rows": len(found.rows),
+        "difference": found.numbers,
+        "bound": found.bound,
+        "worst_tokens": [asdict(one) | {"difference": one.difference} for one in found.tokens],
+        "drift": [{"step": step, "mean": mean, "max": largest} for step, mean, largest in found.drift],
+        "row": found.row,
+        "limit": found.limit,
+        "operations": [asdict(one) | {"over": one.is_over} for one in found.operations],
+        "notes": list(found.notes),
+        "push": found.push,
+        "named": [one.name for one in found.operations if one.is_over],
+        "verdict": found.verdict,
+    }
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------------------------
 
 
 def quantiles(rows: Sequence[Row], bound: float) -> dict[str, float]:
@@ -88,6 +204,9 @@ def drift_of(run: Path | None) -> list[tuple[int, float, float]]:
         except (ValueError, KeyError, TypeError):
             continue  # a line that is being written, or a step that trained nothing
     return found
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------------------------
 
 
 def draw(
