@@ -41,6 +41,7 @@ EXTRAS = {
     "wandb": ["wandb"],
     "swanlab": ["swanlab"],
     "mlflow": ["mlflow"],
+    "trackio": ["trackio", "pandas"],
     # trl: our mathematics is held against its own functions; peft: adapters are. cloudpickle: tests send functions to forked ranks.
     "dev": [
         "pytest>=8",

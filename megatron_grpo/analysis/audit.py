@@ -182,8 +182,7 @@ def everything(
     if policy.parallel.is_last_stage:
         together = np.concatenate([np.zeros(0, dtype=np.float32), *(logprobs[key] for key in sorted(logprobs))])
         yield "log-probs", "log-probs of the training forward", ("TP", "CP"), torch.from_numpy(together)
-    yield from _gradients(policy)
-    yield from _moments(policy)
+    yield from _of_optimizer(policy)
     yield from _numbers(policy, batch, metrics)
 
 
@@ -237,39 +236,33 @@ def _random(policy: Any) -> Iterator[Held]:
         yield "random numbers", "dropout", ("TP",), state
 
 
-def _gradients(policy: Any) -> Iterator[Held]:
-    """After they were summed. A distributed optimizer leaves each rank its own run of a gradient: that is compared over TP."""
+def _of_optimizer(policy: Any) -> Iterator[Held]:
+    """Gradients, after they were summed; Adam's moments, and the float32 weights that it moves.
+
+    A distributed optimizer leaves each rank its own run of each: that is compared over TP.
+    """
     names = {id(tensor): name for name, tensor in tensors_of(policy).items()}
-    if is_distributed(policy.optimizer):
-        for parameter, start, end, _ in runs_of(policy.optimizer):
-            name, gradient = names[id(parameter)], parameter.main_grad.view(-1)[start:end]  # type: ignore[attr-defined]  # Megatron's
-            yield "gradient", name, _only_whole(_over(policy, name)), gradient
-        return
-    for parameter in (parameter for chunk in policy.chunks for parameter in chunk.parameters() if parameter.requires_grad):
+    for parameter, gradient, states in _trained(policy):
         name = names[id(parameter)]
-        yield "gradient", name, _over(policy, name), parameter.main_grad
-
-
-def _moments(policy: Any) -> Iterator[Held]:
-    """Adam's, and the float32 weights that the optimizer moves."""
-    names = {id(tensor): name for name, tensor in tensors_of(policy).items()}
-    if is_distributed(policy.optimizer):
-        for parameter, _, _, states in runs_of(policy.optimizer):
-            name = names[id(parameter)]
-            for what, tensor in states.items():
-                if isinstance(tensor, torch.Tensor) and tensor.dim():
-                    yield "moment", f"{name} ({what})", _only_whole(_over(policy, name)), tensor
-        return
-    for parameter in (parameter for chunk in policy.chunks for parameter in chunk.parameters() if parameter.requires_grad):
-        name, main = names[id(parameter)], getattr(parameter, "main_param", parameter)
-        states = next((part.optimizer.state[main] for part in chain(policy.optimizer) if main in part.optimizer.state), {})
+        over = _over(policy, name)
+        if is_distributed(policy.optimizer):
+            over = tuple(group for group in over if group in ("TP", "ETP"))
+        yield "gradient", name, over, gradient
         for what, tensor in sorted(states.items()):
             if isinstance(tensor, torch.Tensor) and tensor.dim():
-                yield "moment", f"{name} ({what})", _over(policy, name), tensor
+                yield "moment", f"{name} ({what})", over, tensor
 
 
-def _only_whole(over: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(group for group in over if group in ("TP", "ETP"))
+def _trained(policy: Any) -> Iterator[tuple[Any, torch.Tensor, Mapping[str, Any]]]:
+    """(parameter, this rank's part of its gradient, what the optimizer holds for that part)."""
+    if is_distributed(policy.optimizer):
+        for parameter, start, end, states in runs_of(policy.optimizer):
+            yield parameter, parameter.main_grad.view(-1)[start:end], states  # type: ignore[attr-defined]  # Megatron's
+        return
+    for parameter in (parameter for chunk in policy.chunks for parameter in chunk.parameters() if parameter.requires_grad):
+        main: Any = getattr(parameter, "main_param", parameter)
+        kept = (part.optimizer.state for part in chain(policy.optimizer))
+        yield parameter, parameter.main_grad, next((states[main] for states in kept if main in states), {})
 
 
 def _numbers(policy: Any, batch: GlobalBatch, metrics: Mapping[str, float]) -> Iterator[Held]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_grpo.analysis import traced, vllm_traced
-from megatron_grpo.analysis.asked import Asked, Subject, read_asked
-from megatron_grpo.analysis.operations import ASIDE, LIMITS, Operation, Row, Side, alone, first_over, look_at, sequence_of
-from megatron_grpo.analysis.picture import Token, draw, drift_of, quantiles, worst_row, worst_tokens
-from megatron_grpo.analysis.recorded import Drawn, recorded, spread
+from megatron_grpo.analysis.args import MismatchArgs, read_mismatch_args
+from megatron_grpo.analysis.operations import LIMITS, Operation, Row, Side, alone, look_at, sequence_of
+from megatron_grpo.analysis.report import Found, as_json, draw, drift_of, in_words, worst_row, worst_tokens
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, config_error, problem_with
 from megatron_grpo.base.files import why_not_drawn
@@ -23,6 +23,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.metrics.drift import USUAL
+from megatron_grpo.metrics.rollout import TOKENS
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import ParallelState
@@ -42,49 +43,12 @@ TOGETHER = 4  # rows of a micro-batch where the run had one
 LONGEST_ANSWER = 64  # tokens that are drawn anew, at most
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Found:
-    """Everything that was found. row: the one that was looked into. push: what is wrong with a push of the weights, or nothing."""
-
-    subject: Subject
-    dtype: str
-    limit: float
-    bound: float  # nats
-    num_ranks: int
-    source: str
-    rows: Sequence[Row]
-    tokens: Sequence[Token]
-    row: int
-    operations: Sequence[Operation]
-    drift: Sequence[tuple[int, float, float]]
-    notes: Sequence[str]
-    push: str
-
-    @property
-    def verdict(self) -> str:
-        """What differs by more than rounding, in a sentence."""
-        sentences = []
-        if (first := first_over([one for one in self.operations if one.name not in ASIDE])) is not None:
-            shards = f" (shard of rank {', '.join(map(str, first.ranks))})" if len(first.ranks) < self.num_ranks else ""
-            sentences.append(f"{first.in_words}: {first.difference:.2g} of its size{shards}{first.cause and f'; {first.cause}'}.")
-        sentences += [ASIDE[one.name] for one in self.operations if one.name in ASIDE and one.is_over]
-        if not sentences and self.push:
-            sentences.append("No operation differs by more than rounding, but the check of the push fails.")
-        if not sentences and not self.operations and self.numbers["beyond"]:
-            sentences.append(f"Tokens differ by more than {self.bound:g} nats, and the operations of this model are not watched.")
-        return " ".join(sentences)
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        return quantiles(self.rows, self.bound)
-
-
 def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
     """Prints what was found, with --json as one object; returns the exit code, 1 where something is named.
 
     Raises ConfigError, before a model loads, with all that is wrong.
     """
-    asked = read_asked(argv, parse)
+    asked = read_mismatch_args(argv, parse)
     cfg = _as_looked_at(asked)
     model_path = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
     shape = ModelShape.from_pretrained(model_path)
@@ -107,7 +71,7 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) 
     return EXIT_CRASH if verdict else EXIT_DONE
 
 
-def look(asked: Asked, cfg: Config, shape: ModelShape, model_path: Path, parallel: ParallelState, clean_up: CleanUp) -> Found:
+def look(asked: MismatchArgs, cfg: Config, shape: ModelShape, model_path: Path, parallel: ParallelState, clean_up: CleanUp) -> Found:
     """Collective. clean_up: gets what this opens."""
     subject, dtype = asked.subject, cfg.model.torch_dtype
     tokenizer = load_tokenizer(str(model_path), trust_remote_code=cfg.model.trust_remote_code)
@@ -129,16 +93,8 @@ def look(asked: Asked, cfg: Config, shape: ModelShape, model_path: Path, paralle
     engine.generate(asked_for, replace(sampling, max_completion_length=1), seed=cfg.run.seed)  # so that a cache that is kept shows
     Publisher(model, engine, verify=False, starts_as_checkpoint=False).publish(subject.step)
     rows = rows or _drawn(engine, prompts, sampling, seed=cfg.run.seed)
-    scored = model.score([sequence_of(row.tokens.tolist(), int(np.argmax(row.mask))) for row in rows])
-    compared = [
-        Row(
-            tokens=row.tokens,
-            drawn=row.mask,
-            sampler=np.nan_to_num(row.logprobs),
-            trainer=np.where(row.mask, trainer, 0).astype(np.float32),
-        )
-        for row, trainer in zip(rows, scored, strict=True)
-    ]
+    scored = model.score([sequence_of(row.tokens.tolist(), row.opening) for row in rows])
+    compared = [replace(row, trainer=np.where(row.drawn, trainer, 0).astype(np.float32)) for row, trainer in zip(rows, scored, strict=True)]
     chosen = worst_row(compared) if asked.row is None else asked.row
     operations: Sequence[Operation] = ()
     limit = max(LIMITS[dtype], LIMITS[engine.dtype])
@@ -176,7 +132,7 @@ def _push_problem(model: LoadedModel, engine: ColocatedEngine, version: int, dty
 # ---- what is compared ------------------------------------------------------------------------------------------------------------------
 
 
-def _rows_to_compare(asked: Asked, cfg: Config, shape: ModelShape, tokenizer: Any) -> tuple[list[Drawn], list[Prompt], str, list[str]]:
+def _rows_to_compare(asked: MismatchArgs, cfg: Config, shape: ModelShape, tokenizer: Any) -> tuple[list[Row], list[Prompt], str, list[str]]:
     """(rows that the run recorded with these weights; or the prompts to draw some for; where they come from, in words; notes)."""
     subject, notes = asked.subject, list[str]()
     if kept.is_cut(cfg.rollout):
@@ -204,21 +160,58 @@ def _rows_to_compare(asked: Asked, cfg: Config, shape: ModelShape, tokenizer: An
     )
 
 
+def recorded(run: Path, *, version: int | None = None) -> list[Row]:
+    """What weights of this version drew, by a run's `completions/step_*.parquet`; of None, what was recorded last.
+
+    Empty where nothing was, or by a run that kept no tokens.
+    """
+    tables: dict[int, list[Path]] = {}
+    for path in sorted((run / "completions").glob("step_*")):
+        if match := re.fullmatch(r"step_(\d{6,})(_\d+)?(\.parquet)?", path.name):
+            tables.setdefault(int(match[1]), []).extend(sorted(path.glob("node_*.parquet")) if path.is_dir() else [path])
+    wanted = sorted(tables, reverse=True) if version is None else [version]
+    for number in wanted:
+        if rows := [row for path in tables.get(number, []) for row in _rows(path)]:
+            return rows
+    return []
+
+
+def _rows(path: Path) -> list[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        if not {"version", *TOKENS} <= set(pyarrow.parquet.read_schema(path).names):
+            return []
+        table = pyarrow.parquet.read_table(path, columns=list(TOKENS))
+    except (OSError, pyarrow.ArrowException):
+        return []
+    rows = zip(*(table[name].to_pylist() for name in TOKENS), strict=True)
+    found = [
+        Row.unscored(np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32))
+        for tokens, logprobs in rows
+        if tokens is not None
+    ]
+    return [one for one in found if one.drawn.any() and one.prompt]
+
+
+def spread(rows: list[Row], most: int) -> list[Row]:
+    """At most so many, evenly over all."""
+    return [rows[i * len(rows) // most] for i in range(most)] if len(rows) > most else rows
+
+
 def _prompt(number: int, tokens: Sequence[int]) -> Prompt:
     return Prompt(number=number, row=number, raw="", token_ids=tuple(tokens), columns={})
 
 
-def _drawn(engine: ColocatedEngine, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Drawn]:
+def _drawn(engine: ColocatedEngine, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Row]:
     """Collective; all rows on every rank, in the order of the prompts."""
     groups = [group for part in collectives.from_all(engine.generate(prompts, sampling, seed=seed)) for group in part]
     completions = [group.completions[0] for group in sorted(groups, key=lambda group: group.prompt.number)]
-    return [
-        Drawn(version=one.version, tokens=one.sequence.token_ids, logprobs=np.where(one.sequence.mask, one.logprobs, np.nan))
-        for one in completions
-    ]
+    return [Row.unscored(one.sequence.token_ids, np.where(one.sequence.mask, one.logprobs, np.nan)) for one in completions]
 
 
-def _as_looked_at(asked: Asked) -> Config:
+def _as_looked_at(asked: MismatchArgs) -> Config:
     """The run's settings, but for what only training needs, and what keeps operations from being seen."""
     cfg = asked.subject.cfg
     values: dict[str, Any] = {
@@ -247,7 +240,7 @@ def _problems(layout: Layout, shape: ModelShape) -> list[Problem]:
     return wrong
 
 
-def _folder(asked: Asked, cfg: Config) -> Path:
+def _folder(asked: MismatchArgs, cfg: Config) -> Path:
     if "output_dir" in cfg.typed:
         return Path(cfg.run.output_dir)
     subject = asked.subject
@@ -260,81 +253,3 @@ def _can_write(folder: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-# ---- telling ---------------------------------------------------------------------------------------------------------------------------
-
-
-def in_words(found: Found, picture: Path | None) -> str:
-    numbers = found.numbers
-    ranks = "one rank" if found.num_ranks == 1 else f"{found.num_ranks} tensor-parallel ranks"
-    lines = [
-        f"{found.subject.name}, step {found.subject.step}, {found.dtype}, {ranks}",
-        f"{len(found.rows)} rows, {numbers['tokens']:,} tokens, {found.source}",
-        "",
-        "|trainer - sampler| in nats: "
-        + ", ".join(f"{name} {numbers[name]:.2g}" for name in ("mean", "median", "90 %", "99 %", "largest"))
-        + f"; beyond {found.bound:g}: {numbers['beyond']:.1%}",
-        "",
-        f"{'row':>5} {'place':>6}  {'sampler':>9} {'trainer':>9} {'difference':>11}  token",
-        *(
-            f"{one.row:>5} {one.place:>6}  {one.sampler:>9.4f} {one.trainer:>9.4f} {one.difference:>11.2e}  {one.text!r}"
-            for one in found.tokens
-        ),
-    ]
-    if found.drift:
-        (first, mean, _), (last, late, _) = found.drift[0], found.drift[-1]
-        step, _, largest = max(found.drift, key=lambda one: one[2])
-        lines += [
-            "",
-            f"While the run trained: mean {mean:.2g} at step {first}, {late:.2g} at step {last}; largest {largest:.2g} at step {step}",
-        ]
-    if found.operations:
-        row = found.rows[found.row]
-        lines += [
-            "",
-            f"Row {found.row} ({row.opening} tokens of prompt, {len(row.tokens) - row.opening} behind it), each operation on the sampler's "
-            f"inputs; over: more than {found.limit:g}",
-            f"{'operation':<24} {'of its size':>11} {'largest':>10} {'equal bits':>11}",
-            *(_line(one) for one in _shortened(found.operations)),
-        ]
-    lines += ["", *found.notes, *([found.push] if found.push else [])]
-    lines.append(found.verdict or "Nothing differs by more than rounding.")
-    return "\n".join([*lines, *([f"Picture: {picture}"] if picture else [])])
-
-
-def _line(one: Operation) -> str:
-    return f"{one.in_words:<24} {one.difference:>11.1e} {one.largest:>10.1e} {one.equal:>11.1%}{'  <- over' if one.is_over else ''}"
-
-
-def _shortened(operations: Sequence[Operation]) -> list[Operation]:
-    """Those over the limit, and of all others the worst layer of each kind."""
-    worst: dict[str, Operation] = {}
-    for one in operations:
-        kind = one.in_words.partition(", ")[2] or one.name
-        if kind not in worst or one.difference > worst[kind].difference:
-            worst[kind] = one
-    kept = {one.name for one in worst.values()} | {one.name for one in operations if one.is_over}
-    return [one for one in operations if one.name in kept]
-
-
-def as_json(found: Found) -> dict[str, Any]:
-    return {
-        "subject": found.subject.name,
-        "step": found.subject.step,
-        "dtype": found.dtype,
-        "ranks": found.num_ranks,
-        "source": found.source,
-        "rows": len(found.rows),
-        "difference": found.numbers,
-        "bound": found.bound,
-        "worst_tokens": [asdict(one) | {"difference": one.difference} for one in found.tokens],
-        "drift": [{"step": step, "mean": mean, "max": largest} for step, mean, largest in found.drift],
-        "row": found.row,
-        "limit": found.limit,
-        "operations": [asdict(one) | {"over": one.is_over} for one in found.operations],
-        "notes": list(found.notes),
-        "push": found.push,
-        "named": [one.name for one in found.operations if one.is_over],
-        "verdict": found.verdict,
-    }

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_grpo.analysis.capsule import Capsule
 from megatron_grpo.metrics.drift import USUAL
-from megatron_grpo.types import RowKey, Sample
+from megatron_grpo.types import RowKey
 
 SHOWN = 8  # rows, tensors and elements that are named one by one
 
@@ -29,6 +29,7 @@ class Row:
     forward: float | None
     gap: float
     token: int
+    prompt_number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +42,12 @@ class Told:
     was: dict[str, float]
     weights: dict[str, Any]
     rows: list[Row]
-    ranks: str
     copies: list[dict[str, Any]]
-    prompts: Mapping[RowKey, int]
+    ranks: str
     lacks: list[str]
 
     def as_json(self) -> dict[str, Any]:
-        rows = [asdict(row) | {"key": list(row.key), "prompt_number": self.prompts[row.key]} for row in self.rows]
-        return finite({"why": self.why, "verdict": self.verdict, "numbers": self.numbers, "was": self.was, "weights": self.weights,
-                        "rows": rows, "copies": self.copies, "ranks": self.ranks, "lacks": self.lacks})  # fmt: skip
+        return finite(asdict(self))
 
     def lines(self) -> list[str]:
         weights = self.weights
@@ -74,7 +72,7 @@ class Told:
         for row in worst[:SHOWN]:
             share = f"{row.norm / total:.0%}" if total and math.isfinite(row.norm) else "-"
             run = "-" if row.forward is None else f"{row.forward:.2g}"
-            found.append(f"{row.key[0]:>8}{row.key[1]:>6}{self.prompts[row.key]:>8}{row.num_tokens:>8}{row.norm:>13.5g}{share:>8}{run:>10}"
+            found.append(f"{row.key[0]:>8}{row.key[1]:>6}{row.prompt_number:>8}{row.num_tokens:>8}{row.norm:>13.5g}{share:>8}{run:>10}"
                          f"{row.gap:>12.3g}  {row.what}")  # fmt: skip
         if len(worst) > SHOWN:
             found.append(f"    and {len(worst) - SHOWN} more rows (--json true lists all)")
@@ -85,23 +83,22 @@ class Told:
 
 def told(
     capsule: Capsule, layout: Any, metrics: Mapping[str, float], weights: dict[str, Any], first: str | None, rows: Sequence[Row],
-    copies: list[dict[str, Any]], samples: Mapping[RowKey, Sample],
+    copies: list[dict[str, Any]],
 ) -> Told:  # fmt: skip
     """first: the module whose output was the first that is not finite."""
     was = {name: float(value) for name, value in capsule.facts.get("metrics", {}).items()}
     numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
-    prompts = {key: sample.prompt_number for key, sample in samples.items()}
     verdict = [*_weights(weights), *_bits(capsule)]
-    verdict += _rows_not_finite(rows, prompts, first, has_bad_weight=bool(weights["not_finite"]))
+    verdict += _rows_not_finite(rows, first, has_bad_weight=bool(weights["not_finite"]))
     if not verdict:
-        verdict = _finite_here(capsule, numbers, was, weights, rows, prompts)
+        verdict = _finite_here(capsule, numbers, was, weights, rows)
     ranks = (
         "1 rank"
         if layout.world_size == 1
         else f"{layout.world_size} ranks (TP {layout.tp}, PP {layout.pp}, CP {layout.cp}, EP {layout.ep})"
     )
     return Told(why=capsule.facts["why"], verdict=verdict, numbers=numbers, was=was, weights=weights, rows=list(rows), ranks=ranks,
-                copies=copies, prompts=prompts, lacks=capsule.lacks())  # fmt: skip
+                copies=copies, lacks=capsule.lacks())  # fmt: skip
 
 
 def _weights(weights: Mapping[str, Any]) -> list[str]:
@@ -111,24 +108,23 @@ def _weights(weights: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _rows_not_finite(rows: Sequence[Row], prompts: Mapping[RowKey, int], first: str | None, *, has_bad_weight: bool) -> list[str]:
+def _rows_not_finite(rows: Sequence[Row], first: str | None, *, has_bad_weight: bool) -> list[str]:
     if has_bad_weight:
         return []
     found = []
     of_rows = [row for row in rows if row.what and "the policy's log-probs" not in row.what]
     inside = [row for row in rows if row not in of_rows and (row.what or not math.isfinite(row.norm))]
     for row in of_rows[:SHOWN]:
-        found.append(f"POISON: {_name(row, prompts)}: its {row.what} are not finite. Without it the rest of the step is "
+        found.append(f"POISON: {_name(row)}: its {row.what} are not finite. Without it the rest of the step is "
                      + ("finite." if len(of_rows) == 1 and not inside else "looked at row by row above."))  # fmt: skip
     for row in inside[:SHOWN]:
         where = f"; the first output that is not finite is that of {first}" if first else "; its forward is finite, its backward is not"
-        found.append(f"POISON: {_name(row, prompts)}: its numbers are finite and its gradient is not{where}.")
+        found.append(f"POISON: {_name(row)}: its numbers are finite and its gradient is not{where}.")
     return found
 
 
 def _finite_here(
-    capsule: Capsule, numbers: Mapping[str, float], was: Mapping[str, float], weights: Mapping[str, Any], rows: Sequence[Row],
-    prompts: Mapping[RowKey, int],
+    capsule: Capsule, numbers: Mapping[str, float], was: Mapping[str, float], weights: Mapping[str, Any], rows: Sequence[Row]
 ) -> list[str]:  # fmt: skip
     found = []
     if not math.isfinite(was.get("grad_norm", 0.0)):
@@ -144,12 +140,12 @@ def _finite_here(
     if capsule.facts["kind"] == "logp_gap":
         worst = max(rows, key=lambda row: row.gap)
         same = "the run's forward comes again here, so" if off is not None and off <= alike else "if the forward comes again,"
-        found.append(f"The largest gap to the sampler is {worst.gap:.3g} nats, at trained token {worst.token} of {_name(worst, prompts)}: "
+        found.append(f"The largest gap to the sampler is {worst.gap:.3g} nats, at trained token {worst.token} of {_name(worst)}: "
                      f"{same} look at the sampler: stale weights, a cache, another setting (megatron-grpo mismatch).")  # fmt: skip
     if capsule.facts["kind"] == "spike" and rows:
         worst = max(rows, key=lambda row: row.norm)
         total = math.fsum(row.norm for row in rows)
-        found.append(f"The largest gradient is that of {_name(worst, prompts)}: norm {worst.norm:.4g} alone, {worst.norm / total:.0%} of "
+        found.append(f"The largest gradient is that of {_name(worst)}: norm {worst.norm:.4g} alone, {worst.norm / total:.0%} of "
                      f"the sum over {len(rows)} rows.")  # fmt: skip
     if capsule.facts["parted"] and not capsule.parted():
         one = capsule.facts["parted"][0]
@@ -190,8 +186,8 @@ def _difference(a: np.ndarray, b: np.ndarray, dtype: str, shape: str) -> str:
     return f"{int(differs.sum())} of {len(differs)} numbers, the first at {where}: {values}"
 
 
-def _name(row: Row, prompts: Mapping[RowKey, int]) -> str:
-    return f"row {row.key[1]} of rollout {row.key[0]} (prompt {prompts[row.key]})"
+def _name(row: Row) -> str:
+    return f"row {row.key[1]} of rollout {row.key[0]} (prompt {row.prompt_number})"
 
 
 def finite(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from megatron_grpo.analysis.audit import tensors_of
 from megatron_grpo.analysis.capsule import Capsule, marked, rows_of
 from megatron_grpo.analysis.poison import Row, Told, told
+from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error, problem_with
 from megatron_grpo.checkpoint import generators
 from megatron_grpo.config import Parsed
@@ -122,9 +123,9 @@ def replay(capsule: Capsule, cfg: Config, model: Path, checkpoint: Path | None =
         generators.restore(capsule.path / generators.FILE)
     weights = _weights(capsule, policy)
     seen, first = _forward(policy, batch)
-    rows = _rows(capsule, policy, batch, seen)
+    rows = _rows(capsule, policy, batch, seen, {sample.key: sample.prompt_number for sample in samples})
     copies = _copies(capsule, policy, batch)
-    return told(capsule, parallel.layout, seen.metrics, weights, first, rows, copies, {sample.key: sample for sample in samples})
+    return told(capsule, parallel.layout, seen.metrics, weights, first, rows, copies)
 
 
 class Recorded:
@@ -154,14 +155,13 @@ class Recorded:
 class _Enough(Exception):
     """The gradient is summed: nothing more is wanted of the step."""
 
+    def __init__(self, seen: Seen):
+        self.seen = seen
 
-@dataclass
+
 class _Looks:
-    seen: list[Seen] = field(default_factory=list)
-
     def summed(self, seen: Seen) -> None:
-        self.seen.append(seen)
-        raise _Enough
+        raise _Enough(seen)
 
     def judged(self, seen: Seen, refusal: Any) -> None:
         raise AssertionError("never reached")
@@ -169,16 +169,14 @@ class _Looks:
 
 def _forward(policy: Policy, batch: GlobalBatch) -> tuple[Seen, str | None]:
     """What is known of the step when its gradient is summed; and the first module whose output was not finite. Collective."""
-    looks = _Looks()
     with first_not_finite(policy.chunks) as names:
         try:
-            policy.train_step(batch, looks)
-        except _Enough:
-            pass
-    if not looks.seen:
-        raise config_error("replay", "nothing in this step trains: all of its rows were filtered.")
-    first = next((found for found in collectives.from_all(names[0] if names else None) if found), None)
-    return looks.seen[0], first
+            policy.train_step(batch, _Looks())
+        except _Enough as enough:
+            seen = enough.seen
+        else:
+            raise config_error("replay", "nothing in this step trains: all of its rows were filtered.")
+    return seen, next((found for found in collectives.from_all(names[0] if names else None) if found), None)
 
 
 @contextmanager
@@ -194,13 +192,11 @@ def first_not_finite(chunks: Sequence[torch.nn.Module]) -> Iterator[list[str]]:
 
         return hook
 
-    parts = [(name, module) for chunk in chunks for name, module in chunk.named_modules() if name and not any(module.children())]
-    handles = [module.register_forward_hook(watch(name)) for name, module in parts]
-    try:
+    with CleanUp() as held:
+        for name, module in (part for chunk in chunks for part in chunk.named_modules()):
+            if name and not any(module.children()):
+                held.add(module.register_forward_hook(watch(name)).remove)
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _weights(capsule: Capsule, policy: Policy) -> dict[str, Any]:
@@ -223,7 +219,7 @@ def _weights(capsule: Capsule, policy: Policy) -> dict[str, Any]:
     return {"tensors": len(marks), "recorded": len(recorded), "same": len(same), "not_finite": wrong}
 
 
-def _rows(capsule: Capsule, policy: Policy, batch: GlobalBatch, seen: Seen) -> list[Row]:
+def _rows(capsule: Capsule, policy: Policy, batch: GlobalBatch, seen: Seen, prompts: Mapping[RowKey, int]) -> list[Row]:
     """Every row of the step, taken alone, on every rank. Collective."""
     recorded = capsule.forward("logprobs")
     mine: dict[RowKey, Row] = {}
@@ -238,7 +234,7 @@ def _rows(capsule: Capsule, policy: Policy, batch: GlobalBatch, seen: Seen) -> l
             mine[key] = Row(
                 key=key, norm=norm, what=what, num_tokens=len(logprobs),
                 forward=None if run is None else _largest(np.abs(seen.logprobs[key] - run))[0],
-                gap=_largest(gap)[0], token=_largest(gap)[1],
+                gap=_largest(gap)[0], token=_largest(gap)[1], prompt_number=prompts[key],
             )  # fmt: skip
     found: dict[RowKey, Row] = {}
     for rows, its in collectives.from_all((mine, norms)):

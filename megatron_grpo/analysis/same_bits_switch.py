@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import layers as linears
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron_grpo.analysis import same_bits_kernels as kernels
+from megatron_grpo.analysis import vllm_same_bits as kernels
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.vocab import TokenScores
 from megatron_grpo.policy import layers, model
@@ -41,28 +41,19 @@ def _instead(own: Callable[[], torch.Tensor], value: torch.Tensor) -> torch.Tens
     return _Instead.apply(own(), value) if torch.is_grad_enabled() else value
 
 
-def _rms_norm(real):
-    def rms_norm(x, weight, epsilon):
-        return _instead(lambda: real(x, weight, epsilon), kernels.rms_norm(x, weight, epsilon))
-
-    return rms_norm
+def _rms_norm(real, x, weight, epsilon):
+    return _instead(lambda: real(x, weight, epsilon), kernels.rms_norm(x, weight, epsilon))
 
 
-def _rotate(real):
-    def rotate(x, rotation):
-        half = x.shape[-1] // 2
-        cos, sin = (table[:, 0].to(x.dtype) for table in (rotation.cos[..., :half], rotation.sin[..., half:]))
-        return _instead(lambda: real(x, rotation), kernels.rotated(x, cos, sin))
-
-    return rotate
+def _rotate(real, x, rotation):
+    half = x.shape[-1] // 2
+    cos, sin = (table[:, 0].to(x.dtype) for table in (rotation.cos[..., :half], rotation.sin[..., half:]))
+    return _instead(lambda: real(x, rotation), kernels.rotated(x, cos, sin))
 
 
-def _attention(real):
-    def attention(q, k, v, packed: PackedStream, scale, sinks=None):
-        value = _attended(q, k, v, packed, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-        return _instead(lambda: real(q, k, v, packed, scale, sinks), value)
-
-    return attention
+def _attention(real, q, k, v, packed: PackedStream, scale, sinks=None):
+    value = _attended(q, k, v, packed, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    return _instead(lambda: real(q, k, v, packed, scale, sinks), value)
 
 
 def _attended(q, k, v, packed: PackedStream, scale: float) -> torch.Tensor:
@@ -76,34 +67,27 @@ def _attended(q, k, v, packed: PackedStream, scale: float) -> torch.Tensor:
     return out
 
 
-def _linear_logprobs(real):
+def _linear_logprobs(real, hidden, weight, targets, *, temperature, num_valid_rows=None, group=None, chunk_size=1024, slope=None, **more):
     """vLLM puts the logits of all ranks together, divides them by the temperature, and takes torch's log_softmax."""
-
-    def linear_logprobs(hidden, weight, targets, *, temperature, num_valid_rows=None, group=None, chunk_size=1024, slope=None, **more):
-        rows = len(weight) if num_valid_rows is None else num_valid_rows
-        asked = dict(temperature=temperature, num_valid_rows=rows, group=group, chunk_size=chunk_size) | more
-        own = real(hidden, weight, targets, **asked)  # without a slope: it would be of other log-probs
-        counts = [rows] if group is None else torch.cat(collectives.of_each(torch.tensor([rows]), group)).tolist()
-        value = torch.empty_like(own.logprobs)
-        for start in range(0, len(targets), chunk_size):
-            part = slice(start, start + chunk_size)
-            logits = kernels.linear(hidden[part], weight[:rows]).float() if rows else hidden.new_empty(len(targets[part]), 0).float()
-            if group is not None:
-                shards = collectives.of_each(F.pad(logits, (0, len(weight) - rows)), group)
-                logits = torch.cat([shard[:, :count] for shard, count in zip(shards, counts, strict=True)], dim=1)
-            logprobs = logits.div_(temperature).log_softmax(dim=-1)
-            value[part] = logprobs.gather(1, targets[part, None])[:, 0]
-        return TokenScores(_instead(lambda: own.logprobs, value), own.entropy)
-
-    return linear_logprobs
+    rows = len(weight) if num_valid_rows is None else num_valid_rows
+    asked = dict(temperature=temperature, num_valid_rows=rows, group=group, chunk_size=chunk_size) | more
+    own = real(hidden, weight, targets, **asked)  # without a slope: it would be of other log-probs
+    counts = [rows] if group is None else torch.cat(collectives.of_each(torch.tensor([rows]), group)).tolist()
+    value = torch.empty_like(own.logprobs)
+    for start in range(0, len(targets), chunk_size):
+        part = slice(start, start + chunk_size)
+        logits = kernels.linear(hidden[part], weight[:rows]).float() if rows else hidden.new_empty(len(targets[part]), 0).float()
+        if group is not None:
+            shards = collectives.of_each(F.pad(logits, (0, len(weight) - rows)), group)
+            logits = torch.cat([shard[:, :count] for shard, count in zip(shards, counts, strict=True)], dim=1)
+        logprobs = logits.div_(temperature).log_softmax(dim=-1)
+        value[part] = logprobs.gather(1, targets[part, None])[:, 0]
+    return TokenScores(_instead(lambda: own.logprobs, value), own.entropy)
 
 
-def _moe_layer(real):
-    def forward(self, hidden_states, *args, **kwargs):
-        value = _expert_layer(self, hidden_states)
-        return _instead(lambda: real(self, hidden_states, *args, **kwargs)[0], value), None
-
-    return forward
+def _moe_layer(real, layer, hidden_states, *args, **kwargs):
+    value = _expert_layer(layer, hidden_states)
+    return _instead(lambda: real(layer, hidden_states, *args, **kwargs)[0], value), None
 
 
 def _expert_layer(module: MoELayer, hidden: torch.Tensor) -> torch.Tensor:
@@ -135,18 +119,15 @@ def in_rank_order(x: torch.Tensor, group: collectives.Group) -> torch.Tensor:
     return total
 
 
-def _reduce(real):
-    return lambda x, group: in_rank_order(x, group)
+def _reduce(real, x, group):
+    return in_rank_order(x, group)
 
 
-def _reduce_scatter(real):
-    def reduce_scatter(x, group=None, input_split_sizes=None, *others):
-        if input_split_sizes is not None:  # of tokens that go home from experts, whose value `_expert_layer` has
-            return real(x, group, input_split_sizes, *others)
-        group = mappings.get_tensor_model_parallel_group_if_none(group)
-        return in_rank_order(x, group).chunk(group.size())[group.rank()].contiguous()
-
-    return reduce_scatter
+def _reduce_scatter(real, x, group=None, input_split_sizes=None, *others):
+    if input_split_sizes is not None:  # of tokens that go home from experts, whose value `_expert_layer` has
+        return real(x, group, input_split_sizes, *others)
+    group = mappings.get_tensor_model_parallel_group_if_none(group)
+    return in_rank_order(x, group).chunk(group.size())[group.rank()].contiguous()
 
 
 class _Torch(ModuleType):
@@ -160,19 +141,23 @@ class _Torch(ModuleType):
         return kernels.linear(x, transposed.t())
 
 
-# What stands where, and who makes its replacement, given what stands there.
-_PLACES: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+# What stands where, and what takes its place: a module, or a function whose first argument is what stood there.
+_PLACES: tuple[tuple[Any, str, Any], ...] = (
     (layers, "rms_norm", _rms_norm),
     (layers, "rotate", _rotate),
     (layers, "attention", _attention),
-    (linears, "torch", lambda real: _Torch("torch")),
+    (linears, "torch", _Torch("torch")),
     (model, "linear_logprobs", _linear_logprobs),
     (MoELayer, "forward", _moe_layer),
-    # Two ranks add the same two numbers in either order. Of three or more each of vLLM's begins with its own (rollout.vllm_same_bits).
+    # Two ranks add the same two numbers in either order. Of three or more each of vLLM's begins with its own (analysis.vllm_same_bits).
     (mappings, "_reduce", _reduce),
     (mappings, "_reduce_scatter_along_first_dim", _reduce_scatter),
 )
 _kept: list[tuple[Any, str, Any]] = []
+
+
+def _given(real: Any, replacement: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: replacement(real, *args, **kwargs)
 
 
 def switch_on() -> None:
@@ -182,7 +167,7 @@ def switch_on() -> None:
         for where, name, replacement in _PLACES:
             real = getattr(where, name)
             _kept.append((where, name, real))
-            setattr(where, name, replacement(real))
+            setattr(where, name, replacement if isinstance(replacement, ModuleType) else _given(real, replacement))
 
 
 def switch_off() -> None:

@@ -1,16 +1,22 @@
-"""Makes vLLM on a CPU one function of its inputs, whatever else it computes beside them (`--same_bits`, docs/proof.md).
+"""vLLM's arithmetic on a CPU, for `--same_bits` (docs/proof.md). Written for vLLM 0.32.
 
-Written for vLLM 0.32; each patch says what the sampler would do otherwise. They stay for the rest of the process.
+`prepare` makes vLLM one function of its inputs, whatever else it computes beside them; each patch says what the sampler would do otherwise,
+and stays for the rest of the process. Below are its operations as functions of tensors, without gradients. Each calls the very kernel that
+the sampler's layers call, with weights packed for the occasion: two programs that add the same numbers in another order are two functions.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from megatron_grpo.parallel import collectives
+
+BLOCK = 32  # tokens of a block of the throw-away cache; the kernel's result does not depend on it
 
 
 def prepare() -> None:
@@ -62,3 +68,93 @@ def _in_two(x: torch.Tensor, product: Any) -> torch.Tensor:
         return product(x)
     out = product(x.reshape(1, -1).expand(2, -1).contiguous())
     return out[:1].view(*x.shape[:-1], out.shape[-1])
+
+
+# ---- operations ----------------------------------------------------------------------------------------------------------------------
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T. x [..., K], weight [N, K]."""
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
+
+    rows, weight = x.detach().reshape(-1, x.shape[-1]).contiguous(), weight.detach().contiguous()
+    count = len(rows)
+    if count == 1:  # another kernel; the sampler is kept from it too (`prepare`)
+        rows = rows.expand(2, -1).contiguous()
+    if not count:
+        out = rows.new_empty(0, len(weight))
+    elif check_cpu_sgl_kernel(weight.shape[0], weight.shape[1], x.dtype):
+        out = ops.weight_packed_linear_cpu(rows, torch.ops._C.convert_weight_packed(weight), len(weight), None)
+    else:
+        out = ops.onednn_mm(ops.create_onednn_mm(weight.t(), 4), rows, None)
+    return out[:count].view(*x.shape[:-1], len(weight))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    from vllm import ir
+
+    return ir.ops.rms_norm.impls["native"].impl_fn(x.detach(), weight.detach(), epsilon)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [t, heads, channels]; cos, sin [t, channels / 2], of x's dtype."""
+    from vllm import _custom_ops as ops
+
+    t, heads, channels = x.shape
+    flat = x.detach().reshape(t, heads * channels).clone()
+    ops.rotary_embedding(torch.arange(t), flat, None, channels, torch.cat([cos, sin], dim=1), True)
+    return flat.view(t, heads, channels)
+
+
+def attended(q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], lengths: Sequence[int], scale: float):
+    """Queries that are the last ones of their sequences: q [t, heads, c], `lengths` of them for each sequence, whose keys and values are
+    [length, groups, c]. -> [t, heads, c]. One call of the paged kernel, over a cache made for the occasion."""
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    heads, channels, groups = q.shape[1], q.shape[2], keys[0].shape[1]
+    isa = _get_attn_isa(q.dtype, BLOCK, channels)
+    sizes = [len(key) for key in keys]
+    blocks = [-(-size // BLOCK) for size in sizes]
+    first = [sum(blocks[:i]) for i in range(len(blocks))]
+    key_cache, value_cache = q.new_zeros(sum(blocks), groups, 2 * BLOCK, channels).chunk(2, dim=2)
+    slots = torch.cat([start * BLOCK + torch.arange(size) for start, size in zip(first, sizes, strict=True)])
+    ops.cpu_attn_reshape_and_cache(torch.cat(list(keys)), torch.cat(list(values)), key_cache, value_cache, slots, isa)
+    table = torch.zeros(len(sizes), max(blocks), dtype=torch.int32)
+    for row, start, count in zip(table, first, blocks, strict=True):
+        row[:count] = start + torch.arange(count)
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    seq_lens, out = torch.tensor(sizes, dtype=torch.int32), torch.empty_like(q)
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(sizes), num_heads=heads, num_kv_heads=groups, head_dim=channels, seq_lens=seq_lens, dtype=q.dtype,
+        query_start_loc=starts, causal=True, sliding_window_size=-1, isa=isa, enable_kv_split=False,
+    )  # fmt: skip
+    ops.cpu_attention_with_kv_cache(
+        query=q, key_cache=key_cache, value_cache=value_cache, output=out, query_start_loc=starts, seq_lens=seq_lens, scale=scale,
+        causal=True, alibi_slopes=None, sliding_window=-1, block_table=table, softcap=0.0, scheduler_metadata=plan, s_aux=None,
+    )  # fmt: skip
+    return out
+
+
+def experts(
+    x: torch.Tensor, router: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, *, k: int, norm_topk: bool
+) -> torch.Tensor:
+    """The layer of experts on x [t, H]: each token's k of E, weighed by the router [E, H]. gate, up [E, c, H], down [E, H, c].
+
+    norm_topk: weights are a softmax over the k alone.
+    """
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts, X86CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import _softmax_topk
+
+    x = x.detach().contiguous()
+    weights, ids = _softmax_topk(linear(x, router), k, norm_topk)
+    takes_amx = x.dtype is torch.bfloat16 and X86CPUUnquantizedExperts._supports_current_device()
+    kind = X86CPUUnquantizedExperts if takes_amx else CPUUnquantizedExperts
+    more = -gate.shape[1] % kind._intermediate_alignment()  # channels that the kernel wants besides; they are 0
+    inner = torch.cat([F.pad(part.detach(), (0, 0, 0, more)) for part in (gate, up)], dim=1)
+    inner, outer = (ops.cpu_prepack_moe_weight(part, kind.isa) for part in (inner, F.pad(down.detach(), (0, more))))
+    out = torch.empty_like(x)
+    ops.cpu_fused_moe(out, x, inner, outer, None, None, weights, ids, "silu", kind.isa)
+    return out

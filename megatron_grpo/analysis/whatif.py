@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_grpo.analysis.args import Variant, WhatifArgs, read_whatif_args
 from megatron_grpo.analysis.poison import finite
-from megatron_grpo.analysis.tried import Asked, Variant, read_asked
+from megatron_grpo.analysis.report import draw_variants
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error
 from megatron_grpo.base.files import why_not_drawn
 from megatron_grpo.checkpoint.resume import OURS
@@ -66,7 +67,7 @@ class AllowsAll:
 
 def run_whatif(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
     """Returns the exit code."""
-    asked = read_asked(argv, parse)
+    asked = read_whatif_args(argv, parse)
     if asked.cfg.plan.png and (wrong := why_not_drawn(Path(asked.cfg.plan.png))):
         raise config_error("png", f"png: {wrong}")
     told = whatif(asked)
@@ -77,15 +78,13 @@ def run_whatif(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) ->
             print(json.dumps(finite(found), indent=1), flush=True)
         else:
             print("\n".join(in_words(asked, told, recorded)), flush=True)
-        from megatron_grpo.analysis.whatif_picture import draw
-
-        line = draw(told, Path(asked.cfg.plan.png or asked.run / "plots" / "whatif.png"), asked.step)
+        line = draw_variants(told, Path(asked.cfg.plan.png or asked.run / "plots" / "whatif.png"), asked.step)
         print(line, file=sys.stderr if asked.cfg.plan.json else sys.stdout, flush=True)  # with --json, stdout is the object alone
     state.stop()
     return EXIT_DONE
 
 
-def whatif(asked: Asked) -> list[Told]:
+def whatif(asked: WhatifArgs) -> list[Told]:
     """The run's own settings, then each variant. Collective; joins the job."""
     cfg, model = asked.cfg, find_model(asked.cfg.model.model)
     shape = ModelShape.from_pretrained(model)
@@ -212,7 +211,7 @@ def _off_policy(policy: Policy, batch: GlobalBatch, logprobs: Any) -> tuple[floa
     return (float(kl / count), float(first**2 / (count * second))) if count else (0.0, 1.0)
 
 
-def _recorded(asked: Asked) -> dict[str, float] | None:
+def _recorded(asked: WhatifArgs) -> dict[str, float] | None:
     """What the run itself said of the step: loss and gradient norm, from metrics.jsonl."""
     path = asked.run / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
@@ -220,7 +219,7 @@ def _recorded(asked: Asked) -> dict[str, float] | None:
     return {name: found[name] for name in ("loss", "grad_norm") if name in found} if found else None
 
 
-def in_words(asked: Asked, told: Sequence[Told], recorded: dict[str, float] | None) -> list[str]:
+def in_words(asked: WhatifArgs, told: Sequence[Told], recorded: dict[str, float] | None) -> list[str]:
     """The table."""
     lines = [f"Optimizer step {asked.step + 1} of {asked.run}, rows as recorded, weights of {asked.checkpoint.name}."]
     if recorded:

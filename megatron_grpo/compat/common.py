@@ -223,7 +223,7 @@ def loggers(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     return {"report_to": found} if found else {}
 
 
-SERVICES = ("tensorboard", "wandb", "swanlab", "mlflow")
+SERVICES = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")
 
 
 def holds_out(values: Mapping[str, Any]) -> bool:

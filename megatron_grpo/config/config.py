@@ -582,7 +582,9 @@ class RunConfig:
         at_least=0,
     )  # fmt: skip
     requeue: bool = setting(False, "Slurm: put the job back into the queue once it has stopped because its time is up")
-    report_to: list[str] = setting(["none"], "where metrics go besides metrics.jsonl: tensorboard, wandb, swanlab, mlflow, all, none")
+    report_to: list[str] = setting(
+        ["none"], "where metrics go besides metrics.jsonl: tensorboard, wandb, swanlab, mlflow, trackio, all, none"
+    )
     run_name: str | None = setting(
         None, "name of the run at these services (default: the folder of output_dir)", aliases=["wandb_exp_name", "swanlab_exp_name"]
     )

@@ -1,4 +1,4 @@
-"""Plays episodes over the sampler of a run: where environments and rollout meet, which know nothing of each other."""
+"""Plays over the sampler of a run: where environments and rollout meet, which know nothing of each other."""
 
 from __future__ import annotations
 
@@ -6,24 +6,29 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Generic, TypeVar
 
 from megatron_grpo.environments.loading import Stage
 from megatron_grpo.environments.play import Play
 from megatron_grpo.rollout.engine import SamplingSettings, WeightsLost
-from megatron_grpo.rollout.turns import TurnEngine, TurnSampler, request_seed
+from megatron_grpo.rollout.turns import Player, TurnEngine, request_seed
 from megatron_grpo.types import Group, Prompt
 
 logger = logging.getLogger(__name__)
+OnePlayer = TypeVar("OnePlayer", bound=Player)
 
 
-class Episodes:
-    """A `Sampler` whose completions are episodes."""
+class PlayedSampler(Generic[OnePlayer]):
+    """A `Sampler` whose completions a player makes of the turns that an engine draws. A subclass says which player."""
 
-    def __init__(self, engine: TurnEngine, stage: Stage):
-        self.engine, self.stage = engine, stage
+    def __init__(self, engine: TurnEngine):
+        self.engine = engine
         self._asked: object = None
-        self._player: _Player | None = None
-        self._told: set[str] = set()
+        self._player: OnePlayer | None = None
+
+    def new_player(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> OnePlayer:
+        """Plays these prompts from their beginning."""
+        raise NotImplementedError  # each has its own
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
         """Asked the same after WeightsLost, it goes on where it was."""
@@ -33,6 +38,7 @@ class Episodes:
             self._asked = asked
         try:
             groups = self.engine.play(prompts, sampling, partial(self._begin, sampling=sampling, seed=seed))
+            self._check()
         except WeightsLost:
             raise
         except BaseException:
@@ -44,32 +50,34 @@ class Episodes:
     def awake(self) -> AbstractContextManager[None]:
         return self.engine.awake()
 
-    def _begin(self, prompts: Sequence[Prompt], *, sampling: SamplingSettings, seed: int) -> _Player:
+    def _begin(self, prompts: Sequence[Prompt], *, sampling: SamplingSettings, seed: int) -> OnePlayer:
         if self._player is None:
-            play = self.stage.begin(prompts, n=sampling.n, seed_of=partial(request_seed, seed, n=sampling.n))
-            self._player = _Player(play)
+            self._player = self.new_player(prompts, sampling, seed=seed)
         return self._player
+
+    def _check(self) -> None:
+        """Once all is played, on every rank. Raises what ends the run on all of them."""
 
     def _drop(self) -> None:
         if self._player is not None:
             self._player.close()
-            for did in {*self._player.play.told} - self._told:
-                self._told.add(did)
-                logger.warning("The environment %s.", did)
         self._asked = self._player = None
 
 
-class _Player:
-    """A `Play` as `rollout.turns.Player`."""
+class Episodes(PlayedSampler[Play]):
+    """A `Sampler` whose completions are episodes."""
 
-    def __init__(self, play: Play):
-        self.play = play
+    def __init__(self, engine: TurnEngine, stage: Stage):
+        super().__init__(engine)
+        self.stage = stage
+        self._told: set[str] = set()
 
-    def advance(self, turns: TurnSampler, seconds: float, *, version: int) -> bool:
-        return self.play.advance(turns, seconds, version=version)
+    def new_player(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> Play:
+        return self.stage.begin(prompts, n=sampling.n, seed_of=partial(request_seed, seed, n=sampling.n))
 
-    def groups(self) -> list[Group]:
-        return [Group(prompt=prompt, completions=completions) for prompt, completions in self.play.completions()]
-
-    def close(self) -> None:
-        self.play.close()
+    def _drop(self) -> None:
+        play = self._player
+        super()._drop()
+        for did in {*play.told} - self._told if play is not None else ():
+            self._told.add(did)
+            logger.warning("The environment %s.", did)

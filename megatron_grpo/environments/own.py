@@ -11,16 +11,16 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import RunError, raised
+from megatron_grpo.environments.episodes import PlayedSampler
 from megatron_grpo.environments.own_answers import Asked, BadAnswer, Limits, asked_of, completions_of
 from megatron_grpo.parallel import collectives
-from megatron_grpo.rollout.engine import SamplingSettings, WeightsLost
+from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.turns import Drawn, Key, TurnEngine, TurnSampler, request_seed
 from megatron_grpo.types import Completion, Group, Prompt
 
@@ -257,44 +257,23 @@ def _place(error: BaseException, function: Any) -> str:
     return f" (line {lines[-1]} of {file})" if lines else ""
 
 
-class OwnRollouts:
+class OwnRollouts(PlayedSampler[OwnPlayer]):
     """A `Sampler` whose completions are what a function of the user's makes of an engine's tokens."""
 
     def __init__(self, engine: TurnEngine, own: OwnRollout):
-        self.engine, self.own = engine, own
-        self._asked: object = None
-        self._player: OwnPlayer | None = None
+        super().__init__(engine)
+        self.own = own
+
+    def new_player(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> OwnPlayer:
+        return OwnPlayer(self.own, prompts, sampling, seed=seed)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        """Asked the same after WeightsLost, it goes on where it was. Raises RunError, on every rank, where the function fails on any."""
+        """As `PlayedSampler.generate`. Raises RunError, on every rank, where the function fails on any."""
         if any(prompt.pictures for prompt in prompts):
             raise RunError("rollout_func does not go with pictures: what it returns has no place for them.")
-        asked = ([prompt.number for prompt in prompts], sampling, seed)
-        if asked != self._asked:
-            self._drop()
-            self._asked = asked
-        try:
-            groups = self.engine.play(prompts, sampling, partial(self._begin, sampling=sampling, seed=seed))
-            problems = collectives.from_all(self._player.problem if self._player is not None else None)
-        except WeightsLost:
-            raise
-        except BaseException:
-            self._drop()
-            raise
-        self._drop()
+        return super().generate(prompts, sampling, seed=seed)
+
+    def _check(self) -> None:
+        problems = collectives.from_all(self._player.problem if self._player is not None else None)
         if said := [problem for problem in problems if problem is not None]:
             raise RunError(f"rollout_func {self.own.name} {said[0]}")
-        return groups
-
-    def awake(self) -> AbstractContextManager[None]:
-        return self.engine.awake()
-
-    def _begin(self, prompts: Sequence[Prompt], *, sampling: SamplingSettings, seed: int) -> OwnPlayer:
-        if self._player is None:
-            self._player = OwnPlayer(self.own, prompts, sampling, seed=seed)
-        return self._player
-
-    def _drop(self) -> None:
-        if self._player is not None:
-            self._player.close()
-        self._asked = self._player = None

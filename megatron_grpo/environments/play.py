@@ -14,7 +14,7 @@ from megatron_grpo.environments.template import ChatTemplate
 from megatron_grpo.environments.transcript import History, Transcript, untold
 from megatron_grpo.environments.workers import Outcome, OutOfTime, Workers
 from megatron_grpo.rewards.contained import AskedToEnd
-from megatron_grpo.types import Completion, EpisodeNumbers, EpisodeRecord, Kept, Prompt
+from megatron_grpo.types import Completion, EpisodeNumbers, EpisodeRecord, Group, Kept, Prompt
 
 MOST_WAITED = 0.5  # seconds for environments, before the sampler is looked at again
 LARGE = 1_000_000  # characters: what is longer is looked at before it is encoded
@@ -152,9 +152,12 @@ class Play:
         """No more is played."""
         self._workers.close()
 
-    def completions(self) -> list[tuple[Prompt, tuple[Completion, ...]]]:
-        """By prompt, once all have ended."""
-        return [(prompt, tuple(_completion(self.episodes[prompt.number, place]) for place in range(self.n))) for prompt in self.prompts]
+    def groups(self) -> list[Group]:
+        """In the order of the prompts, once all have ended."""
+        return [
+            Group(prompt=prompt, completions=tuple(_completion(self.episodes[prompt.number, place]) for place in range(self.n)))
+            for prompt in self.prompts
+        ]
 
     # ---- one episode
 

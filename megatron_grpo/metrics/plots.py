@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.files import written_whole
+from megatron_grpo.metrics.draw import COLOURS, can_draw, new_figure, tidy, write_png
 
 logger = logging.getLogger(__name__)
 History = Mapping[str, Sequence[tuple[int, float]]]  # metric name -> (step, value), ascending
@@ -56,19 +55,18 @@ PLOTS = (
     ),
 )
 _PLOTTED = frozenset(name for plot in PLOTS for name in plot.curves)
-COLOURS = ("#2563a8", "#d1622b", "#3a8f5c", "#8a5aa8", "#b8892b", "#5b6770", "#c2407a", "#2aa5a0", "#c9ced3", "#111111")
 _warned = False
 
 
 def refresh(output_dir: Path, history: History) -> list[Path]:
     """Draws every plot that has data; returns the files. Without matplotlib: nothing, and one warning for the whole run."""
     global _warned
-    if importlib.util.find_spec("matplotlib") is None:
+    if not can_draw():
         if not _warned:
             logger.warning("plots/ is not drawn: matplotlib is not installed (pip install 'megatron-grpo[plot]')")
         _warned = True
         return []
-    return [_draw(output_dir / "plots", plot, history) for plot in PLOTS if _curves(plot, history)]
+    return [_draw(output_dir / "plots" / f"{plot.file}.png", [plot], history, width=7.0) for plot in PLOTS if _curves(plot, history)]
 
 
 def plotted(record: Mapping[str, Any]) -> list[str]:
@@ -89,37 +87,20 @@ def _curves(plot: Plot, history: History) -> list[tuple[str, str, Sequence[tuple
     return [(name, label, history[name]) for name, label in curves.items() if history.get(name)]
 
 
-def _draw(directory: Path, plot: Plot, history: History) -> Path:
-    figure = _figure(7.0)
-    _fill(figure.add_subplot(), plot, history)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{plot.file}.png"
-    with written_whole(path) as stream:
-        figure.canvas.print_png(stream)  # savefig would draw it twice, to lay it out first
-    return path
-
-
 def draw_together(path: Path, files: Sequence[str], history: History) -> bool:
     """Several plots side by side in one picture, those that have data; whether there was anything to draw, and matplotlib to draw it."""
     drawn = [plot for plot in PLOTS if plot.file in files and _curves(plot, history)]
-    if not drawn or importlib.util.find_spec("matplotlib") is None:
+    if not drawn or not can_draw():
         return False
-    figure = _figure(5.0 * len(drawn))
-    for place, plot in enumerate(drawn):
-        _fill(figure.add_subplot(1, len(drawn), place + 1), plot, history)
-    with written_whole(path) as stream:
-        figure.canvas.print_png(stream)  # savefig would draw it twice, to lay it out first
+    _draw(path, drawn, history, width=5.0)
     return True
 
 
-def _figure(width: float):
-    # The object interface: pyplot keeps figures alive and may look for a display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, 4.0), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+def _draw(path: Path, plots: Sequence[Plot], history: History, *, width: float) -> Path:
+    figure = new_figure(width * len(plots), 4.0)
+    for place, plot in enumerate(plots, 1):
+        _fill(figure.add_subplot(1, len(plots), place), plot, history)
+    return write_png(figure, path)
 
 
 def _fill(axes, plot: Plot, history: History) -> None:
@@ -130,9 +111,7 @@ def _fill(axes, plot: Plot, history: History) -> None:
         for (name, label, points), colour in zip(curves, cycle(COLOURS)):
             _line(axes, points, label, colour, dotted=is_held_out(name))
     axes.set(title=plot.title, xlabel="optimizer step", ylabel=plot.unit)
-    axes.grid(color="#e4e7ea", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes)
     if plot.stacked:
         axes.figure.legend(loc="outside right upper", frameon=False, fontsize="small")
     elif len(plot.curves) > 1 or plot.held_out:

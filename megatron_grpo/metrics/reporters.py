@@ -1,8 +1,9 @@
-"""Where metrics go besides metrics.jsonl: one small class per service, all with the same four methods, each in a thread of its own."""
+"""Where metrics go besides metrics.jsonl: services that are told of a run, each in a thread of its own."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.util
 import logging
 import os
@@ -72,55 +73,49 @@ class Tensorboard:
         self.writer.close()
 
 
-class Wandb:
-    """Weights & Biases; its own environment variables (WANDB_MODE, WANDB_RUN_ID, ...) apply."""
+class LikeWandb:
+    """A service with the interface of Weights & Biases: init, log, finish. Its own environment variables (WANDB_MODE, ...) apply.
 
-    def __init__(self, begin: Begin):
-        import wandb
+    as_table: (its module, rows by column) -> what it logs as a table; None for one without tables. further: arguments of `init`.
+    """
 
-        self.wandb = wandb
-        self.run = wandb.init(
-            project=begin.project_or("WANDB_PROJECT"),
-            name=begin.name_or("WANDB_NAME"),
-            dir=str(begin.output_dir),
-            config=dict(begin.config),
-            resume="allow",
-            settings=wandb.Settings(init_timeout=SECONDS_TO_CLOSE),
-        )
+    def __init__(self, begin: Begin, module: str, as_table: Callable[[Any, Table], Any] | None = None, **further: Any):
+        self.service, self._as_table = importlib.import_module(module), as_table
+        self.service.init(project=begin.project_or(f"{module.upper()}_PROJECT"), config=dict(begin.config), **further)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.run.log(dict(values), step=step)
+        self.service.log(dict(values), step=step)
 
     def completions(self, step: int, table: Table) -> None:
-        rows = [list(row) for row in zip(*table.values(), strict=True)]
-        self.run.log({"completions": self.wandb.Table(columns=list(table), data=rows)}, step=step)
+        if self._as_table is not None:
+            self.service.log({"completions": self._as_table(self.service, table)}, step=step)
 
     def close(self) -> None:
-        self.run.finish()
+        self.service.finish()
 
 
-class Swanlab:
-    """SwanLab; its own environment variables (SWANLAB_MODE, SWANLAB_API_KEY, ...) apply."""
+def wandb(begin: Begin) -> LikeWandb:
+    def as_table(service: Any, table: Table) -> Any:
+        return service.Table(columns=list(table), data=[list(row) for row in zip(*table.values(), strict=True)])
 
-    def __init__(self, begin: Begin):
-        import swanlab
+    name, settings = begin.name_or("WANDB_NAME"), {"init_timeout": SECONDS_TO_CLOSE}
+    return LikeWandb(begin, "wandb", as_table, name=name, dir=str(begin.output_dir), resume="allow", settings=settings)
 
-        self.swanlab = swanlab
-        swanlab.init(
-            project=begin.project_or("SWANLAB_PROJECT"),
-            experiment_name=begin.name_or("SWANLAB_EXP_NAME"),
-            logdir=str(begin.output_dir / "swanlab"),
-            config=dict(begin.config),
-        )
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.swanlab.log(dict(values), step=step)
+def swanlab(begin: Begin) -> LikeWandb:
+    return LikeWandb(begin, "swanlab", experiment_name=begin.name_or("SWANLAB_EXP_NAME"), logdir=str(begin.output_dir / "swanlab"))
 
-    def completions(self, step: int, table: Table) -> None:
-        pass
 
-    def close(self) -> None:
-        self.swanlab.finish()
+def trackio(begin: Begin) -> LikeWandb:
+    """On this machine, or on a Space of the Hub (TRACKIO_SPACE_ID)."""
+
+    def as_table(service: Any, table: Table) -> Any:
+        import pandas
+
+        return service.Table(dataframe=pandas.DataFrame(dict(table)))  # it takes `columns` too, and ignores them
+
+    space = os.environ.get("TRACKIO_SPACE_ID")
+    return LikeWandb(begin, "trackio", as_table, name=begin.name_or("TRACKIO_NAME"), resume="allow", space_id=space)
 
 
 class Mlflow:
@@ -145,7 +140,13 @@ class Mlflow:
         self.mlflow.end_run()
 
 
-REPORTERS: dict[str, Callable[[Begin], Reporter]] = {"tensorboard": Tensorboard, "wandb": Wandb, "swanlab": Swanlab, "mlflow": Mlflow}
+REPORTERS: dict[str, Callable[[Begin], Reporter]] = {
+    "tensorboard": Tensorboard,
+    "wandb": wandb,
+    "swanlab": swanlab,
+    "mlflow": Mlflow,
+    "trackio": trackio,
+}
 
 
 class InBackground:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.base.files import PAINTER
+from megatron_grpo.metrics.draw import can_draw, new_figure
 from megatron_grpo.planning.figure import draw, legend
 
 if TYPE_CHECKING:
@@ -18,11 +19,8 @@ PAPER, INK, FAINT = "#14181d", "#e6e6e6", "#8a929b"
 
 def draw_png(made: Plan, path: str) -> None:
     """Writes the picture; its format follows the file's suffix. Raises ConfigError without matplotlib, or for a suffix it does not know."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError([Problem(flags=("png",), message="png needs matplotlib: pip install 'megatron-grpo[plot]'.")]) from None
+    if not can_draw():
+        raise ConfigError([Problem(flags=("png",), message="png needs matplotlib: pip install 'megatron-grpo[plot]'.")])
     from rich.console import Console
     from rich.style import Style
     from rich.text import Text
@@ -30,8 +28,8 @@ def draw_png(made: Plan, path: str) -> None:
     sizes, terminal = made.checked.sizes, Console(width=COLUMNS)
     lines = [*draw(made.timetable, made.checked.config.plan.plan_rollouts, width=COLUMNS), Text(), *map(Text, legend(sizes))]
     columns = max(line.cell_len for line in lines)
-    figure = Figure(figsize=((columns + 2) * POINTS * 0.602 / 72, (len(lines) + 2) * POINTS * 1.5 / 72), dpi=130, facecolor=PAPER)
-    FigureCanvasAgg(figure)
+    width, height = (columns + 2) * POINTS * 0.602 / 72, (len(lines) + 2) * POINTS * 1.5 / 72
+    figure = new_figure(width, height, dpi=130, layout=None, facecolor=PAPER)
     for row, line in enumerate(lines, 1):
         column = 1
         for segment in line.render(terminal):

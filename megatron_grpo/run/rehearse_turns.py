@@ -91,7 +91,7 @@ def play_rows(
     for kind, texts in {**kinds, **_calls(environment, len(prompts))}.items():
         play = stage.begin(prompts, n=1, seed_of=lambda *place: 0)
         _play_out(play, _Scripted(stage, dict(enumerate(texts))))
-        played[kind] = Played(groups=[Group(prompt=prompt, completions=completions) for prompt, completions in play.completions()])
+        played[kind] = Played(groups=play.groups())
     return played
 
 

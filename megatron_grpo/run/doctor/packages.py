@@ -33,6 +33,7 @@ OPTIONAL = {
     ("wandb",): ("wandb", "--report_to wandb"),
     ("swanlab",): ("swanlab", "--report_to swanlab"),
     ("mlflow",): ("mlflow", "--report_to mlflow"),
+    ("trackio",): ("trackio", "--report_to trackio"),
 }
 _IMPORT_SECONDS = 300.0  # the first import after an install reads gigabytes
 

@@ -78,5 +78,5 @@ def played(
     play = where.begin([asked], n=n, seed_of=lambda number, place, turn: 1000 * place + turn)
     while not play.advance(says, 1.0, version=4):
         pass
-    [(_, completions)] = play.completions()
-    return list(completions), says
+    [group] = play.groups()
+    return list(group.completions), says

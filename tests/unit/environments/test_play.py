@@ -139,8 +139,8 @@ def test_a_new_sampler_is_asked_for_the_turns_that_are_open():
         pass
     known = lost.asked[-lost.num_running :]
     assert says.asked[: len(known)] == known, "the same context, the same seed"
-    [(_, completions)] = play.completions()
-    assert {one.ended for one in completions} == {"max_turns"}
+    [group] = play.groups()
+    assert {one.ended for one in group.completions} == {"max_turns"}
 
 
 class Slow(Environment):

@@ -143,6 +143,63 @@ def test_a_service_that_falls_too_far_behind_is_given_up(tmp_path, monkeypatch, 
     assert "tensorboard failed, and the run goes on without it: it is 3 words behind" in caplog.text
 
 
+class Module:
+    """A module with the interface of wandb, whatever its name; its functions have the parameters of the real one alone."""
+
+    def __init__(self, parameters):
+        self.told, self.parameters = [], parameters
+
+    def init(self, **given):
+        assert given.keys() <= self.parameters, given.keys() - self.parameters
+        self.told.append(given)
+
+    def log(self, metrics, step=None):
+        self.told.append((step, {name: value for name, value in metrics.items() if name in ("reward", "completions", "eval/accuracy")}))
+
+    def finish(self):
+        self.told.append("finished")
+
+    def Table(self, columns=None, data=None, dataframe=None):
+        return [list(columns), *data] if dataframe is None else [list(dataframe.columns), *dataframe.values.tolist()]
+
+
+INTERFACES = {  # parameters of `init` as the services document them; the tests below ask the real ones where they are installed
+    "wandb": {"project", "name", "dir", "config", "resume", "settings", "id", "entity", "group", "tags"},
+    "swanlab": {"project", "experiment_name", "logdir", "config", "workspace", "description", "mode", "resume", "id"},
+    "trackio": {"project", "name", "group", "space_id", "space_storage", "dataset_id", "config", "resume", "settings", "private", "embed"},
+}
+
+
+@pytest.mark.parametrize("name", INTERFACES)
+def test_services_like_wandb_are_told_project_name_settings_steps_and_tables(tmp_path, monkeypatch, caplog, name):
+    module = Module(INTERFACES[name])
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(reporters, "is_installed", lambda name: True)
+    monkeypatch.setenv("TRACKIO_SPACE_ID", "me/here")
+    two_steps(tmp_path / "run", name, run_name="mine", project="ours")
+    begun, *told = module.told
+    assert "failed" not in caplog.text
+    assert (begun["project"], begun.get("name", begun.get("experiment_name")), begun["config"]["lr"]) == ("ours", "mine", 1e-6)
+    assert begun.get("resume") == (None if name == "swanlab" else "allow") and begun.get("space_id") == (
+        "me/here" if name == "trackio" else None
+    )
+    rows = [list(TABLE), ["1+1=", "2", 1.0], ["2+2=", "five", None]]
+    heard = [(step, list(values)) for step, values in told[:-1]]
+    tables = [] if name == "swanlab" else ["completions"]
+    assert heard == [
+        (1, ["reward"]),
+        *((1, [one]) for one in tables),
+        (2, ["reward"]),
+        *((2, [one]) for one in tables),
+        (2, ["eval/accuracy"]),
+    ]
+    assert told[-1] == "finished"
+    for _, values in told[:-1]:
+        if "completions" in values:
+            [head, first, second] = values["completions"]
+            assert [head, first, second[:2]] == [*rows[:2], rows[2][:2]] and second[2] != second[2] or second[2] is None
+
+
 # ---- the real ones ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -218,3 +275,14 @@ def test_swanlab_offline(alone, monkeypatch, caplog):
     monkeypatch.setenv("SWANLAB_MODE", "offline")
     two_steps(alone / "run", "swanlab", run_name="mine", project="ours")
     assert "failed" not in caplog.text and any((alone / "run" / "swanlab").rglob("*"))
+
+
+@needs("trackio")
+def test_trackio_on_this_machine(alone, monkeypatch, caplog):
+    monkeypatch.setenv("TRACKIO_DIR", str(alone / "trackio"))
+    monkeypatch.delenv("TRACKIO_SPACE_ID", raising=False)
+    monkeypatch.setattr(reporters, "SECONDS_TO_CLOSE", 120.0)
+    two_steps(alone / "run", "trackio", run_name="mine", project="ours")
+    assert "failed" not in caplog.text
+    [file] = (alone / "trackio").glob("ours*.db")
+    assert b"mine" in file.read_bytes()

@@ -1,23 +1,120 @@
-"""What `whatif` was asked: a run, one of its recorded steps, and the variants to try; all that is wrong, before anything loads."""
+"""What `mismatch` and `whatif` were asked, and the settings that go with it; all that is wrong, before anything loads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.checkpoint import folder
 from megatron_grpo.checkpoint.folder import Folder
-from megatron_grpo.checkpoint.manifest import Manifest
+from megatron_grpo.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron_grpo.checkpoint.samples import read_samples
 from megatron_grpo.checkpoint.saving import RECORDED
 from megatron_grpo.config import Parsed
 from megatron_grpo.config.config import Config
 from megatron_grpo.grpo import validation
-from megatron_grpo.run.opened import settings_over
+from megatron_grpo.run.opened import settings_of_checkpoint, settings_over
 from megatron_grpo.types import Sample
+
+Parse = Callable[[Sequence[str]], Parsed]
+
+
+def _taken(words: Sequence[str], own: Collection[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """(what was typed for each of a command's own flags, as `--row 1` or `--row=1`; the words that are settings)."""
+    values, rest, left = {name: list[str]() for name in own}, list[str](), iter(words)
+    for word in left:
+        name, is_one_word, value = word.partition("=")
+        if name in values:
+            values[name].append(value if is_one_word else next(left, ""))
+        else:
+            rest.append(word)
+    return values, rest
+
+
+# ---- mismatch --------------------------------------------------------------------------------------------------------------------------
+
+ROWS = 16  # that are compared, if nothing is typed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is looked at. run: output_dir of a run; None for files of a model. checkpoint: None for the weights that a run began with."""
+
+    name: str
+    run: Path | None
+    checkpoint: Path | None
+    step: int
+    cfg: Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchArgs:
+    """row: to look into; None for the worst. num_rows: to compare. dtype: of both sides; None for the run's."""
+
+    subject: Subject
+    row: int | None
+    num_rows: int
+    dtype: str | None
+
+
+def read_mismatch_args(argv: Sequence[str], parse: Parse) -> MismatchArgs:
+    """argv: a directory, then words of the command and settings. Raises ConfigError with all that is wrong."""
+    if not argv or argv[0].startswith("--"):
+        raise ConfigError("mismatch needs a directory first: an output_dir, one of its checkpoints (checkpoints/iter_0000100), or a model.")
+    typed, rest = _taken(argv[1:], ("--row", "--rows", "--dtype"))
+    parsed = parse([*rest, *(word for dtype in typed["--dtype"] for word in ("--torch_dtype", dtype))])
+    problems = [
+        problem_with(name, f"{name} ({value or 'nothing'}) must be a whole number, {least} or more.")
+        for name, least in (("row", 0), ("rows", 1))
+        for value in typed[f"--{name}"]
+        if not value.isdecimal() or int(value) < least
+    ]
+    problems += parsed.problems
+    subject = None
+    try:
+        subject = _subject(Path(argv[0]), parsed, parse)
+    except ConfigError as error:
+        problems += error.problems
+    if problems or subject is None:
+        raise ConfigError(problems)
+    row, num_rows, dtype = (values[-1] if values else None for values in typed.values())
+    return MismatchArgs(subject=subject, row=None if row is None else int(row), num_rows=int(num_rows or ROWS), dtype=dtype)
+
+
+def _subject(path: Path, parsed: Parsed, parse: Parse) -> Subject:
+    typed, path = parsed.config, path.absolute()
+    if (path / MANIFEST).is_file():
+        beside = path.parent.parent
+        return _of_checkpoint(path, typed, run=beside if (beside / "metrics.jsonl").is_file() else None)
+    if (path / "checkpoints").is_dir() or (path / "metrics.jsonl").is_file():
+        candidates = Folder(path / "checkpoints").candidates()
+        newest = next((one for one in candidates if isinstance(one, Manifest)), None)
+        if newest is not None:
+            return _of_checkpoint(newest.directory, typed, run=path)
+        if not (path / "config.yaml").is_file():
+            raise config_error("mismatch", f"mismatch: {path} has neither a checkpoint nor a config.yaml, so its model is not known.")
+        of_run = parse(["--config", str(path / "config.yaml")]).config
+        cfg = settings_over(typed, {name: value for section in of_run.groups().values() for name, value in vars(section).items()})
+        return Subject(name=f"{path}, which has no checkpoint: the weights it began with", run=path, checkpoint=None, step=0, cfg=cfg)
+    if (path / "config.json").is_file():
+        cfg = typed.with_values({"model": str(path)})
+        return Subject(name=str(path), run=None, checkpoint=None, step=0, cfg=cfg)
+    what = "holds no run (metrics.jsonl), checkpoint (manifest.json) or model (config.json)"
+    there = "is a file, not a directory" if path.is_file() else what
+    raise config_error("mismatch", f"mismatch: {path} {there if path.exists() else 'does not exist'}.")
+
+
+def _of_checkpoint(directory: Path, typed: Config, *, run: Path | None) -> Subject:
+    cfg, manifest = settings_of_checkpoint(typed, directory), read_manifest(directory)
+    assert not isinstance(manifest, str)  # its settings have been read
+    return Subject(name=str(directory), run=run, checkpoint=directory, step=manifest.step, cfg=cfg)
+
+
+# ---- whatif ----------------------------------------------------------------------------------------------------------------------------
 
 # What the loss does with rows that are there. All else decides which rows there are, or what their advantages are.
 TRIED = frozenset(
@@ -32,6 +129,8 @@ SIZES = ("global_batch_size", "staleness")
 _OTHERS = ("micro_batch_size", "max_tokens_per_micro_batch", "optimizer_cpu_offload", "record_rows", "sync_ref_model")
 OWN = "the run's own"
 
+_said, _refused = partial(problem_with, "try"), partial(config_error, "whatif")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
@@ -42,7 +141,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class WhatifArgs:
     """step: optimizer steps behind the weights. later: checkpoints of the run by how many steps they are behind this one."""
 
     run: Path
@@ -53,25 +152,19 @@ class Asked:
     later: Mapping[int, Path] = field(default_factory=dict)
 
 
-def read_asked(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> Asked:
+def read_whatif_args(argv: Sequence[str], parse: Parse) -> WhatifArgs:
     """argv: the output_dir of a run, `--step N`, `--try "name=value ..."` as often as wanted, and settings of this job (layout, --json).
 
     Raises ConfigError with all that is wrong.
     """
-    words, tries, step, rest = list(argv), list[str](), list[str](), list[str]()
-    if not words or words[0].startswith("-"):
-        raise _refused('whatif needs the output_dir of a run first: megatron-grpo whatif OUTPUT_DIR --try "loss_type=vespo"')
-    run, place = Path(words[0]), 1
-    while place < len(words):
-        name, is_one_word, value = words[place].partition("=")
-        if name in ("--try", "--step"):
-            value, place = (value, place) if is_one_word else (words[place + 1] if place + 1 < len(words) else "", place + 1)
-            (tries if name == "--try" else step).append(value)
-        else:
-            rest.append(words[place])
-        place += 1
+    if not argv or argv[0].startswith("-"):
+        message = 'whatif needs the output_dir of a run first: megatron-grpo whatif OUTPUT_DIR --try "loss_type=vespo"'
+        raise _refused(message)
+    run = Path(argv[0])
+    typed, rest = _taken(argv[1:], ("--try", "--step"))
+    tries, steps = typed.values()
     parsed = parse(rest)
-    manifest, later = _checkpoint(run, step[-1] if step else None)
+    manifest, later = _checkpoint(run, steps[-1] if steps else None)
     samples = read_samples(manifest.directory / RECORDED)
     cfg = _settings(parsed.config, manifest)
     problems = [*parsed.problems, *_moving(cfg, manifest, tries)]
@@ -82,7 +175,7 @@ def read_asked(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) ->
         variants += [variant] if variant else []
     if problems:
         raise ConfigError(problems)
-    return Asked(run=run, checkpoint=manifest.directory, step=manifest.step, cfg=cfg, variants=tuple(variants), later=later)
+    return WhatifArgs(run=run, checkpoint=manifest.directory, step=manifest.step, cfg=cfg, variants=tuple(variants), later=later)
 
 
 def _checkpoint(run: Path, step: str | None) -> tuple[Manifest, dict[int, Path]]:
@@ -92,7 +185,9 @@ def _checkpoint(run: Path, step: str | None) -> tuple[Manifest, dict[int, Path]]
         raise _refused(f"whatif: {run} has no checkpoint with recorded rows. Train with --record_rows true and --save_steps: the rows "
                        "that a checkpoint's first step trains are kept beside it.")  # fmt: skip
     if step is not None and (not step.isdecimal() or int(step) not in recorded):
-        raise _refused(f"whatif: step {step} has no recorded rows; {', '.join(map(str, recorded))} have. (Steps behind the weights.)")
+        raise config_error(
+            "whatif", f"whatif: step {step} has no recorded rows; {', '.join(map(str, recorded))} have. (Steps behind the weights.)"
+        )
     chosen = whole[recorded[-1] if step is None else int(step)]
     if faults := folder.damage(chosen.directory, chosen.files):
         raise _refused(f"whatif: {chosen.directory} is damaged: {faults[0]}.")
@@ -108,13 +203,13 @@ def _settings(typed: Config, manifest: Manifest) -> Config:
 
 def _moving(cfg: Config, manifest: Manifest, tries: Sequence[str]) -> list[Problem]:
     if manifest.origin.settings.get("sync_ref_model") and (cfg.grpo.beta or any("beta" in text for text in tries)):
-        return [Problem(flags=("sync_ref_model",), message="whatif: the run's reference moves (sync_ref_model), and is not loaded here. "
-                                                           "It takes runs with a fixed reference, or without one.")]  # fmt: skip
+        return [problem_with("sync_ref_model", "whatif: the run's reference moves (sync_ref_model), and is not loaded here. "
+                                              "It takes runs with a fixed reference, or without one.")]  # fmt: skip
     return []
 
 
 def _variant(
-    text: str, cfg: Config, samples: Sequence[Sample], later: Mapping[int, Path], parse: Callable[[Sequence[str]], Parsed]
+    text: str, cfg: Config, samples: Sequence[Sample], later: Mapping[int, Path], parse: Parse
 ) -> tuple[Variant | None, list[Problem]]:
     pairs = [word.partition("=") for word in text.split()]
     if not pairs or not all(equals and value for _, equals, value in pairs):
@@ -152,11 +247,3 @@ def _variant(
     if changed.grpo.loss_type == "real" and len(keys) * group != num_rows:
         problems.append(_said("try: loss_type real compares whole groups, and the recorded step cut some."))
     return (None if problems else Variant(name=" ".join(text.split()), cfg=changed, num_rows=num_rows, staleness=staleness)), problems
-
-
-def _said(message: str) -> Problem:
-    return Problem(flags=("try",), message=message)
-
-
-def _refused(message: str) -> ConfigError:
-    return ConfigError([Problem(flags=("whatif",), message=message)])

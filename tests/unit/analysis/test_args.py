@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_grpo.analysis.asked import read_asked
-from megatron_grpo.analysis.recorded import recorded, spread
+from megatron_grpo.analysis.args import read_mismatch_args
+from megatron_grpo.analysis.mismatch import recorded, spread
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import parse
@@ -21,7 +21,7 @@ from megatron_grpo.rollout.engine import WeightSyncError
 from megatron_grpo.trainer.sync import Publisher
 from megatron_grpo.types import Completion, Group, Prompt, Sequence, answered
 
-read = partial(read_asked, parse=partial(parse, dialects=DIALECTS))
+read = partial(read_mismatch_args, parse=partial(parse, dialects=DIALECTS))
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,10 @@ def test_tokens_and_log_probs_are_recorded_and_read_back(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"version": [4, 4, 4], **drawn_in(group)}), tmp_path / "completions" / "step_000004.parquet")
     rows = recorded(tmp_path, version=4)
     assert [row.tokens.tolist() for row in rows] == [[5, 6, 7, 10, 11], [5, 6, 7, 10, 11, 12, 13, 14]]  # that of two contexts is left out
-    assert rows[0].logprobs.tolist()[3:] == [-0.5, -0.5] and rows[0].mask.tolist() == [False, False, False, True, True]
-    assert rows[0].prompt == (5, 6, 7) and rows[0].version == 4
+    assert rows[0].sampler.tolist()[3:] == [-0.5, -0.5] and rows[0].drawn.tolist() == [False, False, False, True, True]
+    assert rows[0].prompt == (5, 6, 7)
     assert recorded(tmp_path, version=3) == [] and len(recorded(tmp_path)) == 2
-    assert [row.logprobs.size for row in spread(rows * 8, 4)] == [5, 5, 5, 5] and len(spread(rows, 4)) == 2
+    assert [row.sampler.size for row in spread(rows * 8, 4)] == [5, 5, 5, 5] and len(spread(rows, 4)) == 2
 
 
 def test_a_table_of_a_run_that_kept_no_tokens_has_none(tmp_path):

@@ -1,0 +1,309 @@
+"""What `mismatch` found, how far trainer and sampler are apart: numbers, words, JSON and a picture. And the picture of `whatif`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.analysis.args import Subject
+from megatron_grpo.analysis.operations import ASIDE, Operation, Row, first_over
+from megatron_grpo.base.files import PAINTER, written_whole
+
+BINS = 40
+DRIFT = ("sampling/logp_difference/mean", "sampling/logp_difference/max")  # of metrics.jsonl
+PANELS = (
+    ("cosine with the run's gradient", lambda one: one.cosine or 0.0),
+    ("gradient norm", lambda one: one.grad_norm),
+    ("clipped share of tokens", lambda one: one.clip_low + one.clip_high),
+    ("effective sample size", lambda one: one.ess),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One that was drawn. `place` counts the tokens of its row, the prompt's too; log-probs are in nats."""
+
+    row: int
+    place: int
+    text: str
+    sampler: float
+    trainer: float
+
+    @property
+    def difference(self) -> float:
+        return self.trainer - self.sampler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Found:
+    """Everything that was found. row: the one that was looked into. push: what is wrong with a push of the weights, or nothing."""
+
+    subject: Subject
+    dtype: str
+    limit: float
+    bound: float  # nats
+    num_ranks: int
+    source: str
+    rows: Sequence[Row]
+    tokens: Sequence[Token]
+    row: int
+    operations: Sequence[Operation]
+    drift: Sequence[tuple[int, float, float]]
+    notes: Sequence[str]
+    push: str
+
+    @property
+    def verdict(self) -> str:
+        """What differs by more than rounding, in a sentence."""
+        sentences = []
+        if (first := first_over([one for one in self.operations if one.name not in ASIDE])) is not None:
+            shards = f" (shard of rank {', '.join(map(str, first.ranks))})" if len(first.ranks) < self.num_ranks else ""
+            sentences.append(f"{first.in_words}: {first.difference:.2g} of its size{shards}{first.cause and f'; {first.cause}'}.")
+        sentences += [ASIDE[one.name] for one in self.operations if one.name in ASIDE and one.is_over]
+        if not sentences and self.push:
+            sentences.append("No operation differs by more than rounding, but the check of the push fails.")
+        if not sentences and not self.operations and self.numbers["beyond"]:
+            sentences.append(f"Tokens differ by more than {self.bound:g} nats, and the operations of this model are not watched.")
+        return " ".join(sentences)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        return quantiles(self.rows, self.bound)
+
+
+def in_words(found: Found, picture: Path | None) -> str:
+    numbers = found.numbers
+    ranks = "one rank" if found.num_ranks == 1 else f"{found.num_ranks} tensor-parallel ranks"
+    lines = [
+        f"{found.subject.name}, step {found.subject.step}, {found.dtype}, {ranks}",
+        f"{len(found.rows)} rows, {numbers['tokens']:,} tokens, {found.source}",
+        "",
+        "|trainer - sampler| in nats: "
+        + ", ".join(f"{name} {numbers[name]:.2g}" for name in ("mean", "median", "90 %", "99 %", "largest"))
+        + f"; beyond {found.bound:g}: {numbers['beyond']:.1%}",
+        "",
+        f"{'row':>5} {'place':>6}  {'sampler':>9} {'trainer':>9} {'difference':>11}  token",
+        *(
+            f"{one.row:>5} {one.place:>6}  {one.sampler:>9.4f} {one.trainer:>9.4f} {one.difference:>11.2e}  {one.text!r}"
+            for one in found.tokens
+        ),
+    ]
+    if found.drift:
+        (first, mean, _), (last, late, _) = found.drift[0], found.drift[-1]
+        step, _, largest = max(found.drift, key=lambda one: one[2])
+        lines += [
+            "",
+            f"While the run trained: mean {mean:.2g} at step {first}, {late:.2g} at step {last}; largest {largest:.2g} at step {step}",
+        ]
+    if found.operations:
+        row = found.rows[found.row]
+        lines += [
+            "",
+            f"Row {found.row} ({row.opening} tokens of prompt, {len(row.tokens) - row.opening} behind it), each operation on the sampler's "
+            f"inputs; over: more than {found.limit:g}",
+            f"{'operation':<24} {'of its size':>11} {'largest':>10} {'equal bits':>11}",
+            *(_line(one) for one in _shortened(found.operations)),
+        ]
+    lines += ["", *found.notes, *([found.push] if found.push else [])]
+    lines.append(found.verdict or "Nothing differs by more than rounding.")
+    return "\n".join([*lines, *([f"Picture: {picture}"] if picture else [])])
+
+
+def _line(one: Operation) -> str:
+    return f"{one.in_words:<24} {one.difference:>11.1e} {one.largest:>10.1e} {one.equal:>11.1%}{'  <- over' if one.is_over else ''}"
+
+
+def _shortened(operations: Sequence[Operation]) -> list[Operation]:
+    """Those over the limit, and of all others the worst layer of each kind."""
+    worst: dict[str, Operation] = {}
+    for one in operations:
+        kind = one.in_words.partition(", ")[2] or one.name
+        if kind not in worst or one.difference > worst[kind].difference:
+            worst[kind] = one
+    kept = {one.name for one in worst.values()} | {one.name for one in operations if one.is_over}
+    return [one for one in operations if one.name in kept]
+
+
+def as_json(found: Found) -> dict[str, Any]:
+    return {
+        "subject": found.subject.name,
+        "step": found.subject.step,
+        "dtype": found.dtype,
+        "ranks": found.num_ranks,
+        "source": found.source,
+        "rows": len(found.rows),
+        "difference": found.numbers,
+        "bound": found.bound,
+        "worst_tokens": [asdict(one) | {"difference": one.difference} for one in found.tokens],
+        "drift": [{"step": step, "mean": mean, "max": largest} for step, mean, largest in found.drift],
+        "row": found.row,
+        "limit": found.limit,
+        "operations": [asdict(one) | {"over": one.is_over} for one in found.operations],
+        "notes": list(found.notes),
+        "push": found.push,
+        "named": [one.name for one in found.operations if one.is_over],
+        "verdict": found.verdict,
+    }
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------------------------
+
+
+def quantiles(rows: Sequence[Row], bound: float) -> dict[str, float]:
+    """Of |trainer - sampler| in nats over all drawn tokens. NaN counts as beyond the bound."""
+    away = np.abs(np.concatenate([row.differences for row in rows]))
+    return {
+        "tokens": len(away),
+        "mean": float(away.mean()),
+        "median": float(np.median(away)),
+        "90 %": float(np.quantile(away, 0.9)),
+        "99 %": float(np.quantile(away, 0.99)),
+        "largest": float(away.max()),
+        "beyond": float((~(away <= bound)).mean()),
+    }
+
+
+def worst_row(rows: Sequence[Row]) -> int:
+    """The row with the token that is furthest off; NaN is."""
+    return int(np.argmax([np.nan_to_num(np.abs(row.differences), nan=np.inf).max() for row in rows]))
+
+
+def worst_tokens(rows: Sequence[Row], tokenizer: Any, most: int) -> list[Token]:
+    found = []
+    for number, row in enumerate(rows):
+        for place in np.flatnonzero(row.drawn):
+            found.append((abs(float(row.trainer[place]) - float(row.sampler[place])), number, int(place)))
+    found.sort(key=lambda one: (-np.nan_to_num(one[0], nan=np.inf), *one[1:]))
+    return [
+        Token(
+            row=number,
+            place=place,
+            text=tokenizer.decode([int(rows[number].tokens[place])]),
+            sampler=float(rows[number].sampler[place]),
+            trainer=float(rows[number].trainer[place]),
+        )
+        for _, number, place in found[:most]
+    ]
+
+
+def drift_of(run: Path | None) -> list[tuple[int, float, float]]:
+    """(step, mean, largest) of |trainer - sampler| that a run has logged while it trained."""
+    found = []
+    path = None if run is None else run / "metrics.jsonl"
+    for line in path.read_text(encoding="utf-8").splitlines() if path is not None and path.is_file() else ():
+        try:
+            record = json.loads(line)
+            found.append((int(record["step"]), float(record[DRIFT[0]]), float(record[DRIFT[1]])))
+        except (ValueError, KeyError, TypeError):
+            continue  # a line that is being written, or a step that trained nothing
+    return found
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------------------------
+
+
+def draw(
+    path: Path, rows: Sequence[Row], operations: Sequence[Operation], drift: Sequence[tuple[int, float, float]], *, limit: float
+) -> bool:
+    """Writes a PNG of what `mismatch` found; whether matplotlib is there to draw it."""
+    panels = [_histogram, _tokens, *([_operations] if operations else []), *([_drift] if drift else [])]
+    with _drawn(path, figsize=(11, 4 * (len(panels) + 1) // 2), dpi=100) as figure:
+        for place, panel in enumerate(panels if figure else ()):
+            axes = figure.add_subplot((len(panels) + 1) // 2, 2, place + 1)
+            panel(axes, rows, operations, drift, limit)
+            axes.grid(color="#e4e7ea", linewidth=0.8)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+    return figure is not None
+
+
+def draw_variants(told: Sequence[Any], path: Path, step: int) -> str:
+    """Writes a PNG of what `whatif` found, as bars; returns the line that says where it is, or why there is none."""
+    with _drawn(path, figsize=(13, 1.2 + 0.42 * len(told)), dpi=120) as figure:
+        if figure is None:
+            return "No picture: matplotlib is not installed (pip install megatron-grpo[plot])."
+        axes = figure.subplots(1, len(PANELS), sharey=True)
+        for axis, (title, value) in zip(axes, PANELS, strict=True):
+            values = [value(one) for one in told]
+            bars = axis.barh(range(len(told)), values, color=["#5b6770", *["#2563a8"] * (len(told) - 1)])
+            axis.bar_label(bars, labels=[f"{one:.3g}" for one in values], padding=3, fontsize=8)
+            axis.set_title(title, fontsize=10)
+            axis.margins(x=0.2)
+            axis.spines[["top", "right"]].set_visible(False)
+        axes[0].set_yticks(range(len(told)), [one.name for one in told])
+        axes[0].invert_yaxis()
+        figure.suptitle(f"Optimizer step {step + 1} under other settings", fontsize=11)
+    return f"Picture: {path}"
+
+
+@contextmanager
+def _drawn(path: Path, *, figsize: tuple[float, float], dpi: int) -> Iterator[Any]:
+    """A figure, written as a PNG when it is drawn; None without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        yield None
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=figsize, dpi=dpi, layout="constrained")
+    yield figure
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(path) as stream:
+        figure.savefig(stream, format="png", metadata={"Software": PAINTER})
+
+
+BLUE, RED, GREY = "#2f6f9f", "#c0392b", "#8a949e"
+
+
+def _histogram(axes: Any, rows: Sequence[Row], *others: Any) -> None:
+    away = np.abs(np.concatenate([row.differences for row in rows]))
+    there = away[np.isfinite(away) & (away > 0)]
+    if len(there):
+        low, high = there.min(), max(there.max(), there.min() * 1.01)
+        axes.hist(there, bins=np.geomspace(low, high * 1.001, BINS), color=BLUE)
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter("")
+    same = int((away == 0).sum())
+    axes.set(title=f"{len(away):,} tokens, {same:,} of them equal", xlabel="|trainer - sampler|, nats", ylabel="tokens")
+
+
+def _tokens(axes: Any, rows: Sequence[Row], *others: Any) -> None:
+    sampler = np.concatenate([row.sampler[row.drawn] for row in rows])
+    trainer = np.concatenate([row.trainer[row.drawn] for row in rows])
+    low = float(min(np.nanmin(sampler), np.nanmin(trainer)))
+    axes.plot([low, 0], [low, 0], color=GREY, linewidth=1.0)
+    axes.plot(sampler, trainer, ".", color=BLUE, markersize=4, alpha=0.6)
+    axes.set(title="log-prob of each token", xlabel="sampler, nats", ylabel="trainer, nats")
+
+
+def _operations(axes: Any, rows: Any, operations: Sequence[Operation], drift: Any, limit: float) -> None:
+    values = [max(one.difference, 1e-9) for one in operations]
+    colours = [RED if one.is_over else BLUE for one in operations]
+    axes.scatter(range(len(values)), values, c=colours, s=14)
+    axes.axhline(limit, color=GREY, linewidth=1.0, linestyle="--")
+    axes.set_yscale("log")
+    first = next((place for place, one in enumerate(operations) if one.is_over), None)
+    if first is not None:
+        side = "right" if first > len(values) / 2 else "left"
+        axes.annotate(operations[first].in_words, (first, values[first]), xytext=(-6 if side == "right" else 6, 6),
+                      textcoords="offset points", ha=side, color=RED)  # fmt: skip
+    axes.margins(y=0.12)
+    axes.set(title="each operation on the sampler's inputs", xlabel="operation, in order (equal bits: at the bottom)", ylabel="of its size")
+
+
+def _drift(axes: Any, rows: Any, operations: Any, drift: Sequence[tuple[int, float, float]], limit: Any) -> None:
+    steps, means, largest = zip(*drift, strict=True)
+    axes.plot(steps, means, "o-", color=BLUE, markersize=3, label="mean")
+    axes.plot(steps, largest, "o-", color=RED, markersize=3, label="largest")
+    if min(means) > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter("")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False, fontsize="small")
+    axes.set(title="while the run trained", xlabel="optimizer step", ylabel="|trainer - sampler|, nats")
