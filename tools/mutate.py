@@ -34,7 +34,7 @@ ROOMS = {
         "tests/unit/trainer/test_rollouts.py": "trainer/rollouts",
         "tests/unit/policy/test_guard.py": "policy/guard",
         "tests/unit/grpo/test_metrics.py": "grpo/metrics",
-        "tests/unit/config tests/unit/compat": "config/foreign config/script config/remedies compat/*",
+        "tests/unit/config tests/unit/compat": "config/parse compat/*",
     },
     "ranks": {
         STEP: "policy/optimizer",

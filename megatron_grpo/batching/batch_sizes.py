@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.batching.nearest import broken_rules, nearest
 from megatron_grpo.batching.sizes import CP, EP, ETP, NATIVE, PP, TP, VPP, WORLD, Model, TypedSizes, derive, inputs_of
-from megatron_grpo.compat import products_of
 from megatron_grpo.config.config import Config
 from megatron_grpo.parallel.layout import Layout
 
@@ -51,7 +50,7 @@ class BatchSizes:
             raise ConfigError(problems)
         # R2 replays what that pass chose.
         old_logprobs = "always" if cfg.grpo.router_replay_mode == "R2" else cfg.batch.old_logprobs
-        inputs = inputs_of(cfg, products_of(cfg.plan.dialect), model)
+        inputs = inputs_of(cfg, model)
         return cls.of(inputs, old_logprobs=old_logprobs, async_rollout_depth=cfg.rollout.async_rollout_depth)
 
     @classmethod
@@ -119,7 +118,7 @@ def size_problems(cfg: Config, model: Model | None = None, *, others_pass: bool 
     others_pass: the rest of the configuration is sound, so that a change of one size can make the whole of it pass; otherwise no
     nearest values are offered. unreadable: settings whose values could not be read; rules about them are not judged.
     """
-    inputs = inputs_of(cfg, products_of(cfg.plan.dialect), model)
+    inputs = inputs_of(cfg, model)
     broken = [rule for rule in broken_rules(inputs) if not set(rule.flags) & set(unreadable)]
     names = {flag: cfg.typed.get(flag, flag) for flag in inputs.values}
     # Sizes that a user may want to give when a default of theirs does not fit.

@@ -97,9 +97,9 @@ class Rule:
         return not self.holds or self.divisor == 0 or self.multiple % self.divisor != 0
 
 
-def inputs_of(cfg: Config, products: Mapping[str, Product] | None = None, model: Model | None = None) -> TypedSizes:
-    """The inputs that a configuration holds. `products` is a dialect's (`dialects.PRODUCTS`); native without it."""
-    products = products or NATIVE
+def inputs_of(cfg: Config, model: Model | None = None) -> TypedSizes:
+    """The inputs that a configuration holds."""
+    products = cfg.products or NATIVE
     values: dict[str, int | None] = {name: getattr(cfg.parallel, name) for name in PARALLEL}
     values[WORLD] = values[WORLD] if values[WORLD] is not None else 1
     values[VLLM_TP] = cfg.rollout.vllm_tensor_parallel_size
@@ -116,7 +116,7 @@ def inputs_of(cfg: Config, products: Mapping[str, Product] | None = None, model:
     micro = products["micro"][0]
     if values[micro] is None and not (whole_step and values[whole_step[0]] and parts and values[parts[0]]):
         values[micro] = 1
-    if products is NATIVE and values["generation_batch_size"] is None and values["steps_per_generation"] is None:
+    if products == NATIVE and values["generation_batch_size"] is None and values["steps_per_generation"] is None:
         values["steps_per_generation"] = 1
     return TypedSizes(
         values={flag: value for flag, value in values.items() if value is not None},

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.config.foreign import OFF, Change, Reader
+from megatron_grpo.compat.foreign import OFF, Change, Reader
 from megatron_grpo.config.servers import OF_THE_ENGINE
 from megatron_grpo.config.table import TRUE, BadValue
 

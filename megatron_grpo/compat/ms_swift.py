@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron_grpo.compat import swift, trl
 from megatron_grpo.compat.common import Given, drops_last, text_of
+from megatron_grpo.compat.foreign import OFF, Change
 from megatron_grpo.compat.tables import sentence
-from megatron_grpo.config.foreign import OFF, Change
 from megatron_grpo.config.table import BadValue
 
 _DEEPSPEED = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")

@@ -25,8 +25,8 @@ from megatron_grpo.compat.common import (
     text_of,
     whole,
 )
+from megatron_grpo.compat.foreign import OFF, Change
 from megatron_grpo.compat.tables import sentence
-from megatron_grpo.config.foreign import OFF, Change
 from megatron_grpo.config.table import TRUE, BadValue
 
 _ALGORITHM, _POLICY, _ENGINE, _LORA = "algorithm.", "policy.megatron_config.", "inference_engine.", "policy.model.lora."

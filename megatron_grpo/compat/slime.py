@@ -23,8 +23,8 @@ from megatron_grpo.compat.common import (
     text_of,
     whole,
 )
+from megatron_grpo.compat.foreign import Change
 from megatron_grpo.compat.tables import sentence
-from megatron_grpo.config.foreign import Change
 from megatron_grpo.config.table import BadValue
 
 _KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}

@@ -13,8 +13,8 @@ from typing import Any
 
 from megatron_grpo.base.files import read_text
 from megatron_grpo.compat.common import BUILT_IN_REWARDS, Given, as_in_training, holds_out, idle_schedule, not_left, of_servers, of_the_hub
+from megatron_grpo.compat.foreign import Change, Reader
 from megatron_grpo.compat.tables import sentence
-from megatron_grpo.config.foreign import Change, Reader
 from megatron_grpo.config.table import BadValue
 
 _REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetition": "repetition", "soft_overlong": "soft_overlong"}

@@ -15,7 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from megatron_grpo.batching.sizes import NATIVE
-from megatron_grpo.config.foreign import OFF, Default, Dialect, Foreign, shown
+from megatron_grpo.compat.foreign import OFF, Default, Dialect, Foreign
+from megatron_grpo.config.read import shown
 from megatron_grpo.config.table import Setting
 
 FOLDER = Path(__file__).parent

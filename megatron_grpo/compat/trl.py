@@ -19,7 +19,8 @@ from megatron_grpo.compat.common import (
     text_of,
     whole,
 )
-from megatron_grpo.config.foreign import OFF, Change, Reader, shown
+from megatron_grpo.compat.foreign import OFF, Change, Reader
+from megatron_grpo.config.read import shown
 from megatron_grpo.config.table import FALSE, TRUE, BadValue
 
 ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")

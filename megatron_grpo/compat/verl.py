@@ -25,8 +25,8 @@ from megatron_grpo.compat.common import (
     text_of,
     whole,
 )
+from megatron_grpo.compat.foreign import OFF, Change, OtherTask, Reader
 from megatron_grpo.compat.tables import sentence
-from megatron_grpo.config.foreign import OFF, Change, OtherTask, Reader
 from megatron_grpo.config.table import TRUE, BadValue
 
 

@@ -1,7 +1,6 @@
 """Command lines and configuration files -> `Config`. Flags, YAML keys, types, units and defaults all come from `config.py`."""
 
-from megatron_grpo.config.foreign import Dialect
 from megatron_grpo.config.parse import Parsed, parse, resolve
 from megatron_grpo.config.table import Setting, canonical, names, table
 
-__all__ = ["Dialect", "Parsed", "Setting", "canonical", "names", "parse", "resolve", "table"]
+__all__ = ["Parsed", "Setting", "canonical", "names", "parse", "resolve", "table"]

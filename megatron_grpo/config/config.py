@@ -6,7 +6,7 @@ sections of a YAML file; the names are unique over all groups, so a flat file wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -701,10 +701,11 @@ class Config:
     typed: Mapping[str, str] = field(default_factory=dict)
     # The batch sizes as typed in another system's vocabulary; empty without --dialect.
     foreign: Mapping[str, int] = field(default_factory=dict)
+    products: Mapping[str, Sequence[str]] = field(default_factory=dict)  # which of them make our sizes
 
     def groups(self) -> dict[str, Any]:
         """The groups by section name, in the order of --help."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sources", "typed", "foreign")}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sources", "typed", "foreign", "products")}
 
     def with_values(self, values: Mapping[str, Any], *, sources: Mapping[str, str] | None = None) -> Config:
         """The same configuration with other values of some settings, by name, whichever group they stand in.

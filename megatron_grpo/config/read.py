@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ class TypedSetting:
     """One setting as it was typed. `raw`: words of a command line, or what YAML made of it, () of an empty list."""
 
     name: str  # canonical, dots and all: "micro_batch_size", "trainer.train_batch_size"
-    raw: Any
+    raw: Any  # or the BadValue that it is
     source: str  # "command line" or the file's name
+    typed: str = ""  # the name as it was typed, of a name of another system that is this setting
+    is_read: bool = False  # `raw` is the value
 
 
 def read_words(words: Sequence[str], *, source: str = COMMAND_LINE, lenient: bool = False) -> tuple[list[TypedSetting], list[Problem]]:
@@ -59,20 +61,19 @@ def read_words(words: Sequence[str], *, source: str = COMMAND_LINE, lenient: boo
     return entries, problems
 
 
-def read_file(path: str) -> tuple[list[TypedSetting], list[Problem]]:
-    """A YAML file, a shell script whose last command holds the flags, or a Python file that builds a configuration of TRL."""
+Read = tuple[list[TypedSetting], list[Problem]]
+
+
+def read_file(path: str, read_program: Callable[[str, str], Read] | None = None) -> Read:
+    """A YAML file; or by `read_program`, of text and path, a shell script whose last command holds the flags, or a Python file."""
     file = Path(path)
     try:
         text = read_text(file)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         return [], [Problem(flags=("config",), message=f"config {path} cannot be read: {reason}.")]
-    if file.suffix in (".sh", ".bash") or text.startswith("#!"):
-        return read_script(text, source=file.name, directory=file.parent)
-    if file.suffix == ".py":
-        from megatron_grpo.config.python import read_python
-
-        return read_python(text, source=file.name, path=path)
+    if read_program and (file.suffix in (".sh", ".bash", ".py") or text.startswith("#!")):
+        return read_program(text, path)
     return read_yaml(text, source=file.name)
 
 
@@ -133,30 +134,20 @@ def _repeated(root: Any) -> list[str]:
     return found
 
 
-def read_script(text: str, *, source: str, directory: Path = Path(".")) -> tuple[list[TypedSetting], list[Problem]]:
-    """The flags of a launch script, each as it stands last in it. Its variables become entries named `$NAME`, so that the number of ranks
-    can be found; what of it is read otherwise than it stands, `$other` and `$twice`. A file that it names as config is read before them.
-    """
-    from megatron_grpo.config.script import UNKNOWN, read_shell, text_of_file
+def words_of(raw: Any) -> list[str]:
+    """What stood after a flag or a YAML key, as words; a mapping is `name=value` words."""
+    if isinstance(raw, dict):
+        return [f"{name}={shown(value)}" for name, value in raw.items()]
+    return [_word(word) for word in raw] if isinstance(raw, (list, tuple)) else [_word(raw)]
 
-    script = read_shell(text, source=source, directory=directory)
-    typed, wrong = read_words(script.words, source=source, lenient=True)
-    problems = [*script.problems, *wrong]
-    entries: list[TypedSetting] = []
-    last: dict[str, TypedSetting] = {}
-    if not typed and not problems:
-        problems.append(Problem(flags=("config",), message=f"{source} starts nothing with flags that could be read here."))
-    for entry in typed:
-        if entry.name == "config" and entry.raw and UNKNOWN not in entry.raw[0] and text_of_file(entry.raw[0], directory)[0] is not None:
-            more, wrong = read_file(str(text_of_file(entry.raw[0], directory)[1] / Path(entry.raw[0]).name))
-            entries, problems = entries + more, problems + wrong
-        elif entry.name == "config":
-            problems.append(Problem(flags=("config",), message=f"{source}: config {' '.join(entry.raw)} is not there. Name that file too."))
-        else:
-            if last.get(entry.name, entry).raw != entry.raw:
-                entries.append(TypedSetting(name="$twice", raw=[entry.name], source=source))
-            last[entry.name] = entry
-    entries += last.values()
-    entries += [TypedSetting(name=f"${name}", raw=[value], source=source) for name, value in script.variables.items()]
-    entries += [TypedSetting(name="$other", raw=[program], source=source) for program in script.others]
-    return entries, problems
+
+def shown(value: Any) -> str:
+    """A value as one would type it."""
+    return " ".join(words_of(value))
+
+
+def _word(value: Any) -> str:
+    """A list or mapping inside another is as Python writes it, which ends where one holds itself."""
+    if value is None or value is True or value is False:
+        return {None: "none", True: "true", False: "false"}[value]
+    return str(value)

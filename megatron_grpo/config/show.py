@@ -7,10 +7,9 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.foreign import shown
+from megatron_grpo.config.read import shown
 from megatron_grpo.config.table import Setting, table
 
 WORDS = {  # that some commands take, besides settings
@@ -31,7 +30,7 @@ def print_overview(commands: Mapping[str, Callable]) -> None:
 
 def print_help(command: str, function: Callable) -> None:
     """Every setting by group: name, type, unit, default and one line of help."""
-    titles = {f.name: (f.default_factory.__doc__ or "").strip() for f in fields(Config) if f.name not in ("sources", "typed", "foreign")}
+    titles = {name: (type(section).__doc__ or "").strip() for name, section in Config().groups().items()}
     words = WORDS.get(command, "[settings]")
     print(f"usage: megatron-grpo {command} {words.replace('[settings]', '[--config file.yaml ...] [--name value ...]')}\n")
     print(inspect.cleandoc(function.__doc__ or ""))

@@ -8,8 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_grpo.config.config import Config, TunerConfig
-from megatron_grpo.config.foreign import shown
-from megatron_grpo.config.read import COMMAND_LINE
+from megatron_grpo.config.read import COMMAND_LINE, shown
 
 # Modules that people give adapters elsewhere, by the names they have there and in Megatron.
 NO_ADAPTER: Mapping[str, str] = {

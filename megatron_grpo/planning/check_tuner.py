@@ -9,8 +9,8 @@ from typing import Any
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.foreign import shown
 from megatron_grpo.config.parsed import ForeignDefault, Parsed
+from megatron_grpo.config.read import shown
 from megatron_grpo.config.tuner import are_names_readable
 from megatron_grpo.rollout.adapters import lora_push
 from megatron_grpo.weights import trains

@@ -10,7 +10,7 @@ from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.config import table
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.foreign import words_of
+from megatron_grpo.config.read import words_of
 
 
 def old_logprobs_summary(timetable: Timetable, num_rollouts: int) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from megatron_grpo.compat import DIALECTS
+from megatron_grpo.compat.foreign import NOTHING
 from megatron_grpo.config import parse, table
-from megatron_grpo.config.foreign import NOTHING
 from megatron_grpo.config.table import BadValue, names, read_value
 from tools import arguments, their_arguments
 

@@ -7,7 +7,7 @@ import pytest
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import parse, table
-from megatron_grpo.config.foreign import shown
+from megatron_grpo.config.read import shown
 from megatron_grpo.planning.check import check, check_parsed
 
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)

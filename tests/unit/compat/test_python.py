@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.compat import DIALECTS
+from megatron_grpo.compat.python import read_python
 from megatron_grpo.config import parse
-from megatron_grpo.config.python import read_python
 
 START = """import os
 from trl import GRPOConfig, GRPOTrainer

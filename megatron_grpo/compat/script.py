@@ -17,8 +17,9 @@ from pathlib import Path
 
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.base.files import read_text
+from megatron_grpo.compat.foreign import UNKNOWN
+from megatron_grpo.config.read import Read, TypedSetting, read_file, read_words
 
-UNKNOWN = "\x01"  # begins a word, or stands in one, that cannot be known from the script
 _PLAIN_DOLLAR = "\x00"  # a dollar sign that quotes keep from being a variable
 _OPEN, _CLOSE = "\x02", "\x03"  # the words of an array stand between them
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
@@ -348,3 +349,40 @@ def _behind_uv(words: list[str]) -> list[str]:
 
 def _program(words: list[str]) -> str:
     return " ".join(word for word in words[:2] if not word.startswith("--"))
+
+
+def read_script(text: str, *, source: str, directory: Path = Path(".")) -> tuple[list[TypedSetting], list[Problem]]:
+    """The flags of a launch script, each as it stands last in it. Its variables become entries named `$NAME`, so that the number of ranks
+    can be found; what of it is read otherwise than it stands, `$other` and `$twice`. A file that it names as config is read before them.
+    """
+    script = read_shell(text, source=source, directory=directory)
+    typed, wrong = read_words(script.words, source=source, lenient=True)
+    problems = [*script.problems, *wrong]
+    entries: list[TypedSetting] = []
+    last: dict[str, TypedSetting] = {}
+    if not typed and not problems:
+        problems.append(Problem(flags=("config",), message=f"{source} starts nothing with flags that could be read here."))
+    for entry in typed:
+        if entry.name == "config" and entry.raw and UNKNOWN not in entry.raw[0] and text_of_file(entry.raw[0], directory)[0] is not None:
+            more, wrong = read_file(str(text_of_file(entry.raw[0], directory)[1] / Path(entry.raw[0]).name), read_program)
+            entries, problems = entries + more, problems + wrong
+        elif entry.name == "config":
+            problems.append(Problem(flags=("config",), message=f"{source}: config {' '.join(entry.raw)} is not there. Name that file too."))
+        else:
+            if last.get(entry.name, entry).raw != entry.raw:
+                entries.append(TypedSetting(name="$twice", raw=[entry.name], source=source))
+            last[entry.name] = entry
+    entries += last.values()
+    entries += [TypedSetting(name=f"${name}", raw=[value], source=source) for name, value in script.variables.items()]
+    entries += [TypedSetting(name="$other", raw=[program], source=source) for program in script.others]
+    return entries, problems
+
+
+def read_program(text: str, path: str) -> Read:
+    """A launch script, or a Python file that builds TRL's configuration."""
+    file = Path(path)
+    if file.suffix == ".py" and not text.startswith("#!"):
+        from megatron_grpo.compat.python import read_python
+
+        return read_python(text, source=file.name, path=path)
+    return read_script(text, source=file.name, directory=file.parent)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_grpo.base.errors import Problem
+from megatron_grpo.compat.foreign import UNKNOWN
 from megatron_grpo.config.read import TypedSetting
-from megatron_grpo.config.script import UNKNOWN
 
 # PEFT's words, as TRL's command line has them.
 _LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",

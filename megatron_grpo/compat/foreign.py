@@ -1,4 +1,4 @@
-"""What a name of another system is here. The tables of the systems stand in `compat`; this is what they are made of."""
+"""What a name of another system is here. The tables of the systems are YAML; this is what they are made of."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ class Foreign:
         return bool(self.lacks) and " ".join(words).lower() not in self.off and not is_said
 
 
+UNKNOWN = "\x01"  # begins a word, or stands in one, that cannot be known from a script
 OFF = ("none", "null", "false", "", "[]", "{}")  # nobody asks for anything with these
 NOTHING = "nothing that is sampled or trained depends on it"
 
@@ -139,22 +140,3 @@ class Dialect:
 
     def knows(self, name: str) -> bool:
         return self.size(name) is not None or self.row(name)[1] is not None
-
-
-def words_of(raw: Any) -> list[str]:
-    """What stood after a flag or a YAML key, as words; a mapping is `name=value` words."""
-    if isinstance(raw, dict):
-        return [f"{name}={shown(value)}" for name, value in raw.items()]
-    return [_word(word) for word in raw] if isinstance(raw, (list, tuple)) else [_word(raw)]
-
-
-def shown(value: Any) -> str:
-    """A value as one would type it."""
-    return " ".join(words_of(value))
-
-
-def _word(value: Any) -> str:
-    """A list or mapping inside another is as Python writes it, which ends where one holds itself."""
-    if value is None or value is True or value is False:
-        return {None: "none", True: "true", False: "false"}[value]
-    return str(value)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from megatron_grpo.config.foreign import NOTHING, Dialect
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.compat.foreign import NOTHING, Dialect
+from megatron_grpo.config.read import COMMAND_LINE
 from megatron_grpo.config.table import close_to, names, table
 
 ALIKE = 0.8  # difflib's ratio above which two names are taken for one with a slip of the finger
@@ -183,3 +185,34 @@ def reads_as(unknown: Sequence[str], dialects: Mapping[str, Dialect]) -> tuple[D
         if best is None or len(known) > len(best[1]):
             best = dialect, known
     return best if best and len(best[1]) >= 3 and 2 * len(best[1]) > len(unknown) else None
+
+
+def problems_of_unknown(found: Mapping[str, Sequence[str]], dialect: Dialect | None, dialects: Mapping[str, Dialect]) -> Iterator[Problem]:
+    """A file full of another system's names is one mistake; any other name is one each, with what to type instead. found: by source."""
+    for source, unknown in found.items():
+        where = "" if source == COMMAND_LINE else f" in {source}"
+        reads = reads_as(unknown, dialects) if dialect is None else None
+        if reads:
+            other, known = reads
+            what = "This command line" if source == COMMAND_LINE else source
+            some = ", ".join(known[:4]) + (f" and {len(known) - 4} more" if len(known) > 4 else "")
+            message = f"{what} reads as a {other.title} file ({some}): add `--dialect {other.name}`."
+            yield Problem(flags=tuple(known), message=message)
+        hints = {name: _hint(name, dialect, dialects) for name in unknown if not reads or name not in reads[1]}
+        if dialect and len(alike := [name for name, hint in hints.items() if LIST in hint]) > 1:
+            message = f"{', '.join(alike)}{where} are neither settings nor {dialect.title} names that are known here, so they may \
+change what is trained."
+            yield Problem(flags=tuple(alike), message=message)
+            hints = {name: hint for name, hint in hints.items() if name not in alike}
+        for name, hint in hints.items():
+            yield Problem(flags=(name,), message=f"{name}{where} is not a setting.{hint}")
+
+
+def _hint(name: str, dialect: Dialect | None, dialects: Mapping[str, Dialect]) -> str:
+    if dialect is None:
+        return remedy(name, dialects)
+    sizes = list(dialect.settings)
+    if sizes and close_to(name, [*sizes, *dialect.hides], limit=1, cutoff=ALIKE):
+        return f" In the {dialect.name} dialect the batch sizes are: {', '.join(sizes)}."
+    found = remedy(name, dialects, hidden=dialect.hides)
+    return f"{found} Nor is it a {dialect.title} name that is known here, so it may change what is trained."

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.compat import DIALECTS
+from megatron_grpo.compat.script import read_script, read_shell
 from megatron_grpo.config import parse
-from megatron_grpo.config.read import read_script
-from megatron_grpo.config.script import read_shell
 
 
 def flags(text: str) -> list[str]:
@@ -78,14 +77,14 @@ def test_words_are_those_of_a_shell(text, words):
 def test_what_cannot_be_known_is_said(text, said, tmp_path):
     script = tmp_path / "run.sh"
     script.write_text(text)
-    problem = parse(["--config", str(script)]).problems[0]
+    problem = parse(["--config", str(script)], dialects=DIALECTS).problems[0]
     assert said in problem.message and "run.sh" in problem.message
 
 
 def test_what_cannot_be_known_is_no_matter_where_it_is_said_again_or_changes_nothing(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("run --seed $(date +%s) --lr 0.5")
-    parsed = parse(["--config", str(script), "--seed", "7"])
+    parsed = parse(["--config", str(script), "--seed", "7"], dialects=DIALECTS)
     assert not parsed.problems and (parsed.config.run.seed, parsed.config.optimizer.lr) == (7, 0.5)
     script.write_text("run --dataloader_num_workers $(nproc) --lr 0.5")
     parsed = parse(["--config", str(script), "--dialect", "swift"], dialects=DIALECTS)
@@ -98,17 +97,17 @@ def test_a_file_that_is_sourced_is_looked_for_where_the_script_lies(tmp_path, mo
     script = tmp_path / "run.sh"
     here = 'HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"'
     script.write_text(f'{here}\nsource "$HERE/models/small.sh"\nrun ${{MODEL[@]}}\n')
-    parsed = parse(["--config", str(script)])
+    parsed = parse(["--config", str(script)], dialects=DIALECTS)
     assert not parsed.problems and (parsed.config.run.seed, parsed.config.optimizer.lr) == (5, 0.5)
     monkeypatch.chdir(tmp_path.parent)  # and named from elsewhere
-    assert parse(["--config", f"{tmp_path.name}/{script.name}"]).config.run.seed == 5
+    assert parse(["--config", f"{tmp_path.name}/{script.name}"], dialects=DIALECTS).config.run.seed == 5
 
 
 def test_the_flags_after_a_sample_of_a_data_set_count(tmp_path):
     """They were taken for a comment, and the run went on with the defaults."""
     script = tmp_path / "run.sh"
     script.write_text("megatron_grpo train --dataset 'rows#3' --eval_dataset rows#4 --lr 0.5 --seed 7 \\")
-    parsed = parse(["--config", str(script)])
+    parsed = parse(["--config", str(script)], dialects=DIALECTS)
     assert not parsed.problems
     cfg = parsed.config
     assert (cfg.data.dataset, cfg.eval.eval_dataset, cfg.optimizer.lr, cfg.run.seed) == ("rows#3", "rows#4", 0.5, 7)
@@ -125,7 +124,7 @@ def test_the_flags_after_a_sample_of_a_data_set_count(tmp_path):
 def test_a_launcher_gives_the_number_of_ranks_and_none_of_its_flags(tmp_path, command):
     script = tmp_path / "run.sh"
     script.write_text(command)
-    parsed = parse(["--config", str(script)])
+    parsed = parse(["--config", str(script)], dialects=DIALECTS)
     assert not parsed.problems
     assert (parsed.config.parallel.world_size, parsed.config.optimizer.lr) == (8, 0.5)
 
@@ -145,31 +144,31 @@ def test_a_script_that_starts_another_one_is_that_one_with_its_own_words_last(tm
     (tmp_path / "examples" / "base.sh").write_text('SEED=$1\nshift\npython3 t.py --seed $SEED --lr 0.5 --micro_batch_size 2 \\\n  "$@"\n')
     script = tmp_path / "examples" / "more" / "run.sh"  # its paths are from where it is started: two folders above it
     script.write_text(f'{call} 7 \\\n  --lr 0.25 "$@"\n')
-    parsed = parse(["--config", str(script)])
+    parsed = parse(["--config", str(script)], dialects=DIALECTS)
     assert not parsed.problems
     cfg = parsed.config
     assert (cfg.run.seed, cfg.optimizer.lr, cfg.batch.micro_batch_size) == (7, 0.25, 2)
     assert parsed.repeated == ["lr stands twice in run.sh: the last is used."]
     script.write_text("bash nowhere.sh --lr 0.25")
-    assert "run.sh: it starts nowhere.sh, which is not there" in parse(["--config", str(script)]).problems[0].message
+    assert "run.sh: it starts nowhere.sh, which is not there" in parse(["--config", str(script)], dialects=DIALECTS).problems[0].message
     script.write_text("bash run.sh --lr 0.25")
-    assert "it starts run.sh, which is not there" in parse(["--config", str(script)]).problems[0].message  # itself, without end
+    assert "it starts run.sh, which is not there" in parse(["--config", str(script)], dialects=DIALECTS).problems[0].message
 
 
 def test_a_file_that_a_script_names_as_config_is_read_before_its_words(tmp_path):
     (tmp_path / "values.yaml").write_text("lr: 0.5\nseed: 7\n")
     script = tmp_path / "run.sh"
     script.write_text("accelerate launch --config_file zero3.yaml t.py --config values.yaml --seed 8")
-    parsed = parse(["--config", str(script)])
+    parsed = parse(["--config", str(script)], dialects=DIALECTS)
     assert not parsed.problems and (parsed.config.optimizer.lr, parsed.config.run.seed) == (0.5, 8)
     script.write_text("t.py --config nowhere.yaml --seed 8")
-    assert "config nowhere.yaml is not there" in parse(["--config", str(script)]).problems[0].message
+    assert "config nowhere.yaml is not there" in parse(["--config", str(script)], dialects=DIALECTS).problems[0].message
 
 
 def test_a_script_without_a_flag_is_no_run_of_defaults(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("echo nothing\ncd /tmp\n")
-    assert [problem.message for problem in parse(["--config", str(script)]).problems] == [
+    assert [problem.message for problem in parse(["--config", str(script)], dialects=DIALECTS).problems] == [
         "run.sh starts nothing with flags that could be read here."
     ]
 
@@ -177,7 +176,7 @@ def test_a_script_without_a_flag_is_no_run_of_defaults(tmp_path):
 def test_a_name_of_a_run_that_cannot_be_known_is_left_out(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("run --run_name a-$(date +%s) --lr 0.5 --seed $(x) --model $NOWHERE_7")
-    parsed = parse(["--config", str(script)])
+    parsed = parse(["--config", str(script)], dialects=DIALECTS)
     assert parsed.config.run.run_name is None and parsed.notes == [
         "run.sh: run_name a-$(date +%s) cannot be known from the script, and is left out."
     ]

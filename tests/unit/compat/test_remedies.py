@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.compat import DIALECTS
+from megatron_grpo.compat.remedies import SAME_AS
 from megatron_grpo.config import names, parse
-from megatron_grpo.config.remedies import SAME_AS
 
 
 def said(*words: str) -> list[str]:

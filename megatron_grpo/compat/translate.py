@@ -1,0 +1,177 @@
+"""Turns the names of another system, and what a launch script holds, into settings of ours; and says what became of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.compat.foreign import UNKNOWN, Change, Dialect, Foreign, OtherTask
+from megatron_grpo.compat.script import plain
+from megatron_grpo.config.parsed import ForeignDefault
+from megatron_grpo.config.read import TypedSetting, shown, words_of
+from megatron_grpo.config.table import BadValue, names, read_value, table
+
+_LABELS = ("run_name", "project")  # nothing depends on them
+
+
+class Translation:
+    """Of one command line with its files. First `entries`, name by name; then `settle`, when the values of all settings are known.
+
+    dialect: the system whose names are typed; None where there is but a launch script with names of ours.
+    """
+
+    def __init__(self, typed: Sequence[TypedSetting], dialect: Dialect | None):
+        self.dialect = dialect
+        self.sizes = dialect.settings if dialect else {}  # batch sizes under names of their own
+        self.products = dialect.products if dialect else {}  # and what makes ours of them
+        self.hides = dialect.hides if dialect else ()  # names of ours that are not known beside these
+        self.given: dict[str, list[str]] = {}  # every name of theirs with its words, as typed
+        self.said: set[str] = set()  # names whose values are known, wherever they stand
+        self.notes: list[str] = []
+        self.aside: dict[str, list[str]] = {}  # names that change nothing, by source
+        self.repeated: list[str] = []
+        self.defaults: list[ForeignDefault] = []
+        self.tasks: set[str] = set()  # sentences that refuse another task than GRPO
+        self.world_size: tuple[int, str] | None = None  # of the script's launcher, and where that stands
+        self._launcher: dict[str, tuple[str, int]] = {}
+        self._unknowable: dict[str, list[tuple[str, str]]] = {}  # by source: (name, name and words) that depend on what is not in it
+        self._lacking: dict[str, list[tuple[str, str]]] = {}  # sentence -> (name, words) that it refuses
+        for entry in typed:  # names that are read together need each other's words, whichever comes first
+            if entry.raw != () and not any(UNKNOWN in word for word in words_of(entry.raw)):
+                self.said.add(entry.name)
+                self.given[self._row(entry.name)[0]] = words_of(entry.raw) or ["true"]
+        self.entries = [ours for entry in typed for ours in self._translated(entry)]
+        if "$NPROC_PER_NODE" in self._launcher:
+            source, per_node = self._launcher["$NPROC_PER_NODE"]
+            self.world_size = per_node * self._launcher.get("$NNODES", ("", 1))[1], f"{source} (NPROC_PER_NODE x NNODES)"
+
+    def _row(self, name: str) -> tuple[str, Foreign | None]:
+        return self.dialect.row(name) if self.dialect else (name, None)
+
+    def _translated(self, entry: TypedSetting) -> Iterator[TypedSetting]:
+        row = self._row(entry.name)[1]
+        size = self.dialect.size(entry.name) if self.dialect else None
+        if entry.name.startswith("$") and row is None:
+            self._of_a_script(entry)
+        elif self._is_unknown(entry, row):
+            pass
+        elif row is not None and not row.native:
+            if entry.raw != ():  # a list that holds nothing says nothing
+                yield from self._read(entry, row)
+        elif size is not None:
+            yield TypedSetting(name=size, raw=entry.raw, source=entry.source)
+        elif row is not None:
+            is_otherwise = row.values and entry.raw != ()
+            raw = [row.values.get(word.lower(), word) for word in words_of(entry.raw)] if is_otherwise else entry.raw
+            yield TypedSetting(name=row.native, raw=raw, source=entry.source, typed=entry.name)
+        else:
+            yield entry
+
+    def _read(self, entry: TypedSetting, row: Foreign) -> Iterator[TypedSetting]:
+        """A name that is read by a function, refused, or set aside."""
+        words, name = words_of(entry.raw) or ["true"], self._row(entry.name)[0]
+        if words != self.given.get(name, words):  # said again further on: the command line wins over a file
+            return
+        if row.read is not None:
+            try:
+                for native, raw in row.read(words, self.given).items():
+                    setting = table()[native]
+                    is_text = isinstance(raw, str) and setting.kind == "str" and not setting.choices and not setting.is_list
+                    value = raw if is_text else read_value(setting, raw)
+                    yield TypedSetting(name=native, raw=value, source=entry.source, typed=entry.name, is_read=True)
+            except BadValue as bad:
+                yield TypedSetting(name=entry.name, raw=bad, source=entry.source)
+            except (TypeError, ValueError, KeyError, AttributeError):
+                strange = BadValue(f"({' '.join(words)}) has another form than its system gives it")
+                yield TypedSetting(name=entry.name, raw=strange, source=entry.source)
+        elif row.refuses(words, self.given):
+            self._lacking.setdefault(row.lacks, []).append((entry.name, " ".join(words)))
+            self.tasks |= {row.lacks} if row.is_task else set()
+        elif not row.lacks or " ".join(words).lower() in row.off:
+            self.aside.setdefault(entry.source, []).append(entry.name)
+
+    def _is_unknown(self, entry: TypedSetting, row: Foreign | None) -> bool:
+        """Whether its value cannot be known from its script: a mistake, unless it is said elsewhere too, or changes nothing."""
+        unknown = [plain(word) for word in words_of(entry.raw) if UNKNOWN in word]
+        idle = row is not None and not (row.native or row.read or row.lacks)
+        if not unknown or idle:
+            return False
+        setting = names().get(row.native if row else entry.name)
+        is_label = setting is not None and setting.name in _LABELS or row is not None and row.is_label
+        if is_label and entry.name not in self.said:
+            self.notes.append(f"{entry.source}: {entry.name} {' '.join(unknown)} cannot be known from the script, and is left out.")
+        elif entry.name not in self.said:
+            self._unknowable.setdefault(entry.source, []).append((entry.name, f"{entry.name} {' '.join(unknown)}"))
+        return True
+
+    def _of_a_script(self, entry: TypedSetting) -> None:
+        """A script's own launcher says how many ranks it starts; a script may hold more commands than one."""
+        if entry.name == "$other":
+            self.notes.append(f"{entry.source}: the flags of its last command are read, not those of {entry.raw[0]}.")
+        elif entry.name == "$twice":
+            self.repeated.append(f"{entry.raw[0]} stands twice in {entry.source}: the last is used.")
+        elif entry.name in ("$NPROC_PER_NODE", "$NNODES") and entry.raw[0].isdigit():
+            self._launcher[entry.name] = (entry.source, int(entry.raw[0]))
+
+    def unknowable(self) -> Iterator[Problem]:
+        """Of values that the script does not hold."""
+        for source, found in self._unknowable.items():
+            it = found[0][0] if len(found) == 1 else "them"
+            message = f"{source}: {', '.join(said for _, said in found)} cannot be known from the script. Give {it} on the command line."
+            yield Problem(flags=tuple(name for name, _ in found), message=message)
+
+    def lacking(self) -> Iterator[Problem]:
+        """Of names that ask for what is not there."""
+        for sentence, asked in self._lacking.items():
+            said = ", ".join(f"{name} ({words})" for name, words in asked)
+            yield Problem(flags=tuple(name for name, _ in asked), message=f"{said}: {sentence}.")
+
+    def settle(self, values: dict[str, Any], sources: dict[str, str], foreign: dict[str, int]) -> Iterator[Problem]:
+        """Add what follows from several names at once, and the defaults that nobody typed. foreign: the values of `sizes`."""
+        if self.dialect is None:
+            return
+        dialect = self.dialect
+        values["dialect"] = dialect.name
+        for name, value in dialect.implies.items():
+            values[name] = value
+            sources.setdefault(name, f"implied by the {dialect.name} dialect")
+        before = dict(values)
+        for part in dialect.settle:  # each by itself, so that all that is wrong is told at once
+            try:
+                for change in part(before, self.given):
+                    for name, value in change.values.items():
+                        if name in self.sizes:
+                            foreign[name] = value
+                        else:
+                            values[name] = table()[name].default if value is None else value
+                            sources[name] = f"{dialect.title}'s reading"
+                    self._told(change)
+            except OtherTask as bad:
+                self.tasks.add(str(bad))
+                yield Problem(flags=("dialect",), message=f"{bad}.")
+            except (BadValue, ValueError) as bad:  # ValueError: a number that is none, of names that are read together
+                yield Problem(flags=("dialect",), message=f"{bad}.")
+        self._take_defaults(dialect, values, sources)
+        typed = {**foreign}
+        foreign.clear()
+        foreign |= {name: setting.default for name, setting in self.sizes.items() if setting.default is not None} | typed
+
+    def _told(self, change: Change) -> None:
+        if change.untyped:
+            (theirs_name, theirs), (native, value) = change.untyped, next(iter(change.values.items()))
+            ours, used = shown(table()[native].default), f"{native} {shown(value)}"
+            self.defaults.append(ForeignDefault(name=theirs_name, theirs=theirs, ours=ours, used=used))
+        elif change.note:
+            self.notes.append(change.note)
+
+    def _take_defaults(self, dialect: Dialect, values: dict[str, Any], sources: dict[str, str]) -> None:
+        for row in dialect.defaults:
+            ours = {name: table()[name].default for name in row.native}
+            if row.name in self.given or set(row.native) & set(values) or (row.native and ours == dict(row.native)):
+                continue
+            kept = row.ours or shown(next(iter(ours.values())))
+            used = row.theirs if row.native else kept
+            self.defaults.append(ForeignDefault(name=row.name, theirs=row.theirs, ours=kept, used=used))
+            for name, value in row.native.items():
+                values[name], sources[name] = value, f"{dialect.title}'s default"
