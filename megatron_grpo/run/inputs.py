@@ -23,8 +23,8 @@ from megatron_grpo.config.evaluation import flag_of, sets_of
 from megatron_grpo.config.read import COMMAND_LINE
 from megatron_grpo.config.schedule import length_problems
 from megatron_grpo.data.chat import load_tokenizer, unread_options
-from megatron_grpo.data.files import is_path, plain_name
-from megatron_grpo.data.hub import find_model
+from megatron_grpo.data.files import plain_name
+from megatron_grpo.data.hub import find_model, is_path
 from megatron_grpo.environments.own_loading import load_rollout_func
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
