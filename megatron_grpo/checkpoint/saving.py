@@ -21,15 +21,13 @@ import torch
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import ConfigError, config_error
 from megatron_grpo.base.files import mark, written_whole
-from megatron_grpo.checkpoint import folder, generators
+from megatron_grpo.checkpoint import generators
 from megatron_grpo.checkpoint.best import Best
 from megatron_grpo.checkpoint.continuity import Difference
-from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, Written, agreed, read_sharded
-from megatron_grpo.checkpoint.folder import Folder
-from megatron_grpo.checkpoint.manifest import CONFIG, Manifest, facts
+from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, Task, Written, agreed, read_sharded
+from megatron_grpo.checkpoint.manifest import CONFIG, Folder, Manifest, damage, facts
 from megatron_grpo.checkpoint.resume import OURS, Candidate, Resume, several, unusable
 from megatron_grpo.checkpoint.samples import file_of, files_of_samples, read_samples
-from megatron_grpo.checkpoint.writing import Task
 from megatron_grpo.checkpoint.written import RUN
 from megatron_grpo.parallel import collectives
 from megatron_grpo.types import Picture, Progress, Row, Sample
@@ -293,9 +291,9 @@ class Checkpoints:
             self.say(line)
         for candidate in resume.candidates:
             with activity.phase("restoring"):
-                damage = damage_of(candidate.manifest)
-            if damage:
-                refused.append(several(damage))
+                faults = damage_of(candidate.manifest)
+            if faults:
+                refused.append(several(faults))
                 if first:
                     self.say(f"WARNING: {candidate.manifest.directory} is damaged, and the one before it is tried: {refused[-1]}")
                 continue
@@ -379,5 +377,5 @@ def damage_of(manifest: Manifest) -> list[str]:
     """Checks every byte of a checkpoint, the files dealt out over the ranks; the same answer on all of them. Collective."""
     files = manifest.files
     mine = sorted(files)[collectives.rank() :: collectives.num_ranks()]
-    found = collectives.from_all(folder.damage(manifest.directory, {name: files[name] for name in mine}))
+    found = collectives.from_all(damage(manifest.directory, {name: files[name] for name in mine}))
     return [sentence for sentences in found for sentence in sentences]

@@ -244,7 +244,7 @@ def _absolute_paths(cfg: Config) -> dict[str, str]:
     paths = {"output_dir": cfg.run.output_dir, "resume": cfg.run.resume, "lengths": cfg.plan.lengths, "png": cfg.plan.png}
     paths |= {flag: getattr(cfg.tuner, flag) for flag in ADAPTERS}
     if cfg.run.mcore_model:
-        from megatron_grpo.checkpoint.begins import resolved
+        from megatron_grpo.checkpoint.resume import resolved
 
         paths["mcore_model"] = resolved(cfg.run.mcore_model)
     return {name: str(Path(path).absolute()) for name, path in paths.items() if path not in (None, "auto", "never")}
