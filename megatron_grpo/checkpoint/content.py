@@ -10,14 +10,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo import __version__
 from megatron_grpo.base.errors import Problem
+from megatron_grpo.base.packages import installed_version
 from megatron_grpo.checkpoint.continuity import FLAGS
 from megatron_grpo.checkpoint.manifest import MANIFEST
 from megatron_grpo.config.config import Config
@@ -48,16 +47,8 @@ def facts_of(cfg: Config, content: Mapping[str, str], environ: Mapping[str, str]
     elsewhere = {_NAMED_BY.get(name) for name in content}
     settings = {name: json.dumps(value, sort_keys=True) for name, value in settings_of(cfg).items() if name not in elsewhere}
     variables = {name: environ[name] for name in _VARIABLES if name in environ}
-    versions = {"version of megatron_grpo": __version__} | {f"version of {name}": _version(name) for name in _PACKAGES}
+    versions = {"version of megatron_grpo": __version__} | {f"version of {name}": installed_version(name) or "none" for name in _PACKAGES}
     return settings | {f"The {name}": value for name, value in content.items()} | variables | versions
-
-
-@cache
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None, teacher_path: Path | None = None) -> dict[str, str]:
