@@ -31,7 +31,7 @@ def witness_of(policy, cfg, path, folder: Path, *, audit: int = 0, ends_run: boo
     from megatron_grpo.analysis.audit import Audit
     from megatron_grpo.analysis.capsule import Capsules
     from megatron_grpo.analysis.witness import Witness
-    from megatron_grpo.checkpoint.resume import settings_of
+    from megatron_grpo.checkpoint.content import settings_of
     from megatron_grpo.run.build.output import gap_of
 
     say = (said if said is not None else []).append

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
-from megatron_grpo.checkpoint import folder
-from megatron_grpo.checkpoint.folder import Folder
-from megatron_grpo.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from megatron_grpo.checkpoint.manifest import MANIFEST, Folder, Manifest, damage, read_manifest
 from megatron_grpo.checkpoint.samples import read_samples
 from megatron_grpo.checkpoint.saving import RECORDED
 from megatron_grpo.config import Parsed
@@ -189,7 +187,7 @@ def _checkpoint(run: Path, step: str | None) -> tuple[Manifest, dict[int, Path]]
             "whatif", f"whatif: step {step} has no recorded rows; {', '.join(map(str, recorded))} have. (Steps behind the weights.)"
         )
     chosen = whole[recorded[-1] if step is None else int(step)]
-    if faults := folder.damage(chosen.directory, chosen.files):
+    if faults := damage(chosen.directory, chosen.files):
         raise _refused(f"whatif: {chosen.directory} is damaged: {faults[0]}.")
     return chosen, {number - chosen.step: whole[number].directory for number in whole if number > chosen.step}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.files import write_whole
-from megatron_grpo.checkpoint.folder import Folder
+from megatron_grpo.checkpoint.manifest import Folder
 
 FILE = "best.json"
 

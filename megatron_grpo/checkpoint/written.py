@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_grpo.base.errors import RunError
 from megatron_grpo.base.files import MARK, mark, mark_of, why_not_replaced
-from megatron_grpo.checkpoint.folder import POINTER, Folder
+from megatron_grpo.checkpoint.manifest import POINTER, Folder
 
 RUN, LOCK = "train", "run.lock"
 # Patterns of what is written into a folder; () of a file.

@@ -1,55 +1,77 @@
 """Owns reading a data set from disk or the Hub into rows: plain dicts, in file order, each with a place to name it by in an error.
 
-JSON is read with the standard library; parquet and the Hub need the extra `data`. Nothing here imports torch.
+`read_rows` reads all of them. `open_source` gives them one after the other from any place on, and holds none. JSON is read with the
+standard library; parquet and the Hub need the extra `data`. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from megatron_grpo.base.errors import ConfigError, Problem, first_line, said_by
+from megatron_grpo.base.errors import config_error, first_line, said_by
+from megatron_grpo.data.hub import SUFFIXES, from_hub, is_path, saved_by_datasets
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+if TYPE_CHECKING:
+    import numpy as np
+
 NAMED_ROWS = 5  # how many bad rows an error names; the rest are counted
 LONGEST_LINE = 64 << 20  # bytes: a file without line ends is no data set, and is not taken into memory whole
+BATCH = 256  # rows of a Parquet file that are decoded together, where it is not read whole
+BUFFER = 1 << 20  # bytes of each of its columns that are read together
+Row = dict[str, Any]
 
 
-class Rows(Sequence[dict[str, Any]]):
-    """Rows of one or several files. `place(i)` says where row i stands, for errors: `data.jsonl line 7`, `part-1.parquet row 7`."""
+class Rows(Sequence[Row]):
+    """Rows of one or several sets behind each other, and where each stands, for errors: `data.jsonl line 7`, `part-1.parquet row 7`."""
 
-    def __init__(self, parts: Sequence[tuple[str, str, Sequence[dict[str, Any]], Sequence[int] | None]]):
-        # Each part: file name, "line" or "row", its rows, and the lines they stand on (None: numbered from 0).
-        self.parts = tuple(parts)
-        self.starts = [0]
-        for _, _, rows, _ in self.parts:
-            self.starts.append(self.starts[-1] + len(rows))
+    def __init__(
+        self,
+        parts: Sequence[tuple[Sequence[Row], Callable[[int], str]]],
+        numbers: np.ndarray | None = None,
+        columns: Mapping[str, str] | None = None,
+    ):
+        """parts: rows, and where one of them stands, by its number there.
+
+        numbers: those of all of them that are taken, in this order (default: all). columns: names here by names there.
+        """
+        self._parts, self._ends = parts, list(accumulate(len(rows) for rows, _ in parts))
+        self._numbers, self._columns = numbers, columns
 
     def __len__(self) -> int:
-        return self.starts[-1]
+        return self._ends[-1] if self._numbers is None else len(self._numbers)
 
     def _locate(self, index: int) -> tuple[int, int]:
+        """(part, number in it)."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        part = next(p for p in range(len(self.parts)) if index < self.starts[p + 1])
-        return part, index - self.starts[part]
+        number = index if self._numbers is None else int(self._numbers[index])
+        part = bisect_right(self._ends, number)
+        return part, number - self._ends[part] + len(self._parts[part][0])
 
-    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]  # a row by its number; slices are not asked for
-        part, offset = self._locate(index)
-        return self.parts[part][2][offset]
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override]  # a row by its number; slices are not asked for
+        part, number = self._locate(index)
+        row = self._parts[part][0][number]
+        return {self._columns.get(name, name): value for name, value in row.items()} if self._columns else row
 
     def place(self, index: int) -> str:
-        part, offset = self._locate(index)
-        name, word, _, lines = self.parts[part]
-        return f"{name} {word} {offset if lines is None else lines[offset]}"
+        part, number = self._locate(index)
+        return self._parts[part][1](number)
 
 
-class _ParquetRows(Sequence[dict[str, Any]]):
+def by_row(name: str) -> Callable[[int], str]:
+    """Where the rows of a file stand that has no lines."""
+    return lambda index: f"{name} row {index}"
+
+
+class _ParquetRows(Sequence[Row]):
     """Rows of a table, made into Python objects one at a time: a table is several times smaller than its dicts."""
 
     def __init__(self, table: Any):
@@ -58,8 +80,20 @@ class _ParquetRows(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return self.table.num_rows
 
-    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]  # a row by its number; slices are not asked for
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override]  # a row by its number; slices are not asked for
         return self.table.slice(index, 1).to_pylist()[0]
+
+
+class Read(NamedTuple):
+    """A row that was read from a place on. after: the place behind it. stands: where it stands. row: a string says why it is none."""
+
+    after: Any
+    stands: str
+    row: Row | str
+
+
+# Of a place, the rows behind it. A place is JSON, so that a checkpoint can hold one; None is the beginning.
+Source = Callable[[Any], Iterator[Read]]
 
 
 def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> Rows:
@@ -67,34 +101,55 @@ def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> R
 
     Raises ConfigError about `flag`: an unknown path, an unreadable file, every line that is not JSON, a data set without rows.
     """
-    kind = kind_of(dataset, flag)
+    kind = _kind_of(dataset, flag)
     if kind == "files":
-        rows = Rows([_read_file(file, name, flag) for file, name in files_of(Path(dataset), split, flag)])
+        rows = Rows([_read_file(file, name, flag) for file, name in _files_of(Path(dataset), split, flag)])
     else:
         found = saved_by_datasets(dataset, flag) if kind == "saved" else from_hub(dataset, split, flag)
-        rows = Rows([(dataset if kind == "hub" else Path(dataset).name, "row", found, None)])
+        rows = Rows([(found, by_row(dataset if kind == "hub" else Path(dataset).name))])
     if not len(rows):
-        raise wrong(flag, f"{flag} {dataset!r} has no rows.")
+        raise config_error(flag, f"{flag} {dataset!r} has no rows.")
     return rows
 
 
-def kind_of(dataset: str, flag: str) -> Literal["saved", "files", "hub"]:
+def open_source(dataset: str, split: str, flag: str) -> Source:
+    """The same rows, none of which is read yet. Raises ConfigError."""
+    kind = _kind_of(dataset, flag)
+    if kind == "hub":
+        return _hub(dataset, lambda: from_hub(dataset, split, flag, streaming=True), flag)
+    if kind == "saved":
+        return _mapped(Path(dataset).name, saved_by_datasets(dataset, flag))
+    return behind_each_other([_open_file(file, name, flag) for file, name in _files_of(Path(dataset), split, flag)])
+
+
+def behind_each_other(sources: Sequence[Source]) -> Source:
+    """A place: number of the source, and the place in it."""
+
+    def begin(at: Any) -> Iterator[Read]:
+        first, inner = at or (0, None)
+        for number in range(first, len(sources)):
+            for read in sources[number](inner if number == first else None):
+                yield read._replace(after=[number, read.after])
+
+    return begin
+
+
+def _kind_of(dataset: str, flag: str) -> Literal["saved", "files", "hub"]:
     """Where a data set is: a directory of `datasets.save_to_disk`, files, or the Hub. Raises ConfigError for a path that is not there."""
     path = Path(dataset)
     if not dataset:
-        raise wrong(flag, f"{flag} is not given: a .jsonl, .json or .parquet file, a directory, or a Hugging Face Hub name.")
+        raise config_error(flag, f"{flag} is not given: a .jsonl, .json or .parquet file, a directory, or a Hugging Face Hub name.")
     if path.is_dir() and (path / "state.json").is_file():
         return "saved"
     if path.exists():
         return "files"
-    if is_path(dataset):
-        raise wrong(flag, _no_such_file(flag, path))
-    return "hub"
-
-
-def is_path(name: str) -> bool:
-    """Whether a name can only be a path on this machine, there or not: one on the Hub is `name` or `owner/name`."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name.partition("#")[0]).suffix in SUFFIXES
+    if not is_path(dataset):
+        return "hub"
+    if not path.parent.is_dir():
+        raise config_error(flag, f"{flag} {str(path)!r} does not exist, nor does its directory.")
+    beside = sorted(file.name for file in path.parent.iterdir() if file.suffix in SUFFIXES)[:8]
+    there = f"In its directory: {', '.join(beside)}." if beside else "Its directory has no data files."
+    raise config_error(flag, f"{flag} {str(path)!r} does not exist. {there}")
 
 
 def plain_name(name: str) -> str:
@@ -103,75 +158,120 @@ def plain_name(name: str) -> str:
     return plain if plain and count.isdigit() and not Path(name).exists() else name
 
 
-def wrong(flag: str, message: str) -> ConfigError:
-    return ConfigError([Problem(flags=(flag,), message=message)])
-
-
-def _no_such_file(flag: str, path: Path) -> str:
-    folder = path.parent
-    if not folder.is_dir():
-        return f"{flag} {str(path)!r} does not exist, nor does its directory."
-    beside = sorted(file.name for file in folder.iterdir() if file.suffix in SUFFIXES)[:8]
-    there = f"In its directory: {', '.join(beside)}." if beside else "Its directory has no data files."
-    return f"{flag} {str(path)!r} does not exist. {there}"
-
-
-def files_of(path: Path, split: str, flag: str) -> list[tuple[Path, str]]:
+def _files_of(path: Path, split: str, flag: str) -> list[tuple[Path, str]]:
     """The data files of a path, each with the name it has in errors. In a directory with files named after the split, only those."""
     if path.is_file():
         if path.suffix not in SUFFIXES:
-            raise wrong(flag, f"{flag} {str(path)!r} ends in {path.suffix or 'nothing'!r}. What can be read: {', '.join(SUFFIXES)}.")
+            raise config_error(flag, f"{flag} {str(path)!r} ends in {path.suffix or 'nothing'!r}. What can be read: {', '.join(SUFFIXES)}.")
         return [(path, path.name)]
     found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file() and not file.name.startswith("."))
     if not found:
-        raise wrong(flag, f"{flag} {str(path)!r} is a directory without {', '.join(SUFFIXES)} files.")
+        raise config_error(flag, f"{flag} {str(path)!r} is a directory without {', '.join(SUFFIXES)} files.")
     of_split = [file for file in found if file.name.startswith(split) or split in file.relative_to(path).parts[:-1]]
     return [(file, str(file.relative_to(path))) for file in of_split or found]
 
 
-def _read_file(file: Path, name: str, flag: str) -> tuple[str, str, Sequence[dict[str, Any]], Sequence[int] | None]:
+def _read_file(file: Path, name: str, flag: str) -> tuple[Sequence[Row], Callable[[int], str]]:
+    """All rows of a file, and where each stands."""
     if file.suffix == ".parquet":
-        parquet = pyarrow_parquet(flag)
+        parquet = _parquet(flag)
         import psutil  # a plan of other files does without
 
-        with read_as_parquet(name, flag):
-            return name, "row", _ParquetRows(_table(parquet, file, name, flag, psutil.virtual_memory().available // 2)), None
-    if is_json_array(file):
-        return name, "row", _json_array(file, name, flag), None
+        with _read_as_parquet(name, flag):
+            return _ParquetRows(_table(parquet, file, name, flag, psutil.virtual_memory().available // 2)), by_row(name)
+    if _is_json_array(file):
+        return _json_array(file, name, flag), by_row(name)
     rows, lines, bad = [], [], []
-    for number, _, text in text_lines(file, name, flag):
-        row = row_of(text)
+    for number, _, row in _lines(file, name, flag):
         if isinstance(row, str):
-            bad.append((number, row))
+            bad.append(f"line {number}: {row}")
         else:
             rows.append(row)
             lines.append(number)
     if bad:
-        named = "; ".join(f"line {number}: {reason}" for number, reason in bad[:NAMED_ROWS])
-        raise wrong(flag, f"{name} has {len(bad)} line(s) that are not JSON objects: {named}{'; ...' if len(bad) > NAMED_ROWS else ''}")
-    return name, "line", rows, lines
+        named = f"{'; '.join(bad[:NAMED_ROWS])}{'; ...' if len(bad) > NAMED_ROWS else ''}"
+        raise config_error(flag, f"{name} has {len(bad)} line(s) that are not JSON objects: {named}")
+    return rows, lambda index: f"{name} line {lines[index]}"
 
 
-def text_lines(file: Path, name: str, flag: str, *, before: int = 0, begin: int = 0) -> Iterator[tuple[int, int, bytes]]:
-    """(its number, from 1; the byte behind it; what it holds) of each line that holds something. before: lines that end at `begin`."""
+def _open_file(file: Path, name: str, flag: str) -> Source:
+    """A place: rows of a Parquet file before it; else (lines before it, bytes before it)."""
+    if file.suffix == ".parquet":
+        _parquet(flag)
+        return lambda at: _rows_of_parquet(file, name, flag, at or 0)
+    if _is_json_array(file):
+        raise config_error(
+            flag, f"{name} is one JSON array, which can only be read whole. Write one object a line, or leave streaming out."
+        )
+    return lambda at: (Read([number, end], f"{name} line {number}", row) for number, end, row in _lines(file, name, flag, *(at or (0, 0))))
+
+
+# ---- JSON
+
+
+def _lines(file: Path, name: str, flag: str, before: int = 0, begin: int = 0) -> Iterator[tuple[int, int, Row | str]]:
+    """(its number, from 1; the byte behind it; its row, or why it holds none) of each line that holds something.
+
+    before: lines that end at `begin`.
+    """
     with file.open("rb") as lines:
         lines.seek(begin)
         end = begin
         for number, line in enumerate(iter(partial(lines.readline, LONGEST_LINE), b""), start=before + 1):
             if len(line) == LONGEST_LINE:
-                raise wrong(flag, f"{name} line {number} is longer than {LONGEST_LINE >> 20} MiB, and no line of a data set is.")
+                raise config_error(flag, f"{name} line {number} is longer than {LONGEST_LINE >> 20} MiB, and no line of a data set is.")
             end += len(line)
             if line.strip():
-                yield number, end, line
+                yield number, end, _row_of(line)
 
 
-def row_of(text: bytes) -> dict[str, Any] | str:
+def _row_of(text: bytes) -> Row | str:
     """The row that a line holds; or, as a string, why it holds none."""
     try:
         row = json.loads(text.rstrip(b"\r\n"))
     except (ValueError, RecursionError) as error:  # JSONDecodeError; UnicodeDecodeError for bytes that are no UTF-8; too deep
         return f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
     return row if isinstance(row, dict) else f"a {type(row).__name__} where an object with named columns should be"
+
+
+def _is_json_array(file: Path) -> bool:
+    """Whether a .json file holds one array. Many hold one object a line, whatever their name."""
+    if file.suffix != ".json":
+        return False
+    with file.open("rb") as content:
+        return content.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+
+
+def _json_array(file: Path, name: str, flag: str) -> list[Row]:
+    try:
+        rows = json.loads(file.read_bytes())
+    except json.JSONDecodeError as error:
+        raise config_error(flag, f"{name} line {error.lineno} column {error.colno} is not JSON: {error.msg}.") from error
+    except (ValueError, RecursionError) as error:  # bytes that are no UTF-8, a number of 5,000 digits; too deep
+        raise config_error(flag, f"{name} cannot be read as JSON: {error}.") from error
+    bad = [index for index, row in enumerate(rows) if not isinstance(row, dict)]
+    if bad:
+        raise config_error(flag, f"{name} has {len(bad)} entries that are not objects with named columns; the first is entry {bad[0]}.")
+    return rows
+
+
+# ---- Parquet
+
+
+def _parquet(flag: str) -> Any:
+    if find_spec("pyarrow") is None:
+        raise config_error(flag, "Reading parquet needs the extra `data`: pip install 'megatron-grpo[data]'.")
+    from pyarrow import parquet
+
+    return parquet
+
+
+@contextmanager
+def _read_as_parquet(name: str, flag: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise config_error(flag, f"{name} cannot be read as parquet: {said_by(error, first_line)}") from error
 
 
 def _table(parquet: Any, file: Path, name: str, flag: str, room: int) -> Any:
@@ -188,71 +288,56 @@ def _table(parquet: Any, file: Path, name: str, flag: str, room: int) -> Any:
             taken += batch.nbytes
             if taken > room:
                 read = sum(len(one) for one in batches)
-                message = (
+                raise config_error(flag, (
                     f"{name} ({file.stat().st_size:,} bytes) holds {source.metadata.num_rows:,} rows, of which {read:,} already take all "
                     f"memory that one file may have: {room:,} bytes, half of what is free. Cut it into smaller data sets."
-                )
-                raise wrong(flag, message)
+                ))  # fmt: skip
             batches.append(batch)
         return pyarrow.Table.from_batches(batches, schema=source.schema_arrow)
 
 
-def is_json_array(file: Path) -> bool:
-    """Whether a .json file holds one array. Many hold one object a line, whatever their name."""
-    if file.suffix != ".json":
-        return False
-    with file.open("rb") as content:
-        return content.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+def _rows_of_parquet(file: Path, name: str, flag: str, begin: int) -> Iterator[Read]:
+    """Row groups before it are not read."""
+    import psutil
+
+    buffers = {"buffer_size": BUFFER, "pre_buffer": False}  # without either, a whole row group is read, which may be the file
+    with _read_as_parquet(name, flag), _parquet(flag).ParquetFile(file, **buffers) as source:
+        groups, row = list(range(source.metadata.num_row_groups)), 0
+        while groups and row + source.metadata.row_group(groups[0]).num_rows <= begin:
+            row += source.metadata.row_group(groups.pop(0)).num_rows
+        for batch in source.iter_batches(batch_size=BATCH, row_groups=groups) if groups else ():
+            # A column of one value, many times, takes a few bytes in a file.
+            room = psutil.virtual_memory().available // 2
+            if batch.nbytes > room:
+                message = f"{name}: rows {row} to {row + len(batch)} take {batch.nbytes:,} bytes, more than half of what is free."
+                raise config_error(flag, message)
+            given = max(0, begin - row)
+            for offset, values in enumerate(batch.slice(given).to_pylist(), start=row + given):
+                yield Read(offset + 1, f"{name} row {offset}", values)
+            row += len(batch)
 
 
-def _json_array(file: Path, name: str, flag: str) -> list[dict[str, Any]]:
-    try:
-        rows = json.loads(file.read_bytes())
-    except json.JSONDecodeError as error:
-        raise wrong(flag, f"{name} line {error.lineno} column {error.colno} is not JSON: {error.msg}.") from error
-    except (ValueError, RecursionError) as error:  # bytes that are no UTF-8, a number of 5,000 digits; too deep
-        raise wrong(flag, f"{name} cannot be read as JSON: {error}.") from error
-    bad = [index for index, row in enumerate(rows) if not isinstance(row, dict)]
-    if bad:
-        raise wrong(flag, f"{name} has {len(bad)} entries that are not objects with named columns; the first is entry {bad[0]}.")
-    return rows
+# ---- what `datasets` reads
 
 
-@contextmanager
-def read_as_parquet(name: str, flag: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
-        raise wrong(flag, f"{name} cannot be read as parquet: {said_by(error, first_line)}") from error
+def _mapped(name: str, rows: Sequence[Row]) -> Source:
+    """Of a table in mapped memory. A place: rows before it."""
+    return lambda at: (Read(row + 1, f"{name} row {row}", rows[row]) for row in range(at or 0, len(rows)))
 
 
-def pyarrow_parquet(flag: str) -> Any:
-    if find_spec("pyarrow") is None:
-        raise wrong(flag, "Reading parquet needs the extra `data`: pip install 'megatron-grpo[data]'.")
-    from pyarrow import parquet
+def _hub(name: str, open_it: Callable[[], Any], flag: str) -> Source:
+    """A place: rows before it, and where `datasets` says it is."""
 
-    return parquet
+    def begin(at: Any) -> Iterator[Read]:
+        row, state = at or (0, None)
+        rows = open_it()
+        if state is not None:
+            rows.load_state_dict(state)
+        try:
+            for number, values in enumerate(rows, start=row):
+                yield Read([number + 1, rows.state_dict()], f"{name} row {number}", values)
+        except Exception as error:
+            reason = said_by(error, first_line)
+            raise config_error(flag, f"{name} could not be read from the Hub any further ({type(error).__name__}: {reason}).") from error
 
-
-def _datasets(flag: str) -> Any:
-    if find_spec("datasets") is None:
-        raise wrong(flag, "Reading from the Hugging Face Hub needs the extra `data`: pip install 'megatron-grpo[data]'.")
-    import datasets
-
-    return datasets
-
-
-def saved_by_datasets(directory: str, flag: str) -> Any:
-    """A data set that `datasets` maps into memory."""
-    return _datasets(flag).load_from_disk(directory)
-
-
-def from_hub(dataset: str, split: str, flag: str, *, streaming: bool = False) -> Any:
-    """streaming: what `datasets` reads as it is asked for it, and does not fetch first."""
-    datasets = _datasets(flag)
-    name, _, subset = dataset.partition(":")
-    try:
-        return datasets.load_dataset(name, subset or None, split=split, **({"streaming": True} if streaming else {}))
-    except (OSError, ValueError, RuntimeError) as error:  # not found, offline, unknown split or subset: datasets has no one base for them
-        reason = said_by(error, first_line)
-        raise wrong(flag, f"{flag} {dataset!r} is no local path, and the Hub gave: {reason}") from error
+    return begin

@@ -1,13 +1,20 @@
-"""Where a model is: a directory here, or a name of the Hub that is fetched."""
+"""What a name means, a path here or a name of the Hub, and fetching what the Hub has under it: models and data sets."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from megatron_grpo.base.errors import ConfigError, Problem, first_line, said_by
-from megatron_grpo.data.files import is_path
+from megatron_grpo.base.errors import config_error, first_line, said_by
 
+SUFFIXES = (".jsonl", ".json", ".parquet")  # of data sets
 _FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+
+
+def is_path(name: str) -> bool:
+    """Whether a name can only be a path on this machine, there or not: one on the Hub is `name` or `owner/name`."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name.partition("#")[0]).suffix in SUFFIXES
 
 
 def find_model(name: str, *, flag: str = "model", with_code: bool = False) -> Path:
@@ -16,7 +23,7 @@ def find_model(name: str, *, flag: str = "model", with_code: bool = False) -> Pa
     flag: the setting that names it. with_code: Python files are fetched as well; nothing is run.
     """
     if not name:
-        raise ConfigError([Problem(flags=("model",), message="model is missing: give a Hugging Face checkpoint directory or a Hub name.")])
+        raise config_error("model", "model is missing: give a Hugging Face checkpoint directory or a Hub name.")
     path = Path(name)
     if path.is_dir():
         return path.absolute()
@@ -24,17 +31,36 @@ def find_model(name: str, *, flag: str = "model", with_code: bool = False) -> Pa
         what = "is a file" if path.is_file() else "does not exist"
         beside = sorted(config.parent.name for config in path.parent.glob("*/config.json"))[:8]
         there = f" In {path.parent}: {', '.join(beside)}." if beside else ""
-        raise ConfigError([Problem(
-            flags=(flag,),
-            message=f"{flag} ({name}) {what}. It is a directory with config.json, tokenizer files and *.safetensors, or a Hub name.{there}"
-        )])  # fmt: skip
+        message = f"{flag} ({name}) {what}. It is a directory with config.json, tokenizer files and *.safetensors, or a Hub name.{there}"
+        raise config_error(flag, message)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, allow_patterns=[*_FETCHED, *(["*.py"] if with_code else [])]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = said_by(error, first_line)
-        raise ConfigError([Problem(
-            flags=(flag,), message=f"{flag} ({name}) is neither a directory here nor a model that can be fetched from the Hub: {reason}"
-        )]) from error  # fmt: skip
+        message = f"{flag} ({name}) is neither a directory here nor a model that can be fetched from the Hub: {said_by(error, first_line)}"
+        raise config_error(flag, message) from error
+
+
+def _datasets(flag: str) -> Any:
+    if find_spec("datasets") is None:
+        raise config_error(flag, "Reading from the Hugging Face Hub needs the extra `data`: pip install 'megatron-grpo[data]'.")
+    import datasets
+
+    return datasets
+
+
+def saved_by_datasets(directory: str, flag: str) -> Any:
+    """A data set that `datasets` maps into memory."""
+    return _datasets(flag).load_from_disk(directory)
+
+
+def from_hub(dataset: str, split: str, flag: str, *, streaming: bool = False) -> Any:
+    """streaming: what `datasets` reads as it is asked for it, and does not fetch first."""
+    datasets = _datasets(flag)
+    name, _, subset = dataset.partition(":")
+    try:
+        return datasets.load_dataset(name, subset or None, split=split, **({"streaming": True} if streaming else {}))
+    except (OSError, ValueError, RuntimeError) as error:  # not found, offline, unknown split or subset: datasets has no one base for them
+        raise config_error(flag, f"{flag} {dataset!r} is no local path, and the Hub gave: {said_by(error, first_line)}") from error

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.base import launcher
-from megatron_grpo.base.errors import ConfigError, Problem, RowsError, RunError
+from megatron_grpo.base.errors import ConfigError, Problem, RowsError, RunError, config_error, problem_with
 from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data.checks import (
     Encode,
@@ -36,10 +36,9 @@ from megatron_grpo.data.checks import (
     tokenised,
 )
 from megatron_grpo.data.eyes import Eyes
-from megatron_grpo.data.files import NAMED_ROWS, Rows
-from megatron_grpo.data.mixing import permutation
+from megatron_grpo.data.files import NAMED_ROWS, Read, Rows, Source
+from megatron_grpo.data.mixing import open_sets, permutation
 from megatron_grpo.data.prompts import PromptStream, load_rows, names_of, open_stream
-from megatron_grpo.data.reading import Read, Source, open_sets
 from megatron_grpo.types import Picture, Prompt
 
 logger = logging.getLogger(__name__)
@@ -49,24 +48,6 @@ Ask = Callable[[tuple[str, int]], Sequence[tuple[str, int]]]
 REMEMBERED = 16  # blocks before the place of a checkpoint, whose places it holds
 MOST_MARKS = 1000  # whose places a process remembers
 _BLIND = "streaming reads rows of text alone: the sampler is made for the most pictures of a prompt, which only the whole data set tells"
-
-
-class Block(Rows):
-    """Rows that were read together, in the order of the data set."""
-
-    def __init__(self, read: Sequence[Read]):
-        self._read = read
-
-    def __len__(self) -> int:
-        return len(self._read)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]  # a row by its number; slices are not asked for
-        row = self._read[index].row
-        assert isinstance(row, dict)  # `_rows_of` has looked
-        return row
-
-    def place(self, index: int) -> str:
-        return self._read[index].stands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +123,7 @@ class StreamedPrompts(PromptStream):
 
     def __init__(self, source: Source, look: Callable[[Rows], PromptRows], encode: Encode, *, cfg: DataConfig, seed: int):
         """look: at the rows of a block; raises ConfigError. Reads blocks until one has a prompt."""
-        nothing = PromptRows(rows=Block([]), keep=np.empty(0, dtype=np.int64), longest_prompt=None)
+        nothing = PromptRows(rows=Rows([([], str)]), keep=np.empty(0, dtype=np.int64), longest_prompt=None)
         super().__init__(nothing, encode, seed=seed, shuffle=cfg.dataset_shuffle)
         self._source, self._look, self._size = source, look, max(1, cfg.shuffle_buffer_size)
         self._ask: Ask = lambda told: [told]
@@ -208,7 +189,7 @@ class StreamedPrompts(PromptStream):
         except ConfigError as error:
             return list(error.problems)
         except OSError as error:
-            return [Problem(flags=("dataset",), message=f"dataset: rows that this run was reading cannot be read any more: {error}.")]
+            return [problem_with("dataset", f"dataset: rows that this run was reading cannot be read any more: {error}.")]
         return []
 
     # ---- blocks
@@ -234,8 +215,8 @@ class StreamedPrompts(PromptStream):
         epoch, block, begins = mark.epoch, mark.block + 1, mark.first_of_epoch
         if mark.after is None:
             if mark.end == begins:
-                raise ConfigError([Problem(flags=("dataset", "max_prompt_length"), message=(
-                    f"No row of the whole data set can be trained on: {mark.left_out} are longer than max_prompt_length."))])  # fmt: skip
+                message = f"No row of the whole data set can be trained on: {mark.left_out} are longer than max_prompt_length."
+                raise config_error(("dataset", "max_prompt_length"), message)
             epoch, block, begins = mark.epoch + 1, 0, mark.end
         read, after = self._read(mark.after)
         rows = self._looked_at(read, block)
@@ -256,7 +237,7 @@ class StreamedPrompts(PromptStream):
             if len(read) != mark.num_rows or _digest(read) != mark.digest:
                 message = f"{self._named(mark)} of the data set are not what they were when this run read them. Restore them, or start \
 afresh in another output_dir."
-                raise ConfigError([Problem(flags=("dataset",), message=message)])
+                raise config_error("dataset", message)
             rows = self._looked_at(read, mark.block)
             assert rows is not None and len(rows) == mark.num_prompts, "the same rows have been looked at before"
             self._hold(mark, rows)
@@ -316,13 +297,13 @@ def _digest(read: Sequence[Read]) -> int:
     return digest
 
 
-def _rows_of(read: Sequence[Read], flag: str) -> Block:
+def _rows_of(read: Sequence[Read], flag: str) -> Rows:
     """Raises ConfigError with what are no rows."""
     bad = [f"{one.stands}: {one.row}" for one in read if isinstance(one.row, str)]
     if bad:
         named = f"{'; '.join(bad[:NAMED_ROWS])}{'; ...' if len(bad) > NAMED_ROWS else ''}"
-        raise ConfigError([Problem(flags=(flag,), message=f"{len(bad)} line(s) are not JSON objects: {named}.")])
-    return Block(read)
+        raise config_error(flag, f"{len(bad)} line(s) are not JSON objects: {named}.")
+    return Rows([([one.row for one in read if isinstance(one.row, dict)], lambda index: read[index].stands)])
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import platform
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,11 @@ import yaml
 
 from megatron_grpo import __version__
 from megatron_grpo.base.files import write_whole
+from megatron_grpo.base.packages import installed_version
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.remote_code import problem_of
 from megatron_grpo.config.secrets import secrets_in
-from megatron_grpo.data.files import is_path
+from megatron_grpo.data.hub import is_path
 from megatron_grpo.metrics import plots
 from megatron_grpo.metrics.evaluations import curves_in
 from megatron_grpo.metrics.records import Records
@@ -181,10 +181,8 @@ def _loading(kind: str, base: str, name: str, *, own_code: bool) -> str:
 def _versions() -> Iterable[tuple[str, str]]:
     yield "megatron_grpo", __version__
     for name in _LIBRARIES:
-        try:
-            yield name, version(name)
-        except PackageNotFoundError:
-            continue
+        if version := installed_version(name):
+            yield name, version
 
 
 def _table(head: tuple[str, str], rows: Iterable[tuple[str, Any]]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_grpo.base import launcher
-from megatron_grpo.checkpoint.folder import Folder
+from megatron_grpo.checkpoint.manifest import Folder
 from megatron_grpo.run import stacks
 from megatron_grpo.run.failures import PREFIX, tell
 from megatron_grpo.run.page import Page

@@ -23,8 +23,8 @@ from megatron_grpo.config.evaluation import flag_of, sets_of
 from megatron_grpo.config.read import COMMAND_LINE
 from megatron_grpo.config.schedule import length_problems
 from megatron_grpo.data.chat import load_tokenizer, unread_options
-from megatron_grpo.data.files import is_path, plain_name
-from megatron_grpo.data.hub import find_model
+from megatron_grpo.data.files import plain_name
+from megatron_grpo.data.hub import find_model, is_path
 from megatron_grpo.environments.own_loading import load_rollout_func
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
@@ -244,7 +244,7 @@ def _absolute_paths(cfg: Config) -> dict[str, str]:
     paths = {"output_dir": cfg.run.output_dir, "resume": cfg.run.resume, "lengths": cfg.plan.lengths, "png": cfg.plan.png}
     paths |= {flag: getattr(cfg.tuner, flag) for flag in ADAPTERS}
     if cfg.run.mcore_model:
-        from megatron_grpo.checkpoint.begins import resolved
+        from megatron_grpo.checkpoint.resume import resolved
 
         paths["mcore_model"] = resolved(cfg.run.mcore_model)
     return {name: str(Path(path).absolute()) for name, path in paths.items() if path not in (None, "auto", "never")}

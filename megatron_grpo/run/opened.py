@@ -11,11 +11,9 @@ import torch
 
 from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import Problem, config_error, problem_with
-from megatron_grpo.checkpoint import folder
-from megatron_grpo.checkpoint.begins import beginning_of
 from megatron_grpo.checkpoint.distributed import CheckpointError, read_sharded
-from megatron_grpo.checkpoint.manifest import Manifest, read_manifest
-from megatron_grpo.checkpoint.resume import several
+from megatron_grpo.checkpoint.manifest import Manifest, damage, read_manifest
+from megatron_grpo.checkpoint.resume import beginning_of, several
 from megatron_grpo.checkpoint.saving import damage_of
 from megatron_grpo.config import precision
 from megatron_grpo.config.config import Config, ParallelConfig
@@ -44,7 +42,7 @@ def whole_checkpoint(directory: Path) -> Manifest:
     manifest = read_manifest(directory)
     if isinstance(manifest, str):
         raise config_error("resume", f"resume: {manifest}. Name a directory such as OUTPUT_DIR/checkpoints/iter_0000100.")
-    if faults := folder.damage(directory, manifest.files):
+    if faults := damage(directory, manifest.files):
         raise config_error("resume", f"resume: {directory} is damaged: {several(faults)}.")
     return manifest
 

@@ -113,7 +113,7 @@ def bases_of_adapters(cfg: Config, model_path: Path) -> list[Problem]:
 
 def weights_to_begin_with(cfg: Config, model_path: Path | None) -> list[Problem]:
     """What a checkpoint's weights say against beginning with them. Raises ConfigError where there is none."""
-    from megatron_grpo.checkpoint.begins import problems_of_beginning
+    from megatron_grpo.checkpoint.resume import problems_of_beginning
 
     return problems_of_beginning(cfg, model_path)
 

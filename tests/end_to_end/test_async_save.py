@@ -27,11 +27,11 @@ def killed_in(rank, world_size, flags, who, where, count):
     import os
     import signal
 
-    from megatron_grpo.checkpoint import distributed, folder, writing
+    from megatron_grpo.checkpoint import distributed, manifest
 
-    places = {"a tensor": (writing.HashedFile, "write"), "telling": (distributed.ShardedWriter, "told"),
-              "the description": (distributed, "write_file"), "the manifest": (folder.Folder, "commit"),
-              "the pointer": (folder, "write_whole")}  # fmt: skip
+    places = {"a tensor": (distributed.HashedFile, "write"), "telling": (distributed.ShardedWriter, "told"),
+              "the description": (distributed, "write_file"), "the manifest": (manifest.Folder, "commit"),
+              "the pointer": (manifest, "write_whole")}  # fmt: skip
     owner, name = places[where]
     whole, calls = getattr(owner, name), []
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_grpo.base.clock import Clock
 from megatron_grpo.checkpoint.best import Best
-from megatron_grpo.checkpoint.facts import facts_of
+from megatron_grpo.checkpoint.content import facts_of
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.checkpoint.written import claim, start_afresh, still_there
 from megatron_grpo.config.best import is_greater_better, metric_of

@@ -16,7 +16,7 @@ from megatron_grpo.analysis.capsule import Capsules
 from megatron_grpo.analysis.witness import Witness
 from megatron_grpo.base.clock import Clock
 from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.checkpoint.resume import settings_of
+from megatron_grpo.checkpoint.content import settings_of
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.config.config import Config, GrpoConfig
 from megatron_grpo.config.evaluation import how_evaluated, most_of, score_of

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from megatron_grpo import __version__
+from megatron_grpo.base.packages import installed_version
 from megatron_grpo.run.doctor.check import Check, absent, bad, good
 from megatron_grpo.run.doctor.child import run
 
@@ -46,7 +47,7 @@ def look_at_packages() -> Iterator[Check]:
     yield _sampler()
     yield _torchvision()
     for names, (extra, what) in OPTIONAL.items():
-        version = next((found for name in names if (found := _version(name))), None)
+        version = next((found for name in names if (found := installed_version(name))), None)
         if version:
             yield good(names[0], version)
         else:
@@ -54,7 +55,7 @@ def look_at_packages() -> Iterator[Check]:
 
 
 def _sampler() -> Check:
-    there = [name for name in SAMPLERS if _version(name)]
+    there = [name for name in SAMPLERS if installed_version(name)]
     which = f"pip install '{OURS}[vllm]' on GPUs, or '{OURS}[cpu]'"
     if not there:
         return bad("vllm", "is not installed", f"Switched off: sampling inside the trainer, and rollout servers. {which}. A trainer whose "
@@ -66,7 +67,7 @@ def _sampler() -> Check:
 
 def _torchvision() -> Check:
     """vLLM's models that see import it; one that does not load breaks transformers too, for models of text as well."""
-    version = _version("torchvision")
+    version = installed_version("torchvision")
     if version is None:
         off = "Switched off: sampling from models that see, for which vLLM imports it. tools/install.sh installs it beside any torch."
         return absent("torchvision", "is not installed", off)
@@ -81,7 +82,7 @@ def _torchvision() -> Check:
 
 
 def _required(name: str, module: str, remedy: str) -> Check:
-    version = _version(name)
+    version = installed_version(name)
     if version is None:
         return bad(name, "is not installed", remedy)
     if wrong := _too_old_or_new(name, version):
@@ -90,13 +91,6 @@ def _required(name: str, module: str, remedy: str) -> Check:
     if ended.why:
         return bad(name, f"{version} cannot be imported: {ended.why}", f"It is broken, or was built for another machine. {remedy}")
     return good(name, version)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _wanted() -> dict[str, str]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.checkpoint.begins import beginning_of, problems_of_beginning, resolved
-from megatron_grpo.checkpoint.folder import Folder
-from megatron_grpo.checkpoint.manifest import Origin, facts
+from megatron_grpo.checkpoint.manifest import Folder, Origin, facts
+from megatron_grpo.checkpoint.resume import beginning_of, problems_of_beginning, resolved
 from megatron_grpo.config.parse import resolve
 from megatron_grpo.config.validation import validate
 from megatron_grpo.types import Progress

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from megatron_grpo.checkpoint.best import Best
-from megatron_grpo.checkpoint.folder import Folder
-from megatron_grpo.checkpoint.manifest import Origin, facts
+from megatron_grpo.checkpoint.manifest import Folder, Origin, facts
 from megatron_grpo.types import Progress
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.checkpoint.folder import Folder, damage
-from megatron_grpo.checkpoint.manifest import Origin, facts, read_manifest
+from megatron_grpo.checkpoint.manifest import Folder, Origin, damage, facts, read_manifest
 from megatron_grpo.types import Progress
 from tests.checkpoint_files import fingerprints
 

@@ -13,10 +13,10 @@ from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.batch_sizes import settled as with_sizes
 from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.checkpoint.content import settings_of
 from megatron_grpo.checkpoint.continuity import CONTENT, VERDICTS, changes_since
-from megatron_grpo.checkpoint.folder import POINTER, Folder
-from megatron_grpo.checkpoint.manifest import Origin, facts
-from megatron_grpo.checkpoint.resume import find_checkpoints, judge_resume, settings_of
+from megatron_grpo.checkpoint.manifest import POINTER, Folder, Origin, facts
+from megatron_grpo.checkpoint.resume import find_checkpoints, judge_resume
 from megatron_grpo.config.parse import resolve
 from megatron_grpo.config.table import table
 from megatron_grpo.types import Progress

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_grpo.base.errors import ConfigError, RunError
 from megatron_grpo.base.files import MARK, mark, mark_of
-from megatron_grpo.checkpoint.folder import Folder
+from megatron_grpo.checkpoint.manifest import Folder
 from megatron_grpo.checkpoint.resume import find_checkpoints
 from megatron_grpo.checkpoint.written import (
     WRITTEN_BY_A_RUN,

@@ -208,7 +208,7 @@ def test_every_form_of_a_column_is_the_same_picture(tmp_path):
     (tmp_path / "a.png").write_bytes(data)
     forms = ["a.png", str(tmp_path / "a.png"), data, {"bytes": data, "path": None}, {"bytes": None, "path": "a.png"}, image]
     rows = [{"prompt": "<image>", "images": [form]} for form in forms] + [{"prompt": "<image>", "image": "a.png"}]
-    album = Album(Rows([("d", "row", rows, None)]), EYES, root=tmp_path)
+    album = Album(Rows([(rows, "d row {}".format)]), EYES, root=tmp_path)
     shown = [album.pictures(number)[0] for number in range(len(rows))]
     assert album.faults(range(len(rows))) == []
     assert all(np.array_equal(one.patches(), EYES.patches(image)) for one in shown)
@@ -223,7 +223,7 @@ def test_a_key_is_of_bytes_and_settings_and_not_of_a_path(tmp_path):
     for folder, seed in (("a", 1), ("b", 2)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.png").write_bytes(as_bytes(picture(60, 60, seed=seed)))
-    rows = Rows([("d", "row", [{"images": ["x.png"]}], None)])
+    rows = Rows([([{"images": ["x.png"]}], "d row {}".format)])
     one, other = (Album(rows, EYES, root=tmp_path / folder).pictures(0)[0] for folder in ("a", "b"))
     smaller = Album(rows, replace(EYES, max_pixels=3136), root=tmp_path / "a").pictures(0)[0]
     assert len({one.key, other.key, smaller.key}) == 3
@@ -235,7 +235,7 @@ def test_a_key_is_of_bytes_and_settings_and_not_of_a_path(tmp_path):
 
 def test_a_file_that_changes_under_a_run_ends_it_with_row_and_file(tmp_path):
     (tmp_path / "x.png").write_bytes(as_bytes(picture(60, 60)))
-    found = Album(Rows([("d", "row", [{"images": ["x.png"]}], None)]), EYES, root=tmp_path).pictures(0)[0]
+    found = Album(Rows([([{"images": ["x.png"]}], "d row {}".format)]), EYES, root=tmp_path).pictures(0)[0]
     assert found.key
     (tmp_path / "x.png").write_bytes(as_bytes(picture(60, 60, seed=5)))
     with pytest.raises(ConfigError, match="d row 0: the picture x.png has changed since this run looked at it first"):
@@ -247,7 +247,7 @@ def test_a_file_that_changes_under_a_run_ends_it_with_row_and_file(tmp_path):
 
 def test_a_picture_is_sent_as_a_name_and_found_again():
     data = as_bytes(picture(60, 60))
-    album = Album(Rows([("d", "row", [{"images": [data]}], None)]), EYES, root=".")
+    album = Album(Rows([([{"images": [data]}], "d row {}".format)]), EYES, root=".")
     found = album.pictures(0)[0]
     sent = pickle.dumps(found)
     assert len(sent) < 200 < len(data)

@@ -61,7 +61,7 @@ from megatron_grpo.data.files import Rows
 from megatron_grpo.data.prompts import PromptRows, tokenised
 def encode(raw):
     while True: pass
-rows = Rows([("a.jsonl", "line", [{"prompt": "a"}], [1])])
+rows = Rows([([{"prompt": "a"}], lambda index: "a.jsonl line 1")])
 tokenised(PromptRows(rows=rows, keep=np.arange(1), longest_prompt=None), encode, "dataset", seconds=0.2)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -11,8 +11,8 @@ import pytest
 from megatron_grpo.base.errors import ConfigError, RowsError, RunError
 from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data import streamed
+from megatron_grpo.data.mixing import open_sets
 from megatron_grpo.data.prompts import open_stream
-from megatron_grpo.data.reading import open_sets
 from megatron_grpo.data.streamed import REMEMBERED, StreamedPrompts, open_prompts, rows_to_look_at
 from tests.unit.data.test_pictures import EYES, Words
 
@@ -104,13 +104,13 @@ def test_rows_of_every_form_come_from_every_place_as_from_the_beginning(kinds, k
 def test_the_hub_is_read_from_every_place(kinds, monkeypatch):
     import datasets
 
-    from megatron_grpo.data import reading
+    from megatron_grpo.data import files
 
     def from_hub(dataset, split, flag, *, streaming):
         assert (dataset, split, flag, streaming) == ("owner/name", "train", "dataset", True)
         return datasets.load_dataset("parquet", data_files=kinds["parquet"], split="train", streaming=True)
 
-    monkeypatch.setattr(reading, "from_hub", from_hub)
+    monkeypatch.setattr(files, "from_hub", from_hub)
     source = open_sets(config("owner/name"), ["owner/name"], "dataset")
     read = list(source(None))
     assert [one.row for one in read] == ROWS and read[6].stands == "owner/name row 6"

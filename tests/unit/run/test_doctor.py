@@ -38,17 +38,17 @@ def test_a_broken_torch_is_named_what_needs_it_is_not_tried_and_the_exit_code_is
 
 
 def test_without_vllm_it_says_what_is_switched_off_and_what_to_install(monkeypatch):
-    monkeypatch.setattr(packages, "_version", lambda name: None)
+    monkeypatch.setattr(packages, "installed_version", lambda name: None)
     check = packages._sampler()
     assert check.status == "fails" and "pip install 'megatron-grpo[vllm]' on GPUs, or 'megatron-grpo[cpu]'" in check.remedy
-    monkeypatch.setattr(packages, "_version", lambda name: "0.32.0" if name in packages.SAMPLERS else None)
+    monkeypatch.setattr(packages, "installed_version", lambda name: "0.32.0" if name in packages.SAMPLERS else None)
     assert "pip uninstall both" in packages._sampler().remedy
     optional = {check.name: check for check in packages.look_at_packages() if check.status == "absent"}
     assert optional["matplotlib"].remedy == "Switched off: plots/, and `plan --png`. pip install 'megatron-grpo[plot]'"
 
 
 def test_a_version_that_does_not_do_is_told_with_the_one_that_does(monkeypatch):
-    monkeypatch.setattr(packages, "_version", lambda name: "0.15.0")
+    monkeypatch.setattr(packages, "installed_version", lambda name: "0.15.0")
     monkeypatch.setattr(packages, "_wanted", lambda: {"megatron-core": "<0.20,>=0.16.1"})
     check = packages._required("megatron-core", "megatron.core", "mend it.")
     assert (check.status, check.found) == ("fails", "0.15.0, and <0.20,>=0.16.1 is needed")
