@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal
+
+OnResume = Literal["refused", "between", "said", "free"]  # `checkpoint.continuity` says what they mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,7 @@ def setting(
     choices: Sequence[str] = (),
     aliases: Sequence[str] = (),
     refused: Mapping[str, str] | None = None,
+    on_resume: OnResume = "said",
     **bounds: float,
 ) -> Any:
     """A dataclass field that knows how to present itself. `aliases` are other names that users of TRL or Megatron type.
@@ -58,6 +62,7 @@ def setting(
         "aliases": tuple(aliases),
         "refused": dict(refused or {}),
         "range": Range(**bounds),
+        "on_resume": on_resume,
     }
     if isinstance(default, (list, tuple)):
         values = tuple(default)
@@ -65,3 +70,8 @@ def setting(
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=meta)
     return field(default=default, metadata=meta)
+
+
+fixed = partial(setting, on_resume="refused")
+between_rollouts = partial(setting, on_resume="between")
+free = partial(setting, on_resume="free")

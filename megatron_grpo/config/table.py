@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_grpo.base.files import read_text
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.field import Range
+from megatron_grpo.config.field import OnResume, Range
 
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 
@@ -35,6 +35,7 @@ class Setting:
     aliases: Sequence[str] = ()
     refused: Mapping[str, str] = field(default_factory=dict)  # value -> why it is not a choice here
     range: Range = Range()
+    on_resume: OnResume = "said"
 
 
 def canonical(name: str) -> str:
@@ -65,6 +66,7 @@ def table() -> Mapping[str, Setting]:
                 aliases=meta["aliases"],
                 refused=meta["refused"],
                 range=meta["range"],
+                on_resume=meta["on_resume"],
             )
     return rows
 

@@ -14,7 +14,7 @@ from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.batch_sizes import settled as with_sizes
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.checkpoint.content import settings_of
-from megatron_grpo.checkpoint.continuity import CONTENT, VERDICTS, changes_since
+from megatron_grpo.checkpoint.continuity import _OF_THE_REFERENCE, _WHY, FLAGS, changes_since
 from megatron_grpo.checkpoint.manifest import POINTER, Folder, Origin, facts
 from megatron_grpo.checkpoint.resume import find_checkpoints, judge_resume
 from megatron_grpo.config.parse import resolve
@@ -62,11 +62,9 @@ def step_of(resume) -> int | None:
 # -- what may change -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_every_setting_has_exactly_one_verdict():
-    from megatron_grpo.checkpoint.continuity import _TABLE
-
-    listed = [name for names in _TABLE.values() for name in names.split()]
-    assert sorted(listed) == sorted(table())  # none twice, none forgotten, none that is gone
+def test_every_refusal_says_why():
+    refused = {setting.name for setting in table().values() if setting.on_resume == "refused"}
+    assert refused | set(_OF_THE_REFERENCE) | set(FLAGS) == set(_WHY)  # none forgotten, none that may change
 
 
 def test_nothing_is_said_of_a_run_that_is_as_it_was(tmp_path):
@@ -175,7 +173,7 @@ def test_a_run_that_has_reached_its_end_says_that_nothing_is_left(tmp_path):
 def test_contents_are_either_refused_or_said():
     before, now = Origin(content=dict(a="1", model="1", gone="1")), Origin(content=dict(a="2", model="2", new="1"))
     assert {change.name: change.verdict for change in changes_since(before, now)} == {"a": "said", "model": "refused"}
-    assert set(CONTENT.values()) == {"refused"} and set(VERDICTS.values()) == {"refused", "between", "said", "free"}
+    assert {setting.on_resume for setting in table().values()} == {"refused", "between", "said", "free"}
 
 
 # -- which checkpoint ----------------------------------------------------------------------------------------------------------------------
