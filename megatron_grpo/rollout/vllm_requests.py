@@ -63,8 +63,8 @@ def take_logprobs_as_they_come() -> None:
                 here = is_left.nonzero()[0]
                 self.logprobs.append((row_ids[here], row[here]))
 
-    processor: Any = output_processor
-    processor.LogprobsProcessor = AsTheyCome
+    replaced: Any = output_processor
+    replaced.LogprobsProcessor = AsTheyCome
 
 
 def sampling_params(sampling: SamplingSettings, seed: int | None, *, vocab_size: int, **more: Any) -> Any:
