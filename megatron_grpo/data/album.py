@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -138,9 +138,13 @@ class Album:
             self._known[row, index] = known
         return known
 
-    def told_of(self, row: int, source: Source) -> _Told:
+    @contextmanager
+    def told_of(self, row: int, source: Source) -> Iterator[None]:
         """Around what may raise PictureFault: it becomes a ConfigError that names row and file."""
-        return _Told(self, row, source)
+        try:
+            yield
+        except PictureFault as fault:
+            raise ConfigError([Problem(flags=(self.flag,), message=self.sentence(row, source, fault))]) from fault
 
     def sentence(self, row: int, source: Source, fault: object) -> str:
         return f"{self.rows.place(row)}: the picture {source.name} {fault}."
@@ -210,21 +214,6 @@ class Album:
 
         with ThreadPoolExecutor(max_workers=4) as pool:  # decoders let other threads run
             return [sentence for sentence in pool.map(fault, pictures) if sentence]
-
-
-class _Told:
-    """Turns a PictureFault into a ConfigError with row and file."""
-
-    def __init__(self, album: Album, row: int, source: Source):
-        self.album, self.row, self.source = album, row, source
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, fault: Any, trace: Any) -> None:
-        if isinstance(fault, PictureFault):
-            sentence = self.album.sentence(self.row, self.source, fault)
-            raise ConfigError([Problem(flags=(self.album.flag,), message=sentence)]) from fault
 
 
 # ---- rows
