@@ -79,7 +79,7 @@ def _not_launched(argv: list[str], config: Config, asked: tuple[str, int] | None
 
 def plan(argv: list[str]) -> int:
     """Checks the whole configuration and prints the timetable, memory and cost of a run. Needs no GPU and no launcher."""
-    from megatron_grpo.planning.command import run_plan
+    from megatron_grpo.planning.report import run_plan
     from megatron_grpo.run.inputs import look_at_everything
 
     launched = launcher.read()

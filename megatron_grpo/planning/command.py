@@ -1,32 +1,27 @@
-"""The `plan` command: check, gather, print. For people by default, for programs with `--json`."""
+"""The plan of a configuration that passes, and the JSON object that says all of it."""
 
 from __future__ import annotations
 
-import io
 import json
-import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
-from megatron_grpo.base.files import written_whole
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.base.files import write_whole
+from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.timetable import Timetable
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.config import Parsed, parse
-from megatron_grpo.planning.check import Checked, check_parsed
-from megatron_grpo.planning.epochs import as_long_as_there, epoch_problems
-from megatron_grpo.planning.facts import bubble_fraction, native_flags
-from megatron_grpo.planning.output import errors_object, write_plan
-from megatron_grpo.planning.servers import servers_of
-from megatron_grpo.planning.sharing import Sharing, decide
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.servers import CALLS, FROM_FILE, addresses_of, chunk_size
+from megatron_grpo.planning.check import Checked
+from megatron_grpo.planning.sharing import Sharing, decide, suggest_budget
+from megatron_grpo.planning.summary import as_long_as_there, bubble_fraction, epoch_problems, native_flags, plan_object
 from megatron_grpo.planning.warnings import defaults_of, warnings_of
 
 if TYPE_CHECKING:
-    from megatron_grpo.planning.lengths import Lengths
     from megatron_grpo.planning.parameters import Tuning
     from megatron_grpo.planning.pictures import PictureFacts
+    from megatron_grpo.planning.token_counts import Lengths
 
 MOST_SAVED = 20_000  # micro-steps in the plan.json of a run
 
@@ -70,16 +65,17 @@ class Plan:
             "warnings": [*self.warnings, *defaults_of(self.checked)],
         }
 
-    def write_json(self, write: Any, *, num_rollouts: int | None = None) -> None:
-        write_plan(write, self.timetable, num_rollouts=num_rollouts or self.checked.config.plan.plan_rollouts, rest=self.rest())
+    def as_json(self, num_rollouts: int | None = None) -> str:
+        """The whole object, compact; by default with as many rollouts as the settings ask for."""
+        found = plan_object(self.timetable, num_rollouts or self.checked.config.plan.plan_rollouts)
+        return json.dumps(found | self.rest(), separators=(",", ":")) + "\n"
 
     def save(self, path: Path) -> None:
         """The JSON object of the whole run, or of its first MOST_SAVED micro-steps' rollouts where it is longer; whole or not at all."""
         sizes, steps = self.checked.sizes, self.timetable.num_steps
         per_rollout = sizes.micro_steps_per_rollout * sizes.num_iterations
         micro_steps = MOST_SAVED if steps is None else min(self.timetable.first_of(steps), MOST_SAVED)
-        with written_whole(path) as stream, io.TextIOWrapper(stream, encoding="utf-8") as file:
-            self.write_json(file.write, num_rollouts=max(1, -(-micro_steps // per_rollout)))
+        write_whole(path, self.as_json(max(1, -(-micro_steps // per_rollout))))
 
 
 def make_plan(checked: Checked, *, num_prompts: int | None = None, pictures: PictureFacts | None = None) -> Plan:
@@ -121,13 +117,11 @@ def _estimates(checked: Checked, sharing: Sharing) -> tuple[dict[str, Any] | Non
     cfg, sizes, shape = checked.config, checked.sizes, checked.shape
     if shape is None and not cfg.plan.lengths:
         return None, None, None
-    from megatron_grpo.planning.budget import suggest_budget
-    from megatron_grpo.planning.computed import Step
     from megatron_grpo.planning.cost import estimate_cost
-    from megatron_grpo.planning.lengths import read_lengths
     from megatron_grpo.planning.memory import estimate_memory
     from megatron_grpo.planning.parameters import Tuning
     from megatron_grpo.planning.room import ways_to_fit
+    from megatron_grpo.planning.token_counts import Step, read_lengths
 
     lengths = read_lengths(cfg.plan.lengths) if cfg.plan.lengths else None
     memory = tuning = None
@@ -136,7 +130,7 @@ def _estimates(checked: Checked, sharing: Sharing) -> tuple[dict[str, Any] | Non
         memory = estimate_memory(shape, sizes, cfg, tuning, lengths, shares=sharing.least_saving is not None, teacher=checked.teacher)
         if memory["fits"] is False:
             memory["would_fit"] = ways_to_fit(checked, lambda other: _memory_of(other, lengths))
-    step = Step.of(sharing, sizes, cfg, lengths)
+    step = Step.of(sharing.least_saving, sizes, cfg, lengths)
     cost = estimate_cost(shape, sizes, cfg, tuning, lengths, sharing, step, teacher=checked.teacher)
     cost["sharing"]["budget"] = suggest_budget(cfg, shape, sharing, step, memory)
     return memory, cost, tuning
@@ -152,39 +146,23 @@ def _memory_of(checked: Checked, lengths: Lengths | None) -> dict[str, Any]:
     return estimate_memory(shape, checked.sizes, cfg, Tuning.of(cfg, shape), lengths, shares=shares, teacher=checked.teacher)
 
 
-def run_plan(argv: Sequence[str], look_at: Callable[[Parsed], Plan], *, launcher_world_size: int | None = None) -> int:
-    """Print the plan; the exit code. Raises ConfigError, except with --json, which prints the errors as its answer.
+def servers_of(cfg: Config, sizes: BatchSizes) -> dict[str, Any] | None:
+    """The `servers` object of `plan --json`; None where no servers sample.
 
-    look_at: makes the plan of what was parsed, and looks at what it names (`inputs.look_at_everything`).
+    num_servers: those that are named; files may name others by and by. prompts_per_call: of a server that holds vllm_max_num_seqs sequences
+    as it does by default, which is not known before it answers.
     """
-    as_json = False
-    try:
-        # Without a launcher of its own, `plan` may ask about any number of ranks.
-        parsed = parse(argv, dialects=DIALECTS)
-        if launcher_world_size is not None and "world_size" not in parsed.config.typed:
-            parsed = parse(argv, launcher_world_size=launcher_world_size, dialects=DIALECTS)
-        as_json = parsed.config.plan.json
-        if parsed.print_config:
-            from megatron_grpo.config.show import print_config
-
-            print_config(check_parsed(parsed).config)
-            return EXIT_DONE
-        made = look_at(parsed)
-        if png := made.checked.config.plan.png:
-            from megatron_grpo.planning.png import draw_png
-
-            draw_png(made, png)
-        if as_json:
-            made.write_json(sys.stdout.write)
-            if made.not_checked:  # the object has the keys that it always had
-                print(f"Not checked: {'; '.join(made.not_checked)}.", file=sys.stderr)
-        else:
-            from megatron_grpo.planning.report import print_report
-
-            print_report(made)
-        return EXIT_DONE
-    except ConfigError as error:
-        if not as_json:
-            raise
-        print(json.dumps(errors_object(error.problems), separators=(",", ":")))
-        return EXIT_CONFIG
+    rollout = cfg.rollout
+    if rollout.vllm_mode != "server":
+        return None
+    addresses = [str(address) for address in addresses_of(rollout)]
+    prompts, n = sizes.num_rollout_prompts, sizes.num_generations
+    return {
+        "addresses": addresses,
+        "files": [host.removeprefix(FROM_FILE) for host in rollout.vllm_server_host if host.startswith(FROM_FILE)],
+        "num_servers": len(addresses),
+        "calls_per_server": CALLS,
+        "max_num_seqs": rollout.vllm_max_num_seqs,
+        "prompts_per_call": chunk_size(prompts, n=n, num_servers=max(1, len(addresses)), max_num_seqs=rollout.vllm_max_num_seqs),
+        "pushed_by": "rank 0",
+    }

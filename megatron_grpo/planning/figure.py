@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.base.files import PAINTER
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.timetable import MicroStep, Timetable
 
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99", "#99aa44", "#bb88dd")
 LABELS = {"on_policy": "own forward", "recompute": "forward-only", "cached": "kept", "rollout": "sampler's"}
 MOST_ROWS, MOST_RANKS = 48, 16
+COLUMNS = 160  # of the terminal that a picture shows
+POINTS, DPI, WIDTH = 9, 130, 10  # size of a letter of DejaVu Sans Mono, dots an inch, and whole dots that a letter is wide
+PAPER, INK, FAINT = "#14181d", "#e6e6e6", "#8a929b"
 HEAD, TAIL = 3, 1  # micro-steps shown of a long stretch that belongs to one optimizer step and one pass of a rollout
 
 
@@ -169,3 +174,37 @@ def legend(sizes: BatchSizes) -> list[str]:
         "  extra pass by the weights there are when a rollout comes in; kept - from the",
         "  slice's first training forward; sampler's - vLLM's own (old_logprobs rollout)",
     ]
+
+
+def draw_png(timetable: Timetable, num_rollouts: int, path: str) -> None:
+    """Writes the figure of the terminal as a picture: the same lines in the same colours. Its format follows the file's suffix.
+
+    Raises ConfigError without matplotlib, or for a suffix it does not know.
+    """
+    from megatron_grpo.metrics.draw import can_draw, new_figure
+
+    if not can_draw():
+        raise ConfigError([Problem(flags=("png",), message="png needs matplotlib: pip install 'megatron-grpo[plot]'.")])
+    from rich.console import Console
+    from rich.style import Style
+    from rich.text import Text
+
+    terminal = Console(width=COLUMNS)
+    lines = [*draw(timetable, num_rollouts, width=COLUMNS), Text(), *map(Text, legend(timetable.sizes))]
+    columns = max(line.cell_len for line in lines)
+    width, height = (columns + 2) * WIDTH / DPI, (len(lines) + 2) * POINTS * 1.5 / 72
+    figure = new_figure(width, height, dpi=DPI, layout=None, facecolor=PAPER)
+    for row, line in enumerate(lines, 1):
+        column = 1
+        for segment in line.render(terminal):
+            style = segment.style or Style()
+            ink = style.color.get_truecolor().hex if style.color else FAINT if style.dim else INK
+            text = segment.text.replace("⋮", ":")  # which the font has not
+            at = column / (columns + 2), 1 - (row + 0.5) / (len(lines) + 2)
+            weight = "bold" if style.bold else None
+            figure.text(*at, text, family="monospace", size=POINTS, weight=weight, color=ink, va="center")
+            column += segment.cell_length
+    try:
+        figure.savefig(path, metadata={"Creator" if path.endswith((".svg", ".pdf", ".ps", ".eps")) else "Software": PAINTER})
+    except ValueError as error:
+        raise ConfigError([Problem(flags=("png",), message=f"png: {path} cannot be written: {error}.")]) from error

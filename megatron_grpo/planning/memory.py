@@ -16,11 +16,11 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.precision import BLOCK
 from megatron_grpo.planning.activations import Activations, TowerPlan, activations_of, fewer_layers, logits_bytes, tower_plan, with_tower
 from megatron_grpo.planning.cost import checkpoint_bytes
-from megatron_grpo.planning.lengths import Lengths, sequence_tokens
 from megatron_grpo.planning.other_models import HeldStage, held_stages, sampler_memory
 from megatron_grpo.planning.parameters import Place, Static, Tuning, layers_of_stage, static_memory
 from megatron_grpo.planning.push import bucket_bytes, push_memory
 from megatron_grpo.planning.room import LINK, Offload, decide
+from megatron_grpo.planning.token_counts import Lengths, sequence_tokens
 from megatron_grpo.weights.buckets import MIB
 from megatron_grpo.weights.names import tower_entries
 from megatron_grpo.weights.shape import ModelShape

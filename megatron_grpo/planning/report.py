@@ -1,23 +1,66 @@
-"""The plan for people: sizes, the figure, what it costs, what is unusual. Colours only where they are seen."""
+"""The `plan` command, and the plan for people: sizes, the figure, what it costs, what is unusual. Colours only where they are seen."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from megatron_grpo.planning.epochs import epoch_in_words, epochs_object
-from megatron_grpo.planning.facts import native_flags, old_logprobs_summary, staleness
-from megatron_grpo.planning.figure import draw, legend
-from megatron_grpo.planning.output import sizes_object
+from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
+from megatron_grpo.compat import DIALECTS
+from megatron_grpo.config import Parsed, parse
+from megatron_grpo.planning.check import check_parsed
+from megatron_grpo.planning.command import Plan
+from megatron_grpo.planning.figure import draw, draw_png, legend
 from megatron_grpo.planning.room import LINK
-from megatron_grpo.planning.servers import told
+from megatron_grpo.planning.summary import (
+    epoch_in_words,
+    epochs_object,
+    errors_object,
+    native_flags,
+    old_logprobs_summary,
+    sizes_object,
+    staleness,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_grpo.planning.command import Plan
+
+def run_plan(argv: Sequence[str], look_at: Callable[[Parsed], Plan], *, launcher_world_size: int | None = None) -> int:
+    """Print the plan; the exit code. Raises ConfigError, except with --json, which prints the errors as its answer.
+
+    look_at: makes the plan of what was parsed, and looks at what it names (`inputs.look_at_everything`).
+    """
+    as_json = False
+    try:
+        # Without a launcher of its own, `plan` may ask about any number of ranks.
+        parsed = parse(argv, dialects=DIALECTS)
+        if launcher_world_size is not None and "world_size" not in parsed.config.typed:
+            parsed = parse(argv, launcher_world_size=launcher_world_size, dialects=DIALECTS)
+        as_json = parsed.config.plan.json
+        if parsed.print_config:
+            from megatron_grpo.config.show import print_config
+
+            print_config(check_parsed(parsed).config)
+            return EXIT_DONE
+        made = look_at(parsed)
+        if png := made.checked.config.plan.png:
+            draw_png(made.timetable, made.checked.config.plan.plan_rollouts, png)
+        if as_json:
+            sys.stdout.write(made.as_json())
+            if made.not_checked:  # the object has the keys that it always had
+                print(f"Not checked: {'; '.join(made.not_checked)}.", file=sys.stderr)
+        else:
+            print_report(made)
+        return EXIT_DONE
+    except ConfigError as error:
+        if not as_json:
+            raise
+        print(json.dumps(errors_object(error.problems), separators=(",", ":")))
+        return EXIT_CONFIG
 
 
 def print_report(made: Plan, *, file: TextIO | None = None, is_short: bool = False) -> None:
@@ -43,7 +86,7 @@ def print_report(made: Plan, *, file: TextIO | None = None, is_short: bool = Fal
             console.print()
         if made.servers:
             console.rule("[bold]rollout servers", align="left", style="dim")
-            for sentence in told(made.servers, (made.cost or {}).get("weight_push_bytes")):
+            for sentence in servers_in_words(made.servers, (made.cost or {}).get("weight_push_bytes")):
                 console.print(sentence, markup=False)
             console.print()
         if made.cost:
@@ -317,3 +360,17 @@ def counted(value: int) -> str:
 def gigabytes(value: float) -> str:
     """In units of 10^9 bytes; small models in three significant digits."""
     return f"{value / 1e9:.2f}" if value >= 1e7 else f"{value / 1e9:.3g}"
+
+
+def servers_in_words(servers: dict[str, Any], push_bytes: int | None) -> list[str]:
+    """How many there are, what they are asked at a time, and who pushes. push_bytes: of one push, where the model is known."""
+    some = ", ".join(servers["addresses"][:4]) + (", ..." if len(servers["addresses"]) > 4 else "")
+    files = f"{' and ' if some else ''}whoever writes to {', '.join(servers['files'])}" if servers["files"] else ""
+    lines = [
+        f"{servers['num_servers'] or 'no'} rollout server{'s' * (servers['num_servers'] != 1)} named: {some}{files}",
+        f"each is asked {servers['prompts_per_call']} prompts a call, {servers['calls_per_server']} calls at a time (if it decodes "
+        f"{servers['max_num_seqs']} sequences together, its default)",
+    ]
+    sent = f"{push_bytes / 1e9:.3g} GB, " if push_bytes is not None else ""
+    lines.append(f"a push is {sent}gathered to rank 0, which sends each byte once for all workers of all servers")
+    return lines

@@ -15,10 +15,10 @@ from megatron_grpo.config.schedule import course_of
 from megatron_grpo.config.servers import addresses_of
 from megatron_grpo.data.eyes import said_of_bounds
 from megatron_grpo.grpo import validation as grpo_validation
-from megatron_grpo.planning.budget import wanted_micro_batches
 from megatron_grpo.planning.check import Checked
-from megatron_grpo.planning.facts import bubble_fraction, staleness
 from megatron_grpo.planning.room import in_words
+from megatron_grpo.planning.sharing import wanted_micro_batches
+from megatron_grpo.planning.summary import bubble_fraction, staleness
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.weights.lora import lora_of, peft_leaves_out
 from megatron_grpo.weights.shape import ModelShape

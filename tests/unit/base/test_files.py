@@ -95,11 +95,11 @@ def test_a_picture_takes_the_place_of_its_like_and_of_nothing_else(tmp_path, suf
     from megatron_grpo.config import parse
     from megatron_grpo.planning.check import check_parsed
     from megatron_grpo.planning.command import make_plan
-    from megatron_grpo.planning.png import draw_png
+    from megatron_grpo.planning.figure import draw_png
 
     theirs, ours = tmp_path / f"theirs.{suffix}", tmp_path / f"ours.{suffix}"
     Figure().savefig(theirs)
-    draw_png(make_plan(check_parsed(parse(["--max_steps", "2"]))), str(ours))
+    draw_png(make_plan(check_parsed(parse(["--max_steps", "2"]))).timetable, 2, str(ours))
     assert "no picture that this program drew" in (why_not_drawn(theirs) or "") and why_not_drawn(ours) is None
     [problem] = parse_problems(["--png", str(theirs)])
     assert "theirs" in problem and "left alone" in problem

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.parallel.layout import Layout
-from megatron_grpo.planning.facts import most_waiting_rows, old_logprobs_summary
+from megatron_grpo.planning.summary import most_waiting_rows, old_logprobs_summary
 
 
 def sizes_of(accumulation: int, window: int, passes: int, *, unit: int = 2, dp: int = 1, old_logprobs: str = "auto") -> BatchSizes:

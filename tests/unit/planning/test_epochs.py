@@ -30,9 +30,7 @@ def refusal(words: str, rows: int) -> str:
 
 def object_of(made: Plan) -> dict:
     """Of plan --json."""
-    out = io.StringIO()
-    made.write_json(out.write)
-    return json.loads(out.getvalue())
+    return json.loads(made.as_json())
 
 
 def steps_of(timetable: Timetable) -> list[int]:

@@ -144,12 +144,10 @@ def walk(batch: dict, parallel: dict, num_rollouts: int, old_logprobs: str):
     old=st.sampled_from(["auto", "rollout"]),
 )
 def test_the_timetable_is_what_the_walk_does(dp, mbs, a, w, mu, count, group, old):
-    from io import StringIO
-
     from megatron_grpo.batching.batch_sizes import BatchSizes
     from megatron_grpo.batching.timetable import Timetable
     from megatron_grpo.parallel.layout import Layout
-    from megatron_grpo.planning.output import write_plan
+    from megatron_grpo.planning.summary import plan_object
 
     sizes = BatchSizes(
         layout=Layout(world_size=dp),
@@ -160,9 +158,7 @@ def test_the_timetable_is_what_the_walk_does(dp, mbs, a, w, mu, count, group, ol
         num_iterations=mu,
         old_logprobs=old,
     )
-    out = StringIO()
-    write_plan(out.write, Timetable(sizes), num_rollouts=count, rest={"warnings": []})
-    found = json.loads(out.getvalue())
+    found = json.loads(json.dumps(plan_object(Timetable(sizes), count)))
     expected = list(walk(found["batch"], found["parallel"], count, old))
     assert found["timetable"] == expected
     stale = [any(row["staleness"] for row in expected if row["rollout"] == r) for r in range(count)]

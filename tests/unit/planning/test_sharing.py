@@ -8,11 +8,10 @@ import pytest
 
 from megatron_grpo.batching import pack, split
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.budget import wanted_micro_batches
 from megatron_grpo.planning.check import check
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.report import print_report
-from megatron_grpo.planning.sharing import LEAST_SAVING, decide
+from megatron_grpo.planning.sharing import LEAST_SAVING, decide, wanted_micro_batches
 
 SMALL = ["--num_generations", "4", "--global_batch_size", "8"]
 
@@ -68,10 +67,8 @@ def test_true_shares_what_auto_leaves(made):
 
 
 def test_the_object_holds_it_and_the_native_flags_say_it(made):
-    written: list[str] = []
     plan = made(GROUPS, "--micro_batch_size", 4, "--share_prompts", "true")
-    plan.write_json(written.append)
-    found = json.loads("".join(written))
+    found = json.loads(plan.as_json())
     assert found["cost"]["sharing"]["why"].startswith("share_prompts true") and "--share_prompts true" in found["native_flags"]
 
 

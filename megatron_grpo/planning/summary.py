@@ -1,0 +1,227 @@
+"""What a plan means for a run: sizes, timetable and epochs as JSON, old log-probs, the pipeline's bubble, flags that say it natively."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.batching.batch_sizes import BatchSizes
+from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.compat import DIALECTS, length_there
+from megatron_grpo.config import table
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.read import words_of
+from megatron_grpo.planning.check import Checked, in_typed_names
+
+MOST_EPOCHS = 1000  # whose ends are listed
+
+
+def sizes_object(sizes: BatchSizes) -> dict[str, dict[str, Any]]:
+    """The `parallel` and `batch` parts."""
+    parallel = ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp", "dp_size", "expert_dp_size")
+    batch = (
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        "global_batch_size",
+        "steps_per_generation",
+        "generation_batch_size",
+        "num_generations",
+        "num_iterations",
+        "num_rollout_prompts",
+        "num_train_prompts",
+        "num_prompts_per_dp_group",
+    )
+    return {"parallel": {name: getattr(sizes.layout, name) for name in parallel}, "batch": {name: getattr(sizes, name) for name in batch}}
+
+
+def plan_object(timetable: Timetable, num_rollouts: int) -> dict[str, Any]:
+    """The first part of `plan --json`: sizes, old log-probs, epochs, and the timetable of so many rollouts."""
+    found: dict[str, Any] = {**sizes_object(timetable.sizes), "old_logprobs": old_logprobs_summary(timetable, num_rollouts)}
+    if epochs := epochs_object(timetable):
+        found["epochs"] = epochs
+    return found | {"timetable": list(timetable_rows(timetable, num_rollouts))}
+
+
+def timetable_rows(timetable: Timetable, num_rollouts: int) -> Iterator[dict[str, Any]]:
+    """One object per micro-step of the first rollouts, in micro-step order."""
+    sizes = timetable.sizes
+    slices, size, group = sizes.micro_steps_per_rollout, sizes.micro_batch_size, sizes.num_generations
+    rows: dict[int, list[list[int]]] = {}  # by slice: the same in every rollout and pass
+    for rollout in range(num_rollouts):
+        first = rollout * sizes.num_rollout_prompts
+        prompts: dict[int, list[tuple[int, ...]]] = {}  # by slice: the same in every pass over this rollout
+        for s in range(rollout * slices * sizes.num_iterations, (rollout + 1) * slices * sizes.num_iterations):
+            row = timetable.micro_step(s)
+            j, begins = row.slice_index, range(row.rows[0], row.rows[1], size)
+            if j not in rows:
+                rows[j] = [[x, x + size] for x in begins]
+            if j not in prompts:
+                prompts[j] = [tuple(range(first + x // group, first + (x + size - 1) // group + 1)) for x in begins]
+            yield {
+                "micro_step": s, "optimizer_step": row.optimizer_step, "rollout": rollout, "pass": row.pass_index, "slice": j,
+                "sampled_by_version": row.sampled_by_version, "trained_at_version": row.optimizer_step, "staleness": row.staleness,
+                "old_logprobs": row.old_logprobs, "rows": rows[j], "prompts": prompts[j],
+            }  # fmt: skip
+
+
+def old_logprobs_summary(timetable: Timetable, num_rollouts: int) -> dict[str, Any]:
+    """rollouts[r]: some slice of it is trained by another version than sampled it. slices_recomputed: forward-only passes, in slices."""
+    sizes = timetable.sizes
+    slices, passes = sizes.micro_steps_per_rollout, sizes.num_iterations
+    is_stale = [timetable.step_of((r + 1) * slices * passes - 1) > timetable.sampled_by(r) for r in range(num_rollouts)]
+    recomputed = 0
+    if sizes.old_logprobs != "rollout":
+        decides = passes - 1 if sizes.old_logprobs == "always" else 0  # the pass whose uses need it (`Timetable.needs_anchor`)
+        for r in range(num_rollouts):
+            # Slices are used in order; those from the next optimizer step on need a pass.
+            fresh = timetable.first_of(timetable.version_of(r) + 1) - (r * passes + decides) * slices
+            recomputed += slices - min(max(fresh, 0), slices)
+    return {"rollouts": is_stale, "slices_recomputed": recomputed, "slices_total": num_rollouts * slices}
+
+
+def staleness(sizes: BatchSizes) -> tuple[float, int]:
+    """(mean, largest) over the rows that a long run trains, in optimizer steps, once it has left its beginning behind."""
+    timetable, length = Timetable(sizes), sizes.micro_steps_per_rollout * sizes.num_iterations
+    # Rollouts lie alike in optimizer steps again after so many of them; of very odd sizes a part will do.
+    period = min(sizes.gradient_accumulation_steps // gcd(sizes.gradient_accumulation_steps, length), 1000)
+    ages = [timetable.micro_step(s).staleness for s in range(2 * period * length, 3 * period * length)]
+    return sum(ages) / len(ages), max(ages)
+
+
+def most_waiting_rows(sizes: BatchSizes) -> int:
+    """Rows that still wait to be trained behind an optimizer step, at most: what a checkpoint then holds."""
+    a, slices, passes = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout, sizes.num_iterations
+    begun = {(k + 1) * a % (slices * passes) for k in range(min(slices * passes, 1000))} - {0}  # micro-steps of a rollout that is under way
+    waiting = max((slices - max(0, done - (passes - 1) * slices) for done in begun), default=0)
+    if sizes.async_rollout_depth:  # a checkpoint waits for what is being sampled, and holds it
+        waiting += slices * max(len(Timetable(sizes).new_rollouts(k)) for k in range(min(slices * passes, 1000)))
+    return waiting * sizes.completions_per_micro_step
+
+
+def bubble_fraction(sizes: BatchSizes, micro_batches: int | None = None) -> float:
+    """Share of an optimizer step that a pipeline stage waits: (pp - 1) / (vpp * m + pp - 1).
+
+    micro_batches: m, of each rank. None for gradient_accumulation_steps, which it is without a token budget.
+    """
+    m, waits = micro_batches or sizes.gradient_accumulation_steps, sizes.layout.pp - 1
+    return waits / (sizes.layout.num_chunks * m + waits)
+
+
+def native_flags(cfg: Config, sizes: BatchSizes) -> str:
+    """The command line that says the same without a dialect and without defaults that may change."""
+    words = ["--world_size", str(sizes.layout.world_size)]
+    layout = sizes.layout
+    grid = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+    }
+    for name, value in grid.items():
+        if value not in (None, 1):
+            words += [f"--{name}", str(value)]
+    for name in ("micro_batch_size", "global_batch_size", "generation_batch_size", "num_generations", "num_iterations"):
+        words += [f"--{name}", str(getattr(sizes, name))]
+    if cfg.batch.allow_unaligned_generation:
+        words += ["--allow_unaligned_generation", "true"]
+    for name in ("old_logprobs", "share_prompts"):
+        if getattr(cfg.batch, name) != "auto":
+            words += [f"--{name}", getattr(cfg.batch, name)]
+    for setting in table().values():
+        source = cfg.sources.get(setting.name, "default")
+        if (
+            (setting.group in ("batch", "plan") and setting.name not in ("max_tokens_per_micro_batch", "pad_to_multiple_of"))
+            or setting.name in ("world_size", *grid)
+            or source.startswith(("default", "derived", "implied"))
+        ):
+            continue
+        value = getattr(getattr(cfg, setting.group), setting.name)
+        if value in ([], {}) and value == setting.default:
+            continue
+        values = words_of(value) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        words += [f"--{setting.name}", *(str(v).lower() if isinstance(v, bool) or v is None else shlex.quote(str(v)) for v in values)]
+    return " ".join(words)
+
+
+# ---- epochs -----------------------------------------------------------------------------------------------------------------------------
+
+
+def as_long_as_there(checked: Checked, rows: int | None) -> tuple[Checked, list[str]]:
+    """(the configuration with the `max_steps` that so many rows come to in the system of its dialect, what is said of it)."""
+    cfg, run, dialect = checked.config, checked.config.run, checked.config.plan.dialect or ""
+    drops_last, epochs, notes = cfg.data.dataset_drop_last, run.num_train_epochs or 1, []
+    if cfg.grpo.dynamic_sample and drops_last and dialect in ("verl", "skyrl", "skyrl-doc"):
+        notes.append("What differs: what dynamic_sample draws besides shortens an epoch there, and a run of epochs; here it draws on.")
+    if rows is None and drops_last:
+        notes.append("Note: where an epoch ends is not known without num_prompts or a dataset; the timetable is that of one long epoch.")
+    steps = length_there(dialect, checked.sizes, rows or 0, max_steps=run.max_steps, epochs=epochs, drops_last=drops_last)
+    if rows is None or steps in (None, run.max_steps):
+        return checked, notes
+    notes.append(f"Note: {epochs:g} epochs of {rows} prompts are {steps} optimizer steps in {DIALECTS[dialect].title}: max_steps {steps}.")
+    source = {"max_steps": f"{DIALECTS[dialect].title}'s reading of {rows} prompts"}
+    return replace(checked, config=cfg.with_values({"max_steps": steps, "num_train_epochs": None}, sources=source)), notes
+
+
+def epoch_problems(checked: Checked, timetable: Timetable) -> list[Problem]:
+    """What is wrong with a data set of this size: it fills no rollout, or the last step of an epoch does not suit interleaved stages."""
+    cfg, sizes, rows = checked.config, timetable.sizes, timetable.num_prompts
+    last, pp = last_micro_steps(timetable), sizes.layout.pp
+    if rows and (not timetable.prompts_per_epoch or cfg.run.max_steps == 0):
+        flags = ("dataset" if cfg.data.dataset else "num_prompts", "dataset_drop_last")
+        message = f"Nothing would be trained: the data set has {rows} prompts, a rollout takes {sizes.num_rollout_prompts}, and what does \
+not fill one is left out of an epoch. Use a smaller rollout, or more rows; or dataset_drop_last false with max_steps."
+    elif sizes.layout.vpp and last % pp and timetable.whole_epoch and timetable.whole_epoch[1] <= (timetable.num_steps or 0):
+        flags = ("dataset_drop_last", "virtual_pipeline_model_parallel_size")
+        message = f"With dataset_drop_last the last optimizer step of an epoch has {last} micro-steps, and the interleaved schedule needs \
+a multiple of pipeline_model_parallel_size ({pp}). Use dataset_drop_last false, or a rollout of whole optimizer steps."
+    else:
+        return []
+    return [in_typed_names(cfg, Problem(flags=flags, message=message))]
+
+
+def last_micro_steps(timetable: Timetable) -> int:
+    """Micro-steps of the last optimizer step of an epoch."""
+    a = timetable.sizes.gradient_accumulation_steps
+    return (timetable.whole_epoch[0] - 1) % a + 1 if timetable.whole_epoch else a
+
+
+def epochs_object(timetable: Timetable) -> dict[str, Any] | None:
+    """Where epochs end, of a data set of known size. ends_after_steps: optimizer steps done then, of the first MOST_EPOCHS."""
+    prompts, sizes = timetable.prompts_per_epoch, timetable.sizes
+    if not prompts or timetable.num_steps is None:
+        return None
+    steps = timetable.whole_epoch[1] if timetable.whole_epoch else prompts * sizes.num_iterations / sizes.num_train_prompts
+    ends = [end for n in range(MOST_EPOCHS) if (end := timetable.steps_of_epochs(n + 1)) <= timetable.num_steps]
+    found = {"prompts": prompts, "dropped_prompts": (timetable.num_prompts or 0) - prompts, "optimizer_steps": steps}
+    return {**found, "micro_steps_of_last_step": last_micro_steps(timetable), "ends_after_steps": ends}
+
+
+def epoch_in_words(epochs: dict[str, Any], checked: Checked) -> str:
+    """What an epoch trains, and the optimizer steps in which epochs end."""
+    ends, short, left = epochs["ends_after_steps"], epochs["micro_steps_of_last_step"], epochs["dropped_prompts"]
+    a, of_order = checked.sizes.gradient_accumulation_steps, "" if checked.config.data.dataset_shuffle else ", always the last ones"
+    return (
+        f"optimizer steps of {epochs['prompts']} prompts"
+        + f", the last with {short} of {a} micro-steps" * (short < a)
+        + f"; {left} prompts fill no rollout and are left out{of_order}" * (left > 0)
+        + f"; epochs end in steps {', '.join(str(end - 1) for end in ends[:5])}{', ...' * (len(ends) > 5)}" * (len(ends) > 0)
+        + ", sooner by what dynamic_sample draws besides" * (checked.config.grpo.dynamic_sample and len(ends) > 0)
+    )
+
+
+# ---- problems ---------------------------------------------------------------------------------------------------------------------------
+
+
+def errors_object(problems: Sequence[Problem]) -> dict[str, Any]:
+    return {
+        "errors": [
+            {"flags": list(problem.flags), "message": problem.message, "nearest": {k: list(v) for k, v in problem.nearest.items()}}
+            for problem in problems
+        ]
+    }
