@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
-from megatron_grpo.checkpoint.manifest import MANIFEST, Folder, Manifest, damage, read_manifest
+from megatron_grpo.checkpoint.manifest import MANIFEST, Folder, Manifest, damage
 from megatron_grpo.checkpoint.samples import read_samples
 from megatron_grpo.checkpoint.saving import RECORDED
 from megatron_grpo.config import Parsed
 from megatron_grpo.config.config import Config
 from megatron_grpo.grpo import validation
-from megatron_grpo.run.opened import settings_of_checkpoint, settings_over
+from megatron_grpo.run.opened import settings_over, whole_checkpoint
 from megatron_grpo.types import Sample
 
 Parse = Callable[[Sequence[str]], Parsed]
@@ -107,8 +107,8 @@ def _subject(path: Path, parsed: Parsed, parse: Parse) -> Subject:
 
 
 def _of_checkpoint(directory: Path, typed: Config, *, run: Path | None) -> Subject:
-    cfg, manifest = settings_of_checkpoint(typed, directory), read_manifest(directory)
-    assert not isinstance(manifest, str)  # its settings have been read
+    manifest = whole_checkpoint(directory)
+    cfg = settings_over(typed, manifest.origin.settings)
     return Subject(name=str(directory), run=run, checkpoint=directory, step=manifest.step, cfg=cfg)
 
 
@@ -156,8 +156,7 @@ def read_whatif_args(argv: Sequence[str], parse: Parse) -> WhatifArgs:
     Raises ConfigError with all that is wrong.
     """
     if not argv or argv[0].startswith("-"):
-        message = 'whatif needs the output_dir of a run first: megatron-grpo whatif OUTPUT_DIR --try "loss_type=vespo"'
-        raise _refused(message)
+        raise _refused('whatif needs the output_dir of a run first: megatron-grpo whatif OUTPUT_DIR --try "loss_type=vespo"')
     run = Path(argv[0])
     typed, rest = _taken(argv[1:], ("--try", "--step"))
     tries, steps = typed.values()
