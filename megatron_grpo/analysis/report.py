@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import numpy as np
 
 from megatron_grpo.analysis.args import Subject
 from megatron_grpo.analysis.operations import ASIDE, Operation, Row, first_over
-from megatron_grpo.base.files import PAINTER, written_whole
+from megatron_grpo.metrics.draw import can_draw, new_figure, tidy, write_png
 
 BINS = 40
 DRIFT = ("sampling/logp_difference/mean", "sampling/logp_difference/max")  # of metrics.jsonl
@@ -213,49 +211,35 @@ def draw(
     path: Path, rows: Sequence[Row], operations: Sequence[Operation], drift: Sequence[tuple[int, float, float]], *, limit: float
 ) -> bool:
     """Writes a PNG of what `mismatch` found; whether matplotlib is there to draw it."""
+    if not can_draw():
+        return False
     panels = [_histogram, _tokens, *([_operations] if operations else []), *([_drift] if drift else [])]
-    with _drawn(path, figsize=(11, 4 * (len(panels) + 1) // 2), dpi=100) as figure:
-        for place, panel in enumerate(panels if figure else ()):
-            axes = figure.add_subplot((len(panels) + 1) // 2, 2, place + 1)
-            panel(axes, rows, operations, drift, limit)
-            axes.grid(color="#e4e7ea", linewidth=0.8)
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right"]].set_visible(False)
-    return figure is not None
+    figure = new_figure(11, 4 * (len(panels) + 1) // 2, dpi=100)
+    for place, panel in enumerate(panels):
+        axes = figure.add_subplot((len(panels) + 1) // 2, 2, place + 1)
+        panel(axes, rows, operations, drift, limit)
+        tidy(axes)
+    write_png(figure, path)
+    return True
 
 
 def draw_variants(told: Sequence[Any], path: Path, step: int) -> str:
     """Writes a PNG of what `whatif` found, as bars; returns the line that says where it is, or why there is none."""
-    with _drawn(path, figsize=(13, 1.2 + 0.42 * len(told)), dpi=120) as figure:
-        if figure is None:
-            return "No picture: matplotlib is not installed (pip install megatron-grpo[plot])."
-        axes = figure.subplots(1, len(PANELS), sharey=True)
-        for axis, (title, value) in zip(axes, PANELS, strict=True):
-            values = [value(one) for one in told]
-            bars = axis.barh(range(len(told)), values, color=["#5b6770", *["#2563a8"] * (len(told) - 1)])
-            axis.bar_label(bars, labels=[f"{one:.3g}" for one in values], padding=3, fontsize=8)
-            axis.set_title(title, fontsize=10)
-            axis.margins(x=0.2)
-            axis.spines[["top", "right"]].set_visible(False)
-        axes[0].set_yticks(range(len(told)), [one.name for one in told])
-        axes[0].invert_yaxis()
-        figure.suptitle(f"Optimizer step {step + 1} under other settings", fontsize=11)
-    return f"Picture: {path}"
-
-
-@contextmanager
-def _drawn(path: Path, *, figsize: tuple[float, float], dpi: int) -> Iterator[Any]:
-    """A figure, written as a PNG when it is drawn; None without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
-        yield None
-        return
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=figsize, dpi=dpi, layout="constrained")
-    yield figure
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path) as stream:
-        figure.savefig(stream, format="png", metadata={"Software": PAINTER})
+    if not can_draw():
+        return "No picture: matplotlib is not installed (pip install megatron-grpo[plot])."
+    figure = new_figure(13, 1.2 + 0.42 * len(told))
+    axes = figure.subplots(1, len(PANELS), sharey=True)
+    for axis, (title, value) in zip(axes, PANELS, strict=True):
+        values = [value(one) for one in told]
+        bars = axis.barh(range(len(told)), values, color=["#5b6770", *["#2563a8"] * (len(told) - 1)])
+        axis.bar_label(bars, labels=[f"{one:.3g}" for one in values], padding=3, fontsize=8)
+        axis.set_title(title, fontsize=10)
+        axis.margins(x=0.2)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yticks(range(len(told)), [one.name for one in told])
+    axes[0].invert_yaxis()
+    figure.suptitle(f"Optimizer step {step + 1} under other settings", fontsize=11)
+    return f"Picture: {write_png(figure, path)}"
 
 
 BLUE, RED, GREY = "#2f6f9f", "#c0392b", "#8a949e"
