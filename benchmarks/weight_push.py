@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import start
-from megatron_grpo.policy.exchange import WeightExchange
+from megatron_grpo.policy.hf_export import WeightExchange
 from megatron_grpo.weights.buckets import num_collectives
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.names import hf_shapes

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.policy.exchange import WeightExchange
+from megatron_grpo.policy.hf_export import WeightExchange
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.types import Sequence

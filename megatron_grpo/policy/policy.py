@@ -27,8 +27,8 @@ from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import Slope
 from megatron_grpo.policy import before, culprits, pipeline, sharded_state
 from megatron_grpo.policy.before import BeforeTheStep
-from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.guard import Gradient, Guard, Refusal, RememberingGuard, Skips
+from megatron_grpo.policy.hf_export import WeightExchange
 from megatron_grpo.policy.optimizer import Trainable, gradient_norm, own_norm, reload_main_params
 from megatron_grpo.policy.reference import Reference
 from megatron_grpo.policy.room import Part, Role, Room, tensors_of

@@ -8,7 +8,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megatron_grpo.config.config import TunerConfig
-from megatron_grpo.policy.exchange import WeightExchange
+from megatron_grpo.policy.hf_export import WeightExchange
 from megatron_grpo.weights.trains import parameter_trains, trains
 
 

@@ -21,7 +21,7 @@ from megatron_grpo.config.table import bytes_of
 from megatron_grpo.metrics.card import CARD, CURVES, Card, write_card
 from megatron_grpo.metrics.courtesy import Courtesy
 from megatron_grpo.parallel import collectives
-from megatron_grpo.policy.exchange import WeightExchange
+from megatron_grpo.policy.hf_export import WeightExchange
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.weights.adapters import from_file, merged, write_adapter
 from megatron_grpo.weights.lora import LoraSettings, own_sizes, peft_leaves_out, peft_name

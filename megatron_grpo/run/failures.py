@@ -143,7 +143,7 @@ _BY_TEXT = {  # how libraries spell them that raise something else than OSError
 _NO_ROOM_ON_GPU = re.compile(r"CUDA ([Ee]rror: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure 2 ")
 # By the innermost module of ours that the error passed: what was being done, and what takes less.
 _ON_GPU = (
-    ("rollout/vllm_weights|rollout/vllm_layout|policy/(buckets|exchange|to_first)|trainer/sync.py",
+    ("rollout/vllm_weights|rollout/vllm_layout|policy/hf_export|trainer/sync.py",
      "pushing weights", "a lower weight_sync_bucket_mb, offload_model true and offload_optimizer true, or sleep_level 2"),
     ("rollout/|analysis/vllm_|servers/vllm_worker",
      "sampling or starting vLLM", "a lower vllm_gpu_memory_utilization, vllm_max_num_seqs or vllm_max_model_len, "

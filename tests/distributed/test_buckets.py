@@ -18,9 +18,8 @@ from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.parallel import collectives
 from megatron_grpo.planning import push
 from megatron_grpo.planning.parameters import Tuning
-from megatron_grpo.policy import buckets
-from megatron_grpo.policy import exchange as exchange_module
-from megatron_grpo.policy.exchange import WeightExchange
+from megatron_grpo.policy import hf_export
+from megatron_grpo.policy.hf_export import WeightExchange
 from megatron_grpo.trainer import sync
 from megatron_grpo.weights import adapters as weights_adapters
 from megatron_grpo.weights.adapters import trimmed
@@ -328,7 +327,7 @@ def arrives_late():
 
 def nobody_waits():
     arrives_late()
-    buckets.Coming.wait = lambda self: None
+    hf_export.Coming.wait = lambda self: None
 
 
 def a_bucket_is_filled_again():
@@ -348,53 +347,53 @@ def a_bucket_is_filled_again():
 
 
 def parts_that_are_whole_are_gathered_too():
-    start = buckets.PushPlan.__init__
+    start = hf_export.PushPlan.__init__
 
     def over_everyone(self, *args, **kwargs):
         start(self, *args, **kwargs)
         self._groups = {Part.WHOLE: None, **self._groups}
 
-    buckets.PushPlan.__init__ = over_everyone
+    hf_export.PushPlan.__init__ = over_everyone
 
 
 def expert_ranks_in_another_order():
-    start = buckets.PushPlan.__init__
+    start = hf_export.PushPlan.__init__
 
     def turned(self, *args, **kwargs):
         start(self, *args, **kwargs)
         self._row = dict(zip(self._row, reversed(self._row.values()), strict=True))
 
-    buckets.PushPlan.__init__ = turned
+    hf_export.PushPlan.__init__ = turned
 
 
 def experts_one_rank_after_the_other():
-    in_order = exchange_module.WeightExchange._owned
+    in_order = hf_export.WeightExchange._owned
 
     def by_rank(self, name, tensor):
         one = in_order(self, name, tensor)
         return dataclasses.replace(one, place=(one.expert_rank * 1000 + one.place[0], *one.place[1:]))
 
-    exchange_module.WeightExchange._owned = by_rank
+    hf_export.WeightExchange._owned = by_rank
 
 
 def alone_whatever_the_cut():
     """One shard behind the other is the full tensor where it is cut by rows alone."""
-    shards = buckets.PushPlan._shards
-    buckets.PushPlan._shards = lambda self, slot, rows, rank, cut: shards(self, slot, rows, rank, ShardCut.COLUMN)
+    shards = hf_export.PushPlan._shards
+    hf_export.PushPlan._shards = lambda self, slot, rows, rank, cut: shards(self, slot, rows, rank, ShardCut.COLUMN)
 
 
 def merging_is_left_out():
-    buckets.Own.tensor = lambda self, name, slot: self._mine[name].detach()
+    hf_export.Own.tensor = lambda self, name, slot: self._mine[name].detach()
 
 
 def all_are_merged():
-    stream = exchange_module.WeightExchange.stream
-    exchange_module.WeightExchange.stream = lambda self, mine, kind, prepare=None: stream(self, mine, kind, prepare=lambda t: t * 1.01)
+    stream = hf_export.WeightExchange.stream
+    hf_export.WeightExchange.stream = lambda self, mine, kind, prepare=None: stream(self, mine, kind, prepare=lambda t: t * 1.01)
 
 
 def planned_by_what_this_rank_has():
-    plan = exchange_module.WeightExchange.plan
-    exchange_module.WeightExchange.plan = lambda self, mine, kind: plan(self, mine, str(sorted((n, t.dtype) for n, t in mine.items())))
+    plan = hf_export.WeightExchange.plan
+    hf_export.WeightExchange.plan = lambda self, mine, kind: plan(self, mine, str(sorted((n, t.dtype) for n, t in mine.items())))
 
 
 def who_stops_leaves():
@@ -403,7 +402,7 @@ def who_stops_leaves():
         for bucket in self.buckets:
             yield from self._unpack(self._send(bucket, own), own)
 
-    buckets.PushPlan.stream = torch.no_grad()(stream)
+    hf_export.PushPlan.stream = torch.no_grad()(stream)
 
 
 def who_fails_leaves():
@@ -419,7 +418,7 @@ def sent_before_there_is_room():
                 yield from self._unpack(ahead.pop(0), own)
         yield from self._unpack(ahead.pop(), own)
 
-    buckets.PushPlan.stream = torch.no_grad()(stream)
+    hf_export.PushPlan.stream = torch.no_grad()(stream)
 
 
 WRONG = {

@@ -17,9 +17,9 @@ from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.policy.attention import gpu_kernel
-from megatron_grpo.policy.exchange import WeightExchange
 from megatron_grpo.policy.fp8 import rank_multiple
 from megatron_grpo.policy.guard import Guard, PlausibleGuard
+from megatron_grpo.policy.hf_export import WeightExchange
 from megatron_grpo.policy.loaded import LoadedModel
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.policy.model import PolicyModel, build_chunks

@@ -1,0 +1,376 @@
+"""Weights between this rank's Megatron shards and full Hugging Face tensors: who holds what, and a push of it in few large pieces.
+
+Every rank packs its shards as bytes, and one collective brings a whole bucket together: at most one broadcast of shards over the stages,
+one gather over tensor parallelism, and one over the ranks that share the experts. `weights.buckets` says what is in a bucket; the rest of
+`weights` does the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from megatron_grpo.base import activity
+from megatron_grpo.parallel import collectives
+from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, Bucket, Owned, Part, Ranks, Slot, fill, most_bytes
+from megatron_grpo.weights.interleaved import as_stored
+from megatron_grpo.weights.mapping import WeightMap, is_of_adapter, with_global_numbers
+from megatron_grpo.weights.names import ShardCut
+
+
+class WeightExchange:
+    """Loads, and streams out, the weights of the model chunks of one pipeline; or, of the same chunks, the adapters beside the weights."""
+
+    def __init__(
+        self, weight_map: WeightMap, parallel: ParallelState, *, of_adapters: bool = False, bucket_bytes: int | None = None,
+        to_first: bool = False,
+    ):  # fmt: skip
+        """bucket_bytes: of full tensors that are pushed at once; None for what suits the device. to_first: rank 0 alone gets what streams,
+        and the streams of all others are empty."""
+        self.map, self.parallel, self.of_adapters, self.to_first = weight_map, parallel, of_adapters, to_first
+        self.bucket_bytes = bucket_bytes or DEFAULT_BUCKET_MB[parallel.device.type] * MIB
+        self._plans: dict[str, PushPlan] = {}
+        self._buffers = weight_map.buffer_names()
+
+    def tensors(self, chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
+        """This rank's parameters (and the buffers that a checkpoint holds) under their names in the whole model."""
+        found = {}
+        for chunk in chunks:
+            first_layer = min((layer.layer_number for layer in chunk.decoder.layers), default=1) - 1
+            num_experts = chunk.config.num_moe_experts or 0
+            first_expert = self.parallel.ep_rank * (num_experts // self.parallel.ep_size)
+            for local, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+                name = with_global_numbers(local, first_layer=first_layer, first_expert=first_expert)
+                if is_of_adapter(name) == self.of_adapters and (isinstance(tensor, torch.nn.Parameter) or name in self._buffers):
+                    found[name] = tensor
+        return found
+
+    @torch.no_grad()
+    def load(self, chunks: Sequence[GPTModel], read: Callable[[str], torch.Tensor]) -> None:
+        """Fills every parameter from a checkpoint; `read` gives the full Hugging Face tensor of a name. Collective.
+
+        ValueError where a tensor of the model has no place on any rank: training would go on without it.
+        """
+        mine = self.tensors(chunks)
+        self.map.check_held(owned.name for owned in self._catalogue(mine))
+        with activity.phase("loading weights", total=len(mine), unit="tensors"):
+            self._load(mine, read)
+
+    def _load(self, mine: dict[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> None:
+        p = self.parallel
+        for name, tensor in mine.items():
+            self.mark(name, tensor)
+            shard = self.map.load(name, read, tp_rank=p.tp_rank, tp_size=p.tp_size, expert_tp_rank=p.etp_rank, expert_tp_size=p.etp_size)
+            if shard.shape != tensor.shape:
+                raise ValueError(f"{name}: Megatron holds {tuple(tensor.shape)} here, the checkpoint's share is {tuple(shard.shape)}")
+            tensor.copy_(shard)
+            activity.advance()
+
+    def mark(self, name: str, tensor: Any) -> None:
+        """Says how a parameter is shared, where Megatron's initialisation, which is skipped, would have said it."""
+        kind = self.map.kind(name)
+        if kind.cut is not ShardCut.REPLICATED or kind.is_expert:
+            # Without it the gradient norm counts the shards of the first TP rank only; a whole bias is of this rank's expert alone.
+            tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = True, int(kind.cut is ShardCut.ROW), 1
+        if kind.is_expert:
+            # Megatron says so only where EP > 1; with EP 1 and ETP below TP, experts have a data-parallel group of their own as well.
+            tensor.allreduce = False
+
+    def stream(
+        self, mine: dict[str, torch.Tensor], kind: str, *, prepare: Prepare = lambda tensor: tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, full tensor) of every weight, on every rank or on the first alone, layer by layer. Collective.
+
+        mine: this rank's parameters, or what is sharded as they are: their gradients, say. kind: names what is pushed, the same on every
+        rank; always with the same names, shapes and dtypes. prepare: makes of each what is sent, when its turn comes; of the same shape and
+        dtype. What is yielded may be a view, of a live parameter too, and stays as it is until the stream ends: who keeps one clones it.
+        """
+        streamed = self.plan(mine, kind).stream(mine, prepare)
+        return streamed if self.of_adapters else as_stored(streamed, self.map.shape)
+
+    def plan(self, mine: dict[str, torch.Tensor], kind: str) -> PushPlan:
+        """Made at the first push of a kind, which is collective. By the caller's word for it: where one stage has nothing of two kinds,
+        its own list could not tell them apart, and it would not take part when the others plan the second."""
+        if kind not in self._plans:
+            make = PushToFirst if self.to_first else PushPlan
+            self._plans[kind] = make(self._catalogue(mine), self.map, self.parallel, bucket_bytes=self.bucket_bytes)
+        return self._plans[kind]
+
+    def whole_bytes(self, mine: dict[str, torch.Tensor]) -> int:
+        """Of the whole model, as it would be written. Collective."""
+        p, total = self.parallel, 0
+        for owned in self._catalogue(mine):
+            kind = self.map.kind(owned.name)
+            pieces = 1 if kind.cut is ShardCut.REPLICATED else p.etp_size if kind.is_expert else p.tp_size
+            total += owned.num_bytes * pieces
+        return total
+
+    def forget_memory(self) -> None:
+        """What pushes have used is not kept for the next one."""
+        for plan in self._plans.values():
+            plan.memory.forget()
+
+    def _catalogue(self, mine: dict[str, torch.Tensor]) -> list[Owned]:
+        """Every exported parameter of the model once, in the same order on every rank."""
+        p = self.parallel
+        here = [self._owned(name, tensor) for name, tensor in mine.items() if self.map.kind(name).is_exported]
+        over_pp = [owned for rank in collectives.from_all(here, p.pp_group) for owned in rank]
+        return list({owned.name: owned for rank in collectives.from_all(over_pp, p.ep_group) for owned in rank}.values())
+
+    def _owned(self, name: str, tensor: torch.Tensor) -> Owned:
+        p, kind = self.parallel, self.map.kind(name)
+        layer, row, expert = self.map.place(name)
+        on_rank, expert_rank = expert, 0
+        if kind.is_expert:
+            expert_rank, on_rank = divmod(expert, self.map.shape.num_experts // p.ep_size)
+        place = (layer, row, on_rank)
+        return Owned(
+            name, tuple(tensor.shape), tensor.dtype, tensor.nbytes, Part.of(kind.cut, kind.is_expert), place, p.pp_rank, expert_rank
+        )
+
+
+Prepare = Callable[[torch.Tensor], torch.Tensor]  # a parameter -> what is sent of it, of the same shape and dtype
+
+
+class PushPlan:
+    """What one kind of push sends, and in which pieces; the same on every rank. Making one is collective."""
+
+    def __init__(self, owned: Iterable[Owned], weight_map: WeightMap, parallel: ParallelState, *, bucket_bytes: int):
+        """owned: what is pushed, over all ranks."""
+        self.map, self.parallel = weight_map, parallel
+        self._groups = {Part.DENSE: parallel.tp_group, Part.EXPERTS: parallel.expert_group}
+        places = collectives.from_all((parallel.ep_rank, parallel.etp_rank), parallel.expert_group)
+        self._row = {place: row for row, place in enumerate(places)}  # in a gather of experts
+        self.ranks = Ranks(parallel.pp_size, parallel.tp_size, len(places))
+        self.buckets = fill(owned, self.ranks, bucket_bytes)
+        self.memory = Memory(parallel.device, most_bytes(self.buckets, self.ranks))
+
+    def stream(self, mine: Mapping[str, torch.Tensor], prepare: Prepare) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, full tensor) of everything, on every rank. Collective.
+
+        mine: this rank's tensors. A tensor may be a view of a live parameter or of a bucket. It stays as it is until the stream ends.
+        While the receiver has one bucket the next is on its way; there are never more than two. A receiver that stops early still takes
+        part in the rest of the collectives. Raises ValueError where `mine` is not what was planned.
+        """
+        self._check(mine)
+        own = self._own(mine, prepare)
+        rest, coming = iter(self.buckets), deque[Coming]()
+
+        def send_next() -> None:
+            coming.extend(self._send(bucket, own) for bucket in islice(rest, 1))
+
+        try:
+            send_next()
+            while coming:
+                # The receiver holds a tensor of the bucket before until it has one of this: only then is there room for the next.
+                for number, named in enumerate(self._unpack(coming.popleft(), own)):
+                    yield named
+                    if number == 0:
+                        send_next()
+        except GeneratorExit:
+            for sent in coming:
+                sent.wait()
+            for bucket in rest:
+                self._send(bucket, own).wait()
+            raise
+
+    def _own(self, mine: Mapping[str, torch.Tensor], prepare: Prepare) -> Own:
+        return Own(mine, prepare, self.memory)
+
+    def _check(self, mine: Mapping[str, torch.Tensor]) -> None:
+        p = self.parallel
+        planned = {
+            slot.names[rank]
+            for bucket in self.buckets
+            if bucket.stage == p.pp_rank
+            for slot in bucket.slots
+            if (rank := p.ep_rank if slot.part is Part.EXPERTS else 0) in slot.names
+        }
+        given = {name for name in mine if self.map.kind(name).is_exported}
+        if wrong := sorted(planned ^ given):
+            raise ValueError(f"{len(wrong)} tensors differ from those that this kind of push was planned for: {', '.join(wrong[:3])}")
+
+    def _send(self, bucket: Bucket, own: Own) -> Coming:
+        p, sizes = self.parallel, [size if self.ranks.travels(part) else 0 for part, size in zip(Part, bucket.sizes, strict=True)]
+        if not any(sizes):
+            return Coming(bucket, [None, None, None], [], None)
+        run = self._pack(bucket, sizes, own)
+        parts = run.split(sizes)
+        # Shards cross the stages, not full tensors: of the slow links a rank needs its share alone.
+        collectives.from_member_(run, bucket.stage, p.pp_group)
+        rows: list[torch.Tensor | None] = [None, None, None]
+        works = []
+        for part, group in self._groups.items():
+            if sizes[part]:
+                at_once = bucket.at_once(self.ranks.sharing(part))
+                rows[part], started = collectives.start_gather(parts[part], group, at_once=at_once, memory=own.memory.take)
+                works += started
+        if sizes[Part.WHOLE]:
+            rows[Part.WHOLE] = parts[Part.WHOLE][None]
+        return Coming(bucket, rows, works, torch.cuda.current_stream() if p.device.type == "cuda" else None)
+
+    def _pack(self, bucket: Bucket, sizes: list[int], own: Own) -> torch.Tensor:
+        """This rank's run, uint8; of another stage's bucket, memory for it."""
+        is_own, p = self.parallel.pp_rank == bucket.stage, self.parallel
+        held = [
+            (slot, slot.names.get(p.ep_rank if slot.part is Part.EXPERTS else 0)) for slot in bucket.slots if is_own and sizes[slot.part]
+        ]
+        if len(held) == 1 and held[0][1] is not None and held[0][0].num_bytes == sum(sizes):
+            # Alone, as the embedding often is: it is sent from where it lives.
+            return own.tensor(held[0][1], held[0][0]).contiguous().view(-1).view(torch.uint8)
+        run = own.memory.take(sum(sizes))
+        parts = run.split(sizes)
+        for slot, name in held:
+            if name is not None:
+                _view(parts[slot.part], slot).copy_(own.tensor(name, slot))
+        return run
+
+    def _unpack(self, coming: Coming, own: Own) -> Iterator[tuple[str, torch.Tensor]]:
+        coming.wait()
+        for slot in coming.bucket.slots:
+            rows = coming.rows[slot.part]
+            for expert_rank, name in slot.names.items():
+                shards = [own.tensor(name, slot)] if rows is None else self._shards(slot, rows, expert_rank, self.map.kind(name).cut)
+                yield from self.map.export(name, shards)
+
+    def _shards(self, slot: Slot, rows: torch.Tensor, expert_rank: int, cut: ShardCut) -> list[torch.Tensor]:
+        """rows: uint8 [ranks of the gather, bytes]."""
+        if slot.part is Part.EXPERTS:
+            copies = 1 if cut is ShardCut.REPLICATED else self.parallel.etp_size
+            return [_view(rows[self._row[expert_rank, rank]], slot) for rank in range(copies)]
+        if slot.num_bytes == rows.shape[1] and cut in (ShardCut.COLUMN, ShardCut.VOCAB):
+            # Alone in its gather, as the embedding often is: one shard lies behind the other, which is the full tensor.
+            return [rows.view(-1).view(slot.dtype).view(-1, *slot.shape[1:])]
+        return [_view(row, slot) for row in rows]
+
+
+class Memory:
+    """Room for buckets. On a CPU what nobody holds any more is used again, in the next push too: every 4 KiB of new memory is a page fault,
+    and for dense layers over two ranks that cost half as much as gloo itself. GPUs have an allocator that does so."""
+
+    def __init__(self, device: torch.device, most: int):
+        """most: bytes that are kept, in use or not."""
+        self._device, self._most = device, most
+        self._mine: list[torch.Tensor] = []
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """uint8 [num_bytes], of any content."""
+        if self._device.type != "cpu":
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        idle = sorted((one for one in self._mine if _is_idle(one)), key=len)
+        for one in idle:
+            if len(one) >= num_bytes:
+                return one[:num_bytes]
+        while idle and sum(map(len, self._mine)) + num_bytes > self._most:
+            dropped = idle.pop()
+            self._mine = [one for one in self._mine if one is not dropped]
+        self._mine.append(torch.empty(num_bytes, dtype=torch.uint8))
+        return self._mine[-1][:num_bytes]
+
+    def forget(self) -> None:
+        """Keeps none of it for the next push."""
+        self._mine = []
+
+
+def _is_idle(tensor: torch.Tensor) -> bool:
+    """Whether no view of it lives, in a receiver's hands or in gloo's. Two hold it then: the tensor, and the name in this function."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) <= 2
+
+
+class Own:
+    """This rank's tensors, each prepared when its turn comes; and memory for what of them travels."""
+
+    def __init__(self, mine: Mapping[str, torch.Tensor], prepare: Prepare, memory: Memory):
+        self._mine, self._prepare, self.memory = mine, prepare, memory
+
+    def tensor(self, name: str, slot: Slot) -> torch.Tensor:
+        with torch.no_grad():
+            tensor = self._prepare(self._mine[name]).detach()
+        if tuple(tensor.shape) != slot.shape or tensor.dtype != slot.dtype:  # a copy into the bucket would stretch and round it
+            raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} is to be pushed where {slot.dtype} {slot.shape} was planned")
+        return tensor
+
+
+class Coming:
+    """A bucket on its way."""
+
+    def __init__(self, bucket: Bucket, rows: list[torch.Tensor | None], works: list[Any], packed_on: Any):
+        """rows: by part, uint8 [ranks, bytes]; None where nothing travels. packed_on: the stream of the GPU."""
+        self.bucket, self.rows, self._works, self._packed_on = bucket, rows, works, packed_on
+
+    def wait(self) -> None:
+        """On a GPU nothing waits on the host: what is queued from now on is done after what was packed and gathered."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        if self._packed_on is None or self._packed_on == (now := torch.cuda.current_stream()):
+            return
+        now.wait_stream(self._packed_on)  # the receiver works on a stream of its own
+        for rows in self.rows:
+            if rows is not None:
+                rows.record_stream(now)
+
+
+def _view(run: torch.Tensor, slot: Slot) -> torch.Tensor:
+    return run[slot.start : slot.start + slot.num_bytes].view(slot.dtype).view(slot.shape)
+
+
+class PushToFirst(PushPlan):
+    """As `PushPlan`, but every rank other than 0 has an empty stream. It runs it to its end all the same, and sends in it.
+
+    On rank 0 a bucket is on its way while the receiver has the one before. A sender holds one bucket.
+    """
+
+    def __init__(self, owned: Iterable[Owned], weight_map: WeightMap, parallel: ParallelState, *, bucket_bytes: int):
+        super().__init__(owned, weight_map, parallel, bucket_bytes=bucket_bytes)
+        p = parallel
+        # Of ranks that hold the same shard the first sends: rank 0 is the first of all, and reads its own where they live.
+        first: dict[tuple[Part, int, Any], int] = {}
+        for rank, (stage, tp, expert) in enumerate(collectives.from_all((p.pp_rank, p.tp_rank, (p.ep_rank, p.etp_rank)))):
+            first.setdefault((Part.DENSE, stage, tp), rank)
+            first.setdefault((Part.EXPERTS, stage, expert), rank)
+            first.setdefault((Part.WHOLE, stage, 0), rank)
+        places = {Part.WHOLE: [0], Part.DENSE: list(range(p.tp_size)), Part.EXPERTS: sorted(self._row, key=self._row.__getitem__)}
+        # By part and stage, in the order of the rows of a gather.
+        self._senders = {
+            (part, stage): [first[part, stage, place] for place in places[part]] for part in Part for stage in range(p.pp_size)
+        }
+
+    def stream(self, mine: Mapping[str, torch.Tensor], prepare: Prepare) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.parallel.rank == 0:
+            yield from super().stream(mine, prepare)
+            return
+        self._check(mine)
+        own = self._own(mine, prepare)
+        for bucket in self.buckets:
+            self._send(bucket, own)
+
+    def _send(self, bucket: Bucket, own: Own) -> Coming:
+        """Rank 0 begins to receive, all others send what is theirs to send."""
+        me, stage = self.parallel.rank, bucket.stage
+        senders = {part: self._senders[part, stage] for part in Part if bucket.sizes[part] and self._senders[part, stage] != [0]}
+        sizes = [bucket.sizes[part] if me in senders.get(part, ()) else 0 for part in Part]
+        packed = self._pack(bucket, sizes, own).split(sizes) if any(sizes) else None
+        if me != 0:
+            for part in senders:
+                if sizes[part] and packed is not None:
+                    collectives.send(packed[part].contiguous(), 0)
+            return Coming(bucket, [None, None, None], [], None)
+        rows: list[torch.Tensor | None] = [None, None, None]
+        works = []
+        for part, ranks in senders.items():
+            found = own.memory.take(len(ranks) * bucket.sizes[part]).view(len(ranks), -1)
+            for row, rank in zip(found, ranks, strict=True):
+                if rank == 0 and packed is not None:
+                    row.copy_(packed[part])
+                else:
+                    works.append(collectives.start_receive(row, rank))
+            rows[part] = found
+        return Coming(bucket, rows, works, torch.cuda.current_stream() if self.parallel.device.type == "cuda" else None)
