@@ -27,7 +27,7 @@ from megatron_grpo.metrics.rollout import TOKENS
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.policy.loaded import LoadedModel
+from megatron_grpo.policy.reference import LoadedModel
 from megatron_grpo.rollout.colocated import ColocatedEngine
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.probes import probe_sequences

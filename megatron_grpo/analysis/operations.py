@@ -19,7 +19,7 @@ import torch
 from megatron_grpo.analysis import traced, vllm_traced
 from megatron_grpo.parallel import collectives
 from megatron_grpo.policy.model import PolicyModel
-from megatron_grpo.policy.scorer import ModelScorer
+from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.rollout.colocated import ColocatedEngine
 from megatron_grpo.types import Sequence as Scored
 

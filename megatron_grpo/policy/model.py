@@ -24,10 +24,11 @@ from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.tensor import copy_to_ranks
 from megatron_grpo.parallel.vocab import Slope, linear_logprobs
 from megatron_grpo.policy.kernels import ACTIVATIONS, Rotation
-from megatron_grpo.policy.latent import LatentAttention, LatentNorm
 from megatron_grpo.policy.layers import (
     AddNormed,
     FusedAttention,
+    LatentAttention,
+    LatentNorm,
     Norm,
     NormFromOne,
     PackedAttention,

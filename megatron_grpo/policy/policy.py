@@ -25,15 +25,14 @@ from megatron_grpo.parallel.context import sum_over_context
 from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import Slope
-from megatron_grpo.policy import before, culprits, pipeline, sharded_state
-from megatron_grpo.policy.before import BeforeTheStep
+from megatron_grpo.policy import culprits, passes, sharded_state
 from megatron_grpo.policy.guard import Gradient, Guard, Refusal, RememberingGuard, Skips
 from megatron_grpo.policy.hf_export import WeightExchange
 from megatron_grpo.policy.optimizer import Trainable, gradient_norm, own_norm, reload_main_params
+from megatron_grpo.policy.passes import BeforeTheStep, ModelScorer
 from megatron_grpo.policy.reference import Reference
 from megatron_grpo.policy.room import Part, Role, Room, tensors_of
 from megatron_grpo.policy.router import routers
-from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.types import GlobalBatch, MicroBatch, RowKey, Sequence, TrainingMicroBatch
 from megatron_grpo.weights.towers import MEGATRON as TOWER
@@ -154,7 +153,7 @@ class Policy:
         self.room.require("all")
         with self.clock("ref_logprobs"):
             reference = self.reference.last_stage_logprobs(batch.micro_batches) if self.loss.needs_reference and self.reference else []
-        known = before.known_of(batch, self.loss, self.scorer, reference)
+        known = passes.known_of(batch, self.loss, self.scorer, reference)
         for router in routers(self.chunks):
             router.num_routed_tokens = batch.num_computed_tokens
         for chunk in self.wrapped:
@@ -162,7 +161,7 @@ class Policy:
         self.optimizer.zero_grad()
         loss, slope_of = partial(self._loss, batch, known), partial(self._slope_of, batch, known)
         routing = self.scorer.router_pass()
-        kept = pipeline.train(
+        kept = passes.train(
             self.wrapped, batch.micro_batches, loss, self.parallel,
             with_entropy=self.loss.needs_entropy, slope_of=slope_of, routing=routing,
         )  # fmt: skip
@@ -218,7 +217,7 @@ class Policy:
 
     def _run_alone(self, loss, slope_of) -> culprits.RunAlone:
         def run_alone(micro: TrainingMicroBatch) -> np.ndarray | None:
-            kept = pipeline.train(
+            kept = passes.train(
                 self.wrapped, [micro] * self.cut.multiple, loss, self.parallel,
                 with_entropy=self.loss.needs_entropy, slope_of=slope_of, routing=self.scorer.router_pass(),
             )  # fmt: skip
@@ -230,7 +229,7 @@ class Policy:
         """Every micro-batch of this rank's share by itself: its log-probs, on ranks of the last stage, and the norm of what it adds to this
         rank's gradient. The optimizer does not act. Collective."""
         reference = self.reference.last_stage_logprobs(batch.micro_batches) if self.loss.needs_reference and self.reference else []
-        known = before.known_of(batch, self.loss, self.scorer, reference)
+        known = passes.known_of(batch, self.loss, self.scorer, reference)
         alone = self._run_alone(partial(self._loss, batch, known), partial(self._slope_of, batch, known))
         for micro, logprobs in culprits.each_alone(self.wrapped, batch.micro_batches, alone):
             yield micro, logprobs, float(own_norm(self.wrapped))

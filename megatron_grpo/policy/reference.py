@@ -1,16 +1,20 @@
-"""Who the KL is measured against. One is chosen in `build`; the policy asks it, and tells it of every optimizer step."""
+"""Models that do not train: who the KL is measured against, chosen in `build`; and one that is only pushed to a sampler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from megatron_grpo.policy.scorer import ModelScorer
-from megatron_grpo.types import MicroBatch
+from megatron_grpo.policy.hf_export import WeightExchange
+from megatron_grpo.policy.lora import Adapters
+from megatron_grpo.policy.passes import ModelScorer
+from megatron_grpo.types import MicroBatch, Sequence
+from megatron_grpo.weights.update import WeightUpdate
 
 # This rank's parameters under their names in the whole model, as they are now.
 Tensors = Callable[[], dict[str, torch.Tensor]]
@@ -71,3 +75,31 @@ class FollowingReference(FrozenReference):
         ours = policy()
         for name, theirs in self._tensors().items():
             theirs.lerp_(ours[name].to(theirs.dtype), self._alpha)
+
+
+class LoadedModel:
+    """What `sync.PushedPolicy` asks for. Every method is collective. adapters: beside the chunks; they are pushed merged."""
+
+    def __init__(self, chunks: SequenceOf[Any], scorer: ModelScorer, exchange: WeightExchange, adapters: Adapters | None):
+        self.chunks, self.scorer, self.exchange, self.adapters = chunks, scorer, exchange, adapters
+
+    def updates(self, version: int, *, has_base: bool) -> Iterator[WeightUpdate]:
+        tensors = self.exchange.tensors(self.chunks)
+        if self.adapters is None:
+            yield WeightUpdate(kind="weights", version=version, tensors=self.exchange.stream(tensors, "weights"))
+        else:
+            merged = self.exchange.stream(tensors, "merged", prepare=self.adapters.merged)
+            yield WeightUpdate(kind="merged", version=version, tensors=merged)
+
+    def score(self, sequences: SequenceOf[Sequence], *, temperature: float | None = None) -> list[np.ndarray]:
+        return self.scorer.score(sequences, temperature=temperature)
+
+    def trial(self) -> AbstractContextManager[None]:
+        """Nothing to try: what is pushed is scored as it is."""
+        return nullcontext(None)
+
+    def resident(self, part: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def make_room(self, *, keep: str = "nothing") -> None:
+        self.exchange.forget_memory()

@@ -22,7 +22,7 @@ from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, in_words
 from megatron_grpo.parallel import state
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter
-from megatron_grpo.policy.loaded import LoadedModel
+from megatron_grpo.policy.reference import LoadedModel
 from megatron_grpo.rewards.loading import close_rewards
 from megatron_grpo.run.build.engines import ENGINES, answering
 from megatron_grpo.run.build.output import start_parallel

@@ -24,7 +24,7 @@ from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.types import Extent, GlobalBatch, MicroBatch, Rollout, Row, RowKey, Sample, Sequence
 
 if TYPE_CHECKING:
-    from megatron_grpo.policy.scorer import ModelScorer
+    from megatron_grpo.policy.passes import ModelScorer
 
 logger = logging.getLogger(__name__)
 SHOWN = 8  # rows that are named one by one

@@ -25,8 +25,8 @@ from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 if TYPE_CHECKING:
     import torch
 
-    from megatron_grpo.policy.loaded import LoadedModel
     from megatron_grpo.policy.policy import Policy
+    from megatron_grpo.policy.reference import LoadedModel
 
 logger = logging.getLogger(__name__)
 Found = TypeVar("Found")

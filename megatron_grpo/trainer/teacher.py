@@ -1,6 +1,6 @@
 """What a teacher says of the rows of a rollout, wherever they lie: one that servers hold, or one that the training ranks hold.
 
-`servers.teachers` asks servers, `policy.scorer` computes, `grpo.teacher` uses what is said.
+`servers.teachers` asks servers, `policy.passes` computes, `grpo.teacher` uses what is said.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megatron_grpo.base.clock import Clock
 from megatron_grpo.base.errors import ConfigError, GivenUp, NobodySamples, RunError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.policy.room import Role, Room
-from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.trainer.pending import at_home, deliver, score_rows
 from megatron_grpo.types import Extent, RowKey, TokensToScore
 from megatron_grpo.types import Sequence as Scored

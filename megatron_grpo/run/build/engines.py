@@ -21,9 +21,9 @@ from megatron_grpo.environments.own_answers import Limits
 from megatron_grpo.metrics.journal import Journal
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.teacher import config_of_teacher
+from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.room import Role
-from megatron_grpo.policy.scorer import ModelScorer
 from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.rollout.engine import Engine, Sampler
 from megatron_grpo.rollout.experts import ExpertLayers

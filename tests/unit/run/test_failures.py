@@ -124,7 +124,7 @@ ALLOCATOR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total c
 
 
 @pytest.mark.parametrize(("file", "error", "words"), [
-    ("policy/pipeline.py", OutOfMemoryError(ALLOCATOR), "while training (2.00 GiB were asked for, 1.25 GiB are free)"),
+    ("policy/passes.py", OutOfMemoryError(ALLOCATOR), "while training (2.00 GiB were asked for, 1.25 GiB are free)"),
     ("policy/hf_export.py", OutOfMemoryError(ALLOCATOR), "weight_sync_bucket_mb"),
     ("rollout/vllm_weights.py", OutOfMemoryError(ALLOCATOR), "weight_sync_bucket_mb"),
     ("rollout/colocated.py", RuntimeError("CUDA Error: out of memory at csrc/cumem_allocator.cpp:139"), "vllm_gpu_memory_utilization"),

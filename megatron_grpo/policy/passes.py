@@ -1,0 +1,286 @@
+"""Passes of a model over micro-batches, whatever the layout: Megatron-Core's schedule, and all that is asked without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+
+from megatron_grpo.base import activity
+from megatron_grpo.batching.collate import collate
+from megatron_grpo.batching.split import BatchCut, deal_scored
+from megatron_grpo.grpo.entropy import entropy_threshold
+from megatron_grpo.grpo.loss import GrpoLoss
+from megatron_grpo.grpo.objectives import classification
+from megatron_grpo.parallel import collectives
+from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.parallel.vocab import Slope
+from megatron_grpo.policy.room import refuse_if_away
+from megatron_grpo.policy.router import RouterPass, routed, routers
+from megatron_grpo.policy.stream import LocalBatch, to_local
+from megatron_grpo.types import Extent, GlobalBatch, MicroBatch, RowKey, Sequence, TrainingMicroBatch
+
+# (micro-batch, its place, log-probs [c], entropies [c] or None) -> something of it. Called on the last stage only.
+Reader = Callable[[MicroBatch, LocalBatch, torch.Tensor, "torch.Tensor | None"], Any]
+# As a reader, but -> (loss, what to keep).
+LossFunction = Callable[[MicroBatch, LocalBatch, torch.Tensor, "torch.Tensor | None"], "tuple[torch.Tensor, Any]"]
+# (micro-batch, its place) -> what the head may know of the loss before it is computed; None: nothing.
+SlopeOf = Callable[[MicroBatch, LocalBatch], "Slope | None"]
+
+
+def train(
+    model: SequenceOf[torch.nn.Module],
+    micro_batches: SequenceOf[MicroBatch],
+    loss: LossFunction,
+    parallel: ParallelState,
+    *,
+    with_entropy: bool,
+    slope_of: SlopeOf,
+    routing: RouterPass,
+) -> list[Any]:
+    """Forward and backward of every micro-batch; reduces gradients over ranks at the end. routing: what its routers are told.
+
+    Returns what `loss` kept of each micro-batch, in order, on ranks of the last stage; an empty list elsewhere.
+    """
+
+    def finish(batch: MicroBatch, mine: LocalBatch, logprobs, entropy):
+        value, kept = loss(batch, mine, logprobs, entropy)
+        # The count is what Megatron would divide by; nothing here is divided (policy.optimizer drops it).
+        return value, torch.ones([], dtype=torch.int, device=value.device), kept
+
+    with torch.enable_grad():
+        asked = dict(with_entropy=with_entropy, temperature=None)
+        return _run(model, micro_batches, finish, parallel, asked, slope_of=slope_of, routing=routing, forward_only=False)
+
+
+def read(
+    model: SequenceOf[torch.nn.Module],
+    micro_batches: SequenceOf[MicroBatch],
+    reader: Reader,
+    parallel: ParallelState,
+    *,
+    with_entropy: bool = False,
+    temperature: float | None = None,
+    routing: RouterPass,
+) -> list[Any]:
+    """Forward alone: what `reader` makes of each micro-batch, in order, on ranks of the last stage; an empty list elsewhere.
+
+    temperature: divides the logits (default: the sampling temperature of the run).
+    """
+    with torch.no_grad(), _without_dropout(model):
+        asked = dict(with_entropy=with_entropy, temperature=temperature)
+        return _run(model, micro_batches, reader, parallel, asked, slope_of=lambda batch, mine: None, routing=routing, forward_only=True)
+
+
+@contextmanager
+def _without_dropout(model: SequenceOf[torch.nn.Module]) -> Iterator[None]:
+    """Two scorings of one text agree. (Adapters may have dropout, and a policy in training is in training mode.)"""
+    was = [chunk.training for chunk in model]
+    for chunk in model:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, training in zip(model, was, strict=True):
+            chunk.train(training)
+
+
+@contextmanager
+def _group_at_most(chunk: torch.nn.Module, num_micro_batches: int) -> Iterator[None]:
+    """Megatron-Core refuses a microbatch_group_size_per_vp_stage above the number of micro-batches; a pass that scores may have few."""
+    config = get_model_config(chunk)
+    asked = config.microbatch_group_size_per_vp_stage
+    config.microbatch_group_size_per_vp_stage = min(asked, num_micro_batches)
+    try:
+        yield
+    finally:
+        config.microbatch_group_size_per_vp_stage = asked
+
+
+def _run(
+    model, micro_batches, finish, parallel, asked: dict[str, Any], *, slope_of: SlopeOf, routing: RouterPass, forward_only: bool
+) -> list[Any]:
+    moe_layers = [router.place for router in routers(model)]
+    local = [to_local(batch, parallel, moe_layers) for batch in micro_batches]
+
+    def step(batches: Iterator[tuple[MicroBatch, LocalBatch]], chunk: torch.nn.Module):
+        batch, mine = next(batches)
+        activity.advance()
+        routing.in_forward = mine.number
+        output = chunk(mine, **asked, slope=slope_of(batch, mine))
+
+        def of_output(output: torch.Tensor, non_loss_data: bool = False):
+            return finish(batch, mine, output[0], output[1] if asked["with_entropy"] else None)
+
+        return output, of_output
+
+    iterators = [iter(list(zip(micro_batches, local, strict=True))) for _ in model]
+    name = "scoring" if forward_only else "training"
+    with (
+        routed(model, local, routing),
+        _group_at_most(model[0], len(micro_batches)),
+        activity.phase(name, total=len(micro_batches) * len(model), unit="micro-batches"),
+    ):
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iterators if len(model) > 1 else iterators[0],
+            model=list(model),
+            num_microbatches=len(micro_batches),
+            # Lengths vary and are sent ahead of the data; the schedule only checks these against the layout.
+            seq_length=max(batch.num_tokens for batch in micro_batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+
+class ModelScorer:
+    """Every method is collective: all ranks call it. model: this stage's chunks, as Megatron's schedule takes them."""
+
+    def __init__(
+        self,
+        model: SequenceOf[torch.nn.Module],
+        parallel: ParallelState,
+        cut: BatchCut,
+        *,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        replay: str = "disabled",
+    ):
+        """around: holds while a pass runs; inside it the model is what is to be asked. replay: a `router_replay_mode`; a reference routes
+        for itself."""
+        self.model, self.parallel, self.cut, self.around, self.replay = model, parallel, cut, around, replay
+
+    def score(self, sequences: SequenceOf[Sequence], *, temperature: float | None = None) -> list[np.ndarray]:
+        """Log-probs of the masked tokens, float32 [T], 0 elsewhere. All ranks pass the same sequences, and all get all of them.
+
+        temperature: instead of the sampling temperature of the run. For a few sequences, such as probes; `logprobs` is for batches.
+        """
+        if not sequences:
+            return []
+        filled = deal_scored([Extent(tuple(end - begin for begin, end in one.contexts)) for one in sequences], self.cut)
+        portions = filled[self.parallel.dp_rank]
+        whole = [*sequences, *[sequences[0]] * sum(len(portion.rows) for mine in filled for portion in mine)]
+        micro_batches = [
+            collate([whole[i] for i in portion.rows], number=number, alignment=self.cut.alignment, at_least=portion.at_least)
+            for number, portion in enumerate(portions)
+        ]
+        found = {}
+        for portion, micro, values in zip(portions, micro_batches, self._last_stage(micro_batches, temperature=temperature), strict=False):
+            for place, i in enumerate(portion.rows):
+                found[i] = values[micro.sequence == place]
+        scored = {i: v for part in collectives.from_all(found if self.parallel.speaks_for_its_rows else {}) for i, v in part.items()}
+        return [sequence.spread(scored[i]) for i, sequence in enumerate(sequences)]
+
+    def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
+        """float32 [C] of each of this share's micro-batches, on every rank of the share."""
+        return self.parallel.from_last_stage(self._last_stage(micro_batches))
+
+    def anchors(self, micro_batches: SequenceOf[MicroBatch]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+        """As `logprobs`; and under R2 where each token was routed, int16 [T, MoE layers, k]."""
+        routing = RouterPass(replays=self.replay == "R3", records=self.replay == "R2")
+        values = self.parallel.from_last_stage(self._last_stage(micro_batches, routing=routing))
+        if self.replay != "R2":
+            return values, None
+        config: Any = self.model[0].config
+        return values, routing.recorded(micro_batches, self.parallel, (sum(config.moe_layer_freq), config.moe_router_topk))
+
+    def router_pass(self) -> RouterPass:
+        """What the routers are told in an ordinary pass."""
+        return RouterPass(replays=self.replay != "disabled")
+
+    def last_stage_logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
+        """As `logprobs`, on ranks of the last pipeline stage, where the loss asks; an empty list elsewhere."""
+        return self._last_stage(micro_batches)
+
+    def last_stage_entropies(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
+        """float32 [C] of each micro-batch, in nats, on ranks of the last pipeline stage; an empty list elsewhere."""
+
+        def reader(batch: MicroBatch, local: LocalBatch, logprobs, entropy):
+            return self.whole(batch, local, entropy)
+
+        refuse_if_away(self.model)
+        with self.around():
+            return read(self.model, micro_batches, reader, self.parallel, with_entropy=True, routing=self.router_pass())
+
+    def _last_stage(
+        self, micro_batches: SequenceOf[MicroBatch], *, temperature: float | None = None, routing: RouterPass | None = None
+    ) -> list[np.ndarray]:
+        def reader(batch: MicroBatch, local: LocalBatch, logprobs, entropy):
+            return self.whole(batch, local, logprobs)
+
+        refuse_if_away(self.model)
+        with self.around():
+            return read(self.model, micro_batches, reader, self.parallel, temperature=temperature, routing=routing or self.router_pass())
+
+    def whole(self, batch: MicroBatch, local: LocalBatch, values: torch.Tensor) -> np.ndarray:
+        """[c] on each context-parallel rank -> [C] on all of them."""
+        whole = torch.zeros(len(batch.targets), device=self.parallel.device)
+        whole[torch.from_numpy(local.trained).to(whole.device)] = values.detach().float()
+        return collectives.add_(whole, self.parallel.cp_group).cpu().numpy()
+
+
+OfSequences = tuple[np.ndarray, np.ndarray]  # values and slopes of `classification`, float64 [S]
+
+
+class BeforeTheStep(NamedTuple):
+    """By micro-batch where it is a list. On ranks of the last stage; elsewhere nobody asks."""
+
+    reference: SequenceOf[np.ndarray]  # log-probs of the reference, float32 [C]; empty without one
+    threshold: float | None = None  # the entropy from which on a token trains
+    labels: SequenceOf[OfSequences] | None = None
+
+
+def known_of(batch: GlobalBatch, loss: GrpoLoss, scorer: ModelScorer, reference: SequenceOf[np.ndarray]) -> BeforeTheStep:
+    """Collective."""
+    threshold = _entropy_threshold(batch, scorer, loss.top_entropy_quantile) if loss.needs_entropy_threshold else None
+    labels = _labels(batch, scorer, loss.needs_classification) if loss.needs_classification is not None else None
+    return BeforeTheStep(reference, threshold, labels)
+
+
+def _entropy_threshold(batch: GlobalBatch, scorer: ModelScorer, quantile: float) -> float | None:
+    entropies, parallel = scorer.last_stage_entropies(batch.micro_batches), scorer.parallel
+    if not parallel.is_last_stage:
+        return None
+
+    def over_ranks(counts: np.ndarray) -> np.ndarray:
+        return collectives.add_(torch.from_numpy(counts).to(parallel.device), parallel.dp_group).cpu().numpy()
+
+    masks = [micro.token_weights > 0 for micro in batch.micro_batches]
+    return entropy_threshold(entropies, masks, quantile, over_ranks=over_ranks)
+
+
+def _labels(batch: GlobalBatch, scorer: ModelScorer, tau: float) -> SequenceOf[OfSequences] | None:
+    """The rows of a group may lie on several ranks. What is on-policy has a score of 0: without a stale row there is nothing to compute."""
+    is_stale = any((~np.isnan(micro.old_logprobs)).any() for micro in batch.micro_batches)
+    scores = scorer.last_stage_logprobs(batch.micro_batches) if collectives.largest(int(is_stale)) else []
+    mine = _scores_of_rows(batch.micro_batches, scores, scorer.parallel)
+    rows = {row: said for part in collectives.from_all(mine) for row, said in part.items()}
+    if not scorer.parallel.is_last_stage:
+        return None
+    groups, values, advantages, trains = zip(*rows.values(), strict=True)
+    found = dict(zip(rows, zip(*classification(values, advantages, groups, trains, tau=tau), strict=True), strict=True))
+    of_micros = [np.array([found[row] for row in micro.rows]).reshape(-1, 2) for micro in batch.micro_batches]
+    return [(both[:, 0], both[:, 1]) for both in of_micros]
+
+
+def _scores_of_rows(
+    micro_batches: SequenceOf[TrainingMicroBatch], logprobs: SequenceOf[np.ndarray], parallel: ParallelState
+) -> dict[RowKey, tuple[tuple[int, int], float, float, bool]]:
+    """Row -> (group, score, advantage, whether anything of it trains), of this share's rows, on the rank that speaks for them."""
+    found = {}
+    for micro in micro_batches if parallel.speaks_for_its_rows else ():
+        shift = np.zeros(len(micro.targets))
+        if logprobs:
+            shift = np.nan_to_num(logprobs[micro.number].astype(np.float64) - micro.old_logprobs)  # 0 where it is on-policy
+        trained = micro.token_weights > 0
+        for i, (row, prompt) in enumerate(zip(micro.rows, micro.prompts, strict=True)):
+            at = np.flatnonzero(trained & (micro.sequence == i))
+            score, advantage = (float(shift[at].mean()), float(micro.advantages[at[0]])) if len(at) else (0.0, 0.0)
+            found[row] = (row[0], prompt), score, advantage, bool(len(at))
+    return found
