@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_grpo.checkpoint.pieces import Piece, Placed, metadata_of, shares
-from megatron_grpo.policy.moments import boxes
+from megatron_grpo.policy.sharded_state import boxes
 
 TO_HOST = 50e9  # bytes a second from a GPU to pinned memory; `plan` assumes the same
 HEADER = 1100  # bytes that torch writes around a tensor

@@ -21,9 +21,8 @@ import torch
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.fingerprint import fingerprint
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.policy.moments import runs_of
 from megatron_grpo.policy.router import routers
-from megatron_grpo.policy.sharded_state import chain, is_distributed, steps_counted
+from megatron_grpo.policy.sharded_state import chain, is_distributed, runs_of, steps_counted
 from megatron_grpo.types import GlobalBatch, RowKey
 from megatron_grpo.weights.mapping import is_of_adapter
 from megatron_grpo.weights.names import ShardCut

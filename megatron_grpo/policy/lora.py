@@ -35,7 +35,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_grpo.parallel.tensor import copy_to_ranks
 from megatron_grpo.policy.hf_export import WeightExchange
-from megatron_grpo.policy.trains import let_gradients_in
+from megatron_grpo.policy.model import let_gradients_in
 from megatron_grpo.weights.adapters import Read, adapter_map, drawn_far, even_sizes, padded, trimmed
 from megatron_grpo.weights.lora import AdapterPush, B, LoraSettings, Sizes, linear_modules, module_of, own_sizes, widest_rank
 from megatron_grpo.weights.names import ShardCut

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -409,3 +410,18 @@ def build_chunks(
     # wrong for a norm over all heads: each rank has the weights of its own ones.
     config.qk_layernorm = shape.qk_norm and not shape.qk_norm_is_whole
     return chunks
+
+
+def let_gradients_in(chunks: Sequence[GPTModel]) -> None:
+    """Makes the output of a frozen embedding ask for a gradient.
+
+    Otherwise Megatron's checkpointed layers get an input without one, and their backward is skipped: no error, and all gradients zero.
+    """
+
+    def ask(module, inputs, output):
+        if torch.is_grad_enabled():
+            output.requires_grad_(True)
+
+    for chunk in chunks:
+        if chunk.pre_process and not chunk.embedding.word_embeddings.weight.requires_grad:
+            chunk.embedding.register_forward_hook(ask)

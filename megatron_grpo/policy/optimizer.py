@@ -1,4 +1,4 @@
-"""Megatron-Core's DDP, distributed optimizer and learning-rate schedule, set up so that gradients are plain sums."""
+"""What trains; Megatron-Core's DDP, distributed optimizer and learning-rate schedule, set up so that gradients are plain sums."""
 
 from __future__ import annotations
 
@@ -10,17 +10,30 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_grpo.config.config import OptimizerConfig
+from megatron_grpo.config.config import OptimizerConfig, TunerConfig
 from megatron_grpo.config.schedule import course_of
 from megatron_grpo.parallel import collectives
 from megatron_grpo.policy.adamw import AdamW
+from megatron_grpo.policy.hf_export import WeightExchange
 from megatron_grpo.policy.lora import Adapters
+from megatron_grpo.policy.model import let_gradients_in
 from megatron_grpo.policy.sharded_state import rounding, share_rounded
+from megatron_grpo.weights.trains import parameter_trains, trains
+
+
+def choose_what_trains(chunks: Sequence[GPTModel], exchange: WeightExchange, cfg: TunerConfig) -> None:
+    """Freezes what the settings freeze. chunks: of this stage, not yet wrapped."""
+    rule = trains(cfg)
+    for name, tensor in exchange.tensors(chunks).items():
+        if isinstance(tensor, torch.nn.Parameter):
+            tensor.requires_grad_(parameter_trains(exchange.map.hf_names(name), rule))
+    let_gradients_in(chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

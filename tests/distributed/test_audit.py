@@ -69,7 +69,7 @@ def test_a_weight_that_is_no_number_in_both_precisions_is_for_the_guard(models):
 
     def body(rank, world):
         from megatron_grpo.analysis.audit import _rounded
-        from megatron_grpo.policy.moments import runs_of
+        from megatron_grpo.policy.sharded_state import runs_of
 
         policy = cases.build(models["dense"], cases.settings(torch_dtype="bfloat16"), world)
         before = len(_rounded(policy))

@@ -41,7 +41,7 @@ def batches(models):
 
 def kept(policy) -> dict[str, torch.Tensor]:
     """What the optimizer has on this rank, in float32, by (place of the weight, name)."""
-    from megatron_grpo.policy.moments import runs_of
+    from megatron_grpo.policy.sharded_state import runs_of
 
     runs = enumerate(runs_of(policy.optimizer))
     return {f"{place} {name}": value.detach().float().clone() for place, (*_, states) in runs for name, value in states.items()
@@ -209,7 +209,7 @@ def test_an_audit_finds_a_weight_that_is_not_what_is_kept_of_it(models):
 
     def body(rank, world):
         from megatron_grpo.analysis.audit import _rounded
-        from megatron_grpo.policy.moments import runs_of
+        from megatron_grpo.policy.sharded_state import runs_of
 
         policy = cases.build(models["dense"], cases.settings(**OWN, main_params_dtype="fp16"), world)
         before, (weight, start, *_) = len(_rounded(policy)), next(runs_of(policy.optimizer))

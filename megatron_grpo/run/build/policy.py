@@ -22,12 +22,11 @@ from megatron_grpo.policy.guard import Guard, PlausibleGuard
 from megatron_grpo.policy.hf_export import WeightExchange
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.policy.model import PolicyModel, build_chunks
-from megatron_grpo.policy.optimizer import Trainable
+from megatron_grpo.policy.optimizer import Trainable, choose_what_trains
 from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.reference import FollowingReference, FrozenReference, LoadedModel, Reference
 from megatron_grpo.policy.room import Role
-from megatron_grpo.policy.trains import choose_what_trains
 from megatron_grpo.policy.validation import attention_channels, machine_problems, needs_local_layers, sharing_problems
 from megatron_grpo.policy.vision import build_tower, keep_outputs
 from megatron_grpo.run.opened import begin_with, copy_weights, load_weights

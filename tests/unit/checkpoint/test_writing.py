@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_grpo.checkpoint.distributed import Staging, Task, _write, write_file, write_pieces
 from megatron_grpo.checkpoint.pieces import Piece, Placed, Uncovered, metadata_of, require_whole, shares
 from megatron_grpo.checkpoint.strangers import _Data
-from megatron_grpo.policy.moments import boxes
+from megatron_grpo.policy.sharded_state import boxes
 from tests.checkpoint_files import fingerprints
 
 # ---- who writes what ---------------------------------------------------------------------------------------------------------------------
