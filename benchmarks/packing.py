@@ -13,9 +13,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from megatron_grpo.batching.alignment import Alignment
-from megatron_grpo.batching.families import Rows
-from megatron_grpo.batching.pack import pack, pack_groups
+from megatron_grpo.batching.pack import Rows, pack, pack_groups
+from megatron_grpo.batching.prefix_groups import Alignment
 
 NUM_COMPLETIONS = 1_000_000
 

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_grpo.batching.alignment import Alignment
-from megatron_grpo.batching.families import FREE, Context, Family, common_prefix, num_shared
 from megatron_grpo.batching.pictures import Shown, positions, seen, shown_in
+from megatron_grpo.batching.prefix_groups import FREE, Alignment, Context, Family, common_prefix, num_shared
 from megatron_grpo.types import AnchoredSample, Kept, MicroBatch, Sample, Segment, Sequence, TrainingMicroBatch
 
 

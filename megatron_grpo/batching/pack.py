@@ -8,10 +8,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_grpo.batching.families import Rows
+from megatron_grpo.batching.prefix_groups import Alignment
+from megatron_grpo.types import Extent
 
 # How far from a full micro-batch the last two sequences may end before one that merely fits is taken, in tokens.
 MOST_GAPS_TRIED = 8
@@ -20,6 +22,96 @@ MOST_ROWS_SPREAD = 20_000
 # A group is cut into pieces no dearer than an even share of a micro-batch on every rank; or than these parts of it, until ranks are even.
 PARTS_OF_A_SHARE = (1, 2, 4, 8)
 EVEN_ENOUGH = 0.97  # mean over slowest rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What packing knows of rows, as columns over them. Tokens include alignment; costs are tokens and, in their measure, attention.
+
+    A row by itself takes `apart`. A piece of a group, which computes the group's prefix once, takes `trunk` and the `tails` of its rows.
+    """
+
+    group: np.ndarray  # int64, 0..; a row that shares with none has one of its own
+    prefix: np.ndarray  # int64, 0 if the row shares nothing
+    apart: np.ndarray  # int64
+    apart_cost: np.ndarray  # float64
+    trunk: np.ndarray  # int64
+    trunk_cost: np.ndarray  # float64
+    tail: np.ndarray  # int64
+    tail_cost: np.ndarray  # float64
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    @classmethod
+    def of(cls, extents: Sequence[Extent], alignment: Alignment, *, even_length: float, least_saving: float | None) -> Rows:
+        """even_length: see `pack`. least_saving: None if nothing is to be shared."""
+        numbers: dict[object, int] = {}
+        names = (extent.group if least_saving is not None and extent.group is not None else -1 - i for i, extent in enumerate(extents))
+        group = np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
+        return cls.of_columns(
+            group=group,
+            prefix=np.array([extent.prefix for extent in extents], dtype=np.int64) * (least_saving is not None),
+            num_contexts=np.array([len(extent.contexts) for extent in extents], dtype=np.int64),
+            computed=np.array([tokens - 1 for extent in extents for tokens in extent.contexts], dtype=np.int64),
+            alignment=alignment,
+            even_length=even_length,
+        )
+
+    @classmethod
+    def of_columns(
+        cls, *, group: np.ndarray, prefix: np.ndarray, num_contexts: np.ndarray, computed: np.ndarray, alignment: Alignment,
+        even_length: float,
+    ) -> Rows:  # fmt: skip
+        """computed: of each context, row by row."""
+        row = np.repeat(np.arange(len(group)), num_contexts)
+        # Attention pairs every query with every key before it: half of length^2, and for a child all of the trunk besides.
+        apart, trunk = alignment.of_segment(computed), alignment.of_segment(prefix)
+        tail = alignment.of_segment(computed - prefix[row])
+        apart_cost = apart + apart / even_length * apart
+        tail_cost = tail + (tail + 2 * trunk[row]) / even_length * tail
+
+        def of_rows(values: np.ndarray) -> np.ndarray:
+            return np.bincount(row, weights=values, minlength=len(group)) if len(row) > len(group) else values
+
+        return cls(
+            group=group,
+            prefix=prefix,
+            apart=of_rows(apart).astype(np.int64),
+            apart_cost=of_rows(apart_cost),
+            trunk=trunk,
+            trunk_cost=trunk + trunk / even_length * trunk,
+            tail=of_rows(tail).astype(np.int64),
+            tail_cost=of_rows(tail_cost),
+        )
+
+    def worth(self, together: np.ndarray, least_saving: float) -> Rows:
+        """The same rows; those with one number in `together` share their prefix only if that part of their tokens need not be computed."""
+        apart, shared = _sums(together, self.apart), _sums(together, self.tail)
+        trunk = np.zeros_like(shared)
+        trunk[together] = self.trunk
+        pays = ((trunk + shared < apart) & (trunk + shared <= (1 - least_saving) * apart))[together]
+        return replace(
+            self,
+            prefix=np.where(pays, self.prefix, 0),
+            trunk=np.where(pays, self.trunk, 0),
+            trunk_cost=np.where(pays, self.trunk_cost, 0.0),
+            tail=np.where(pays, self.tail, self.apart),
+            tail_cost=np.where(pays, self.tail_cost, self.apart_cost),
+        )
+
+    def sizes(self, piece: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, cost) of each piece. piece: of each row, numbers 0.. without a gap; rows of a piece are of one group."""
+        apart, tails = _sums(piece, self.apart), _sums(piece, self.tail)
+        trunk, trunk_cost = np.zeros_like(tails), np.zeros(len(tails))
+        trunk[piece], trunk_cost[piece] = self.trunk, self.trunk_cost
+        is_shared = trunk + tails < apart
+        cost = np.where(is_shared, trunk_cost + np.bincount(piece, self.tail_cost), np.bincount(piece, self.apart_cost))
+        return np.where(is_shared, trunk + tails, apart), cost
+
+
+def _sums(number: np.ndarray, values: np.ndarray) -> np.ndarray:
+    return np.bincount(number, weights=values).astype(np.int64)  # exact: token counts are far below 2^53
 
 
 def pack_groups(rows: Rows, *, max_tokens: int, dp_size: int = 1, multiple: int = 1) -> list[list[list[int]]]:

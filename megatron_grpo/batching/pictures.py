@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_grpo.batching.families import Context
+from megatron_grpo.batching.prefix_groups import Context
 from megatron_grpo.types import Picture, Sequence
 
 Shown = tuple[tuple[int, Picture], ...]  # (place of the first token, picture), ascending

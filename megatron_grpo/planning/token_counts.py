@@ -19,7 +19,7 @@ from megatron_grpo.planning.summary import bubble_fraction
 from megatron_grpo.policy.fp8 import rank_multiple
 
 if TYPE_CHECKING:
-    from megatron_grpo.batching.alignment import Alignment
+    from megatron_grpo.batching.prefix_groups import Alignment
     from megatron_grpo.batching.split import BatchCut, Portion
     from megatron_grpo.types import Extent
 
@@ -127,7 +127,7 @@ def _computed(portion: Portion, rows: Sequence[Extent]) -> int:
 
 def cut_of(sizes: BatchSizes, cfg: Config, least_saving: float | None) -> BatchCut:
     """As `policy.policy.cut_for` makes it, but that costs are tokens alone."""
-    from megatron_grpo.batching.alignment import Alignment
+    from megatron_grpo.batching.prefix_groups import Alignment
     from megatron_grpo.batching.split import BatchCut
 
     layout = sizes.layout
@@ -217,7 +217,7 @@ def packed(pairs: Sequence[tuple[int, int]], extents: Sequence[Extent], cut: Bat
 
 def _squares_saved(portion: Portion, extents: Sequence[Extent], alignment: Alignment) -> int:
     """A child attends to all of its trunk: P^2 + sum (2 P t + t^2) is sum (P + t)^2 less P^2 for every copy of the trunk but one."""
-    from megatron_grpo.batching.families import num_tokens
+    from megatron_grpo.batching.prefix_groups import num_tokens
 
     saved = 0
     for family in portion.families:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron_grpo.base.clock import Clock
-from megatron_grpo.batching.alignment import Alignment
+from megatron_grpo.batching.prefix_groups import Alignment
 from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
 from megatron_grpo.grpo.metrics import combine, finish

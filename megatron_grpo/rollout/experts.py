@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.batching.families import FREE
+from megatron_grpo.batching.prefix_groups import FREE
 from megatron_grpo.types import Sequence as Tokens
 from megatron_grpo.weights.shape import ModelShape
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_grpo.base.clock import Clock
 from megatron_grpo.base.errors import RunError
-from megatron_grpo.batching.families import prefix_of
+from megatron_grpo.batching.prefix_groups import prefix_of
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import ROUNDING, BackgroundSampler, Flight, Sampler, SamplingSettings, WeightsLost
 from megatron_grpo.rollout.experts import ExpertLayers

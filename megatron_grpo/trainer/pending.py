@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_grpo.batching.collate import collate, collate_samples
-from megatron_grpo.batching.families import FREE
+from megatron_grpo.batching.prefix_groups import FREE
 from megatron_grpo.batching.split import BatchCut, Portion, deal, deal_scored
 from megatron_grpo.batching.timetable import Step
 from megatron_grpo.grpo.token_weights import TokenWeights

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.batching.alignment import Alignment
 from megatron_grpo.batching.collate import collate
-from megatron_grpo.batching.families import Family
+from megatron_grpo.batching.prefix_groups import Alignment, Family
 from megatron_grpo.types import Segment, Sequence
 
 

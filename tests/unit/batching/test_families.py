@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.batching.alignment import Alignment
 from megatron_grpo.batching.collate import collate
-from megatron_grpo.batching.families import Context, Family, common_prefix, prefix_of
+from megatron_grpo.batching.prefix_groups import Alignment, Context, Family, common_prefix, prefix_of
 from megatron_grpo.batching.split import BatchCut, Portion, deal, deal_filled, deal_scored
 from megatron_grpo.types import Extent, MicroBatch, Segment, Sequence, answered
 

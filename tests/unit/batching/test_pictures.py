@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_grpo.batching.alignment import Alignment
 from megatron_grpo.batching.collate import collate
-from megatron_grpo.batching.families import Family
 from megatron_grpo.batching.pictures import grid_of, positions
+from megatron_grpo.batching.prefix_groups import Alignment, Family
 from megatron_grpo.types import Sequence
 from tests.vision_cases import IMAGE, picture
 
