@@ -132,7 +132,7 @@ def _anchored(policy: Policy, samples: Sequence[Sample]) -> list[Sample]:
     rows = pending.rows
     scored = score_rows(
         pending.samples, {key: row.extent for key, row in rows.items()}, {key: row.home for key, row in rows.items()},
-        score=policy.anchors, cut=policy.cut, parallel=policy.parallel,
+        score=policy.scorer.anchors, cut=policy.cut, parallel=policy.parallel,
     )  # fmt: skip
     mine: dict[RowKey, Sample] = {}
     for key, sample in scored.sequences.items():

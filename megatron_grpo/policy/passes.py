@@ -26,9 +26,7 @@ from megatron_grpo.policy.router import RouterPass, routed, routers
 from megatron_grpo.policy.stream import LocalBatch, to_local
 from megatron_grpo.types import Extent, GlobalBatch, MicroBatch, RowKey, Sequence, TrainingMicroBatch
 
-# (micro-batch, its place, log-probs [c], entropies [c] or None) -> something of it. Called on the last stage only.
-Reader = Callable[[MicroBatch, LocalBatch, torch.Tensor, "torch.Tensor | None"], Any]
-# As a reader, but -> (loss, what to keep).
+# (micro-batch, its place, log-probs [c], entropies [c] or None) -> (loss, what to keep). Called on the last stage only.
 LossFunction = Callable[[MicroBatch, LocalBatch, torch.Tensor, "torch.Tensor | None"], "tuple[torch.Tensor, Any]"]
 # (micro-batch, its place) -> what the head may know of the loss before it is computed; None: nothing.
 SlopeOf = Callable[[MicroBatch, LocalBatch], "Slope | None"]
@@ -56,26 +54,7 @@ def train(
 
     with torch.enable_grad():
         asked = dict(with_entropy=with_entropy, temperature=None)
-        return _run(model, micro_batches, finish, parallel, asked, slope_of=slope_of, routing=routing, forward_only=False)
-
-
-def read(
-    model: SequenceOf[torch.nn.Module],
-    micro_batches: SequenceOf[MicroBatch],
-    reader: Reader,
-    parallel: ParallelState,
-    *,
-    with_entropy: bool = False,
-    temperature: float | None = None,
-    routing: RouterPass,
-) -> list[Any]:
-    """Forward alone: what `reader` makes of each micro-batch, in order, on ranks of the last stage; an empty list elsewhere.
-
-    temperature: divides the logits (default: the sampling temperature of the run).
-    """
-    with torch.no_grad(), _without_dropout(model):
-        asked = dict(with_entropy=with_entropy, temperature=temperature)
-        return _run(model, micro_batches, reader, parallel, asked, slope_of=lambda batch, mine: None, routing=routing, forward_only=True)
+        return _run(model, micro_batches, finish, parallel, asked, slope_of=slope_of, routing=routing, trains=True)
 
 
 @contextmanager
@@ -104,8 +83,9 @@ def _group_at_most(chunk: torch.nn.Module, num_micro_batches: int) -> Iterator[N
 
 
 def _run(
-    model, micro_batches, finish, parallel, asked: dict[str, Any], *, slope_of: SlopeOf, routing: RouterPass, forward_only: bool
+    model, micro_batches, finish, parallel, asked: dict[str, Any], *, slope_of: SlopeOf | None = None, routing: RouterPass, trains: bool
 ) -> list[Any]:
+    """asked: of the model's forward, besides the slope."""
     moe_layers = [router.place for router in routers(model)]
     local = [to_local(batch, parallel, moe_layers) for batch in micro_batches]
 
@@ -113,7 +93,7 @@ def _run(
         batch, mine = next(batches)
         activity.advance()
         routing.in_forward = mine.number
-        output = chunk(mine, **asked, slope=slope_of(batch, mine))
+        output = chunk(mine, **asked, slope=slope_of(batch, mine) if slope_of else None)
 
         def of_output(output: torch.Tensor, non_loss_data: bool = False):
             return finish(batch, mine, output[0], output[1] if asked["with_entropy"] else None)
@@ -121,7 +101,7 @@ def _run(
         return output, of_output
 
     iterators = [iter(list(zip(micro_batches, local, strict=True))) for _ in model]
-    name = "scoring" if forward_only else "training"
+    name = "training" if trains else "scoring"
     with (
         routed(model, local, routing),
         _group_at_most(model[0], len(micro_batches)),
@@ -135,8 +115,8 @@ def _run(
             # Lengths vary and are sent ahead of the data; the schedule only checks these against the layout.
             seq_length=max(batch.num_tokens for batch in micro_batches),
             micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
+            forward_only=not trains,
+            collect_non_loss_data=not trains,
         )
 
 
@@ -171,7 +151,8 @@ class ModelScorer:
             for number, portion in enumerate(portions)
         ]
         found = {}
-        for portion, micro, values in zip(portions, micro_batches, self._last_stage(micro_batches, temperature=temperature), strict=False):
+        scores = self.last_stage_logprobs(micro_batches, temperature=temperature)
+        for portion, micro, values in zip(portions, micro_batches, scores, strict=False):
             for place, i in enumerate(portion.rows):
                 found[i] = values[micro.sequence == place]
         scored = {i: v for part in collectives.from_all(found if self.parallel.speaks_for_its_rows else {}) for i, v in part.items()}
@@ -179,12 +160,12 @@ class ModelScorer:
 
     def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
         """float32 [C] of each of this share's micro-batches, on every rank of the share."""
-        return self.parallel.from_last_stage(self._last_stage(micro_batches))
+        return self.parallel.from_last_stage(self.last_stage_logprobs(micro_batches))
 
     def anchors(self, micro_batches: SequenceOf[MicroBatch]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         """As `logprobs`; and under R2 where each token was routed, int16 [T, MoE layers, k]."""
         routing = RouterPass(replays=self.replay == "R3", records=self.replay == "R2")
-        values = self.parallel.from_last_stage(self._last_stage(micro_batches, routing=routing))
+        values = self.parallel.from_last_stage(self.last_stage_logprobs(micro_batches, routing=routing))
         if self.replay != "R2":
             return values, None
         config: Any = self.model[0].config
@@ -194,29 +175,29 @@ class ModelScorer:
         """What the routers are told in an ordinary pass."""
         return RouterPass(replays=self.replay != "disabled")
 
-    def last_stage_logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
-        """As `logprobs`, on ranks of the last pipeline stage, where the loss asks; an empty list elsewhere."""
-        return self._last_stage(micro_batches)
+    def last_stage_logprobs(
+        self, micro_batches: SequenceOf[MicroBatch], *, temperature: float | None = None, routing: RouterPass | None = None
+    ) -> list[np.ndarray]:
+        """As `logprobs`, on ranks of the last pipeline stage, where the loss asks; an empty list elsewhere.
+
+        temperature: divides the logits (default: the sampling temperature of the run).
+        """
+        return self._read(micro_batches, lambda logprobs, _: logprobs, routing=routing, temperature=temperature, with_entropy=False)
 
     def last_stage_entropies(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
         """float32 [C] of each micro-batch, in nats, on ranks of the last pipeline stage; an empty list elsewhere."""
+        return self._read(micro_batches, lambda _, entropy: entropy, temperature=None, with_entropy=True)
 
-        def reader(batch: MicroBatch, local: LocalBatch, logprobs, entropy):
-            return self.whole(batch, local, entropy)
+    def _read(self, micro_batches: SequenceOf[MicroBatch], which: Callable, *, routing: RouterPass | None = None, **asked: Any) -> list:
+        """Forward alone. which: of a micro-batch's log-probs and entropies [c]."""
 
-        refuse_if_away(self.model)
-        with self.around():
-            return read(self.model, micro_batches, reader, self.parallel, with_entropy=True, routing=self.router_pass())
-
-    def _last_stage(
-        self, micro_batches: SequenceOf[MicroBatch], *, temperature: float | None = None, routing: RouterPass | None = None
-    ) -> list[np.ndarray]:
-        def reader(batch: MicroBatch, local: LocalBatch, logprobs, entropy):
-            return self.whole(batch, local, logprobs)
+        def finish(batch: MicroBatch, local: LocalBatch, logprobs, entropy):
+            return self.whole(batch, local, which(logprobs, entropy))
 
         refuse_if_away(self.model)
-        with self.around():
-            return read(self.model, micro_batches, reader, self.parallel, temperature=temperature, routing=routing or self.router_pass())
+        with self.around(), torch.no_grad(), _without_dropout(self.model):
+            routing = routing or self.router_pass()
+            return _run(self.model, micro_batches, finish, self.parallel, asked, routing=routing, trains=False)
 
     def whole(self, batch: MicroBatch, local: LocalBatch, values: torch.Tensor) -> np.ndarray:
         """[c] on each context-parallel rank -> [C] on all of them."""

@@ -34,7 +34,7 @@ from megatron_grpo.policy.reference import Reference
 from megatron_grpo.policy.room import Part, Role, Room, tensors_of
 from megatron_grpo.policy.router import routers
 from megatron_grpo.policy.stream import LocalBatch
-from megatron_grpo.types import GlobalBatch, MicroBatch, RowKey, Sequence, TrainingMicroBatch
+from megatron_grpo.types import GlobalBatch, RowKey, Sequence, TrainingMicroBatch
 from megatron_grpo.weights.towers import MEGATRON as TOWER
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
@@ -128,14 +128,6 @@ class Policy:
     def score(self, sequences: SequenceOf[Sequence], *, temperature: float | None = None) -> list[np.ndarray]:
         """Log-probs of the masked tokens of a few sequences; see `ModelScorer.score`."""
         return self.scorer.score(sequences, temperature=temperature)
-
-    def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
-        """float32 [C] of each of this share's micro-batches, by the weights as they are, on every rank of the share."""
-        return self.scorer.logprobs(micro_batches)
-
-    def anchors(self, micro_batches: SequenceOf[MicroBatch]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-        """As `logprobs`, for ratios to be taken against; and under R2 the experts of each token, see `ModelScorer.anchors`."""
-        return self.scorer.anchors(micro_batches)
 
     # ---- training ------------------------------------------------------------------------------------------------------------
 

@@ -227,7 +227,7 @@ def test_a_row_that_the_policy_cannot_score_trains_nothing_more(models, batches)
 
         policy.scorer.anchors = without_numbers
         step = SimpleNamespace(keeps=tuple((0, number) for number in range(4)))
-        after = pending.after_refusal(policy, step, policy.cut)
+        after = pending.after_refusal(policy.scorer, step, policy.cut)
         held = {key: (int(sample.mask.sum()), bool(np.isfinite(sample.old_logprobs).all())) for key, sample in after.samples.items()}
         return {key: row.num_masked for key, row in after.rows.items()}, held
 

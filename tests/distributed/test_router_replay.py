@@ -79,7 +79,7 @@ def test_r2_records_what_every_token_took_and_replaying_it_changes_nothing(made,
         stale = [dataclasses.replace(sample, version=-1, fresh_at=-1) for sample in samples]
         pending = Pending(parallel=policy.parallel).restored(stale if rank == 0 else [], policy.cut)
         slices = tuple((0, number) for number in range(len(stale) // policy.cut.rows_per_slice))
-        pending = pending.anchored(policy, SimpleNamespace(anchors=slices), policy.cut)
+        pending = pending.anchored(policy.scorer, SimpleNamespace(anchors=slices), policy.cut)
         step = cases.step_of(stale, 0, policy.cut.rows_per_slice)
         _, batch = pending.batch(step, weigh=policy.loss.token_weights, cut=policy.cut)
         model = load_tiny(path)
@@ -114,8 +114,8 @@ def test_log_probs_of_policy_and_anchors_replay_and_those_of_the_reference_do_no
         def logprobs(scorer, micro_batches):
             return np.concatenate(scorer.logprobs(micro_batches))
 
-        forced, freely = (logprobs(policy, micro_batches) for micro_batches in (batch.micro_batches, free))
-        assert np.array_equal(np.concatenate(policy.anchors(batch.micro_batches)[0]), forced)
+        forced, freely = (logprobs(policy.scorer, micro_batches) for micro_batches in (batch.micro_batches, free))
+        assert np.array_equal(np.concatenate(policy.scorer.anchors(batch.micro_batches)[0]), forced)
         assert np.abs(freely - forced).mean() > 0.01
         assert np.array_equal(logprobs(policy.reference, batch.micro_batches), freely)  # it is the same model
         metrics = policy.train_step(batch).metrics
