@@ -20,7 +20,7 @@ from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error, prob
 from megatron_grpo.checkpoint import generators
 from megatron_grpo.config import Parsed
 from megatron_grpo.config.config import Config, ParallelConfig
-from megatron_grpo.config.precision import OF_THE_OPTIMIZER
+from megatron_grpo.config.optimizer import OF_THE_OPTIMIZER
 from megatron_grpo.config.table import BadValue, Setting, read_value, table
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.parallel import collectives, state

@@ -100,6 +100,14 @@ def score_of(cfg: Config, names: Sequence[str]) -> str:
     return dict(zip(cfg.rewards.reward_funcs, names)).get(asked, asked)
 
 
+def rules_in_words(cfg: Config) -> str:
+    """Who makes the answers, and by which rules: scores of other ones do not compare. "" where a prompt gets one answer."""
+    turns = cfg.turns
+    if not turns.plays:
+        return cfg.rollout.rollout_func or ""
+    return f"{turns.environment} {' '.join(turns.tools)} max_turns {turns.max_turns} turn_history {turns.turn_history}"
+
+
 def evaluation_pairs(cfg: Config) -> Iterator[Pair]:
     """Settings of evaluation that do not go together."""
     said = cfg.eval

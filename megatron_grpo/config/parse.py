@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from megatron_grpo.base.errors import ConfigError, Problem
-from megatron_grpo.config import begins
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.parsed import Parsed
 from megatron_grpo.config.read import COMMAND_LINE, Read, TypedSetting, read_file, read_words, shown
@@ -156,7 +155,7 @@ class _Builder:
         self._world_size(launcher_world_size)
         self._another_way("bf16", "torch_dtype", "bfloat16", "float32")
         self._another_way("async_generate", "async_rollout_depth", 1, 0)
-        settled, was = begins.settled(self.values), dict(self.sources)
+        settled, was = _beginning(self.values), dict(self.sources)
         for name, value in settled.items():  # the path is given, under the other name
             other = next(one for one in settled if one != name)
             self.values[name], self.sources[name] = value, was.get(other, "default") if value not in (None, "auto") else "default"
@@ -205,3 +204,13 @@ class _Builder:
             )
         self.values[name] = value
         self.sources[name] = f"derived from {word}"
+
+
+def _beginning(values: dict[str, Any]) -> dict[str, Any]:
+    """`finetune` says as in Megatron which of the two is meant: resume with true is mcore_model, mcore_model with false is resume."""
+    finetune, beginning, resume = values.get("finetune"), values.get("mcore_model"), values.get("resume", "auto")
+    if finetune is False and beginning and resume == "auto":
+        return {"mcore_model": None, "resume": beginning}
+    if finetune is True and not beginning and resume not in ("auto", "never"):
+        return {"mcore_model": resume, "resume": "auto"}
+    return {}

@@ -14,13 +14,13 @@ from megatron_grpo.base.errors import Problem
 from megatron_grpo.base.files import why_not_drawn
 from megatron_grpo.config import best, evaluation, grammar, passed_on, servers, tuner
 from megatron_grpo.config.config import Config, OptimizerConfig, RolloutConfig, TurnsConfig
-from megatron_grpo.config.precision import DTYPES
+from megatron_grpo.config.optimizer import DTYPES
 from megatron_grpo.config.read import COMMAND_LINE
 from megatron_grpo.config.rules import Rule, broken, settings_of
 from megatron_grpo.config.secrets import secrets_in
 from megatron_grpo.config.table import bytes_of, table
-from megatron_grpo.config.turns import REWARD
 
+REWARD = "environment"  # the built-in reward that is the environment's own
 LARGEST_WEIGHT = 1e6  # times the largest reward (rewards.protocol), still a number whose square is one
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.precision import BLOCK
+from megatron_grpo.config.optimizer import BLOCK
 from megatron_grpo.planning.activations import Activations, TowerPlan, activations_of, fewer_layers, logits_bytes, tower_plan, with_tower
 from megatron_grpo.planning.cost import checkpoint_bytes
 from megatron_grpo.planning.other_models import HeldStage, held_stages, sampler_memory

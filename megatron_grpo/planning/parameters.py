@@ -13,7 +13,7 @@ from functools import cache
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.stages import layer_counts
 from megatron_grpo.config.config import Config, OptimizerConfig
-from megatron_grpo.config.precision import BYTES as BYTES_OF_STATE
+from megatron_grpo.config.optimizer import BYTES as BYTES_OF_STATE
 from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.weights.lora import LoraSettings, adapter_entries, is_linear, lora_of
 from megatron_grpo.weights.names import Entry, ShardCut, layer_entries, outer_entries, tower_entries

@@ -9,9 +9,8 @@ from typing import Any
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.compat import explain
-from megatron_grpo.config import precision
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.schedule import course_of
+from megatron_grpo.config.optimizer import course_of, lost
 from megatron_grpo.config.servers import addresses_of
 from megatron_grpo.data.eyes import said_of_bounds
 from megatron_grpo.grpo import validation as grpo_validation
@@ -42,7 +41,7 @@ def warnings_of(
         *_swift(cfg, sizes),
         *_run(cfg, timetable),
         *grpo_validation.warnings(cfg),
-        *precision.lost(cfg.optimizer),
+        *lost(cfg.optimizer),
         *_lora(cfg, checked.shape, push),
         *_servers(cfg),
         *_memory(memory),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from megatron_grpo.config.precision import BLOCK
+from megatron_grpo.config.optimizer import BLOCK
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 # Of those with a scale: the largest number that a block's largest becomes, and the smallest there is above zero.

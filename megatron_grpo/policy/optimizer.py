@@ -17,7 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_grpo.config.config import OptimizerConfig, TunerConfig
-from megatron_grpo.config.schedule import course_of
+from megatron_grpo.config.optimizer import course_of
 from megatron_grpo.parallel import collectives
 from megatron_grpo.policy.adamw import AdamW
 from megatron_grpo.policy.hf_export import WeightExchange

@@ -20,8 +20,8 @@ from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config import Parsed, remote_code
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import flag_of, sets_of
+from megatron_grpo.config.optimizer import length_problems
 from megatron_grpo.config.read import COMMAND_LINE
-from megatron_grpo.config.schedule import length_problems
 from megatron_grpo.data.chat import load_tokenizer, unread_options
 from megatron_grpo.data.files import plain_name
 from megatron_grpo.data.hub import find_model, is_path

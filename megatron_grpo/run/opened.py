@@ -15,8 +15,8 @@ from megatron_grpo.checkpoint.distributed import CheckpointError, read_sharded
 from megatron_grpo.checkpoint.manifest import Manifest, damage, read_manifest
 from megatron_grpo.checkpoint.resume import beginning_of, several
 from megatron_grpo.checkpoint.saving import damage_of
-from megatron_grpo.config import precision
 from megatron_grpo.config.config import Config, ParallelConfig
+from megatron_grpo.config.optimizer import OF_THE_OPTIMIZER
 from megatron_grpo.config.table import table
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.policy import sharded_state
@@ -28,7 +28,7 @@ _OTHERS = (
     *(*vars(ParallelConfig()), "resume", "output_dir", "beta", "ref_adapters", "merge_lora", "share_prompts"),
     "trust_remote_code",  # who has a checkpoint of a stranger says it himself
     *("metric_for_best_model", "greater_is_better", "load_best_model_at_end", "finetune", "no_load_optim", "no_load_rng"),
-    *precision.OF_THE_OPTIMIZER,  # and float32 may be typed over the run's bfloat16
+    *OF_THE_OPTIMIZER,  # and float32 may be typed over the run's bfloat16
 )
 
 

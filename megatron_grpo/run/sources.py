@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import flag_of, longest_completion, sets_of
-from megatron_grpo.config.turns import EPISODE_COLUMNS
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.rewards.loading import check_columns
 from megatron_grpo.rewards.protocol import RewardFunction
@@ -239,11 +238,14 @@ def _blind(cfg: Config) -> Iterator[str]:
         yield f"{flag} does not go with them: a teacher is shown text alone"
 
 
+_EPISODE_COLUMNS = ("messages", "turn_rewards", "num_turns", "ended")  # that reward functions get of an episode, by these names
+
+
 def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> None:
     """`check_columns`, of the columns of the data and of episodes. Raises ConfigError, also where a name means both."""
     if cfg.rollout.rollout_func is not None:  # which may give them columns that nobody knows yet
         return
-    names, of_episodes = rows.column_names(), EPISODE_COLUMNS if cfg.turns.plays else ()
+    names, of_episodes = rows.column_names(), _EPISODE_COLUMNS if cfg.turns.plays else ()
     if both := [name for name in names if name in of_episodes]:
         message = f"{flag} has the column {', '.join(both)}, and rewards get that name of an episode. Give the column another one."
         raise ConfigError([Problem(flags=(flag,), message=message)])

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.precision import BYTES
+from megatron_grpo.config.optimizer import BYTES
 from megatron_grpo.planning.cost import checkpoint_bytes
 from megatron_grpo.planning.parameters import Place, Tuning, state_bytes, static_memory
 from megatron_grpo.planning.room import Offload

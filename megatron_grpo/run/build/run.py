@@ -19,8 +19,7 @@ from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.checkpoint.content import settings_of
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.config.config import Config, GrpoConfig
-from megatron_grpo.config.evaluation import how_evaluated, most_of, score_of
-from megatron_grpo.config.turns import rules_in_words
+from megatron_grpo.config.evaluation import how_evaluated, most_of, rules_in_words, score_of
 from megatron_grpo.data.prompts import PromptStream
 from megatron_grpo.data.streamed import StreamedPrompts
 from megatron_grpo.metrics.journal import Journal

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megatron_grpo.config.config import Config, OptimizerConfig
-from megatron_grpo.config.schedule import length_problems
+from megatron_grpo.config.optimizer import length_problems
 from megatron_grpo.config.validation import validate
 from tests.ranks import run_ranks
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.batching.timetable import Timetable
-from megatron_grpo.config import schedule
+from megatron_grpo.config.optimizer import course_of
 from megatron_grpo.planning.check import check
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.figure import draw
@@ -92,7 +92,7 @@ def test_every_micro_step_is_of_the_optimizer_step_that_it_is_of_in_trl(tmp_path
     made = planned("--dialect trl " + " ".join(f"--{name} {value}" for name, value in words.items()), rows)
     assert steps_of(made.timetable) == theirs
     num_steps, optimizer = made.timetable.num_steps, made.checked.config.optimizer
-    course = schedule.course_of(optimizer, num_steps)
+    course = course_of(optimizer, num_steps)
     assert rates == pytest.approx([1e-3 * (1 - step / course.decay) for step in range(num_steps)])
 
 

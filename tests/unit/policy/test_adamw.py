@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_grpo.config.config import OptimizerConfig
-from megatron_grpo.config.precision import BYTES, lost
+from megatron_grpo.config.optimizer import BYTES, lost
 from megatron_grpo.policy import adamw
 from megatron_grpo.policy.adamw import DTYPES, AdamW
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_grpo.config.evaluation import SUM, HowEvaluated, how_evaluated, most_of, score_of, sets_of
+from megatron_grpo.config.evaluation import SUM, HowEvaluated, how_evaluated, most_of, rules_in_words, score_of, sets_of
 from megatron_grpo.config.parse import resolve
-from megatron_grpo.config.turns import rules_in_words
 from megatron_grpo.metrics.evaluations import in_words
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.rollout.engine import SamplingSettings, prompt_seed

@@ -1,0 +1,71 @@
+"""What the optimizer's settings come to: learning rate and weight decay over a run; the dtypes of gradients and state. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.config.config import OptimizerConfig
+
+# Dtypes of gradients and optimizer state (`use_precision_aware_optimizer`).
+BLOCK = 1 << 22  # numbers that share a scale
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+_BITS = {"bf16": 7, "fp16": 10, "fp8": 3}  # behind the point, of numbers between one power of two and the next
+DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")  # those of weights, those of moments
+OF_THE_OPTIMIZER = ("use_precision_aware_optimizer", *DTYPES)  # of no use to a command that takes no step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """In optimizer steps. The decay ends after `decay` of them, and its last `anneal` are those of WSD."""
+
+    warmup: int
+    decay: int
+    anneal: int | None
+    start_wd: float
+    end_wd: float
+
+
+def course_of(cfg: OptimizerConfig, num_steps: int) -> Course:
+    """num_steps: length of the run."""
+    warmup = cfg.lr_warmup_iters if cfg.lr_warmup_fraction is None else round(cfg.lr_warmup_fraction * num_steps)
+    start = cfg.weight_decay if cfg.start_weight_decay is None else cfg.start_weight_decay
+    end = cfg.weight_decay if cfg.end_weight_decay is None else cfg.end_weight_decay
+    # Megatron-Core wants a decay that is longer than the warm-up, also where the run ends before it.
+    decay = max(cfg.lr_decay_iters or num_steps, warmup + 1)
+    return Course(warmup=warmup, decay=decay, anneal=cfg.lr_wsd_decay_iters, start_wd=start, end_wd=end)
+
+
+def length_problems(cfg: OptimizerConfig, num_steps: int | None) -> list[Problem]:
+    """What does not fit into a run of so many optimizer steps."""
+    if num_steps is None or cfg.lr_decay_style != "WSD" or cfg.lr_wsd_decay_iters is None:
+        return []
+    course = course_of(cfg, num_steps)
+    room = course.decay - course.warmup
+    if cfg.lr_wsd_decay_iters <= room:
+        return []
+    message = (
+        f"lr_wsd_decay_iters ({cfg.lr_wsd_decay_iters}) is more than what the warm-up leaves: {course.decay} - {course.warmup} = {room} "
+        f"optimizer steps. Use {room} or less."
+    )
+    return [Problem(flags=("lr_wsd_decay_iters",), message=message, nearest={"lr_wsd_decay_iters": [room]})]
+
+
+def lost(opt: OptimizerConfig) -> Iterator[str]:
+    """What rounding to nearest never lets happen with dtypes that are legal."""
+    for name, beta in (("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2")):
+        dtype, moves = getattr(opt, f"{name}_dtype"), 1 - getattr(opt, beta)
+        half = 2.0 ** -(_BITS[dtype] + 1) if dtype in _BITS else 0.0
+        # The worst place is the number above a power of two, which is 1 + 2 half.
+        if moves <= half / (1 + 2 * half):
+            yield (
+                f"{name}_dtype {dtype} with {beta} {getattr(opt, beta):g}: a step lets an average fall by {moves:.3g} of itself at most, "
+                f"and {dtype} rounds by up to {half / (1 + 2 * half):.3g}, so that once it is high it may never fall again. Use fp32, or"
+                f" {beta} below {1 - half / (1 + 2 * half):.3g}."
+            )
+    if opt.main_params_dtype == "fp16" and opt.lr > 0:
+        yield (
+            f"main_params_dtype fp16 with lr {opt.lr:g}: a step of Adam moves a weight by about lr, and fp16 rounds a weight w by up to "
+            f"w / 2,048, so that weights above {opt.lr * 2048:.3g} mostly stay as they are, whatever their gradient says. Use fp32."
+        )
