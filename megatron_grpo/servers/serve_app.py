@@ -1,6 +1,6 @@
 """The routes of a rollout server, and the door before them. There are no others, and nothing behind the door is reached without the token.
 
-What is asked is decided by `ownership`, and done by `engine`; this file reads bodies and writes answers (`rollout.wire`).
+What is asked is decided by `serve_state`, and done by `serve_engine`; this file reads bodies and writes answers (`wire`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from msgspec import Struct
+import numpy as np
+from msgspec import Struct, structs
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -25,9 +26,7 @@ from megatron_grpo.base.errors import keep_secret, said_by
 from megatron_grpo.config.kept import MOST
 from megatron_grpo.servers import wire
 from megatron_grpo.servers.serve_engine import PushFailed, ServedEngine
-from megatron_grpo.servers.serve_metrics import Metrics
-from megatron_grpo.servers.serve_ownership import Ownership, Refused
-from megatron_grpo.servers.serve_pictures import SentPictures
+from megatron_grpo.servers.serve_state import Metrics, Ownership, Refused, SentPictures
 
 Done = TypeVar("Done")
 
@@ -275,6 +274,54 @@ class App:
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
+
+
+class FrozenApp(App):
+    """Answers /state, /metrics and /prompt_logprobs. What would change its weights, or ask for those of a run, is refused."""
+
+    def __init__(self, *args: Any, vocabulary: str, fingerprint: str, **more: Any):
+        """vocabulary: `data.chat.vocabulary_of` the model's tokenizer. fingerprint: of the model."""
+        super().__init__(*args, **more)
+        self._vocabulary, self._fingerprint = vocabulary, fingerprint
+
+    def served(self) -> tuple[Callable[[Request], Awaitable[Response]], ...]:
+        return (self.prompt_logprobs, *(_refused(route.__name__) for route in super().served()))
+
+    def _told(self) -> wire.State:
+        own = dict(vocabulary=self._vocabulary, fingerprint=self._fingerprint, vocab_size=self._engine.vocab_size)
+        return structs.replace(super()._told(), is_frozen=True, **own)
+
+    async def state(self, request: Request) -> Response:
+        await self._engine.check()
+        return self._state()
+
+    async def prompt_logprobs(self, request: Request) -> Response:
+        asked = await body_of(request, wire.PromptLogprobs)
+        if fault := asked.fault(self._engine.max_model_len, self._engine.vocab_size):
+            raise wire.Malformed(fault)
+        return StreamingResponse(self._scores(asked), media_type=wire.STREAM_TYPE)
+
+    async def _scores(self, asked: wire.PromptLogprobs) -> AsyncIterator[bytes]:
+        async def scored(place: int) -> wire.Scored:
+            logprobs = await self._engine.prompt_logprobs(asked.sequences[place], place)
+            self._metrics.answered.labels(outcome="answered").inc()
+            return wire.Scored(place=place, logprobs=np.array(logprobs[asked.first[place] - 1 :], np.float32))
+
+        works = [scored(place) for place in range(len(asked.sequences))]
+        async with aclosing(self._as_they_end(works, self._over, wire.encode_line)) as lines:
+            async for line in lines:
+                yield line
+
+
+def _refused(name: str) -> Callable[[Request], Awaitable[Response]]:
+    async def route(request: Request) -> Response:
+        raise Refused(
+            f"/{name} is refused: this server is frozen (serve --frozen true). It keeps the weights that it was started with, nobody may "
+            "claim it or push to it, and it scores tokens for runs whose teacher_model_server it is"
+        )
+
+    route.__name__ = name
+    return route
 
 
 async def _first(futures: list[asyncio.Future[Any]], seconds: float | None = None) -> set[asyncio.Future[Any]]:

@@ -68,7 +68,6 @@ class ServedEngine:
         self._num_engines = config.parallel_config.data_parallel_size
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
         self.world_size = config.parallel_config.world_size * self._num_engines
-        self._vocab_size = config.model_config.get_vocab_size()
         self.max_model_len = config.model_config.max_model_len
         self.max_num_seqs = config.scheduler_config.max_num_seqs * self._num_engines
         self.adapter_rank = room.slot_rank if room is not None else 0
@@ -130,7 +129,7 @@ class ServedEngine:
             stop=sampling.stop, stop_token_ids=sampling.stop_token_ids, more=sampling.more,
         )  # fmt: skip
         try:
-            params = sampling_params(settings, request.seed, vocab_size=self._vocab_size, output_kind=RequestOutputKind.FINAL_ONLY)
+            params = sampling_params(settings, request.seed, vocab_size=self.vocab_size, output_kind=RequestOutputKind.FINAL_ONLY)
             prompt = await self._prompt(request.ids, request.shown, pictures or {}, bounds)
             output = await self._ask(prompt, params, place)
             if request.shown and (wrong := difference(output, request.ids)):
@@ -138,7 +137,7 @@ class ServedEngine:
         except (ValueError, TypeError, VLLMValidationError) as error:  # wrong with this request; any other error is the engine's
             return wire.Answer(key=request.key, error=str(error))
         try:
-            draws = [sampled(one, settings, self._vocab_size) for one in output.outputs]
+            draws = [sampled(one, settings, self.vocab_size) for one in output.outputs]
         except ConfigError as error:
             return wire.Answer(key=request.key, error=str(error))
         drawn = tuple(

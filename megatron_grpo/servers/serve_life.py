@@ -11,7 +11,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,16 @@ from megatron_grpo.config import Parsed, remote_code
 from megatron_grpo.config.config import ServeConfig
 from megatron_grpo.config.servers import TOKEN_VARIABLE
 from megatron_grpo.data.chat import load_tokenizer, vocabulary_of
-from megatron_grpo.servers.serve_listener import STRANGERS, Listener, now_and_then
 from megatron_grpo.servers.serve_settings import Serving, check_serving
 from megatron_grpo.weights.shape import flat
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 SAY_EVERY = 10.0  # seconds, while the model loads
+STRANGERS = 128  # connections that have not shown the token; as many again may come before the first of them is closed
+SECONDS = 10.0  # that one of them has to say what it wants, its TLS handshake included
+SILENCE = 60.0  # seconds between two words of asyncio on the same trouble
+
+Place = tuple[str, int]  # of the other end
 
 
 class _Stopped(BaseException):
@@ -94,9 +99,8 @@ async def _answer(serving: Serving, engine: Any, listener: Listener, address: st
 
 
 def _app(serving: Serving, engine: Any) -> Any:
-    from megatron_grpo.servers.serve_app import App
-    from megatron_grpo.servers.serve_frozen import FrozenApp
-    from megatron_grpo.servers.serve_metrics import Metrics
+    from megatron_grpo.servers.serve_app import App, FrozenApp
+    from megatron_grpo.servers.serve_state import Metrics
 
     common: dict[str, Any] = dict(
         model=str(serving.model_path), shape=flat(serving.shape), metrics=Metrics(), tells_metrics=serving.cfg.serve.metrics, say=_say
@@ -125,6 +129,51 @@ def _http(app: Any, cfg: ServeConfig) -> Any:
 
 
 # ---- where it listens
+
+
+class Listener(socket.socket):
+    """Accepts for asyncio. Who has not shown the token has little time and little room, and cannot keep its owner out.
+
+    Too many strangers: the oldest goes, of the host that has most of them.
+    """
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.strangers: dict[Place, socket.socket] = {}
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        connection, address = super().accept()
+        place = address[:2]
+        self.strangers = {known: one for known, one in self.strangers.items() if one.fileno() >= 0} | {place: connection}
+        asyncio.get_running_loop().call_later(SECONDS, self._send_away, place, connection)
+        if len(self.strangers) > STRANGERS:
+            crowded = Counter(host for host, _ in self.strangers).most_common(1)[0][0]
+            oldest = next(known for known in self.strangers if known[0] == crowded)
+            self._send_away(oldest, self.strangers[oldest])
+        return connection, address
+
+    def has_shown_the_token(self, place: Place) -> None:
+        """It may stay."""
+        self.strangers.pop(place, None)
+
+    def _send_away(self, place: Place, connection: socket.socket) -> None:
+        if self.strangers.get(place) is connection:
+            del self.strangers[place]
+            with contextlib.suppress(OSError):  # it has gone by itself
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def now_and_then() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+    """A handler of asyncio's errors: of accepting alone it has thousands a second where there is no descriptor left."""
+    said: dict[str, float] = {}
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        what, now = str(context.get("message")), time.monotonic()
+        if now - said.get(what, -SILENCE) >= SILENCE:
+            said[what] = now
+            loop.default_exception_handler(context)
+
+    return handle
 
 
 def take_port(cfg: ServeConfig) -> Listener:

@@ -17,7 +17,7 @@ from megatron_grpo.base.errors import ConfigError, Problem, config_error, proble
 from megatron_grpo.config import Parsed, passed_on, remote_code
 from megatron_grpo.config.config import Config, RolloutConfig, ServeConfig, TunerConfig
 from megatron_grpo.config.read import COMMAND_LINE
-from megatron_grpo.config.servers import TOKEN_VARIABLE
+from megatron_grpo.config.servers import TOKEN_VARIABLE, default_token_file
 from megatron_grpo.config.validation import value_problem
 from megatron_grpo.data.eyes import Eyes, eyes_of
 from megatron_grpo.data.hub import find_model
@@ -179,10 +179,6 @@ def _files(serve: ServeConfig) -> Iterator[Problem]:
 
 
 # ---- the token
-
-
-def default_token_file() -> Path:
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "megatron-grpo" / "token"
 
 
 def read_token(serve: ServeConfig, *, is_wanted: bool = True) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.servers.serve_ownership import Ownership, Refused
+from megatron_grpo.servers.serve_state import Ownership, Refused
 from megatron_grpo.servers.wire import LEASE_SECONDS, Claim
 
 

@@ -15,8 +15,7 @@ import time
 
 import pytest
 
-from megatron_grpo.servers import serve_listener as listener
-from megatron_grpo.servers import wire
+from megatron_grpo.servers import serve_life, wire
 from tests.small_server import certificate_in
 
 TOKEN = "the-token-of-these-tests"
@@ -27,7 +26,7 @@ SERVER = """
 import asyncio, json, sys
 from types import SimpleNamespace
 from megatron_grpo.base.cleanup import CleanUp
-from megatron_grpo.servers import serve_life as life, serve_listener as listener
+from megatron_grpo.servers import serve_life as life
 from megatron_grpo.config.config import Config
 from megatron_grpo.weights.shape import ModelShape, RopeShape
 
@@ -39,7 +38,7 @@ class NoEngine:
     async def abort(self): pass
     async def join(self, join): await asyncio.sleep(join.seconds)
 
-listener.SECONDS = float(sys.argv[1])
+life.SECONDS = float(sys.argv[1])
 cfg = Config().with_values({"port": 0, "address_file": sys.argv[2], **json.loads(sys.argv[3])})
 scheme = "https" if cfg.serve.ssl_certfile else "http"
 sizes = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "head_dim", "ffn_hidden_size"), 1)
@@ -102,7 +101,7 @@ def test_a_thousand_idle_connections_keep_nobody_out_and_fill_no_log(server):
         if number % OPEN_FILES == OPEN_FILES - 1:
             assert server.ask("GET", "/state", incarnation="")[0] in (200, 409)
     assert server.ask("POST", "/claim", wire.Claim(run="mine", incarnation="1"))[0] == 200
-    assert len(os.listdir(f"/proc/{server.process.pid}/fd")) < 2 * listener.STRANGERS + 50
+    assert len(os.listdir(f"/proc/{server.process.pid}/fd")) < 2 * serve_life.STRANGERS + 50
     assert server.log.stat().st_size < 5000, server.log.read_text()[:5000]
     for one in idle:
         one.close()

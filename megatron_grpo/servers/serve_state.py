@@ -1,12 +1,21 @@
-"""Who a rollout server belongs to, and of which version its weights are. Plain Python: the app asks it before it touches the engine."""
+"""What a rollout server knows besides its engine: who owns it, of which version its weights are, what it was sent, and its counts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from megatron_grpo.servers import wire
 from megatron_grpo.servers.wire import LEASE_SECONDS, Claim
+
+if TYPE_CHECKING:
+    from megatron_grpo.servers.serve_app import App
+
+MOST_BYTES = 1 << 30  # of pictures that stay
+PREFIX = "megatron_grpo_server_"  # of our metrics
 
 
 class Refused(Exception):
@@ -100,3 +109,57 @@ class Ownership:
 
     def _forget(self) -> None:
         self.version, self.has_base, self.tenure = None, False, Tenure(self.tenure.number + 1)
+
+
+class SentPictures:
+    """Those that were asked for last stay. Whoever asks with one that has gone hears which, and sends it again."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES):
+        self.most_bytes = most_bytes
+        self._held: OrderedDict[str, bytes] = OrderedDict()
+        self._num_bytes = 0
+
+    def take(self, sent: Iterable[wire.SentPicture]) -> dict[str, bytes]:
+        """Keeps them; also those that are too many to keep are there for the request that they came with: what is returned."""
+        came = {one.key: one.data for one in sent}
+        for key, data in came.items():
+            self._num_bytes += len(data) - len(self._held.pop(key, b""))
+            self._held[key] = data
+        while self._num_bytes > self.most_bytes:
+            self._num_bytes -= len(self._held.popitem(last=False)[1])
+        return came
+
+    def find(self, keys: Iterable[str], came: dict[str, bytes]) -> dict[str, bytes]:
+        """Those of these keys that are there. came: with the request itself."""
+        found = {}
+        for key in keys:
+            if key in self._held:
+                self._held.move_to_end(key)
+            data = came.get(key, self._held.get(key))
+            if data is not None:
+                found[key] = data
+        return found
+
+
+class Metrics:
+    """What it counts about itself, as Prometheus reads it: on prometheus_client's own registry, where vLLM's numbers are."""
+
+    def __init__(self) -> None:
+        from prometheus_client import Counter, Gauge
+
+        self.pushes = Counter(PREFIX + "pushes", "Pushes of weights and adapters.", ["kind", "outcome"])
+        self.push_seconds = Gauge(PREFIX + "last_push_seconds", "From the call of the last push that came whole to its answer.")
+        self.refusals = Counter(PREFIX + "refusals", "Answers that were not 200.", ["status"])
+        self.answered = Counter(PREFIX + "answered", "Requests for completions, by how they ended.", ["outcome"])
+        self._version = Gauge(PREFIX + "version", "Version of the weights; -1: none.")
+        self._running = Gauge(PREFIX + "running_requests", "Requests for completions that are being answered.")
+
+    def watch(self, app: App) -> None:
+        """The gauges say what is so when they are read."""
+        self._version.set_function(lambda: -1 if app.ownership.version is None else app.ownership.version)
+        self._running.set_function(lambda: app.running)
+
+    def text(self) -> bytes:
+        from prometheus_client import generate_latest
+
+        return generate_latest()
