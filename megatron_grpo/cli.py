@@ -25,6 +25,30 @@ Command = Callable[..., int]
 LEAST_FILES = 128  # that a process must be allowed to open: a rank that trains a tiny model and samples has some 160
 
 
+class Analysis:
+    """`run.build.Analysis`."""
+
+    def audit(self, every: int) -> Any:
+        from megatron_grpo.analysis.audit import Audit
+
+        return Audit(every)
+
+    def capsules(self, **facts: Any) -> Any:
+        from megatron_grpo.analysis.capsule import Capsules
+
+        return Capsules(**facts)
+
+    def same_bits(self) -> None:
+        from megatron_grpo.analysis.same_bits_switch import switch_on
+
+        switch_on()
+
+    def same_bits_of_vllm(self) -> None:
+        from megatron_grpo.analysis.vllm_same_bits import prepare
+
+        prepare()
+
+
 def train(argv: list[str], **parts: Any) -> int:
     """Trains a model with GRPO: draws answers with vLLM, scores them with reward functions, learns from them with Megatron-Core."""
     from megatron_grpo.compat import DIALECTS
@@ -52,9 +76,10 @@ def train(argv: list[str], **parts: Any) -> int:
     from megatron_grpo.run.inputs import read_everything
 
     made, inputs = read_everything(parsed, has_sampler="engine" in parts)
+    from megatron_grpo.run.build import Parts
     from megatron_grpo.run.life import run_training
 
-    return run_training(made, inputs, **parts)
+    return run_training(made, inputs, Parts(analysis=Analysis(), **parts))
 
 
 def _model_parallel(config: Config) -> tuple[str, int] | None:
@@ -119,7 +144,7 @@ def evaluate(argv: list[str]) -> int:
     quiet_libraries()
     from megatron_grpo.run.evaluating import run_eval
 
-    return run_eval(parsed)
+    return run_eval(parsed, Analysis().same_bits_of_vllm)
 
 
 def serve(argv: list[str]) -> int:
@@ -247,7 +272,7 @@ def _print_config(config: Config) -> int:
 def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
     """Run one command and return its exit code. Without `argv` this is the program itself, and the command runs in a child of it.
 
-    parts: a sampler, a reference or a guard written elsewhere, for `train`; `build.build_run` says which there are.
+    parts: a sampler, a reference or a guard written elsewhere, for `train`; `run.build.Parts` says which there are.
     """
     if argv is None:
         from megatron_grpo.run.supervisor import supervised

@@ -302,6 +302,10 @@ def build(path: str | Path, cfg: Config, world: int, parallel=None):
     from megatron_grpo.run.build.policy import build_policy
     from megatron_grpo.weights.shape import ModelShape
 
+    if cfg.rollout.same_bits:
+        from megatron_grpo.analysis.same_bits_switch import switch_on
+
+        switch_on()
     return build_policy(cfg, ModelShape.from_pretrained(path), parallel or join(cfg, world), model_path=path, num_steps=100)
 
 

@@ -20,13 +20,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_grpo import __version__
-from megatron_grpo.analysis.audit import Finding
 from megatron_grpo.base.files import write_whole, written_whole
 from megatron_grpo.batching.timetable import MicroStep, Step
 from megatron_grpo.checkpoint import generators
@@ -34,8 +33,9 @@ from megatron_grpo.checkpoint.distributed import CheckpointError, agreed
 from megatron_grpo.checkpoint.samples import file_of, read_samples
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.fingerprint import fingerprint
-from megatron_grpo.policy.guard import Refusal
 from megatron_grpo.policy.policy import Policy, Seen
+from megatron_grpo.trainer.pending import Pending
+from megatron_grpo.trainer.step_monitor import Moment
 from megatron_grpo.types import RowKey, Sample
 from megatron_grpo.weights.adapters import write_adapter
 from megatron_grpo.weights.lora import peft_name
@@ -44,26 +44,6 @@ from megatron_grpo.weights.writer import HfWriter
 FORMAT, FACTS = 1, "capsule.json"
 MOST_PARTED = 64 * 1024**2  # bytes of copies that differ, of each rank
 GB = 1000**3
-
-
-class RowsAtHand(Protocol):
-    """The rows that wait to be trained, those of the step among them; `megatron_grpo.trainer.pending`."""
-
-    @property
-    def samples(self) -> Mapping[RowKey, Sample]: ...
-
-    def to_save(self) -> list[Sample]: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """Why a step is kept. kind: "not_finite", "spike", "logp_gap", "parted" or "time_out"."""
-
-    kind: str
-    words: str
-    step: Step
-    refusal: Refusal | None = None
-    finding: Finding | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +61,7 @@ class Capsules:
     last_checkpoint: Callable[[], Path | None] = lambda: None
     say: Callable[[str], None] = field(default=print)
 
-    def write(self, moment: Moment, pending: RowsAtHand, policy: Policy, seen: Seen) -> Path | None:
+    def write(self, moment: Moment, pending: Pending, policy: Policy, seen: Seen) -> Path | None:
         """Collective. A capsule that cannot be written is told of, and changes nothing else."""
         if not self.keep:
             return None
@@ -104,8 +84,10 @@ class Capsules:
         self.say(f"the step is kept in {path} ({_in_words(weights)}); look at it with: megatron-grpo replay {path}")
         return path
 
-    def leave_behind(self, moment: Moment, pending: RowsAtHand, layout: Mapping[str, Any]) -> Path:
+    def leave_behind(self, moment: Moment, pending: Pending, policy: Policy) -> None:
         """As `write`, by this rank alone, while others hang: its rows, and where weights lie. No collective."""
+        if not self.keep:
+            return
         path = self.folder / f"step_{moment.step.index + 1:06d}_{moment.kind}"
         (path / "rows").mkdir(parents=True, exist_ok=True)
         keys = rows_of(moment.step)
@@ -113,11 +95,10 @@ class Capsules:
         if mine:
             with written_whole(path / "rows" / f"rank_{collectives.rank():05d}.npz") as stream:
                 stream.write(file_of(mine))
-        facts = self._facts(moment, pending) | dict(layout) | {"weights": self._elsewhere(0)}
+        facts = self._facts(moment, pending) | layout_of(policy) | {"weights": self._elsewhere(0)}
         own = path / f".{FACTS}.{collectives.rank():05d}"  # ranks come here at one moment: the last whole file is the one that stays
         write_whole(own, json.dumps(facts, indent=1) + "\n")
         own.replace(path / FACTS)
-        return path
 
     @contextmanager
     def _whole(self, path: Path) -> Iterator[Path]:
@@ -141,7 +122,7 @@ class Capsules:
             if first:
                 shutil.rmtree(partial, ignore_errors=True)
 
-    def _facts(self, moment: Moment, pending: RowsAtHand) -> dict[str, Any]:
+    def _facts(self, moment: Moment, pending: Pending) -> dict[str, Any]:
         samples = [sample for key, sample in pending.samples.items() if key in rows_of(moment.step)]
         step = moment.step
         return {
@@ -265,7 +246,7 @@ def marked(stream: Iterable[tuple[str, torch.Tensor]], marks: dict[str, str]) ->
         yield name, tensor
 
 
-def _write_own(partial: Path, moment: Moment, pending: RowsAtHand, policy: Policy, seen: Seen) -> None:
+def _write_own(partial: Path, moment: Moment, pending: Pending, policy: Policy, seen: Seen) -> None:
     """What this rank alone writes."""
     name, keys = f"rank_{collectives.rank():05d}.npz", rows_of(moment.step)
     if mine := [sample for sample in pending.to_save() if sample.key in keys]:

@@ -109,6 +109,10 @@ def replay(capsule: Capsule, cfg: Config, model: Path, checkpoint: Path | None =
         raise config_error("replay", f"{len(missing)} of its {len(rows_of(capsule.step))} rows are missing ({ranks}): the "
                            "ranks that had them hung, and could not write them.")  # fmt: skip
     parallel = start_parallel(cfg, layout, content={"capsule": capsule.path.name})
+    if cfg.rollout.same_bits:
+        from megatron_grpo.analysis.same_bits_switch import switch_on
+
+        switch_on()
     policy = build_policy(cfg, shape, parallel, model_path=model, num_steps=capsule.step.index + 1,
                           reference=lambda *_: Recorded(capsule.forward("references"), parallel))  # fmt: skip
     if checkpoint is not None:

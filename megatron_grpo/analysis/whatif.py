@@ -95,6 +95,10 @@ def whatif(asked: WhatifArgs) -> list[Told]:
         raise ConfigError(problems)
     parallel = start_parallel(cfg, layout, content={"question": "; ".join(variant.name for variant in asked.variants)})
     beta = max(variant.cfg.grpo.beta for variant in asked.variants)  # whether there is a reference at all
+    if cfg.rollout.same_bits:
+        from megatron_grpo.analysis.same_bits_switch import switch_on
+
+        switch_on()
     policy = build_policy(cfg.with_values({"beta": beta}), shape, parallel, model_path=model, num_steps=asked.step + 2, guard=AllowsAll())
     policy.optimizer.step = lambda: None  # the weights stay
     samples = read_samples(asked.checkpoint / RECORDED)

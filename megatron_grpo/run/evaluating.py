@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,10 @@ from megatron_grpo.weights.fit import engine_problems
 _OF_A_RUN, _EVAL = ("metrics.jsonl", "checkpoints", "plan.json"), "eval"
 
 
-def run_eval(parsed: Parsed) -> int:
+def run_eval(parsed: Parsed, same_bits: Callable[[], None]) -> int:
     """Evaluates, writes to `output_dir` what docs/evaluation.md lists, and prints a table. Returns the exit code.
 
-    Raises ConfigError with all that is wrong, before a model loads.
+    Raises ConfigError with all that is wrong, before a model loads. same_bits: what is done to vLLM where the setting is true.
     """
     cfg = asked_for(parsed)
     looked = read_to_evaluate(cfg)
@@ -61,7 +61,7 @@ def run_eval(parsed: Parsed) -> int:
             for note in looked.notes:
                 display.say(note)
             clean_up.add(display.stop)
-        step, evaluated = evaluate(cfg, looked, parallel, clean_up)
+        step, evaluated = evaluate(cfg, looked, parallel, clean_up, same_bits)
         if display is not None:
             display.stop()
             _tell(cfg, display, step, evaluated)
@@ -91,10 +91,12 @@ def asked_for(parsed: Parsed) -> Config:
     return cfg.with_values({"output_dir": str(Path(cfg.run.output_dir).absolute())})
 
 
-def evaluate(cfg: Config, looked: Looked, parallel: ParallelState, clean_up: CleanUp) -> tuple[int, list[Evaluated]]:
+def evaluate(
+    cfg: Config, looked: Looked, parallel: ParallelState, clean_up: CleanUp, same_bits: Callable[[], None]
+) -> tuple[int, list[Evaluated]]:
     """(optimizer steps behind the weights, what came of each set). Collective. clean_up: gets what this opens."""
     step, model = loaded(cfg, looked, parallel)
-    engine = ENGINES[cfg.rollout.vllm_mode](cfg, looked, parallel)
+    engine = ENGINES[cfg.rollout.vllm_mode](cfg, looked, parallel, same_bits=same_bits)
     clean_up.add(engine.close)
     sampler, judge = answering(cfg, looked, engine), Judge(looked.rewards, cfg.rewards.reward_weights)
     if model is not None:

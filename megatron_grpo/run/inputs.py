@@ -25,7 +25,6 @@ from megatron_grpo.config.read import COMMAND_LINE
 from megatron_grpo.data.chat import load_tokenizer, unread_options
 from megatron_grpo.data.files import plain_name
 from megatron_grpo.data.hub import find_model, is_path
-from megatron_grpo.environments.own_loading import load_rollout_func
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.pictures import PictureFacts, learns_nothing
@@ -45,6 +44,7 @@ from megatron_grpo.run.sources import (
     look_at_template,
     part_of,
     read_held_out,
+    rollout_func_of,
     rows_of,
     servers_that_answer,
     sight_of,
@@ -358,7 +358,7 @@ def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
     prompts = None if "dataset" in left_out else problems.attempt(reader.read)
     held_out = read_held_out(reader, left_out, problems)
     rewards = [] if "rewards" in left_out else problems.attempt(partial(load_rewards, cfg, left_out=left_out))
-    own = None if "rollout_func" in left_out else problems.attempt(partial(load_rollout_func, cfg))
+    own = None if "rollout_func" in left_out or not cfg.rollout.rollout_func else problems.attempt(partial(rollout_func_of, cfg))
     every = [("dataset", prompts), *((flag_of(name, cfg), found) for name, found in held_out.items())]
     looked = [(flag, rows) for flag, found in every if (rows := rows_of(found))]
     look_at_rows(cfg, shape if tokenizer else None, rewards or [], looked, problems)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megatron_grpo import train
 from megatron_grpo.base import activity, launcher
@@ -23,6 +22,7 @@ from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.report import print_report
 from megatron_grpo.rewards.loading import close_rewards
 from megatron_grpo.run import hub, supervisor
+from megatron_grpo.run.build import Parts
 from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.run import build_run
 from megatron_grpo.run.export import export_model, merged_folder
@@ -39,11 +39,8 @@ from megatron_grpo.run.watchdog import Watchdog
 _WHERE_TO_LOOK = "Look at completions/, and try the reward functions with `megatron-grpo rehearse`."
 
 
-def run_training(made: Plan, inputs: Inputs, **parts: Any) -> int:
-    """`megatron-grpo train`, on this rank, with settings and inputs that have been checked. Returns the exit code.
-
-    parts: for `build.build_run`.
-    """
+def run_training(made: Plan, inputs: Inputs, parts: Parts) -> int:
+    """`megatron-grpo train`, on this rank, with settings and inputs that have been checked. Returns the exit code."""
     cfg = made.checked.config
     limits = limits_of(cfg, launched_at())
     with CleanUp(partial(close_rewards, inputs.rewards)) as clean_up:
@@ -109,13 +106,13 @@ def launched_at() -> float:
 
 
 def train_and_export(
-    made: Plan, inputs: Inputs, parallel: ParallelState, signal: StopSignal, clean_up: CleanUp, parts, watchdog: Watchdog | None
+    made: Plan, inputs: Inputs, parallel: ParallelState, signal: StopSignal, clean_up: CleanUp, parts: Parts, watchdog: Watchdog | None
 ) -> None:
     """The run itself. Collective. clean_up: gets what this opens."""
     cfg = made.checked.config
     if parallel.is_main:
         print_report(made, is_short=True)
-    run = build_run(made, inputs, parallel, signal, **parts)
+    run = build_run(made, inputs, parallel, signal, parts)
     clean_up.add(run.engine.close)
     if watchdog is not None:
         watchdog.leaves_behind = run.witness.leave_behind

@@ -147,6 +147,13 @@ def environment_of(cfg: Config, tokenizer: Any) -> type[Environment] | None:
     return load_environment(cfg, tokenizer)
 
 
+def rollout_func_of(cfg: Config) -> Callable[..., Any] | None:
+    """The function that `rollout_func` names, which runs the user's file. Raises ConfigError."""
+    from megatron_grpo.environments.own_loading import load_rollout_func
+
+    return load_rollout_func(cfg)
+
+
 def look_at_template(cfg: Config, environment: type[Environment], tokenizer: Any, model_path: Path) -> list[str]:
     """What it does to the turns of episodes. Raises ConfigError where they would not be seen."""
     flag = "environment" if cfg.turns.environment else "tools"

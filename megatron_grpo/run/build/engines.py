@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron_grpo import train
 from megatron_grpo.base.clock import Clock
@@ -14,10 +14,6 @@ from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import longest_completion
 from megatron_grpo.data.chat import PromptEncoder
-from megatron_grpo.environments.episodes import Episodes
-from megatron_grpo.environments.loading import Stage, end_ids_of
-from megatron_grpo.environments.own import OwnRollout, OwnRollouts
-from megatron_grpo.environments.own_answers import Limits
 from megatron_grpo.metrics.journal import Journal
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.teacher import config_of_teacher
@@ -30,22 +26,22 @@ from megatron_grpo.rollout.experts import ExpertLayers
 from megatron_grpo.rollout.turns import TurnEngine
 from megatron_grpo.run.build.policy import model_of, sharing_of
 from megatron_grpo.run.inputs import Inputs, Looked
-from megatron_grpo.servers.fleet import needs_of
 from megatron_grpo.trainer.rollouts import Teacher
 from megatron_grpo.weights.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_grpo.environments.own import OwnRollout
 
 MakeEngine = Callable[[Config, Inputs, ParallelState], Engine]
 
 
-def build_colocated(cfg: Config, inputs: Looked, parallel: ParallelState, *, lora: LoraPush | None = None) -> Engine:
-    """vLLM inside the trainer's own ranks. Collective."""
+def build_colocated(
+    cfg: Config, inputs: Looked, parallel: ParallelState, *, same_bits: Callable[[], None], lora: LoraPush | None = None
+) -> Engine:
+    """vLLM inside the trainer's own ranks. Collective. same_bits: what is done to vLLM where the setting is true."""
     from megatron_grpo.rollout.colocated import ColocatedEngine
 
-    more: dict[str, Any] = {}
-    if cfg.rollout.same_bits:
-        from megatron_grpo.analysis import vllm_same_bits
-
-        more["patch"] = vllm_same_bits.prepare
+    more: dict[str, Any] = {"patch": same_bits} if cfg.rollout.same_bits else {}
     return ColocatedEngine.build(
         cfg.rollout,
         model_path=inputs.model_path,
@@ -63,8 +59,11 @@ def build_colocated(cfg: Config, inputs: Looked, parallel: ParallelState, *, lor
     )
 
 
-def build_servers(cfg: Config, inputs: Looked, parallel: ParallelState, *, lora: LoraPush | None = None) -> Engine:
-    """Rollout servers, which are waited for. Collective."""
+def build_servers(
+    cfg: Config, inputs: Looked, parallel: ParallelState, *, same_bits: Callable[[], None], lora: LoraPush | None = None
+) -> Engine:
+    """Rollout servers, which are waited for. Collective. They refuse the setting same_bits."""
+    from megatron_grpo.servers.fleet import needs_of
     from megatron_grpo.servers.servers import ServerEngine
 
     return ServerEngine.build(
@@ -119,13 +118,22 @@ def answering(cfg: Config, inputs: Looked, sampler: Engine) -> Sampler:
     tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
     max_model_len = inputs.longest_prompt + longest_completion(cfg)
     if inputs.rollout_func is not None:
+        from megatron_grpo.environments.own import OwnRollouts
+
         return OwnRollouts(engine, own_rollout(cfg, inputs, inputs.rollout_func, tokenizer, max_model_len=max_model_len))
+    from megatron_grpo.environments.episodes import Episodes
+    from megatron_grpo.environments.loading import Stage
+
     assert inputs.environment is not None
     return Episodes(engine, Stage.of(cfg, inputs.environment, tokenizer, model_path=inputs.model_path, max_model_len=max_model_len))
 
 
 def own_rollout(cfg: Config, inputs: Looked, function: Callable[..., Any], tokenizer: Any, *, max_model_len: int) -> OwnRollout:
     """max_model_len: of prompt and completion, unless `vllm_max_model_len` says it."""
+    from megatron_grpo.environments.loading import end_ids_of
+    from megatron_grpo.environments.own import OwnRollout
+    from megatron_grpo.environments.own_answers import Limits
+
     limits = Limits(
         vocab_size=inputs.shape.vocab_size,
         max_completion_length=cfg.rollout.max_completion_length,

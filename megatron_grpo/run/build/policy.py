@@ -198,10 +198,6 @@ def build_policy(
     push: how adapters reach the sampler; None where weights train, and for a policy that is not to be sampled from. offload: what leaves
     the device while the sampler works. ref_model_path: of the reference, where it is another checkpoint.
     """
-    if cfg.rollout.same_bits:
-        from megatron_grpo.analysis.same_bits_switch import switch_on
-
-        switch_on()
     sharing = sharing_here(cfg, shape, parallel)
     loss = GrpoLoss.from_config(cfg.grpo, max_completion_length=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature)
     exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)

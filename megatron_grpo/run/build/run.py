@@ -11,9 +11,6 @@ from pathlib import Path
 import torch
 
 from megatron_grpo import train
-from megatron_grpo.analysis.audit import Audit
-from megatron_grpo.analysis.capsule import Capsules
-from megatron_grpo.analysis.witness import Witness
 from megatron_grpo.base.clock import Clock
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.checkpoint.content import settings_of
@@ -27,14 +24,13 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.report import room_in_words
-from megatron_grpo.policy.guard import Guard
 from megatron_grpo.policy.policy import Policy
 from megatron_grpo.policy.room import Role
 from megatron_grpo.policy.validation import sampler_problems
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings, WeightHolder
+from megatron_grpo.run.build import Analysis, Parts
 from megatron_grpo.run.build.engines import (
     ENGINES,
-    MakeEngine,
     answering,
     build_held_teacher,
     build_served_teacher,
@@ -44,12 +40,13 @@ from megatron_grpo.run.build.engines import (
     started,
 )
 from megatron_grpo.run.build.output import build_journal, gap_of, open_output, where_they_part
-from megatron_grpo.run.build.policy import MakeReference, build_policy
+from megatron_grpo.run.build.policy import build_policy
 from megatron_grpo.run.inputs import Inputs, Looked
 from megatron_grpo.trainer.evaluate import Evaluator, Question, sampling_of
 from megatron_grpo.trainer.generation import RolloutGenerator
 from megatron_grpo.trainer.judge import Judge
 from megatron_grpo.trainer.rollouts import KlPenalty, Rollouts
+from megatron_grpo.trainer.step_monitor import StepMonitor
 from megatron_grpo.trainer.sync import Publisher
 from megatron_grpo.types import Prompt
 
@@ -61,18 +58,12 @@ def build_run(
     inputs: Inputs,
     parallel: ParallelState,
     stop: train.StopRequest,
-    *,
-    engine: MakeEngine | None = None,
-    reference: MakeReference | None = None,
-    guard: Guard | None = None,
+    parts: Parts,
 ) -> train.Run:
-    """Everything that `train.train` needs. Collective.
-
-    engine, reference, guard: parts written elsewhere, instead of those that the settings name.
-    """
+    """Everything that `train.train` needs. Collective."""
     cfg, timetable = made.checked.config, made.timetable
     assert timetable.num_steps is not None  # the data are here, so the length of the run is known
-    if engine is None and (lacking := sampler_problems(inputs.shape)):
+    if parts.engine is None and (lacking := sampler_problems(inputs.shape)):
         raise ConfigError(lacking)
     checkpoints = open_output(made, inputs, parallel)
     judge = Judge(inputs.rewards, cfg.rewards.reward_weights, gives_up=stop.gives_up, most_failed_episodes=cfg.turns.max_failed_episodes)
@@ -86,7 +77,7 @@ def build_run(
             journal.metrics.say(note)
         if isinstance(inputs.prompts, StreamedPrompts):
             inputs.prompts.agree_by(collectives.from_all)
-        return put_together(made, inputs, parallel, stop, checkpoints, judge, journal, engine=engine, reference=reference, guard=guard)
+        return put_together(made, inputs, parallel, stop, checkpoints, judge, journal, parts)
     except BaseException:
         journal.close(summary=False)
         raise
@@ -100,25 +91,25 @@ def put_together(
     checkpoints: Checkpoints,
     judge: Judge,
     journal: Journal,
-    *,
-    engine: MakeEngine | None,
-    reference: MakeReference | None,
-    guard: Guard | None,
+    parts: Parts,
 ) -> train.Run:
     """As `build_run`, once the output is open: what loads models. Collective."""
     cfg, timetable, clock = made.checked.config, made.timetable, journal.clock
     assert timetable.num_steps is not None
     teacher = build_served_teacher(cfg, inputs, parallel, stop, checkpoints)  # which may be refused: before a model loads
-    lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=engine is None)
+    lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=parts.engine is None)
     offload = what_makes_room(made, parallel)
+    if cfg.rollout.same_bits:
+        parts.analysis.same_bits()
     policy = build_policy(
         cfg, inputs.shape, parallel,
-        model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, reference=reference, guard=guard,
+        model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, reference=parts.reference, guard=parts.guard,
         push=lora.kind if lora else None, offload=offload, ref_model_path=inputs.ref_model_path,
     )  # fmt: skip
     if inputs.teacher_path is not None:
         teacher = build_held_teacher(cfg, inputs.shape, parallel, teacher_path=inputs.teacher_path, clock=clock, offload=offload)
-    sampler = patient(started(engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora), cfg, inputs, parallel, policy), stop)
+    make = parts.engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora, same_bits=parts.analysis.same_bits_of_vllm)
+    sampler = patient(started(make, cfg, inputs, parallel, policy), stop)
     publisher = build_publisher(cfg, policy, sampler, say=journal.metrics.say)
     generator = generator_of(
         cfg, inputs, answering(cfg, inputs, sampler), judge, clock, again=partial(publish_again, policy, publisher, clock),
@@ -147,7 +138,7 @@ def put_together(
         stop=stop,
         stop_drain_seconds=cfg.run.stop_drain_seconds,
         max_skipped_steps=cfg.optimizer.max_skipped_steps,
-        witness=build_witness(cfg, inputs, policy, checkpoints, say=journal.metrics.say),
+        witness=build_monitor(cfg, inputs, policy, checkpoints, parts.analysis, say=journal.metrics.say),
     )
 
 
@@ -168,9 +159,12 @@ def generator_of(
     )
 
 
-def build_witness(cfg: Config, inputs: Inputs, policy: Policy, checkpoints: Checkpoints, *, say: Callable[[str], None]) -> Witness:
+def build_monitor(
+    cfg: Config, inputs: Inputs, policy: Policy, checkpoints: Checkpoints, analysis: Analysis, *, say: Callable[[str], None]
+) -> StepMonitor:
     """Who looks on while steps are taken. say: heard on the main rank."""
-    capsules = Capsules(
+    capsules = partial(
+        analysis.capsules,
         folder=Path(cfg.run.output_dir) / "capsules",
         keep=cfg.run.capsules,
         weights_gb=cfg.run.capsule_weights_gb,
@@ -179,8 +173,8 @@ def build_witness(cfg: Config, inputs: Inputs, policy: Policy, checkpoints: Chec
         last_checkpoint=checkpoints.folder.newest,
         say=say,
     )
-    audit = Audit(cfg.run.audit_steps) if cfg.run.audit else None
-    return Witness(policy, capsules, audit=audit, ends_run=cfg.run.audit_action == "stop", gap=gap_of(cfg), say=say)
+    audit = analysis.audit(cfg.run.audit_steps) if cfg.run.audit else None
+    return StepMonitor(policy, capsules, audit=audit, ends_run=cfg.run.audit_action == "stop", gap=gap_of(cfg), say=say)
 
 
 def build_evaluator(cfg: Config, inputs: Looked, sampler: Sampler, judge: Judge, *, last_step: int) -> Evaluator:

@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from megatron_grpo.analysis.audit import Audit, Finding
-from megatron_grpo.analysis.capsule import Capsules, Moment, RowsAtHand, layout_of
 from megatron_grpo.base.errors import RunError
 from megatron_grpo.batching.timetable import Step
 from megatron_grpo.parallel import collectives
 from megatron_grpo.policy.guard import Refusal
 from megatron_grpo.policy.policy import Policy, Seen
+from megatron_grpo.trainer.pending import Pending
 
 # Metrics of a step -> what is wrong with its log-probs, if anything; it may remember what it has said.
 Gap = Callable[[Mapping[str, float]], "str | None"]
@@ -23,19 +23,31 @@ class CopiesParted(RunError):
     """What must be the same on several ranks is not. Raised on every rank, before the optimizer acts."""
 
 
-class Witness:
-    """One a run. `with witness(step, pending) as beside: policy.train_step(batch, beside)`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """Why a step is kept. kind: "not_finite", "spike", "logp_gap", "parted" or "time_out". finding: of an audit."""
 
-    audit: None for none. ends_run: what an audit finds ends the run; else it is said. gap: see `Gap`.
+    kind: str
+    words: str
+    step: Step
+    refusal: Refusal | None = None
+    finding: Any = None
+
+
+class StepMonitor:
+    """One a run. `with monitor(step, pending) as beside: policy.train_step(batch, beside)`.
+
+    capsules: gives the `analysis.capsule.Capsules` of the run, and is asked for them when a step is kept. audit: an
+    `analysis.audit.Audit`, None for none. ends_run: what an audit finds ends the run; else it is said. gap: see `Gap`.
     """
 
-    def __init__(self, policy: Policy, capsules: Capsules, *, audit: Audit | None, ends_run: bool, gap: Gap, say: Callable[[str], None]):
+    def __init__(self, policy: Policy, capsules: Callable[[], Any], *, audit: Any, ends_run: bool, gap: Gap, say: Callable[[str], None]):
         self.policy, self.capsules, self.audit, self.ends_run = policy, capsules, audit, ends_run
         self._gap, self._say = gap, say
-        self._now: tuple[Step, RowsAtHand] | None = None  # the step that is being taken
+        self._now: tuple[Step, Pending] | None = None  # the step that is being taken
 
     @contextmanager
-    def __call__(self, step: Step, pending: RowsAtHand) -> Iterator[_AtStep]:
+    def __call__(self, step: Step, pending: Pending) -> Iterator[_AtStep]:
         """pending: with the step's rows, where they are trained."""
         self._now = step, pending
         try:
@@ -46,14 +58,14 @@ class Witness:
     def leave_behind(self, words: str) -> None:
         """From the watchdog's thread, when ranks hang in a step: what this rank has of it. No collective."""
         now = self._now
-        if now is not None and self.capsules.keep:
+        if now is not None:
             step, pending = now
-            self.capsules.leave_behind(Moment(kind="time_out", words=words, step=step), pending, layout_of(self.policy))
+            self.capsules().leave_behind(Moment(kind="time_out", words=words, step=step), pending, self.policy)
 
-    def keep(self, moment: Moment, pending: RowsAtHand, seen: Seen) -> None:
-        self.capsules.write(moment, pending, self.policy, seen)
+    def keep(self, moment: Moment, pending: Pending, seen: Seen) -> None:
+        self.capsules().write(moment, pending, self.policy, seen)
 
-    def parted(self, finding: Finding, step: Step, pending: RowsAtHand, seen: Seen) -> None:
+    def parted(self, finding: Any, step: Step, pending: Pending, seen: Seen) -> None:
         """Ends the run, or says it."""
         self.keep(Moment(kind="parted", words=str(finding), step=step, finding=finding), pending, seen)
         if self.ends_run:
@@ -69,23 +81,23 @@ class Witness:
 class _AtStep:
     """A `policy.Bystander`."""
 
-    witness: Witness
+    monitor: StepMonitor
     step: Step
-    pending: RowsAtHand
+    pending: Pending
 
     def summed(self, seen: Seen) -> None:
-        audit = self.witness.audit
+        audit = self.monitor.audit
         if audit is not None and audit.is_due(seen.batch.step):
-            finding = audit.look(self.witness.policy, seen.batch, seen.metrics, seen.logprobs)
+            finding = audit.look(self.monitor.policy, seen.batch, seen.metrics, seen.logprobs)
             if finding is not None:
-                self.witness.parted(finding, self.step, self.pending, seen)
+                self.monitor.parted(finding, self.step, self.pending, seen)
 
     def judged(self, seen: Seen, refusal: Refusal | None) -> None:
         if refusal is not None:
             kind = "spike" if math.isfinite(seen.metrics["grad_norm"]) else "not_finite"
             moment = Moment(kind=kind, words=refusal.why, step=self.step, refusal=refusal)
-        elif words := self.witness._gap(seen.metrics):
+        elif words := self.monitor._gap(seen.metrics):
             moment = Moment(kind="logp_gap", words=words, step=self.step)
         else:
             return
-        self.witness.keep(moment, self.pending, seen)
+        self.monitor.keep(moment, self.pending, seen)
