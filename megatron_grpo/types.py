@@ -204,7 +204,7 @@ class Completion:
 
     @property
     def is_refused(self) -> bool:
-        """Its log-probs were those of no distribution (`rollout.logprobs`). Nothing of it is trained; it still counts in N."""
+        """Its log-probs were those of no distribution (`trainer.generation`). Nothing of it is trained; it still counts in N."""
         return bool(np.isnan(self.logprobs).any())
 
     @property

@@ -66,7 +66,7 @@ def test_old_and_reference_log_probs_and_the_loss_are_those_of_the_unshared_run(
             policy = cases.build(path, cfg, world, parallel)
             batch = cases.batch_of(policy, batches[0], 0)
             scored = {}
-            for who, scorer in (("policy", policy), ("reference", policy.reference)):
+            for who, scorer in (("policy", policy.scorer), ("reference", policy.reference)):
                 for micro, values in zip(batch.micro_batches, scorer.logprobs(batch.micro_batches), strict=True):
                     scored |= {(who, row): values[micro.sequence == place] for place, row in enumerate(micro.rows)}
             entropies = policy.scorer.last_stage_entropies(batch.micro_batches)
