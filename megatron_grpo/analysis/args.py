@@ -1,4 +1,4 @@
-"""What `mismatch` and `whatif` were asked, and the settings that go with it; all that is wrong, before anything loads."""
+"""The arguments of `mismatch` and `whatif`, and the settings that go with it; all that is wrong, before anything loads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROWS = 16  # that are compared, if nothing is typed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is looked at. run: output_dir of a run; None for files of a model. checkpoint: None for the weights that a run began with."""
+    """Subject of a look. run: output_dir of a run; None for files of a model. checkpoint: None for the weights that a run began with."""
 
     name: str
     run: Path | None

@@ -161,7 +161,7 @@ def _rows_to_compare(asked: MismatchArgs, cfg: Config, shape: ModelShape, tokeni
 
 
 def recorded(run: Path, *, version: int | None = None) -> list[Row]:
-    """What weights of this version drew, by a run's `completions/step_*.parquet`; of None, what was recorded last.
+    """Rows that weights of this version drew, by a run's `completions/step_*.parquet`; of None, what was recorded last.
 
     Empty where nothing was, or by a run that kept no tokens.
     """

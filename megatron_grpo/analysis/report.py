@@ -1,4 +1,4 @@
-"""What `mismatch` found, how far trainer and sampler are apart: numbers, words, JSON and a picture. And the picture of `whatif`."""
+"""Findings of `mismatch`, how far trainer and sampler are apart: numbers, words, JSON and a picture. And the picture of `whatif`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Found:
 
     @property
     def verdict(self) -> str:
-        """What differs by more than rounding, in a sentence."""
+        """Says in a sentence what differs by more than rounding."""
         sentences = []
         if (first := first_over([one for one in self.operations if one.name not in ASIDE])) is not None:
             shards = f" (shard of rank {', '.join(map(str, first.ranks))})" if len(first.ranks) < self.num_ranks else ""
@@ -155,7 +155,7 @@ def as_json(found: Found) -> dict[str, Any]:
 
 
 def quantiles(rows: Sequence[Row], bound: float) -> dict[str, float]:
-    """Of |trainer - sampler| in nats over all drawn tokens. NaN counts as beyond the bound."""
+    """Statistics of |trainer - sampler| in nats over all drawn tokens. NaN counts as beyond the bound."""
     away = np.abs(np.concatenate([row.differences for row in rows]))
     return {
         "tokens": len(away),

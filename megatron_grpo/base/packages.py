@@ -1,4 +1,4 @@
-"""Which version of another package is installed."""
+"""Looks up which version of another package is installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 @cache
 def installed_version(distribution: str) -> str | None:
-    """None where it is not installed."""
+    """Version of a distribution; None where it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:

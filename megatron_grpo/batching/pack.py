@@ -26,7 +26,7 @@ EVEN_ENOUGH = 0.97  # mean over slowest rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """What packing knows of rows, as columns over them. Tokens include alignment; costs are tokens and, in their measure, attention.
+    """Columns over rows: all that packing knows of them. Tokens include alignment; costs are tokens and, in their measure, attention.
 
     A row by itself takes `apart`. A piece of a group, which computes the group's prefix once, takes `trunk` and the `tails` of its rows.
     """

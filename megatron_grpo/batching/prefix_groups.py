@@ -1,4 +1,4 @@
-"""How contexts lie in a stream: what lengths are rounded up to, and what contexts of one group have in common (docs/shared_prompts.md).
+"""Contexts in a stream: what lengths are rounded up to, and what contexts of one group have in common (docs/shared_prompts.md).
 
 Two tokens have equal hidden states if all tokens up to them are equal, at equal positions. So a family is told by its tokens: those that
 its contexts begin with alike are computed once, as a trunk, and the rest of each context as a child of it. No torch.
@@ -21,7 +21,7 @@ FREE = np.full((1, 1, 1), -1, dtype=np.int16)  # what routes freely, beside expe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alignment:
-    """What lengths are rounded up to, in tokens: each segment, and the whole stream. See `parallel.layout.sequence_alignment`."""
+    """Multiples that lengths are rounded up to, in tokens: each segment, and the whole stream. See `parallel.layout.sequence_alignment`."""
 
     sequence: int = 1
     stream: int = 1
@@ -71,7 +71,7 @@ def num_tokens(computed: SequenceOf[int], shared: int, alignment: Alignment) -> 
 
 
 def num_shared(computed: SequenceOf[int], common: int, family: Family, alignment: Alignment) -> int:
-    """How many tokens a micro-batch computes once for a family of contexts of so many computed tokens, of which `common` are equal.
+    """Counts the tokens that a micro-batch computes once for a family of contexts of so many computed tokens, of which `common` are equal.
 
     Never in a way that takes more tokens than packing counted. More than packing knew of if that takes no more tokens.
     """

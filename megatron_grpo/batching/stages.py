@@ -55,7 +55,7 @@ def written_out(layout: str) -> list[str]:
 
 
 def problems(cfg: Config, num_layers: int | None) -> Iterator[Problem]:
-    """What is wrong with how layers are dealt out, besides divisions (`batching.rules`). num_layers: of the model, where it is known."""
+    """Problems with how layers are dealt out, besides divisions (`batching.rules`). num_layers: of the model, where it is known."""
     parallel = cfg.parallel
     pp, layout = parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
     asked = [name for name in ACCOUNTS if getattr(parallel, name)]
