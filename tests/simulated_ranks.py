@@ -206,9 +206,8 @@ class OneRank:
     def journal(self):
         from megatron_grpo.base.clock import Clock
         from megatron_grpo.metrics import Metrics
-        from megatron_grpo.metrics.journal import Journal
+        from megatron_grpo.metrics.journal import Journal, ScheduleLog
         from megatron_grpo.metrics.rollout import Completions
-        from megatron_grpo.metrics.schedule import ScheduleLog
         from megatron_grpo.parallel import collectives
 
         rank = self

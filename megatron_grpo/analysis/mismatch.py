@@ -22,8 +22,8 @@ from megatron_grpo.config import Parsed, kept
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.hub import find_model
-from megatron_grpo.metrics.drift import USUAL
 from megatron_grpo.metrics.rollout import TOKENS
+from megatron_grpo.metrics.summary import USUAL
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import ParallelState

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.analysis.capsule import Capsule
-from megatron_grpo.metrics.drift import USUAL
+from megatron_grpo.metrics.summary import USUAL
 from megatron_grpo.types import RowKey
 
 SHOWN = 8  # rows, tensors and elements that are named one by one

@@ -14,14 +14,12 @@ from rich.console import Console
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.evaluation import curve_of
-from megatron_grpo.metrics import plots
-from megatron_grpo.metrics.courtesy import Courtesy
+from megatron_grpo.metrics import draw
 from megatron_grpo.metrics.display import Display
 from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, compared, curves_in, in_words, score_in
-from megatron_grpo.metrics.learnt import Learnt
-from megatron_grpo.metrics.records import Records, plain
+from megatron_grpo.metrics.records import Courtesy, Records, plain
 from megatron_grpo.metrics.reporters import REPORTERS, Begin, InBackground, Table, report_to_problems, services
-from megatron_grpo.metrics.spent import TimeSpent
+from megatron_grpo.metrics.summary import Learnt, TimeSpent
 from megatron_grpo.types import Progress
 
 __all__ = ["Metrics", "report_to_problems"]
@@ -85,7 +83,7 @@ class Metrics:
         self._started = True
         self._steps.begin(progress.step)
         for record in self._steps.all():
-            self._remember(record["step"], record)
+            self._remember(record)
         self._skipped.keep_until(progress.step)
         self.evaluations.start(progress.step or -1)  # where nothing is saved, its first is gone too
         self._remember_evaluations()
@@ -107,7 +105,7 @@ class Metrics:
             record["tokens_per_second"] = (progress.num_tokens - self._num_tokens) / seconds
         self._num_tokens = progress.num_tokens
         self._steps.append(record)
-        self._remember(progress.step, record)
+        self._remember(record)
         self._untold.append(record)
         self._heard(progress.step, record)
         if progress.step % self.config.get("logging_steps", 1) == 0 or progress.step == self.total_steps:
@@ -157,7 +155,7 @@ class Metrics:
     def refresh_plots(self) -> list[Path]:
         """Draws plots/*.png from everything logged so far."""
         with self._courtesy("plots"):
-            return plots.refresh(self.output_dir, self._history) if self.tells else []
+            return draw.refresh(self.output_dir, self._history) if self.tells else []
         return []
 
     def say(self, text: str) -> None:
@@ -212,16 +210,13 @@ class Metrics:
                 reporter.completions(step, self._completions)
         self._completions = None
 
-    def _remember(self, step: int, record: Mapping[str, Any]) -> None:
+    def _remember(self, record: Mapping[str, Any]) -> None:
         self.learnt.take(record)
-        for name in plots.plotted(record):
-            value = plain(record[name])
-            if value is not None:
-                self._history.setdefault(name, []).append((step, value))
+        draw.remember(self._history, record)
 
     def _remember_evaluations(self) -> None:
         curves = curves_in(self.evaluations.records)
-        for name in [name for name in self._history if plots.is_held_out(name)]:
+        for name in [name for name in self._history if draw.is_held_out(name)]:
             del self._history[name]
         self._history |= curves
         self._display.show(**{name: points[-1][1] for name, points in curves.items()})

@@ -4,7 +4,7 @@
     evaluations/NAME/prompts.jsonl          mean score of each prompt: two evaluations are compared prompt by prompt
     evaluations/NAME/step_000100.parquet    a row per completion
 
-Rank 0 alone writes. docs/evaluation.md says what each number is.
+Rank 0 alone writes. docs/evaluation.md says what each number is, and what it may be off by.
 """
 
 from __future__ import annotations
@@ -20,15 +20,61 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.base.files import written_whole
 from megatron_grpo.config.evaluation import ALONE, curve_of, ks
-from megatron_grpo.metrics import estimates
-from megatron_grpo.metrics.courtesy import Courtesy
-from megatron_grpo.metrics.records import Records, plain
+from megatron_grpo.metrics.records import Courtesy, Records, plain, write_table
 
 logger = logging.getLogger(__name__)
 Numbers = Mapping[str, Any]
 EACH = "pass@1/"  # of one reward, where there are several
+
+
+# ---- what was measured, and what it may be off by ----------------------------------------------------------------------------------------
+# scores: float64 [P, n], the n completions of each of P prompts; NaN where a completion has no score, which is then left out. Pure numpy.
+
+
+def prompt_means(scores: np.ndarray) -> np.ndarray:
+    """float64 [P]: of the scores that a prompt has; NaN where it has none."""
+    count = (~np.isnan(scores)).sum(axis=1)
+    return np.where(count > 0, np.nansum(scores, axis=1) / np.maximum(count, 1), np.nan)
+
+
+def over_prompts(values: np.ndarray) -> tuple[float, float]:
+    """(mean, standard error) where the prompts are a sample of all that could be asked: one value a prompt, however many completions.
+
+    Completions of one prompt are not independent, so their number does not enter. NaNs are left out; the error of one value is NaN.
+    """
+    found = values[~np.isnan(values)]
+    if not len(found):
+        return math.nan, math.nan
+    return float(found.mean()), float(found.std(ddof=1) / math.sqrt(len(found))) if len(found) > 1 else math.nan
+
+
+def of_sampling(scores: np.ndarray) -> float:
+    """Standard error of the mean of `prompt_means` for these very prompts: what another seed alone would change.
+
+    A prompt with one score tells nothing of its own variance, and is given the mean of the others'; NaN where all are so.
+    """
+    count = (~np.isnan(scores)).sum(axis=1)
+    scores, count = scores[count > 0], count[count > 0]
+    several = count > 1
+    if not several.any():
+        return math.nan
+    squares = np.nansum((scores - prompt_means(scores)[:, None]) ** 2, axis=1)
+    variance = squares / np.maximum(count - 1, 1)
+    variance = np.where(several, variance, variance[several].mean())
+    return float(math.sqrt((variance / count).sum()) / len(scores))
+
+
+def pass_at_k(num_right: np.ndarray, num_sampled: np.ndarray, k: int) -> np.ndarray:
+    """float64 [P]: the chance that one of k completions is right, unbiased: 1 - C(n - c, k) / C(n, k). NaN where k are not there.
+
+    It is the share of a prompt's k-subsets that hold a right one (Chen et al., arXiv:2107.03374, section 2.1).
+    num_right: c, int [P]. num_sampled: n, int [P].
+    """
+    right, sampled = np.asarray(num_right)[:, None], np.asarray(num_sampled)[:, None]
+    place = np.arange(k)[None, :]
+    ratios = np.clip(sampled - right - place, 0, None) / np.maximum(sampled - place, 1)
+    return np.where(sampled[:, 0] >= k, 1.0 - ratios.prod(axis=1), np.nan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,14 +95,14 @@ class Evaluated:
     @property
     def means(self) -> np.ndarray:
         """float64 [P]: mean score of each prompt."""
-        return estimates.prompt_means(self.scores)
+        return prompt_means(self.scores)
 
     def numbers(self) -> dict[str, Any]:
         """What evaluations.jsonl holds of it. NaN: cannot be known."""
         is_scored = ~np.isnan(self.scores)
         num_scored = is_scored.sum(axis=1)
         num_right = (np.where(is_scored, self.scores, -math.inf) >= self.pass_threshold).sum(axis=1)
-        mean, error = estimates.over_prompts(self.means)
+        mean, error = over_prompts(self.means)
         key = f"mean@{self.n}"
         found: dict[str, Any] = {
             "name": self.name,
@@ -66,11 +112,11 @@ class Evaluated:
             "temperature": self.temperature,
             key: mean,
             f"{key}/stderr": error,
-            f"{key}/stderr_seed": 0.0 if not self.temperature else estimates.of_sampling(self.scores),
+            f"{key}/stderr_seed": 0.0 if not self.temperature else of_sampling(self.scores),
         }
         for k in ks(self.n):
-            chances = estimates.pass_at_k(num_right, num_scored, k)
-            found[f"pass@{k}"] = estimates.over_prompts(chances)[0]
+            chances = pass_at_k(num_right, num_scored, k)
+            found[f"pass@{k}"] = over_prompts(chances)[0]
         found["unscored"] = int((~is_scored).sum())
         return found | {name: value for name, value in self.others.items() if name not in found}
 
@@ -166,18 +212,13 @@ class Evaluations:
         if before is None:
             return {}
         means = np.array([math.nan if mean is None else mean for mean in before["means"]], dtype=np.float64)
-        mean, error = estimates.change(means, found.means)
+        mean, error = over_prompts(found.means - means)
         return {"change": mean, "change/stderr": error, "change/since": before.get("model", before["step"])}
 
     def _write(self, directory: Path, step: int, table: Mapping[str, Sequence[Any]]) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
         name = f"step_{step:06d}"
         place = 0 if self.replaces else len(list(directory.glob(f"{name}*.parquet")))
-        directory.mkdir(parents=True, exist_ok=True)
-        with written_whole(directory / f"{name}{f'_{place}' if place else ''}.parquet") as stream:
-            pyarrow.parquet.write_table(pyarrow.table(dict(table)), stream)
+        write_table(directory / f"{name}{f'_{place}' if place else ''}.parquet", table)
 
 
 def in_words(records: Sequence[Numbers]) -> tuple[str, list[str], list[list[str]]]:

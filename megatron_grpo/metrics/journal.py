@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_grpo.base import activity
@@ -12,12 +13,37 @@ from megatron_grpo.base.clock import Clock
 from megatron_grpo.base.files import write_whole
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.evaluations import Evaluated
+from megatron_grpo.metrics.records import Records
 from megatron_grpo.metrics.rollout import Completions, JudgedRollout, rollout_stats, selection_stats
-from megatron_grpo.metrics.schedule import ScheduleLog
-from megatron_grpo.metrics.spent import TimeSpent
+from megatron_grpo.metrics.summary import TimeSpent
 from megatron_grpo.types import GlobalBatch, Progress
 
 UNTOLD = "untold.json"  # in output_dir, while a run rests between a rollout and the step that tells of it
+
+# Of one data-parallel rank: micro-batches, each a list of (rollout, row).
+RowsOfRank = Sequence[Sequence[tuple[int, int]]]
+
+
+class ScheduleLog:
+    """One line an optimizer step: {"step", "optimizer_step", "rows": [micro-batch][DP rank][(rollout, row)], "staleness": [sequence]}."""
+
+    def __init__(self, output_dir: str | Path, *, rank: int):
+        self._records = Records(Path(output_dir) / "schedule.jsonl")
+        self._writes = rank == 0
+
+    def start(self, progress: Progress) -> None:
+        """Drops what a run that is resumed from `progress` did after it."""
+        if self._writes:
+            self._records.begin(progress.step)
+
+    def record(self, progress: Progress, batch: GlobalBatch, of_each_rank: Sequence[RowsOfRank]) -> None:
+        """After a step. of_each_rank: the rows of every data-parallel rank's micro-batches, in rank order."""
+        if self._writes:
+            rows = [list(micro_batch) for micro_batch in zip(*of_each_rank, strict=True)]
+            self._records.append(
+                {"step": progress.step, "optimizer_step": progress.step - 1, "rows": rows, "staleness": list(batch.staleness)}
+            )
+
 
 # Metrics of the step just taken -> what to warn about, if anything.
 Watch = Callable[[Progress, Mapping[str, float]], "str | None"]

@@ -1,4 +1,4 @@
-"""`.jsonl` files of a run: one object a line, each about a step, that forget what a resumed run has not done yet."""
+"""Files of a run: `.jsonl` with one object a line, each about a step, that forget what a resumed run has not done yet; and tables."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.base.errors import said_by
 from megatron_grpo.base.files import written_whole
 
 logger = logging.getLogger(__name__)
@@ -104,6 +106,17 @@ class Records:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
+def write_table(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
+    """A Parquet file, whole or not at all."""
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table(dict(columns))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(path) as stream:
+        pyarrow.parquet.write_table(table, stream)
+
+
 def plain(value: Any) -> Any:
     """A number of numpy or torch as Python's own; None for NaN and infinity."""
     if hasattr(value, "item"):
@@ -128,3 +141,31 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+class Courtesy:
+    """`with courtesy("plots"): ...` never raises. The first failure of each kind is a warning; `missed` counts them all."""
+
+    def __init__(self) -> None:
+        self.missed: dict[str, int] = {}
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - drawing libraries and services raise anything; rich exits on a closed pipe
+            self.missed[what] = self.missed.get(what, 0) + 1
+            if self.missed[what] == 1:
+                self._say(f"{what} failed, and the run goes on without it: {type(error).__name__}: {said_by(error)}")
+
+    def summary(self) -> None:
+        """At the end: how often each of them failed, where it was more than the once that was said."""
+        for what, times in self.missed.items():
+            if times > 1:
+                self._say(f"{what} failed {times} times")
+
+    def _say(self, text: str) -> None:
+        try:
+            logger.warning(text)
+        except (Exception, SystemExit):  # noqa: BLE001 - the terminal is what failed
+            pass

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.base.files import written_whole
 from megatron_grpo.data.album import num_tokens
 from megatron_grpo.grpo.advantages import Advantages, mean, reward_metrics, rewards_per_func, total_rewards
-from megatron_grpo.metrics.courtesy import Courtesy
+from megatron_grpo.metrics.records import Courtesy, write_table
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.collectives import Node
 from megatron_grpo.types import FAULTS, EpisodeRecord, Group, Harvest, Progress, Prompt, ScoredGroup, Verdict
@@ -159,21 +158,12 @@ class Completions:
             return None
         file = f"{name}.parquet" if self.node.count == 1 else f"{name}/node_{self.node.number:05d}.parquet"
         with self._courtesy(f"the table of completions in {self.directory}"):
-            return self._write(self.directory / file, table)
+            write_table(self.directory / file, table)
+            return self.directory / file
         return None
 
     def _has_its_turn(self, turn: int) -> bool:
         return (self.node.number - turn * self.most_nodes) % self.node.count < self.most_nodes
-
-    def _write(self, path: Path, columns: Table) -> Path:
-        import pyarrow
-        import pyarrow.parquet
-
-        table = pyarrow.table(columns)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(path) as stream:
-            pyarrow.parquet.write_table(table, stream)
-        return path
 
     def _columns(self, place: int, scored: ScoredGroup, judged: JudgedRollout) -> dict[str, list[Any]]:
         """The rows of one group."""

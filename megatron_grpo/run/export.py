@@ -19,7 +19,7 @@ from megatron_grpo.checkpoint.content import base_problems, model_fingerprint
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.table import bytes_of
 from megatron_grpo.metrics.card import CARD, CURVES, Card, write_card
-from megatron_grpo.metrics.courtesy import Courtesy
+from megatron_grpo.metrics.records import Courtesy
 from megatron_grpo.parallel import collectives
 from megatron_grpo.policy.hf_export import WeightExchange
 from megatron_grpo.policy.lora import Adapters

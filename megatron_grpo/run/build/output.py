@@ -17,10 +17,9 @@ from megatron_grpo.config.best import is_greater_better, metric_of
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.write import write_config
 from megatron_grpo.metrics import Metrics
-from megatron_grpo.metrics.drift import DriftWatch
-from megatron_grpo.metrics.journal import Journal
+from megatron_grpo.metrics.journal import Journal, ScheduleLog
 from megatron_grpo.metrics.rollout import Completions
-from megatron_grpo.metrics.schedule import ScheduleLog
+from megatron_grpo.metrics.summary import DriftWatch
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import ParallelState

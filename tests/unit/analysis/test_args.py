@@ -15,8 +15,8 @@ from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import parse
 from megatron_grpo.config.write import write_config
-from megatron_grpo.metrics.drift import DriftWatch
 from megatron_grpo.metrics.rollout import drawn_in
+from megatron_grpo.metrics.summary import DriftWatch
 from megatron_grpo.rollout.engine import WeightSyncError
 from megatron_grpo.trainer.sync import Publisher
 from megatron_grpo.types import Completion, Group, Prompt, Sequence, answered

@@ -153,6 +153,6 @@ def test_a_folder_that_was_removed_and_made_again_is_noticed(tmp_path):
 
 
 def test_the_pictures_of_a_run_are_in_its_list():
-    from megatron_grpo.metrics.plots import PLOTS
+    from megatron_grpo.metrics.draw import PLOTS
 
     assert {f"{plot.file}.png" for plot in PLOTS} <= set(WRITTEN_BY_A_RUN["plots"])

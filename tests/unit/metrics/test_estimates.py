@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.config.evaluation import ks
-from megatron_grpo.metrics import estimates
+from megatron_grpo.metrics import evaluations as estimates
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
@@ -79,7 +79,7 @@ def test_a_change_on_the_same_prompts_is_known_better_than_its_two_ends():
     draw = np.random.default_rng(4)
     rates = draw.beta(0.5, 1.5, size=(1500, P))
     before, after = runs(draw, rates).mean(axis=2), runs(draw, np.clip(rates + 0.05, 0, 1)).mean(axis=2)
-    found = [estimates.change(one, other) for one, other in zip(before, after)]
+    found = [estimates.over_prompts(other - one) for one, other in zip(before, after)]
     true = np.std([mean for mean, _ in found])
     assert np.mean([error for _, error in found]) == pytest.approx(true, rel=0.06)
     assert math.hypot(estimates.over_prompts(before[0])[1], estimates.over_prompts(after[0])[1]) > 1.3 * true

@@ -14,10 +14,9 @@ from rich.console import Console
 
 from megatron_grpo.base.clock import Clock
 from megatron_grpo.metrics import Metrics
-from megatron_grpo.metrics.drift import DriftWatch
-from megatron_grpo.metrics.journal import Journal
+from megatron_grpo.metrics.journal import Journal, ScheduleLog
 from megatron_grpo.metrics.rollout import Completions
-from megatron_grpo.metrics.schedule import ScheduleLog
+from megatron_grpo.metrics.summary import DriftWatch
 from megatron_grpo.parallel.collectives import Node
 from megatron_grpo.types import Progress
 from tests.unit.metrics.test_metrics import rollout_of_two

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from megatron_grpo.metrics import Metrics
-from megatron_grpo.metrics.learnt import Learnt
+from megatron_grpo.metrics.summary import Learnt
 from megatron_grpo.types import Progress
 
 ALIKE = {"grad_norm": 0.0, "frac_reward_zero_std": 1.0, "reward": 1.0, "rewards/one/mean": 1.0}

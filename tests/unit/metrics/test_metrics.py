@@ -23,7 +23,7 @@ from megatron_grpo.grpo.advantages import Advantages
 from megatron_grpo.metrics import Metrics, display, report_to_problems
 from megatron_grpo.metrics.display import phase_in_words
 from megatron_grpo.metrics.rollout import Completions, JudgedRollout, rollout_stats
-from megatron_grpo.metrics.spent import TimeSpent
+from megatron_grpo.metrics.summary import TimeSpent
 from megatron_grpo.types import Group, Harvest, Progress, Prompt, ScoredGroup, Verdict, answered
 from tests.evaluated import evaluated
 from tests.ranks import run_ranks
@@ -132,7 +132,7 @@ def test_an_evaluation_that_is_the_first_thing_told_forgets_later_ones(tmp_path)
 
 
 def test_the_score_is_in_the_line_and_in_the_plots_also_after_a_resume(tmp_path, monkeypatch):
-    from megatron_grpo.metrics import plots
+    from megatron_grpo.metrics import draw as plots
 
     drawn = []
     monkeypatch.setattr(plots, "refresh", lambda folder, history: drawn.append(dict(history)))
@@ -179,7 +179,7 @@ def test_a_service_is_told_which_step_comes_next_and_the_settings(tmp_path, monk
 
 
 def test_a_repeated_evaluation_replaces_its_own_point_alone(tmp_path, monkeypatch):
-    from megatron_grpo.metrics import plots
+    from megatron_grpo.metrics import draw as plots
 
     drawn = []
     monkeypatch.setattr(plots, "refresh", lambda folder, history: drawn.append(dict(history)))
@@ -234,7 +234,7 @@ def test_plots_are_pictures_of_what_was_logged(tmp_path):
 def test_without_matplotlib_a_run_goes_on_and_is_warned_once(tmp_path, monkeypatch, caplog):
     import importlib.util
 
-    from megatron_grpo.metrics import plots
+    from megatron_grpo.metrics import draw as plots
 
     monkeypatch.setattr(plots, "_warned", False)
     real = importlib.util.find_spec
@@ -606,7 +606,7 @@ def test_a_line_that_cannot_be_read_is_said_with_its_number_and_one_that_is_bein
 
 
 def test_the_plot_of_the_reward_shows_the_sum_and_each_of_several_rewards():
-    from megatron_grpo.metrics.plots import PLOTS, _curves, plotted
+    from megatron_grpo.metrics.draw import PLOTS, _curves, plotted
 
     record = {"step": 1, "reward": 1.5, "rewards/format/mean": 1.0, "rewards/task/mean": 0.25, "rewards/task/std": 0.1, "loss": 0.0}
     history = {name: [(1, record[name])] for name in plotted(record)} | {"eval": [(0, 0.5)]}
