@@ -104,11 +104,15 @@ def _not_launched(argv: list[str], config: Config, asked: tuple[str, int] | None
 
 def plan(argv: list[str]) -> int:
     """Checks the whole configuration and prints the timetable, memory and cost of a run. Needs no GPU and no launcher."""
+    from functools import partial
+
+    from megatron_grpo.compat import DIALECTS
+    from megatron_grpo.config import parse
     from megatron_grpo.planning.report import run_plan
     from megatron_grpo.run.inputs import look_at_everything
 
-    launched = launcher.read()
-    return run_plan(argv, look_at_everything, launcher_world_size=launched.world_size if launched.is_launched else None)
+    launched, read = launcher.read(), partial(parse, argv, dialects=DIALECTS)
+    return run_plan(read, look_at_everything, launcher_world_size=launched.world_size if launched.is_launched else None)
 
 
 def export(argv: list[str]) -> int:

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.planning.check import check
 from tests import parity_cases as cases
+from tests.checked import check
 from tests.odd_draws import LONGEST, SPARSE, draw, forget, older_spelling
 from tests.tiny_models import FAMILIES, hf_logprobs, load_tiny, write_tiny
 

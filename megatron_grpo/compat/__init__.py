@@ -6,14 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_grpo.base.errors import Problem
-from megatron_grpo.compat.explain import explain, length_there
 from megatron_grpo.compat.foreign import UNKNOWN, Dialect
 from megatron_grpo.config.read import Read, TypedSetting, words_of
 
 if TYPE_CHECKING:
     from megatron_grpo.compat.translate import Translation
-
-__all__ = ["DIALECTS", "explain", "length_there"]
 
 
 class _Dialects(Mapping[str, Dialect]):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_grpo.batching.batch_sizes import BatchSizes
+    from megatron_grpo.config.config import Config, RunConfig
 
 _OF_SWIFT = (
     "It rounds a run of epochs down to optimizer steps, and ends it with the first step of a rollout that they do not fill: so it is \
@@ -15,7 +16,7 @@ out there, and drawn here."
 )
 
 
-def explain(dialect: str, sizes: BatchSizes, foreign: Mapping[str, int], *, max_steps: int | None = None) -> Iterator[str]:
+def explain(dialect: str, foreign: Mapping[str, int], sizes: BatchSizes, max_steps: int | None = None) -> Iterator[str]:
     """What is the same under the native names and what differs, in sentences for someone who moves from that system."""
     steps, a = sizes.steps_per_generation, sizes.gradient_accumulation_steps
     times = (
@@ -75,17 +76,26 @@ def explain(dialect: str, sizes: BatchSizes, foreign: Mapping[str, int], *, max_
             )
 
 
-def length_there(dialect: str, sizes: BatchSizes, rows: int, *, max_steps: int | None, epochs: float, drops_last: bool) -> int | None:
-    """Optimizer steps of a run over so many rows in that system; None where they are counted as here.
+def length_there(dialect: str, cfg: Config, sizes: BatchSizes, rows: int | None) -> tuple[int | None, list[str]]:
+    """(optimizer steps of a run over so many rows in that system, None where they are counted as here; what is said of it)."""
+    of_epochs = dialect in ("verl", "skyrl", "skyrl-doc") and cfg.data.dataset_drop_last
+    said = "What differs: what dynamic_sample draws besides shortens an epoch there, and a run of epochs; here it draws on."
+    notes = [said] if of_epochs and cfg.grpo.dynamic_sample else []
+    return None if rows is None else _steps_there(dialect, cfg.run, sizes, rows, of_epochs), notes
 
-    Sources: RayPPOTrainer of verl and SkyRL, `get_num_rollout_per_epoch` of slime, `init_iters` and `cyclic_iter` of Megatron-SWIFT.
+
+def _steps_there(dialect: str, run: RunConfig, sizes: BatchSizes, rows: int, of_epochs: bool) -> int | None:
+    """Sources: RayPPOTrainer of verl and SkyRL, `get_num_rollout_per_epoch` of slime, `init_iters` and `cyclic_iter` of Megatron-SWIFT.
+
+    of_epochs: what is longer than its epochs ends with them.
     """
     rollout, steps = sizes.num_rollout_prompts, int(sizes.steps_per_generation * sizes.num_iterations)
-    if dialect in ("verl", "skyrl", "skyrl-doc") and drops_last and max_steps is not None:
-        return min(max_steps, int(epochs * (rows // rollout)) * steps)
-    if dialect == "slime" and max_steps is None:
+    epochs = run.num_train_epochs or 1
+    if of_epochs and run.max_steps is not None:
+        return min(run.max_steps, int(epochs * (rows // rollout)) * steps)
+    if dialect == "slime" and run.max_steps is None:
         return int(epochs * (rows // rollout)) * steps
-    if dialect == "swift-megatron" and max_steps is None:
+    if dialect == "swift-megatron" and run.max_steps is None:
         unit = sizes.completions_per_micro_step  # of prompts, in its sampler
         prompts = int(epochs * (rows // unit * unit))
         return min(prompts * sizes.num_generations // sizes.global_batch_size, prompts // rollout * steps + 1)

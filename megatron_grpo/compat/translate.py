@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_grpo.base.errors import Problem
+from megatron_grpo.compat.explain import explain, length_there
 from megatron_grpo.compat.foreign import UNKNOWN, Change, Dialect, Foreign, OtherTask
 from megatron_grpo.compat.script import plain
-from megatron_grpo.config.parsed import ForeignDefault
+from megatron_grpo.config.parsed import ForeignDefault, System
 from megatron_grpo.config.read import TypedSetting, shown, words_of
 from megatron_grpo.config.table import BadValue, names, read_value, table
 
@@ -126,6 +128,17 @@ class Translation:
         for sentence, asked in self._lacking.items():
             said = ", ".join(f"{name} ({words})" for name, words in asked)
             yield Problem(flags=tuple(name for name, _ in asked), message=f"{said}: {sentence}.")
+
+    def system(self, foreign: Mapping[str, int]) -> System | None:
+        """What a plan says of the system. foreign: the values of `sizes`."""
+        if (dialect := self.dialect) is None:
+            return None
+        return System(
+            title=dialect.title,
+            trains_tower=dialect.trains_tower,
+            explain=partial(explain, dialect.name, foreign),
+            length=partial(length_there, dialect.name),
+        )
 
     def settle(self, values: dict[str, Any], sources: dict[str, str], foreign: dict[str, int]) -> Iterator[Problem]:
         """Add what follows from several names at once, and the defaults that nobody typed. foreign: the values of `sizes`."""

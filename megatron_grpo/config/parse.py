@@ -149,7 +149,7 @@ class _Builder:
         told, tasks = self.translation, set[str]()
         if told:
             self.parsed.problems.extend([*told.lacking(), *told.settle(self.values, self.sources, self.foreign)])
-            self.parsed = replace(self.parsed, notes=told.notes, aside=told.aside, defaults=told.defaults)
+            self.parsed = replace(self.parsed, notes=told.notes, aside=told.aside, defaults=told.defaults, system=told.system(self.foreign))
             self.parsed.repeated[:0] = told.repeated
             tasks = told.tasks
         self._world_size(launcher_world_size)

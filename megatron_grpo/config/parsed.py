@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.config.config import Config
@@ -19,6 +21,21 @@ class ForeignDefault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """The other system whose words were typed, as far as a plan speaks of it.
+
+    explain: (BatchSizes, max_steps) -> what is the same here and what differs, in sentences.
+    length: (Config, BatchSizes, rows or None) -> optimizer steps of such a run there, None where they are counted as here; and what is
+    said of it. trains_tower: a model that sees trains whole there, where nobody says otherwise.
+    """
+
+    title: str
+    explain: Callable[[Any, int | None], Iterator[str]]
+    length: Callable[[Config, Any, int | None], tuple[int | None, list[str]]]
+    trains_tower: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
     """A configuration, what is wrong with it, and the settings whose values could not be read (they hold their defaults)."""
 
@@ -27,7 +44,8 @@ class Parsed:
     unreadable: set[str] = field(default_factory=set)
     print_config: bool = False
     is_other_task: bool = False  # problems say nothing but this: it asks for another task than GRPO
-    # Of a dialect: names that change nothing and were set aside, by source; what was read as something else; defaults that differ.
+    system: System | None = None
+    # Of it: names that change nothing and were set aside, by source; what was read as something else; defaults that differ.
     aside: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)  # flags that stand twice, a sentence each

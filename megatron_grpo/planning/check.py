@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +9,7 @@ from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.batching import stages
 from megatron_grpo.batching.batch_sizes import BatchSizes, settled, size_problems
 from megatron_grpo.batching.sizes import Model
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.config import Parsed, names, parse
+from megatron_grpo.config import Parsed, names
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import longest_completion
 from megatron_grpo.config.validation import validate
@@ -35,13 +33,11 @@ class Checked:
     teacher: ModelShape | None = None  # the one of teacher_model
 
 
-def check(argv: Sequence[str], *, launcher_world_size: int | None = None) -> Checked:
-    """Parse and check everything. Raises ConfigError with all that is wrong, in the user's words."""
-    return check_parsed(parse(argv, launcher_world_size=launcher_world_size, dialects=DIALECTS))
-
-
 def check_parsed(parsed: Parsed) -> Checked:
-    """As `check`, from what has been parsed. The configuration of the result holds the derived sizes too."""
+    """Check everything that was parsed. The configuration of the result holds the derived sizes too.
+
+    Raises ConfigError with all that is wrong, in the user's words.
+    """
     if parsed.is_other_task:
         raise ConfigError(parsed.problems)
     shape, model_problems = read_shape(parsed.config.model.model)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem
-from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.parsed import ForeignDefault, Parsed
 from megatron_grpo.config.read import shown
@@ -27,10 +26,10 @@ def with_tower(parsed: Parsed, shape: ModelShape | None) -> Parsed:
 
     A text model has neither, whatever its script says of pictures. shape: None where the model is not at hand; then that is said.
     """
-    cfg, dialect = parsed.config, DIALECTS.get(parsed.config.plan.dialect or "")
-    if dialect is None or not dialect.trains_tower or cfg.tuner.tuner_type == "lora":
+    cfg, system = parsed.config, parsed.system
+    if system is None or not system.trains_tower or cfg.tuner.tuner_type == "lora":
         return parsed
-    theirs, read = f"{dialect.title}'s default", f"{dialect.title}'s reading"
+    theirs, read = f"{system.title}'s default", f"{system.title}'s reading"
     unsaid = [name for name in ("freeze_vit", "freeze_aligner") if cfg.sources.get(name, "default") in ("default", theirs, read)]
     if shape is None:
         unknown = [name for name in unsaid if cfg.sources.get(name, "default") == "default"]

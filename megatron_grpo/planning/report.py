@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
-from megatron_grpo.compat import DIALECTS
-from megatron_grpo.config import Parsed, parse
+from megatron_grpo.config import Parsed
 from megatron_grpo.planning.check import check_parsed
 from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.figure import draw, draw_png, legend
@@ -29,17 +28,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def run_plan(argv: Sequence[str], look_at: Callable[[Parsed], Plan], *, launcher_world_size: int | None = None) -> int:
+def run_plan(read: Callable[..., Parsed], look_at: Callable[[Parsed], Plan], *, launcher_world_size: int | None = None) -> int:
     """Print the plan; the exit code. Raises ConfigError, except with --json, which prints the errors as its answer.
 
+    read: what was typed, with the number of ranks that a launcher started.
     look_at: makes the plan of what was parsed, and looks at what it names (`inputs.look_at_everything`).
     """
     as_json = False
     try:
         # Without a launcher of its own, `plan` may ask about any number of ranks.
-        parsed = parse(argv, dialects=DIALECTS)
+        parsed = read()
         if launcher_world_size is not None and "world_size" not in parsed.config.typed:
-            parsed = parse(argv, launcher_world_size=launcher_world_size, dialects=DIALECTS)
+            parsed = read(launcher_world_size=launcher_world_size)
         as_json = parsed.config.plan.json
         if parsed.print_config:
             from megatron_grpo.config.show import print_config

@@ -11,7 +11,6 @@ from typing import Any
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.timetable import Timetable
-from megatron_grpo.compat import DIALECTS, length_there
 from megatron_grpo.config import table
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.read import words_of
@@ -154,17 +153,15 @@ def native_flags(cfg: Config, sizes: BatchSizes) -> str:
 
 def as_long_as_there(checked: Checked, rows: int | None) -> tuple[Checked, list[str]]:
     """(the configuration with the `max_steps` that so many rows come to in the system of its dialect, what is said of it)."""
-    cfg, run, dialect = checked.config, checked.config.run, checked.config.plan.dialect or ""
-    drops_last, epochs, notes = cfg.data.dataset_drop_last, run.num_train_epochs or 1, []
-    if cfg.grpo.dynamic_sample and drops_last and dialect in ("verl", "skyrl", "skyrl-doc"):
-        notes.append("What differs: what dynamic_sample draws besides shortens an epoch there, and a run of epochs; here it draws on.")
-    if rows is None and drops_last:
+    cfg, run, system = checked.config, checked.config.run, checked.parsed.system
+    steps, notes = system.length(cfg, checked.sizes, rows) if system else (None, [])
+    if rows is None and cfg.data.dataset_drop_last:
         notes.append("Note: where an epoch ends is not known without num_prompts or a dataset; the timetable is that of one long epoch.")
-    steps = length_there(dialect, checked.sizes, rows or 0, max_steps=run.max_steps, epochs=epochs, drops_last=drops_last)
-    if rows is None or steps in (None, run.max_steps):
+    if system is None or steps in (None, run.max_steps):
         return checked, notes
-    notes.append(f"Note: {epochs:g} epochs of {rows} prompts are {steps} optimizer steps in {DIALECTS[dialect].title}: max_steps {steps}.")
-    source = {"max_steps": f"{DIALECTS[dialect].title}'s reading of {rows} prompts"}
+    epochs = run.num_train_epochs or 1
+    notes.append(f"Note: {epochs:g} epochs of {rows} prompts are {steps} optimizer steps in {system.title}: max_steps {steps}.")
+    source = {"max_steps": f"{system.title}'s reading of {rows} prompts"}
     return replace(checked, config=cfg.with_values({"max_steps": steps, "num_train_epochs": None}, sources=source)), notes
 
 

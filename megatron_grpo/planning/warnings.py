@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.timetable import Timetable
-from megatron_grpo.compat import explain
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.optimizer import course_of, lost
 from megatron_grpo.config.servers import addresses_of
@@ -74,9 +73,9 @@ def _watch(cfg: Config, sizes: BatchSizes) -> Iterator[str]:
 
 def _dialect(checked: Checked) -> Iterator[str]:
     cfg, parsed = checked.config, checked.parsed
-    if not cfg.plan.dialect:
+    if parsed.system is None:
         return
-    yield from explain(cfg.plan.dialect, checked.sizes, cfg.foreign, max_steps=cfg.run.max_steps)
+    yield from parsed.system.explain(checked.sizes, cfg.run.max_steps)
     yield from parsed.notes
     for source, names in parsed.aside.items():
         why = "as they are set, they change neither what is sampled nor what is trained here"

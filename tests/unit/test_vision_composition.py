@@ -8,8 +8,8 @@ import re
 import pytest
 
 from megatron_grpo.cli import main
-from megatron_grpo.planning.check import check
 from tests import vision_cases as vision
+from tests.checked import check
 from tests.unit.test_composition import COMMON, MODELS, PAGE
 from tests.unit.weights.test_vision import QWEN2_5_VL_7B, QWEN3_VL_4B
 

@@ -87,7 +87,7 @@ def test_a_layout_is_written_out_as_megatron_writes_it():
 
 def test_what_is_counted_needs_stages_and_the_sizes_that_are_offered_have_some(tmp_path):
     from megatron_grpo.base.errors import ConfigError
-    from megatron_grpo.planning.check import check
+    from tests.checked import check
 
     model = tmp_path / "config.json"
     model.write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "num_hidden_layers": 8, "num_attention_heads": 4,

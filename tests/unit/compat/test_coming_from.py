@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.check import check
+from tests.checked import check
 
 PAGE = Path(__file__).parents[3] / "docs" / "coming_from.md"
 

@@ -8,7 +8,8 @@ from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import parse, table
 from megatron_grpo.config.read import shown
-from megatron_grpo.planning.check import check, check_parsed
+from megatron_grpo.planning.check import check_parsed
+from tests.checked import check
 
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 DEFAULTS = {

@@ -11,7 +11,8 @@ from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.cli import main
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import parse, table
-from megatron_grpo.planning.check import check, check_parsed
+from megatron_grpo.planning.check import check_parsed
+from tests.checked import check
 from tests.unit.planning.test_estimates import TINY
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.compat import explain
-from megatron_grpo.planning.check import check
+from tests.checked import check
 
 
 def told(dialect: str, words: str) -> str:
     checked = check(["--dialect", dialect, *words.split()])
-    cfg = checked.config
-    return "\n".join(explain(cfg.plan.dialect, checked.sizes, cfg.foreign, max_steps=cfg.run.max_steps))
+    return "\n".join(checked.parsed.system.explain(checked.sizes, checked.config.run.max_steps))
 
 
 CS336 = "--train_batch_size 16 --gradient_accumulation_steps 4 --group_size 8"

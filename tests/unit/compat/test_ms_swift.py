@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.planning.check import check
+from tests.checked import check
 
 SCRIPT = """# a comment
 NPROC_PER_NODE=8 \\

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.planning.check import check
+from tests.checked import check
 
 # (ranks, data-parallel size, micro batch, global batch, rollout, group)
 Sizes = tuple[int, int, int, int, int, int]

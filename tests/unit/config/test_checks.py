@@ -6,7 +6,7 @@ import pytest
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.table import table
-from megatron_grpo.planning.check import check
+from tests.checked import check
 
 
 def problems(*argv):

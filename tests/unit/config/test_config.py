@@ -10,7 +10,8 @@ from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import parse, table
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.validation import validate
-from megatron_grpo.planning.check import check, check_parsed
+from megatron_grpo.planning.check import check_parsed
+from tests.checked import check
 
 
 def test_neither_a_configuration_nor_a_group_of_it_can_be_written_to():

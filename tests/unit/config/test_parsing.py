@@ -16,7 +16,7 @@ from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import parse, resolve, table
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.write import as_yaml
-from megatron_grpo.planning.check import check
+from tests.checked import check
 
 
 def problems(*argv: str, **kwargs) -> list:

@@ -12,9 +12,9 @@ from megatron_grpo.config import grammar, passed_on
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import how_evaluated, longest_completion
 from megatron_grpo.config.validation import validate
-from megatron_grpo.planning.check import check
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.trainer.evaluate import sampling_of
+from tests.checked import check
 from tests.ranks import run_ranks
 
 

@@ -9,7 +9,7 @@ from megatron_grpo.config import parse, resolve
 from megatron_grpo.config.show import print_config
 from megatron_grpo.config.validation import validate
 from megatron_grpo.config.write import as_yaml
-from megatron_grpo.planning.check import check
+from tests.checked import check
 from tests.lora_cases import ODD, random_adapter
 from tests.tiny_models import write_tiny
 

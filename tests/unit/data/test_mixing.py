@@ -13,7 +13,7 @@ from megatron_grpo.config.evaluation import SPLIT, flag_of, how_evaluated, sets_
 from megatron_grpo.config.validation import validate
 from megatron_grpo.data.files import read_rows
 from megatron_grpo.data.prompts import load_rows
-from megatron_grpo.planning.check import check
+from tests.checked import check
 
 
 @pytest.fixture

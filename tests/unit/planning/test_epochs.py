@@ -12,10 +12,10 @@ import pytest
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.config.optimizer import course_of
-from megatron_grpo.planning.check import check
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.figure import draw
 from megatron_grpo.planning.report import print_report
+from tests.checked import check
 
 
 def planned(words: str, rows: int | None) -> Plan:

@@ -9,12 +9,12 @@ from collections import Counter
 import pytest
 
 from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.planning.check import check
 from megatron_grpo.planning.command import make_plan
 from megatron_grpo.planning.cost import work_of
 from megatron_grpo.planning.parameters import Tuning, layers_of_stage
 from megatron_grpo.planning.token_counts import read_lengths
 from megatron_grpo.weights.lora import LoraSettings
+from tests.checked import check
 
 TINY = dict(
     architectures=["LlamaForCausalLM"],

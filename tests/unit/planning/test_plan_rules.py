@@ -331,7 +331,7 @@ def test_more_than_25_kinds_of_mistake_are_each_said_once():
         ["--save_interval_seconds", "-1"],
         ["stray"],
     ]
-    from megatron_grpo.planning.check import check
+    from tests.checked import check
 
     for argv in cases:
         with pytest.raises(ConfigError) as error:
@@ -342,7 +342,7 @@ def test_more_than_25_kinds_of_mistake_are_each_said_once():
 
 @pytest.mark.parametrize("zero", ["--micro_batch_size 0", "--num_iterations 0", "--vllm_tensor_parallel_size -1"])
 def test_a_size_of_zero_hides_no_other_mistake(zero):
-    from megatron_grpo.planning.check import check
+    from tests.checked import check
 
     others = "--world_size 6 --tensor_model_parallel_size 4 --generation_batch_size 12 --num_generations 5 --clip_grad=-1".split()
     with pytest.raises(ConfigError) as error:

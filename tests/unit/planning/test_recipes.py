@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.cli import main
-from megatron_grpo.planning.check import check
+from tests.checked import check
 
 RECIPES = Path(__file__).parents[3] / "docs" / "recipes"
 # file -> (prompts in a rollout, responses, optimizer steps a rollout); None where the paper is silent

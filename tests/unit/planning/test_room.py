@@ -10,11 +10,11 @@ import pytest
 
 from megatron_grpo.cli import main
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.check import check
 from megatron_grpo.planning.command import make_plan
 from megatron_grpo.planning.parameters import Static
 from megatron_grpo.planning.report import room_in_words
 from megatron_grpo.planning.room import UNCOUNTED, Offload, decide
+from tests.checked import check
 
 QWEN3_8B = dict(
     architectures=["Qwen3ForCausalLM"], vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=False, num_attention_heads=32,

@@ -8,10 +8,10 @@ import pytest
 
 from megatron_grpo.batching import pack, split
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.check import check
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.report import print_report
 from megatron_grpo.planning.sharing import LEAST_SAVING, decide, wanted_micro_batches
+from tests.checked import check
 
 SMALL = ["--num_generations", "4", "--global_batch_size", "8"]
 

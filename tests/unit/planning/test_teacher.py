@@ -8,9 +8,9 @@ import pytest
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.cli import main
-from megatron_grpo.planning.check import check
 from megatron_grpo.planning.command import make_plan
 from megatron_grpo.planning.teacher import config_of_teacher
+from tests.checked import check
 from tests.unit.planning.test_estimates import MATRICES, TINY
 
 DEEP = dict(num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=2, hidden_size=12, intermediate_size=18)

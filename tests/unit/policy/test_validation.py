@@ -11,7 +11,6 @@ from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config import parse
 from megatron_grpo.config.config import Config
 from megatron_grpo.parallel.layout import Layout, sequence_alignment
-from megatron_grpo.planning.check import check
 from megatron_grpo.planning.sharing import LEAST_SAVING, decide
 from megatron_grpo.policy.fp8 import rank_multiple
 from megatron_grpo.policy.validation import (
@@ -25,6 +24,7 @@ from megatron_grpo.policy.validation import (
 )
 from megatron_grpo.run.inputs import read_everything
 from megatron_grpo.weights.shape import ModelShape
+from tests.checked import check
 from tests.tiny_models import write_tiny
 from tests.unit.weights.tiny import config_of
 

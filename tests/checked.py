@@ -1,0 +1,14 @@
+"""A command line, read with the words of all systems and checked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_grpo.compat import DIALECTS
+from megatron_grpo.config import parse
+from megatron_grpo.planning.check import Checked, check_parsed
+
+
+def check(argv: Sequence[str], *, launcher_world_size: int | None = None) -> Checked:
+    """Raises ConfigError with everything that is wrong."""
+    return check_parsed(parse(argv, launcher_world_size=launcher_world_size, dialects=DIALECTS))
