@@ -10,7 +10,8 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_grpo import __version__
 from megatron_grpo.base import launcher
@@ -19,6 +20,7 @@ from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, Probl
 from megatron_grpo.run.terminal import speak_plainly
 
 if TYPE_CHECKING:
+    from megatron_grpo.config import Parsed
     from megatron_grpo.config.config import Config
 
 Command = Callable[..., int]
@@ -51,35 +53,39 @@ class Analysis:
 
 def train(argv: list[str], **parts: Any) -> int:
     """Trains a model with GRPO: draws answers with vLLM, scores them with reward functions, learns from them with Megatron-Core."""
-    from megatron_grpo.compat import DIALECTS
-    from megatron_grpo.config import parse
-    from megatron_grpo.planning.check import check_parsed
+    from megatron_grpo.run.signals import heard_before_the_run
 
+    with heard_before_the_run():
+        parsed = _parsed_to_train(argv)
+        from megatron_grpo.run.terminal import outlive_terminal
+
+        outlive_terminal()
+        from megatron_grpo.run.inputs import read_everything
+
+        made, inputs = read_everything(parsed, has_sampler="engine" in parts)
+        from megatron_grpo.run.build import Parts
+        from megatron_grpo.run.life import run_training
+
+        return run_training(made, inputs, Parts(analysis=Analysis(), **parts))
+
+
+def _parsed_to_train(argv: list[str]) -> Parsed:
+    """As `_parsed`; the configuration is shown with what follows from it, and this may be one process where there should be more."""
     launched, asked = launcher.read(), launcher.number_asked_for()
-    if launched.by_torchrun:
-        die_with_parent()  # a script of the user's own has no supervisor
     world_size = launched.world_size if launched.is_launched else asked and asked[1]
-    parsed = parse(argv, launcher_world_size=world_size, dialects=DIALECTS)
+    parsed = _parse(argv, world_size)
     if world_size is None and (asked := _model_parallel(parsed.config)):
-        parsed = parse(argv, launcher_world_size=asked[1], dialects=DIALECTS)
+        parsed = _parse(argv, asked[1])
     if parsed.print_config:
-        return _print_config(check_parsed(parsed).config)
+        from megatron_grpo.planning.check import check_parsed
+
+        _print_config(check_parsed(parsed).config)
     if not launched.is_launched:
         parsed.problems.extend(_not_launched(argv, parsed.config, asked))
     from megatron_grpo.run.limits import problems_with_limits
-    from megatron_grpo.run.quiet import quiet_libraries
-    from megatron_grpo.run.terminal import outlive_terminal
 
     parsed.problems.extend(problems_with_limits(parsed.config))
-    outlive_terminal()
-    quiet_libraries()
-    from megatron_grpo.run.inputs import read_everything
-
-    made, inputs = read_everything(parsed, has_sampler="engine" in parts)
-    from megatron_grpo.run.build import Parts
-    from megatron_grpo.run.life import run_training
-
-    return run_training(made, inputs, Parts(analysis=Analysis(), **parts))
+    return parsed
 
 
 def _model_parallel(config: Config) -> tuple[str, int] | None:
@@ -104,29 +110,18 @@ def _not_launched(argv: list[str], config: Config, asked: tuple[str, int] | None
 
 def plan(argv: list[str]) -> int:
     """Checks the whole configuration and prints the timetable, memory and cost of a run. Needs no GPU and no launcher."""
-    from functools import partial
-
-    from megatron_grpo.compat import DIALECTS
-    from megatron_grpo.config import parse
     from megatron_grpo.planning.report import run_plan
     from megatron_grpo.run.inputs import look_at_everything
 
-    launched, read = launcher.read(), partial(parse, argv, dialects=DIALECTS)
-    return run_plan(read, look_at_everything, launcher_world_size=launched.world_size if launched.is_launched else None)
+    parsed, world_size = _parse(argv, None), _launched_world_size()
+    if world_size is not None and "world_size" not in parsed.config.typed:  # without a launcher, it may ask about any number of ranks
+        parsed = _parse(argv, world_size)
+    return run_plan(parsed, look_at_everything)
 
 
 def export(argv: list[str]) -> int:
     """Writes a checkpoint of any layout as a Hugging Face model or PEFT adapter; or adds an adapter to its base (--merge_lora true)."""
-    from megatron_grpo.compat import DIALECTS
-    from megatron_grpo.config import parse
-
-    launched = launcher.read()
-    parsed = parse(argv, launcher_world_size=launched.world_size if launched.is_launched else None, dialects=DIALECTS)
-    if parsed.print_config:
-        return _print_config(parsed.config)
-    from megatron_grpo.run.quiet import quiet_libraries
-
-    quiet_libraries()
+    parsed = _parsed(argv)
     from megatron_grpo.run.exporting import run_export
 
     return run_export(parsed)
@@ -134,18 +129,7 @@ def export(argv: list[str]) -> int:
 
 def evaluate(argv: list[str]) -> int:
     """Samples held-out sets with a model, an export, an adapter or a checkpoint (--resume) of any layout, and scores them."""
-    from megatron_grpo.compat import DIALECTS
-    from megatron_grpo.config import parse
-
-    launched = launcher.read()
-    if launched.by_torchrun:
-        die_with_parent()
-    parsed = parse(argv, launcher_world_size=launched.world_size if launched.is_launched else None, dialects=DIALECTS)
-    if parsed.print_config:
-        return _print_config(parsed.config)
-    from megatron_grpo.run.quiet import quiet_libraries
-
-    quiet_libraries()
+    parsed = _parsed(argv)
     from megatron_grpo.run.evaluating import run_eval
 
     return run_eval(parsed, Analysis().same_bits_of_vllm)
@@ -153,15 +137,7 @@ def evaluate(argv: list[str]) -> int:
 
 def serve(argv: list[str]) -> int:
     """A rollout server: one vLLM engine that a run owns, pushes weights to and samples from (train --vllm_mode server)."""
-    from megatron_grpo.compat import DIALECTS
-    from megatron_grpo.config import parse
-
-    parsed = parse(argv, dialects=DIALECTS)
-    if parsed.print_config:
-        return _print_config(parsed.config)
-    from megatron_grpo.run.quiet import quiet_libraries
-
-    quiet_libraries()
+    parsed = _parsed(argv, is_launched=False)
     from megatron_grpo.servers.serve_life import serve as serve_until_stopped
 
     return serve_until_stopped(parsed)
@@ -176,10 +152,9 @@ def doctor(argv: list[str]) -> int:
 
 def rehearse(argv: list[str]) -> int:
     """Tries data set, chat template and rewards of a training run on a few rows (--rows 8), with the flags of train. Loads no weights."""
-    read = _reader()
     from megatron_grpo.run.rehearse import run_rehearsal
 
-    return run_rehearsal(argv, read)
+    return run_rehearsal(argv, _parsed)
 
 
 def mismatch(argv: list[str]) -> int:
@@ -189,32 +164,15 @@ def mismatch(argv: list[str]) -> int:
     one process; --tensor_model_parallel_size under torchrun compares shard by shard. Exit codes: 0 nothing differs by more than rounding,
     1 something is named, 2 the question is wrong and nothing was loaded.
     """
-    if launcher.read().by_torchrun:
-        die_with_parent()
-    read = _reader()
     from megatron_grpo.analysis.mismatch import run_mismatch
 
-    return run_mismatch(argv, read)
+    return run_mismatch(argv, _parsed)
 
 
 def replay(argv: list[str]) -> int:
     """Takes a kept step of a run (OUTPUT_DIR/capsules/...) again, in any layout, and says what is wrong with it. Takes --json."""
-    from itertools import takewhile
-
-    from megatron_grpo.compat import DIALECTS
-    from megatron_grpo.config import parse
-
-    launched = launcher.read()
-    if launched.by_torchrun:
-        die_with_parent()
     words = list(takewhile(lambda word: not word.startswith("-"), argv))
-    size = launched.world_size if launched.is_launched else None
-    parsed = parse(argv[len(words) :], launcher_world_size=size, dialects=DIALECTS)
-    if parsed.print_config:
-        return _print_config(parsed.config)
-    from megatron_grpo.run.quiet import quiet_libraries
-
-    quiet_libraries()
+    parsed = _parsed(argv[len(words) :])
     from megatron_grpo.analysis.replay import run_replay
 
     return run_replay(words, parsed)
@@ -222,12 +180,9 @@ def replay(argv: list[str]) -> int:
 
 def whatif(argv: list[str]) -> int:
     """What another loss, clip, correction, batch size or staleness would have made of a recorded step (--try "loss_type=dapo" ...)."""
-    if launcher.read().by_torchrun:
-        die_with_parent()
-    read = _reader()
     from megatron_grpo.analysis.whatif import run_whatif
 
-    return run_whatif(argv, read)
+    return run_whatif(argv, _parsed)
 
 
 COMMANDS: dict[str, Command] = {
@@ -236,17 +191,36 @@ COMMANDS: dict[str, Command] = {
 }  # fmt: skip
 
 
-def _reader() -> Callable[..., Any]:
-    """Reads the settings of a command that has words of its own; libraries are quiet from here on."""
-    from functools import partial
+class ConfigShown(Exception):
+    """--print_config was typed, and has been answered."""
 
+
+def _parsed(argv: Sequence[str], *, is_launched: bool = True) -> Parsed:
+    """Settings, with what is wrong with them. is_launched: a launcher may have started this process. Raises ConfigShown."""
+    parsed = _parse(argv, _launched_world_size() if is_launched else None)
+    if parsed.print_config:
+        _print_config(parsed.config)
+    return parsed
+
+
+def _launched_world_size() -> int | None:
+    launched = launcher.read()
+    return launched.world_size if launched.is_launched else None
+
+
+def _parse(argv: Sequence[str], world_size: int | None) -> Parsed:
     from megatron_grpo.compat import DIALECTS
     from megatron_grpo.config import parse
-    from megatron_grpo.run.quiet import quiet_libraries
 
-    quiet_libraries()
-    launched = launcher.read()
-    return partial(parse, launcher_world_size=launched.world_size if launched.is_launched else None, dialects=DIALECTS)
+    return parse(argv, launcher_world_size=world_size, dialects=DIALECTS)
+
+
+def _print_config(config: Config) -> NoReturn:
+    if launcher.read().rank == 0:
+        from megatron_grpo.config.show import print_config
+
+        print_config(config)
+    raise ConfigShown
 
 
 def _problems_of_process(command: str) -> Iterator[Problem]:
@@ -265,14 +239,6 @@ def _problems_of_process(command: str) -> Iterator[Problem]:
         yield Problem(flags=(), message=message)
 
 
-def _print_config(config: Config) -> int:
-    if launcher.read().rank == 0:
-        from megatron_grpo.config.show import print_config
-
-        print_config(config)
-    return EXIT_DONE
-
-
 def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
     """Run one command and return its exit code. Without `argv` this is the program itself, and the command runs in a child of it.
 
@@ -282,39 +248,19 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
         from megatron_grpo.run.supervisor import supervised
 
         return supervised(lambda: main(sys.argv[1:], **parts))
-    words = list(argv)
     speak_plainly()
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not argv or argv[0] in ("-h", "--help", "help"):
         from megatron_grpo.config.show import print_overview
 
         print_overview(COMMANDS)
-        return EXIT_DONE if words else EXIT_CONFIG
-    if words[0] == "--version":
+        return EXIT_DONE if argv else EXIT_CONFIG
+    if argv[0] == "--version":
         print(__version__)
         return EXIT_DONE
-    command, rest = words[0], words[1:]
     try:
-        if command not in COMMANDS:
-            from megatron_grpo.config.table import close_to
-
-            close = close_to(command, list(COMMANDS), limit=1)
-            hint = f"Did you mean {close[0]}?" if close else f"The commands are: {', '.join(COMMANDS)}."
-            raise ConfigError(f"{command!r} is not a command. {hint}")
-        if any(word in ("-h", "--help") for word in rest):
-            from megatron_grpo.config.show import print_help
-
-            print_help(command, COMMANDS[command])
-            return EXIT_DONE
-        if sys.platform != "linux" and command != "plan":
-            raise ConfigError(f"{command} needs Linux, and this is {sys.platform}: here `plan` alone runs (docs/dependencies.md).")
-        if problems := list(_problems_of_process(command)):
-            raise ConfigError(problems)
-        if command == "train":
-            from megatron_grpo.run.signals import heard_before_the_run
-
-            with heard_before_the_run():
-                return COMMANDS[command](rest, **parts)
-        return COMMANDS[command](rest, **parts)
+        return _run(argv[0], list(argv[1:]), parts)
+    except ConfigShown:
+        return EXIT_DONE
     except KeyboardInterrupt:
         return 128 + 2
     except BrokenPipeError:  # `plan | head`: the reader has seen enough; a training run that loses its reader is a RunError
@@ -331,3 +277,28 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
 
             leave_word(error)
         return code
+
+
+def _run(command: str, words: list[str], parts: dict[str, Any]) -> int:
+    if command not in COMMANDS:
+        from megatron_grpo.config.table import close_to
+
+        close = close_to(command, list(COMMANDS), limit=1)
+        hint = f"Did you mean {close[0]}?" if close else f"The commands are: {', '.join(COMMANDS)}."
+        raise ConfigError(f"{command!r} is not a command. {hint}")
+    if any(word in ("-h", "--help") for word in words):
+        from megatron_grpo.config.show import print_help
+
+        print_help(command, COMMANDS[command])
+        return EXIT_DONE
+    if sys.platform != "linux" and command != "plan":
+        raise ConfigError(f"{command} needs Linux, and this is {sys.platform}: here `plan` alone runs (docs/dependencies.md).")
+    if problems := list(_problems_of_process(command)):
+        raise ConfigError(problems)
+    if launcher.read().by_torchrun:
+        die_with_parent()  # a script of the user's own has no supervisor
+    if command not in ("plan", "doctor"):  # which load no library that would speak
+        from megatron_grpo.run.quiet import quiet_libraries
+
+        quiet_libraries()
+    return COMMANDS[command](words, **(parts if command == "train" else {}))

@@ -28,19 +28,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def run_plan(read: Callable[..., Parsed], look_at: Callable[[Parsed], Plan], *, launcher_world_size: int | None = None) -> int:
+def run_plan(parsed: Parsed, look_at: Callable[[Parsed], Plan]) -> int:
     """Print the plan; the exit code. Raises ConfigError, except with --json, which prints the errors as its answer.
 
-    read: what was typed, with the number of ranks that a launcher started.
     look_at: makes the plan of what was parsed, and looks at what it names (`inputs.look_at_everything`).
     """
-    as_json = False
+    as_json = parsed.config.plan.json
     try:
-        # Without a launcher of its own, `plan` may ask about any number of ranks.
-        parsed = read()
-        if launcher_world_size is not None and "world_size" not in parsed.config.typed:
-            parsed = read(launcher_world_size=launcher_world_size)
-        as_json = parsed.config.plan.json
         if parsed.print_config:
             from megatron_grpo.config.show import print_config
 
