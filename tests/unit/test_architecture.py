@@ -72,13 +72,24 @@ def lines_of(path: str) -> int:
 
 
 def test_the_path_is_as_long_as_it_says():
-    said = {name.strip("`"): int(lines) for name, lines, _ in cells(section("The path"))}
+    said = {name.strip("`"): int(lines) for name, lines, *_ in cells(section("The path"))}
     for name, lines in said.items():
         assert lines_of(name) == pytest.approx(lines, rel=0.1, abs=10), name
     total = int(re.search(r"they are ([\d,]+) lines", section("The path"))[1].replace(",", ""))
     assert sum(map(lines_of, said)) == pytest.approx(total, rel=0.1) and sum(said.values()) == total
+
+
+def test_the_readme_is_a_front_page():
+    """At most 150 lines, and no map of modules: that is on the page of the architecture."""
     readme = (HERE / "README.md").read_text()
-    assert re.search(r"([\d,]+) lines", readme)[1] == f"{total:,}" and all(f"`{name}`" in readme for name in said)
+    assert len(readme.splitlines()) <= 150
+    assert re.findall(r"`(\w+/\w+\.py)`", readme) == ["megatron_grpo/train.py"]
+
+
+def test_every_page_is_in_the_index():
+    index = (HERE / "docs" / "README.md").read_text()
+    for page in HERE.glob("docs/*.md"):
+        assert page.name == "README.md" or f"({page.name})" in index, page.name
 
 
 def test_the_way_of_a_completion_is_counted():
