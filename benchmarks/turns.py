@@ -35,8 +35,7 @@ def main() -> None:
 
 def measure(path: Path, args: argparse.Namespace) -> None:
     from megatron_grpo.config.config import RolloutConfig
-    from megatron_grpo.environments.loading import Stage
-    from megatron_grpo.environments.play import Rules
+    from megatron_grpo.environments.play import Play, Stage
     from megatron_grpo.environments.protocol import Environment
     from megatron_grpo.environments.template import ChatTemplate
     from megatron_grpo.rollout.colocated import ColocatedEngine
@@ -65,13 +64,13 @@ def measure(path: Path, args: argparse.Namespace) -> None:
     question = [{"role": "user", "content": "What is it?"}]
     ids = tuple(tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True)["input_ids"])
     prompts = [Prompt(number=i, row=i, raw=question, token_ids=ids, columns={}) for i in range(args.episodes // 8)]
-    rules = Rules(max_turns=args.turns, max_completion_length=800, max_model_len=1000, timeout=60.0, concurrency=64)
-    stage = Stage(environment=Again, template=ChatTemplate(tokenizer, end_ids=[2]), rules=rules, system=None)
+    limits = dict(max_turns=args.turns, max_completion_length=800, max_model_len=1000, timeout=60.0, concurrency=64)
+    stage = Stage(environment=Again, template=ChatTemplate(tokenizer, end_ids=[2]), system=None, **limits)
     sampling = SamplingSettings(n=8, max_completion_length=args.tokens)
 
     def episodes() -> int:
         asked.clear()
-        play = stage.begin(prompts, n=8, seed_of=lambda number, place, turn: request_seed(number, number, place, turn, n=8))
+        play = Play(stage, prompts, n=8, seed_of=lambda number, place, turn: request_seed(number, number, place, turn, n=8))
         turns = Cut(engine._llm.llm_engine, sampling, version=0)
         while not play.advance(turns, 10.0, version=0):
             pass

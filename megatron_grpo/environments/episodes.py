@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Generic, TypeVar
 
-from megatron_grpo.environments.loading import Stage
-from megatron_grpo.environments.play import Play
+from megatron_grpo.environments.play import Play, Stage
 from megatron_grpo.rollout.engine import SamplingSettings, WeightsLost
 from megatron_grpo.rollout.turns import Player, TurnEngine, request_seed
 from megatron_grpo.types import Group, Prompt
@@ -73,7 +72,7 @@ class Episodes(PlayedSampler[Play]):
         self._told: set[str] = set()
 
     def new_player(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> Play:
-        return self.stage.begin(prompts, n=sampling.n, seed_of=partial(request_seed, seed, n=sampling.n))
+        return Play(self.stage, prompts, n=sampling.n, seed_of=partial(request_seed, seed, n=sampling.n))
 
     def _drop(self) -> None:
         play = self._player

@@ -1,24 +1,25 @@
-"""Owns turning `--environment` and `--tools` into a class whose objects are episodes, and into what plays them."""
+"""What `--environment`, `--tools` and `--rollout_func` name, loaded and held against the chat template before a run. No torch."""
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.errors import ConfigError, Problem, said_by
+from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with, said_by
 from megatron_grpo.config.config import Config
-from megatron_grpo.data.chat import opening_of
-from megatron_grpo.environments.calls import reader
 from megatron_grpo.environments.foreign_environments import adapted
-from megatron_grpo.environments.play import Play, Rules
-from megatron_grpo.environments.protocol import Environment
-from megatron_grpo.environments.template import ChatTemplate
-from megatron_grpo.environments.tools import UnusableTool, schema_of, tool_set
+from megatron_grpo.environments.protocol import Environment, Message
+from megatron_grpo.environments.template import ChatTemplate, History
+from megatron_grpo.environments.tools import ToolEnvironment, UnusableTool, reader, schema_of, tool_set
 from megatron_grpo.rewards.loading import user_object
-from megatron_grpo.types import Prompt
+
+_QUESTION: Message = {"role": "user", "content": "What is it?"}
+_ANSWER = "It is the seventh."
+_THOUGHT = "<think>\nIt may be the seventh.\n</think>\n\nI say so."
+_CALL = '<tool_call>\n{"name": "look", "arguments": {"place": 7}}\n</tool_call>'
 
 
 def load_environment(cfg: Config, tokenizer: Any = None) -> type[Environment] | None:
@@ -31,11 +32,10 @@ def load_environment(cfg: Config, tokenizer: Any = None) -> type[Environment] | 
         return None
     problems: list[Problem] = []
     inner, functions = None, dict[str, Callable[..., Any]]()
-    if turns.environment is not None:
-        try:
-            inner = _environment(turns.environment)
-        except ConfigError as error:
-            problems += error.problems
+    try:
+        inner = _environment(turns.environment) if turns.environment is not None else None
+    except ConfigError as error:
+        problems += error.problems
     for spec in turns.tools:
         try:
             function = user_object(spec, flag="tools")
@@ -43,9 +43,9 @@ def load_environment(cfg: Config, tokenizer: Any = None) -> type[Environment] | 
         except ConfigError as error:
             problems += error.problems
         except AttributeError:
-            problems.append(Problem(flags=("tools",), message=f"tools: {spec} has no name that a model could call; wrap it in a function."))
+            problems.append(problem_with("tools", f"tools: {spec} has no name that a model could call; wrap it in a function."))
     if not problems and len(functions) < len(turns.tools):
-        problems.append(Problem(flags=("tools",), message=f"tools ({' '.join(turns.tools)}) names two functions of one name."))
+        problems.append(problem_with("tools", f"tools ({' '.join(turns.tools)}) names two functions of one name."))
     if problems:
         raise ConfigError(problems)
     if not functions:
@@ -55,7 +55,7 @@ def load_environment(cfg: Config, tokenizer: Any = None) -> type[Environment] | 
         read = reader(turns.tool_call_parser if tokenizer is not None else "hermes", tokenizer, schemas)
         return tool_set(functions, inner=inner, read=read)
     except UnusableTool as error:
-        raise ConfigError([Problem(flags=("tools",), message=f"tools: one of {' '.join(turns.tools)} {error}")]) from error
+        raise config_error("tools", f"tools: one of {' '.join(turns.tools)} {error}") from error
 
 
 def _environment(spec: str) -> type[Environment]:
@@ -63,23 +63,44 @@ def _environment(spec: str) -> type[Environment]:
     try:
         made = adapted(found) if isinstance(found, type) else None
     except UnusableTool as error:
-        raise _fail(f"environment {spec}: one of its methods {error}") from error
+        raise config_error("environment", f"environment {spec}: one of its methods {error}") from error
     if made is None:
-        raise _fail(
+        raise config_error(
+            "environment",
             f"environment {spec} is no environment: a class that inherits megatron_grpo.environments.protocol.Environment, or one of TRL's "
-            "(reset, methods that are tools), Megatron-SWIFT's (reset, step) or verifiers' (env_response)."
+            "(reset, methods that are tools), Megatron-SWIFT's (reset, step) or verifiers' (env_response).",
         )
     if made.reply is Environment.reply:
-        raise _fail(f"environment {spec} has no `reply`.")
+        raise config_error("environment", f"environment {spec} has no `reply`.")
     try:
         json.dumps(list(made.tools))
     except (TypeError, ValueError) as error:
-        raise _fail(f"environment {spec}: `tools` is a list of JSON schemas: {said_by(error)}") from error
+        raise config_error("environment", f"environment {spec}: `tools` is a list of JSON schemas: {said_by(error)}") from error
     return made
 
 
-def _fail(message: str) -> ConfigError:
-    return ConfigError([Problem(flags=("environment",), message=message)])
+def load_rollout_func(cfg: Config) -> Callable[..., Any] | None:
+    """None where none is named. Runs the user's file. Raises ConfigError where it cannot be called as it will be."""
+    spec = cfg.rollout.rollout_func
+    if spec is None:
+        return None
+    found = user_object(spec, flag="rollout_func")
+    wrong = None
+    if inspect.isclass(found) or not callable(found):
+        wrong = f"{spec} is no function"
+    elif inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
+        wrong = f"{spec} is a coroutine or a generator; it must return its completions. It may call the sampler from threads of its own"
+    else:
+        try:
+            inspect.signature(found).bind((), None)
+        except (TypeError, ValueError) as error:
+            wrong = f"{spec} is called as {spec.rpartition(':')[2]}(prompts, sampler), which it does not take ({error})"
+    if wrong:
+        raise config_error("rollout_func", f"rollout_func: {wrong}.")
+    return found
+
+
+# ---- the chat template
 
 
 def end_ids_of(model_path: Path, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> frozenset[int]:
@@ -95,42 +116,68 @@ def end_ids_of(model_path: Path, tokenizer: Any, stop_token_ids: Sequence[int] =
     return frozenset(found)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """Where the episodes of a run are played: its environment, its template, its rules."""
-
-    environment: type[Environment]
-    template: ChatTemplate
-    rules: Rules
-    system: str | None
-
-    @classmethod
-    def of(cls, cfg: Config, environment: type[Environment], tokenizer: Any, *, model_path: Path, max_model_len: int) -> Stage:
-        turns, rollout = cfg.turns, cfg.rollout
-        return cls(
-            environment=environment,
-            template=template_of(cfg, environment, tokenizer, model_path=model_path),
-            rules=Rules(
-                max_turns=turns.max_turns,
-                max_completion_length=rollout.max_completion_length,
-                max_model_len=rollout.vllm_max_model_len or max_model_len,
-                timeout=turns.environment_timeout,
-                concurrency=turns.max_environment_concurrency,
-                history=turns.turn_history,  # type: ignore[arg-type]  # one of its choices
-            ),
-            system=cfg.data.system,
-        )
-
-    def begin(self, prompts: Sequence[Prompt], *, n: int, seed_of: Callable[[int, int, int], int]) -> Play:
-        """n: episodes of a prompt. seed_of: see `Play`."""
-        return Play(prompts, n=n, make=self.environment, template=self.template, rules=self.rules, seed_of=seed_of, opening_of=self.opening)
-
-    def opening(self, prompt: Prompt) -> list[Mapping[str, Any]]:
-        """A row's messages, as its tokens were made of them."""
-        assert not isinstance(prompt.raw, str)  # refused as the data are read
-        return opening_of(prompt.raw, system=self.system)
-
-
 def template_of(cfg: Config, environment: type[Environment], tokenizer: Any, *, model_path: Path) -> ChatTemplate:
     end_ids = end_ids_of(model_path, tokenizer, cfg.rollout.stop_token_ids)
     return ChatTemplate(tokenizer, tools=environment.tools, options=cfg.data.template_options, end_ids=end_ids)
+
+
+def roles_of(environment: type[Environment]) -> list[str]:
+    """Who its answers are from."""
+    if environment.role:
+        return [environment.role]
+    if not issubclass(environment, ToolEnvironment):
+        return ["tool"] if environment.tools else ["user"]
+    inner = environment.inner
+    return ["tool", *(roles_of(inner) if isinstance(inner, type) and issubclass(inner, Environment) else [])]
+
+
+def look_at(template: ChatTemplate, environment: type[Environment], *, history: History, flag: str) -> list[str]:
+    """What a person should know of the template. Raises ConfigError where it refuses or drops what is answered.
+
+    flag: the setting that named the environment.
+    """
+    notes = []
+    for role in dict.fromkeys(roles_of(environment)):
+        turns = {"": _CALL if role == "tool" else "I say so.", " that thinks": _THOUGHT}
+        if "think" not in str(template.tokenizer.chat_template):
+            del turns[" that thinks"]
+        rewritten = [kind for kind, said in turns.items() if _rewrites(template, role, said, flag)]
+        if rewritten and history == "template":
+            which = "a turn" if "" in rewritten else f"a turn{rewritten[0]}"
+            notes.append(
+                f"The chat template rewrites {which} once a message of role {role} has answered it: an episode of T such turns is T "
+                "contexts, and each is computed. --turn_history sampled keeps one, as it was drawn."
+            )
+    return [*notes, *_ends(template)]
+
+
+def _rewrites(template: ChatTemplate, role: str, said: str, flag: str) -> bool:
+    answer: Message = {"role": role, "content": _ANSWER, **({"name": "look"} if role == "tool" else {})}
+    opened = template.render([_QUESTION])
+    prefill = template.prefill([_QUESTION], opened)
+    said = said.removeprefix(prefill) if prefill else said
+    try:
+        full = template.render([_QUESTION, {"role": "assistant", "content": prefill + said}, answer])
+    except Exception as error:  # a template raises what it likes
+        refused = f"{flag}: the chat template refuses a message of role {role}, of which answers would be: {said_by(error)}"
+        raise config_error(flag, refused) from error
+    if _ANSWER not in full:
+        raise config_error(
+            flag,
+            f"{flag}: the chat template shows nothing of a message of role {role}, so the model would answer without ever having seen one. "
+            "A template of the tokenizer that knows this role is needed, or an environment that answers as user.",
+        )
+    return not full.startswith(opened + said)
+
+
+def _ends(template: ChatTemplate) -> Iterator[str]:
+    """Whether a turn ends, for vLLM, where it ends for the template."""
+    said = [_QUESTION, {"role": "assistant", "content": "I say so."}, {"role": "user", "content": _ANSWER}]
+    behind = template.render(said).partition("I say so.")[2].lstrip()
+    marks = template.encode(behind, template.guards())
+    if marks and marks[0] not in template.end_ids:
+        mark = marks[0]
+        yield (
+            f"The chat template ends a turn with {template.decode([mark])!r} (token {mark}), and sampling does not stop there: every turn "
+            f"would run on, or be rewritten. --stop_token_ids {mark} stops it."
+        )

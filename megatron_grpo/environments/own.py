@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -55,19 +56,13 @@ class DrawnTokens:
 
 @dataclass(slots=True, eq=False)
 class _Request:
+    """One context to draw behind; its caller waits for what is drawn."""
+
+    key: Key
     token_ids: tuple[int, ...]
     seed: int
     max_tokens: int
-    drawn: Drawn | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One call of the sampler, which waits for all of its requests."""
-
-    requests: dict[Key, _Request]
-    left: int
-    done: threading.Event = field(default_factory=threading.Event)
+    drawn: Future[Drawn] = field(default_factory=Future)
 
 
 class OwnSampler:
@@ -76,7 +71,13 @@ class OwnSampler:
     Drawing is at the run's temperature, stop and stop_token_ids: the policy is trained on just that distribution.
     """
 
-    def __init__(self, own: OwnRollout, sampling: SamplingSettings, ask: Callable[[_Call], None], seed_of: Callable[[int, int, int], int]):
+    def __init__(
+        self,
+        own: OwnRollout,
+        sampling: SamplingSettings,
+        ask: Callable[[Sequence[_Request]], None],
+        seed_of: Callable[[int, int, int], int],
+    ):
         self.tokenizer, self.temperature = own.tokenizer, sampling.temperature
         self.max_completion_length, self.max_model_len = own.limits.max_completion_length, own.limits.max_model_len
         self.num_generations = sampling.n
@@ -95,13 +96,12 @@ class OwnSampler:
         contexts = [one.token_ids for one in asked] if token_ids is None else [tuple(int(i) for i in ids) for ids in token_ids]
         if len(contexts) != len(asked):
             raise ValueError(f"{len(contexts)} contexts for {len(asked)} entries of prompts: one each")
-        call = self._call(asked, contexts, self.max_completion_length if max_tokens is None else max_tokens)
-        if call.requests:
-            self._ask(call)
-        return [self._told(request.drawn) for request in call.requests.values() if request.drawn is not None]
+        requests = self._requests(asked, contexts, self.max_completion_length if max_tokens is None else max_tokens)
+        self._ask(requests)
+        return [self._told(request.drawn.result()) for request in requests]
 
-    def _call(self, asked: Sequence[Asked], contexts: Sequence[tuple[int, ...]], most: int) -> _Call:
-        requests: dict[Key, _Request] = {}
+    def _requests(self, asked: Sequence[Asked], contexts: Sequence[tuple[int, ...]], most: int) -> list[_Request]:
+        requests = []
         for one, ids in zip(asked, contexts, strict=True):
             room = min(most, self.max_model_len - len(ids))
             if not ids or room < 1:
@@ -114,8 +114,8 @@ class OwnSampler:
                 count = self._counts[one.number, one.generation]
                 self._counts[one.number, one.generation] += 1
             key = one.number, one.generation + self.num_generations * count  # of one completion several may be drawn at a time
-            requests[key] = _Request(token_ids=ids, seed=self._seed_of(one.number, one.generation, count), max_tokens=room)
-        return _Call(requests=requests, left=len(requests))
+            requests.append(_Request(key, ids, self._seed_of(one.number, one.generation, count), room))
+        return requests
 
     def _told(self, drawn: Drawn) -> DrawnTokens:
         text = self.tokenizer.decode(list(drawn.token_ids), skip_special_tokens=True)
@@ -129,10 +129,10 @@ class OwnPlayer:
         self.own, self.prompts, self.n = own, list(prompts), sampling.n
         self.problem: str | None = None
         self._seed_of = partial(request_seed, seed, n=sampling.n)
-        self._sampler = OwnSampler(own, sampling, self._wait_for, self._seed_of)
+        self._sampler = OwnSampler(own, sampling, self._ask, self._seed_of)
         self._changed = threading.Condition()
-        self._waiting: deque[_Call] = deque()
-        self._open: dict[Key, tuple[_Call, _Request]] = {}
+        self._waiting: list[_Request] = []
+        self._open: dict[Key, _Request] = {}
         self._completions: list[Completion] = []
         self._thread: threading.Thread | None = None
         self._has_ended = self._is_closed = False
@@ -143,8 +143,8 @@ class OwnPlayer:
     def advance(self, turns: TurnSampler, seconds: float, *, version: int) -> bool:
         """See `rollout.turns.Player`."""
         if turns is not self._turns:  # the first, or others after lost weights
-            for key, (_, request) in self._open.items():
-                turns.submit(key, request.token_ids, seed=request.seed, max_tokens=request.max_tokens)
+            for request in self._open.values():
+                turns.submit(request.key, request.token_ids, seed=request.seed, max_tokens=request.max_tokens)
         self._turns, self._version = turns, version
         if self._thread is None:
             self._heard_at = time.monotonic()
@@ -175,32 +175,27 @@ class OwnPlayer:
         """Calls that wait end; a function in its own code is left behind there."""
         with self._changed:
             self._is_closed = True
-            calls = {id(call): call for call in (*self._waiting, *(call for call, _ in self._open.values()))}
+            left = [*self._waiting, *self._open.values()]
             self._waiting.clear()
             self._open.clear()
-        for call in calls.values():
-            call.done.set()
+        for request in left:
+            request.drawn.set_exception(_Over())
 
     # ---- between the threads
 
     def _submit(self, turns: TurnSampler) -> None:
         with self._changed:
-            calls, self._waiting = self._waiting, deque()
-            for call in calls:
-                for key, request in call.requests.items():
-                    self._open[key] = call, request
-        for call in calls:
+            asked, self._waiting = self._waiting, []
+            self._open |= {request.key: request for request in asked}
+        if asked:
             self._heard_at = time.monotonic()
-            for key, request in call.requests.items():
-                turns.submit(key, request.token_ids, seed=request.seed, max_tokens=request.max_tokens)
+        for request in asked:
+            turns.submit(request.key, request.token_ids, seed=request.seed, max_tokens=request.max_tokens)
 
     def _take(self, key: Key, drawn: Drawn) -> None:
-        call, request = self._open.pop(key)
-        request.drawn, self._heard_at = drawn, time.monotonic()
+        self._heard_at = time.monotonic()
         self._oldest = drawn.version if self._oldest is None else min(self._oldest, drawn.version)
-        call.left -= 1
-        if not call.left:
-            call.done.set()
+        self._open.pop(key).drawn.set_result(drawn)
 
     def _rest(self) -> None:
         """Until the function asks or ends; it is given up after its timeout."""
@@ -213,15 +208,12 @@ class OwnPlayer:
 
     # ---- in the function's thread
 
-    def _wait_for(self, call: _Call) -> None:
+    def _ask(self, requests: Sequence[_Request]) -> None:
         with self._changed:
             if self._is_closed or self._has_ended:
                 raise _Over
-            self._waiting.append(call)
+            self._waiting += requests
             self._changed.notify_all()
-        call.done.wait()
-        if any(request.drawn is None for request in call.requests.values()):
-            raise _Over
 
     def _run(self) -> None:
         found, problem = self._called()

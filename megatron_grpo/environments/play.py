@@ -6,57 +6,58 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, cast
+from pathlib import Path
+from typing import Any, cast
 
 from megatron_grpo.base.errors import said_by
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.chat import opening_of
+from megatron_grpo.environments.loading import template_of
 from megatron_grpo.environments.protocol import Environment, Message, Nonsense, Turn, as_messages, as_reply
-from megatron_grpo.environments.template import ChatTemplate
-from megatron_grpo.environments.transcript import History, Transcript, untold
+from megatron_grpo.environments.template import ChatTemplate, History
+from megatron_grpo.environments.transcript import Transcript, untold
 from megatron_grpo.environments.workers import Outcome, OutOfTime, Workers
 from megatron_grpo.rewards.contained import AskedToEnd
-from megatron_grpo.types import Completion, EpisodeNumbers, EpisodeRecord, Group, Kept, Prompt
+from megatron_grpo.rollout.turns import Drawn, Key, TurnSampler
+from megatron_grpo.types import Completion, EpisodeNumbers, EpisodeRecord, Group, Prompt
 
 MOST_WAITED = 0.5  # seconds for environments, before the sampler is looked at again
 LARGE = 1_000_000  # characters: what is longer is looked at before it is encoded
 
 
-class DrawnTurn(Protocol):
-    """What a sampler gives for one turn."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def logprobs(self) -> Sequence[float]: ...
-    @property
-    def is_cut(self) -> bool:
-        """It ended because it was `max_tokens` long."""
-
-    @property
-    def version(self) -> int: ...
-    @property
-    def kept(self) -> Kept | None:
-        """What each token was drawn among, where that is told."""
-
-
-class Turns(Protocol):
-    """Who draws turns (`rollout.turns.TurnSampler`). A key is (prompt's number, place in its group)."""
-
-    def submit(self, key: tuple[int, int], token_ids: Sequence[int], *, seed: int, max_tokens: int) -> None: ...
-    def poll(self) -> Sequence[tuple[tuple[int, int], DrawnTurn]]: ...
-    @property
-    def num_running(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """Of all episodes of a run. Tokens."""
+class Stage:
+    """Where the episodes of a run are played: its environment, its template, its limits. Lengths in tokens."""
 
+    environment: type[Environment]
+    template: ChatTemplate
+    system: str | None  # of prompts that have none
     max_turns: int
     max_completion_length: int  # of an episode after its opening, the environment's words included
     max_model_len: int
     timeout: float  # seconds of one call of an environment
     concurrency: int  # such calls under way at a time
     history: History = "template"
+
+    @classmethod
+    def of(cls, cfg: Config, environment: type[Environment], tokenizer: Any, *, model_path: Path, max_model_len: int) -> Stage:
+        turns, rollout = cfg.turns, cfg.rollout
+        return cls(
+            environment=environment,
+            template=template_of(cfg, environment, tokenizer, model_path=model_path),
+            system=cfg.data.system,
+            max_turns=turns.max_turns,
+            max_completion_length=rollout.max_completion_length,
+            max_model_len=rollout.vllm_max_model_len or max_model_len,
+            timeout=turns.environment_timeout,
+            concurrency=turns.max_environment_concurrency,
+            history=turns.turn_history,  # type: ignore[arg-type]  # one of its choices
+        )
+
+    def opening(self, prompt: Prompt) -> list[Mapping[str, Any]]:
+        """A row's messages, as its tokens were made of them."""
+        assert not isinstance(prompt.raw, str)  # refused as the data are read
+        return opening_of(prompt.raw, system=self.system)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -77,46 +78,36 @@ class _Episode:
     version: int = 0  # of the weights that would draw its first token
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> Key:
         return self.prompt.number, self.place
 
 
 class Play:
-    """Plays the episodes of some prompts to their ends. What an environment does ends no more than its own episode.
+    """Plays the episodes of some prompts to their ends: a `rollout.turns.Player`. What an environment does ends no more than its own
+    episode; an environment is made in a thread, in which its methods are called too.
 
-    make: a row's columns -> the environment of one episode; called in a thread, as its methods are. seed_of: (prompt's number, place, turn)
-    -> the seed of that turn. opening_of: a prompt -> its messages, as the template is to get them.
+    n: episodes of a prompt. seed_of: (prompt's number, place, turn) -> the seed of that turn.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        n: int,
-        make: Callable[[Mapping[str, Any]], Environment],
-        template: ChatTemplate,
-        rules: Rules,
-        seed_of: Callable[[int, int, int], int],
-        opening_of: Callable[[Prompt], Sequence[Message]],
-    ):
-        self.prompts, self.n, self.template, self.rules = list(prompts), n, template, rules
-        self._make, self._seed_of = make, seed_of
-        self._workers = Workers(concurrency=rules.concurrency, timeout=rules.timeout)
-        self._asked: dict[tuple[int, int], tuple[tuple[int, ...], int, int]] = {}  # open turns: (tokens, seed, most tokens)
+    def __init__(self, stage: Stage, prompts: Sequence[Prompt], *, n: int, seed_of: Callable[[int, int, int], int]):
+        self.stage, self.prompts, self.n = stage, list(prompts), n
+        self._seed_of = seed_of
+        self._workers = Workers(concurrency=stage.concurrency, timeout=stage.timeout)
+        self._asked: dict[Key, tuple[tuple[int, ...], int, int]] = {}  # open turns: (tokens, seed, most tokens)
         self._openings: dict[int, tuple[int, ...]] = {}  # by the prompt's number
         episodes = [
             _Episode(prompt=prompt, place=place, opening=opening)
             for prompt in self.prompts
-            for opening in [opening_of(prompt)]
+            for opening in [stage.opening(prompt)]
             for place in range(n)
         ]
         self.episodes = {one.key: one for one in episodes}
         self._open = set(self.episodes)
-        self._turns: Turns | None = None
+        self._turns: TurnSampler | None = None
         for one in episodes:
             self._workers.submit(("start", one.key), partial(self._start, one))
 
-    def advance(self, turns: Turns, seconds: float, *, version: int) -> bool:
+    def advance(self, turns: TurnSampler, seconds: float, *, version: int) -> bool:
         """Plays for about so long; whether all episodes have ended. version: of the weights that draw.
 
         With other `turns` than the last time, open turns are asked of these: who drew them is gone, perhaps.
@@ -163,12 +154,12 @@ class Play:
 
     def _start(self, episode: _Episode) -> Any:
         """In a thread."""
-        episode.environment = self._make(episode.prompt.columns)
+        episode.environment = self.stage.environment(episode.prompt.columns)
         return episode.environment.start([dict(message) for message in episode.opening])
 
     def _hear(self, outcome: Outcome, version: int) -> None:
         """What a call of an environment has come to."""
-        kind, key = cast(tuple[str, tuple[int, int]], outcome.key)
+        kind, key = cast(tuple[str, Key], outcome.key)
         episode = self.episodes[key]
         episode.seconds += outcome.seconds
         if kind == "close" or key not in self._open:
@@ -182,7 +173,7 @@ class Play:
             else:
                 self._heard(episode, outcome.value)
         except OutOfTime:
-            self._finish(episode, "timeout", f"{kind} did not answer within {self.rules.timeout:g} s")
+            self._finish(episode, "timeout", f"{kind} did not answer within {self.stage.timeout:g} s")
         except Nonsense as nonsense:
             self._finish(episode, "nonsense", str(nonsense))
         except MemoryError:
@@ -199,12 +190,12 @@ class Play:
         if not messages:
             raise Nonsense("start returned no messages, and there is nothing to answer")
         token_ids = episode.prompt.token_ids if is_own else None  # of one function, for all ranks and all rounds
-        if not is_own and self._is_long(messages, self.rules.max_model_len):
-            raise Nonsense(f"start returned more than the {self.rules.max_model_len} tokens that an episode may have in all")
-        transcript = Transcript(self.template, messages, token_ids, history=self.rules.history)
-        if not is_own and len(transcript.ids) >= self.rules.max_model_len:
+        if not is_own and self._is_long(messages, self.stage.max_model_len):
+            raise Nonsense(f"start returned more than the {self.stage.max_model_len} tokens that an episode may have in all")
+        transcript = Transcript(self.stage.template, messages, token_ids, history=self.stage.history)
+        if not is_own and len(transcript.ids) >= self.stage.max_model_len:
             raise Nonsense(
-                f"start returned {len(transcript.ids)} tokens, and an episode has room for {self.rules.max_model_len} in all, its turns too"
+                f"start returned {len(transcript.ids)} tokens, and an episode has room for {self.stage.max_model_len} in all, its turns too"
             )
         episode.transcript = transcript
         episode.messages, episode.num_opening = list(messages), len(messages)
@@ -221,11 +212,11 @@ class Play:
         """Tokens that the next turn may have."""
         assert episode.transcript is not None
         spent = episode.transcript.num_drawn + episode.transcript.num_heard
-        return min(self.rules.max_completion_length - spent, self.rules.max_model_len - len(episode.transcript.ids))
+        return min(self.stage.max_completion_length - spent, self.stage.max_model_len - len(episode.transcript.ids))
 
     def _is_long(self, messages: Sequence[Message], room: int) -> bool:
         """So many characters that these are more than `room` tokens: it is not encoded to find out."""
-        return sum(1 + len(message["content"]) for message in messages) > max(LARGE, room * self.template.longest)
+        return sum(1 + len(message["content"]) for message in messages) > max(LARGE, room * self.stage.template.longest)
 
     def _ask(self, episode: _Episode) -> None:
         assert episode.transcript is not None and self._turns is not None
@@ -236,7 +227,7 @@ class Play:
         self._asked[episode.key] = token_ids, seed, room
         self._turns.submit(episode.key, token_ids, seed=seed, max_tokens=room)
 
-    def _say(self, episode: _Episode, drawn: DrawnTurn) -> None:
+    def _say(self, episode: _Episode, drawn: Drawn) -> None:
         """The model has said its turn."""
         assert episode.transcript is not None and episode.environment is not None
         del self._asked[episode.key]
@@ -246,7 +237,7 @@ class Play:
         episode.messages.append({"role": "assistant", "content": text})
         if drawn.is_cut:  # half a tool call is never made
             return self._finish(episode, "length")
-        is_last = episode.num_turns == self.rules.max_turns
+        is_last = episode.num_turns == self.stage.max_turns
         turn = Turn(number=number, text=text, messages=tuple(dict(message) for message in episode.messages), is_last=is_last)
         self._workers.submit(("reply", episode.key), partial(episode.environment.reply, turn))
 
@@ -260,7 +251,7 @@ class Play:
         episode.messages += reply.messages
         if reply.done or not reply.messages:
             return self._finish(episode, "done")
-        if episode.num_turns >= self.rules.max_turns:
+        if episode.num_turns >= self.stage.max_turns:
             return self._finish(episode, "max_turns")
         if self._is_long(reply.messages, self._room(episode)):
             return self._finish(episode, "length")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from megatron_grpo.environments.protocol import Message
 
+History = Literal["template", "sampled"]  # what a turn is sampled behind: the template's own rendering, or the tokens as they were
 MARK = "\U000ffffd"  # stands for words whose place in a rendering is looked for
 _GUARDS = range(0xF0000, 0xFFFFD)  # private characters, each in place of a text that must not be read as a special token
 

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from megatron_grpo.environments.protocol import Message
-from megatron_grpo.environments.template import MARK, ChatTemplate
+from megatron_grpo.environments.template import MARK, ChatTemplate, History
 from megatron_grpo.types import Kept
 from megatron_grpo.types import Sequence as Scored
 
-History = Literal["template", "sampled"]
 NO_VERSION = -1  # of a stretch that nobody drew
 
 

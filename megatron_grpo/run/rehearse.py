@@ -27,8 +27,7 @@ from megatron_grpo.data.eyes import Eyes, eyes_of
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.data.prompts import PromptRows, check_pictures
 from megatron_grpo.data.streamed import rows_to_look_at
-from megatron_grpo.environments.loading import load_environment, template_of
-from megatron_grpo.environments.probe import look_at
+from megatron_grpo.environments.loading import load_environment, look_at, template_of
 from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.rewards.loading import close_rewards, load_rewards
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score

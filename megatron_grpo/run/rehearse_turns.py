@@ -12,8 +12,7 @@ from typing import Any
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.data.prompts import PromptRows
-from megatron_grpo.environments.loading import Stage
-from megatron_grpo.environments.play import Play
+from megatron_grpo.environments.play import Play, Stage
 from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.environments.tools import ToolEnvironment
 from megatron_grpo.rollout.turns import Drawn, Key
@@ -89,7 +88,7 @@ def play_rows(
     stage = Stage.of(cfg, environment, tokenizer, model_path=model_path, max_model_len=longest + cfg.rollout.max_completion_length)
     played = {}
     for kind, texts in {**kinds, **_calls(environment, len(prompts))}.items():
-        play = stage.begin(prompts, n=1, seed_of=lambda *place: 0)
+        play = Play(stage, prompts, n=1, seed_of=lambda *place: 0)
         _play_out(play, _Scripted(stage, dict(enumerate(texts))))
         played[kind] = Played(groups=play.groups())
     return played

@@ -149,7 +149,7 @@ def environment_of(cfg: Config, tokenizer: Any) -> type[Environment] | None:
 
 def rollout_func_of(cfg: Config) -> Callable[..., Any] | None:
     """The function that `rollout_func` names, which runs the user's file. Raises ConfigError."""
-    from megatron_grpo.environments.own_loading import load_rollout_func
+    from megatron_grpo.environments.loading import load_rollout_func
 
     return load_rollout_func(cfg)
 
@@ -160,8 +160,7 @@ def look_at_template(cfg: Config, environment: type[Environment], tokenizer: Any
     if not getattr(tokenizer, "chat_template", None):
         message = f"{flag}: the model's tokenizer has no chat template (a base model?), and turns are written by one. Use a chat model."
         raise ConfigError([Problem(flags=(flag, "model"), message=message)])
-    from megatron_grpo.environments.loading import template_of
-    from megatron_grpo.environments.probe import look_at
+    from megatron_grpo.environments.loading import look_at, template_of
 
     template = template_of(cfg, environment, tokenizer, model_path=model_path)
     return look_at(template, environment, history=cfg.turns.turn_history, flag=flag)  # type: ignore[arg-type]  # one of its choices

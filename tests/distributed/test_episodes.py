@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from megatron_grpo.config.config import RolloutConfig
-from megatron_grpo.environments.play import Rules
 from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.types import FAULTS, Prompt
@@ -149,14 +148,14 @@ def engine_at(path, rank, world_size, *, tp=1):
 
 
 def stage(environment, *, template=TEMPLATE, history="template", max_turns=3, timeout=1.0):
-    from megatron_grpo.environments.loading import Stage
+    from megatron_grpo.environments.play import Stage
     from megatron_grpo.environments.template import ChatTemplate
 
     tokenizer = chat_tokenizer(template)
-    rules = Rules(
+    limits = dict(
         max_turns=max_turns, max_completion_length=300, max_model_len=800, timeout=timeout, concurrency=64, history=history,
     )  # fmt: skip
-    return Stage(environment=environment, template=ChatTemplate(tokenizer, end_ids=[2, 0]), rules=rules, system=None)
+    return Stage(environment=environment, template=ChatTemplate(tokenizer, end_ids=[2, 0]), system=None, **limits)
 
 
 def prompts(count: int, template: str = TEMPLATE, **columns) -> list[Prompt]:

@@ -209,8 +209,7 @@ ENDS = tuple(range(4, 128, 3))
 def play_on(engine):
     """A sampler of episodes over this engine; its environment says the number of the turn."""
     from megatron_grpo.environments.episodes import Episodes
-    from megatron_grpo.environments.loading import Stage
-    from megatron_grpo.environments.play import Rules
+    from megatron_grpo.environments.play import Stage
     from megatron_grpo.environments.protocol import Environment
     from megatron_grpo.environments.template import ChatTemplate
     from tests.tiny_models import word_tokenizer
@@ -221,8 +220,8 @@ def play_on(engine):
 
     tokenizer = word_tokenizer(128)
     tokenizer.chat_template = CHAT
-    rules = Rules(max_turns=3, max_completion_length=40, max_model_len=60, timeout=10.0, concurrency=8)
-    return Episodes(engine, Stage(environment=Counts, template=ChatTemplate(tokenizer, end_ids=[2, *ENDS]), rules=rules, system=None))
+    limits = dict(max_turns=3, max_completion_length=40, max_model_len=60, timeout=10.0, concurrency=8)
+    return Episodes(engine, Stage(environment=Counts, template=ChatTemplate(tokenizer, end_ids=[2, *ENDS]), system=None, **limits))
 
 
 def questions(count):

@@ -122,7 +122,7 @@ def answering(cfg: Config, inputs: Looked, sampler: Engine) -> Sampler:
 
         return OwnRollouts(engine, own_rollout(cfg, inputs, inputs.rollout_func, tokenizer, max_model_len=max_model_len))
     from megatron_grpo.environments.episodes import Episodes
-    from megatron_grpo.environments.loading import Stage
+    from megatron_grpo.environments.play import Stage
 
     assert inputs.environment is not None
     return Episodes(engine, Stage.of(cfg, inputs.environment, tokenizer, model_path=inputs.model_path, max_model_len=max_model_len))

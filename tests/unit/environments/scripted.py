@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_grpo.environments.loading import Stage
-from megatron_grpo.environments.play import Rules
+from megatron_grpo.environments.play import Play, Stage
 from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.environments.template import ChatTemplate
 from megatron_grpo.rollout.turns import Drawn
@@ -55,8 +54,7 @@ def stage(environment: type[Environment], *, template: str = TEMPLATE, **rules: 
     known = dict(max_turns=3, max_completion_length=400, max_model_len=1000, timeout=5.0, concurrency=8)
     tokenizer = chat_tokenizer(template)
     return Stage(
-        environment=environment, template=ChatTemplate(tokenizer, tools=environment.tools, end_ids=[END]), rules=Rules(**known | rules),
-        system=None,
+        environment=environment, template=ChatTemplate(tokenizer, tools=environment.tools, end_ids=[END]), system=None, **known | rules,
     )  # fmt: skip
 
 
@@ -75,7 +73,7 @@ def played(
     says = Says(where.template.tokenizer, (lambda key, turn: text) if isinstance(text, str) else text, ends=ends)
     ids = where.template.encode(where.template.render(QUESTION), where.template.guards())
     asked = Prompt(number=0, row=0, raw=QUESTION, token_ids=tuple(ids), columns=columns or {})
-    play = where.begin([asked], n=n, seed_of=lambda number, place, turn: 1000 * place + turn)
+    play = Play(where, [asked], n=n, seed_of=lambda number, place, turn: 1000 * place + turn)
     while not play.advance(says, 1.0, version=4):
         pass
     [group] = play.groups()

@@ -190,7 +190,7 @@ def test_what_is_no_environment_and_no_tool_is_said_before_anything_loads(tmp_pa
 
 def test_a_template_that_shows_no_tool_is_refused_and_one_that_rewrites_is_told():
     """Trap 17: the model would answer without ever having seen the result."""
-    from megatron_grpo.environments.probe import look_at
+    from megatron_grpo.environments.loading import look_at
     from megatron_grpo.environments.protocol import Environment
     from megatron_grpo.environments.template import ChatTemplate
     from megatron_grpo.environments.tools import ToolEnvironment

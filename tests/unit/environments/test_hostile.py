@@ -9,10 +9,9 @@ import pickle
 import pyarrow
 import pytest
 
-from megatron_grpo.environments.calls import read_hermes
 from megatron_grpo.environments.foreign_environments import adapted
 from megatron_grpo.environments.protocol import Environment, Nonsense, Reply, as_messages
-from megatron_grpo.environments.tools import UnusableTool, tool_set
+from megatron_grpo.environments.tools import UnusableTool, read_hermes, tool_set
 from megatron_grpo.metrics.rollout import counted_in, said_in
 from megatron_grpo.types import Group, Prompt
 from tests.chat_models import TEMPLATE

@@ -11,9 +11,9 @@ import pytest
 
 from megatron_grpo.base.errors import ConfigError, RunError
 from megatron_grpo.config.parse import resolve
+from megatron_grpo.environments.loading import load_rollout_func
 from megatron_grpo.environments.own import OwnRollout, OwnRollouts
 from megatron_grpo.environments.own_answers import BadAnswer, Limits, asked_of, completions_of
-from megatron_grpo.environments.own_loading import load_rollout_func
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.turns import Drawn, request_seed
 from megatron_grpo.trainer.judge import as_batch

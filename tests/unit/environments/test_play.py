@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from megatron_grpo.environments.play import Play
 from megatron_grpo.environments.protocol import Environment, Nonsense, Reply, as_messages, as_reply
 from megatron_grpo.environments.workers import Workers
 from megatron_grpo.rollout.engine import prompt_seed
@@ -122,7 +123,7 @@ def test_a_new_sampler_is_asked_for_the_turns_that_are_open():
 
     where = stage(More)
     ids = where.template.encode(where.template.render(QUESTION), where.template.guards())
-    play = where.begin([Prompt(number=0, row=0, raw=QUESTION, token_ids=tuple(ids), columns={})], n=2, seed_of=lambda *key: hash(key) % 99)
+    play = Play(where, [Prompt(number=0, row=0, raw=QUESTION, token_ids=tuple(ids), columns={})], n=2, seed_of=lambda *key: hash(key) % 99)
     says = Says(where.template.tokenizer, lambda key, turn: f"{key[1]} {turn}")
     lost, polled = Says(where.template.tokenizer, says.text), [0]
     real = lost.poll

@@ -7,10 +7,9 @@ import json
 
 import pytest
 
-from megatron_grpo.environments.calls import read_hermes
 from megatron_grpo.environments.foreign_environments import adapted
 from megatron_grpo.environments.protocol import Environment, Reply
-from megatron_grpo.environments.tools import UnusableTool, schema_of, tool_set
+from megatron_grpo.environments.tools import UnusableTool, read_hermes, schema_of, tool_set
 from tests.unit.environments.scripted import played
 
 
@@ -190,7 +189,7 @@ def test_vllms_parsers_read_calls_and_what_they_cannot_read_is_answered_with_an_
 
     def body(rank, world_size, schemas):
         from megatron_grpo.base.errors import ConfigError
-        from megatron_grpo.environments.calls import reader
+        from megatron_grpo.environments.tools import reader
         from tests.chat_models import chat_tokenizer
 
         tokenizer = chat_tokenizer()
