@@ -115,6 +115,8 @@ def draw(timetable: Timetable, num_rollouts: int, *, width: int = 80) -> list[Te
             lines.append(Text(f"{'│':<{left - 7}}{'⋮':>6} {more:<{len(heads) + 6 + 2 + 13}}│", style="dim"))
             continue
         lines.append(_line(timetable, index, row, ranks, widest, left))
+    for line in lines:
+        line.no_wrap, line.overflow = True, "crop"
     return lines
 
 
@@ -155,13 +157,7 @@ def _line(timetable: Timetable, index: int, row: MicroStep, ranks: Sequence[int 
 
 def bracket_of(first: bool, last: bool, *, right: bool = False) -> str:
     """A bracket's piece in one row."""
-    if first and last:
-        return "]" if right else "["
-    if first:
-        return "┐" if right else "┌"
-    if last:
-        return "┘" if right else "└"
-    return "│"
+    return ("│┐┘]" if right else "│┌└[")[first + 2 * last]
 
 
 def legend(sizes: BatchSizes) -> list[str]:

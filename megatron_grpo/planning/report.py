@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -26,6 +26,8 @@ from megatron_grpo.planning.summary import (
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+HELD = ("weights", "adapters", "gradients", "optimizer", "reference", "teacher", "activations", "logits")  # by a pipeline stage
 
 
 def run_plan(parsed: Parsed, look_at: Callable[[Parsed], Plan]) -> int:
@@ -62,71 +64,70 @@ def print_report(made: Plan, *, file: TextIO | None = None, is_short: bool = Fal
     from rich.console import Console
 
     console = Console(file=file or sys.stdout, highlight=False, soft_wrap=False)
-    sizes, cfg = made.checked.sizes, made.checked.config
-    _sizes(console, made)
-    if not is_short:
-        console.rule("[bold]timetable", align="left", style="dim")
-        for line in draw(made.timetable, cfg.plan.plan_rollouts, width=console.width):
-            console.print(line, no_wrap=True, overflow="crop")
-        for meaning in legend(sizes):
-            console.print(meaning, style="dim", markup=False)
+    for title, lines in _sections(made, console.width, is_short=is_short):
+        console.rule(f"[bold]{title}", align="left", style="dim")
+        _print(console, *lines)
         console.print()
-        if made.memory:
-            _memory(console, made.memory, made.cost or {})
-        if made.pictures:
-            console.rule("[bold]pictures", align="left", style="dim")
-            for sentence in made.pictures.told():
-                console.print(sentence, markup=False)
-            console.print()
-        if made.servers:
-            console.rule("[bold]rollout servers", align="left", style="dim")
-            for sentence in servers_in_words(made.servers, (made.cost or {}).get("weight_push_bytes")):
-                console.print(sentence, markup=False)
-            console.print()
-        if made.cost:
-            _cost(console, made.cost)
-        if cfg.plan.dialect:
-            console.rule("[bold]the same in native flags", align="left", style="dim")
-            console.print(_to_paste(native_flags(cfg, sizes), console.width), markup=False)
-            console.print()
-    if made.checked.parsed.defaults:
-        _defaults(console, made)
     if made.not_checked:
-        console.print(f"Not checked: {'; '.join(made.not_checked)}.", style="dim", markup=False)
+        _print(console, (f"Not checked: {'; '.join(made.not_checked)}.", "dim"))
     if made.warnings:
         console.rule("[bold]worth knowing", align="left", style="dim")
-        for warning in made.warnings:
-            console.print(f"• {warning}", style="yellow" if not warning.startswith(("Note", "Your", "What differs")) else "", markup=False)
+        _print(console, *((f"• {one}", "" if one.startswith(("Note", "Your", "What differs")) else "yellow") for one in made.warnings))
 
 
-def _defaults(console: Console, made: Plan) -> None:
+# A line as it is, or with its style; or what rich makes of a table.
+Line = Any
+
+
+def _print(console: Console, *lines: Line) -> None:
+    for line in lines:
+        text, style = line if isinstance(line, tuple) else (line, None)
+        console.print(text, style=style, markup=False)
+
+
+def _sections(made: Plan, width: int, *, is_short: bool) -> Iterator[tuple[str, Iterable[Line]]]:
+    """Titles and lines. width: columns that there are."""
+    sizes, cfg = made.checked.sizes, made.checked.config
+    yield "sizes", _sizes(made)
+    if not is_short:
+        yield "timetable", [*draw(made.timetable, cfg.plan.plan_rollouts, width=width), *((line, "dim") for line in legend(sizes))]
+        if made.memory:
+            yield "memory of one rank", _memory(made.memory, made.cost or {})
+        if made.pictures:
+            yield "pictures", made.pictures.told()
+        if made.servers:
+            yield "rollout servers", servers_in_words(made.servers, (made.cost or {}).get("weight_push_bytes"))
+        if made.cost:
+            yield "work per rollout", _cost(made.cost)
+        if cfg.plan.dialect:
+            yield "the same in native flags", [_to_paste(native_flags(cfg, sizes), width)]
+    if made.checked.parsed.defaults:
+        yield f"defaults that differ in {cfg.plan.dialect}, and were not typed", [_defaults(made)]
+
+
+def _defaults(made: Plan) -> Line:
     from rich.table import Table
 
-    console.rule(f"[bold]defaults that differ in {made.checked.config.plan.dialect}, and were not typed", align="left", style="dim")
     out = Table(box=None, pad_edge=False)
     for name in ("name", "theirs", "ours", "used"):
         out.add_column(name, overflow="fold", no_wrap=name == "name")
     for row in made.checked.parsed.defaults:
         out.add_row(row.name.rpartition(".")[2], row.theirs, row.ours, row.used)
-    console.print(out, markup=False)
-    console.print()
+    return out
 
 
-def _sizes(console: Console, made: Plan) -> None:
+def _sizes(made: Plan) -> Iterator[Line]:
     from rich.table import Table
 
     grid = sizes_object(made.checked.sizes)["parallel"]
-    console.rule("[bold]sizes", align="left", style="dim")
-    shown = "  ".join(f"{name} {value}" for name, value in grid.items() if value not in (None, 1) or name in ("world_size", "dp_size"))
-    console.print(shown, markup=False)
+    yield "  ".join(f"{name} {value}" for name, value in grid.items() if value not in (None, 1) or name in ("world_size", "dp_size"))
     out = Table(box=None, pad_edge=False, show_header=False)
     out.add_column(justify="left")
     out.add_column(justify="right", style="bold")
     out.add_column(style="dim")
     for row in _size_rows(made):
         out.add_row(*row)
-    console.print(out)
-    console.print()
+    yield out
 
 
 def _size_rows(made: Plan) -> Iterator[tuple[str, str, str]]:
@@ -167,55 +168,41 @@ def _size_rows(made: Plan) -> Iterator[tuple[str, str, str]]:
         yield "pipeline bubble", f"{made.bubble:.1%}", why
 
 
-def _memory(console: Console, memory: dict[str, Any], cost: dict[str, Any]) -> None:
+def _memory(memory: dict[str, Any], cost: dict[str, Any]) -> Iterator[Line]:
+    if cost:
+        yield trainable(cost)
+    yield _stages(memory)
+    yield from _beside_the_policy(memory)
+    if memory["gpu_memory_bytes"]:
+        fits = memory["peak_bytes"] <= memory["gpu_memory_bytes"]
+        cache = f"; the KV cache does NOT hold one sequence of {memory['longest_sequence']:,} tokens" * (fits > memory["fits"])
+        peak, gpu = gigabytes(memory["peak_bytes"]), gigabytes(memory["gpu_memory_bytes"])
+        said = f"the peak, {peak} GB, {'fits in' if fits else 'does NOT fit in'} {gpu} GB{cache}"
+        yield said, "green" if memory["fits"] else "bold red"
+    if saved := max(stage["activations_saved_bytes"] for stage in memory["stages"]):
+        yield (
+            f"each prompt once: a micro-batch has {memory['tokens_per_micro_batch']:,} tokens on a rank in place of "
+            f"{memory['tokens_per_micro_batch_apart']:,}, which saves {gigabytes(saved)} GB of activations"
+        )
+    yield from ((f"  {assumption}", "dim") for assumption in [*tower_in_words(memory), *memory["assumptions"]])
+
+
+def _stages(memory: dict[str, Any]) -> Line:
+    """A column for each pipeline stage, or for the first and the last ones; what it holds, and the peak of each phase, in GB."""
     from rich.table import Table
 
-    console.rule("[bold]memory of one rank", align="left", style="dim")
-    if cost:
-        console.print(trainable(cost), markup=False)
-    names = {
-        "weights_bytes": "weights",
-        "adapters_bytes": "adapters",
-        "gradients_bytes": "gradients",
-        "optimizer_bytes": "optimizer",
-        "reference_bytes": "reference",
-        "teacher_bytes": "teacher",
-        "activations_bytes": "activations",
-        "logits_bytes": "logits",
-    }
     stages = memory["stages"] if len(memory["stages"]) <= 4 else [memory["stages"][i] for i in (0, 1, -2, -1)]
     out = Table(box=None, pad_edge=False)
     out.add_column("GB")
     for stage in stages:
         out.add_column(f"stage {stage['stage']}", justify="right")
-    for key, name in names.items():
-        if any(stage[key] for stage in stages):
-            out.add_row(name, *(gigabytes(stage[key]) for stage in stages))
+    for name in HELD:
+        if any(stage[f"{name}_bytes"] for stage in stages):
+            out.add_row(name, *(gigabytes(stage[f"{name}_bytes"]) for stage in stages))
     for phase in stages[0]["phases"]:
-        peak = [stage["phases"][phase] for stage in stages]
-        out.add_row(
-            f"peak: {phase.replace('_', ' ')}", *(gigabytes(value) for value in peak), style="bold" if phase == memory["peak_phase"] else ""
-        )
-    console.print(out)
-    _beside_the_policy(console, memory)
-    if memory["gpu_memory_bytes"]:
-        is_small_enough = memory["peak_bytes"] <= memory["gpu_memory_bytes"]
-        verdict = "fits in" if is_small_enough else "does NOT fit in"
-        console.print(
-            f"the peak, {gigabytes(memory['peak_bytes'])} GB, {verdict} {gigabytes(memory['gpu_memory_bytes'])} GB"
-            + f"; the KV cache does NOT hold one sequence of {memory['longest_sequence']:,} tokens" * (is_small_enough > memory["fits"]),
-            style="green" if memory["fits"] else "bold red",
-            markup=False,
-        )
-    if saved := max(stage["activations_saved_bytes"] for stage in memory["stages"]):
-        console.print(
-            f"each prompt once: a micro-batch has {memory['tokens_per_micro_batch']:,} tokens on a rank in place of "
-            f"{memory['tokens_per_micro_batch_apart']:,}, which saves {gigabytes(saved)} GB of activations",
-            markup=False,
-        )
-    for assumption in [*tower_in_words(memory), *memory["assumptions"]]:
-        console.print(f"  {assumption}", style="dim", markup=False)
-    console.print()
+        peaks = (gigabytes(stage["phases"][phase]) for stage in stages)
+        out.add_row(f"peak: {phase.replace('_', ' ')}", *peaks, style="bold" if phase == memory["peak_phase"] else "")
+    return out
 
 
 def tower_in_words(memory: dict[str, Any]) -> list[str]:
@@ -232,21 +219,17 @@ def tower_in_words(memory: dict[str, Any]) -> list[str]:
     ]
 
 
-def _beside_the_policy(console: Console, memory: dict[str, Any]) -> None:
+def _beside_the_policy(memory: dict[str, Any]) -> Iterator[Line]:
     sampler = memory["sampler"]
     if not sampler["weights_bytes"]:
-        console.print("vLLM: on rollout servers, nothing here", markup=False)
+        yield "vLLM: on rollout servers, nothing here"
     else:
-        console.print(
-            f"vLLM: weights {gigabytes(sampler['weights_bytes'])} GB, "
-            + (f"room for an adapter {gigabytes(sampler['adapters_bytes'])} GB, " if sampler["adapters_bytes"] else "")
-            + f"KV cache {gigabytes(sampler['kv_cache_bytes'])} GB "
-            f"({sampler['kv_cache_tokens']:,} tokens)",
-            markup=False,
-        )
-        console.print(room_in_words(memory["offload"]), markup=False)
+        adapters = f"room for an adapter {gigabytes(sampler['adapters_bytes'])} GB, " if sampler["adapters_bytes"] else ""
+        cache = f"KV cache {gigabytes(sampler['kv_cache_bytes'])} GB ({sampler['kv_cache_tokens']:,} tokens)"
+        yield f"vLLM: weights {gigabytes(sampler['weights_bytes'])} GB, {adapters}{cache}"
+        yield room_in_words(memory["offload"])
     if staged := memory["staged_bytes"]:
-        console.print(f"async_save: the host holds {gigabytes(staged)} GB for a rank, its share of a checkpoint", markup=False)
+        yield f"async_save: the host holds {gigabytes(staged)} GB for a rank, its share of a checkpoint"
 
 
 def room_in_words(offload: dict[str, Any]) -> str:
@@ -261,47 +244,36 @@ def room_in_words(offload: dict[str, Any]) -> str:
     )
 
 
-def _cost(console: Console, cost: dict[str, Any]) -> None:
-    console.rule("[bold]work per rollout", align="left", style="dim")
+def _cost(cost: dict[str, Any]) -> Iterator[Line]:
     if "flops_per_rollout" in cost:
         total = cost["flops_per_rollout_total"]
         for phase, flops in cost["flops_per_rollout"].items():
             if flops:
-                console.print(f"{phase.replace('_', ' '):<20}{flops / 1e12:>14,.2f} TFLOP {flops / total:>5.0%}", markup=False)
+                yield f"{phase.replace('_', ' '):<20}{flops / 1e12:>14,.2f} TFLOP {flops / total:>5.0%}"
         once = f", and {gigabytes(cost['base_push_bytes'])} GB once, before the first" if cost["base_push_bytes"] else ""
-        console.print(f"{'weight push':<20}{gigabytes(cost['weight_push_bytes']):>14} GB{once}", markup=False)
+        yield f"{'weight push':<20}{gigabytes(cost['weight_push_bytes']):>14} GB{once}"
         calls, buckets = cost["weight_push_collectives"], cost["weight_push_buckets"]
         received = f"the busiest rank receives {gigabytes(cost['weight_push_received_bytes'])} GB"
-        console.print(f"{'':<20}{calls:>14,} collectives of {buckets:,} bucket{'s' * (buckets != 1)}; {received}", markup=False)
-        console.print(f"{'checkpoint':<20}{gigabytes(cost['checkpoint_bytes']):>14} GB", markup=False)
-        if experts := cost.get("experts"):
-            console.print(
-                f"{'replayed experts':<20}{gigabytes(experts['bytes_of_rollout']):>14} GB a rollout, {experts['bytes_of_token']:,} bytes a "
-                f"token; in a checkpoint up to {gigabytes(experts['checkpoint_bytes'])} GB besides",
-                markup=False,
-            )
-        if kept := cost.get("kept"):
-            console.print(
-                f"{'kept words':<20}{gigabytes(kept['bytes_of_rollout']):>14} GB a rollout at most, {kept['bytes_of_token']:,} bytes a "
-                f"drawn token; in a checkpoint up to {gigabytes(kept['checkpoint_bytes'])} GB besides",
-                markup=False,
-            )
-        for assumption in cost["assumptions"]:
-            console.print(f"  {assumption}", style="dim", markup=False)
-    _sharing(console, cost["sharing"])
-    if "packing" in cost:
-        packing = cost["packing"]
-        console.print(
-            f"lengths: {packing['mean_tokens_per_micro_batch']:,.0f} tokens per micro-batch "
-            f"({packing['min_tokens_per_micro_batch']:,} to "
-            f"{packing['max_tokens_per_micro_batch']:,}); packed {packing['packing_efficiency']:.1%} useful, padded it would be "
-            f"{packing['padded_efficiency']:.1%}",
-            markup=False,
+        yield f"{'':<20}{calls:>14,} collectives of {buckets:,} bucket{'s' * (buckets != 1)}; {received}"
+        yield f"{'checkpoint':<20}{gigabytes(cost['checkpoint_bytes']):>14} GB"
+        kinds = ("experts", "replayed experts", "a rollout", "a token"), ("kept", "kept words", "a rollout at most", "a drawn token")
+        for part, name, a_rollout, a_token in kinds:
+            if found := cost.get(part):
+                yield (
+                    f"{name:<20}{gigabytes(found['bytes_of_rollout']):>14} GB {a_rollout}, {found['bytes_of_token']:,} bytes {a_token}; "
+                    f"in a checkpoint up to {gigabytes(found['checkpoint_bytes'])} GB besides"
+                )
+        yield from ((f"  {assumption}", "dim") for assumption in cost["assumptions"])
+    yield from _sharing(cost["sharing"])
+    if packing := cost.get("packing"):
+        least, most = packing["min_tokens_per_micro_batch"], packing["max_tokens_per_micro_batch"]
+        yield (
+            f"lengths: {packing['mean_tokens_per_micro_batch']:,.0f} tokens per micro-batch ({least:,} to {most:,}); packed "
+            f"{packing['packing_efficiency']:.1%} useful, padded it would be {packing['padded_efficiency']:.1%}"
         )
-    console.print()
 
 
-def _sharing(console: Console, sharing: dict[str, Any]) -> None:
+def _sharing(sharing: dict[str, Any]) -> Iterator[Line]:
     apart, shared = sharing["tokens_apart"], sharing["tokens_shared"]
     step = f"an optimizer step computes {apart:,} tokens in {sharing['micro_batches_apart']:,} micro-batches"
     if sharing["shares"]:
@@ -311,20 +283,18 @@ def _sharing(console: Console, sharing: dict[str, Any]) -> None:
         )
         if sharing["bubble_apart"]:
             step += f"; pipeline stages wait {sharing['bubble_apart']:.1%} and {sharing['bubble_shared']:.1%} of it"
-    console.print(step, markup=False)
+    yield step
     if sharing["shares"] and "flops_apart" in sharing:
         before, after = (sum(sharing[f"flops_{way}"].values()) for way in ("apart", "shared"))
-        console.print(
+        yield (
             f"log-probs and training of a rollout: {before / 1e12:,.2f} TFLOP with a prompt for every completion, {after / 1e12:,.2f} "
-            f"({1 - after / before:.1%} fewer) with each prompt once",
-            markup=False,
+            f"({1 - after / before:.1%} fewer) with each prompt once"
         )
     if budget := sharing["budget"]:
         bubble = f", pipeline stages would wait {budget['bubble']:.1%}" if budget["bubble"] else ""
-        console.print(
+        yield (
             f"max_tokens_per_micro_batch {budget['max_tokens_per_micro_batch']} would do ({budget['why']}): {budget['tokens']:,} tokens in "
-            f"{budget['micro_batches_of_rank']:,} micro-batches a rank{bubble}",
-            markup=False,
+            f"{budget['micro_batches_of_rank']:,} micro-batches a rank{bubble}"
         )
 
 
