@@ -15,8 +15,7 @@ from megatron_grpo.config.evaluation import longest_completion
 from megatron_grpo.config.validation import validate
 from megatron_grpo.grpo import validation as grpo_validation
 from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter, with_tower
-from megatron_grpo.planning.model import read_shape, rules_of
-from megatron_grpo.planning.teacher import read_teacher, teacher_problems
+from megatron_grpo.planning.models import read_shape, read_teacher, rules_of, teacher_problems
 from megatron_grpo.policy import validation as policy_validation
 from megatron_grpo.weights.fit import engine_problems, length_problems
 from megatron_grpo.weights.shape import ModelShape

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.servers import CALLS, FROM_FILE, addresses_of, chunk_size
-from megatron_grpo.planning.check import Checked
+from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.sharing import Sharing, decide, suggest_budget
 from megatron_grpo.planning.summary import as_long_as_there, bubble_fraction, epoch_problems, native_flags, plan_object
 from megatron_grpo.planning.warnings import defaults_of, warnings_of
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from megatron_grpo.planning.pictures import PictureFacts
     from megatron_grpo.planning.token_counts import Lengths
 
+MOST_WAYS = 3  # in which a run would fit, that are named
 MOST_SAVED = 20_000  # micro-steps in the plan.json of a run
 
 
@@ -120,7 +122,6 @@ def _estimates(checked: Checked, sharing: Sharing) -> tuple[dict[str, Any] | Non
     from megatron_grpo.planning.cost import estimate_cost
     from megatron_grpo.planning.memory import estimate_memory
     from megatron_grpo.planning.parameters import Tuning
-    from megatron_grpo.planning.room import ways_to_fit
     from megatron_grpo.planning.token_counts import Step, read_lengths
 
     lengths = read_lengths(cfg.plan.lengths) if cfg.plan.lengths else None
@@ -129,11 +130,56 @@ def _estimates(checked: Checked, sharing: Sharing) -> tuple[dict[str, Any] | Non
         tuning = Tuning.of(cfg, shape)
         memory = estimate_memory(shape, sizes, cfg, tuning, lengths, shares=sharing.least_saving is not None, teacher=checked.teacher)
         if memory["fits"] is False:
-            memory["would_fit"] = ways_to_fit(checked, lambda other: _memory_of(other, lengths))
+            memory["would_fit"] = ways_to_fit(checked, lengths)
     step = Step.of(sharing.least_saving, sizes, cfg, lengths)
     cost = estimate_cost(shape, sizes, cfg, tuning, lengths, sharing, step, teacher=checked.teacher)
     cost["sharing"]["budget"] = suggest_budget(cfg, shape, sharing, step, memory)
     return memory, cost, tuning
+
+
+def ways_to_fit(checked: Checked, lengths: Lengths | None) -> list[dict[str, Any]]:
+    """A few changes of settings with which the run fits, the cheapest first: {"settings", "peak_bytes", "peak_phase"} of each."""
+    found: list[dict[str, Any]] = []
+    for changes in _changes(checked):
+        # What contains a change that is enough says nothing new, and neither does another value of the same settings.
+        if any(set(way["settings"]) <= set(changes) for way in found):
+            continue
+        try:
+            changed = check_parsed(replace(checked.parsed, config=checked.parsed.config.with_values(changes)))
+        except ConfigError:  # not a layout of this model, or not with these sizes
+            continue
+        memory = _memory_of(changed, lengths)
+        if memory["fits"]:
+            found.append({"settings": changes, "peak_bytes": memory["peak_bytes"], "peak_phase": memory["peak_phase"]})
+        if len(found) == MOST_WAYS:
+            break
+    return found
+
+
+def _changes(checked: Checked) -> Iterator[dict[str, Any]]:
+    cfg, layout, shape = checked.config, checked.sizes.layout, checked.shape
+    room: dict[str, Any] = {}
+    away = {"offload_teacher_model": True} if cfg.grpo.teacher_model and not cfg.grpo.offload_teacher_model else {}
+    others: list[dict[str, Any]] = []
+    if cfg.rollout.vllm_mode == "colocate":
+        room = {"sleep_level": 1} if cfg.rollout.sleep_level == 0 else {}
+        room |= {name: "true" for name in ("offload_optimizer", "offload_model") if getattr(cfg.rollout, name) == "false"}
+        share = round(cfg.rollout.vllm_gpu_memory_utilization * 10)  # a larger one where its KV cache is too small
+        others = [{"vllm_gpu_memory_utilization": tenth / 10} for tenth in (*range(share - 1, 1, -1), share + 1) if tenth < 10]
+    room |= away
+    if cfg.model.recompute_granularity != "full":
+        others.append({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1})
+    axes = {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp}
+    if shape and shape.moe:
+        axes = {"expert_model_parallel_size": layout.ep} | axes
+    for name, size in axes.items():
+        beside = {"sequence_parallel": True} if shape and shape.moe and name.startswith("tensor") else {}
+        others += [{name: size * factor} | beside for factor in (2, 4) if size * factor <= layout.world_size]
+    yield from ({name: value} for name, value in room.items())
+    yield from others
+    if room:
+        yield room
+        yield from (room | change for change in others)
 
 
 def _memory_of(checked: Checked, lengths: Lengths | None) -> dict[str, Any]:

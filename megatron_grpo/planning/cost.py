@@ -11,11 +11,11 @@ from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.kept import is_cut, words_at_most
+from megatron_grpo.planning.models import config_of_teacher
 from megatron_grpo.planning.parameters import FP32, Row, Tuning, padded_vocab
-from megatron_grpo.planning.push import push_of, stays
+from megatron_grpo.planning.sampler import push_of, stays
 from megatron_grpo.planning.sharing import Sharing
 from megatron_grpo.planning.summary import most_waiting_rows, old_logprobs_summary
-from megatron_grpo.planning.teacher import config_of_teacher
 from megatron_grpo.planning.token_counts import Computed, Lengths, Step, packing, sequence_tokens
 from megatron_grpo.weights.names import Entry, ShardCut, num_parameters, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape

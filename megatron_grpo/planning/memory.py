@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_grpo.batching.batch_sizes import BatchSizes
@@ -16,17 +16,90 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.optimizer import BLOCK
 from megatron_grpo.planning.activations import Activations, TowerPlan, activations_of, fewer_layers, logits_bytes, tower_plan, with_tower
 from megatron_grpo.planning.cost import checkpoint_bytes
-from megatron_grpo.planning.other_models import HeldStage, held_stages, sampler_memory
-from megatron_grpo.planning.parameters import Place, Static, Tuning, layers_of_stage, static_memory
-from megatron_grpo.planning.push import bucket_bytes, push_memory
-from megatron_grpo.planning.room import LINK, Offload, decide
+from megatron_grpo.planning.models import config_of_teacher
+from megatron_grpo.planning.parameters import Place, Static, Tuning, held_by, layers_of_stage, static_memory
+from megatron_grpo.planning.sampler import bucket_bytes, push_memory, sampler_memory
 from megatron_grpo.planning.token_counts import Lengths, sequence_tokens
 from megatron_grpo.weights.buckets import MIB
 from megatron_grpo.weights.names import tower_entries
 from megatron_grpo.weights.shape import ModelShape
 
 TOWER = "vision tower: on the first stage, whole on each rank; activations as if every token of a prompt were a picture's"
+LINK = 50e9  # bytes a second between a GPU and its host, in each direction: PCIe 5.0 x16
+UNCOUNTED = 6e9  # bytes that `auto` leaves for what no estimate counts: CUDA context, NCCL buffers, CUDA graphs, fragmentation
 MOST_TOKENS = 2**20  # of a micro-batch on one rank: no larger one is tried
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """What leaves the device while the sampler works. model: weights, gradients, the reference. optimizer: masters and moments."""
+
+    model: bool
+    optimizer: bool
+    why: str = ""
+
+    def copied(self, static: Static) -> int:
+        """Bytes of a rank that go to the host and come back. Gradients do not: they come back as zeros."""
+        model = static.weights_bytes + static.adapters_bytes + static.reference_bytes
+        return model * self.model + static.optimizer_bytes * self.optimizer
+
+    def freed(self, static: Static, *, during_push: bool = False) -> int:
+        """Bytes of a rank that the sampler can have. during_push: the policy's weights stay, for they are pushed."""
+        kept = (static.weights_bytes + static.adapters_bytes) * self.model if during_push else 0
+        return self.copied(static) - kept + static.gradients_bytes * self.model
+
+
+def decide(cfg: Config, peak: Callable[[Offload], int], gpu: int | None) -> Offload:
+    """peak: bytes of the fullest rank in its fullest phase. gpu: bytes of a GPU, None where that is not known.
+
+    `auto` is on where the run does not fit otherwise, UNCOUNTED included: the optimizer first, which no push needs.
+    """
+    model, optimizer = cfg.rollout.offload_model, cfg.rollout.offload_optimizer
+    ways = [
+        Offload(model=on_model, optimizer=on_optimizer)
+        for on_model in (False, True)
+        for on_optimizer in (False, True)
+        if model in ("auto", str(on_model).lower()) and optimizer in ("auto", str(on_optimizer).lower())
+    ]
+    first = ways[0]
+    if cfg.rollout.vllm_mode != "colocate":
+        return Offload(model=False, optimizer=False, why="the sampler has memory of its own")
+    if len(ways) == 1:
+        return replace(first, why="as it is set")
+    if gpu is None:
+        return replace(first, why="auto asks the GPU how much memory it has; gpu_memory_gb says it here")
+    peaks = {way: peak(way) for way in ways}
+    chosen = next((way for way in ways if peaks[way] + UNCOUNTED <= gpu), None) or min(ways, key=lambda way: peaks[way])
+    verdict = "" if peaks[chosen] + UNCOUNTED <= gpu else ", which do not fit whatever is given away"
+    needed = (
+        f"{peaks[first] / 1e9:.1f} GB" if chosen is first else f"{peaks[first] / 1e9:.1f} GB without it, {peaks[chosen] / 1e9:.1f} with it"
+    )
+    return replace(chosen, why=f"of {gpu / 1e9:g} GB: {needed}, and {UNCOUNTED / 1e9:g} that are not counted{verdict}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldStage:
+    """On a rank of one pipeline stage. weights_bytes: exact. scoring: bytes besides them, by the tokens of a micro-batch on the rank."""
+
+    weights_bytes: int = 0
+    scoring: Callable[[int], int] = lambda tokens: 0
+
+
+def held_stages(teacher: ModelShape | None, student: ModelShape, sizes: BatchSizes, cfg: Config, completion: int) -> list[HeldStage]:
+    """Of each stage; nothing without a teacher. completion: tokens."""
+    stages = range(sizes.layout.pp)
+    if teacher is None:
+        return [HeldStage() for _ in stages]
+    own = config_of_teacher(cfg, teacher, student)
+    tuning = Tuning.of(own, teacher)
+
+    def of(stage: int) -> HeldStage:
+        numel = held_by(teacher, sizes, own, tuning, Place(stage=stage)).weights
+        activations = activations_of(teacher, sizes, own, tuning, stage)
+        logits = logits_bytes(teacher, sizes, own, completion) // 2 if stage == sizes.layout.pp - 1 else 0
+        return HeldStage(weights_bytes=numel * tuning.size, scoring=lambda tokens: activations(tokens).forward + logits)
+
+    return [of(stage) for stage in stages]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from megatron_grpo.config import Parsed
 from megatron_grpo.planning.check import check_parsed
 from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.figure import draw, draw_png, legend
-from megatron_grpo.planning.room import LINK
+from megatron_grpo.planning.memory import LINK
 from megatron_grpo.planning.summary import (
     epoch_in_words,
     epochs_object,

@@ -14,7 +14,6 @@ from megatron_grpo.config.servers import addresses_of
 from megatron_grpo.data.eyes import said_of_bounds
 from megatron_grpo.grpo import validation as grpo_validation
 from megatron_grpo.planning.check import Checked
-from megatron_grpo.planning.room import in_words
 from megatron_grpo.planning.sharing import wanted_micro_batches
 from megatron_grpo.planning.summary import bubble_fraction, staleness
 from megatron_grpo.rollout.adapters import LoraPush
@@ -286,7 +285,9 @@ def _memory(memory: dict[str, Any] | None) -> Iterator[str]:
             f"{memory['peak_phase']}) does not fit in "
             f"gpu_memory_gb ({memory['gpu_memory_bytes'] / 1e9:g})."
         )
-    yield from (f"What would fit: {in_words(way)}." for way in memory["would_fit"])
+    for way in memory["would_fit"]:
+        changes = ", ".join(f"{name} {str(value).lower()}" for name, value in way["settings"].items())
+        yield f"What would fit: {changes}: the peak would be {way['peak_bytes'] / 1e9:.1f} GB ({way['peak_phase'].replace('_', ' ')})."
     if not memory["would_fit"]:
         room = "sleep_level, offload_model, offload_optimizer, vllm_gpu_memory_utilization, " if memory["sampler"]["weights_bytes"] else ""
         yield f"Nothing that was tried makes it fit: {room}full recompute, layouts of twice and four times the parts."

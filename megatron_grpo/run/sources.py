@@ -78,7 +78,7 @@ def find_teacher(cfg: Config, tokenizer: Any) -> Path:
     tokenizer: the policy's, None where it is not known. Raises ConfigError.
     """
     from megatron_grpo.data.chat import load_tokenizer, vocabulary_of
-    from megatron_grpo.planning.teacher import of_teacher
+    from megatron_grpo.planning.models import of_teacher
     from megatron_grpo.weights.stored import stored_names
 
     name, flag, trusts = cfg.grpo.teacher_model or "", "teacher_model", cfg.model.trust_remote_code

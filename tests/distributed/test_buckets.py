@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.parallel import collectives
-from megatron_grpo.planning import push
+from megatron_grpo.planning import sampler as push
 from megatron_grpo.planning.parameters import Tuning
 from megatron_grpo.policy import hf_export
 from megatron_grpo.policy.hf_export import WeightExchange

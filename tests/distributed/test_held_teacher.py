@@ -75,8 +75,8 @@ def scored(rank: int, world: int, models, samples, settings: dict, teachers: tup
 
     from megatron_grpo.base.clock import Clock
     from megatron_grpo.batching.batch_sizes import BatchSizes
-    from megatron_grpo.planning.model import rules_of
-    from megatron_grpo.planning.other_models import held_stages
+    from megatron_grpo.planning.memory import held_stages
+    from megatron_grpo.planning.models import rules_of
     from megatron_grpo.run.build.engines import build_held_teacher
     from megatron_grpo.trainer.pending import Pending
     from megatron_grpo.weights.shape import ModelShape

@@ -8,8 +8,8 @@ from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.optimizer import BYTES
 from megatron_grpo.planning.cost import checkpoint_bytes
+from megatron_grpo.planning.memory import Offload
 from megatron_grpo.planning.parameters import Place, Tuning, state_bytes, static_memory
-from megatron_grpo.planning.room import Offload
 from megatron_grpo.weights.shape import ModelShape
 from tests.lora_cases import ODD, random_adapter
 from tests.parity_cases import join

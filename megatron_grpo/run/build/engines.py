@@ -16,7 +16,7 @@ from megatron_grpo.config.evaluation import longest_completion
 from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.metrics.journal import Journal
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.planning.teacher import config_of_teacher
+from megatron_grpo.planning.models import config_of_teacher
 from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.room import Role

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.cli import main
-from megatron_grpo.planning.model import read_shape
+from megatron_grpo.planning.models import read_shape
 from megatron_grpo.weights.families import NOT_YET, NOT_YET_BY_NAME
 
 QWEN3_8B = dict(

@@ -11,9 +11,9 @@ import pytest
 from megatron_grpo.cli import main
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.command import make_plan
+from megatron_grpo.planning.memory import UNCOUNTED, Offload, decide
 from megatron_grpo.planning.parameters import Static
 from megatron_grpo.planning.report import room_in_words
-from megatron_grpo.planning.room import UNCOUNTED, Offload, decide
 from tests.checked import check
 
 QWEN3_8B = dict(
