@@ -1,15 +1,15 @@
-"""Legal, but probably not meant: one sentence each. Also what a dialect changes in the reading."""
+"""Legal, but probably not meant: one sentence each, as rows that `config.rules` runs. Also what a dialect changes in the reading."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
-from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.timetable import Timetable
-from megatron_grpo.config.config import Config
 from megatron_grpo.config.optimizer import course_of, lost
+from megatron_grpo.config.rules import Rule, Rules, broken, settings_of
 from megatron_grpo.config.servers import addresses_of
 from megatron_grpo.data.eyes import said_of_bounds
 from megatron_grpo.grpo import validation as grpo_validation
@@ -18,7 +18,6 @@ from megatron_grpo.planning.sharing import wanted_micro_batches
 from megatron_grpo.planning.summary import bubble_fraction, staleness
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.weights.lora import lora_of, peft_leaves_out
-from megatron_grpo.weights.shape import ModelShape
 
 BUBBLE = 0.3
 
@@ -27,47 +26,21 @@ def warnings_of(
     checked: Checked, timetable: Timetable, memory: dict[str, Any] | None, cost: dict[str, Any] | None, push: LoraPush | None = None
 ) -> list[str]:
     """All warnings of a configuration that passes. push: how its adapters reach the sampler, where that is known."""
-    cfg, sizes = checked.config, checked.sizes
+    cfg, shape = checked.config, checked.shape
+    c = settings_of(
+        cfg, sizes=checked.sizes, layout=checked.sizes.layout, timetable=timetable, steps=timetable.num_steps, memory=memory, push=push,
+        sharing=cost["sharing"] if cost else None, shape=shape, worst=_worst_staleness(timetable),
+        corrected=cfg.grpo.rollout_importance_sampling_mode != "none" or cfg.grpo.off_policy_sequence_mask_delta is not None,
+    )  # fmt: skip
+
+    def of(rules: Rules) -> Iterator[str]:
+        return (problem.message for problem in broken(rules, c))
+
+    sees = shape is not None and shape.vision is not None
     return [
-        *_dialect(checked),
-        *checked.parsed.repeated,
-        *_groups(sizes),
-        *_staleness(cfg, timetable),
-        *_ahead(cfg, sizes),
-        *_idle(checked),
-        *_bubble(cfg, sizes, cost["sharing"] if cost else None),
-        *_swift(cfg, sizes),
-        *_run(cfg, timetable),
-        *grpo_validation.warnings(cfg),
-        *lost(cfg.optimizer),
-        *_lora(cfg, checked.shape, push),
-        *_servers(cfg),
-        *_memory(memory),
-        *_room(cfg),
-        *_watch(cfg, sizes),
-        *_pictures(cfg, checked.shape),
-    ]
-
-
-def _pictures(cfg: Config, shape: ModelShape | None) -> Iterator[str]:
-    if shape is None:
-        return
-    if shape.vision is not None:
-        yield from (f"Note: {sentence}" for sentence in said_of_bounds(cfg.data))
-        return
-    typed = [name for name in ("data_root", "max_pixels", "min_pixels", "limit_images") if getattr(cfg.data, name) is not None]
-    if typed:
-        does = "do" if len(typed) > 1 else "does"
-        yield f"{' and '.join(typed)} {does} nothing: {shape.architecture} is a model of text and sees no pictures."
-
-
-def _watch(cfg: Config, sizes: BatchSizes) -> Iterator[str]:
-    seconds, minutes = cfg.parallel.rank_heartbeat_timeout, cfg.parallel.distributed_timeout_minutes
-    if sizes.layout.world_size > 1 and seconds >= 60 * minutes:
-        yield (
-            f"A rank that hangs would not be named: rank_heartbeat_timeout ({seconds:g} s) is no shorter than distributed_timeout_minutes "
-            f"({minutes:g} = {60 * minutes:g} s), after which a collective ends the run, and names a rank only if it is stopped."
-        )
+        *_dialect(checked), *checked.parsed.repeated, *of(OF_SIZES), *of(OF_A_RUN), *grpo_validation.warnings(cfg), *lost(cfg.optimizer),
+        *of(OF_ADAPTERS), *of(OF_THE_MACHINE), *(f"Note: {sentence}" for sentence in (said_of_bounds(cfg.data) if sees else ())),
+    ]  # fmt: skip
 
 
 def _dialect(checked: Checked) -> Iterator[str]:
@@ -86,15 +59,7 @@ def defaults_of(checked: Checked) -> list[str]:
     return [f"{row.name} is {row.ours} by default here and {row.theirs} there; {row.used} is used." for row in checked.parsed.defaults]
 
 
-def _groups(sizes: BatchSizes) -> Iterator[str]:
-    size, group = sizes.global_batch_size, sizes.num_generations
-    if size % group:
-        yield (
-            f"A prompt's group is split over optimizer steps: global_batch_size ({size}) / num_generations ({group}) = "
-            f"{sizes.num_train_prompts:g} prompts. Its advantages are still computed over the whole group; use a multiple of "
-            f"{group} to train "
-            "groups together."
-        )
+# ---- what the rows look at: further words of a sentence, nothing where it does not apply ------------------------------------------------
 
 
 def _worst_staleness(timetable: Timetable) -> int:
@@ -108,186 +73,218 @@ def _worst_staleness(timetable: Timetable) -> int:
     return int(max(min(timetable.step_of((r + 1) * length - 1), last) - timetable.sampled_by(r) for r in reached))
 
 
-def _staleness(cfg: Config, timetable: Timetable) -> Iterator[str]:
-    sizes, worst = timetable.sizes, _worst_staleness(timetable)
-    corrected = cfg.grpo.rollout_importance_sampling_mode != "none" or cfg.grpo.off_policy_sequence_mask_delta is not None
-    if worst > 0 and sizes.old_logprobs == "rollout" and not corrected:
-        yield (
-            "old_logprobs rollout takes the sampler's own log-probs for stale rows, without a correction for the mismatch "
-            "between sampler and "
-            "trainer. Consider --rollout_importance_sampling_mode token_truncate."
-        )
-    elif sizes.old_logprobs == "rollout" and worst == 0:
-        yield (
-            "old_logprobs rollout changes nothing: no row of this run is stale when it is trained, and a fresh row takes its ratio "
-            "against the weights themselves. Rows become stale with steps_per_generation or num_iterations above 1."
-        )
-    elif worst == 0 and cfg.grpo.router_replay_mode == "R2":
-        yield (
-            "router_replay_mode R2 changes nothing: no row of this run is stale when it is trained, and a fresh row's own choice of "
-            "experts is the one that would be replayed. Rows become stale with steps_per_generation or num_iterations above 1."
-        )
-    elif worst > 0 and not corrected:
-        yield (
-            f"Rows are up to {worst} optimizer step{'s' if worst > 1 else ''} stale, and nothing but the clip corrects for it. Consider "
-            "--rollout_importance_sampling_mode token_truncate, or a rollout of one optimizer step (steps_per_generation 1, "
-            "num_iterations 1)."
-        )
+def _ahead(c: SimpleNamespace) -> dict[str, Any] | None:
+    """Where a rollout that is sampled ahead is trained for more than one optimizer step."""
+    each = c.sizes.steps_per_generation * c.sizes.num_iterations
+    if not c.sizes.async_rollout_depth or each <= 1:
+        return None
+    mean, most = staleness(c.sizes)
+    return {"each": each, "mean": mean, "most": most, "of_own_step": f"; with save_steps a multiple of {each} by those of its own step"}
 
 
-def _ahead(cfg: Config, sizes: BatchSizes) -> Iterator[str]:
-    if not sizes.async_rollout_depth:
-        return
-    steps = sizes.steps_per_generation * sizes.num_iterations
-    if steps > 1:
-        mean, most = staleness(sizes)
-        yield (
-            f"One rollout ahead, rows are up to {most} optimizer steps stale when they are trained ({mean:.3g} on average), since a "
-            f"rollout is trained for {steps:g} of them. A rollout of one optimizer step (steps_per_generation 1, num_iterations 1) is 1 "
-            "step stale."
-        )
-    if cfg.grpo.kl_in_reward and steps > 1:
-        yield (
-            "Note: a checkpoint between two sampling steps takes in the rollout that is being sampled, and its KL in the reward is then "
-            "measured by the weights of that moment"
-            + (f"; with save_steps a multiple of {steps} by those of its own step." if isinstance(steps, int) else ".")
-        )
+def _idle(c: SimpleNamespace) -> dict[str, Any] | None:
+    engines = c.layout.world_size // c.vllm_tensor_parallel_size
+    idle = (engines - c.sizes.num_rollout_prompts) * c.vllm_tensor_parallel_size
+    return {"engines": engines, "idle": idle} if idle > 0 and c.vllm_mode != "server" else None
 
 
-def _idle(checked: Checked) -> Iterator[str]:
-    cfg, sizes = checked.config, checked.sizes
-    if cfg.rollout.vllm_mode == "server":
-        return
-    engines = sizes.layout.world_size // cfg.rollout.vllm_tensor_parallel_size
-    if sizes.num_rollout_prompts < engines:
-        idle = (engines - sizes.num_rollout_prompts) * cfg.rollout.vllm_tensor_parallel_size
-        yield (
-            f"{idle} of {sizes.layout.world_size} ranks are idle while sampling: a rollout has {sizes.num_rollout_prompts} prompts "
-            f"for {engines} engines. "
-            "Raise generation_batch_size, or vllm_tensor_parallel_size."
-        )
+def _waits(c: SimpleNamespace) -> dict[str, Any]:
+    """Of a pipeline stage, with the micro-batches that a token budget makes, where that is known."""
+    m = c.sharing["micro_batches_of_rank_shared"] if c.sharing else c.sizes.gradient_accumulation_steps
+    waits = c.layout.pp - 1
+    return {"m": m, "waits": waits, "vpp": c.layout.num_chunks, "fraction": bubble_fraction(c.sizes, m)}
 
 
-def _bubble(cfg: Config, sizes: BatchSizes, sharing: dict[str, Any] | None) -> Iterator[str]:
-    """sharing: the `sharing` object, where it is known how many micro-batches a token budget makes."""
-    pp, vpp, budget = sizes.layout.pp, sizes.layout.num_chunks, cfg.batch.max_tokens_per_micro_batch
-    m = sharing["micro_batches_of_rank_shared"] if sharing else sizes.gradient_accumulation_steps
-    fraction = bubble_fraction(sizes, m)
-    if sharing and m < min(sharing["micro_batches_of_rank_apart"], wanted_micro_batches(sizes)):
-        smaller = sharing["budget"]
-        way = (
-            f"a smaller max_tokens_per_micro_batch ({smaller['max_tokens_per_micro_batch']} in place of {budget}), which leaves "
-            f"{smaller['micro_batches_of_rank']} and a wait of {smaller['bubble']:.0%}"
-            if smaller
-            else f"a larger global_batch_size: its rows are too few for {wanted_micro_batches(sizes)} micro-batches a rank"
-        )
-        yield (
-            f"With each prompt computed once a rank has {m} micro-batches in place of {sharing['micro_batches_of_rank_apart']}, and "
-            f"pipeline stages wait {fraction:.0%} of a training step in place of {sharing['bubble_apart']:.0%}: (pp - 1) / (vpp x m + pp - "
-            f"1) = {pp - 1} / ({vpp} x {m} + {pp - 1}). Use {way}."
-        )
-    elif fraction > BUBBLE:
-        name, smaller_size = ("m", "max_tokens_per_micro_batch") if sharing and budget else ("A", "micro_batch_size")
-        yield (
-            f"Pipeline stages wait {fraction:.0%} of a training step: (pp - 1) / (vpp x {name} + pp - 1) = {pp - 1} / ({vpp} x "
-            f"{m} + {pp - 1}). "
-            f"Use more micro-steps (a larger global_batch_size or a smaller {smaller_size}), fewer stages, or interleaved ones."
-        )
+def _fewer_micro_batches(c: SimpleNamespace) -> dict[str, Any] | None:
+    """Where each prompt is computed once, and too few are left."""
+    found, wanted = _waits(c), wanted_micro_batches(c.sizes)
+    if not c.sharing or found["m"] >= min(c.sharing["micro_batches_of_rank_apart"], wanted):
+        return None
+    smaller = c.sharing["budget"]
+    way = (
+        f"a smaller max_tokens_per_micro_batch ({smaller['max_tokens_per_micro_batch']} in place of {c.max_tokens_per_micro_batch}), which "
+        f"leaves {smaller['micro_batches_of_rank']} and a wait of {smaller['bubble']:.0%}"
+        if smaller
+        else f"a larger global_batch_size: its rows are too few for {wanted} micro-batches a rank"
+    )
+    return found | {"way": way}
 
 
-def _swift(cfg: Config, sizes: BatchSizes) -> Iterator[str]:
-    """Megatron-SWIFT's own rules about prompts, stricter than the mathematics need; nothing to who comes from another system."""
-    if cfg.plan.dialect not in (None, "swift-megatron"):
-        return
-    prompts, dp, size = sizes.num_rollout_prompts, sizes.dp_size, sizes.micro_batch_size
-    if prompts % dp:
-        yield (
-            f"Megatron-SWIFT would refuse this configuration: its code wants generation_batch_size / num_generations "
-            f"({prompts}) to be a multiple "
-            f"of dp_size ({dp}). Nothing here needs that."
-        )
-    elif prompts // dp % size:
-        yield (
-            f"Megatron-SWIFT would refuse this configuration: its code wants generation_batch_size / num_generations / "
-            f"dp_size ({prompts // dp}) "
-            f"to be a multiple of micro_batch_size ({size}). Nothing here needs that."
-        )
-    if sizes.global_batch_size % (sizes.num_generations * dp * size):
-        yield (
-            f"Note: the Megatron-SWIFT guide asks that global_batch_size / num_generations / dp_size "
-            f"({sizes.num_prompts_per_dp_group:g}) be a "
-            f"multiple of micro_batch_size ({size}). Its code does not check this, and nothing here needs it."
-        )
+def _long_waits(c: SimpleNamespace) -> dict[str, Any] | None:
+    found = _waits(c)
+    budget = c.sharing and c.max_tokens_per_micro_batch
+    name, smaller = ("m", "max_tokens_per_micro_batch") if budget else ("A", "micro_batch_size")
+    return found | {"name": name, "smaller": smaller} if found["fraction"] > BUBBLE else None
 
 
-def _run(cfg: Config, timetable: Timetable) -> Iterator[str]:
-    sizes, steps = timetable.sizes, timetable.num_steps
-    if cfg.grpo.sync_ref_model and steps is not None and steps < cfg.grpo.ref_model_sync_steps:
-        every = cfg.grpo.ref_model_sync_steps
-        yield f"sync_ref_model never moves the reference: ref_model_sync_steps ({every}) is more than the run's {steps} optimizer steps."
-    if steps is not None and (warmup := course_of(cfg.optimizer, steps).warmup) >= steps:
-        yield f"The learning rate never reaches lr ({cfg.optimizer.lr:g}): the warm-up takes {warmup} optimizer steps, and the run {steps}."
-    if cfg.run.max_steps is not None and cfg.run.num_train_epochs is not None:
-        yield f"max_steps ({cfg.run.max_steps}) decides the length of the run; num_train_epochs ({cfg.run.num_train_epochs:g}) is not used."
-    shown = cfg.plan.plan_rollouts * sizes.micro_steps_per_rollout * sizes.num_iterations
-    if steps is not None and timetable.first_of(steps) < shown:
-        yield (
-            f"The run ends after {steps} optimizer step{'s' if steps > 1 else ''}: later rows of the timetable, of the "
-            f"{cfg.plan.plan_rollouts} "
-            "rollouts shown, are not reached."
-        )
+def _warmup(c: SimpleNamespace) -> dict[str, Any] | None:
+    warmup = course_of(c.cfg.optimizer, c.steps).warmup if c.steps is not None else 0
+    return {"warmup": warmup} if c.steps is not None and warmup >= c.steps else None
 
 
-def _lora(cfg: Config, shape: ModelShape | None, push: LoraPush | None) -> Iterator[str]:
-    if cfg.tuner.tuner_type == "lora" and cfg.sources.get("lr", "default") == "default":
-        yield (
-            f"Note: lr is its default, {cfg.optimizer.lr:g}, which suits the training of all weights. Adapters commonly take ten times as "
-            "much or more: Megatron-SWIFT's defaults are 1e-5 for all weights and 1e-4 for LoRA."
-        )
-    for note in push.notes if push else ():
-        said = note.removeprefix("WARNING: ")
-        yield said[0].upper() + said[1:]
-    if cfg.tuner.tuner_type == "lora" and cfg.rollout.sleep_level == 2 and push and push.kind == "adapter":
-        yield "sleep_level 2 drops vLLM's copy of the base, so each push sends the whole model before the adapter. sleep_level 1 keeps it."
-    if shape and (settings := lora_of(cfg.tuner, shape)) and (lost := peft_leaves_out(settings, shape)):
-        yield lost
+def _shown_beyond_the_end(c: SimpleNamespace) -> dict[str, Any] | None:
+    shown = c.plan_rollouts * c.sizes.micro_steps_per_rollout * c.sizes.num_iterations
+    is_beyond = c.steps is not None and c.timetable.first_of(c.steps) < shown
+    return {"s": "s" * (c.steps > 1)} if is_beyond else None
 
 
-def _servers(cfg: Config) -> Iterator[str]:
+def _notes_of_push(c: SimpleNamespace) -> list[dict[str, Any]]:
+    said = [note.removeprefix("WARNING: ") for note in (c.push.notes if c.push else ())]
+    return [{"note": note[0].upper() + note[1:]} for note in said]
+
+
+def _unread_by_peft(c: SimpleNamespace) -> dict[str, Any] | None:
+    settings = lora_of(c.cfg.tuner, c.shape) if c.shape else None
+    lost = peft_leaves_out(settings, c.shape) if settings else None
+    return {"lost": lost} if lost else None
+
+
+def _in_the_clear(c: SimpleNamespace) -> dict[str, Any] | None:
     """What travels for all to read."""
-    if cfg.rollout.vllm_mode != "server":
-        return
-    clear = [str(address) for address in addresses_of(cfg.rollout) if not address.is_https and not address.is_here]
-    if clear:
-        yield (
-            f"Prompts, completions and the token travel in the clear to {', '.join(clear[:4])}: use https (megatron-grpo serve "
-            "--ssl_certfile, and vllm_server_ca here) where others can listen. Weights travel in the clear in any case."
-        )
+    addresses = addresses_of(c.cfg.rollout) if c.vllm_mode == "server" else ()
+    clear = [str(address) for address in addresses if not address.is_https and not address.is_here]
+    return {"them": ", ".join(clear[:4])} if clear else None
 
 
-def _room(cfg: Config) -> Iterator[str]:
-    asked = [name for name in ("offload_model", "offload_optimizer") if getattr(cfg.rollout, name) == "true"]
-    if asked and cfg.rollout.vllm_mode != "colocate":
-        yield f"{' and '.join(asked)} true: no sampler shares these GPUs (vllm_mode {cfg.rollout.vllm_mode}), so nothing is given away."
+def _peak(c: SimpleNamespace) -> dict[str, Any] | None:
+    """Of an estimate that does not fit, in GB."""
+    if not c.memory or not c.memory.get("gpu_memory_bytes") or c.memory["fits"]:
+        return None
+    peak, gpu = c.memory["peak_bytes"], c.memory["gpu_memory_bytes"]
+    return {"peak": peak / 1e9, "gpu": gpu / 1e9, "is_over": peak > gpu}
 
 
-def _memory(memory: dict[str, Any] | None) -> Iterator[str]:
-    if not memory or not memory.get("gpu_memory_bytes") or memory["fits"]:
-        return
-    if memory["peak_bytes"] <= memory["gpu_memory_bytes"]:
-        yield (
-            f"vllm_gpu_memory_utilization leaves a KV cache of {memory['sampler']['kv_cache_tokens']:,} tokens beside vLLM's weights, "
-            f"and a sequence has {memory['longest_sequence']:,}."
-        )
-    else:
-        yield (
-            f"The estimated peak ({memory['peak_bytes'] / 1e9:.1f} GB, pipeline stage {memory['peak_stage']}, "
-            f"{memory['peak_phase']}) does not fit in "
-            f"gpu_memory_gb ({memory['gpu_memory_bytes'] / 1e9:g})."
-        )
-    for way in memory["would_fit"]:
-        changes = ", ".join(f"{name} {str(value).lower()}" for name, value in way["settings"].items())
-        yield f"What would fit: {changes}: the peak would be {way['peak_bytes'] / 1e9:.1f} GB ({way['peak_phase'].replace('_', ' ')})."
-    if not memory["would_fit"]:
-        room = "sleep_level, offload_model, offload_optimizer, vllm_gpu_memory_utilization, " if memory["sampler"]["weights_bytes"] else ""
-        yield f"Nothing that was tried makes it fit: {room}full recompute, layouts of twice and four times the parts."
+def _ways_to_fit(c: SimpleNamespace) -> list[dict[str, Any]]:
+    return [
+        {"changes": ", ".join(f"{name} {str(value).lower()}" for name, value in way["settings"].items()),
+         "peak": way["peak_bytes"] / 1e9, "phase": way["peak_phase"].replace("_", " ")}
+        for way in (c.memory["would_fit"] if _peak(c) else ())
+    ]  # fmt: skip
+
+
+def _nothing_fits(c: SimpleNamespace) -> dict[str, Any] | None:
+    if not _peak(c) or c.memory["would_fit"]:
+        return None
+    room = "sleep_level, offload_model, offload_optimizer, vllm_gpu_memory_utilization, " if c.memory["sampler"]["weights_bytes"] else ""
+    return {"room": room}
+
+
+def _nobody_to_make_room_for(c: SimpleNamespace) -> dict[str, Any] | None:
+    asked = [name for name in ("offload_model", "offload_optimizer") if getattr(c, name) == "true"]
+    return {"asked": " and ".join(asked)} if asked and c.vllm_mode != "colocate" else None
+
+
+def _of_pictures(c: SimpleNamespace) -> dict[str, Any] | None:
+    """What was said of pictures to a model of text."""
+    if c.shape is None or c.shape.vision is not None:
+        return None
+    typed = [name for name in ("data_root", "max_pixels", "min_pixels", "limit_images") if getattr(c, name) is not None]
+    return {"typed": " and ".join(typed), "do": "do" if len(typed) > 1 else "does"} if typed else None
+
+
+# ---- the rows ----------------------------------------------------------------------------------------------------------------------------
+
+# fmt: off
+OF_SIZES: Rules = (
+    Rule("global_batch_size num_generations", lambda c: c.sizes.global_batch_size % c.sizes.num_generations,
+         "A prompt's group is split over optimizer steps: global_batch_size ({sizes.global_batch_size}) / num_generations "
+         "({sizes.num_generations}) = {sizes.num_train_prompts:g} prompts. Its advantages are still computed over the whole group; use a "
+         "multiple of {sizes.num_generations} to train groups together."),
+    (
+        Rule("old_logprobs", lambda c: c.worst > 0 and c.sizes.old_logprobs == "rollout" and not c.corrected,
+             "old_logprobs rollout takes the sampler's own log-probs for stale rows, without a correction for the mismatch between sampler "
+             "and trainer. Consider --rollout_importance_sampling_mode token_truncate."),
+        Rule("old_logprobs", lambda c: c.worst == 0 and c.sizes.old_logprobs == "rollout",
+             "old_logprobs rollout changes nothing: no row of this run is stale when it is trained, and a fresh row takes its ratio "
+             "against the weights themselves. Rows become stale with steps_per_generation or num_iterations above 1."),
+        Rule("router_replay_mode", lambda c: c.worst == 0 and c.router_replay_mode == "R2",
+             "router_replay_mode R2 changes nothing: no row of this run is stale when it is trained, and a fresh row's own choice of "
+             "experts is the one that would be replayed. Rows become stale with steps_per_generation or num_iterations above 1."),
+        Rule("steps_per_generation", lambda c: c.worst > 0 and not c.corrected and {"s": "s" * (c.worst > 1)},
+             "Rows are up to {worst} optimizer step{s} stale, and nothing but the clip corrects for it. Consider "
+             "--rollout_importance_sampling_mode token_truncate, or a rollout of one optimizer step (steps_per_generation 1, "
+             "num_iterations 1)."),
+    ),
+    Rule("async_rollout_depth", _ahead,
+         "One rollout ahead, rows are up to {most} optimizer steps stale when they are trained ({mean:.3g} on average), since a rollout is "
+         "trained for {each:g} of them. A rollout of one optimizer step (steps_per_generation 1, num_iterations 1) is 1 step stale."),
+    Rule("async_rollout_depth kl_in_reward",
+         lambda c: c.kl_in_reward and (found := _ahead(c)) and found | {"rest": found["of_own_step"] * isinstance(found["each"], int)},
+         "Note: a checkpoint between two sampling steps takes in the rollout that is being sampled, and its KL in the reward is then "
+         "measured by the weights of that moment{rest}."),
+    Rule("generation_batch_size vllm_tensor_parallel_size", _idle,
+         "{idle} of {layout.world_size} ranks are idle while sampling: a rollout has {sizes.num_rollout_prompts} prompts for {engines} "
+         "engines. Raise generation_batch_size, or vllm_tensor_parallel_size."),
+    (
+        Rule("max_tokens_per_micro_batch", _fewer_micro_batches,
+             "With each prompt computed once a rank has {m} micro-batches in place of {sharing[micro_batches_of_rank_apart]}, and pipeline "
+             "stages wait {fraction:.0%} of a training step in place of {sharing[bubble_apart]:.0%}: (pp - 1) / (vpp x m + pp - 1) = "
+             "{waits} / ({vpp} x {m} + {waits}). Use {way}."),
+        Rule("micro_batch_size", _long_waits,
+             "Pipeline stages wait {fraction:.0%} of a training step: (pp - 1) / (vpp x {name} + pp - 1) = {waits} / ({vpp} x {m} + "
+             "{waits}). Use more micro-steps (a larger global_batch_size or a smaller {smaller}), fewer stages, or interleaved ones."),
+    ),
+    # Megatron-SWIFT's own rules about prompts, stricter than the mathematics need; nothing to who comes from another system.
+    (
+        Rule("generation_batch_size", lambda c: _is_of_swift(c) and c.sizes.num_rollout_prompts % c.sizes.dp_size,
+             "Megatron-SWIFT would refuse this configuration: its code wants generation_batch_size / num_generations "
+             "({sizes.num_rollout_prompts}) to be a multiple of dp_size ({sizes.dp_size}). Nothing here needs that."),
+        Rule("generation_batch_size", lambda c: _is_of_swift(c) and (each := c.sizes.num_rollout_prompts // c.sizes.dp_size)
+             % c.sizes.micro_batch_size and {"each": each},
+             "Megatron-SWIFT would refuse this configuration: its code wants generation_batch_size / num_generations / dp_size ({each}) "
+             "to be a multiple of micro_batch_size ({sizes.micro_batch_size}). Nothing here needs that."),
+    ),
+    Rule("global_batch_size", lambda c: _is_of_swift(c)
+         and c.sizes.global_batch_size % (c.sizes.num_generations * c.sizes.dp_size * c.sizes.micro_batch_size),
+         "Note: the Megatron-SWIFT guide asks that global_batch_size / num_generations / dp_size ({sizes.num_prompts_per_dp_group:g}) be a "
+         "multiple of micro_batch_size ({sizes.micro_batch_size}). Its code does not check this, and nothing here needs it."),
+)
+OF_A_RUN: Rules = (
+    Rule("sync_ref_model", lambda c: c.sync_ref_model and c.steps is not None and c.steps < c.ref_model_sync_steps,
+         "sync_ref_model never moves the reference: ref_model_sync_steps ({ref_model_sync_steps}) is more than the run's {steps} optimizer "
+         "steps."),
+    Rule("lr_warmup_fraction", _warmup,
+         "The learning rate never reaches lr ({lr:g}): the warm-up takes {warmup} optimizer steps, and the run {steps}."),
+    Rule("max_steps num_train_epochs", lambda c: c.max_steps is not None and c.num_train_epochs is not None,
+         "max_steps ({max_steps}) decides the length of the run; num_train_epochs ({num_train_epochs:g}) is not used."),
+    Rule("plan_rollouts", _shown_beyond_the_end,
+         "The run ends after {steps} optimizer step{s}: later rows of the timetable, of the {plan_rollouts} rollouts shown, are not "
+         "reached."),
+)
+OF_ADAPTERS: Rules = (
+    Rule("lr tuner_type", lambda c: c.tuner_type == "lora" and c.cfg.sources.get("lr", "default") == "default",
+         "Note: lr is its default, {lr:g}, which suits the training of all weights. Adapters commonly take ten times as much or more: "
+         "Megatron-SWIFT's defaults are 1e-5 for all weights and 1e-4 for LoRA."),
+    Rule("vllm_enable_lora", _notes_of_push, "{note}"),
+    Rule("sleep_level", lambda c: c.tuner_type == "lora" and c.sleep_level == 2 and c.push and c.push.kind == "adapter",
+         "sleep_level 2 drops vLLM's copy of the base, so each push sends the whole model before the adapter. sleep_level 1 keeps it."),
+    Rule("target_modules", _unread_by_peft, "{lost}"),
+)
+OF_THE_MACHINE: Rules = (
+    Rule("vllm_server_host", _in_the_clear,
+         "Prompts, completions and the token travel in the clear to {them}: use https (megatron-grpo serve --ssl_certfile, and "
+         "vllm_server_ca here) where others can listen. Weights travel in the clear in any case."),
+    Rule("vllm_gpu_memory_utilization", lambda c: (found := _peak(c)) and not found["is_over"],
+         "vllm_gpu_memory_utilization leaves a KV cache of {memory[sampler][kv_cache_tokens]:,} tokens beside vLLM's weights, and a "
+         "sequence has {memory[longest_sequence]:,}."),
+    Rule("gpu_memory_gb", lambda c: (found := _peak(c)) and found["is_over"] and found,
+         "The estimated peak ({peak:.1f} GB, pipeline stage {memory[peak_stage]}, {memory[peak_phase]}) does not fit in gpu_memory_gb "
+         "({gpu:g})."),
+    Rule("gpu_memory_gb", _ways_to_fit, "What would fit: {changes}: the peak would be {peak:.1f} GB ({phase})."),
+    Rule("gpu_memory_gb", _nothing_fits,
+         "Nothing that was tried makes it fit: {room}full recompute, layouts of twice and four times the parts."),
+    Rule("offload_model offload_optimizer", _nobody_to_make_room_for,
+         "{asked} true: no sampler shares these GPUs (vllm_mode {vllm_mode}), so nothing is given away."),
+    Rule("rank_heartbeat_timeout distributed_timeout_minutes",
+         lambda c: c.layout.world_size > 1 and (limit := 60 * c.distributed_timeout_minutes) <= c.rank_heartbeat_timeout
+         and {"limit": limit},
+         "A rank that hangs would not be named: rank_heartbeat_timeout ({rank_heartbeat_timeout:g} s) is no shorter than "
+         "distributed_timeout_minutes ({distributed_timeout_minutes:g} = {limit:g} s), after which a collective ends the run, and names a "
+         "rank only if it is stopped."),
+    Rule("max_pixels", _of_pictures, "{typed} {do} nothing: {shape.architecture} is a model of text and sees no pictures."),
+)
+# fmt: on
+
+
+def _is_of_swift(c: SimpleNamespace) -> bool:
+    return c.dialect in (None, "swift-megatron")
