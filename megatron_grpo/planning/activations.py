@@ -12,11 +12,10 @@ from typing import Any
 
 from megatron_grpo.batching.batch_sizes import SCORED_TOKENS, BatchSizes
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.parameters import BYTES, FP32, Tuning, layers_of_stage, padded_vocab
+from megatron_grpo.planning.parameters import BYTES, FP32, Tuning, elements, layers_of_stage, padded_vocab, rows_and_channels
 from megatron_grpo.weights.lora import is_linear
 from megatron_grpo.weights.names import Entry, tower_entries
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.sizes import VisionShape
 
 PER_PATCH = 34  # channels a patch and layer, in widths of the tower: what its backward needs (attention without scores, two norms, an MLP)
 READ_ATTENTION_INPUT = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")  # all read the same normed tensor
@@ -48,7 +47,7 @@ def kept_by_linears(shape: ModelShape, sizes: BatchSizes, tuning: Tuning, layers
     rank = tuning.rank
     for row in (row for layer in layers for row in tuning.layers[layer] if is_linear(row.entry)):
         name = row.entry.megatron.removesuffix(".weight").removeprefix("self_attention.")
-        adapted = [any(ranks) for ranks in row.adapters] or [False] * len(row.trains)
+        adapted = [any(ranks) for ranks in row.adapters]
         there[name] += 1
         kept[name] += sum(has or trains for has, trains in zip(adapted, row.trains, strict=True)) / len(adapted)
         if any(adapted):
@@ -62,9 +61,8 @@ def kept_by_linears(shape: ModelShape, sizes: BatchSizes, tuning: Tuning, layers
 def _copies(entry: Entry, shape: ModelShape, sizes: BatchSizes, width: int) -> float:
     if len(entry.hf) == 1:
         return 0.0
-    rows = sum(size[0] for _, size in entry.hf)
     here = shape.num_experts // sizes.layout.ep / sizes.layout.etp if entry.is_expert else 1 / sizes.layout.tp
-    return rows * width * here
+    return rows_and_channels(entry)[0] * width * here
 
 
 def layer_bytes(
@@ -105,40 +103,42 @@ class Activations:
     training: int
     forward: int
 
+    def __add__(self, other: Activations) -> Activations:
+        return Activations(training=self.training + other.training, forward=self.forward + other.forward)
+
 
 def activations_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, stage: int) -> Callable[[int], Activations]:
     """Of the micro-batches that a stage has in flight (1F1B, or interleaved), by the tokens of one on this rank."""
-    numbers = layers_of_stage(shape.num_layers, cfg, stage)
-    kept = kept_by_linears(shape, sizes, tuning, numbers)
-    return lambda tokens: _activations(shape, sizes, cfg, tuning, stage, kept, len(numbers), tokens)
-
-
-def _activations(
-    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, stage: int, kept: Kept, layers: int, tokens: int
-) -> Activations:
-    model = cfg.model
+    numbers, model, layout = layers_of_stage(shape.num_layers, cfg, stage), cfg.model, sizes.layout
+    kept, layers = kept_by_linears(shape, sizes, tuning, numbers), len(numbers)
     dropped = tuple(model.recompute_modules) if model.recompute_granularity == "selective" else ()
+    in_flight = _in_flight(sizes, cfg, stage)
 
-    def of_layer(without: tuple[str, ...], tokens: int = tokens) -> float:
+    def of_layer(without: tuple[str, ...], tokens: int) -> float:
         return layer_bytes(shape, sizes, cfg, kept, tokens, without=without, adapter_size=tuning.size_of_trained)
 
-    full, scored = of_layer(()), of_layer((), max(tokens, SCORED_TOKENS // sizes.layout.cp))
-    if model.recompute_granularity == "full":
-        unit = model.recompute_num_layers or 1
-        begin = tokens * tuning.size * shape.hidden_size / (sizes.layout.tp if cfg.parallel.sequence_parallel else 1)
-        recomputed = min(unit, layers) if model.recompute_method == "block" else layers
-        saved = -(-recomputed // (1 if model.recompute_method == "block" else unit))
-        stored = saved * begin + (layers - recomputed) * full
-        working = full * (1 if model.recompute_method == "block" else min(unit, layers))
-    else:
-        stored, working = layers * of_layer(dropped), full - of_layer(dropped)
-    a, chunks = sizes.gradient_accumulation_steps, sizes.layout.num_chunks
+    def of(tokens: int) -> Activations:
+        full, scored = of_layer((), tokens), of_layer((), max(tokens, SCORED_TOKENS // layout.cp))
+        if model.recompute_granularity == "full":
+            is_block, unit = model.recompute_method == "block", model.recompute_num_layers or 1
+            begin = tokens * tuning.size * shape.hidden_size / (layout.tp if cfg.parallel.sequence_parallel else 1)
+            recomputed = min(unit, layers) if is_block else layers
+            stored = -(-recomputed // (1 if is_block else unit)) * begin + (layers - recomputed) * full
+            working = full * (1 if is_block else min(unit, layers))
+        else:
+            stored, working = layers * of_layer(dropped, tokens), full - of_layer(dropped, tokens)
+        return Activations(training=round(stored * in_flight + working), forward=round(scored))
+
+    return of
+
+
+def _in_flight(sizes: BatchSizes, cfg: Config, stage: int) -> float:
+    """Micro-batches of which a stage keeps what the backward needs, in layers of all its chunks."""
+    a, pp, chunks = sizes.gradient_accumulation_steps, sizes.layout.pp, sizes.layout.num_chunks
     if chunks == 1:
-        in_flight: float = min(a, sizes.layout.pp - stage)
-    else:
-        group = min(cfg.parallel.microbatch_group_size_per_vp_stage or sizes.layout.pp, a)
-        in_flight = min(a * chunks, 2 * (sizes.layout.pp - stage - 1) + (chunks - 1) * group + 1) / chunks
-    return Activations(training=round(stored * in_flight + working), forward=round(scored))
+        return min(a, pp - stage)
+    group = min(cfg.parallel.microbatch_group_size_per_vp_stage or pp, a)
+    return min(a * chunks, 2 * (pp - stage - 1) + (chunks - 1) * group + 1) / chunks
 
 
 def logits_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, completion: int) -> int:
@@ -153,41 +153,29 @@ def logits_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, completion: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TowerPlan:
-    """Bytes on a rank of the first stage."""
+class Tower:
+    """What sees, whole on each rank of the first stage. activations: while it trains, of all micro-batches that the stage has in flight."""
 
+    parameters: int
+    trainable_parameters: int
     patches: int  # of one micro-batch
     activations: Activations
-    trains: bool
 
 
-def tower_plan(shape: ModelShape, cfg: Config, tuning: Tuning, picture_tokens: int) -> TowerPlan | None:
+def tower_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, picture_tokens: int) -> Tower | None:
     """None for a model that does not see. picture_tokens: of one micro-batch."""
     vision = shape.vision
     if vision is None:
         return None
-    trains = any(map(tuning.trains_outer, tower_entries(shape)))
-    patches = picture_tokens * vision.merge**2
-    layer = patches * vision.width * tuning.size * PER_PATCH
-    return TowerPlan(
-        patches=patches,
-        trains=trains,
-        activations=Activations(training=_kept_by_tower(vision, cfg, tuning, patches, layer, trains), forward=layer),
-    )
-
-
-def _kept_by_tower(vision: VisionShape, cfg: Config, tuning: Tuning, patches: int, layer: int, trains: bool) -> int:
-    """A frozen tower works layer by layer. A trained one keeps what each layer reads, and one layer while it is computed again; or all."""
-    if not trains:
-        return layer
-    if not cfg.model.vit_gradient_checkpointing:
-        return vision.depth * layer
-    return vision.depth * patches * vision.width * tuning.size + layer
-
-
-def with_tower(found: Activations, tower: Activations, in_flight: int) -> Activations:
-    """in_flight: micro-batches of which the first stage keeps what the backward needs."""
-    return Activations(training=found.training + tower.training * in_flight, forward=found.forward + tower.forward)
+    numels = [(elements(entry), tuning.trains_outer(entry)) for entry in tower_entries(shape)]
+    trained, patches = sum(numel for numel, trains in numels if trains), picture_tokens * vision.merge**2
+    begin = patches * vision.width * tuning.size  # what a layer reads
+    kept = layer = begin * PER_PATCH  # a frozen tower works layer by layer
+    if trained:  # it keeps what each layer reads, and one layer while it is computed again; or all
+        kept = vision.depth * begin + layer if cfg.model.vit_gradient_checkpointing else vision.depth * layer
+        kept *= min(sizes.gradient_accumulation_steps, sizes.layout.pp)
+    activations = Activations(training=kept, forward=layer)
+    return Tower(parameters=sum(numel for numel, _ in numels), trainable_parameters=trained, patches=patches, activations=activations)
 
 
 def fewer_layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, rows: Sequence[Mapping[str, Any]], tower_bytes: int) -> dict[str, Any]:
@@ -204,7 +192,7 @@ def fewer_layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, rows: Sequen
     legal = [
         first
         for first in range(least * chunks, shape.num_layers)
-        if first % chunks == 0 and pp > 1 and (shape.num_layers - first) % ((pp - 1) * chunks) == 0 and first < shape.num_layers
+        if first % chunks == 0 and pp > 1 and (shape.num_layers - first) % ((pp - 1) * chunks) == 0
     ]
     even = (shape.num_layers - layers * (pp - 1)) / pp  # where first + layers is what each of the others holds
     return {"layers": round(layers, 1), "first": min(legal, key=lambda first: abs(first - even), default=None)}

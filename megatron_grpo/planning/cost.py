@@ -12,14 +12,13 @@ from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.kept import is_cut, words_at_most
 from megatron_grpo.planning.models import config_of_teacher
-from megatron_grpo.planning.parameters import FP32, Row, Tuning, padded_vocab
+from megatron_grpo.planning.parameters import FP32, Row, Tuning, elements, padded_vocab, rows_and_channels
 from megatron_grpo.planning.sampler import push_of, stays
 from megatron_grpo.planning.sharing import Sharing
 from megatron_grpo.planning.summary import most_waiting_rows, old_logprobs_summary
 from megatron_grpo.planning.token_counts import Computed, Lengths, Step, packing, sequence_tokens
 from megatron_grpo.weights.names import Entry, ShardCut, num_parameters, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.sizes import MoeShape
 
 
 def estimate_cost(
@@ -33,36 +32,23 @@ def estimate_cost(
         apart, shared = (_trained(shape, sizes, cfg, tuning, computed, teacher) for computed in (step.apart, step.shared))
         both["sharing"] |= {"flops_apart": apart, "flops_shared": shared}
         cost = {**_parameters(shape, tuning), **_flops(shape, sizes, cfg, tuning, lengths, shared), **_bytes(shape, sizes, cfg, tuning)}
-        if shape.moe and cfg.grpo.router_replay_mode != "disabled":
-            cost["experts"] = _experts(shape, shape.moe, sizes, cfg, lengths)
-        if is_cut(cfg.rollout):
-            cost["kept"] = _kept(sizes, cfg, lengths)
+        prompt, completion = sequence_tokens(cfg, lengths, longest=False)
+        if shape.moe and cfg.grpo.router_replay_mode != "disabled":  # int16, of every token and every layer that has experts
+            cost["experts"] = _beside_rows(sizes, 2 * sum(shape.moe.layers) * shape.moe.topk, prompt + completion)
+        if is_cut(cfg.rollout):  # at most: ids, and where they begin, of the words that tokens are drawn among. top_p and min_p leave fewer
+            cost["kept"] = _beside_rows(sizes, 8 + 4 * words_at_most(cfg.rollout), completion)
     if lengths is not None:
         cost["packing"] = packing(sizes, cfg, lengths, sharing.least_saving)
     return cost | both
 
 
-def _experts(shape: ModelShape, moe: MoeShape, sizes: BatchSizes, cfg: Config, lengths: Lengths | None) -> dict[str, int]:
-    """Bytes of the experts that are replayed: int16, of every token and every layer that has some."""
-    of_token = 2 * sum(moe.layers) * moe.topk
-    of_row = of_token * sum(sequence_tokens(cfg, lengths, longest=False))
+def _beside_rows(sizes: BatchSizes, of_token: int, tokens: int) -> dict[str, int]:
+    """Bytes that are kept of every row: so many of each of so many tokens."""
     return {
         "bytes_of_token": of_token,
-        "bytes_of_row": of_row,
-        "bytes_of_rollout": of_row * sizes.generation_batch_size,
-        "checkpoint_bytes": of_row * most_waiting_rows(sizes),
-    }
-
-
-def _kept(sizes: BatchSizes, cfg: Config, lengths: Lengths | None) -> dict[str, int]:
-    """Most bytes of the words that drawn tokens are drawn among: their ids, and where they begin. top_p and min_p leave fewer."""
-    of_token = 8 + 4 * words_at_most(cfg.rollout)
-    of_row = of_token * sequence_tokens(cfg, lengths, longest=False)[1]
-    return {
-        "bytes_of_token": of_token,
-        "bytes_of_row": of_row,
-        "bytes_of_rollout": of_row * sizes.generation_batch_size,
-        "checkpoint_bytes": of_row * most_waiting_rows(sizes),
+        "bytes_of_row": of_token * tokens,
+        "bytes_of_rollout": of_token * tokens * sizes.generation_batch_size,
+        "checkpoint_bytes": of_token * tokens * most_waiting_rows(sizes),
     }
 
 
@@ -150,7 +136,7 @@ def _adapter_products(shape: ModelShape, rank: int, found: Sequence[tuple[Row, S
     total = 0.0
     for row, adapters in found:
         if count := sum(any(ranks) for ranks in adapters):
-            rows, inner = _rows_and_channels(row.entry)
+            rows, inner = rows_and_channels(row.entry)
             total += count * _share(shape, row.entry) * len(row.entry.hf) * (rows + inner)
     return round(rank * total)
 
@@ -158,11 +144,6 @@ def _adapter_products(shape: ModelShape, rank: int, found: Sequence[tuple[Row, S
 def _share(shape: ModelShape, entry: Entry) -> float:
     """Of the parameters of its kind, those that a token meets."""
     return shape.moe.topk / shape.moe.num_experts if shape.moe and entry.is_expert else 1.0
-
-
-def _rows_and_channels(entry: Entry) -> tuple[int, int]:
-    """Of a Megatron linear: rows of all modules that it fuses, and the channels that all of them read."""
-    return sum(size[0] for _, size in entry.hf), entry.hf[0][1][1]
 
 
 def _trained(
@@ -231,18 +212,14 @@ def _num_trained(shape: ModelShape, tuning: Tuning, rows: int) -> int:
     total = 0
     for entry in outer_entries(shape):
         if not entry.is_copy and tuning.trains_outer(entry):
-            total += rows * shape.hidden_size if entry.cut is ShardCut.VOCAB else _numel(entry)
-    return total + sum(_numel(row.entry) * sum(row.trains) for row in tuning.rows if not row.entry.is_buffer)
-
-
-def _numel(entry: Entry) -> int:
-    return sum(math.prod(size) for _, size in entry.hf)
+            total += rows * shape.hidden_size if entry.cut is ShardCut.VOCAB else elements(entry)
+    return total + sum(elements(row.entry) * sum(row.trains) for row in tuning.rows if not row.entry.is_buffer)
 
 
 def _bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> dict[str, int]:
     """What a push sends and a checkpoint holds, over all ranks. base_push_bytes: what is sent once, before the first adapter."""
     own = num_parameters(shape) * tuning.size
-    pushed = own - (sum(map(_numel, tower_entries(shape))) * tuning.size if stays(cfg, tuning, shape) else 0)
+    pushed = own - (sum(map(elements, tower_entries(shape))) * tuning.size if stays(cfg, tuning, shape) else 0)
     adapter = tuning.num_adapter_parameters * tuning.adapter_size if tuning.pushes_adapters else 0
     again = cfg.rollout.sleep_level == 2  # the sampler forgets its weights
     return {
@@ -262,11 +239,11 @@ def checkpoint_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: 
         stored = 0
         for row in tuning.rows:
             if count := sum(any(ranks) for ranks in row.adapters):
-                channels, inner = _rows_and_channels(row.entry)
+                channels, inner = rows_and_channels(row.entry)
                 stored += count * (len(row.entry.hf) * inner + channels)
         return tuning.rank * stored * (size + state)
     trained = _num_trained(shape, tuning, rows)
-    buffers = sum(_numel(row.entry) * len(row.trains) for row in tuning.rows if row.entry.is_buffer)
+    buffers = sum(elements(row.entry) * len(row.trains) for row in tuning.rows if row.entry.is_buffer)
     own = num_parameters(shape) - buffers + (rows - shape.vocab_size) * shape.hidden_size * (1 if shape.tied_embeddings else 2)
     whole = own * size + buffers * FP32
     follows = cfg.grpo.beta > 0 and cfg.grpo.sync_ref_model

@@ -89,10 +89,6 @@ def widest_cell(sizes: BatchSizes, rows: Sequence[MicroStep | Gap], ranks: Seque
     return max(len(text) for text in (*cells, str(sizes.dp_size - 1)))
 
 
-def colour(prompt: int) -> str:
-    return PALETTE[prompt % len(PALETTE)]
-
-
 def draw(timetable: Timetable, num_rollouts: int, *, width: int = 80) -> list[Text]:
     """The figure as styled lines, none wider than `width` columns."""
     from rich.text import Text
@@ -125,31 +121,27 @@ def _line(timetable: Timetable, index: int, row: MicroStep, ranks: Sequence[int 
 
     sizes, step = timetable.sizes, row.optimizer_step
     length = sizes.micro_steps_per_rollout * sizes.num_iterations
-    stale = row.staleness > 0
-    text = Text()
+    stale, text = row.staleness > 0, Text()
     begins, ends = row.micro_step == timetable.first_of(step), row.micro_step + 1 == timetable.first_of(step + 1)
-    bracket = bracket_of(begins, ends)
     label = f"step {step}" if begins or index == 0 else ""
-    text.append(f"{bracket} {label}".ljust(left - 7), style="bold" if label else "")
+    text.append(f"{bracket_of(begins, ends)} {label}".ljust(left - 7), style="bold" if label else "")
     text.append(f"{row.micro_step:>6} ")
     for rank in ranks:
         if rank is None:
             text.append("…".rjust(widest), style="dim")
             continue
         prompts = prompts_of(sizes, row, rank)
-        text.append(cell(prompts).rjust(widest), style=colour(prompts[0]))
+        text.append(cell(prompts).rjust(widest), style=PALETTE[prompts[0] % len(PALETTE)])
     mark = f"+{row.staleness}" if stale else "·"
     text.append(f"  {mark:>4}  {LABELS[row.old_logprobs]:<13}", style="bold yellow" if stale else "dim")
-    first, last = row.micro_step % length == 0, row.micro_step % length == length - 1
     where = row.micro_step % length
-    note = ""
-    if where == 0:
-        note = f"rollout {row.rollout} by v{row.sampled_by_version}"
-    elif row.slice_index == 0:
-        note = f"pass {row.pass_index + 1}"
+    first, last = where == 0, where == length - 1
+    notes = [f"rollout {row.rollout} by v{row.sampled_by_version}"] if first else []
+    if not first and row.slice_index == 0:
+        notes.append(f"pass {row.pass_index + 1}")
     if (epoch := timetable.ends_epoch(row)) is not None:
-        note = f"{note}{', ' if note else ''}end of epoch {epoch}"
-    text.append(f"{bracket_of(first, last, right=True)} {note}".rstrip(), style="bold" if first else "")
+        notes.append(f"end of epoch {epoch}")
+    text.append(f"{bracket_of(first, last, right=True)} {', '.join(notes)}".rstrip(), style="bold" if first else "")
     if stale:
         text.stylize("on #3a2f00")
     return text

@@ -14,14 +14,13 @@ from typing import Any
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.optimizer import BLOCK
-from megatron_grpo.planning.activations import Activations, TowerPlan, activations_of, fewer_layers, logits_bytes, tower_plan, with_tower
+from megatron_grpo.planning.activations import Activations, Tower, activations_of, fewer_layers, logits_bytes, tower_of
 from megatron_grpo.planning.cost import checkpoint_bytes
 from megatron_grpo.planning.models import config_of_teacher
-from megatron_grpo.planning.parameters import Place, Static, Tuning, held_by, layers_of_stage, static_memory
+from megatron_grpo.planning.parameters import Static, Tuning, held_by, layers_of_stage, static_memory
 from megatron_grpo.planning.sampler import bucket_bytes, push_memory, sampler_memory
 from megatron_grpo.planning.token_counts import Lengths, sequence_tokens
 from megatron_grpo.weights.buckets import MIB
-from megatron_grpo.weights.names import tower_entries
 from megatron_grpo.weights.shape import ModelShape
 
 TOWER = "vision tower: on the first stage, whole on each rank; activations as if every token of a prompt were a picture's"
@@ -94,7 +93,7 @@ def held_stages(teacher: ModelShape | None, student: ModelShape, sizes: BatchSiz
     tuning = Tuning.of(own, teacher)
 
     def of(stage: int) -> HeldStage:
-        numel = held_by(teacher, sizes, own, tuning, Place(stage=stage)).weights
+        numel = held_by(teacher, sizes, own, tuning, stage).weights
         activations = activations_of(teacher, sizes, own, tuning, stage)
         logits = logits_bytes(teacher, sizes, own, completion) // 2 if stage == sizes.layout.pp - 1 else 0
         return HeldStage(weights_bytes=numel * tuning.size, scoring=lambda tokens: activations(tokens).forward + logits)
@@ -141,14 +140,14 @@ def estimate_memory(
     apart, tokens = (-(-stream_tokens(sizes, cfg, prompt, completion, shares=one) // sizes.layout.cp) for one in (False, shares))
     sampler = sampler_memory(shape, sizes, cfg, tuning, prompt + completion)
     stages, rows, pushed = list[Stage](), list[dict[str, Any]](), push_memory(shape, sizes, cfg, tuning)
-    tower = tower_plan(shape, cfg, tuning, min(tokens, prompt * sizes.micro_batch_size))
+    tower = tower_of(shape, sizes, cfg, tuning, min(tokens, prompt * sizes.micro_batch_size))
     held = held_stages(teacher, shape, sizes, cfg, completion)
     for number in range(sizes.layout.pp):
         stage = Stage(
             teacher=held[number],
-            static=static_memory(shape, sizes, cfg, tuning, Place(stage=number)),
+            static=static_memory(shape, sizes, cfg, tuning, number),
             logits=logits_bytes(shape, sizes, cfg, completion) if number == sizes.layout.pp - 1 else 0,
-            activations=_with_tower(activations_of(shape, sizes, cfg, tuning, number), tower if number == 0 else None, sizes),
+            activations=_with_tower(activations_of(shape, sizes, cfg, tuning, number), tower if number == 0 else None),
         )
         stages.append(stage)
         layers = len(layers_of_stage(shape.num_layers, cfg, number))
@@ -180,32 +179,23 @@ def estimate_memory(
         "offload": _offload(cfg, offload, sampler, stages),
         "staged_bytes": _staged(shape, sizes, cfg, tuning, [stage.static for stage in stages]) if cfg.run.async_save else 0,
         "stages": rows,
-        **({} if tower is None else {"tower": _tower(shape, sizes, cfg, tuning, tower, rows)}),
+        **({} if tower is None else {"tower": _tower(shape, sizes, cfg, tuning.size, tower, rows)}),
         "assumptions": [*_assumptions(cfg, tuning, prompt, completion, lengths), *([TOWER] if tower else [])],
     }
 
 
-def _with_tower(found: Callable[[int], Activations], tower: TowerPlan | None, sizes: BatchSizes) -> Callable[[int], Activations]:
-    if tower is None:
-        return found
-    in_flight = min(sizes.gradient_accumulation_steps, sizes.layout.pp) if tower.trains else 1
-    return lambda tokens: with_tower(found(tokens), tower.activations, in_flight)
+def _with_tower(found: Callable[[int], Activations], tower: Tower | None) -> Callable[[int], Activations]:
+    return found if tower is None else lambda tokens: found(tokens) + tower.activations
 
 
-def _tower(
-    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, tower: TowerPlan, rows: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """What sees, on the first stage. Each parameter is as many bytes as one of the language model that trains, or does not, as it does."""
-    entries = [(math.prod(size), tuning.trains_outer(entry)) for entry in tower_entries(shape) for _, size in entry.hf]
-    total, trained = sum(numel for numel, _ in entries), sum(numel for numel, trains in entries if trains)
-    own = rows[0]
+def _tower(shape: ModelShape, sizes: BatchSizes, cfg: Config, size: int, tower: Tower, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of the `memory` object. Each parameter is as many bytes as one of the language model that trains, or does not, as it does."""
+    own, activations = rows[0], tower.activations.training
     per_trained = (own["gradients_bytes"] + own["optimizer_bytes"]) / max(own["num_trainable_parameters"], 1)
-    static = round(total * tuning.size + trained * per_trained)
-    in_flight = min(sizes.gradient_accumulation_steps, sizes.layout.pp) if tower.trains else 1
-    activations = tower.activations.training * in_flight
+    static = round(tower.parameters * size + tower.trainable_parameters * per_trained)
     return {
-        "parameters": total,
-        "trainable_parameters": trained,
+        "parameters": tower.parameters,
+        "trainable_parameters": tower.trainable_parameters,
         "static_bytes": static,
         "patches_per_micro_batch": tower.patches,
         "activations_bytes": activations,

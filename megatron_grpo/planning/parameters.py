@@ -33,8 +33,8 @@ class Row:
     entry: Entry
     layer: int
     trains: Sequence[bool]
-    adapters: Sequence[Sequence[int]] = ()  # ranks in the modules that a linear fuses, without padding; none: no adapter
-    reference: Sequence[Sequence[int]] = ()  # the same of frozen ones that the KL is measured against
+    adapters: Sequence[Sequence[int]]  # ranks in the modules that a linear fuses, without padding; none: no adapter
+    reference: Sequence[Sequence[int]]  # the same of frozen ones that the KL is measured against
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Tuning:
     @property
     def num_adapter_parameters(self) -> int:
         """As PEFT counts them, and as they are pushed: of the whole model, without padding."""
-        pairs = ((rank, size) for row in self.rows for ranks in row.adapters for rank, (_, size) in zip(ranks, row.entry.hf, strict=True))
+        pairs = ((rank, size) for row in self.rows for ranks in row.adapters for rank, (_, size) in zip(ranks, row.entry.hf))
         return sum(rank * sum(size) for rank, size in pairs)
 
     @property
@@ -111,9 +111,9 @@ def _layers(
         experts = range(shape.num_experts) if entry.is_expert else (0,)
         names = [[f"{shape.text_prefix}layers.{layer}.{name.format(e=expert)}" for name, _ in entry.hf] for expert in experts]
 
-        def ranks(settings: LoraSettings | None) -> list[list[int]]:
+        def ranks(settings: LoraSettings | None) -> Sequence[Sequence[int]]:
             if settings is None or not is_linear(entry):
-                return []
+                return [()] * len(names)
             return [[settings.rank_of(name.removesuffix(".weight")) for name in modules] for modules in names]
 
         trained = [rule(modules[0]) for modules in names]
@@ -143,20 +143,20 @@ def layers_of_stage(num_layers: int, cfg: Config, stage: int) -> list[int]:
     return found
 
 
+def elements(entry: Entry) -> int:
+    """Of the whole parameter."""
+    return sum(math.prod(size) for _, size in entry.hf)
+
+
 def numel_of(entry: Entry, sizes: BatchSizes) -> int:
     """Elements of a rank's shard of an entry inside a layer."""
-    total = sum(math.prod(size) for _, size in entry.hf)
-    if entry.cut is ShardCut.REPLICATED:
-        return total
-    return total // (sizes.layout.etp if entry.is_expert else sizes.layout.tp)
+    ranks = 1 if entry.cut is ShardCut.REPLICATED else sizes.layout.etp if entry.is_expert else sizes.layout.tp
+    return elements(entry) // ranks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A rank, as far as what it holds depends on it: its pipeline stage, and its place among the ranks that share out the experts."""
-
-    stage: int
-    ep_rank: int = 0
+def rows_and_channels(entry: Entry) -> tuple[int, int]:
+    """Of a Megatron linear: rows of all modules that it fuses, and the channels that all of them read."""
+    return sum(size[0] for _, size in entry.hf), entry.hf[0][1][1]
 
 
 @dataclass(slots=True)
@@ -170,18 +170,17 @@ class Held:
     trained: int = 0  # of these, what trains and no expert has
     trained_experts: int = 0
 
-    def add(self, row: Row, sizes: BatchSizes, place: Place, *, rank: int, reference_rank: int) -> None:
-        entry, count = row.entry, len(row.trains) // sizes.layout.ep if row.entry.is_expert else 1
-        mine = slice(place.ep_rank * count, (place.ep_rank + 1) * count) if entry.is_expert else slice(1)
-        numel = numel_of(entry, sizes)
+    def add(self, row: Row, sizes: BatchSizes, ep_rank: int, *, rank: int, reference_rank: int) -> None:
+        entry, numel = row.entry, numel_of(row.entry, sizes)
+        count = len(row.trains) // sizes.layout.ep if entry.is_expert else 1
+        mine = slice(ep_rank * count, (ep_rank + 1) * count) if entry.is_expert else slice(1)
+        adapted, referred = ([any(ranks) for ranks in of[mine]] for of in (row.adapters, row.reference))
+        own = sum(adapted) * _pair(entry, rank, sizes) if any(adapted) else 0
         self.weights += numel * count
-        adapted = [any(ranks) for ranks in row.adapters[mine]]
-        referred = [any(ranks) for ranks in row.reference[mine]]
-        own = sum(adapted) * _pair(entry, rank, sizes) if adapted else 0
         self.adapters += own
-        self.reference += sum(referred) * _pair(entry, reference_rank, sizes) if referred else 0
+        self.reference += sum(referred) * _pair(entry, reference_rank, sizes) if any(referred) else 0
         if len(entry.hf) > 1:  # a fused linear is cut by rows
-            either = sum(a or b for a, b in zip(adapted or [False] * count, referred or [False] * count, strict=True))
+            either = sum(a or b for a, b in zip(adapted, referred, strict=True))
             self.helpers += either * len(entry.hf) * (numel // entry.hf[0][1][-1])
         trained = sum(row.trains[mine]) * numel + own
         if entry.is_expert:
@@ -195,16 +194,17 @@ def _pair(linear: Entry, rank: int, sizes: BatchSizes) -> int:
     return sum(numel_of(entry, sizes) for entry in adapter_entries(linear, rank))
 
 
-def held_by(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, place: Place) -> Held:
+def held_by(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, stage: int, ep_rank: int = 0) -> Held:
+    """By a rank of a pipeline stage. ep_rank: its place among those that share out the experts."""
     found = Held()
-    for entry, numel in _outside_layers(shape, sizes, cfg, place.stage):
+    for entry, numel in _outside_layers(shape, sizes, cfg, stage):
         found.weights += numel
         found.trained += numel * tuning.trains_outer(entry)
     rank, reference_rank = tuning.rank, tuning.reference_rank
-    for layer in layers_of_stage(shape.num_layers, cfg, place.stage):
+    for layer in layers_of_stage(shape.num_layers, cfg, stage):
         for row in tuning.layers[layer]:
             if not row.entry.is_buffer:
-                found.add(row, sizes, place, rank=rank, reference_rank=reference_rank)
+                found.add(row, sizes, ep_rank, rank=rank, reference_rank=reference_rank)
     return found
 
 
@@ -238,9 +238,9 @@ class Static:
         return self.weights_bytes + self.adapters_bytes + self.gradients_bytes + self.optimizer_bytes + self.reference_bytes
 
 
-def static_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, place: Place) -> Static:
-    """The bytes of weights, gradients and optimizer state of a rank."""
-    held, size, layout = held_by(shape, sizes, cfg, tuning, place), tuning.size_of_trained, sizes.layout
+def static_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, stage: int, ep_rank: int = 0) -> Static:
+    """The bytes of weights, gradients and optimizer state of a rank, as `held_by` has them."""
+    held, size, layout = held_by(shape, sizes, cfg, tuning, stage, ep_rank), tuning.size_of_trained, sizes.layout
     trained = owned = held.trained + held.trained_experts
     if cfg.optimizer.use_distributed_optimizer:
         owned = -(-held.trained // (sizes.dp_size * layout.cp)) + -(-held.trained_experts // layout.expert_dp_size)

@@ -32,13 +32,7 @@ class Sharing:
         return f"{'off' if self.least_saving is None else 'on'}: {self.why}"
 
 
-def decide(
-    cfg: Config,
-    shape: ModelShape | None,
-    *,
-    has_gpu: bool | None = None,
-    gpu_lacks: str | None = None,
-) -> Sharing:
+def decide(cfg: Config, shape: ModelShape | None, *, has_gpu: bool | None = None, gpu_lacks: str | None = None) -> Sharing:
     """has_gpu: of the machine that trains, None where that is not known. Who gives `gpu_memory_gb` plans for GPUs.
     gpu_lacks: why this GPU has no kernel for attention with parents (`policy.attention.gpu_kernel`).
 
@@ -76,8 +70,7 @@ def _nothing_to_gain(cfg: Config) -> str | None:
     if batch.micro_batch_size == 1 and batch.max_tokens_per_micro_batch is None:
         return "micro_batch_size 1 puts no two completions together; max_tokens_per_micro_batch would"
     if cfg.plan.lengths:
-        pairs = read_lengths(cfg.plan.lengths).pairs
-        apart, least = _tokens(extents_of(pairs, batch.num_generations))
+        apart, least = _tokens(extents_of(read_lengths(cfg.plan.lengths), batch.num_generations))
         if least > (1 - LEAST_SAVING) * apart:
             return f"of the lengths in {cfg.plan.lengths}, {1 - least / apart:.1%} of the tokens could be saved, less than 1/16"
     return None
@@ -108,14 +101,18 @@ def suggest_budget(
     if given:
         budget, found, why = given, step.shared, None
     else:
-        fits = memory and memory["gpu_memory_bytes"]
-        budget, why = _that_fits(step, memory["most_tokens_per_micro_batch"]) if memory and fits else _whole_group(step)
+        budget, why = largest_group(step), "the least that holds a whole group, its prompt once and all its completions"
+        if memory and memory["gpu_memory_bytes"]:
+            grain, why = step.cut.alignment.grain, "the most whose activations fit in gpu_memory_gb"
+            budget = memory["most_tokens_per_micro_batch"] * step.sizes.layout.cp // grain * grain
         if not budget:
             return None
         found = step.with_budget(budget, saving)
         if step.micro_batches_of_rank(found) == step.cut.multiple and found.largest < budget:
             budget, why = found.largest, "all that a rank computes in an optimizer step"
-    if is_short_of_micro_batches(step, found) and (smaller := budget_for_pipeline(step, found, saving)):
+    # Fewer than the pipeline wants, and fewer than there would be with a prompt for every completion.
+    is_short = step.micro_batches_of_rank(found) < min(wanted_micro_batches(step.sizes), step.micro_batches_of_rank(step.apart))
+    if is_short and (smaller := budget_for_pipeline(step, found, saving)):
         budget, found = smaller
         why = f"at least {wanted_micro_batches(step.sizes)} micro-batches a rank, 4 (pp - 1) / vpp, keep the pipeline busy"
     if why is None:
@@ -127,16 +124,6 @@ def suggest_budget(
         "micro_batches_of_rank": step.micro_batches_of_rank(found),
         "bubble": step.bubble(found),
     }
-
-
-def _that_fits(step: Step, most: int) -> tuple[int, str]:
-    """most: tokens of a micro-batch on one rank that fit beside everything else."""
-    grain = step.cut.alignment.grain
-    return most * step.sizes.layout.cp // grain * grain, "the most whose activations fit in gpu_memory_gb"
-
-
-def _whole_group(step: Step) -> tuple[int, str]:
-    return largest_group(step), "the least that holds a whole group, its prompt once and all its completions"
 
 
 def largest_group(step: Step) -> int:
@@ -152,12 +139,6 @@ def wanted_micro_batches(sizes: BatchSizes) -> int:
     """Of a rank, so that pipeline stages wait a fifth of a step at most: 4 (pp - 1) / vpp, a multiple of pp where stages interleave."""
     multiple = sizes.layout.pp if sizes.layout.vpp else 1
     return max(1, -(-4 * (sizes.layout.pp - 1) // (sizes.layout.num_chunks * multiple))) * multiple
-
-
-def is_short_of_micro_batches(step: Step, computed: Computed) -> bool:
-    """Fewer than the pipeline wants, and fewer than there would be with a prompt for every completion."""
-    found = step.micro_batches_of_rank(computed)
-    return found < min(wanted_micro_batches(step.sizes), step.micro_batches_of_rank(step.apart))
 
 
 def budget_for_pipeline(step: Step, computed: Computed, least_saving: float) -> tuple[int, Computed] | None:

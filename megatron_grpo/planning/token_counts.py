@@ -27,16 +27,12 @@ MOST_ROWS = 65_536  # of an optimizer step whose packing is tried
 ASSUMED_PROMPT = 512  # tokens, where neither max_prompt_length nor a file says
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """(prompt, completion) in tokens, one pair a line of the file."""
-
-    pairs: Sequence[tuple[int, int]]
+Lengths = Sequence[tuple[int, int]]  # (prompt, completion) in tokens, one pair a line of the file
 
 
 def read_lengths(path: str) -> Lengths:
     """Two whole numbers a line, parted by blanks, a tab or a comma; blank lines and # comments are passed over. Raises ConfigError."""
-    pairs, bad = [], []
+    pairs, bad = list[tuple[int, int]](), list[int]()
     for number, line in enumerate(read_text(path, errors="replace").splitlines(), 1):
         text = line.partition("#")[0].strip()
         if not text:
@@ -50,13 +46,12 @@ def read_lengths(path: str) -> Lengths:
         lines = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
         raise config_error(
             "lengths",
-            f"lengths: {len(bad)} line{'s' if len(bad) > 1 else ''} of "
-            f"{path} do not hold a "
-            f"prompt and a completion length in tokens: line {lines}.",
+            f"lengths: {len(bad)} line{'s' if len(bad) > 1 else ''} of {path} do not hold a prompt and a completion length in tokens: "
+            f"line {lines}.",
         )
     if not pairs:
         raise config_error("lengths", f"lengths: {path} holds no lengths.")
-    return Lengths(pairs)
+    return pairs
 
 
 def sequence_tokens(cfg: Config, lengths: Lengths | None, *, longest: bool) -> tuple[int, int]:
@@ -64,9 +59,9 @@ def sequence_tokens(cfg: Config, lengths: Lengths | None, *, longest: bool) -> t
     if lengths is None:
         return cfg.data.max_prompt_length or ASSUMED_PROMPT, cfg.rollout.max_completion_length
     if longest:
-        return max(lengths.pairs, key=sum)
-    count = len(lengths.pairs)
-    return round(sum(p for p, _ in lengths.pairs) / count), round(sum(c for _, c in lengths.pairs) / count)
+        return max(lengths, key=sum)
+    count = len(lengths)
+    return round(sum(p for p, _ in lengths) / count), round(sum(c for _, c in lengths) / count)
 
 
 def extents_of(pairs: Sequence[tuple[int, int]], num_generations: int) -> list[Extent]:
@@ -96,8 +91,8 @@ def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths, least_saving: floa
     full: list[list[int]] = []  # [micro-step][DP rank] tokens, the last of each sequence included
     padded = streams = sequences = 0  # tokens if padded, tokens in the streams, rows
     unit = cut.rows_per_slice * cut.multiple
-    for begin in range(0, len(lengths.pairs), sizes.global_batch_size):
-        rows = extents_of(lengths.pairs[begin : begin + sizes.global_batch_size], sizes.num_generations)
+    for begin in range(0, len(lengths), sizes.global_batch_size):
+        rows = extents_of(lengths[begin : begin + sizes.global_batch_size], sizes.num_generations)
         if len(rows) < unit and full:
             break  # the file's last lines are too few for a step of their own
         filled = [*rows, *[rows[0]] * unit]
@@ -108,7 +103,7 @@ def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths, least_saving: floa
             padded += sum(len(portion.rows) * max(filled[i].contexts[0] for i in portion.rows) for portion in together)
     tokens = [count for step in full for count in step]
     return {
-        "sequences": len(lengths.pairs),
+        "sequences": len(lengths),
         "micro_batches": len(tokens),
         "mean_tokens_per_micro_batch": sum(tokens) / len(tokens),
         "min_tokens_per_micro_batch": min(tokens),
@@ -176,7 +171,7 @@ class Step:
         cut = cut_of(sizes, cfg, least_saving)
         unit = cut.rows_per_slice * cut.multiple
         most = min(sizes.global_batch_size, max(MOST_ROWS // unit, 1) * unit)
-        given = lengths.pairs if lengths else [sequence_tokens(cfg, None, longest=True)]
+        given = lengths if lengths else [sequence_tokens(cfg, None, longest=True)]
         pairs = [given[i % len(given)] for i in range(most)]
         extents = extents_of(pairs, sizes.num_generations)
         apart = packed(pairs, extents, replace(cut, least_saving=None))

@@ -9,7 +9,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.optimizer import BYTES
 from megatron_grpo.planning.cost import checkpoint_bytes
 from megatron_grpo.planning.memory import Offload
-from megatron_grpo.planning.parameters import Place, Tuning, state_bytes, static_memory
+from megatron_grpo.planning.parameters import Tuning, state_bytes, static_memory
 from megatron_grpo.weights.shape import ModelShape
 from tests.lora_cases import ODD, random_adapter
 from tests.parity_cases import join
@@ -69,7 +69,7 @@ def measured(rank, world, path, cfg):
     during_push = policy.room.given_bytes
     policy.make_room()
     return (
-        Place(stage=ps.get_pipeline_model_parallel_rank(), ep_rank=ps.get_expert_model_parallel_rank()),
+        (ps.get_pipeline_model_parallel_rank(), ps.get_expert_model_parallel_rank()),
         dict(
             weights_bytes=size(own),
             adapters_bytes=size(adapters),
@@ -213,7 +213,7 @@ def test_weights_gradients_and_checkpoints_are_equal_to_the_byte_and_the_optimiz
     everything, kept = Offload(model=True, optimizer=True), state_bytes(cfg.optimizer, tuning.size_of_trained)
     too_much = 0
     for place, bytes_, padding, _, (given, during_push) in found:
-        told, of_optimizer = static_memory(shape, sizes, cfg, tuning, place), bytes_.pop("optimizer_bytes")
+        told, of_optimizer = static_memory(shape, sizes, cfg, tuning, *place), bytes_.pop("optimizer_bytes")
         assert {field: getattr(told, field) for field in bytes_} == bytes_
         # A rank owns an equal run of each padded buffer, and what is padding in it is nobody's.
         unequal = padding * kept / (tuning.size_of_trained + BYTES[cfg.optimizer.main_grads_dtype]) + 2 * kept
