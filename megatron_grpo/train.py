@@ -144,7 +144,7 @@ def agreed(run: Run) -> tuple[bool, bool]:
 
 def tell(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedStep, rows: Mapping[RowKey, Row]) -> None:
     """What a step says of itself; of one that the guard refused, who made its gradient. rows: those that waited before it."""
-    run.journal.step(progress, batch, trained)
+    run.journal.step(progress, batch, trained.metrics, skipped=trained.skipped)
     if trained.refusal:
         numbers = {key: rows[key].prompt_number for key in trained.refusal.rows}
         places = {

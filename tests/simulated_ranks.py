@@ -206,7 +206,7 @@ class OneRank:
     def journal(self):
         from megatron_grpo.base.clock import Clock
         from megatron_grpo.metrics import Metrics
-        from megatron_grpo.metrics.journal import Journal, ScheduleLog
+        from megatron_grpo.metrics.journal import Journal
         from megatron_grpo.metrics.rollout import Completions
         from megatron_grpo.parallel import collectives
 
@@ -222,7 +222,7 @@ class OneRank:
         node = collectives.Node(first=number * self.world.per_node, number=number, count=-(-self.world.size // self.world.per_node))
         self.completions = Told(self.folder, reward_names=["right"], rank=self.me, node=node)
         return Journal(
-            Metrics(self.folder, rank=self.me), ScheduleLog(self.folder, rank=self.me), self.completions,
+            Metrics(self.folder, rank=self.me), self.completions,
             clock=Clock(), reward_weights=[1.0], tells_selection=False, from_all=collectives.from_all,
         )  # fmt: skip
 
@@ -277,7 +277,7 @@ def a_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str
                 }
                 pending = pending.after(step, {}, cut)
                 with world.named("journal", others=one.rows_of):
-                    journal.step(Progress(step=number + 1), batch, SimpleNamespace(metrics={}, skipped=None))
+                    journal.step(Progress(step=number + 1), batch, {})
         finally:
             rows_that_wait._spread = real
             journal.close(summary=False)

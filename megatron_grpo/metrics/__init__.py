@@ -84,7 +84,7 @@ class Metrics:
         self._steps.begin(progress.step)
         for record in self._steps.all():
             self._remember(record)
-        self._skipped.keep_until(progress.step)
+        self._skipped.cut(progress.step)
         self.evaluations.start(progress.step or -1)  # where nothing is saved, its first is gone too
         self._remember_evaluations()
         begin = Begin(output_dir=self.output_dir, config=self.config, first_step=progress.step + 1)

@@ -168,7 +168,8 @@ class Evaluations:
                 logger.warning("%s has no line of %s at step %s: it was cut or removed", self._file.path, directory.name, sorted(lacking))
 
     def _keep_until(self, step: int) -> None:
-        self.records = self._file.keep_until(step)
+        self._file.cut(step)
+        self.records = self._file.all()
         for directory in self._directories():
             Records(directory / "prompts.jsonl").cut(step)
             for path in directory.glob("step_*.parquet"):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_grpo.base import activity
 from megatron_grpo.base.clock import Clock
@@ -20,43 +19,9 @@ from megatron_grpo.types import GlobalBatch, Progress
 
 UNTOLD = "untold.json"  # in output_dir, while a run rests between a rollout and the step that tells of it
 
-# Of one data-parallel rank: micro-batches, each a list of (rollout, row).
-RowsOfRank = Sequence[Sequence[tuple[int, int]]]
-
-
-class ScheduleLog:
-    """One line an optimizer step: {"step", "optimizer_step", "rows": [micro-batch][DP rank][(rollout, row)], "staleness": [sequence]}."""
-
-    def __init__(self, output_dir: str | Path, *, rank: int):
-        self._records = Records(Path(output_dir) / "schedule.jsonl")
-        self._writes = rank == 0
-
-    def start(self, progress: Progress) -> None:
-        """Drops what a run that is resumed from `progress` did after it."""
-        if self._writes:
-            self._records.begin(progress.step)
-
-    def record(self, progress: Progress, batch: GlobalBatch, of_each_rank: Sequence[RowsOfRank]) -> None:
-        """After a step. of_each_rank: the rows of every data-parallel rank's micro-batches, in rank order."""
-        if self._writes:
-            rows = [list(micro_batch) for micro_batch in zip(*of_each_rank, strict=True)]
-            self._records.append(
-                {"step": progress.step, "optimizer_step": progress.step - 1, "rows": rows, "staleness": list(batch.staleness)}
-            )
-
-
+SCHEDULE = "schedule.jsonl"  # which rows each optimizer step really trained, and how stale; `plan.json` says which it should have
 # Metrics of the step just taken -> what to warn about, if anything.
 Watch = Callable[[Progress, Mapping[str, float]], "str | None"]
-
-
-class Trained(Protocol):
-    """What an optimizer step says of itself."""
-
-    @property
-    def metrics(self) -> dict[str, float]: ...
-
-    @property
-    def skipped(self) -> str | None: ...
 
 
 class Journal:
@@ -69,7 +34,6 @@ class Journal:
     def __init__(
         self,
         metrics: Metrics,
-        schedule: ScheduleLog,
         completions: Completions,
         *,
         clock: Clock,
@@ -78,22 +42,20 @@ class Journal:
         from_all: Callable[[Any], list[Any]],
         watches: Sequence[Watch] = (),
     ):
-        self.metrics, self.schedule, self.completions, self.clock = metrics, schedule, completions, clock
+        self.metrics, self.completions, self.clock = metrics, completions, clock
+        self._schedule = Records(metrics.output_dir / SCHEDULE)
         self.reward_weights, self.tells_selection = reward_weights, tells_selection
         self._from_all, self._watches = from_all, watches
         self._heard: list[JudgedRollout] = []
         self._untold = metrics.output_dir / UNTOLD
         self._spent = TimeSpent()
 
-    def open(self) -> None:
-        """From now on phases are told: loading comes before `start`."""
-        self.metrics.open()
-
     def start(self, progress: Progress) -> None:
         """Begins after `progress.step` optimizer steps: what the files say beyond it, a run that was given up, is dropped."""
         self.metrics.start(progress)
         self.completions.start(progress)
-        self.schedule.start(progress)
+        if self.metrics.tells:
+            self._schedule.begin(progress.step)
         activity.reached(progress.step)
         self._spent.before(self.clock.take()["time/step"], step=progress.step)  # loading and restoring are no part of a step
 
@@ -102,23 +64,26 @@ class Journal:
         self._heard.append(judged)
         self.completions.write(judged)
 
-    def step(self, progress: Progress, batch: GlobalBatch, trained: Trained) -> None:
-        """An optimizer step has been taken; `progress` counts it. Collective."""
-        rows = [micro_batch.rows for micro_batch in batch.micro_batches]
-        self.schedule.record(progress, batch, self._from_all(rows))
+    def step(self, progress: Progress, batch: GlobalBatch, metrics: Mapping[str, float], *, skipped: str | None = None) -> None:
+        """An optimizer step has been taken; `progress` counts it. metrics, skipped: what it says of itself. Collective."""
+        of_each_rank = self._from_all([micro_batch.rows for micro_batch in batch.micro_batches])
+        if self.metrics.tells:  # rows: [micro-batch][data-parallel rank][(rollout, row)]
+            rows = [list(micro_batch) for micro_batch in zip(*of_each_rank, strict=True)]
+            one = {"step": progress.step, "optimizer_step": progress.step - 1, "rows": rows, "staleness": list(batch.staleness)}
+            self._schedule.append(one)
         activity.reached(progress.step)
         for watch in self._watches:
-            warning = watch(progress, trained.metrics)
+            warning = watch(progress, metrics)
             if warning:
                 self.metrics.say(f"WARNING: {warning}")
-        if trained.skipped:
-            self.metrics.say(f"optimizer step {progress.step} is skipped: {trained.skipped}")
+        if skipped:
+            self.metrics.say(f"optimizer step {progress.step} is skipped: {skipped}")
         stats = self._rollout_stats() if self._heard else self._kept(before=progress.step)
         self._heard = []
         taken = self.clock.take()
         self._spent.add(taken)
-        self._spent.step(is_skipped=trained.skipped is not None)
-        self.metrics.log(progress, stats | trained.metrics | batch.metrics | taken)
+        self._spent.step(is_skipped=skipped is not None)
+        self.metrics.log(progress, stats | dict(metrics) | batch.metrics | taken)
         if self.metrics.tells:
             self._untold.unlink(missing_ok=True)
 

@@ -25,16 +25,15 @@ class Records:
 
     def __init__(self, path: Path):
         self.path = path
-        self._first = self._last = self._num_steps = 0  # of what `cut` has kept
 
     def begin(self, step: int) -> None:
         """`cut`, for a file that has a line of every step; warns where steps are lacking that this run has done.
 
         A run that began in another output_dir has their lines there, and none here from before its first.
         """
-        self.cut(step)
+        kept = self.cut(step)
         is_own = any((self.path.parent / "checkpoints").glob("iter_*"))
-        lacking = (step - self._first + 1 if self._num_steps else step if is_own else 0) - self._num_steps
+        lacking = (step - kept[0] + 1 if kept else step if is_own else 0) - len(set(kept))
         if lacking > 0:
             logger.warning(
                 "%s has no line of %d of the %d optimizer steps done so far: it was cut or removed. They are not written again; what the "
@@ -43,11 +42,6 @@ class Records:
                 lacking,
                 step,
             )
-
-    def keep_until(self, step: int) -> list[dict[str, Any]]:
-        """As `cut`; returns what is kept, oldest first."""
-        self.cut(step)
-        return self.all()
 
     def all(self) -> list[dict[str, Any]]:
         """Oldest first; a line that is being written is left out, and so is one that cannot be read, which is said. None without a file."""
@@ -58,14 +52,13 @@ class Records:
         self._warn([number for number, line, record in read if record is None and line.endswith(b"\n")])
         return [record for _, _, record in read if record is not None]
 
-    def cut(self, step: int) -> None:
+    def cut(self, step: int) -> list[int]:
         """Drops records of steps beyond `step`, a last line cut short by a kill, and, which is said, lines that cannot be read. Holds one
-        line at a time."""
-        self._first = self._last = self._num_steps = 0
+        line at a time. Returns the steps of the others, in their order."""
+        kept, garbled = list[int](), list[int]()
         if not self.path.exists():
-            return
+            return kept
         kept_until = num_kept = num_bytes = 0
-        garbled = []
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 num_bytes += len(line)
@@ -75,25 +68,20 @@ class Records:
                 if of is not None and of <= step:
                     num_kept += len(line)
                     kept_until = num_bytes
-                    self._count(of)
+                    kept.append(of)
         self._warn(garbled)
         if num_kept == kept_until:
             if kept_until < num_bytes:
                 os.truncate(self.path, kept_until)
-            return
+            return kept
         with self.path.open("rb") as lines, written_whole(self.path) as stream:
             stream.writelines(line for line in lines if (of := _step_of(line)) is not None and of <= step)
+        return kept
 
     def _warn(self, garbled: Sequence[int]) -> None:
         if garbled:
             numbers = f"{', '.join(map(str, garbled[:5]))}{' ...' if len(garbled) > 5 else ''}"
             logger.warning("%s: what is on line %s cannot be read, and is left out", self.path, numbers)
-
-    def _count(self, step: int) -> None:
-        if not self._num_steps:
-            self._first = step
-        if not self._num_steps or step > self._last:
-            self._last, self._num_steps = step, self._num_steps + 1
 
     def append(self, record: Mapping[str, Any]) -> None:
         """NaN and infinity become null: JSON has no word for them."""

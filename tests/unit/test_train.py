@@ -153,7 +153,7 @@ class Journal:
 
     rollout = keep = start
 
-    def step(self, progress, batch, trained):
+    def step(self, progress, batch, metrics, *, skipped):
         self.batches.append(batch)
 
     def refusal(self, progress, record, lines):

@@ -17,7 +17,7 @@ from megatron_grpo.config.best import is_greater_better, metric_of
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.write import write_config
 from megatron_grpo.metrics import Metrics
-from megatron_grpo.metrics.journal import Journal, ScheduleLog
+from megatron_grpo.metrics.journal import Journal
 from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.metrics.summary import DriftWatch
 from megatron_grpo.parallel import collectives, state
@@ -77,7 +77,6 @@ def build_journal(
     gap = gap_of(cfg)
     return Journal(
         metrics,
-        ScheduleLog(out, rank=parallel.rank),
         Completions(
             out,
             reward_names=judge.names,

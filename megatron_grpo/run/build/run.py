@@ -71,7 +71,7 @@ def build_run(
     heard = checkpoints.best.hear if checkpoints.best else None
     # Before any model loads: a service that is not installed is an error.
     journal = build_journal(made, judge, parallel, clock, heard=heard)
-    journal.open()
+    journal.metrics.open()
     try:
         for note in inputs.notes:
             journal.metrics.say(note)

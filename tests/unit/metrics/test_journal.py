@@ -14,7 +14,7 @@ from rich.console import Console
 
 from megatron_grpo.base.clock import Clock
 from megatron_grpo.metrics import Metrics
-from megatron_grpo.metrics.journal import Journal, ScheduleLog
+from megatron_grpo.metrics.journal import Journal
 from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.metrics.summary import DriftWatch
 from megatron_grpo.parallel.collectives import Node
@@ -41,11 +41,11 @@ def seconds(monkeypatch):
     return seconds
 
 
-def journal_in(folder, **settings):
+def journal_in(folder, *, rank=0, **settings):
     names = ["right", "short"]
-    metrics = Metrics(folder, console=Console(file=io.StringIO(), width=300), total_steps=9)
+    metrics = Metrics(folder, rank=rank, console=Console(file=io.StringIO(), width=300), total_steps=9)
     return Journal(
-        metrics, ScheduleLog(folder, rank=0), Completions(folder, reward_names=names, every=0), clock=Clock(),
+        metrics, Completions(folder, reward_names=names, every=0), clock=Clock(),
         **dict(reward_weights=[1.0, 1.0], tells_selection=False, from_all=lambda mine: [mine, mine]) | settings,
     )  # fmt: skip
 
@@ -53,8 +53,7 @@ def journal_in(folder, **settings):
 def step(journal, number, *, skipped=None, **metrics):
     micro_batches = [SimpleNamespace(rows=((0, 0), (0, 1))), SimpleNamespace(rows=((0, 2), (0, 3)))]
     batch = SimpleNamespace(micro_batches=micro_batches, staleness=(0, 1), metrics={"staleness/mean": 0.5})
-    trained = SimpleNamespace(metrics={"loss": 0.5} | metrics, skipped=skipped)
-    journal.step(Progress(step=number, num_tokens=60 * number), batch, trained)
+    journal.step(Progress(step=number, num_tokens=60 * number), batch, {"loss": 0.5} | metrics, skipped=skipped)
 
 
 def lines(folder, name="metrics.jsonl"):
@@ -173,9 +172,9 @@ def test_which_rows_were_trained_is_written_for_every_rank(tmp_path):
 
 
 def test_other_ranks_write_no_schedule(tmp_path):
-    log = ScheduleLog(tmp_path, rank=1)
-    log.start(Progress())
-    log.record(Progress(step=1), SimpleNamespace(staleness=(0,)), [[[(0, 0)]]])
+    journal = journal_in(tmp_path, rank=1)
+    journal.start(Progress())
+    step(journal, 1)
     assert list(tmp_path.iterdir()) == []
 
 
