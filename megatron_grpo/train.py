@@ -75,8 +75,9 @@ def train(run: Run) -> Progress:
 
     Returns where it ended. Raises `Interrupted` where it was asked to stop, once the state is on disk.
     """
-    policy, rollouts, clock, cut = run.policy, run.rollouts, run.journal.clock, run.policy.cut
-    progress, pending = run.checkpoints.restore(policy, run.prompts, Pending(parallel=run.parallel), cut)  # a fresh run: step 0
+    policy, rollouts, clock = run.policy, run.rollouts, run.journal.clock
+    nothing = Pending(parallel=run.parallel, cut=policy.cut)
+    progress, pending = run.checkpoints.restore(policy, run.prompts, nothing)  # a fresh run: step 0
     run.journal.start(progress)
 
     for step in run.timetable.from_step(progress.step, progress.num_rollouts):  # one row of the timetable per optimizer step
@@ -93,17 +94,17 @@ def train(run: Run) -> Progress:
         stop_if_asked(run, progress, pending, found)  # the optimizer step may take longer than whoever asks can wait
         # ANCHOR   log-probs that must stay still while the weights move: only where the timetable says so.
         with policy.resident("weights"), clock("old_logprobs"):
-            pending = pending.anchored(policy.scorer, step, cut)
+            pending = pending.anchored(policy.scorer, step)
         # LEARN    this step's global batch, cut for this rank: the only place where data is cut.
-        pending, batch = pending.batch(step, weigh=policy.loss.token_weights, cut=cut)
+        pending, batch = pending.batch(step, weigh=policy.loss.token_weights)
         run.checkpoints.record(step, pending)
         with policy.resident("all"), clock("train"), run.witness(step, pending) as beside:
             trained = policy.train_step(batch, beside)
         rows = pending.rows
         if trained.refusal:  # its weights are still there
             with policy.resident("weights"), clock("old_logprobs"):
-                pending = pending.after_refusal(policy.scorer, step, cut)
-        pending, progress = pending.after(step, trained.logprobs, cut), progress.after(batch)
+                pending = pending.after_refusal(policy.scorer, step)
+        pending, progress = pending.after(step, trained.logprobs), progress.after(batch)
         # KEEP     a checkpoint holds what is being sampled too, so it waits for that.
         with clock("checkpoint"):
             run.checkpoints.advance()  # one that is being written beside the steps

@@ -374,6 +374,10 @@ class AnchoredSample(Sample):
             )
 
 
+# What a sample has and every rank knows of its row.
+_OF_BOTH = ("rollout", "row", "prompt_number", "version", "fresh_at", "prefix", "is_dead", "is_truncated")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """What every rank knows of a row that waits to be trained. Its `Sample` is with the ranks of one data-parallel share, its home."""
@@ -400,15 +404,20 @@ class Row:
         return sum(self.contexts)
 
     @property
+    def told_of_samples(self) -> dict[str, Any]:
+        """What a row says of its sample."""
+        return {name: getattr(self, name) for name in _OF_BOTH}
+
+    @property
     def extent(self) -> Extent:
         return Extent(contexts=self.contexts, group=(self.rollout, self.prompt_number), prefix=self.prefix)
 
     @classmethod
     def of(cls, sample: Sample, *, home: int) -> Row:
-        names = ("rollout", "row", "prompt_number", "version", "fresh_at", "prefix", "num_masked", "is_dead", "is_truncated")
         contexts = tuple(end - begin for begin, end in sample.contexts)
         is_anchored = isinstance(sample, AnchoredSample) and sample.anchored_by == "recompute"
-        return cls(**{name: getattr(sample, name) for name in names}, contexts=contexts, is_anchored=is_anchored, home=home)
+        known = {name: getattr(sample, name) for name in (*_OF_BOTH, "num_masked")}
+        return cls(**known, contexts=contexts, is_anchored=is_anchored, home=home)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -460,6 +469,10 @@ class MicroBatch:
     pictures: tuple[Picture, ...] = ()  # each once, however many contexts show it
     picture_at: np.ndarray = field(default_factory=_none)  # int64 [n], ascending: places whose tokens are pictures'
     picture_token: np.ndarray = field(default_factory=_none)  # int64 [n]: which of the tokens of all `pictures` stands there
+
+    def by_sequence(self, values: np.ndarray) -> list[np.ndarray]:
+        """Values of the C trained positions -> those of each of the S sequences."""
+        return [values[self.sequence == place] for place in range(self.num_sequences)]
 
     @property
     def is_padding(self) -> np.ndarray:

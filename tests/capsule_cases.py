@@ -44,9 +44,9 @@ def take(policy, witness, samples, index: int):
     """One step, as the loop takes it."""
     from megatron_grpo.trainer.pending import Pending
 
-    pending = Pending(parallel=policy.parallel).restored(samples if policy.parallel.is_main else [], policy.cut)
+    pending = Pending(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_main else [])
     step = step_of(samples, index, policy.cut.rows_per_slice)
-    pending, batch = pending.batch(step, weigh=policy.loss.token_weights, cut=policy.cut)
+    pending, batch = pending.batch(step, weigh=policy.loss.token_weights)
     with witness(step, pending) as beside:
         return policy.train_step(batch, beside)
 

@@ -264,11 +264,8 @@ def kl_to_reference(policy, samples: Sequence[Sample], *, beta: float) -> np.nda
     from megatron_grpo.trainer.pending import Pending
     from megatron_grpo.trainer.rollouts import KlPenalty
 
-    pending = Pending(parallel=policy.parallel).restored(samples if policy.parallel.is_main else [], policy.cut)
-    extents, homes = ({key: getattr(row, name) for key, row in pending.rows.items()} for name in ("extent", "home"))
-    found, _ = KlPenalty(policy=policy, reference=policy.reference, beta=beta)(
-        pending.samples, extents, homes, cut=policy.cut, parallel=policy.parallel
-    )
+    pending = Pending(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_main else [])
+    found, _ = KlPenalty(policy=policy, reference=policy.reference, beta=beta)(pending.placed(pending.rows))
     return np.array([found[sample.key] for sample in samples])
 
 

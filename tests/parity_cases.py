@@ -344,9 +344,9 @@ def batch_of(policy, samples: Sequence[Sample], index: int):
     """This rank's share of one global batch of these samples, as the loop cuts it."""
     from megatron_grpo.trainer.pending import Pending
 
-    pending = Pending(parallel=policy.parallel).restored(samples if policy.parallel.is_main else [], policy.cut)
+    pending = Pending(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_main else [])
     step = step_of(samples, index, policy.cut.rows_per_slice)
-    return pending.batch(step, weigh=policy.loss.token_weights, cut=policy.cut)[1]
+    return pending.batch(step, weigh=policy.loss.token_weights)[1]
 
 
 def score_tokens(policy, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:

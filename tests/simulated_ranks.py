@@ -263,19 +263,19 @@ def a_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str
         rows_that_wait._spread = one.spread(real)
         try:
             with world.named("verdicts, and rows to their homes", others=one.verdicts_of, incoming=one.completions_sent_here):
-                pending = Pending(parallel=parallel).add(rollouts.sample([0]))
+                pending = Pending(parallel=parallel, cut=cut).add(rollouts.sample([0]))
             for number in (0, 1):
                 step = table.step(number)
                 with world.named("anchors"):
-                    pending = pending.anchored(Scorer(), step, cut)
+                    pending = pending.anchored(Scorer(), step)
                 with world.named("batch"):
-                    pending, batch = pending.batch(step, weigh=weigh, cut=cut)
+                    pending, batch = pending.batch(step, weigh=weigh)
                 held = held or {
                     "samples": sum(size_of(sample) for sample in pending.samples.values()),
                     "micro-batches": size_of(batch.micro_batches),
                     "rows": size_of(dict(pending.rows)),
                 }
-                pending = pending.after(step, {}, cut)
+                pending = pending.after(step, {})
                 with world.named("journal", others=one.rows_of):
                     journal.step(Progress(step=number + 1), batch, {})
         finally:

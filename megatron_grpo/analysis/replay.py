@@ -117,9 +117,9 @@ def replay(capsule: Capsule, cfg: Config, model: Path, checkpoint: Path | None =
                           reference=lambda *_: Recorded(capsule.forward("references"), parallel))  # fmt: skip
     if checkpoint is not None:
         load_weights(policy.chunks, checkpoint)
-    pending = Pending(parallel=parallel).restored(samples if parallel.is_main else [], policy.cut)
+    pending = Pending(parallel=parallel, cut=policy.cut).restored(samples if parallel.is_main else [])
     try:
-        _, batch = pending.batch(capsule.step, weigh=policy.loss.token_weights, cut=policy.cut)
+        _, batch = pending.batch(capsule.step, weigh=policy.loss.token_weights)
     except ValueError as error:
         raise config_error("world_size", f"the step does not come out even over these ranks: {error}. Replay it on one.") from None
     policy.restore_entropy(capsule.facts.get("guard", {}))

@@ -133,13 +133,9 @@ def _entropy_of(policy: Policy, checkpoint: Path) -> AdaptiveEntropy | None:
 def _anchored(policy: Policy, samples: Sequence[Sample]) -> list[Sample]:
     """All of them with log-probs by the weights as they are, on rank 0 (elsewhere none). Collective."""
     pending = _pending(policy, samples)
-    rows = pending.rows
-    scored = score_rows(
-        pending.samples, {key: row.extent for key, row in rows.items()}, {key: row.home for key, row in rows.items()},
-        score=policy.scorer.anchors, cut=policy.cut, parallel=policy.parallel,
-    )  # fmt: skip
+    scored = score_rows(pending.placed(pending.rows), score=policy.scorer.anchors, cut=policy.cut, parallel=policy.parallel)
     mine: dict[RowKey, Sample] = {}
-    for key, sample in scored.sequences.items():
+    for key, sample in scored.rows.sequences.items():
         routed = sample if scored.experts is None else replace(sample, experts=scored.experts[key])
         mine[key] = sample if hasattr(sample, "old_logprobs") else routed.anchored(scored.logprobs[key], "recompute")
     found = {key: one for part in collectives.exchange({0: mine if policy.parallel.is_first_of_share else {}}) for key, one in part.items()}
@@ -147,7 +143,7 @@ def _anchored(policy: Policy, samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _pending(policy: Policy, samples: Sequence[Sample]) -> Pending:
-    return Pending(parallel=policy.parallel).restored(samples if policy.parallel.is_main else [], policy.cut)
+    return Pending(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_main else [])
 
 
 def _batch(policy: Policy, samples: Sequence[Sample], index: int) -> GlobalBatch:
@@ -156,7 +152,7 @@ def _batch(policy: Policy, samples: Sequence[Sample], index: int) -> GlobalBatch
     order = collectives.from_first([sample.key for sample in samples])
     micro_steps = [SimpleNamespace(rollout=r, rows=(row, row + 1), fresh_at=pending.rows[r, row].fresh_at) for r, row in order]
     step: Any = SimpleNamespace(index=index, micro_steps=micro_steps)
-    return pending.batch(step, weigh=policy.loss.token_weights, cut=policy.cut)[1]
+    return pending.batch(step, weigh=policy.loss.token_weights)[1]
 
 
 def _take(

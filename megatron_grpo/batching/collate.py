@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import fields
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from megatron_grpo.batching.pictures import Shown, positions, seen, shown_in
 from megatron_grpo.batching.prefix_groups import FREE, Alignment, Context, Family, common_prefix, num_shared
+from megatron_grpo.batching.split import Portion
 from megatron_grpo.types import AnchoredSample, Kept, MicroBatch, Sample, Segment, Sequence, TrainingMicroBatch
 
 
@@ -113,6 +114,17 @@ def collate(
         picture_at=pictures.at,
         picture_token=pictures.token,
     )
+
+
+def collate_portions(sequences: SequenceOf[Sequence | None], portions: SequenceOf[Portion], alignment: Alignment) -> list[MicroBatch]:
+    """Micro-batches that can be scored. sequences: by their place in the list that was dealt; None where no portion here has one."""
+    return [
+        collate(
+            [cast(Sequence, sequences[i]) for i in portion.rows],
+            number=number, alignment=alignment, at_least=portion.at_least, families=portion.families,
+        )
+        for number, portion in enumerate(portions)
+    ]  # fmt: skip
 
 
 def _trees(

@@ -33,7 +33,6 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.types import Progress, Row, Sample
 
 if TYPE_CHECKING:
-    from megatron_grpo.batching.split import BatchCut
     from megatron_grpo.batching.timetable import Step
     from megatron_grpo.data.prompts import PromptStream
 
@@ -69,7 +68,7 @@ class RowsToSave(Protocol):
 
     def of_step(self, step: Step) -> list[Sample]: ...
 
-    def restored(self, samples: Sequence[Sample], cut: BatchCut) -> Self: ...
+    def restored(self, samples: Sequence[Sample]) -> Self: ...
 
 
 Rows = TypeVar("Rows", bound="RowsToSave")
@@ -306,10 +305,10 @@ class Checkpoints:
         if before != fingerprint and collectives.rank() == 0:
             self.say(f"Changed since that checkpoint:\n  {Difference(name=name, was=before, now=fingerprint, verdict='said')}")
 
-    def restore(self, policy: ShardedPolicy, prompts: PromptStream, nothing: Rows, cut: BatchCut) -> tuple[Progress, Rows]:
+    def restore(self, policy: ShardedPolicy, prompts: PromptStream, nothing: Rows) -> tuple[Progress, Rows]:
         """Puts the run back to where the chosen checkpoint was taken; a fresh run is at step 0 with nothing pending.
 
-        nothing: what is pending then. cut: says which ranks are home to which row.
+        nothing: what is pending then.
         Raises ConfigError where the checkpoint does not fit the model that has been built.
         """
         self._saved_at = time.monotonic()
@@ -343,7 +342,7 @@ class Checkpoints:
                 generators.restore(ours / generators.FILE)
             files = files_of_samples(ours)[collectives.rank() :: collectives.num_ranks()]
             mine = [replace(one, shown=prompts.pictures_of(one.prompt_number)) for path in files for one in read_samples(path)]
-        pending = nothing.restored(mine, cut)
+        pending = nothing.restored(mine)
         is_ours = directory.parent.resolve() == self.folder.path.resolve()
         self._go_on_with_best(progress.step, is_ours=is_ours)
         if is_ours:

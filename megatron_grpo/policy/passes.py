@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from megatron_grpo.base import activity
-from megatron_grpo.batching.collate import collate
+from megatron_grpo.batching.collate import collate_portions
 from megatron_grpo.batching.split import BatchCut, deal_scored
 from megatron_grpo.grpo.entropy import entropy_threshold
 from megatron_grpo.grpo.loss import GrpoLoss
@@ -146,15 +146,11 @@ class ModelScorer:
         filled = deal_scored([Extent(tuple(end - begin for begin, end in one.contexts)) for one in sequences], self.cut)
         portions = filled[self.parallel.dp_rank]
         whole = [*sequences, *[sequences[0]] * sum(len(portion.rows) for mine in filled for portion in mine)]
-        micro_batches = [
-            collate([whole[i] for i in portion.rows], number=number, alignment=self.cut.alignment, at_least=portion.at_least)
-            for number, portion in enumerate(portions)
-        ]
-        found = {}
+        micro_batches = collate_portions(whole, portions, self.cut.alignment)
+        found: dict[int, np.ndarray] = {}
         scores = self.last_stage_logprobs(micro_batches, temperature=temperature)
         for portion, micro, values in zip(portions, micro_batches, scores, strict=False):
-            for place, i in enumerate(portion.rows):
-                found[i] = values[micro.sequence == place]
+            found |= dict(zip(portion.rows, micro.by_sequence(values), strict=True))
         scored = {i: v for part in collectives.from_all(found if self.parallel.speaks_for_its_rows else {}) for i, v in part.items()}
         return [sequence.spread(scored[i]) for i, sequence in enumerate(sequences)]
 

@@ -405,4 +405,4 @@ class Policy:
 
 def _by_row(found: Iterable[tuple[TrainingMicroBatch, np.ndarray]]) -> dict[RowKey, np.ndarray]:
     """Values at the trained positions, [C] of a micro-batch -> of each of its rows."""
-    return {row: values[micro.sequence == place] for micro, values in found for place, row in enumerate(micro.rows)}
+    return {row: of_row for micro, values in found for row, of_row in zip(micro.rows, micro.by_sequence(values), strict=True)}

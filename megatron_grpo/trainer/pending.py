@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_grpo.batching.collate import collate, collate_samples
+from megatron_grpo.batching.collate import collate_portions, collate_samples
 from megatron_grpo.batching.prefix_groups import FREE
-from megatron_grpo.batching.split import BatchCut, Portion, deal, deal_scored
+from megatron_grpo.batching.split import BatchCut, deal, deal_scored
 from megatron_grpo.batching.timetable import Step
 from megatron_grpo.grpo.token_weights import TokenWeights
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.types import Extent, GlobalBatch, MicroBatch, Rollout, Row, RowKey, Sample, Sequence
+from megatron_grpo.types import Extent, GlobalBatch, MicroBatch, Rollout, Row, RowKey, Sample
 
 if TYPE_CHECKING:
     from megatron_grpo.policy.passes import ModelScorer
@@ -35,12 +35,20 @@ Scores = tuple[list[np.ndarray], list[np.ndarray] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredRows:
-    """Rows where they were scored. By row: the new home of every one; and of those that this rank now holds the sequence, its log-probs
-    (float32 [T], 0 where the mask is false) and its experts (int16 [T, MoE layers, k]; None where they are not wanted)."""
+class PlacedRows:
+    """Rows that lie on several shares. extents, homes: of all of them, the same on every rank."""
 
-    homes: dict[RowKey, int]
-    sequences: dict[RowKey, Any]
+    extents: Mapping[RowKey, Extent]
+    homes: Mapping[RowKey, int]  # data-parallel ranks
+    sequences: Mapping[RowKey, Any]  # of those whose home this rank is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRows:
+    """Rows where they were scored. Of those that this rank now holds log-probs (float32 [T], 0 where the mask is false) and experts (int16
+    [T, MoE layers, k]; None where they are not wanted)."""
+
+    rows: PlacedRows
     logprobs: dict[RowKey, np.ndarray]
     experts: dict[RowKey, np.ndarray] | None
 
@@ -66,66 +74,46 @@ def _to_shares(items: Iterable[tuple[int, RowKey, Any]], parallel: ParallelState
 
 
 def score_rows(
-    sequences: Mapping[RowKey, Sequence],
-    extents: Mapping[RowKey, Extent],
-    homes: Mapping[RowKey, int],
-    *,
-    score: Callable[[SequenceOf[MicroBatch]], Scores],
-    cut: BatchCut,
-    parallel: ParallelState,
+    rows: PlacedRows, *, score: Callable[[SequenceOf[MicroBatch]], Scores], cut: BatchCut, parallel: ParallelState
 ) -> ScoredRows:
-    """Log-probs of rows that lie on several shares, wherever the cut has them scored.
-
-    sequences: those that this rank holds. extents, homes: of all rows, the same on every rank. Collective.
-    """
-    keys = list(extents)
-    dealt = deal_scored(list(extents.values()), cut)
+    """Log-probs of rows that lie on several shares, wherever the cut has them scored. Collective."""
+    keys = list(rows.extents)
+    dealt = deal_scored(list(rows.extents.values()), cut)
     filled = [*keys, *[keys[0]] * (sum(len(portion.rows) for mine in dealt for portion in mine) - len(keys))]
+    places = [(home, i) for home, mine in enumerate(dealt) for portion in mine for i in portion.rows]
+    homes = {filled[i]: home for home, i in places if i < len(keys)}
     # A row that fills up is scored where it is dealt to again: its sequence must be there, and its result is not needed.
     wanted: dict[RowKey, set[int]] = {key: set() for key in keys}
-    new_homes: dict[RowKey, int] = {}
-    for home, mine in enumerate(dealt):
-        for portion in mine:
-            for i in portion.rows:
-                wanted[filled[i]].add(home)
-                if i < len(keys):
-                    new_homes[filled[i]] = home
-    held = _spread(sequences, homes, wanted, parallel)
+    for home, i in places:
+        wanted[filled[i]].add(home)
+    held = _spread(rows.sequences, rows.homes, wanted, parallel)
     mine = dealt[parallel.dp_rank]
-    micro_batches = [
-        collate(
-            [held[filled[i]] for i in portion.rows],
-            number=number,
-            alignment=cut.alignment,
-            at_least=portion.at_least,
-            families=portion.families,
-        )
-        for number, portion in enumerate(mine)
-    ]
+    micro_batches = collate_portions([held.get(key) for key in filled], mine, cut.alignment)
+    logprobs, experts = score(micro_batches)
     found: dict[RowKey, np.ndarray] = {}
     routes: dict[RowKey, np.ndarray] = {}
-    logprobs, experts = score(micro_batches)
     for number, (portion, micro, values) in enumerate(zip(mine, micro_batches, logprobs, strict=True)):
         ends = np.cumsum([len(held[filled[i]].token_ids) for i in portion.rows])
-        for place, (i, at) in enumerate(zip(portion.rows, np.split(micro.places, ends[:-1]), strict=True)):
+        for i, of_row, at in zip(portion.rows, micro.by_sequence(values), np.split(micro.places, ends[:-1]), strict=True):
             if i < len(keys):
-                found[keys[i]] = held[keys[i]].spread(values[micro.sequence == place])
+                found[keys[i]] = held[keys[i]].spread(of_row)
                 if experts is not None:
                     routes[keys[i]] = np.where(at[:, None, None] < 0, FREE, experts[number][at])
-    sequences = {key: held[key] for key in found}
-    if experts is not None:
-        routes = _alike_where_shared(routes, sequences, extents, new_homes, parallel)
-    return ScoredRows(homes=new_homes, sequences=sequences, logprobs=found, experts=None if experts is None else routes)
+    scored = PlacedRows(extents=rows.extents, homes=homes, sequences={key: held[key] for key in found})
+    return ScoredRows(rows=scored, logprobs=found, experts=None if experts is None else _alike_where_shared(routes, scored, parallel))
 
 
-def _alike_where_shared(
-    routes: Mapping[RowKey, np.ndarray], sequences: Mapping[RowKey, Sequence], extents: Mapping[RowKey, Extent],
-    homes: Mapping[RowKey, int], parallel: ParallelState,
-) -> dict[RowKey, np.ndarray]:  # fmt: skip
+def without_experts(logprobs: Callable[[SequenceOf[MicroBatch]], list[np.ndarray]]) -> Callable[[SequenceOf[MicroBatch]], Scores]:
+    """What `score_rows` asks of a model whose experts are not wanted."""
+    return lambda micro_batches: (logprobs(micro_batches), None)
+
+
+def _alike_where_shared(routes: Mapping[RowKey, np.ndarray], rows: PlacedRows, parallel: ParallelState) -> dict[RowKey, np.ndarray]:
     """Experts of rows, where what those of a group begin with has the experts of the first of them, so that it can be computed once.
 
     (Micro-batches differ in rounding, and so now and then in a choice.) Collective.
     """
+    extents = rows.extents
     first: dict[object, RowKey] = {}
     for key in sorted(extents):
         first.setdefault(extents[key].group or key, key)
@@ -133,11 +121,11 @@ def _alike_where_shared(
     beginnings = {key: routes[key][: extents[key].prefix] for key in routes if lead[key] == key}
     wanted: dict[RowKey, set[int]] = {key: set() for key in first.values()}
     for key, leader in lead.items():
-        wanted[leader].add(homes[key])
-    beginnings = _spread(beginnings, homes, wanted, parallel)
+        wanted[leader].add(rows.homes[key])
+    beginnings = _spread(beginnings, rows.homes, wanted, parallel)
     found = {key: array.copy() for key, array in routes.items()}
     for key, array in found.items():
-        for begin in sequences[key].starts:
+        for begin in rows.sequences[key].starts:
             array[begin : begin + extents[key].prefix] = beginnings[lead[key]]
     return found
 
@@ -161,6 +149,7 @@ class Pending:
     """Rows in the order in which they came. Every method that returns a `Pending` is collective, and leaves this one as it was."""
 
     parallel: ParallelState
+    cut: BatchCut
     rows: Mapping[RowKey, Row] = field(default_factory=dict)
     samples: Mapping[RowKey, Sample] = field(default_factory=dict)  # those whose home this rank is
 
@@ -175,35 +164,37 @@ class Pending:
             samples |= rollout.samples
         return replace(self, rows=rows, samples=samples)
 
-    def anchored(self, scorer: ModelScorer, step: Step, cut: BatchCut) -> Pending:
+    def anchored(self, scorer: ModelScorer, step: Step) -> Pending:
         """Log-probs by the weights as they are, for the slices whose first use will be stale (batching.md section 3)."""
-        return self._scored([key for key in self._in_slices(step.anchors, cut) if not self.rows[key].is_anchored], scorer, cut)
+        return self._scored([key for key in self._in_slices(step.anchors) if not self.rows[key].is_anchored], scorer)
 
-    def after_refusal(self, scorer: ModelScorer, step: Step, cut: BatchCut) -> Pending:
+    def after_refusal(self, scorer: ModelScorer, step: Step) -> Pending:
         """The guard has refused the gradient of `step`: what its forward said of rows is not kept. The weights are those that it started
         from, so what later passes need of them is scored now, by the very version that it is to be of."""
-        return self._scored(self._in_slices(step.keeps, cut), scorer, cut)
+        return self._scored(self._in_slices(step.keeps), scorer)
 
-    def _scored(self, due: list[RowKey], scorer: ModelScorer, cut: BatchCut) -> Pending:
+    def _scored(self, due: list[RowKey], scorer: ModelScorer) -> Pending:
         """A row that the policy cannot score, for it finds no number, trains nothing from here on: its mask is empty."""
         if not due:
             return self
-        scored = score_rows(
-            {key: self.samples[key] for key in due if key in self.samples},
-            {key: self.rows[key].extent for key in due},
-            {key: self.rows[key].home for key in due},
-            score=scorer.anchors,
-            cut=cut,
-            parallel=self.parallel,
-        )
-        samples = scored.sequences
+        scored = score_rows(self.placed(due), score=scorer.anchors, cut=self.cut, parallel=self.parallel)
+        samples = scored.rows.sequences
         if scored.experts is not None:
             samples = {key: replace(sample, experts=scored.experts[key]) for key, sample in samples.items()}
         lost = self._without_a_number(scored.logprobs)
         held = {
             key: emptied(sample) if key in lost else sample.anchored(scored.logprobs[key], "recompute") for key, sample in samples.items()
         }
-        return self._moved(scored.homes, held)._emptied(lost)
+        return self._moved(scored.rows.homes, held)._emptied(lost)
+
+    def placed(self, keys: Iterable[RowKey]) -> PlacedRows:
+        """These of the rows, as others are handed them."""
+        rows = {key: self.rows[key] for key in keys}
+        return PlacedRows(
+            extents={key: row.extent for key, row in rows.items()},
+            homes={key: row.home for key, row in rows.items()},
+            sequences={key: self.samples[key] for key in rows if key in self.samples},
+        )
 
     def _without_a_number(self, logprobs: Mapping[RowKey, np.ndarray]) -> set[RowKey]:
         """Rows that the policy itself cannot score, of all ranks. Collective."""
@@ -219,7 +210,7 @@ class Pending:
     def _emptied(self, lost: Collection[RowKey]) -> Pending:
         return replace(self, rows={key: replace(row, num_masked=0) if key in lost else row for key, row in self.rows.items()})
 
-    def batch(self, step: Step, *, weigh: Callable[..., TokenWeights], cut: BatchCut) -> tuple[Pending, GlobalBatch]:
+    def batch(self, step: Step, *, weigh: Callable[..., TokenWeights]) -> tuple[Pending, GlobalBatch]:
         """This rank's share of an optimizer step, and the rows where they then are. The only place where rows are cut for training.
 
         Token weights are fixed over the whole step, then cut: that is what makes the gradient independent of the cut.
@@ -230,16 +221,17 @@ class Pending:
         found = weigh(
             [row.num_masked for row in rows], is_truncated=[row.is_truncated for row in rows], is_dead=[row.is_dead for row in rows]
         )
-        dealt = deal([row.extent for row in rows], cut)
+        dealt = deal([row.extent for row in rows], self.cut)
         homes = {rows[i].key: home for home, mine in enumerate(dealt) for portion in mine for i in portion.rows}
         keys = [row.key for row in rows]
         held = _spread(self.samples, {key: self.rows[key].home for key in keys}, {key: {homes[key]} for key in keys}, self.parallel)
         micro_batches = [
-            self._micro_batch(
-                [held[keys[i]] for i in portion.rows], [found.of_rows[i] for i in portion.rows], portion, number, step.index, cut
+            collate_samples(
+                [held[keys[i]] for i in portion.rows], [found.of_rows[i] for i in portion.rows], trained_at=step.index,
+                number=number, alignment=self.cut.alignment, at_least=portion.at_least, families=portion.families,
             )
             for number, portion in enumerate(dealt[self.parallel.dp_rank])
-        ]
+        ]  # fmt: skip
         batch = GlobalBatch(
             step=step.index,
             micro_batches=tuple(micro_batches),
@@ -252,24 +244,18 @@ class Pending:
         )
         return self._moved(homes, held), batch
 
-    def _micro_batch(self, samples, token_weights, portion: Portion, number: int, trained_at: int, cut: BatchCut):
-        return collate_samples(
-            samples, token_weights,
-            trained_at=trained_at, number=number, alignment=cut.alignment, at_least=portion.at_least, families=portion.families,
-        )  # fmt: skip
-
-    def after(self, step: Step, logprobs: Mapping[RowKey, np.ndarray], cut: BatchCut) -> Pending:
+    def after(self, step: Step, logprobs: Mapping[RowKey, np.ndarray]) -> Pending:
         """Without what `step` has used up; with the log-probs of its training forward, where later passes take their ratio against them.
 
         logprobs: [masked] of this share's rows, on the ranks of the last pipeline stage; empty elsewhere.
         """
-        keeps = set(self._in_slices(step.keeps, cut))
+        keeps = set(self._in_slices(step.keeps))
         samples = dict(self.samples)
         if keeps:
             mine = {key: values for key, values in logprobs.items() if key in keeps}
             for key, values in self.parallel.from_last_stage(mine).items():
                 samples[key] = samples[key].anchored(samples[key].spread(values), "cached")
-        done = set(self._in_slices(step.last_use, cut))
+        done = set(self._in_slices(step.last_use))
         return replace(
             self,
             rows={key: row for key, row in self.rows.items() if key not in done},
@@ -287,17 +273,17 @@ class Pending:
         found = {key: sample for part in collectives.exchange({0: mine}) for key, sample in part.items()}
         return [found[key] for key in keys] if found else []
 
-    def restored(self, samples: SequenceOf[Sample], cut: BatchCut) -> Pending:
+    def restored(self, samples: SequenceOf[Sample]) -> Pending:
         """As it was when saved. samples: those that this rank has read; every one is read by one rank."""
-        mine = [Row.of(sample, home=cut.home_of(sample.row)) for sample in samples]
+        mine = [Row.of(sample, home=self.cut.home_of(sample.row)) for sample in samples]
         rows = {row.key: row for rows in collectives.from_all(mine) for row in rows}
         held = deliver({row.key: (row.home, sample) for row, sample in zip(mine, samples, strict=True)}, self.parallel)
         return replace(self, rows=dict(sorted(rows.items())), samples=held)
 
-    def _in_slices(self, slices: SequenceOf[tuple[int, int]], cut: BatchCut) -> list[RowKey]:
+    def _in_slices(self, slices: SequenceOf[tuple[int, int]]) -> list[RowKey]:
         """The rows of the given (rollout, slice) pairs, in order."""
-        wanted = set(slices)
-        return [key for key in self.rows if (key[0], key[1] // cut.rows_per_slice) in wanted]
+        wanted, size = set(slices), self.cut.rows_per_slice
+        return [key for key in self.rows if (key[0], key[1] // size) in wanted]
 
     def _moved(self, homes: Mapping[RowKey, int], held: Mapping[RowKey, Sample]) -> Pending:
         """With other homes for some rows, whose samples this rank holds where it is the home."""

@@ -8,25 +8,22 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.data.prompts import PromptStream
 from megatron_grpo.grpo.advantages import Advantages, advantages, dead_groups
 from megatron_grpo.metrics.rollout import JudgedRollout
 from megatron_grpo.parallel import collectives
-from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.trainer.generation import RolloutGenerator
 from megatron_grpo.trainer.judge import check_failures
-from megatron_grpo.trainer.pending import Scores, at_home, deliver, score_rows
-from megatron_grpo.types import Completion, Extent, Harvest, MicroBatch, Prompt, Rollout, Row, RowKey, Sample, ScoredGroup, Verdict
-from megatron_grpo.types import Sequence as Scored
+from megatron_grpo.trainer.pending import PlacedRows, at_home, deliver, score_rows, without_experts
+from megatron_grpo.types import Completion, Extent, Harvest, Prompt, Rollout, Row, RowKey, Sample, ScoredGroup, Verdict
 
 if TYPE_CHECKING:
     from megatron_grpo.metrics.journal import Journal
@@ -91,39 +88,26 @@ class KlPenalty:
     reference: Reference
     beta: float
 
-    def __call__(
-        self, sequences: Mapping[RowKey, Scored], extents: Mapping[RowKey, Extent], homes: Mapping[RowKey, int], *, cut: BatchCut,
-        parallel: ParallelState,
-    ) -> tuple[dict[RowKey, float], dict[RowKey, np.ndarray]]:  # fmt: skip
-        """(of every row, on every rank; log p, float32 [T], of the rows whose home this rank is).
-
-        sequences: those that this rank holds. extents, homes: of all rows. Collective.
-        """
+    def __call__(self, rows: PlacedRows) -> tuple[dict[RowKey, float], dict[RowKey, np.ndarray]]:
+        """(of every row, on every rank; log p, float32 [T], of the rows whose home this rank is). Collective."""
+        cut, parallel = self.policy.cut, self.policy.parallel
         with self.policy.resident("reference"):
             scored, held_to = (
-                score_rows(sequences, extents, homes, score=_alone(logprobs), cut=cut, parallel=parallel)
+                score_rows(rows, score=without_experts(logprobs), cut=cut, parallel=parallel)
                 for logprobs in (self.policy.scorer.logprobs, self.reference.logprobs)
             )
         ours, theirs = scored.logprobs, held_to.logprobs
         mine = {key: self.beta * float((ours[key].astype(np.float64) - theirs[key]).sum()) for key in ours}
         everyone = collectives.from_all(mine if parallel.is_first_of_share else {})
-        return {key: value for part in everyone for key, value in part.items()}, at_home(ours, scored.homes, homes, parallel)
+        return {key: value for part in everyone for key, value in part.items()}, at_home(ours, scored.rows.homes, rows.homes, parallel)
 
 
 class Teacher(Protocol):
     """What a teacher says of drawn tokens. `megatron_grpo.trainer.teacher` has two."""
 
-    def __call__(
-        self, sequences: Mapping[RowKey, Scored], extents: Mapping[RowKey, Extent], homes: Mapping[RowKey, int], parallel: ParallelState
-    ) -> dict[RowKey, np.ndarray]:
+    def __call__(self, rows: PlacedRows) -> dict[RowKey, np.ndarray]:
         """log p of each masked token given those before it in its context, float32 [T], 0 elsewhere; of the rows whose home this rank is.
-
-        sequences: those that this rank holds. extents, homes: of all rows. Collective.
-        """
-
-
-def _alone(logprobs: Callable[[Sequence[MicroBatch]], list[np.ndarray]]) -> Callable[[Sequence[MicroBatch]], Scores]:
-    return lambda micro_batches: (logprobs(micro_batches), None)
+        Collective."""
 
 
 class Rollouts:
@@ -230,8 +214,40 @@ class Rollouts:
 
     def _finish(self, number: int, reaped: Harvest, mine: Mapping[int, ScoredGroup], *, drained_at: int | None) -> Rollout:
         """drained_at: optimizer steps done, where the rollout comes in before its own step."""
-        table, kept = self.timetable, reaped.kept
-        _check_versions(number, reaped.sampled, at_least=table.sampled_by(number), at_most=table.version_of(number))
+        table, kept, came_in = self.timetable, reaped.kept, self.timetable.version_of(number)
+        _check_versions(number, reaped.sampled, at_least=table.sampled_by(number), at_most=came_in)
+        placed, held = self._placed(number, kept, mine)
+        penalty, logprobs = None, None
+        if self.penalty is not None:
+            with self.generator.clock("ref_logprobs"):
+                of_rows, logprobs = self.penalty(placed)
+                penalty = np.array([of_rows[key] for key in placed.extents]).reshape(len(kept), -1)
+        found = advantages([verdict.rewards for verdict in kept], self.cfg, self.generator.judge.reward_weights, kl_penalty=penalty)
+        taught: Mapping[RowKey, np.ndarray | None] = dict.fromkeys(held)
+        if self.teacher is not None:
+            with self.generator.clock("teacher"):
+                taught = self.teacher(placed)
+        # Last of what may end the run: a rollout that is asked again is told of once.
+        self.journal.rollout(JudgedRollout(number=number, harvest=reaped, advantages=found, penalty=penalty, held=mine))
+        rows = self._rows(number, kept, found, placed.homes, came_in)
+        # The policy's log-probs are those that stale slices need, if the weights are those of the rollout's own step.
+        if logprobs is not None and drained_at in (None, came_in) and table.sizes.old_logprobs != "always":
+            needed = {place: table.needs_anchor(number, place) for place in {row.row // self.cut.rows_per_slice for row in rows}}
+            rows = [replace(row, is_anchored=needed[row.row // self.cut.rows_per_slice]) for row in rows]
+        samples = {}
+        for row in rows:
+            if row.key in held:
+                place, member = divmod(row.row, len(kept[0].rewards))
+                sample = _sample(row, held[row.key], found.advantages[place, member], taught[row.key], trains=kept[place].trains[member])
+                if table.sizes.old_logprobs == "rollout":
+                    sample = sample.anchored(sample.sampler_logprobs, "rollout")
+                if row.is_anchored and logprobs is not None:
+                    sample = sample.anchored(logprobs[row.key] * sample.mask, "recompute")
+                samples[row.key] = sample
+        return Rollout(number=number, rows=tuple(rows), samples=samples, num_prompts=reaped.num_prompts)
+
+    def _placed(self, number: int, kept: Sequence[Verdict], mine: Mapping[int, ScoredGroup]) -> tuple[PlacedRows, dict[RowKey, Completion]]:
+        """The rows of a rollout, brought to their homes; and the completions whose home this rank is. Collective."""
         group_size = len(kept[0].rewards)
         extents = {
             (number, place * group_size + i): Extent(contexts, (number, verdict.prompt_number), verdict.prefix)
@@ -245,74 +261,41 @@ class Rollouts:
             for i, completion in enumerate(scored.group.completions)
         }
         held = deliver({key: (homes[key], completion) for key, completion in drawn.items()}, self.parallel)
-        penalty, logprobs = None, None
-        if self.penalty is not None:
-            with self.generator.clock("ref_logprobs"):
-                sequences = {key: completion.sequence for key, completion in held.items()}
-                of_rows, logprobs = self.penalty(sequences, extents, homes, cut=self.cut, parallel=self.parallel)
-                penalty = np.array([of_rows[key] for key in extents]).reshape(len(kept), group_size)
-        found = advantages([verdict.rewards for verdict in kept], self.cfg, self.generator.judge.reward_weights, kl_penalty=penalty)
-        taught: Mapping[RowKey, np.ndarray | None] = dict.fromkeys(held)
-        if self.teacher is not None:
-            with self.generator.clock("teacher"):
-                sequences = {key: completion.sequence for key, completion in held.items()}
-                taught = self.teacher(sequences, extents, homes, self.parallel)
-        # Last of what may end the run: a rollout that is asked again is told of once.
-        self.journal.rollout(JudgedRollout(number=number, harvest=reaped, advantages=found, penalty=penalty, held=mine))
-        # The policy's log-probs are those that stale slices need, if the weights are those of the rollout's own step.
-        keeps = logprobs is not None and drained_at in (None, table.version_of(number)) and table.sizes.old_logprobs != "always"
-        anchored = {key for key in extents if keeps and table.needs_anchor(number, key[1] // self.cut.rows_per_slice)}
-        rows = tuple(self._row(key, kept[key[1] // group_size], found, homes[key], key in anchored) for key in extents)
-        samples = {key: self._sample(key, held[key], kept[key[1] // group_size], found, taught[key]) for key in sorted(held)}
-        if logprobs is not None:
-            samples |= {key: samples[key].anchored(logprobs[key] * samples[key].mask, "recompute") for key in samples if key in anchored}
-        return Rollout(number=number, rows=rows, samples=samples, num_prompts=reaped.num_prompts)
+        held = {key: held[key] for key in sorted(held)}
+        return PlacedRows(extents=extents, homes=homes, sequences={key: one.sequence for key, one in held.items()}), held
 
-    def _fresh_at(self, number: int, verdict: Verdict) -> int:
-        """Against the sampler's own log-probs a ratio is 1 at its weights; else at the weights that are there when the rollout comes in."""
-        return verdict.version if self.timetable.sizes.old_logprobs == "rollout" else self.timetable.version_of(number)
+    def _rows(self, number: int, kept: Sequence[Verdict], found: Advantages, homes: Mapping[RowKey, int], came_in: int) -> list[Row]:
+        """came_in: the version at which the rollout comes in, where a ratio against the trainer's log-probs is 1; against the sampler's own
+        it is 1 at its weights."""
+        rows: list[Row] = []
+        for place, verdict in enumerate(kept):
+            fresh_at = verdict.version if self.timetable.sizes.old_logprobs == "rollout" else came_in
+            for contexts, num_drawn, trains, is_truncated in zip(
+                verdict.contexts, verdict.num_drawn, verdict.trains, verdict.is_truncated, strict=True
+            ):
+                rows.append(Row(
+                    rollout=number, row=len(rows), prompt_number=verdict.prompt_number, version=verdict.version, fresh_at=fresh_at,
+                    prefix=verdict.prefix, contexts=contexts, num_masked=num_drawn if trains else 0, is_dead=bool(found.is_dead[place]),
+                    is_truncated=is_truncated, home=homes[number, len(rows)],
+                ))  # fmt: skip
+        return rows
 
-    def _sample(self, key: RowKey, completion: Completion, verdict: Verdict, found: Advantages, of_teacher: np.ndarray | None) -> Sample:
-        place, member = divmod(key[1], len(verdict.rewards))
-        sequence, trains = completion.sequence, verdict.trains[member]
-        sample = Sample(
-            rollout=key[0],
-            row=key[1],
-            prompt_number=verdict.prompt_number,
-            prefix=verdict.prefix,
-            version=verdict.version,
-            fresh_at=self._fresh_at(key[0], verdict),
-            token_ids=sequence.token_ids,
-            mask=sequence.mask & trains,
-            starts=sequence.starts,
-            shown=sequence.shown,
-            experts=sequence.experts,
-            kept_at=sequence.kept_at if trains else None,
-            kept_ids=sequence.kept_ids if trains else None,
-            sampler_logprobs=completion.logprobs if trains else np.zeros_like(completion.logprobs),
-            teacher_logprobs=of_teacher if trains else None,
-            advantage=float(found.advantages[place, member]),
-            is_dead=bool(found.is_dead[place]),
-            is_truncated=completion.ended == "length",
-        )
-        return sample.anchored(sample.sampler_logprobs, "rollout") if self.timetable.sizes.old_logprobs == "rollout" else sample
 
-    def _row(self, key: RowKey, verdict: Verdict, found: Advantages, home: int, is_anchored: bool) -> Row:
-        place, member = divmod(key[1], len(verdict.rewards))
-        return Row(
-            rollout=key[0],
-            row=key[1],
-            prompt_number=verdict.prompt_number,
-            version=verdict.version,
-            fresh_at=self._fresh_at(key[0], verdict),
-            prefix=verdict.prefix,
-            contexts=verdict.contexts[member],
-            num_masked=verdict.num_drawn[member] if verdict.trains[member] else 0,
-            is_dead=bool(found.is_dead[place]),
-            is_truncated=verdict.is_truncated[member],
-            is_anchored=is_anchored,
-            home=home,
-        )
+def _sample(row: Row, completion: Completion, advantage: float, of_teacher: np.ndarray | None, *, trains: bool) -> Sample:
+    sequence = completion.sequence
+    return Sample(
+        **row.told_of_samples,
+        token_ids=sequence.token_ids,
+        mask=sequence.mask & trains,
+        starts=sequence.starts,
+        shown=sequence.shown,
+        experts=sequence.experts,
+        kept_at=sequence.kept_at if trains else None,
+        kept_ids=sequence.kept_ids if trains else None,
+        sampler_logprobs=completion.logprobs if trains else np.zeros_like(completion.logprobs),
+        teacher_logprobs=of_teacher if trains else None,
+        advantage=float(advantage),
+    )
 
 
 def _check_versions(number: int, verdicts: Sequence[Verdict], *, at_least: int, at_most: int) -> None:

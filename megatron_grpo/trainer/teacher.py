@@ -18,8 +18,8 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.policy.room import Role, Room
-from megatron_grpo.trainer.pending import at_home, deliver, score_rows
-from megatron_grpo.types import Extent, RowKey, TokensToScore
+from megatron_grpo.trainer.pending import PlacedRows, at_home, deliver, score_rows, without_experts
+from megatron_grpo.types import RowKey, TokensToScore
 from megatron_grpo.types import Sequence as Scored
 
 Ask = Callable[[SequenceOf[TokensToScore]], SequenceOf[np.ndarray]]
@@ -31,17 +31,15 @@ TOLD = (ConfigError, RunError, NobodySamples, GivenUp)  # what rank 0 may end wi
 class ServedTeacher:
     """Every rank has this object; rank 0 alone speaks to the teacher's servers."""
 
-    def __init__(self, gather: Callable[[], str] | None = None, ask: Ask | None = None):
+    def __init__(self, parallel: ParallelState, gather: Callable[[], str] | None = None, ask: Ask | None = None):
         """gather, ask: on rank 0 alone. gather: waits for servers, and returns the teacher's fingerprint. Raises what it raises, on
         every rank. Collective."""
-        self._ask = ask
+        self._parallel, self._ask = parallel, ask
         self.fingerprint = collectives.told(gather or str, TOLD)  # of the teacher, on every rank
 
-    def __call__(
-        self, sequences: Mapping[RowKey, Scored], extents: Mapping[RowKey, Extent], homes: Mapping[RowKey, int], parallel: ParallelState
-    ) -> dict[RowKey, np.ndarray]:
+    def __call__(self, rows: PlacedRows) -> dict[RowKey, np.ndarray]:
         """See `rollouts.Teacher`. At temperature 1, of the whole softmax. Raises what `Teacher.logprobs` does, on every rank."""
-        mine = dict(sequences) if parallel.is_first_of_share else {}
+        mine = dict(rows.sequences) if self._parallel.is_first_of_share else {}
         held = {key: sequence for part in collectives.exchange({0: mine}) for key, sequence in part.items()}
         found: dict[RowKey, np.ndarray] = {}
 
@@ -49,7 +47,7 @@ class ServedTeacher:
             found.update(self._scored(held))
 
         collectives.told(ask, TOLD)
-        return deliver({key: (homes[key], values) for key, values in found.items()}, parallel)
+        return deliver({key: (rows.homes[key], values) for key, values in found.items()}, self._parallel)
 
     def _scored(self, held: Mapping[RowKey, Scored]) -> dict[RowKey, np.ndarray]:
         assert self._ask is not None  # rank 0 alone asks
@@ -78,20 +76,17 @@ class HeldTeacher:
         self._room = Room(self._tensors, movable, scorer.parallel.device, clock)
         self._make_room()
 
-    def __call__(
-        self, sequences: Mapping[RowKey, Scored], extents: Mapping[RowKey, Extent], homes: Mapping[RowKey, int], parallel: ParallelState
-    ) -> dict[RowKey, np.ndarray]:
+    def __call__(self, rows: PlacedRows) -> dict[RowKey, np.ndarray]:
         """See `rollouts.Teacher`. Raises RunError on every rank where it gives no number."""
-        bare = {key: replace(sequence, experts=None) for key, sequence in sequences.items()}  # routes are of the policy's layers
+        bare = {key: replace(sequence, experts=None) for key, sequence in rows.sequences.items()}  # routes are of the policy's layers
+        scorer, parallel = self._scorer, self._scorer.parallel
         with self._room.resident("weights"):
-            found = score_rows(
-                bare, extents, homes, score=lambda batches: (self._scorer.logprobs(batches), None), cut=self._scorer.cut, parallel=parallel
-            )
+            found = score_rows(replace(rows, sequences=bare), score=without_experts(scorer.logprobs), cut=scorer.cut, parallel=parallel)
         self._make_room()
         senseless = sum(not np.isfinite(values).all() for values in found.logprobs.values())
         if collectives.largest(senseless):
             raise RunError(f"the teacher ({self._name}) gives a drawn token a log-prob that no distribution has.")
-        return at_home(found.logprobs, found.homes, homes, parallel)
+        return at_home(found.logprobs, found.rows.homes, rows.homes, parallel)
 
     def _make_room(self) -> None:
         if self._room.movable:

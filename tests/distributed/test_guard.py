@@ -216,7 +216,7 @@ def test_a_row_that_the_policy_cannot_score_trains_nothing_more(models, batches)
         policy = cases.build(models["qwen3"], cases.settings(**layout.settings), world)
         rows = {sample.key: Row.of(sample, home=policy.cut.home_of(sample.row)) for sample in first}
         mine = {sample.key: sample for sample in first if rows[sample.key].home == policy.parallel.dp_rank}
-        pending = Pending(parallel=policy.parallel, rows=rows, samples=mine)
+        pending = Pending(parallel=policy.parallel, cut=policy.cut, rows=rows, samples=mine)
         score = policy.scorer.anchors
 
         def without_numbers(micro_batches):
@@ -227,7 +227,7 @@ def test_a_row_that_the_policy_cannot_score_trains_nothing_more(models, batches)
 
         policy.scorer.anchors = without_numbers
         step = SimpleNamespace(keeps=tuple((0, number) for number in range(4)))
-        after = pending.after_refusal(policy.scorer, step, policy.cut)
+        after = pending.after_refusal(policy.scorer, step)
         held = {key: (int(sample.mask.sum()), bool(np.isfinite(sample.old_logprobs).all())) for key, sample in after.samples.items()}
         return {key: row.num_masked for key, row in after.rows.items()}, held
 

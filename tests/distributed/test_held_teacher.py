@@ -88,10 +88,9 @@ def scored(rank: int, world: int, models, samples, settings: dict, teachers: tup
         for number, others in enumerate(more):
             cfg = cases.settings(temperature=TEMPERATURE, teacher_model=str(models[name]), **settings | others)
             teacher = build_held_teacher(cfg, shape, parallel, teacher_path=models[name], clock=Clock())
-            pending = Pending(parallel=parallel).restored(samples if parallel.is_main else [], teacher._scorer.cut)
-            extents, homes = ({key: getattr(row, what) for key, row in pending.rows.items()} for what in ("extent", "home"))
+            pending = Pending(parallel=parallel, cut=teacher._scorer.cut).restored(samples if parallel.is_main else [])
             for _ in range(2):  # the second time it comes back from the host, where it goes there
-                found[name, number] = teacher(pending.samples, extents, homes, parallel)
+                found[name, number] = teacher(pending.placed(pending.rows))
             weights = [parameter for chunk in teacher._scorer.model for parameter in chunk.parameters()]
             own = ModelShape.from_pretrained(models[name])
             sizes = BatchSizes.from_config(cfg.with_values({"world_size": world}), model=replace(rules_of(shape), teacher=rules_of(own)))

@@ -63,7 +63,7 @@ def start(rank, world, *, tp: int = 1, pp: int = 1, micro_batch_size: int = 2, m
     parallel = start(Layout(world_size=world, tp=tp, pp=pp))
     cut = BatchCut(dp_size=parallel.dp_size, micro_batch_size=micro_batch_size, max_tokens=max_tokens)
     mine = samples()[rank::world]  # as ranks read them from files
-    return Pending(parallel=parallel).restored(mine, cut), cut
+    return Pending(parallel=parallel, cut=cut).restored(mine), cut
 
 
 def rows_of(pending) -> list[int]:
@@ -93,7 +93,7 @@ def test_a_batch_is_this_shares_rows_with_the_weights_of_the_whole_step(max_toke
         pending, cut = start(rank, world_size, max_tokens=max_tokens)
         whole = {sample.row: sample for sample in samples()}
         before = rows_of(pending)
-        pending, batch = pending.batch(step(0, range(4), cut), weigh=weigh, cut=cut)
+        pending, batch = pending.batch(step(0, range(4), cut), weigh=weigh)
         trained = [row for micro in batch.micro_batches for _, row in micro.rows]
         assert sorted(trained) == rows_of(pending), "a row stays where it was trained"
         for number, micro in enumerate(batch.micro_batches):
@@ -117,19 +117,19 @@ def test_anchors_are_made_where_rows_are_dealt_and_kept_log_probs_reach_the_whol
 
         pending, cut = start(rank, world_size, pp=2, micro_batch_size=4, max_tokens=20)
         scorer = Scorer()
-        pending = pending.anchored(scorer, step(0, (), cut, anchors=((0, 1),)), cut)
+        pending = pending.anchored(scorer, step(0, (), cut, anchors=((0, 1),)))
         due = {(0, row) for row in range(8, 16)}
         for key, sample in pending.samples.items():
             assert isinstance(sample, AnchoredSample) == (key in due)
             if key in due:
                 assert sample.anchored_by == "recompute"
                 assert np.array_equal(sample.old_logprobs[sample.mask], (sample.token_ids[sample.mask] / -1000).astype(np.float32))
-        pending, batch = pending.batch(step(0, (0,), cut), weigh=weigh, cut=cut)
+        pending, batch = pending.batch(step(0, (0,), cut), weigh=weigh)
         is_last = pending.parallel.is_last_stage
         values = (
             {key: np.full(pending.rows[key].num_masked, -0.5, np.float32) for m in batch.micro_batches for key in m.rows} if is_last else {}
         )
-        pending = pending.after(step(0, (0,), cut, keeps=((0, 0),), last_use=((0, 1),)), values, cut)
+        pending = pending.after(step(0, (0,), cut, keeps=((0, 0),), last_use=((0, 1),)), values)
         assert {sample.anchored_by for sample in pending.samples.values()} <= {"cached"}
         assert set(pending.rows) == {(0, row) for row in range(8)}
         return rows_of(pending)
@@ -151,7 +151,7 @@ def test_what_a_group_begins_with_takes_the_experts_of_its_first_row_wherever_th
             return [np.zeros(len(micro.targets), np.float32) for micro in micro_batches], experts
 
         slices = tuple((0, number) for number in range(4))
-        pending = pending.anchored(SimpleNamespace(anchors=anchors), step(0, (), cut, anchors=slices), cut)
+        pending = pending.anchored(SimpleNamespace(anchors=anchors), step(0, (), cut, anchors=slices))
         return {row: sample.experts[:, 0, 0].tolist() for (_, row), sample in pending.samples.items()}
 
     of_ranks = run_ranks(body, 2, timeout=120)
@@ -166,13 +166,13 @@ def test_what_contradicts_the_timetable_is_an_error():
     def body(rank, world_size):
         pending, cut = start(rank, world_size)
         with pytest.raises(ValueError, match="row 0 of rollout 0 was sampled by version 0 .* its rollout come in at version -1"):
-            pending.batch(step(3, (0,), cut, staleness=4), weigh=weigh, cut=cut)
+            pending.batch(step(3, (0,), cut, staleness=4), weigh=weigh)
         early = dataclasses.replace(pending, rows={key: dataclasses.replace(row, fresh_at=1) for key, row in pending.rows.items()})
         with pytest.raises(ValueError, match="by version 0 and is fresh at 1; the timetable has its rollout come in at version 2"):
-            early.batch(step(2, (0,), cut), weigh=weigh, cut=cut)
+            early.batch(step(2, (0,), cut), weigh=weigh)
         with pytest.raises(KeyError):
-            pending.batch(step(0, (99,), cut), weigh=weigh, cut=cut)
+            pending.batch(step(0, (99,), cut), weigh=weigh)
         with pytest.raises(ValueError, match="trained at version 3 without old log-probs"):
-            pending.batch(step(3, (0,), cut, staleness=3), weigh=weigh, cut=cut)
+            pending.batch(step(3, (0,), cut, staleness=3), weigh=weigh)
 
     run_ranks(body, 1)

@@ -77,11 +77,11 @@ def test_r2_records_what_every_token_took_and_replaying_it_changes_nothing(made,
         policy = cases.build(path, cfg, world)
         [samples] = cases.stored_rollout(path, vocab=125, groups=GROUPS, stale=0)
         stale = [dataclasses.replace(sample, version=-1, fresh_at=-1) for sample in samples]
-        pending = Pending(parallel=policy.parallel).restored(stale if rank == 0 else [], policy.cut)
+        pending = Pending(parallel=policy.parallel, cut=policy.cut).restored(stale if rank == 0 else [])
         slices = tuple((0, number) for number in range(len(stale) // policy.cut.rows_per_slice))
-        pending = pending.anchored(policy.scorer, SimpleNamespace(anchors=slices), policy.cut)
+        pending = pending.anchored(policy.scorer, SimpleNamespace(anchors=slices))
         step = cases.step_of(stale, 0, policy.cut.rows_per_slice)
-        _, batch = pending.batch(step, weigh=policy.loss.token_weights, cut=policy.cut)
+        _, batch = pending.batch(step, weigh=policy.loss.token_weights)
         model = load_tiny(path)
         for sample in pending.samples.values():
             assert (sample.experts[-1] == -1).all() and sample.anchored_by == "recompute"

@@ -199,12 +199,12 @@ class Disk:
 
     finish = advance
 
-    def restore(self, policy, prompts, nothing, cut):
+    def restore(self, policy, prompts, nothing):
         if self.saved is None:
             return Progress(), nothing
         progress, samples, (policy.version, policy.weights, policy.skips), state = self.saved
         prompts.restore(state)
-        return progress, nothing.restored(samples, cut)
+        return progress, nothing.restored(samples)
 
 
 @dataclass(frozen=True)
@@ -488,9 +488,9 @@ class Penalty:
     def __init__(self, policy):
         self.policy = policy
 
-    def __call__(self, sequences, extents, homes, **where):
-        return dict.fromkeys(extents, 0.0), {
-            key: np.full(len(one.token_ids), logprob(self.policy.version)) for key, one in sequences.items()
+    def __call__(self, rows):
+        return dict.fromkeys(rows.extents, 0.0), {
+            key: np.full(len(one.token_ids), logprob(self.policy.version)) for key, one in rows.sequences.items()
         }
 
 

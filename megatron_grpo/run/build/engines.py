@@ -189,7 +189,8 @@ def build_served_teacher(
     tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
     needs = needs_of_teacher(cfg, inputs.shape, tokenizer, inputs.longest_prompt)
     servers = teachers.Teacher.build(cfg, needs, stop.gives_up) if parallel.is_main else None
-    teacher = ServedTeacher(servers.fingerprint, servers.logprobs) if servers else ServedTeacher()
+    told = (servers.fingerprint, servers.logprobs) if servers else ()
+    teacher = ServedTeacher(parallel, *told)
     checkpoints.learned(TEACHER, teacher.fingerprint)
     return teacher
 

@@ -17,6 +17,7 @@ from megatron_grpo.run.sources import needs_of_teacher
 from megatron_grpo.servers import wire
 from megatron_grpo.servers.http import Server
 from megatron_grpo.servers.teachers import Needs, Teacher
+from megatron_grpo.trainer.pending import PlacedRows
 from megatron_grpo.trainer.teacher import ServedTeacher
 from megatron_grpo.types import Sequence, TokensToScore
 from tests.small_server import TOKEN, Broken, SmallServer
@@ -98,7 +99,9 @@ def test_a_row_of_several_contexts_is_scored_in_each_of_them_and_where_it_was_dr
     empty = Sequence(token_ids=np.arange(4), mask=np.zeros(4, dtype=bool))
     rows = {(0, 3): row, (0, 4): empty}
     servers = teacher_of(opened())
-    found = ServedTeacher(servers.fingerprint, servers.logprobs)(rows, {}, dict.fromkeys(rows, 0), OneRank())
+    found = ServedTeacher(OneRank(), servers.fingerprint, servers.logprobs)(
+        PlacedRows(extents={}, homes=dict.fromkeys(rows, 0), sequences=rows)
+    )
     wanted = np.where(mask, [-(id_ / 100 + at % 6) for at, id_ in enumerate(range(20, 32))], 0.0)
     assert np.allclose(found[0, 3], wanted, atol=1e-6) and not found[0, 4].any() and found[0, 3].dtype == np.float32
 

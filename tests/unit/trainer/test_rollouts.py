@@ -265,9 +265,9 @@ def test_a_sample_is_its_prompt_and_completion_with_its_own_advantage():
 def test_a_row_keeps_what_the_teacher_said_of_its_own_tokens_and_one_that_trains_nothing_has_no_word_of_it():
     """The teacher says the row's number at drawn tokens. Of one completion the sampler's log-probs are impossible."""
 
-    def teacher(sequences, extents, homes, parallel):
-        assert homes == dict.fromkeys(sequences, 0)
-        return {key: np.where(one.mask, -key[1], 0).astype(np.float32) for key, one in sequences.items()}
+    def teacher(rows):
+        assert rows.homes == dict.fromkeys(rows.sequences, 0)
+        return {key: np.where(one.mask, -key[1], 0).astype(np.float32) for key, one in rows.sequences.items()}
 
     def some_wrong(prompt, place, version):
         right = answer(prompt, place, version)
@@ -282,7 +282,7 @@ def test_a_row_keeps_what_the_teacher_said_of_its_own_tokens_and_one_that_trains
 def test_a_rollout_whose_teacher_has_gone_is_told_of_when_it_is_asked_again_and_once():
     heard, rewards = Heard(), {number: LIVE for number in range(8)}
 
-    def gone(sequences, extents, homes, parallel):
+    def gone(rows):
         raise NobodySamples("no server of the teacher answered")
 
     with pytest.raises(NobodySamples):
@@ -293,9 +293,9 @@ def test_a_rollout_whose_teacher_has_gone_is_told_of_when_it_is_asked_again_and_
 
 
 def test_every_row_knows_its_group_and_what_the_group_begins_with_and_so_does_who_packs_for_the_penalty():
-    def penalty(sequences, extents, homes, **where):
-        assert list(extents.values()) == [Extent((4,), (3, number), 2) for number in (0, 0, 1, 1)]
-        return dict.fromkeys(extents, 0.0), {}
+    def penalty(rows):
+        assert list(rows.extents.values()) == [Extent((4,), (3, number), 2) for number in (0, 0, 1, 1)]
+        return dict.fromkeys(rows.extents, 0.0), {}
 
     samples, _, rows = rollout({0: LIVE, 1: DEAD}, number=3, penalty=penalty, beta=1.0, kl_in_reward=True)
     assert [row.extent for row in rows] == [Extent((4,), (3, number), 2) for number in (0, 0, 1, 1)]
@@ -336,9 +336,9 @@ def test_a_rollout_that_was_sampled_ahead_has_its_words_and_its_teachers():
     engine, asked = ScriptedEngine(told_words), []
     engine.take(WeightUpdate(kind="weights", version=0, tensors=()))
 
-    def teacher(sequences, extents, homes, parallel):
-        asked.append(len(sequences))
-        return {key: np.where(one.mask, -key[1], 0).astype(np.float32) for key, one in sequences.items()}
+    def teacher(rows):
+        asked.append(len(rows.sequences))
+        return {key: np.where(one.mask, -key[1], 0).astype(np.float32) for key, one in rows.sequences.items()}
 
     sampling = replace(SAMPLING, top_k=3, tells_kept=True)
     rollouts = rollouts_of({0: LIVE, 1: LIVE}, timetable(depth=1), engine=engine, sampling=sampling, teacher=teacher)
@@ -357,8 +357,10 @@ def test_log_probs_of_the_penalty_serve_stale_slices_where_the_weights_are_those
     engine = ScriptedEngine(answer)
     engine.take(WeightUpdate(kind="weights", version=0, tensors=()))
 
-    def penalty(sequences, extents, homes, **where):
-        return dict.fromkeys(extents, 0.0), {key: np.full(len(one.mask), -0.25 - key[1], np.float32) for key, one in sequences.items()}
+    def penalty(rows):
+        return dict.fromkeys(rows.extents, 0.0), {
+            key: np.full(len(one.mask), -0.25 - key[1], np.float32) for key, one in rows.sequences.items()
+        }
 
     table = timetable(steps=2, depth=1)
     assert (table.version_of(1), table.sampled_by(1)) == (2, 0) and table.step(2).anchors == ((1, 2), (1, 3))
@@ -431,9 +433,9 @@ def test_samplers_log_probs_are_old_log_probs_where_they_are_asked_for():
 
 
 def test_a_kl_penalty_is_subtracted_before_the_baseline_and_makes_no_dead_group_live():
-    def penalty(sequences, contexts, homes, **where):
-        assert [one.token_ids.tolist()[-1] for one in sequences.values()] == [1, 2, 11, 12]
-        return dict(zip(contexts, (0.25, 0.0, 0.5, 0.0), strict=True)), {}
+    def penalty(rows):
+        assert [one.token_ids.tolist()[-1] for one in rows.sequences.values()] == [1, 2, 11, 12]
+        return dict(zip(rows.extents, (0.25, 0.0, 0.5, 0.0), strict=True)), {}
 
     settings = dict(scale_rewards="none", beta=1.0, kl_in_reward=True)
     samples, stats, _ = rollout({0: LIVE, 1: DEAD}, penalty=penalty, **settings)
