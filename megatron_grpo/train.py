@@ -76,8 +76,7 @@ def train(run: Run) -> Progress:
     Returns where it ended. Raises `Interrupted` where it was asked to stop, once the state is on disk.
     """
     policy, rollouts, clock = run.policy, run.rollouts, run.journal.clock
-    nothing = Pending(parallel=run.parallel, cut=policy.cut)
-    progress, pending = run.checkpoints.restore(policy, run.prompts, nothing)  # a fresh run: step 0
+    progress, pending = run.checkpoints.restore(policy, run.prompts, Pending(parallel=run.parallel, cut=policy.cut))
     run.journal.start(progress)
 
     for step in run.timetable.from_step(progress.step, progress.num_rollouts):  # one row of the timetable per optimizer step

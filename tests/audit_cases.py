@@ -105,13 +105,15 @@ def unsummed(name: str):
 def log_probs_off(by: float, *, ranks: tuple[int, ...] = (1,)):
     @contextlib.contextmanager
     def wrap(policy, rank):
-        loss = policy._loss
+        from megatron_grpo.policy.step_loss import StepLoss
+
+        loss = StepLoss.__call__
 
         def off(*others):
             *others, logprobs, entropy = others
             return loss(*others, logprobs + by * (rank in ranks), entropy)
 
-        with mock.patch.object(policy, "_loss", off, create=True), mock.patch.object(policy, "_slope_of", lambda *args: None, create=True):
+        with mock.patch.object(StepLoss, "__call__", off), mock.patch.object(StepLoss, "slope_of", lambda *args: None):
             yield
 
     return wrap

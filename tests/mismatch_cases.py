@@ -331,7 +331,7 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
         fault.hurt(bench)
 
     def score(sequences: Any) -> list[np.ndarray]:
-        return policy.score(sequences, temperature=bench.temperature)
+        return policy.scorer.score(sequences, temperature=bench.temperature)
 
     completions = [group.completions[0] for group in sorted(groups, key=lambda group: group.prompt.number)]
     scored = score([sequence_of(one.sequence.token_ids, int(np.argmax(one.sequence.mask))) for one in completions])

@@ -353,7 +353,7 @@ def score_tokens(policy, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]
     """Teacher-forced log-probs at temperature 1 of every token but the first."""
     from megatron_grpo.types import whole
 
-    return [scored[1:] for scored in policy.score([whole(tokens) for tokens in sequences], temperature=1.0)]
+    return [scored[1:] for scored in policy.scorer.score([whole(tokens) for tokens in sequences], temperature=1.0)]
 
 
 def full_gradients(policy) -> dict[str, np.ndarray]:

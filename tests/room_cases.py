@@ -136,7 +136,7 @@ def _train(policy, rollouts, first: int = 0, *, away: Callable[[Any], None] = la
     for index, rows in enumerate(rollouts, first):
         away(policy)
         with policy.resident("reference"):
-            scores = policy.score(rows[:2]) + (policy.reference.scorer.score(rows[:2]) if policy.reference is not None else [])
+            scores = policy.scorer.score(rows[:2]) + (policy.reference.scorer.score(rows[:2]) if policy.reference is not None else [])
         away(policy)
         batch = cases.batch_of(policy, rows, index)
         with policy.resident("all"):

@@ -142,7 +142,7 @@ class Pair:
 
     def agreement(self, completions) -> Count:
         """Of the trainer's scores with what was sampled."""
-        scores = self.policy.score([one.sequence for one in completions])
+        scores = self.policy.scorer.score([one.sequence for one in completions])
         return Count.of([score[one.sequence.mask] for score, one in zip(scores, completions, strict=True)], list(map(drawn, completions)))
 
     def step(self, completions, step: int) -> Count:
@@ -197,7 +197,7 @@ def compare(
         for one in completions[:3]:
             found["alone"] += pair.agreement([one])
         texts = [whole(one.sequence.token_ids) for one in completions]
-        ours, theirs = pair.policy.score(texts, temperature=1.0), pair.engine.score(texts)
+        ours, theirs = pair.policy.scorer.score(texts, temperature=1.0), pair.engine.score(texts)
         found["prompts"] += Count.of([row[1:] for row in ours], theirs)
         found["training"] += pair.step(completions, step)
     pair.engine.close()

@@ -246,7 +246,7 @@ def score_and_train(rank, world, path, cfg, batches, parallel=None, tamper=None)
         assert all(torch.equal(exported[name], read(name)) for name in exported)
         if tamper is not None:
             tamper(policy)
-        found.append(policy.score(batches[0]))
+        found.append(policy.scorer.score(batches[0]))
 
     trained = cases.train(rank, world, path, cfg, batches, before, parallel)
     return found[0], trained

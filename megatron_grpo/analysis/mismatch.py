@@ -93,7 +93,7 @@ def look(asked: MismatchArgs, cfg: Config, shape: ModelShape, model_path: Path, 
     engine.generate(asked_for, replace(sampling, max_completion_length=1), seed=cfg.run.seed)  # so that a cache that is kept shows
     Publisher(model, engine, verify=False, starts_as_checkpoint=False).publish(subject.step)
     rows = rows or _drawn(engine, prompts, sampling, seed=cfg.run.seed)
-    scored = model.score([sequence_of(row.tokens.tolist(), row.opening) for row in rows])
+    scored = model.scorer.score([sequence_of(row.tokens.tolist(), row.opening) for row in rows])
     compared = [replace(row, trainer=np.where(row.drawn, trainer, 0).astype(np.float32)) for row, trainer in zip(rows, scored, strict=True)]
     chosen = worst_row(compared) if asked.row is None else asked.row
     operations: Sequence[Operation] = ()

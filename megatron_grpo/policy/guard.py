@@ -28,20 +28,14 @@ class Gradient:
 
 
 class Guard(Protocol):
+    """One whose answers depend on earlier gradients has `state()` (JSON, the same on every rank) and `restore(state)` besides: a checkpoint
+    holds what it remembers."""
+
     def allows(self, gradient: Gradient) -> bool:
         """Whether the optimizer may act on it; else the step is skipped. May raise instead: the run ends, its weights unharmed.
 
         Asked once in every step that has something to train, on every rank; all ranks must answer alike.
         """
-
-
-class RememberingGuard(Guard, Protocol):
-    """A guard whose answers depend on earlier gradients: a checkpoint holds what it remembers."""
-
-    def state(self) -> dict[str, Any]:
-        """As JSON, the same on every rank."""
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class PlausibleGuard:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,36 +15,25 @@ from megatron.core.utils import get_model_config
 from megatron_grpo.base import activity
 from megatron_grpo.batching.collate import collate_portions
 from megatron_grpo.batching.split import BatchCut, deal_scored
-from megatron_grpo.grpo.entropy import entropy_threshold
-from megatron_grpo.grpo.loss import GrpoLoss
-from megatron_grpo.grpo.objectives import classification
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import Slope
 from megatron_grpo.policy.room import refuse_if_away
 from megatron_grpo.policy.router import RouterPass, routed, routers
 from megatron_grpo.policy.stream import LocalBatch, to_local
-from megatron_grpo.types import Extent, GlobalBatch, MicroBatch, RowKey, Sequence, TrainingMicroBatch
+from megatron_grpo.types import Extent, MicroBatch, Sequence
 
-# (micro-batch, its place, log-probs [c], entropies [c] or None) -> (loss, what to keep). Called on the last stage only.
-LossFunction = Callable[[MicroBatch, LocalBatch, torch.Tensor, "torch.Tensor | None"], "tuple[torch.Tensor, Any]"]
 # (micro-batch, its place) -> what the head may know of the loss before it is computed; None: nothing.
 SlopeOf = Callable[[MicroBatch, LocalBatch], "Slope | None"]
 
 
 def train(
-    model: SequenceOf[torch.nn.Module],
-    micro_batches: SequenceOf[MicroBatch],
-    loss: LossFunction,
-    parallel: ParallelState,
-    *,
-    with_entropy: bool,
-    slope_of: SlopeOf,
-    routing: RouterPass,
+    model: SequenceOf[torch.nn.Module], micro_batches: SequenceOf[MicroBatch], loss: Any, parallel: ParallelState, routing: RouterPass
 ) -> list[Any]:
-    """Forward and backward of every micro-batch; reduces gradients over ranks at the end. routing: what its routers are told.
+    """Forward and backward of every micro-batch; reduces gradients over ranks at the end.
 
-    Returns what `loss` kept of each micro-batch, in order, on ranks of the last stage; an empty list elsewhere.
+    loss: a `policy.step_loss.StepLoss`, called on the last stage alone. routing: what routers are told. Returns what `loss` kept of each
+    micro-batch, in order, on ranks of the last stage; an empty list elsewhere.
     """
 
     def finish(batch: MicroBatch, mine: LocalBatch, logprobs, entropy):
@@ -53,8 +42,8 @@ def train(
         return value, torch.ones([], dtype=torch.int, device=value.device), kept
 
     with torch.enable_grad():
-        asked = dict(with_entropy=with_entropy, temperature=None)
-        return _run(model, micro_batches, finish, parallel, asked, slope_of=slope_of, routing=routing, trains=True)
+        asked = dict(with_entropy=loss.with_entropy, temperature=None)
+        return _run(model, micro_batches, finish, parallel, asked, slope_of=loss.slope_of, routing=routing, trains=True)
 
 
 @contextmanager
@@ -200,64 +189,3 @@ class ModelScorer:
         whole = torch.zeros(len(batch.targets), device=self.parallel.device)
         whole[torch.from_numpy(local.trained).to(whole.device)] = values.detach().float()
         return collectives.add_(whole, self.parallel.cp_group).cpu().numpy()
-
-
-OfSequences = tuple[np.ndarray, np.ndarray]  # values and slopes of `classification`, float64 [S]
-
-
-class BeforeTheStep(NamedTuple):
-    """By micro-batch where it is a list. On ranks of the last stage; elsewhere nobody asks."""
-
-    reference: SequenceOf[np.ndarray]  # log-probs of the reference, float32 [C]; empty without one
-    threshold: float | None = None  # the entropy from which on a token trains
-    labels: SequenceOf[OfSequences] | None = None
-
-
-def known_of(batch: GlobalBatch, loss: GrpoLoss, scorer: ModelScorer, reference: SequenceOf[np.ndarray]) -> BeforeTheStep:
-    """Collective."""
-    threshold = _entropy_threshold(batch, scorer, loss.top_entropy_quantile) if loss.needs_entropy_threshold else None
-    labels = _labels(batch, scorer, loss.needs_classification) if loss.needs_classification is not None else None
-    return BeforeTheStep(reference, threshold, labels)
-
-
-def _entropy_threshold(batch: GlobalBatch, scorer: ModelScorer, quantile: float) -> float | None:
-    entropies, parallel = scorer.last_stage_entropies(batch.micro_batches), scorer.parallel
-    if not parallel.is_last_stage:
-        return None
-
-    def over_ranks(counts: np.ndarray) -> np.ndarray:
-        return collectives.add_(torch.from_numpy(counts).to(parallel.device), parallel.dp_group).cpu().numpy()
-
-    masks = [micro.token_weights > 0 for micro in batch.micro_batches]
-    return entropy_threshold(entropies, masks, quantile, over_ranks=over_ranks)
-
-
-def _labels(batch: GlobalBatch, scorer: ModelScorer, tau: float) -> SequenceOf[OfSequences] | None:
-    """The rows of a group may lie on several ranks. What is on-policy has a score of 0: without a stale row there is nothing to compute."""
-    is_stale = any((~np.isnan(micro.old_logprobs)).any() for micro in batch.micro_batches)
-    scores = scorer.last_stage_logprobs(batch.micro_batches) if collectives.largest(int(is_stale)) else []
-    mine = _scores_of_rows(batch.micro_batches, scores, scorer.parallel)
-    rows = {row: said for part in collectives.from_all(mine) for row, said in part.items()}
-    if not scorer.parallel.is_last_stage:
-        return None
-    groups, values, advantages, trains = zip(*rows.values(), strict=True)
-    found = dict(zip(rows, zip(*classification(values, advantages, groups, trains, tau=tau), strict=True), strict=True))
-    of_micros = [np.array([found[row] for row in micro.rows]).reshape(-1, 2) for micro in batch.micro_batches]
-    return [(both[:, 0], both[:, 1]) for both in of_micros]
-
-
-def _scores_of_rows(
-    micro_batches: SequenceOf[TrainingMicroBatch], logprobs: SequenceOf[np.ndarray], parallel: ParallelState
-) -> dict[RowKey, tuple[tuple[int, int], float, float, bool]]:
-    """Row -> (group, score, advantage, whether anything of it trains), of this share's rows, on the rank that speaks for them."""
-    found = {}
-    for micro in micro_batches if parallel.speaks_for_its_rows else ():
-        shift = np.zeros(len(micro.targets))
-        if logprobs:
-            shift = np.nan_to_num(logprobs[micro.number].astype(np.float64) - micro.old_logprobs)  # 0 where it is on-policy
-        trained = micro.token_weights > 0
-        for i, (row, prompt) in enumerate(zip(micro.rows, micro.prompts, strict=True)):
-            at = np.flatnonzero(trained & (micro.sequence == i))
-            score, advantage = (float(shift[at].mean()), float(micro.advantages[at[0]])) if len(at) else (0.0, 0.0)
-            found[row] = (row[0], prompt), score, advantage, bool(len(at))
-    return found

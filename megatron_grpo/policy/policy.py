@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -17,24 +17,21 @@ import torch
 from megatron_grpo.base.clock import Clock
 from megatron_grpo.batching.prefix_groups import Alignment
 from megatron_grpo.batching.split import BatchCut
-from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
+from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.grpo.metrics import combine, finish
-from megatron_grpo.grpo.objectives import Labels
 from megatron_grpo.parallel import collectives
-from megatron_grpo.parallel.context import sum_over_context
 from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.parallel.vocab import Slope
 from megatron_grpo.policy import culprits, passes, sharded_state
-from megatron_grpo.policy.guard import Gradient, Guard, Refusal, RememberingGuard, Skips
+from megatron_grpo.policy.guard import Gradient, Guard, Refusal, Skips
 from megatron_grpo.policy.hf_export import WeightExchange
 from megatron_grpo.policy.optimizer import Trainable, gradient_norm, own_norm, reload_main_params
-from megatron_grpo.policy.passes import BeforeTheStep, ModelScorer
+from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.policy.reference import Reference
 from megatron_grpo.policy.room import Part, Role, Room, tensors_of
 from megatron_grpo.policy.router import routers
-from megatron_grpo.policy.stream import LocalBatch
-from megatron_grpo.types import GlobalBatch, RowKey, Sequence, TrainingMicroBatch
+from megatron_grpo.policy.step_loss import StepLoss
+from megatron_grpo.types import GlobalBatch, RowKey, TrainingMicroBatch
 from megatron_grpo.weights.towers import MEGATRON as TOWER
 from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
@@ -123,12 +120,6 @@ class Policy:
         self.exchange, self.clock = exchange, clock or Clock()
         self.room = Room(partial(tensors_of, self), offload, self.parallel.device, self.clock)
 
-    # ---- scoring -------------------------------------------------------------------------------------------------------------
-
-    def score(self, sequences: SequenceOf[Sequence], *, temperature: float | None = None) -> list[np.ndarray]:
-        """Log-probs of the masked tokens of a few sequences; see `ModelScorer.score`."""
-        return self.scorer.score(sequences, temperature=temperature)
-
     # ---- training ------------------------------------------------------------------------------------------------------------
 
     @property
@@ -144,19 +135,15 @@ class Policy:
         """
         self.room.require("all")
         with self.clock("ref_logprobs"):
-            reference = self.reference.last_stage_logprobs(batch.micro_batches) if self.loss.needs_reference and self.reference else []
-        known = passes.known_of(batch, self.loss, self.scorer, reference)
+            reference = self._references(batch)
+        loss = StepLoss(self.loss, batch, self.scorer, reference, self.entropy)
         for router in routers(self.chunks):
             router.num_routed_tokens = batch.num_computed_tokens
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss, slope_of = partial(self._loss, batch, known), partial(self._slope_of, batch, known)
         routing = self.scorer.router_pass()
-        kept = passes.train(
-            self.wrapped, batch.micro_batches, loss, self.parallel,
-            with_entropy=self.loss.needs_entropy, slope_of=slope_of, routing=routing,
-        )  # fmt: skip
+        kept = passes.train(self.wrapped, batch.micro_batches, loss, self.parallel, routing)
         metrics = self._reduce_logs([logs for logs, *_ in kept]) | routing.metrics(self.parallel)
         metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         if self.room.movable:
@@ -174,7 +161,7 @@ class Policy:
             allowed = self.guard.allows(Gradient(step=batch.step, norm=metrics["grad_norm"]))
             self.skips = self.skips.after(refused=not allowed)
             if not allowed:
-                refusal = self._refusal(batch, metrics["grad_norm"], own, loss, slope_of, reference)
+                refusal = self._refusal(loss, metrics["grad_norm"], own)
             if beside is not None:
                 beside.judged(seen, refusal)
             skipped = refusal.why if refusal else None
@@ -195,24 +182,24 @@ class Policy:
         applied, self.entropy = self.entropy.applied, self.entropy.after(found)
         return {"entropy_coef": self.entropy.coef, "entropy_coef/applied": applied}
 
-    def _refusal(self, batch: GlobalBatch, norm: float, own: torch.Tensor, loss, slope_of, references: SequenceOf[np.ndarray]) -> Refusal:
-        """Who made the gradient of this norm, which the guard has refused. own: norm of this rank's own part. Collective."""
+    def _references(self, batch: GlobalBatch) -> list[np.ndarray]:
+        """The reference's log-probs by micro-batch, on ranks of the last stage, if the loss asks for them. Collective."""
+        return self.reference.last_stage_logprobs(batch.micro_batches) if self.loss.needs_reference and self.reference else []
 
+    def _refusal(self, loss: StepLoss, norm: float, own: torch.Tensor) -> Refusal:
+        """Who made the gradient of this norm, which the guard has refused. own: norm of this rank's own part. Collective."""
         why = getattr(self.guard, "refusal", None) or f"the gradient was refused (norm {norm:.4g})"
         finite = math.isfinite(norm)
         ranks = () if finite else culprits.ranks_not_finite(own)
         weights = () if finite else culprits.weights_not_finite(self.chunks)
         found, more = ((), 0) if weights else culprits.search(
-            self.wrapped, batch.micro_batches, self._run_alone(loss, slope_of), self.parallel, references=references, finite=finite
+            self.wrapped, loss.batch.micro_batches, self._run_alone(loss), self.parallel, references=loss.reference, finite=finite
         )  # fmt: skip
         return Refusal(why=why, skips=self.skips, ranks=ranks, weights=weights, culprits=found, more=more)
 
-    def _run_alone(self, loss, slope_of) -> culprits.RunAlone:
+    def _run_alone(self, loss: StepLoss) -> culprits.RunAlone:
         def run_alone(micro: TrainingMicroBatch) -> np.ndarray | None:
-            kept = passes.train(
-                self.wrapped, [micro] * self.cut.multiple, loss, self.parallel,
-                with_entropy=self.loss.needs_entropy, slope_of=slope_of, routing=self.scorer.router_pass(),
-            )  # fmt: skip
+            kept = passes.train(self.wrapped, [micro] * self.cut.multiple, loss, self.parallel, self.scorer.router_pass())
             return kept[0][2] if kept else None
 
         return run_alone
@@ -220,84 +207,25 @@ class Policy:
     def each_alone(self, batch: GlobalBatch) -> Iterator[tuple[TrainingMicroBatch, np.ndarray | None, float]]:
         """Every micro-batch of this rank's share by itself: its log-probs, on ranks of the last stage, and the norm of what it adds to this
         rank's gradient. The optimizer does not act. Collective."""
-        reference = self.reference.last_stage_logprobs(batch.micro_batches) if self.loss.needs_reference and self.reference else []
-        known = passes.known_of(batch, self.loss, self.scorer, reference)
-        alone = self._run_alone(partial(self._loss, batch, known), partial(self._slope_of, batch, known))
+        alone = self._run_alone(StepLoss(self.loss, batch, self.scorer, self._references(batch), self.entropy))
         for micro, logprobs in culprits.each_alone(self.wrapped, batch.micro_batches, alone):
             yield micro, logprobs, float(own_norm(self.wrapped))
 
     def guard_state(self) -> dict[str, Any]:
         """What a checkpoint holds of the guard, its count and a coefficient that moves, as JSON; the same on every rank."""
-        remembers = hasattr(self.guard, "state")
-        state = {"skips": asdict(self.skips), "guard": cast(RememberingGuard, self.guard).state() if remembers else {}}
+        state = {"skips": asdict(self.skips), "guard": getattr(self.guard, "state", dict)()}
         return state | ({"entropy": self.entropy.state()} if self.entropy else {})
 
     def restore_guard(self, state: Mapping[str, Any]) -> None:
         self.skips = Skips(**state["skips"])
-        if hasattr(self.guard, "restore") and state["guard"]:
-            cast(RememberingGuard, self.guard).restore(state["guard"])
+        if state["guard"] and (restore := getattr(self.guard, "restore", None)):
+            restore(state["guard"])
         self.restore_entropy(state)
 
     def restore_entropy(self, state: Mapping[str, Any]) -> None:
         """state: of `guard_state`; of a run whose coefficient was constant it says nothing of it."""
         if self.entropy is not None and "entropy" in state:
             self.entropy = self.entropy.restored(state["entropy"])
-
-    def _loss(
-        self,
-        batch: GlobalBatch,
-        known: BeforeTheStep,
-        micro: TrainingMicroBatch,
-        local: LocalBatch,
-        logprobs: torch.Tensor,
-        entropy: torch.Tensor | None,
-    ):
-        inputs, ref_logprobs = self._inputs(batch, known, micro, local.trained)
-        loss, logs = self.loss(
-            inputs,
-            logprobs=logprobs,
-            entropy=entropy,
-            ref_logprobs=ref_logprobs,
-            entropy_threshold=known.threshold,
-            entropy_coef=self.entropy.applied if self.entropy else None,
-            sum_over_context=lambda x: sum_over_context(x, self.parallel.cp_group),
-        )
-        return loss, (logs, micro, self.scorer.whole(micro, local, logprobs))
-
-    def _slope_of(self, batch: GlobalBatch, known: BeforeTheStep, micro: TrainingMicroBatch, local: LocalBatch) -> Slope | None:
-        """What lets the head make its gradients while it has the logits; None where the loss of a token depends on others."""
-        if not self.loss.is_per_token:
-            return None
-
-        def slope(chunk: slice, logprobs: torch.Tensor) -> torch.Tensor:
-            inputs, ref_logprobs = self._inputs(batch, known, micro, local.trained[chunk])
-            return self.loss.slope(inputs, logprobs=logprobs, ref_logprobs=ref_logprobs)
-
-        return slope
-
-    def _inputs(
-        self, batch: GlobalBatch, known: BeforeTheStep, micro: TrainingMicroBatch, trained: np.ndarray
-    ) -> tuple[LossInputs, torch.Tensor | None]:
-        """What the loss knows of these of the micro-batch's trained positions; and the reference's log-probs, where it has any."""
-
-        def mine(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array[trained]).to(self.parallel.device)
-
-        inputs = LossInputs(
-            token_weights=mine(micro.token_weights),
-            advantages=mine(micro.advantages),
-            teacher_logprobs=mine(micro.teacher_logprobs),
-            sampler_logprobs=mine(micro.sampler_logprobs),
-            old_logprobs=mine(micro.old_logprobs),
-            is_compared=mine(micro.is_compared),
-            sequence=mine(micro.sequence),
-            num_sequences=micro.num_sequences,
-            num_loss_tokens=batch.num_loss_tokens,
-            place=mine(micro.place),
-            longest=int(micro.place.max(initial=0)) + 1,
-            labels=None if known.labels is None else Labels(*(mine(of[micro.sequence]) for of in known.labels[micro.number])),
-        )
-        return inputs, mine(known.reference[micro.number]) if known.reference else None
 
     def _reduce_logs(self, logs) -> dict[str, float]:
         """Logs of this rank's micro-batches -> the step's metrics, on every rank. Only ranks of the last stage have any."""

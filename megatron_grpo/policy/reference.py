@@ -13,7 +13,7 @@ import torch
 from megatron_grpo.policy.hf_export import WeightExchange
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.policy.passes import ModelScorer
-from megatron_grpo.types import MicroBatch, Sequence
+from megatron_grpo.types import MicroBatch
 from megatron_grpo.weights.update import WeightUpdate
 
 # This rank's parameters under their names in the whole model, as they are now.
@@ -90,9 +90,6 @@ class LoadedModel:
         else:
             merged = self.exchange.stream(tensors, "merged", prepare=self.adapters.merged)
             yield WeightUpdate(kind="merged", version=version, tensors=merged)
-
-    def score(self, sequences: SequenceOf[Sequence], *, temperature: float | None = None) -> list[np.ndarray]:
-        return self.scorer.score(sequences, temperature=temperature)
 
     def trial(self) -> AbstractContextManager[None]:
         """Nothing to try: what is pushed is scored as it is."""

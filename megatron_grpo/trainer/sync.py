@@ -188,7 +188,7 @@ def _of_all(mine: Mapping[str, Found]) -> dict[str, Found]:
 def _logprobs(policy: Policy | LoadedModel, probes: SequenceOf[Sequence]) -> list[np.ndarray]:
     """float32 [T - 1] of each probe, by the trainer."""
     with policy.resident("weights"):
-        return [scored[1:] for scored in policy.score(probes, temperature=1.0)]
+        return [scored[1:] for scored in policy.scorer.score(probes, temperature=1.0)]
 
 
 def _followed(theirs: np.ndarray, tried: np.ndarray, untried: np.ndarray) -> tuple[float, float]:

@@ -265,7 +265,7 @@ def test_trial_notices_an_engine_that_ignores_adapters(model_path):
         publisher = Publisher(policy, engine, verify=True)
         stats = publisher.publish(1)  # the trial is out again: what is pushed after it is the policy
         assert engine.version == 1 and stats.num_tensors == 2 and stats.logp_difference_max < 1e-4
-        np.testing.assert_allclose(engine.score(engine.probes()), [p[1:] for p in policy.score(sequences(engine))], atol=1e-4)
+        np.testing.assert_allclose(engine.score(engine.probes()), [p[1:] for p in policy.scorer.score(sequences(engine))], atol=1e-4)
         assert publisher.publish(1) is None and publisher.publish(2).num_tensors == 2
 
         # Another engine has taken its place, which ignores adapters: B A is zero, so the scores after the push cannot tell.
@@ -406,7 +406,7 @@ def test_ten_steps_in_bfloat16_move_the_sampler_as_they_move_the_trainer(tmp_pat
         trained = np.concatenate([sample.mask[1:] for sample in samples])
 
         def by_trainer():
-            return np.concatenate([one[1:] for one in policy.score(texts, temperature=1.0)])[trained]
+            return np.concatenate([one[1:] for one in policy.scorer.score(texts, temperature=1.0)])[trained]
 
         def by_sampler():
             return np.concatenate(engine.score(texts))[trained]

@@ -87,11 +87,11 @@ def test_the_sampler_and_the_trainer_have_one_softmax(tmp_path):
             rollout = RolloutConfig(**how)
             sampling = dataclasses.replace(SamplingSettings.of(rollout, num_generations=3), max_completion_length=16)
             drawn = [one for group in engine.generate(prompts, sampling, seed=1) for one in group.completions]
-            scored = policy.score([one.sequence for one in drawn])
+            scored = policy.scorer.score([one.sequence for one in drawn])
             gaps = [np.abs(ours - one.logprobs)[one.sequence.mask] for ours, one in zip(scored, drawn, strict=True)]
             apart[name] = float(np.concatenate(gaps).max())
             if name != "whole":
-                over_all = policy.score([dataclasses.replace(one.sequence, kept_at=None, kept_ids=None) for one in drawn])
+                over_all = policy.scorer.score([dataclasses.replace(one.sequence, kept_at=None, kept_ids=None) for one in drawn])
                 gaps = [np.abs(ours - one.logprobs)[one.sequence.mask] for ours, one in zip(over_all, drawn, strict=True)]
                 apart[f"{name}, mutant"] = float(np.concatenate(gaps).max())
                 for one in drawn:

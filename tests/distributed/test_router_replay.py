@@ -178,7 +178,7 @@ def test_replay_brings_the_trainer_nearer_to_the_sampler_in_bfloat16(tmp_path):
         completions = [one for group in sampled(rank, world, path, dtype="bfloat16")[0] for one in group.completions]
         found = []
         for sequences in ([one.sequence for one in completions], [dataclasses.replace(one.sequence, experts=None) for one in completions]):
-            scored = policy.score(sequences, temperature=1.0)
+            scored = policy.scorer.score(sequences, temperature=1.0)
             off = [np.abs(ours - one.logprobs)[one.sequence.mask] for ours, one in zip(scored, completions, strict=True)]
             found.append(float(np.concatenate(off).mean()))
         return found

@@ -61,23 +61,27 @@ def lose_the_softmax_of_tokens_that_another_shard_owns(policy):
 
 
 def divide_by_the_number_of_micro_batches(policy):
-    real = policy._loss
+    from megatron_grpo.policy.step_loss import StepLoss
 
-    def loss(batch, *args):
-        value, kept = real(batch, *args)
-        return value / len(batch.micro_batches), kept
+    real = StepLoss.__call__
 
-    policy._loss = loss
+    def loss(self, *args):
+        value, kept = real(self, *args)
+        return value / len(self.batch.micro_batches), kept
+
+    StepLoss.__call__ = loss
 
 
 def average_over_context_parallel_ranks(policy):
-    real = policy._loss
+    from megatron_grpo.policy.step_loss import StepLoss
+
+    real = StepLoss.__call__
 
     def loss(*args):
         value, kept = real(*args)
         return value / policy.parallel.cp_size, kept
 
-    policy._loss = loss
+    StepLoss.__call__ = loss
 
 
 def forget_context_parallel_ranks_in_a_sequence_ratio(policy):

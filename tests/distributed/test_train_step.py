@@ -63,15 +63,17 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_weights_and_moments
     layout = cases.LAYOUTS[name]
 
     def body(rank, world):
+        from megatron_grpo.policy.step_loss import StepLoss
+
         policy = cases.build(dense, cases.settings(**layout.settings), world)
         policy.train_step(cases.batch_of(policy, batches[0], 0))
-        before, moments, loss = weights_of(policy), optimizer_state(policy), policy._loss
+        before, moments, loss = weights_of(policy), optimizer_state(policy), StepLoss.__call__
 
         def broken(*args):
             value, kept = loss(*args)
             return value * wrong, kept
 
-        policy._loss = broken
+        StepLoss.__call__ = broken
         trained = policy.train_step(cases.batch_of(policy, batches[1], 1))
         left = all(torch.equal(a, b) for a, b in zip(moments, optimizer_state(policy), strict=True)) and bool(moments)
         return trained.skipped, is_same(before, weights_of(policy)), left

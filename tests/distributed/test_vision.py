@@ -242,12 +242,12 @@ def test_outputs_of_a_frozen_tower_are_kept_by_key_and_given_away_with_the_memor
         (chunk,) = policy.chunks
         encode, found = chunk.vision._encode, []
         chunk.vision._encode = lambda pictures: found.append([one.key for one in pictures]) or encode(pictures)
-        first = policy.score(batches[0])
+        first = policy.scorer.score(batches[0])
         assert sorted(found) == [["a"], ["b"], ["c"]], "each once, and by itself"
-        again = policy.score(batches[0])
+        again = policy.scorer.score(batches[0])
         assert len(found) == 3 and all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
         policy.make_room()
-        policy.score(batches[0])
+        policy.scorer.score(batches[0])
         assert len(found) == 6
 
     run_ranks(encoded, 1)

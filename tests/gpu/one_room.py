@@ -36,7 +36,7 @@ def main(job_file: str, out: str) -> None:
             policy.make_room()
             away, reserved = allocated(), torch.cuda.memory_reserved()
             with policy.resident("weights"):
-                score = [values.copy() for values in policy.score(rows[:2])]
+                score = [values.copy() for values in policy.scorer.score(rows[:2])]
             batch = cases.batch_of(policy, rows, index)
             with policy.resident("all"):
                 back = allocated()
