@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end import outside_parts
+from tools import docs
 
 HERE = Path(__file__).parents[2]
 PACKAGE = HERE / "megatron_grpo"
@@ -90,6 +91,12 @@ def test_every_page_is_in_the_index():
     index = (HERE / "docs" / "README.md").read_text()
     for page in HERE.glob("docs/*.md"):
         assert page.name == "README.md" or f"({page.name})" in index, page.name
+
+
+def test_every_page_stands_in_the_navigation_of_the_site():
+    navigation = (HERE / "docs" / "mkdocs.yml").read_text()
+    missing = [str(place) for place in docs.sources().values() if f": {place}\n" not in navigation]
+    assert missing == []
 
 
 def test_the_way_of_a_completion_is_counted():

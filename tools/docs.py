@@ -1,0 +1,187 @@
+"""Gathers the pages of the documentation, generates those of the reference, and checks the links of the built site.
+
+    python tools/docs.py gather     build/docs: docs/, the examples' READMEs, and the generated pages
+    python tools/docs.py check      build/docs/site: every link of every page leads to a page and to an anchor on it
+
+`tools/docs.sh` calls both. Nothing of torch is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES, SITE = ROOT / "build" / "docs" / "pages", ROOT / "build" / "docs" / "site"
+LINK = re.compile(r"(!?)\[([^\]\n]*)\]\(([^)\s]+)\)")
+COMMANDS = ("train", "plan", "rehearse", "doctor", "eval", "export", "serve", "mismatch", "replay", "whatif")
+API = {
+    "Training loop": ["train"],
+    "Data types": ["types"],
+    "Loss and advantages": ["grpo.loss", "grpo.objectives", "grpo.advantages", "grpo.token_weights"],
+    "Policy": ["policy.policy", "policy.reference", "policy.guard"],
+    "Rollout engine": ["rollout.engine"],
+    "Environments": ["environments.protocol"],
+    "Rewards": ["rewards.protocol"],
+    "Tracking services": ["metrics.reporters"],
+}
+
+
+def sources() -> dict[Path, Path]:
+    """Every page that is written by hand -> where it stands below `PAGES`."""
+    found = {ROOT / name: Path(name.lower()) for name in ("CHANGELOG.md", "CONTRIBUTING.md")}
+    found[ROOT / "README.md"] = Path("index.md")
+    docs = ROOT / "docs"
+    for page in docs.rglob("*.md"):
+        place = page.relative_to(docs)
+        if place != Path("README.md"):  # the site's own navigation takes its part
+            found[page] = place.with_name("index.md") if place.name == "README.md" else place
+    for page in (ROOT / "examples").glob("*/README.md"):
+        found[page] = Path("examples") / f"{page.parent.name}.md"
+    return found
+
+
+def relinked(text: str, page: Path, place: Path, places: dict[Path, Path]) -> str:
+    """The page's text with links as the site has them. A file that is no page is named, not linked; a picture is copied."""
+
+    def new(match: re.Match[str]) -> str:
+        mark, words, target = match.groups()
+        path, _, anchor = target.partition("#")
+        if not path or re.match(r"[a-z]+:", target):
+            return match[0]
+        file = Path(os.path.normpath(page.parent / path))
+        if file == ROOT / "docs" / "README.md":
+            file = ROOT / "README.md"
+        where = places.get(file) or places.get(file / "README.md")
+        if where is None and file.suffix == ".png" and file.exists():
+            where = Path("assets") / file.name
+            (PAGES / where).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, PAGES / where)
+        if where is None:
+            return words if words.startswith("`") else f"{words} (`{os.path.relpath(file, ROOT)}`)"
+        return f"{mark}[{words}]({os.path.relpath(where, place.parent)}{'#' + anchor if anchor else ''})"
+
+    text = LINK.sub(new, text)
+    return re.sub(r'src="docs/(assets/[\w.]+)"', r'src="\1"', text)
+
+
+def settings_page() -> str:
+    """Every setting with type, default, unit, range and aliases, from the table that the parser uses."""
+    from megatron_grpo.config.config import Config
+    from megatron_grpo.config.table import table
+
+    def plain(value: object) -> str:
+        return str(value).replace("|", "\\|").replace("<", "&lt;")
+
+    titles = {name: (type(section).__doc__ or name).strip() for name, section in Config().groups().items()}
+    lines = ["# Settings", "", f"{len(table())} settings. Each is a flag of the command line and a key of a configuration file.", ""]
+    group = None
+    for row in table().values():
+        if row.group != group:
+            group = row.group
+            lines += ["", f"## {titles[group]}", ""]
+        kind = "list of " * row.is_list + "map of " * row.is_map + (" or ".join(f"`{choice}`" for choice in row.choices) or row.kind)
+        bounds = [("at least", row.range.at_least), ("above", row.range.above), ("at most", row.range.at_most), ("below", row.range.below)]
+        facts = {
+            "Type": kind,
+            "Default": f"`{plain(row.default)}`" if row.default not in ("", [], {}) else "empty",
+            "Unit": row.unit,
+            "Range": ", ".join(f"{word} {value}" for word, value in bounds if value is not None),
+            "Aliases": ", ".join(f"`--{alias}`" for alias in row.aliases),
+        }
+        lines += [f"### `--{row.name}` {{ #{row.name} }}", "", plain(row.help[:1].upper() + row.help[1:]), ""]
+        lines += [f"- {name}: {value}" for name, value in facts.items() if value]
+        lines += [f"- Not accepted: `{value}`: {plain(why)}" for value, why in row.refused.items()] + [""]
+    return "\n".join(lines)
+
+
+def commands_page() -> str:
+    """What `--help` of each command says before its settings."""
+    env = dict(os.environ, PYTHONPATH=str(ROOT), COLUMNS="100")
+    lines = ["# Command line", ""]
+    for command in ("", *COMMANDS):
+        asked = [sys.executable, "-m", "megatron_grpo", *command.split(), "--help"]
+        shown = subprocess.run(asked, capture_output=True, text=True, check=True, env=env).stdout
+        lines += [f"## `megatron-grpo {command}`".replace(" `", "`") if not command else f"## `megatron-grpo {command}`", ""]
+        lines += ["```text", shown.split("\n  --config")[0].strip(), "```", ""]
+    return "\n".join(lines)
+
+
+def models_page() -> str:
+    """The architectures that can be trained, from the table that the loader uses."""
+    from megatron_grpo.weights.families import FAMILIES
+
+    lines = ["# Supported models", "", "`architectures` of a model's `config.json`:", "", "| Architecture | Images |", "|---|---|"]
+    lines += [f"| `{name}` | {'yes' if family.tower else '-'} |" for name, family in FAMILIES.items()]
+    return "\n".join([*lines, "", "[Add a model](../adding-a-model.md) says what another one needs.", ""])
+
+
+def gather() -> None:
+    shutil.rmtree(PAGES.parent, ignore_errors=True)
+    places = sources()
+    for page, place in places.items():
+        (PAGES / place).parent.mkdir(parents=True, exist_ok=True)
+        (PAGES / place).write_text(relinked(page.read_text(encoding="utf-8"), page, place, places), encoding="utf-8")
+    shutil.copytree(ROOT / "docs" / "assets", PAGES / "assets", dirs_exist_ok=True)
+    made = {"settings": settings_page(), "command_line": commands_page(), "models": models_page()}
+    for title, modules in API.items():
+        made[f"api/{title.lower().replace(' ', '_')}"] = "\n\n".join([f"# {title}", *(f"::: megatron_grpo.{name}" for name in modules), ""])
+    for name, text in made.items():
+        path = PAGES / "reference" / f"{name}.md"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    shutil.copy(ROOT / "docs" / "mkdocs.yml", PAGES.parent / "mkdocs.yml")
+    print(f"[docs] {len(places)} pages gathered, {len(made)} generated")
+
+
+class Page(HTMLParser):
+    """The links and the anchors of one page."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = {""}
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if value and (name == "id" or (tag == "a" and name == "name")):
+                self.anchors.add(value)
+            elif value and ((tag == "a" and name == "href") or (tag == "img" and name == "src")):
+                self.links.append(value)
+
+
+def check() -> int:
+    """Returns the number of links that lead nowhere, and prints each."""
+    pages = {path: Page(path) for path in SITE.rglob("*.html") if path.name != "404.html"}
+    broken = []
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            anchors = pages[target].anchors if target in pages else {""}
+            if not target.exists() or unquote(parts.fragment) not in anchors:
+                broken.append(f"{path.relative_to(SITE)}: {link}")
+    links = sum(len(page.links) for page in pages.values())
+    print(f"[docs] {len(pages)} pages, {links} links, {len(broken)} lead nowhere", *broken, sep="\n  ")
+    return len(broken)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["gather", "check"])
+    if parser.parse_args().what == "gather":
+        sys.path.insert(0, str(ROOT))
+        gather()
+    else:
+        sys.exit(1 if check() else 0)
