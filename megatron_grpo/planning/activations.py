@@ -178,7 +178,7 @@ def tower_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, 
     return Tower(parameters=sum(numel for numel, _ in numels), trainable_parameters=trained, patches=patches, activations=activations)
 
 
-def fewer_layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, rows: Sequence[Mapping[str, Any]], tower_bytes: int) -> dict[str, Any]:
+def fewer_layers(shape: ModelShape, sizes: BatchSizes, rows: Sequence[Mapping[str, Any]], tower_bytes: int) -> dict[str, Any]:
     """By how many layers a tower of so many bytes outweighs the first stage. rows: of each stage, what it holds.
 
     Stages hold alike where the first has `layers` fewer than the others; `first` is the nearest `decoder_first_pipeline_num_layers` that

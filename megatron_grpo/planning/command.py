@@ -85,38 +85,28 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None, pictures: Pic
 
     Raises ConfigError where the file of lengths cannot be read, and where an epoch does not come out.
     """
-    cfg, sizes = checked.config, checked.sizes
     if num_prompts is None:
-        num_prompts = cfg.plan.num_prompts
+        num_prompts = checked.config.plan.num_prompts
     checked, notes = as_long_as_there(checked, num_prompts)
     cfg = checked.config
     timetable = Timetable.of_length(
-        sizes, max_steps=cfg.run.max_steps, num_train_epochs=cfg.run.num_train_epochs, num_prompts=num_prompts,
+        checked.sizes, max_steps=cfg.run.max_steps, num_train_epochs=cfg.run.num_train_epochs, num_prompts=num_prompts,
         drops_last=cfg.data.dataset_drop_last,
     )  # fmt: skip
     if problems := epoch_problems(checked, timetable):
         raise ConfigError(problems)
     sharing = decide(cfg, checked.shape)
     memory, cost, tuning = _estimates(checked, sharing)
+    warnings = [*warnings_of(checked, timetable, memory, cost, tuning.push if tuning else None), *notes]
     return Plan(
-        checked=checked,
-        timetable=timetable,
-        num_prompts=num_prompts,
-        memory=memory,
-        cost=cost,
-        sharing=sharing,
-        warnings=[
-            *warnings_of(checked, timetable, memory, cost, tuning.push if tuning else None),
-            *notes,
-            *(pictures.warnings() if pictures else ()),
-        ],
-        pictures=pictures,
-    )
+        checked=checked, timetable=timetable, num_prompts=num_prompts, memory=memory, cost=cost, sharing=sharing, pictures=pictures,
+        warnings=[*warnings, *(pictures.warnings() if pictures else ())],
+    )  # fmt: skip
 
 
 def _estimates(checked: Checked, sharing: Sharing) -> tuple[dict[str, Any] | None, dict[str, Any] | None, Tuning | None]:
     """(memory, cost, what trains), each None where neither a model nor lengths tell."""
-    cfg, sizes, shape = checked.config, checked.sizes, checked.shape
+    cfg, shape = checked.config, checked.shape
     if shape is None and not cfg.plan.lengths:
         return None, None, None
     from megatron_grpo.planning.cost import estimate_cost
@@ -128,17 +118,20 @@ def _estimates(checked: Checked, sharing: Sharing) -> tuple[dict[str, Any] | Non
     memory = tuning = None
     if shape is not None:
         tuning = Tuning.of(cfg, shape)
-        memory = estimate_memory(shape, sizes, cfg, tuning, lengths, shares=sharing.least_saving is not None, teacher=checked.teacher)
+        memory = estimate_memory(checked, tuning, lengths, shares=sharing.least_saving is not None)
         if memory["fits"] is False:
             memory["would_fit"] = ways_to_fit(checked, lengths)
-    step = Step.of(sharing.least_saving, sizes, cfg, lengths)
-    cost = estimate_cost(shape, sizes, cfg, tuning, lengths, sharing, step, teacher=checked.teacher)
+    step = Step.of(sharing.least_saving, checked.sizes, cfg, lengths)
+    cost = estimate_cost(checked, tuning, lengths, sharing, step)
     cost["sharing"]["budget"] = suggest_budget(cfg, shape, sharing, step, memory)
     return memory, cost, tuning
 
 
 def ways_to_fit(checked: Checked, lengths: Lengths | None) -> list[dict[str, Any]]:
     """A few changes of settings with which the run fits, the cheapest first: {"settings", "peak_bytes", "peak_phase"} of each."""
+    from megatron_grpo.planning.memory import estimate_memory
+    from megatron_grpo.planning.parameters import Tuning
+
     found: list[dict[str, Any]] = []
     for changes in _changes(checked):
         # What contains a change that is enough says nothing new, and neither does another value of the same settings.
@@ -148,7 +141,9 @@ def ways_to_fit(checked: Checked, lengths: Lengths | None) -> list[dict[str, Any
             changed = check_parsed(replace(checked.parsed, config=checked.parsed.config.with_values(changes)))
         except ConfigError:  # not a layout of this model, or not with these sizes
             continue
-        memory = _memory_of(changed, lengths)
+        assert changed.shape is not None
+        shares = decide(changed.config, changed.shape).least_saving is not None
+        memory = estimate_memory(changed, Tuning.of(changed.config, changed.shape), lengths, shares=shares)
         if memory["fits"]:
             found.append({"settings": changes, "peak_bytes": memory["peak_bytes"], "peak_phase": memory["peak_phase"]})
         if len(found) == MOST_WAYS:
@@ -159,14 +154,14 @@ def ways_to_fit(checked: Checked, lengths: Lengths | None) -> list[dict[str, Any
 def _changes(checked: Checked) -> Iterator[dict[str, Any]]:
     cfg, layout, shape = checked.config, checked.sizes.layout, checked.shape
     room: dict[str, Any] = {}
-    away = {"offload_teacher_model": True} if cfg.grpo.teacher_model and not cfg.grpo.offload_teacher_model else {}
     others: list[dict[str, Any]] = []
     if cfg.rollout.vllm_mode == "colocate":
         room = {"sleep_level": 1} if cfg.rollout.sleep_level == 0 else {}
         room |= {name: "true" for name in ("offload_optimizer", "offload_model") if getattr(cfg.rollout, name) == "false"}
         share = round(cfg.rollout.vllm_gpu_memory_utilization * 10)  # a larger one where its KV cache is too small
         others = [{"vllm_gpu_memory_utilization": tenth / 10} for tenth in (*range(share - 1, 1, -1), share + 1) if tenth < 10]
-    room |= away
+    if cfg.grpo.teacher_model and not cfg.grpo.offload_teacher_model:
+        room |= {"offload_teacher_model": True}
     if cfg.model.recompute_granularity != "full":
         others.append({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1})
     axes = {"tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp}
@@ -180,16 +175,6 @@ def _changes(checked: Checked) -> Iterator[dict[str, Any]]:
     if room:
         yield room
         yield from (room | change for change in others)
-
-
-def _memory_of(checked: Checked, lengths: Lengths | None) -> dict[str, Any]:
-    from megatron_grpo.planning.memory import estimate_memory
-    from megatron_grpo.planning.parameters import Tuning
-
-    cfg, shape = checked.config, checked.shape
-    assert shape is not None
-    shares = decide(cfg, shape).least_saving is not None
-    return estimate_memory(shape, checked.sizes, cfg, Tuning.of(cfg, shape), lengths, shares=shares, teacher=checked.teacher)
 
 
 def servers_of(cfg: Config, sizes: BatchSizes) -> dict[str, Any] | None:

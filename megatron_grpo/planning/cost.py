@@ -11,6 +11,7 @@ from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.kept import is_cut, words_at_most
+from megatron_grpo.planning.check import Checked
 from megatron_grpo.planning.models import config_of_teacher
 from megatron_grpo.planning.parameters import FP32, Row, Tuning, elements, padded_vocab, rows_and_channels
 from megatron_grpo.planning.sampler import push_of, stays
@@ -21,11 +22,9 @@ from megatron_grpo.weights.names import Entry, ShardCut, num_parameters, outer_e
 from megatron_grpo.weights.shape import ModelShape
 
 
-def estimate_cost(
-    shape: ModelShape | None, sizes: BatchSizes, cfg: Config, tuning: Tuning | None, lengths: Lengths | None, sharing: Sharing, step: Step,
-    *, teacher: ModelShape | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """The `cost` object of `plan --json`. Without a model, only what the lengths say. teacher: that the ranks hold."""
+def estimate_cost(checked: Checked, tuning: Tuning | None, lengths: Lengths | None, sharing: Sharing, step: Step) -> dict[str, Any]:
+    """The `cost` object of `plan --json`. Without a model, only what the lengths say."""
+    shape, sizes, cfg, teacher = checked.shape, checked.sizes, checked.config, checked.teacher
     cost: dict[str, Any] = {}
     both = {"sharing": _sharing(sharing, cfg, step)}
     if shape is not None and tuning is not None:

@@ -15,6 +15,7 @@ from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.optimizer import BLOCK
 from megatron_grpo.planning.activations import Activations, Tower, activations_of, fewer_layers, logits_bytes, tower_of
+from megatron_grpo.planning.check import Checked
 from megatron_grpo.planning.cost import checkpoint_bytes
 from megatron_grpo.planning.models import config_of_teacher
 from megatron_grpo.planning.parameters import Static, Tuning, held_by, layers_of_stage, static_memory
@@ -128,20 +129,19 @@ class Stage:
         return self.static.total() + asleep + max(own, teacher + self.teacher.scoring(tokens))
 
 
-def estimate_memory(
-    shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, lengths: Lengths | None, *, shares: bool,
-    teacher: ModelShape | None = None,
-) -> dict[str, Any]:  # fmt: skip
+def estimate_memory(checked: Checked, tuning: Tuning, lengths: Lengths | None, *, shares: bool) -> dict[str, Any]:
     """The `memory` object of `plan --json`: every pipeline stage, every phase, the peak, and whether it fits in gpu_memory_gb.
 
-    teacher: that the ranks hold as well.
+    tuning: of the model that the configuration names. shares: each prompt is computed once.
     """
+    shape, sizes, cfg = checked.shape, checked.sizes, checked.config
+    assert shape is not None
     prompt, completion = sequence_tokens(cfg, lengths, longest=True)
     apart, tokens = (-(-stream_tokens(sizes, cfg, prompt, completion, shares=one) // sizes.layout.cp) for one in (False, shares))
     sampler = sampler_memory(shape, sizes, cfg, tuning, prompt + completion)
     stages, rows, pushed = list[Stage](), list[dict[str, Any]](), push_memory(shape, sizes, cfg, tuning)
     tower = tower_of(shape, sizes, cfg, tuning, min(tokens, prompt * sizes.micro_batch_size))
-    held = held_stages(teacher, shape, sizes, cfg, completion)
+    held = held_stages(checked.teacher, shape, sizes, cfg, completion)
     for number in range(sizes.layout.pp):
         stage = Stage(
             teacher=held[number],
@@ -179,7 +179,7 @@ def estimate_memory(
         "offload": _offload(cfg, offload, sampler, stages),
         "staged_bytes": _staged(shape, sizes, cfg, tuning, [stage.static for stage in stages]) if cfg.run.async_save else 0,
         "stages": rows,
-        **({} if tower is None else {"tower": _tower(shape, sizes, cfg, tuning.size, tower, rows)}),
+        **({} if tower is None else {"tower": _tower(shape, sizes, tuning.size, tower, rows)}),
         "assumptions": [*_assumptions(cfg, tuning, prompt, completion, lengths), *([TOWER] if tower else [])],
     }
 
@@ -188,7 +188,7 @@ def _with_tower(found: Callable[[int], Activations], tower: Tower | None) -> Cal
     return found if tower is None else lambda tokens: found(tokens) + tower.activations
 
 
-def _tower(shape: ModelShape, sizes: BatchSizes, cfg: Config, size: int, tower: Tower, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _tower(shape: ModelShape, sizes: BatchSizes, size: int, tower: Tower, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of the `memory` object. Each parameter is as many bytes as one of the language model that trains, or does not, as it does."""
     own, activations = rows[0], tower.activations.training
     per_trained = (own["gradients_bytes"] + own["optimizer_bytes"]) / max(own["num_trainable_parameters"], 1)
@@ -199,7 +199,7 @@ def _tower(shape: ModelShape, sizes: BatchSizes, cfg: Config, size: int, tower: 
         "static_bytes": static,
         "patches_per_micro_batch": tower.patches,
         "activations_bytes": activations,
-        "outweighs": fewer_layers(shape, sizes, cfg, rows, static + activations),
+        "outweighs": fewer_layers(shape, sizes, rows, static + activations),
     }
 
 
