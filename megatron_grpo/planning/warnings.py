@@ -182,6 +182,11 @@ def _of_pictures(c: SimpleNamespace) -> dict[str, Any] | None:
     return {"typed": " and ".join(typed), "do": "do" if len(typed) > 1 else "does"} if typed else None
 
 
+def _is_of_swift(c: SimpleNamespace) -> bool:
+    """Whose rules about prompts are stricter than the mathematics need: nothing to who comes from another system."""
+    return c.dialect in (None, "swift-megatron")
+
+
 # ---- the rows ----------------------------------------------------------------------------------------------------------------------------
 
 # fmt: off
@@ -224,7 +229,6 @@ OF_SIZES: Rules = (
              "Pipeline stages wait {fraction:.0%} of a training step: (pp - 1) / (vpp x {name} + pp - 1) = {waits} / ({vpp} x {m} + "
              "{waits}). Use more micro-steps (a larger global_batch_size or a smaller {smaller}), fewer stages, or interleaved ones."),
     ),
-    # Megatron-SWIFT's own rules about prompts, stricter than the mathematics need; nothing to who comes from another system.
     (
         Rule("generation_batch_size", lambda c: _is_of_swift(c) and c.sizes.num_rollout_prompts % c.sizes.dp_size,
              "Megatron-SWIFT would refuse this configuration: its code wants generation_batch_size / num_generations "
@@ -284,7 +288,3 @@ OF_THE_MACHINE: Rules = (
     Rule("max_pixels", _of_pictures, "{typed} {do} nothing: {shape.architecture} is a model of text and sees no pictures."),
 )
 # fmt: on
-
-
-def _is_of_swift(c: SimpleNamespace) -> bool:
-    return c.dialect in (None, "swift-megatron")
