@@ -235,23 +235,18 @@ def _teacher_leaves(cfg: Config, offload: Offload) -> bool:
 
 def _offload(cfg: Config, chosen: Offload, sampler: Mapping[str, int], stages: Sequence[Stage]) -> dict[str, Any]:
     """What is given away between training and sampling, of the rank that has most of it; and what all of it would be."""
-    everything, statics = Offload(model=True, optimizer=True), [stage.static for stage in stages]
-    copied, could = (
-        max(way.copied(stage.static) + stage.teacher.weights_bytes * _teacher_leaves(cfg, way) for stage in stages)
-        for way in (chosen, everything)
-    )
     on_host = sampler["weights_bytes"] + sampler["adapters_bytes"] if cfg.rollout.sleep_level == 1 else 0
-    return {
-        "model": chosen.model,
-        "optimizer": chosen.optimizer,
-        "why": chosen.why,
-        "freed_bytes": max(chosen.freed(static) for static in statics),
-        "host_bytes": copied + on_host,
-        "seconds_per_rollout": 2 * copied / LINK,
-        "most_freed_bytes": max(everything.freed(static) for static in statics),
-        "most_host_bytes": could + on_host,
-        "most_seconds_per_rollout": 2 * could / LINK,
-    }
+
+    def of(way: Offload, prefix: str = "") -> dict[str, Any]:
+        copied = max(way.copied(stage.static) + stage.teacher.weights_bytes * _teacher_leaves(cfg, way) for stage in stages)
+        return {
+            f"{prefix}freed_bytes": max(way.freed(stage.static) for stage in stages),
+            f"{prefix}host_bytes": copied + on_host,
+            f"{prefix}seconds_per_rollout": 2 * copied / LINK,
+        }
+
+    everything = Offload(model=True, optimizer=True)
+    return {"model": chosen.model, "optimizer": chosen.optimizer, "why": chosen.why, **of(chosen), **of(everything, "most_")}
 
 
 def _staged(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, statics: Sequence[Static]) -> int:
