@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.base.files import write_whole
-from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.timetable import Timetable
-from megatron_grpo.config.config import Config
 from megatron_grpo.config.servers import CALLS, FROM_FILE, addresses_of, chunk_size
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.sharing import Sharing, decide, suggest_budget
@@ -44,8 +42,25 @@ class Plan:
 
     @property
     def servers(self) -> dict[str, Any] | None:
-        """Of the rollout servers, where they sample."""
-        return servers_of(self.checked.config, self.checked.sizes)
+        """The `servers` object of `plan --json`; None where no servers sample.
+
+        num_servers: those that are named; files may name others by and by. prompts_per_call: of a server that holds vllm_max_num_seqs
+        sequences as it does by default, which is not known before it answers.
+        """
+        rollout, sizes = self.checked.config.rollout, self.checked.sizes
+        if rollout.vllm_mode != "server":
+            return None
+        addresses = [str(address) for address in addresses_of(rollout)]
+        prompts, n = sizes.num_rollout_prompts, sizes.num_generations
+        return {
+            "addresses": addresses,
+            "files": [host.removeprefix(FROM_FILE) for host in rollout.vllm_server_host if host.startswith(FROM_FILE)],
+            "num_servers": len(addresses),
+            "calls_per_server": CALLS,
+            "max_num_seqs": rollout.vllm_max_num_seqs,
+            "prompts_per_call": chunk_size(prompts, n=n, num_servers=max(1, len(addresses)), max_num_seqs=rollout.vllm_max_num_seqs),
+            "pushed_by": "rank 0",
+        }
 
     @property
     def bubble(self) -> float:
@@ -175,25 +190,3 @@ def _changes(checked: Checked) -> Iterator[dict[str, Any]]:
     if room:
         yield room
         yield from (room | change for change in others)
-
-
-def servers_of(cfg: Config, sizes: BatchSizes) -> dict[str, Any] | None:
-    """The `servers` object of `plan --json`; None where no servers sample.
-
-    num_servers: those that are named; files may name others by and by. prompts_per_call: of a server that holds vllm_max_num_seqs sequences
-    as it does by default, which is not known before it answers.
-    """
-    rollout = cfg.rollout
-    if rollout.vllm_mode != "server":
-        return None
-    addresses = [str(address) for address in addresses_of(rollout)]
-    prompts, n = sizes.num_rollout_prompts, sizes.num_generations
-    return {
-        "addresses": addresses,
-        "files": [host.removeprefix(FROM_FILE) for host in rollout.vllm_server_host if host.startswith(FROM_FILE)],
-        "num_servers": len(addresses),
-        "calls_per_server": CALLS,
-        "max_num_seqs": rollout.vllm_max_num_seqs,
-        "prompts_per_call": chunk_size(prompts, n=n, num_servers=max(1, len(addresses)), max_num_seqs=rollout.vllm_max_num_seqs),
-        "pushed_by": "rank 0",
-    }

@@ -13,7 +13,6 @@ from megatron_grpo.config import Parsed
 from megatron_grpo.planning.check import check_parsed
 from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.figure import draw, draw_png, legend
-from megatron_grpo.planning.memory import LINK
 from megatron_grpo.planning.summary import (
     epoch_in_words,
     epochs_object,
@@ -234,6 +233,8 @@ def _beside_the_policy(memory: dict[str, Any]) -> Iterator[Line]:
 
 def room_in_words(offload: dict[str, Any]) -> str:
     """What the policy gives away while the sampler works."""
+    from megatron_grpo.planning.memory import LINK
+
     given = [name for name in ("model", "optimizer") if offload[name]]
     said = " and ".join(f"offload_{name}" for name in given or ("model", "optimizer"))
     freed, host, seconds = (offload[("" if given else "most_") + name] for name in ("freed_bytes", "host_bytes", "seconds_per_rollout"))

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.token_counts import Computed, Step, extents_of, read_lengths
 from megatron_grpo.policy.validation import attention_channels, flash_obstacle, sharing_obstacle
 from megatron_grpo.weights.shape import ModelShape
+
+if TYPE_CHECKING:
+    from megatron_grpo.planning.token_counts import Computed, Step
 
 FLAG = "max_tokens_per_micro_batch"
 TRIES = 4  # packings, until a budget leaves enough micro-batches
@@ -70,6 +72,8 @@ def _nothing_to_gain(cfg: Config) -> str | None:
     if batch.micro_batch_size == 1 and batch.max_tokens_per_micro_batch is None:
         return "micro_batch_size 1 puts no two completions together; max_tokens_per_micro_batch would"
     if cfg.plan.lengths:
+        from megatron_grpo.planning.token_counts import extents_of, read_lengths
+
         apart, least = _tokens(extents_of(read_lengths(cfg.plan.lengths), batch.num_generations))
         if least > (1 - LEAST_SAVING) * apart:
             return f"of the lengths in {cfg.plan.lengths}, {1 - least / apart:.1%} of the tokens could be saved, less than 1/16"

@@ -1,5 +1,6 @@
 """Tokens of a run: lengths of prompts and completions, from a file or the longest that the settings allow; how well they pack; and what the
-passes over one optimizer step compute, with each prompt once and with one for every completion.
+passes over one optimizer step compute, with each prompt once and with one for every completion. Imports numpy,
+which a plan of sizes alone does without.
 """
 
 from __future__ import annotations
@@ -8,20 +9,18 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_grpo.base.errors import config_error
 from megatron_grpo.base.files import read_text
 from megatron_grpo.batching.batch_sizes import BatchSizes
+from megatron_grpo.batching.prefix_groups import Alignment, num_tokens
+from megatron_grpo.batching.split import BatchCut, Portion, deal_filled
 from megatron_grpo.config.config import Config
 from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.planning.summary import bubble_fraction
 from megatron_grpo.policy.fp8 import rank_multiple
-
-if TYPE_CHECKING:
-    from megatron_grpo.batching.prefix_groups import Alignment
-    from megatron_grpo.batching.split import BatchCut, Portion
-    from megatron_grpo.types import Extent
+from megatron_grpo.types import Extent
 
 MOST_ROWS = 65_536  # of an optimizer step whose packing is tried
 ASSUMED_PROMPT = 512  # tokens, where neither max_prompt_length nor a file says
@@ -66,8 +65,6 @@ def sequence_tokens(cfg: Config, lengths: Lengths | None, *, longest: bool) -> t
 
 def extents_of(pairs: Sequence[tuple[int, int]], num_generations: int) -> list[Extent]:
     """Rows of these (prompt, completion) lengths, as packing sees them: so many in a row of one prompt length are a group."""
-    from megatron_grpo.types import Extent  # numpy, which other plans do without
-
     extents = []
     for begin in range(0, len(pairs), num_generations):
         group = pairs[begin : begin + num_generations]
@@ -85,8 +82,6 @@ def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths, least_saving: floa
     it would be if each micro-batch were padded to its longest sequence instead. balance: mean / slowest of the DP ranks in a micro-step,
     by tokens. least_saving: as in `BatchCut`.
     """
-    from megatron_grpo.batching.split import deal_filled  # numpy, which other plans do without
-
     cut = cut_of(sizes, cfg, least_saving)
     full: list[list[int]] = []  # [micro-step][DP rank] tokens, the last of each sequence included
     padded = streams = sequences = 0  # tokens if padded, tokens in the streams, rows
@@ -122,9 +117,6 @@ def _computed(portion: Portion, rows: Sequence[Extent]) -> int:
 
 def cut_of(sizes: BatchSizes, cfg: Config, least_saving: float | None) -> BatchCut:
     """As `policy.policy.cut_for` makes it, but that costs are tokens alone."""
-    from megatron_grpo.batching.prefix_groups import Alignment
-    from megatron_grpo.batching.split import BatchCut
-
     layout = sizes.layout
     sequence, stream = sequence_alignment(layout, cfg.parallel.sequence_parallel, rank_multiple(cfg))
     return BatchCut(
@@ -194,8 +186,6 @@ class Step:
 
 def packed(pairs: Sequence[tuple[int, int]], extents: Sequence[Extent], cut: BatchCut) -> Computed:
     """Rows that do not come out even are filled up with the first one again, as in passes that train nothing."""
-    from megatron_grpo.batching.split import deal_filled  # numpy, which other plans do without
-
     portions = [portion for mine in deal_filled(extents, cut) for portion in mine]
     rows = [i if i < len(pairs) else 0 for portion in portions for i in portion.rows]
     return Computed(
@@ -212,8 +202,6 @@ def packed(pairs: Sequence[tuple[int, int]], extents: Sequence[Extent], cut: Bat
 
 def _squares_saved(portion: Portion, extents: Sequence[Extent], alignment: Alignment) -> int:
     """A child attends to all of its trunk: P^2 + sum (2 P t + t^2) is sum (P + t)^2 less P^2 for every copy of the trunk but one."""
-    from megatron_grpo.batching.prefix_groups import num_tokens
-
     saved = 0
     for family in portion.families:
         if len(family.members) > 1 and family.prefix:
