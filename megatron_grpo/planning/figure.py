@@ -6,7 +6,6 @@ Rows are micro-steps, columns are data-parallel ranks, cells are prompt numbers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_grpo.base.errors import ConfigError, Problem
@@ -26,30 +25,22 @@ PAPER, INK, FAINT = "#14181d", "#e6e6e6", "#8a929b"
 HEAD, TAIL = 3, 1  # micro-steps shown of a long stretch that belongs to one optimizer step and one pass of a rollout
 
 
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """Micro-steps, or a stretch of rollouts, that are not shown."""
-
-    micro_steps: range
-
-
-def shown_rows(timetable: Timetable, num_rollouts: int, *, most: int = MOST_ROWS) -> list[MicroStep | Gap]:
-    """Micro-steps of the first rollouts; of long stretches only the ends, and at most about `most` rows in all."""
+def shown_rows(timetable: Timetable, num_rollouts: int, *, most: int = MOST_ROWS) -> list[MicroStep | range]:
+    """Micro-steps of the first rollouts; of long stretches only the ends, and at most about `most` rows in all. Ranges are not shown."""
     sizes = timetable.sizes
     total = num_rollouts * sizes.micro_steps_per_rollout * sizes.num_iterations
-    rows: list[MicroStep | Gap] = []
+    rows: list[MicroStep | range] = []
     if total <= most:
         return [timetable.micro_step(s) for s in range(total)]
     for stretch in _stretches(timetable, total):
         if len(rows) >= most:
-            rows.append(Gap(range(stretch.start, total)))
+            rows.append(range(stretch.start, total))
             break
         if len(stretch) <= HEAD + TAIL + 1:
             rows += [timetable.micro_step(s) for s in stretch]
             continue
-        rows += [timetable.micro_step(s) for s in stretch[:HEAD]]
-        rows.append(Gap(stretch[HEAD:-TAIL]))
-        rows += [timetable.micro_step(s) for s in stretch[-TAIL:]]
+        first, last = ([timetable.micro_step(s) for s in end] for end in (stretch[:HEAD], stretch[-TAIL:]))
+        rows += [*first, stretch[HEAD:-TAIL], *last]
     return rows
 
 
@@ -83,7 +74,7 @@ def cell(prompts: range) -> str:
     return f"{prompts[0]}-{prompts[-1]}"
 
 
-def widest_cell(sizes: BatchSizes, rows: Sequence[MicroStep | Gap], ranks: Sequence[int | None]) -> int:
+def widest_cell(sizes: BatchSizes, rows: Sequence[MicroStep | range], ranks: Sequence[int | None]) -> int:
     """Characters of the longest text in a column, its head included."""
     cells = [cell(prompts_of(sizes, row, rank)) for row in rows if isinstance(row, MicroStep) for rank in ranks if rank is not None]
     return max(len(text) for text in (*cells, str(sizes.dp_size - 1)))
@@ -106,8 +97,8 @@ def draw(timetable: Timetable, num_rollouts: int, *, width: int = 80) -> list[Te
         Text(f"{'step':<{left - 7}}{'step':>6} {heads}  stale log-probs     rollout", style="bold"),
     ]
     for index, row in enumerate(rows):
-        if isinstance(row, Gap):
-            more = f"  … {len(row.micro_steps):,} more, to {row.micro_steps[-1]}"[: len(heads) + 6 + 13 + 1]
+        if isinstance(row, range):
+            more = f"  … {len(row):,} more, to {row[-1]}"[: len(heads) + 6 + 13 + 1]
             lines.append(Text(f"{'│':<{left - 7}}{'⋮':>6} {more:<{len(heads) + 6 + 2 + 13}}│", style="dim"))
             continue
         lines.append(_line(timetable, index, row, ranks, widest, left))
