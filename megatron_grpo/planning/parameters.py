@@ -51,12 +51,9 @@ class Tuning:
     @classmethod
     def of(cls, cfg: Config, shape: ModelShape) -> Tuning:
         """Raises ConfigError where an adapter that the settings name cannot be read, or cannot be pushed as they ask."""
-        tuner, size = cfg.tuner, BYTES[cfg.model.torch_dtype]
+        tuner, has_kl = cfg.tuner, cfg.grpo.beta > 0
         rule, lora, reference = cache(trains(tuner)), lora_of(tuner, shape), None
-        if lora is None:
-            layers = _layers(shape, rule, None, None)
-            return cls(trains=rule, layers=layers, size=size, has_second_model=cfg.grpo.beta > 0)
-        if cfg.grpo.beta > 0 and not cfg.grpo.ref_model:
+        if lora is not None and has_kl and not cfg.grpo.ref_model:
             if tuner.ref_adapters:
                 reference = LoraSettings.from_peft(tuner.ref_adapters, flag="ref_adapters")
             elif tuner.adapters:
@@ -64,10 +61,10 @@ class Tuning:
         return cls(
             trains=rule,
             layers=_layers(shape, rule, lora, reference),
-            size=size,
-            adapter_size=BYTES[tuner.lora_dtype or cfg.model.torch_dtype],
-            has_second_model=cfg.grpo.beta > 0 and cfg.grpo.ref_model is not None,
-            push=lora_push(cfg, shape, on_gpu=None),
+            size=BYTES[cfg.model.torch_dtype],
+            adapter_size=BYTES[tuner.lora_dtype or cfg.model.torch_dtype] if lora is not None else 0,
+            has_second_model=has_kl and (lora is None or cfg.grpo.ref_model is not None),
+            push=lora_push(cfg, shape, on_gpu=None) if lora is not None else None,
         )
 
     @property
