@@ -137,8 +137,8 @@ def into_engine(rank: int, world: int, path: Path, rounds: int, is_packed: bool)
     """(tensors, bytes, CPU seconds by way) of pushes into a real engine of this process. is_packed: by oneDNN, as a CPU's engine is."""
     from megatron_grpo.rollout import vllm_patches
     from megatron_grpo.rollout.vllm_weights import WeightLoader
+    from megatron_grpo.weights.buckets import WeightUpdate
     from megatron_grpo.weights.reader import HfReader
-    from megatron_grpo.weights.update import WeightUpdate
 
     p, shape, read = start(Layout(world_size=1)), ModelShape.from_pretrained(path), HfReader(path)
     weight_map = WeightMap.for_shape(shape, padded_vocab_size=shape.vocab_size)

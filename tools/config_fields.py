@@ -13,8 +13,7 @@ import re
 import textwrap
 from typing import Any
 
-from megatron_grpo.weights.families import FAMILIES
-from megatron_grpo.weights.fields import FILE
+from megatron_grpo.weights.families import FAMILIES, FILE
 
 # Words of config.json that transformers reads and that no class has as a field: what they take, and what they are where nothing is said.
 PART = "int|float|NoneType"

@@ -15,7 +15,7 @@ from megatron_grpo.rollout.adapters import lora_push
 from megatron_grpo.weights import trains
 from megatron_grpo.weights.lora import LoraSettings, linear_modules
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.stored_adapter import adapter_problems
+from megatron_grpo.weights.stored import adapter_problems
 
 _SEES = "false, of a model that sees"
 _TARGETS = ("target_modules", "target_regex", "exclude_modules")

@@ -32,8 +32,8 @@ from megatron_grpo.policy.room import Part, Role, Room, tensors_of
 from megatron_grpo.policy.router import routers
 from megatron_grpo.policy.step_loss import StepLoss
 from megatron_grpo.types import GlobalBatch, RowKey, TrainingMicroBatch
+from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 from megatron_grpo.weights.towers import MEGATRON as TOWER
-from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -14,7 +14,7 @@ from megatron_grpo.policy.hf_export import WeightExchange
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.types import MicroBatch
-from megatron_grpo.weights.update import WeightUpdate
+from megatron_grpo.weights.buckets import WeightUpdate
 
 # This rank's parameters under their names in the whole model, as they are now.
 Tensors = Callable[[], dict[str, torch.Tensor]]

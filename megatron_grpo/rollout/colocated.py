@@ -34,7 +34,7 @@ from megatron_grpo.rollout.turns import DONE, GIVES_UP, EngineTurns, LeadingTurn
 from megatron_grpo.rollout.vllm_weights import AdapterSlot, WeightLoader, buffers_of, lora_options, missing_sentence, refuse_changed
 from megatron_grpo.types import Completion, Group, Kept, Prompt, answered
 from megatron_grpo.types import Sequence as Scored
-from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
+from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 
 STEPS_BETWEEN_AGREEMENTS = 16  # tokens that the ranks of one engine draw before they agree whether to go on
 

@@ -17,7 +17,7 @@ from megatron_grpo.config.grammar import sampling_fields_of
 from megatron_grpo.config.kept import is_cut, words_at_most
 from megatron_grpo.types import Group, Prompt
 from megatron_grpo.types import Sequence as Scored
-from megatron_grpo.weights.update import WeightUpdate
+from megatron_grpo.weights.buckets import WeightUpdate
 
 # Completion i of a prompt is drawn with the prompt's seed + i (vLLM's rule), so prompts are this far apart.
 SEEDS_PER_PROMPT = 1024

@@ -13,7 +13,7 @@ from megatron_grpo.rollout.ahead import InThread, wait_together
 from megatron_grpo.rollout.engine import Flight, SamplingSettings, WeightSyncError
 from megatron_grpo.types import Completion, Group, Prompt, whole
 from megatron_grpo.types import Sequence as Scored
-from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
+from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 
 Answer = Callable[[Prompt, int, int], Completion]
 """(prompt, place in its group, version of the weights) -> the completion. The same on every rank."""

@@ -17,8 +17,8 @@ from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.rollout.engine import WeightSyncError
 from megatron_grpo.rollout.vllm_layout import Lesson, Named, Pack, Table, same_bits
+from megatron_grpo.weights.buckets import WeightUpdate
 from megatron_grpo.weights.lora import A, B, module_of
-from megatron_grpo.weights.update import WeightUpdate
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from megatron_grpo.servers.fleet import LOST, Fleet, Member
 from megatron_grpo.servers.http import Refused, answer_of, begun, within
 from megatron_grpo.servers.link import LinkError, LinkSender, Meeting, near_address
 from megatron_grpo.types import Sequence as Scored
-from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
+from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 
 LINK_SECONDS = 60.0  # the longest that a member of the link waits for another
 FINISH_SECONDS = 600.0  # from the last byte until a server can sample: layers are packed, caches emptied

@@ -39,9 +39,8 @@ from megatron_grpo.servers.pushing import Pusher
 from megatron_grpo.servers.server_turns import NoServer, ServerTurns
 from megatron_grpo.types import Completion, Group, Prompt, answered
 from megatron_grpo.types import Sequence as Scored
-from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB
+from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, NO_VERSION, WeightUpdate
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 
 TOLD = (ConfigError, RunError, NobodySamples, GivenUp, WeightSyncError, HolderChanged)  # what rank 0 may end with, on behalf of all
 

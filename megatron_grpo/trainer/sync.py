@@ -20,7 +20,7 @@ from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import HolderChanged, WeightHolder, WeightSyncError
 from megatron_grpo.types import Sequence
-from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
+from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 
 if TYPE_CHECKING:
     import torch

@@ -33,7 +33,7 @@ from megatron_grpo.weights.lora import (
 )
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.stored_adapter import adapter_problems
+from megatron_grpo.weights.stored import adapter_problems
 from megatron_grpo.weights.writer import checkpoint_directory, save_tensors
 
 Read = Callable[[str], torch.Tensor]

@@ -1,4 +1,4 @@
-"""Which parameters a push of weights sends together: planned once, from names and bytes. No tensors, and nobody who sends them.
+"""A push of weights: what a sampler takes (`WeightUpdate`), and which parameters are sent together, planned once, from names and bytes.
 
 The order is that of the model: stage, layer, row of the table of weights, and what all expert ranks hold at the same place side by side. So
 a sampler that packs a layer when it is complete never holds more than one.
@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_grpo.weights.names import ShardCut
+
+if TYPE_CHECKING:
+    import torch
 
 ALIGNMENT = 16  # bytes: every dtype may begin there, so dtypes mix in one run
 MIB = 2**20
@@ -140,3 +143,20 @@ def most_bytes(buckets: Sequence[Bucket], ranks: Ranks) -> int:
     """That two buckets take on a rank: one with the receiver, and the next one, on its way."""
     held = [bucket.memory_bytes(ranks) for bucket in buckets]
     return max([sum(pair) for pair in pairwise(held)] or held, default=0)
+
+
+NO_VERSION = -1  # of an update that makes no version by itself: a base before its adapter, a trial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WeightUpdate:
+    """What a holder takes at once. `tensors` yields (Hugging Face name, full tensor), is consumed once, and may be collective.
+
+    A tensor stays as it is until the stream ends; who keeps one longer clones it.
+    """
+
+    kind: Literal["weights", "merged", "adapter"]  # all weights; all weights with an adapter added in; an adapter alone
+    version: int  # what the holder has when it has taken this; or NO_VERSION
+    tensors: Iterable[tuple[str, torch.Tensor]]
+    config: Mapping[str, Any] = field(default_factory=dict)  # of an adapter, as PEFT writes it
+    moves_tower: bool = False  # the weights that see pictures are among them, so what was made of pictures is stale

@@ -1,20 +1,39 @@
 """What sets one architecture apart: how its config.json is read, and what its Hugging Face tensors are called. No tensors, no torch.
 
-docs/adding-a-model.md adds a family step by step.
+What a config.json can say, the fields of each family's configuration class in transformers, stands in config_fields.json, which
+`tools/config_fields.py` wrote; a test holds it against the installed transformers. docs/adding-a-model.md adds a family step by step.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.weights import traits
-from megatron_grpo.weights.fields import IDLE, fields_of
 from megatron_grpo.weights.towers import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, Tower
 
 Config = Mapping[str, Any]
+
+FILE = Path(__file__).with_name("config_fields.json")
+_TABLE = json.loads(FILE.read_text(encoding="utf-8"))
+IDLE = frozenset(_TABLE["idle"])  # change nothing that is computed here
+REFUSED = frozenset(_TABLE["refused"])  # where they are not what the class makes them
+# Sizes that a config.json says of itself: the class' own would be another model's.
+_NEEDED = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "n_routed_experts"),
+    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+_MAY_BE_ZERO = (
+    *("first_k_dense_replace", "n_shared_experts", "max_window_layers", "sliding_window", "rms_norm_eps", "swiglu_alpha", "swiglu_limit"),
+)
+_WORDS = {
+    "int|float": "a number", "int": "a whole number", "float": "a number with a point", "bool": "true or false", "str": "a word",
+    "dict": "named values", "list[int]": "a list of whole numbers", "list[str]": "a list of words", "NoneType": "null",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +41,7 @@ class Family:
     """What sets one architecture apart.
 
     traits: (config.json, common fields) -> the fields of `ModelShape` that this family reads in its own way.
-    rope: what its config class takes for a rope where config.json is silent. Its other defaults are in `fields.py`.
+    rope: what its config class takes for a rope where config.json is silent. Its other defaults are in config_fields.json.
     tower: of a model that sees.
     """
 
@@ -150,3 +169,37 @@ def family_of(config: Config) -> Family:
     raise config_error(
         "model", f"model: {what} is not supported. Known: {', '.join(sorted(FAMILIES))}. docs/adding-a-model.md shows how to add one."
     )
+
+
+def fields_of(architecture: str) -> dict[str, tuple[str, Any]]:
+    """{field: (the kinds of JSON that it takes, its default)}; few of a family that the table does not have."""
+    return {**_TABLE["every family"], **_TABLE["families"].get(architecture, {}).get("fields", {})}
+
+
+def as_the_class_reads(config: Config, architecture: str, require: Callable[[bool, str], None]) -> dict[str, Any]:
+    """What config.json says, under the names of the class' fields, and what the class says where it is silent.
+
+    require: told of what the class does not take, and of what is not computed here.
+    """
+    found = dict(config)
+    for alias, name in _TABLE["families"].get(architecture, {}).get("aliases", {}).items():
+        if alias in config and name not in IDLE:
+            require(config[alias] == config.get(name, config[alias]), f"{alias} is {config[alias]!r}, and {name} is {config.get(name)!r}.")
+            found[name] = config[alias]
+    for name, (kinds, default) in fields_of(architecture).items():
+        require(name in found or name not in _NEEDED, f"{architecture} needs {name}.")
+        value = found.setdefault(name, default)
+        is_positive = name not in IDLE and name not in REFUSED and name not in _MAY_BE_ZERO
+        words = _WORDS.get(kinds) or " or ".join(_WORDS[kind] for kind in kinds.split("|"))
+        is_taken = any(_is(value, kind) for kind in kinds.split("|")) and (not is_positive or type(value) not in (int, float) or value > 0)
+        require(is_taken, f"{name} must be {words.replace('a ', 'a positive ', is_positive)}, it is {value!r}.")
+        is_computed = name not in REFUSED or value in (default, None) or not is_taken
+        require(is_computed, f"{name} is {value!r}, which is not computed here. Leave it out, or use {json.dumps(default)}.")
+    return found
+
+
+def _is(value: Any, kind: str) -> bool:
+    """As strictly as transformers: true is no number, and 1 has no point."""
+    if kind.startswith("list"):
+        return isinstance(value, list) and all(type(one).__name__ in kind for one in value)
+    return type(value).__name__ == kind

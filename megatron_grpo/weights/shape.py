@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error
-from megatron_grpo.weights.families import FAMILIES, Family, family_of, text_config
-from megatron_grpo.weights.fields import as_the_class_reads
+from megatron_grpo.weights.families import FAMILIES, Family, as_the_class_reads, family_of, text_config
 from megatron_grpo.weights.sizes import Activation, MlaShape, MoeShape, RopeShape, VisionShape, yarn_mscale
+from megatron_grpo.weights.towers import vision_of, with_axes, without_axes
 from megatron_grpo.weights.traits import KINDS
-from megatron_grpo.weights.vision import vision_of, with_axes, without_axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +114,8 @@ class ModelShape:
         rope, *others = (one for one in ropes if one)
         merged["local_rope"] = next((other for other in others if other != rope), None)
         if family.tower:
-            rope = with_axes(rope, whole, family, read.require)
-            merged["vision"] = vision_of(whole, family, read.require, hidden=hidden)
+            rope = with_axes(rope, whole, family.tower, read.require)
+            merged["vision"] = vision_of(whole, family.tower, read.require, hidden=hidden)
         read.stop_if_wrong()
         return cls(**merged, rope=rope)
 

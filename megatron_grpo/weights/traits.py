@@ -1,8 +1,8 @@
 """How the config.json of each architecture is read: what it says in its own way. No tensors, no torch.
 
-Each function receives what config.json says, with what the family's class in transformers says where it is silent (`fields.py`), and the
-fields that all families share (`common`). It returns the fields of `ModelShape` that its family reads in its own way. Common ones may be
-among them.
+Each function receives what config.json says, with what the family's class in transformers says where it is silent (config_fields.json),
+and the fields that all families share (`common`). It returns the fields of `ModelShape` that its family reads in its own way. Common ones
+may be among them.
 """
 
 from __future__ import annotations

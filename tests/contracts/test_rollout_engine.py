@@ -132,7 +132,7 @@ def test_pushed_weights_are_consumed_once_and_become_the_version(model, name):
         from safetensors.torch import load_file
 
         from megatron_grpo.rollout.engine import WeightSyncError
-        from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
+        from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 
         engine, weights = build(name, model, rank, world_size), load_file(model / "model.safetensors")
         probes = engine.probes()

@@ -20,9 +20,9 @@ from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.run.build.policy import build_policy
 from megatron_grpo.trainer.sync import Publisher, WeightSyncError, check_weights, push
 from megatron_grpo.types import whole
+from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 from megatron_grpo.weights.lora import lora_of
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.update import NO_VERSION, WeightUpdate
 from tests.distributed.test_rollout import PROMPTS, SAMPLING, tokens_of
 from tests.parity_cases import batch_of, join, settings, stored_rollout
 from tests.ranks import run_ranks

@@ -15,7 +15,7 @@ from megatron_grpo.base.errors import ConfigError, RunError
 from megatron_grpo.config.config import RolloutConfig
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.types import Prompt
-from megatron_grpo.weights.update import WeightUpdate
+from megatron_grpo.weights.buckets import WeightUpdate
 from tests.ranks import RanksFailed, run_ranks
 from tests.tiny_models import EOS, SPECIAL, hf_logprobs, load_tiny, write_tiny
 

@@ -101,7 +101,7 @@ def told(folder):
         from safetensors.torch import load_file
 
         from megatron_grpo.rollout.engine import SamplingSettings
-        from megatron_grpo.weights.update import WeightUpdate
+        from megatron_grpo.weights.buckets import WeightUpdate
 
         stream, eyes = opened(folder)
         prompts = stream.take(4)
@@ -184,7 +184,7 @@ def test_the_other_families_are_sampled_as_by_transformers_before_and_after_a_pu
     def body(rank, world_size):
         from safetensors.torch import load_file
 
-        from megatron_grpo.weights.update import WeightUpdate
+        from megatron_grpo.weights.buckets import WeightUpdate
 
         stream, eyes = opened(tmp_path)
         prompts = stream.take(4)

@@ -39,8 +39,8 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
     from megatron_grpo.servers.fleet import Needs
     from megatron_grpo.servers.http import begun
     from megatron_grpo.servers.servers import ServerEngine
+    from megatron_grpo.weights.buckets import WeightUpdate
     from megatron_grpo.weights.shape import ModelShape
-    from megatron_grpo.weights.update import WeightUpdate
 
     folder = Path(folder)
     start(Layout(world_size=1), seed=0)

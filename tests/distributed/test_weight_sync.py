@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.vllm_weights import WeightLoader
 from megatron_grpo.trainer.sync import Publisher, WeightSyncError, check_weights, push
-from megatron_grpo.weights.update import WeightUpdate
+from megatron_grpo.weights.buckets import WeightUpdate
 from tests.distributed.test_rollout import PROMPTS, SAMPLING, engine_at, tokens_of
 from tests.parity_cases import build, settings
 from tests.ranks import run_ranks

@@ -35,7 +35,7 @@ from megatron_grpo.trainer.evaluate import Evaluator, Question
 from megatron_grpo.trainer.generation import RolloutGenerator
 from megatron_grpo.trainer.rollouts import Rollouts, harvest
 from megatron_grpo.types import Progress, ScoredGroup, Verdict, answered
-from megatron_grpo.weights.update import WeightUpdate
+from megatron_grpo.weights.buckets import WeightUpdate
 from tests.unit.batching.test_timetable import Walk, table_of
 from tests.unit.trainer.test_rollouts import OneRank, Stream
 

@@ -20,7 +20,7 @@ from megatron_grpo.servers.http import Gone, Server
 from megatron_grpo.servers.server_turns import NoServer, ServerTurns
 from megatron_grpo.servers.servers import ServerEngine
 from megatron_grpo.types import Prompt
-from megatron_grpo.weights.update import WeightUpdate
+from megatron_grpo.weights.buckets import WeightUpdate
 from tests.small_server import TOKEN, Broken, SmallServer, all_at_once, answer
 from tests.unit.trainer.test_rollouts import generator_of
 

@@ -12,7 +12,7 @@ from megatron_grpo.rollout.engine import WeightsLost, WeightSyncError
 from megatron_grpo.rollout.scripted import ScriptedEngine
 from megatron_grpo.trainer.generation import ImpossibleLogprobs, first_impossible, refuse_impossible, warning_of
 from megatron_grpo.types import Group, Prompt, answered
-from megatron_grpo.weights.update import WeightUpdate
+from megatron_grpo.weights.buckets import WeightUpdate
 from tests.unit.trainer.test_rollouts import Stream, answer, generator_of
 
 NAN, INF = math.nan, math.inf

@@ -28,7 +28,7 @@ from megatron_grpo.trainer.pending import emptied
 from megatron_grpo.trainer.rollouts import Rollouts
 from megatron_grpo.trainer.rollouts import harvest as collect
 from megatron_grpo.types import AnchoredSample, Extent, Prompt, ScoredGroup, Verdict, answered
-from megatron_grpo.weights.update import WeightUpdate
+from megatron_grpo.weights.buckets import WeightUpdate
 
 LIVE, DEAD = ((1.0,), (0.0,)), ((1.0,), (1.0,))
 

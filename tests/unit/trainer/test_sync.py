@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.trainer.sync import _followed, _problem, _Report, _trial_problem
-from megatron_grpo.weights.update import NO_VERSION
+from megatron_grpo.weights.buckets import NO_VERSION
 
 
 def report(fresh=0.0, cached=0.0, version=3):
