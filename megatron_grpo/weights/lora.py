@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
 from megatron_grpo.weights.families import FAMILIES
-from megatron_grpo.weights.names import Entry, Packing, ShardCut, layer_entries
+from megatron_grpo.weights.names import Entry, Packing, ShardCut, entries_in_layers, layer_entries
 from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -254,24 +254,18 @@ class LinearModule:
 @cache
 def linear_modules(shape: ModelShape) -> tuple[LinearModule, ...]:
     """Every one of the whole model, layer by layer. Kept: a model of many experts has tens of thousands, and many ask for them."""
-    return tuple(_linear_modules(shape))
-
-
-def _linear_modules(shape: ModelShape) -> Iterator[LinearModule]:
-    for layer in range(shape.num_layers):
-        for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)):
-            if not is_linear(entry):
-                continue
-            for expert in range(shape.num_experts) if entry.is_expert else (0,):
-                for name, (out, inner) in entry.hf:
-                    yield LinearModule(
-                        name=f"{shape.layer_prefix(layer)}{name.format(e=expert)}".removesuffix(".weight"),
-                        out=out,
-                        inner=inner,
-                        megatron=f"decoder.layers.{layer}.{entry.megatron.format(e=expert)}".removesuffix(".weight"),
-                        is_expert=entry.is_expert,
-                        is_row=entry.cut is ShardCut.ROW,
-                    )
+    return tuple(
+        LinearModule(
+            name=name.removesuffix(".weight"),
+            out=out,
+            inner=inner,
+            megatron=entry.megatron.removesuffix(".weight"),
+            is_expert=entry.is_expert,
+            is_row=entry.cut is ShardCut.ROW,
+        )
+        for entry in filter(is_linear, entries_in_layers(shape))
+        for name, (out, inner) in entry.hf
+    )
 
 
 def peft_leaves_out(settings: LoraSettings, shape: ModelShape) -> str | None:

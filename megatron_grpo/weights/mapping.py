@@ -109,13 +109,7 @@ class WeightMap:
 
     def buffer_names(self) -> frozenset[str]:
         """The members of `megatron_names` that are buffers: named_parameters() does not list them."""
-        templates = {template for entries in self.layers.values() for template, entry in entries.items() if entry.is_buffer}
-        return frozenset(
-            f"decoder.layers.{layer}.{template}"
-            for layer in range(self.shape.num_layers)
-            for template in templates
-            if template in self.layers[self.shape.is_moe_layer(layer)]
-        )
+        return frozenset(name for name in self.megatron_names() if self.kind(name).is_buffer)
 
     def check_held(self, names: Iterable[str]) -> None:
         """ValueError unless all ranks together hold every parameter of the model: one that no module owns would be lost without a word.

@@ -86,6 +86,16 @@ def layer_entries(shape: ModelShape, *, moe: bool) -> Iterator[Entry]:
         yield from _gated_mlp("mlp", "mlp", hidden, shape.ffn_hidden_size, bias=shape.mlp_bias)
 
 
+def entries_in_layers(shape: ModelShape) -> Iterator[Entry]:
+    """The parameters of all layers, layer by layer and expert by expert, with whole names on both sides."""
+    for layer in range(shape.num_layers):
+        here, there = f"decoder.layers.{layer}.", shape.layer_prefix(layer)
+        for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)):
+            for number in range(shape.num_experts) if entry.is_expert else (0,):
+                hf = tuple((there + name.format(e=number), size) for name, size in entry.hf)
+                yield replace(entry, megatron=here + entry.megatron.format(e=number), hf=hf)
+
+
 def _attention(shape: ModelShape) -> Iterator[Entry]:
     hidden, sizes = shape.hidden_size, {"q": shape.query_size, "k": shape.key_size, "v": shape.key_size}
     weights = tuple((f"self_attn.{p}_proj.weight", (size, hidden)) for p, size in sizes.items())
@@ -192,12 +202,7 @@ def num_parameters(shape: ModelShape, *, active_only: bool = False) -> int:
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Every Hugging Face tensor of the model with its size: what a checkpoint must hold, and what an export writes."""
-    sizes = {name: size for entry in outer_entries(shape) for name, size in entry.hf}
-    for layer in range(shape.num_layers):
-        for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)):
-            for number in range(shape.num_experts) if entry.is_expert else (0,):
-                sizes.update({f"{shape.layer_prefix(layer)}{name.format(e=number)}": size for name, size in entry.hf})
-    return sizes
+    return {name: size for entry in (*outer_entries(shape), *entries_in_layers(shape)) for name, size in entry.hf}
 
 
 def local_naming(entry: Entry, *, shape: ModelShape, moe: bool) -> Entry:

@@ -7,8 +7,10 @@ weights has them one by one, as it has all experts; how one becomes the other, b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,26 +37,19 @@ class HfReader:
         self._where = stored_names(directory)  # name in the file -> file
         tower = family_of(self.config).tower
         self._stored = {tower.on_the_hub(name) if tower else name: name for name in self._where}  # name -> name in the file
-        self._slices: dict[str, tuple[str, int | slice, int, int]] = {}  # name -> stored name, expert, which part of how many
-        self._interleaved: dict[str, tuple[str, int, slice]] = {}  # name -> stored name, expert, channels of it
+        self._parts: dict[str, tuple[str, Callable[[Any], torch.Tensor]]] = {}  # name -> name in the file, what is taken of that
         for name in self._where:
             if family_of(self.config).are_experts_interleaved:
-                whole = experts_in(name, self.config.get("num_local_experts", self.config.get("num_experts", 0)))
-                self._interleaved |= {one: (name, expert, channels) for one, expert, channels in whole}
+                experts = experts_in(name, self.config.get("num_local_experts", self.config.get("num_experts", 0)))
+                self._parts |= {one: (name, partial(_transposed, expert, channels)) for one, expert, channels in experts}
             elif fused := _FUSED.fullmatch(name):
                 self._offer_experts(name, *fused.groups())
-        offered = {**self._slices, **self._interleaved}
-        self.names = frozenset(self._stored) - {stored for stored, *_ in offered.values()} | frozenset(offered)
+        self.names = frozenset(self._stored) - {stored for stored, _ in self._parts.values()} | frozenset(self._parts)
 
     def __call__(self, name: str) -> torch.Tensor:
-        if name in self._slices:
-            stored, expert, part, parts = self._slices[name]
-            both = self._open(stored).get_slice(stored)[expert]
-            return both.chunk(parts)[part]
-        if name in self._interleaved:
-            stored, number, channels = self._interleaved[name]
-            one = self._open(stored).get_slice(stored)[number][..., channels]
-            return one.t() if one.dim() > 1 else one
+        if name in self._parts:
+            stored, taken = self._parts[name]
+            return taken(self._open(stored).get_slice(stored))
         if name not in self._stored:
             raise wrong(f"{self.directory} has no tensor {name}.")
         return self._open(self._stored[name]).get_tensor(self._stored[name])
@@ -71,10 +66,19 @@ class HfReader:
         for expert in range(self._open(stored).get_slice(stored).get_shape()[0]):
             for part, own_name in enumerate(parts):
                 name = f"{prefix}.{family.moe_block}.experts.{expert}.{own_name}.weight"
-                self._slices[name] = (stored, expert, part, len(parts))
+                self._parts[name] = stored, partial(_chunk, expert, part, len(parts))
         router = f"{prefix}.mlp.gate.weight"
         if family.moe_block != "mlp" and router in self._where:
-            self._slices[f"{prefix}.{family.moe_block}.gate.weight"] = (router, slice(None), 0, 1)
+            self._parts[f"{prefix}.{family.moe_block}.gate.weight"] = router, lambda held: held[:]
+
+
+def _chunk(expert: int, part: int, parts: int, held: Any) -> torch.Tensor:
+    return held[expert].chunk(parts)[part]
+
+
+def _transposed(expert: int, channels: slice, held: Any) -> torch.Tensor:
+    one = held[expert][..., channels]
+    return one.t() if one.dim() > 1 else one
 
 
 def check_tied_head(reader: HfReader) -> None:

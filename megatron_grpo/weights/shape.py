@@ -256,32 +256,21 @@ def rope_from_hf(config: Mapping[str, Any], channels: int, family: Family, read:
     read.require(original is not None or kind not in ("llama3", "yarn"), f"rope type {kind!r} needs original_max_position_embeddings.")
     if read.problems:
         return None
+    plain = {"type": kind, "dim": dim, "theta": theta}
+    if kind == "default":
+        return RopeShape(**plain)
     if kind == "linear":
-        return RopeShape(type="linear", dim=dim, theta=theta, factor=float(given["factor"]))
+        return RopeShape(**plain, factor=float(given["factor"]))
+    stretched = {**plain, "factor": float(given["factor"]), "original_max_position_embeddings": original}
     if kind == "llama3":
-        return RopeShape(
-            type="llama3",
-            dim=dim,
-            theta=theta,
-            factor=float(given["factor"]),
-            original_max_position_embeddings=original,
-            low_freq_factor=float(given["low_freq_factor"]),
-            high_freq_factor=float(given["high_freq_factor"]),
-        )
-    if kind == "yarn":
-        factor = float(given["factor"])
-        return RopeShape(
-            type="yarn",
-            dim=dim,
-            theta=theta,
-            factor=factor,
-            original_max_position_embeddings=original,
-            beta_fast=float(given.get("beta_fast") or 32),
-            beta_slow=float(given.get("beta_slow") or 1),
-            truncate=bool(given.get("truncate", True)),
-            attention_scaling=_yarn_attention_scaling(given, factor),
-        )
-    return RopeShape(type="default", dim=dim, theta=theta)
+        return RopeShape(**stretched, **{name: float(given[name]) for name in ("low_freq_factor", "high_freq_factor")})
+    return RopeShape(
+        **stretched,
+        beta_fast=float(given.get("beta_fast") or 32),
+        beta_slow=float(given.get("beta_slow") or 1),
+        truncate=bool(given.get("truncate", True)),
+        attention_scaling=_yarn_attention_scaling(given, stretched["factor"]),
+    )
 
 
 def _rotated_channels(partial: float | None, kind: str, channels: int, family: Family, read: _Config) -> int:

@@ -99,66 +99,53 @@ def qwen3_vl(vision: Config, config: Config) -> VisionShape:
     )
 
 
-def _linear(name: str, rows: int, columns: int) -> Sizes:
-    yield f"{name}.weight", (rows, columns)
-    yield f"{name}.bias", (rows,)
+def _affine(name: str, *size: int, bias: bool = True) -> Sizes:
+    """The tensors of a linear layer, out and in, or of a norm, its channels."""
+    yield f"{name}.weight", size
+    if bias:
+        yield f"{name}.bias", size[:1]
 
 
-def _norm(name: str, width: int) -> Sizes:
-    yield f"{name}.weight", (width,)
-    yield f"{name}.bias", (width,)
+def _blocks(vision: VisionShape, *mlp: str, norm_bias: bool = True) -> Sizes:
+    """All layers. mlp: the names of the linears of their MLP, the last one leads out of it."""
+    width, inner = vision.width, vision.ffn_hidden_size
+    for block in (f"blocks.{layer}" for layer in range(vision.depth)):
+        yield from _affine(f"{block}.norm1", width, bias=norm_bias)
+        yield from _affine(f"{block}.norm2", width, bias=norm_bias)
+        yield from _affine(f"{block}.attn.qkv", 3 * width, width)
+        yield from _affine(f"{block}.attn.proj", width, width)
+        for name in mlp[:-1]:
+            yield from _affine(f"{block}.mlp.{name}", inner, width)
+        yield from _affine(f"{block}.mlp.{mlp[-1]}", width, inner)
 
 
-def _attention(name: str, width: int) -> Sizes:
-    yield from _linear(f"{name}.attn.qkv", 3 * width, width)
-    yield from _linear(f"{name}.attn.proj", width, width)
+def _merger(norm: str, first: str, second: str, vision: VisionShape, hidden: int, *, normed: int, norm_bias: bool = True) -> Sizes:
+    """What makes tokens of patches. norm, first, second: names of its layers. normed: channels of the norm."""
+    merged = vision.width * vision.merge**2
+    yield from _affine(norm, normed, bias=norm_bias)
+    yield from _affine(first, merged, merged)
+    yield from _affine(second, hidden, merged)
 
 
 def qwen2_vl_tensors(vision: VisionShape, hidden: int) -> Sizes:
-    width, merged = vision.width, vision.width * vision.merge**2
-    yield "patch_embed.proj.weight", (width, *vision.patch)
-    for block in (f"blocks.{layer}" for layer in range(vision.depth)):
-        yield from _norm(f"{block}.norm1", width)
-        yield from _norm(f"{block}.norm2", width)
-        yield from _attention(block, width)
-        yield from _linear(f"{block}.mlp.fc1", vision.ffn_hidden_size, width)
-        yield from _linear(f"{block}.mlp.fc2", width, vision.ffn_hidden_size)
-    yield from _norm("merger.ln_q", width)
-    yield from _linear("merger.mlp.0", merged, merged)
-    yield from _linear("merger.mlp.2", hidden, merged)
+    yield "patch_embed.proj.weight", (vision.width, *vision.patch)
+    yield from _blocks(vision, "fc1", "fc2")
+    yield from _merger("merger.ln_q", "merger.mlp.0", "merger.mlp.2", vision, hidden, normed=vision.width)
 
 
 def qwen2_5_vl_tensors(vision: VisionShape, hidden: int) -> Sizes:
-    width, merged = vision.width, vision.width * vision.merge**2
-    yield "patch_embed.proj.weight", (width, *vision.patch)
-    for block in (f"blocks.{layer}" for layer in range(vision.depth)):
-        yield f"{block}.norm1.weight", (width,)
-        yield f"{block}.norm2.weight", (width,)
-        yield from _attention(block, width)
-        yield from _linear(f"{block}.mlp.gate_proj", vision.ffn_hidden_size, width)
-        yield from _linear(f"{block}.mlp.up_proj", vision.ffn_hidden_size, width)
-        yield from _linear(f"{block}.mlp.down_proj", width, vision.ffn_hidden_size)
-    yield "merger.ln_q.weight", (width,)
-    yield from _linear("merger.mlp.0", merged, merged)
-    yield from _linear("merger.mlp.2", hidden, merged)
+    yield "patch_embed.proj.weight", (vision.width, *vision.patch)
+    yield from _blocks(vision, "gate_proj", "up_proj", "down_proj", norm_bias=False)
+    yield from _merger("merger.ln_q", "merger.mlp.0", "merger.mlp.2", vision, hidden, normed=vision.width, norm_bias=False)
 
 
 def qwen3_vl_tensors(vision: VisionShape, hidden: int) -> Sizes:
-    width, merged = vision.width, vision.width * vision.merge**2
-    yield "patch_embed.proj.weight", (width, *vision.patch)
-    yield "patch_embed.proj.bias", (width,)
-    yield "pos_embed.weight", (vision.num_positions, width)
-    for block in (f"blocks.{layer}" for layer in range(vision.depth)):
-        yield from _norm(f"{block}.norm1", width)
-        yield from _norm(f"{block}.norm2", width)
-        yield from _attention(block, width)
-        yield from _linear(f"{block}.mlp.linear_fc1", vision.ffn_hidden_size, width)
-        yield from _linear(f"{block}.mlp.linear_fc2", width, vision.ffn_hidden_size)
-    mergers = [("merger", width), *((f"deepstack_merger_list.{number}", merged) for number in range(vision.num_deepstack))]
-    for name, normed in mergers:
-        yield from _norm(f"{name}.norm", normed)
-        yield from _linear(f"{name}.linear_fc1", merged, merged)
-        yield from _linear(f"{name}.linear_fc2", hidden, merged)
+    yield from _affine("patch_embed.proj", vision.width, *vision.patch)
+    yield "pos_embed.weight", (vision.num_positions, vision.width)
+    yield from _blocks(vision, "linear_fc1", "linear_fc2")
+    deep = [(f"deepstack_merger_list.{number}", vision.width * vision.merge**2) for number in range(vision.num_deepstack)]
+    for name, normed in (("merger", vision.width), *deep):
+        yield from _merger(f"{name}.norm", f"{name}.linear_fc1", f"{name}.linear_fc2", vision, hidden, normed=normed)
 
 
 QWEN2_VL = Tower(
@@ -202,7 +189,7 @@ def with_axes(rope: RopeShape, config: Config, tower: Tower, require: Require) -
     """rope: as read from `without_axes`. config: config.json."""
     require(rope.type == "default", f"rope type {rope.type!r} with axes (mrope_section) is not supported; only 'mrope' and 'default' are.")
     given = _said_once(config, "mrope_section", require) or tower.sections
-    if not _are_sections(given):
+    if not (isinstance(given, (list, tuple)) and len(given) == 3 and all(map(_is_count, given))):
         require(False, f"mrope_section must be three whole numbers, it is {given!r}.")
         return rope
     sections = tuple(given)
@@ -230,10 +217,7 @@ def vision_of(config: Config, tower: Tower, require: Require, *, hidden: int) ->
         return None
     numbers = {"depth": shape.depth, "channels": shape.width, "spatial_merge_size": shape.merge, "image_token_id": shape.image_token}
     for name, value in {**numbers, "patch_size": shape.patch[-1]}.items():
-        require(
-            isinstance(value, int) and not isinstance(value, bool) and value > 0,
-            f"the tower's {name} must be a positive whole number, it is {value!r}.",
-        )
+        require(_is_count(value), f"the tower's {name} must be a positive whole number, it is {value!r}.")
     # Qwen2-VL calls its own channels embed_dim, and the text model's hidden_size.
     out = vision.get("out_hidden_size", vision.get("hidden_size") if "embed_dim" in vision else hidden)
     require(out == hidden, f"the tower gives tokens of {out} channels, and the text model takes {hidden}.")
@@ -254,9 +238,5 @@ def _said_once(config: Config, key: str, require: Require) -> Any:
     return said[0] if said else None
 
 
-def _are_sections(value: Any) -> bool:
-    return (
-        isinstance(value, (list, tuple))
-        and len(value) == 3
-        and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in value)
-    )
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_grpo.base.errors import Problem
-from megatron_grpo.weights.names import Entry, layer_entries, outer_entries, tower_entries
+from megatron_grpo.weights.names import Entry, entries_in_layers, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.towers import Part, part_of
 
@@ -65,12 +64,12 @@ def problems(cfg: TunerConfig, shape: ModelShape) -> list[Problem]:
     """Words that match nothing, or all, or a part of what Megatron holds as one parameter. Regular expressions must be valid."""
     if cfg.tuner_type != "full":
         return []
-    parameters = list(_parameters(shape))
+    parameters = [*outer_entries(shape), *entries_in_layers(shape)]
     found = [*_parts_that_are_not_there(cfg, shape), *_lost(cfg, shape, parameters)]
     if found or trains_all(cfg, shape):
         return found
     rule = trains(cfg)
-    if not any(rule(name) for parameter in parameters if not parameter.is_buffer for name in parameter.hf):
+    if not any(rule(name) for entry in parameters if not entry.is_buffer for name, _ in entry.hf):
         flags = tuple(flag for flag in (*_freezing_parts(shape), "freeze_parameters", "freeze_parameters_regex") if getattr(cfg, flag))
         thaw = "" if shape.vision is None else " Use freeze_llm, freeze_vit or freeze_aligner false."
         return [Problem(flags=flags, message=f"{' and '.join(flags)} freeze every weight of the model: nothing would train. "
@@ -95,35 +94,14 @@ def _parts_that_are_not_there(cfg: TunerConfig, shape: ModelShape) -> Iterator[P
             yield Problem(flags=(flag,), nearest={flag: [True]}, message=message)
 
 
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    """One Megatron parameter of the whole model: its name there, and those of its Hugging Face tensors."""
-
-    megatron: str
-    hf: tuple[str, ...]
-    is_buffer: bool
-
-
-def _parameters(shape: ModelShape) -> Iterator[_Parameter]:
-    def named(entry: Entry, here: str, there: str, number: int) -> _Parameter:
-        names = tuple(f"{there}{name.format(e=number)}" for name, _ in entry.hf)
-        return _Parameter(f"{here}{entry.megatron.format(e=number)}", names, entry.is_buffer)
-
-    yield from (named(entry, "", "", 0) for entry in outer_entries(shape))
-    for layer in range(shape.num_layers):
-        for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)):
-            for number in range(shape.num_experts) if entry.is_expert else (0,):
-                yield named(entry, f"decoder.layers.{layer}.", shape.layer_prefix(layer), number)
-
-
 def _matcher(prefixes: Iterable[str], pattern: str | None) -> Rule:
     beginnings, expression = tuple(prefixes), re.compile(pattern) if pattern is not None else None
     return lambda name: name.startswith(beginnings) or (expression is not None and expression.search(name) is not None)
 
 
-def _lost(cfg: TunerConfig, shape: ModelShape, parameters: list[_Parameter]) -> Iterator[Problem]:
+def _lost(cfg: TunerConfig, shape: ModelShape, parameters: list[Entry]) -> Iterator[Problem]:
     """Words that name no tensor of the model: what was to be frozen would train, and nobody would be told."""
-    names = [name for parameter in parameters for name in parameter.hf]
+    names = [name for entry in parameters for name, _ in entry.hf]
     for flag in ("freeze_parameters", "trainable_parameters"):
         for word in getattr(cfg, flag):
             if not any(name.startswith(word) for name in names):
@@ -131,27 +109,27 @@ def _lost(cfg: TunerConfig, shape: ModelShape, parameters: list[_Parameter]) -> 
                                                      f"{_meant(word, shape, parameters)}")  # fmt: skip
         pattern = getattr(cfg, f"{flag}_regex")
         if pattern is not None and not any(map(re.compile(pattern).search, names)):
-            like = f"Names are Hugging Face's, such as {names[0]} and {parameters[len(parameters) // 2].hf[0]}."
+            like = f"Names are Hugging Face's, such as {names[0]} and {parameters[len(parameters) // 2].hf[0][0]}."
             yield Problem(flags=(f"{flag}_regex",), message=f"{flag}_regex ({pattern}) is found in no tensor of this model. {like}")
 
 
-def _meant(word: str, shape: ModelShape, parameters: list[_Parameter]) -> str:
+def _meant(word: str, shape: ModelShape, parameters: list[Entry]) -> str:
     if shape.tied_embeddings and (word.startswith("lm_head") or "lm_head.weight".startswith(word)):
         return " Its head is its embedding (tie_word_embeddings): model.embed_tokens.weight is both."
-    theirs = [name for parameter in parameters if parameter.megatron.startswith(word) for name in parameter.hf]
+    theirs = [name for entry in parameters if entry.megatron.startswith(word) for name, _ in entry.hf]
     if theirs:
         more = f" and {len(theirs) - 3} more" if len(theirs) > 3 else ""
         return f" That is a name of Megatron's modules; in Hugging Face's names, which are meant here, it is {', '.join(theirs[:3])}{more}."
-    starts = dict.fromkeys(".".join(name.split(".")[:2]) for parameter in parameters for name in parameter.hf)
+    starts = dict.fromkeys(".".join(name.split(".")[:2]) for entry in parameters for name, _ in entry.hf)
     return f" Names begin with {', '.join(starts)}."
 
 
-def _parts(cfg: TunerConfig, parameters: list[_Parameter], rule: Rule) -> Iterator[Problem]:
-    mixed = [parameter for parameter in parameters if len({rule(name) for name in parameter.hf}) > 1]
+def _parts(cfg: TunerConfig, parameters: list[Entry], rule: Rule) -> Iterator[Problem]:
+    mixed = [entry for entry in parameters if len({rule(name) for name, _ in entry.hf}) > 1]
     if not mixed:
         return
     first = mixed[0]
-    on, off = (", ".join(name for name in first.hf if rule(name) is wanted) for wanted in (True, False))
+    on, off = (", ".join(name for name, _ in first.hf if rule(name) is wanted) for wanted in (True, False))
     others = f" {len(mixed) - 1} more are cut so." if len(mixed) > 1 else ""
     message = (
         f"{off} would be frozen and {on} would train, but Megatron holds them as one parameter ({first.megatron}), which trains whole or "
@@ -160,13 +138,13 @@ def _parts(cfg: TunerConfig, parameters: list[_Parameter], rule: Rule) -> Iterat
     yield Problem(flags=_given(cfg), message=message)
 
 
-def _lonely_biases(cfg: TunerConfig, parameters: list[_Parameter], rule: Rule) -> Iterator[Problem]:
+def _lonely_biases(cfg: TunerConfig, parameters: list[Entry], rule: Rule) -> Iterator[Problem]:
     """Megatron-Core's column-parallel linear gives the bias inside it no gradient where its weight is frozen; linear_qkv's is inside."""
-    by_name = {parameter.megatron: parameter for parameter in parameters}
+    by_name = {entry.megatron: [name for name, _ in entry.hf] for entry in parameters}
     for name, bias in by_name.items():
         weight = by_name.get(name.removesuffix(".bias") + ".weight")
-        if name.endswith(".linear_qkv.bias") and weight and rule(bias.hf[0]) and not rule(weight.hf[0]):
-            yield Problem(flags=_given(cfg), message=f"{', '.join(bias.hf)} would train while {', '.join(weight.hf)} are frozen: "
+        if name.endswith(".linear_qkv.bias") and weight and rule(bias[0]) and not rule(weight[0]):
+            yield Problem(flags=_given(cfg), message=f"{', '.join(bias)} would train while {', '.join(weight)} are frozen: "
                                                      "Megatron-Core gives that bias no gradient. Freeze both, or neither.")  # fmt: skip
             return
 
