@@ -31,33 +31,6 @@ def log_rho(old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor) -> torch
     return (old_logprobs - sampler_logprobs).nan_to_num(nan=0.0)
 
 
-def truncate(lowest: float, highest: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """min(rho, C): truncated importance sampling."""
-    return lambda rho: rho.clamp(lowest, highest)
-
-
-def mask(lowest: float, highest: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """rho where it is inside its bounds, else 0: masked importance sampling."""
-    return lambda rho: torch.where((rho >= lowest) & (rho <= highest), rho, 0.0)
-
-
-def token_correction(limit: Callable[[torch.Tensor], torch.Tensor]) -> RolloutCorrection:
-    def correction(log_rho: torch.Tensor, sequences: Sequences) -> Importance:
-        return Importance(limit(bounded(log_rho).exp()), torch.ones_like(log_rho))
-
-    return correction
-
-
-def sequence_correction(limit: Callable[[torch.Tensor], torch.Tensor], *, geometric: bool) -> RolloutCorrection:
-    """The sequence's rho for all its tokens: the product over them (TRL), or their geometric mean (Megatron-SWIFT)."""
-
-    def correction(log_rho: torch.Tensor, sequences: Sequences) -> Importance:
-        total = sequences.mean(log_rho) if geometric else sequences.sum(log_rho)
-        return Importance(sequences.spread(limit(bounded(total).exp())), sequences.one_over_length)
-
-    return correction
-
-
 def off_policy_mask(
     delta: float,
     *,
@@ -76,11 +49,23 @@ def off_policy_mask(
     return (~(drifted & (advantages < 0))).to(logprobs.dtype)
 
 
-CORRECTION_BOUNDS = {"truncate": truncate, "mask": mask}
-
-
 def rollout_correction(mode: str, *, lowest: float, highest: float, geometric: bool) -> RolloutCorrection:
-    """`token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`, resolved once."""
+    """`token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`, resolved once.
+
+    Truncated: min(rho, C). Masked: rho where it is inside its bounds, else 0. A sequence's rho, for all its tokens, is the product over
+    them (TRL), or with `geometric` their geometric mean (Megatron-SWIFT).
+    """
     level, _, bound = mode.partition("_")
-    limit = CORRECTION_BOUNDS[bound](lowest, highest)
-    return token_correction(limit) if level == "token" else sequence_correction(limit, geometric=geometric)
+    limit: Callable[[torch.Tensor], torch.Tensor] = {
+        "truncate": lambda rho: rho.clamp(lowest, highest),
+        "mask": lambda rho: torch.where((rho >= lowest) & (rho <= highest), rho, 0.0),
+    }[bound]
+
+    def of_tokens(log_rho: torch.Tensor, sequences: Sequences) -> Importance:
+        return Importance(limit(bounded(log_rho).exp()), torch.ones_like(log_rho))
+
+    def of_sequences(log_rho: torch.Tensor, sequences: Sequences) -> Importance:
+        total = sequences.mean(log_rho) if geometric else sequences.sum(log_rho)
+        return Importance(sequences.spread(limit(bounded(total).exp())), sequences.one_over_length)
+
+    return of_tokens if level == "token" else of_sequences

@@ -34,18 +34,6 @@ def _clipped(cfg: GrpoConfig) -> Objective:
     return objectives.two_sided(cfg.epsilon, epsilon_high, cfg.delta)
 
 
-def _cispo(cfg: GrpoConfig) -> Objective:
-    return objectives.cispo(CISPO_EPSILON_HIGH if cfg.epsilon_high is None else cfg.epsilon_high)
-
-
-def _sapo(cfg: GrpoConfig) -> Objective:
-    return objectives.sapo(cfg.sapo_temperature_pos, cfg.sapo_temperature_neg)
-
-
-def _vespo(cfg: GrpoConfig) -> Objective:
-    return objectives.vespo((cfg.vespo_k_pos, cfg.vespo_lambda_pos), (cfg.vespo_k_neg, cfg.vespo_lambda_neg))
-
-
 def _fipo(cfg: GrpoConfig) -> Objective:
     return objectives.fipo(
         _clipped(cfg),
@@ -57,22 +45,18 @@ def _fipo(cfg: GrpoConfig) -> Objective:
     )
 
 
-def _real(cfg: GrpoConfig) -> Objective:
-    return objectives.real
-
-
 OBJECTIVES: dict[str, Callable[[GrpoConfig], Objective]] = {
     "grpo": _clipped,
     "bnpo": _clipped,
     "dapo": _clipped,
     "dr_grpo": _clipped,
     "sequence_sum": _clipped,
-    "cispo": _cispo,
-    "sapo": _sapo,
+    "cispo": lambda cfg: objectives.cispo(CISPO_EPSILON_HIGH if cfg.epsilon_high is None else cfg.epsilon_high),
+    "sapo": lambda cfg: objectives.sapo(cfg.sapo_temperature_pos, cfg.sapo_temperature_neg),
     "luspo": _clipped,
-    "vespo": _vespo,
+    "vespo": lambda cfg: objectives.vespo((cfg.vespo_k_pos, cfg.vespo_lambda_pos), (cfg.vespo_k_neg, cfg.vespo_lambda_neg)),
     "fipo": _fipo,
-    "real": _real,
+    "real": lambda cfg: objectives.real,
 }
 # Their token's loss needs other tokens of its sequence.
 _OF_A_SEQUENCE = ("vespo", "fipo")

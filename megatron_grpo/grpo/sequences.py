@@ -26,15 +26,11 @@ class Sequences:
     def __init__(self, index: torch.Tensor, num_sequences: int, sum_over_context: SumOverContext):
         self.index = index
         self.num_sequences = num_sequences
-        self._sum_over_context = sum_over_context
+        self.over_context = sum_over_context  # of parts of which each context-parallel rank has those of its own positions
 
     def sum(self, per_token: torch.Tensor) -> torch.Tensor:
         """[C] -> [S], over all context-parallel ranks."""
         return self.over_context(per_token.new_zeros(self.num_sequences).index_add(0, self.index, per_token))
-
-    def over_context(self, parts: torch.Tensor) -> torch.Tensor:
-        """Added up over the context-parallel ranks, each of which has the part of its own positions."""
-        return self._sum_over_context(parts)
 
     def mean(self, per_token: torch.Tensor) -> torch.Tensor:
         """[C] -> [S], over the trained positions of each sequence."""

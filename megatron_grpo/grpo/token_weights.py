@@ -44,33 +44,11 @@ def token_weights(
     return TokenWeights(of_rows=np.array(weights, dtype=np.float64), num_sequences=num_sequences, num_loss_tokens=num_loss_tokens)
 
 
-def _mean_of_sequence_means(num_sequences: int, num_loss_tokens: int, own_tokens: int, max_completion_length: int) -> float:
-    return num_sequences * own_tokens
-
-
-def _mean_over_tokens(num_sequences: int, num_loss_tokens: int, own_tokens: int, max_completion_length: int) -> float:
-    return num_loss_tokens
-
-
-def _constant_length(num_sequences: int, num_loss_tokens: int, own_tokens: int, max_completion_length: int) -> float:
-    return num_sequences * max_completion_length
-
-
-def _sum_per_sequence(num_sequences: int, num_loss_tokens: int, own_tokens: int, max_completion_length: int) -> float:
-    return num_sequences
-
-
-# loss_type -> what a trained token's weight is one over.
+# loss_type -> what a trained token's weight is one over: of (completions, trained tokens, those of its row, max_completion_length).
 NORMALISATIONS: dict[str, Callable[[int, int, int, int], float]] = {
-    "grpo": _mean_of_sequence_means,
-    "sapo": _mean_of_sequence_means,
-    "real": _mean_of_sequence_means,
-    "dapo": _mean_over_tokens,
-    "bnpo": _mean_over_tokens,
-    "cispo": _mean_over_tokens,
-    "vespo": _mean_over_tokens,
-    "fipo": _mean_over_tokens,
-    "dr_grpo": _constant_length,
-    "sequence_sum": _sum_per_sequence,
-    "luspo": _sum_per_sequence,  # GSPO's loss of a sequence times its length
+    **dict.fromkeys(("grpo", "sapo", "real"), lambda sequences, tokens, own, longest: sequences * own),  # a mean of means
+    **dict.fromkeys(("dapo", "bnpo", "cispo", "vespo", "fipo"), lambda sequences, tokens, own, longest: tokens),
+    "dr_grpo": lambda sequences, tokens, own, longest: sequences * longest,
+    # luspo: GSPO's loss of a sequence times its length
+    **dict.fromkeys(("sequence_sum", "luspo"), lambda sequences, tokens, own, longest: sequences),
 }
