@@ -204,7 +204,7 @@ class OneRank:
         return spread
 
     def journal(self):
-        from megatron_grpo.base.clock import Clock
+        from megatron_grpo.base.activity import Clock
         from megatron_grpo.metrics import Metrics
         from megatron_grpo.metrics.journal import Journal
         from megatron_grpo.metrics.rollout import Completions
@@ -232,7 +232,7 @@ def a_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str
 
     sizes: as `OneRank` takes them.
     """
-    from megatron_grpo.base.clock import Clock
+    from megatron_grpo.base.activity import Clock
     from megatron_grpo.batching.batch_sizes import BatchSizes
     from megatron_grpo.batching.timetable import Timetable
     from megatron_grpo.config.config import GrpoConfig

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from megatron_grpo.base import activity
-from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.activity import Clock
 from megatron_grpo.base.files import write_whole
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.evaluations import Evaluated

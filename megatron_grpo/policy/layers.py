@@ -16,8 +16,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
-from megatron_grpo.parallel.context import all_gather
-from megatron_grpo.parallel.tensor import copy_to_ranks, sum_over_ranks
+from megatron_grpo.parallel.autograd import all_gather, copy_to_ranks, sum_over_ranks
 from megatron_grpo.policy.attention import attention
 from megatron_grpo.policy.kernels import rms_norm, rotate
 from megatron_grpo.policy.stream import PackedStream
@@ -202,7 +201,7 @@ def of_biased_experts(linear: type) -> type:
 
 def te_packed(packed: PackedStream) -> PackedSeqParams:
     """The same stream in the words of Transformer Engine's attention, which knows no parents. Under context parallelism too: it cuts each
-    segment into the chunks that `parallel.context` says."""
+    segment into the chunks that `parallel.layout` says."""
     cu = packed.cu_seqlens
     longest = packed.max_seqlen
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest)

@@ -33,7 +33,7 @@ from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from megatron_grpo.parallel.tensor import copy_to_ranks
+from megatron_grpo.parallel.autograd import copy_to_ranks
 from megatron_grpo.policy.hf_export import WeightExchange
 from megatron_grpo.policy.model import let_gradients_in
 from megatron_grpo.weights.adapters import Read, adapter_map, drawn_far, even_sizes, padded, trimmed

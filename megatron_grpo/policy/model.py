@@ -21,8 +21,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_grpo.config.config import KernelConfig, ModelConfig, ParallelConfig
+from megatron_grpo.parallel.autograd import copy_to_ranks
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.parallel.tensor import copy_to_ranks
 from megatron_grpo.parallel.vocab import Slope, linear_logprobs
 from megatron_grpo.policy.kernels import ACTIVATIONS, Rotation
 from megatron_grpo.policy.layers import (

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.activity import Clock
 from megatron_grpo.batching.prefix_groups import Alignment
 from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.grpo.loss import GrpoLoss

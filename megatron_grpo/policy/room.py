@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.activity import Clock
 from megatron_grpo.policy.sharded_state import torch_optimizers, unwrapped
 
 Role = Literal["weights", "reference", "optimizer", "gradients"]

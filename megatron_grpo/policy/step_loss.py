@@ -11,7 +11,7 @@ from megatron_grpo.grpo.entropy import AdaptiveEntropy, entropy_threshold
 from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
 from megatron_grpo.grpo.objectives import Labels, classification
 from megatron_grpo.parallel import collectives
-from megatron_grpo.parallel.context import sum_over_context
+from megatron_grpo.parallel.autograd import sum_over_ranks
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import Slope
 from megatron_grpo.policy.passes import ModelScorer
@@ -46,7 +46,7 @@ class StepLoss:
             ref_logprobs=ref_logprobs,
             entropy_threshold=self._threshold,
             entropy_coef=self._entropy_coef,
-            sum_over_context=lambda x: sum_over_context(x, self.parallel.cp_group),
+            sum_over_context=lambda x: sum_over_ranks(x, self.parallel.cp_group),
         )
         return loss, (logs, micro, self.scorer.whole(micro, local, logprobs))
 

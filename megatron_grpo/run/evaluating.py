@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.base.activity import Clock
 from megatron_grpo.base.cleanup import CleanUp
-from megatron_grpo.base.clock import Clock
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError, problem_with
 from megatron_grpo.base.files import mark
 from megatron_grpo.checkpoint.manifest import read_manifest

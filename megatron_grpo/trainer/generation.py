@@ -11,7 +11,7 @@ from typing import cast
 
 import numpy as np
 
-from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.activity import Clock
 from megatron_grpo.base.errors import RunError
 from megatron_grpo.batching.prefix_groups import prefix_of
 from megatron_grpo.parallel import collectives

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.activity import Clock
 from megatron_grpo.base.errors import ConfigError, GivenUp, NobodySamples, RunError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState

@@ -73,7 +73,7 @@ def scored(rank: int, world: int, models, samples, settings: dict, teachers: tup
     """{(teacher, which of `more`): {row: what it says}} of the rows whose home this rank is. For `run_ranks`."""
     from dataclasses import replace
 
-    from megatron_grpo.base.clock import Clock
+    from megatron_grpo.base.activity import Clock
     from megatron_grpo.batching.batch_sizes import BatchSizes
     from megatron_grpo.planning.memory import held_stages
     from megatron_grpo.planning.models import rules_of

@@ -60,13 +60,13 @@ def test_loss_gradients_and_metrics_do_not_depend_on_how_context_parallelism_cut
     def on_a_rank(rank, world_size):
         import torch.distributed as dist
 
-        from megatron_grpo.parallel.context import sum_over_context
+        from megatron_grpo.parallel.autograd import sum_over_ranks
 
         def mine(num_positions):
             place = torch.arange(num_positions)
             return place[(place // 2) % world_size == rank]
 
-        return losses_on(mine, lambda x: sum_over_context(x, dist.group.WORLD))
+        return losses_on(mine, lambda x: sum_over_ranks(x, dist.group.WORLD))
 
     by_rank = run_ranks(on_a_rank, 2)
     whole = losses_on(lambda n: torch.arange(n), lambda x: x)

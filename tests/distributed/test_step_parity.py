@@ -85,9 +85,9 @@ def average_over_context_parallel_ranks(policy):
 
 
 def forget_context_parallel_ranks_in_a_sequence_ratio(policy):
-    from megatron_grpo.parallel import context
+    from megatron_grpo.parallel import autograd
 
-    context._AllReduce.backward = staticmethod(lambda ctx, grad: (grad, None))
+    autograd._CopyToRanks.backward = staticmethod(lambda ctx, grad: (grad, None))
 
 
 def skip_the_sum_of_norms_over_sequence_parallel_ranks(policy):

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.activity import Clock
 from megatron_grpo.base.errors import Interrupted, NobodySamples, RunError
 from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.batching.timetable import Timetable

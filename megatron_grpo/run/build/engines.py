@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_grpo import train
-from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.activity import Clock
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.checkpoint.content import TEACHER
 from megatron_grpo.checkpoint.saving import Checkpoints

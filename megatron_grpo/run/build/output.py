@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.activity import Clock
 from megatron_grpo.checkpoint.best import Best
 from megatron_grpo.checkpoint.content import facts_of
 from megatron_grpo.checkpoint.saving import Checkpoints

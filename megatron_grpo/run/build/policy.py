@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.activity import Clock
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.config import Config, GrpoConfig
 from megatron_grpo.grpo.loss import GrpoLoss

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron_grpo import train
-from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.activity import Clock
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.checkpoint.content import settings_of
 from megatron_grpo.checkpoint.saving import Checkpoints

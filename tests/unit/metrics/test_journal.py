@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.activity import Clock
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.journal import Journal
 from megatron_grpo.metrics.rollout import Completions

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from megatron_grpo.base import activity
-from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.activity import Clock
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.grpo.advantages import Advantages
 from megatron_grpo.metrics import Metrics, display, report_to_problems

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.activity import Clock
 from megatron_grpo.policy import room as room_module
 from megatron_grpo.policy.room import ROLES, Room
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.base.clock import Clock
+from megatron_grpo.base.activity import Clock
 from megatron_grpo.base.errors import NobodySamples
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.split import BatchCut

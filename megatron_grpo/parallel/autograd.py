@@ -1,4 +1,4 @@
-"""Tensor parallelism: what every rank of a group uses, and each has a part of the gradient of."""
+"""Collectives that gradients go through: what every rank of a group uses, and each has a part of the gradient of."""
 
 from __future__ import annotations
 
@@ -44,3 +44,24 @@ class _SumOverRanks(torch.autograd.Function):
 def sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum of every rank's `x`, which each of them goes on to use for a part of its own: gradients are summed as well."""
     return copy_to_ranks(_SumOverRanks.apply(x, group), group) if group.size() > 1 else x
+
+
+class _AllGather(torch.autograd.Function):
+    """[t, ...] on each rank -> [cp, t, ...] on all. The backward sums what every rank says of this rank's part."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        out = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(out, x.contiguous(), group=group)
+        return torch.stack(out)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad[ctx.group.rank()], None
+
+
+def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return _AllGather.apply(x, group)
