@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.errors import ConfigError, Problem, said_by
+from megatron_grpo.base.errors import ConfigError, problem_with, said_by
 from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.builtin.endpoint import Key, Unanswered, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
@@ -95,24 +95,24 @@ def build_llm_judge(config: Config) -> LlmJudge:
     fault = url_fault(url or "")
     if fault:
         message = f"Reward `llm_judge` needs llm_judge_url, such as http://127.0.0.1:8000/v1: it {fault}."
-        problems.append(Problem(flags=("llm_judge_url",), message=message))
+        problems.append(problem_with("llm_judge_url", message))
     if not model:
         message = "Reward `llm_judge` needs llm_judge_model, the name of the model at llm_judge_url."
-        problems.append(Problem(flags=("llm_judge_model",), message=message))
+        problems.append(problem_with("llm_judge_model", message))
     prompt = DEFAULT_PROMPT
     if settings.llm_judge_prompt is not None:
         path = Path(settings.llm_judge_prompt).expanduser()
         if not path.is_file():
-            problems.append(Problem(flags=("llm_judge_prompt",), message=f"llm_judge_prompt {str(path)!r} is no file."))
+            problems.append(problem_with("llm_judge_prompt", f"llm_judge_prompt {str(path)!r} is no file."))
         else:
             prompt = path.read_text(encoding="utf-8")
             if "{completion}" not in prompt:
                 message = f"llm_judge_prompt {str(path)!r} has no {{completion}}: the judge would not see what it judges."
-                problems.append(Problem(flags=("llm_judge_prompt",), message=message))
+                problems.append(problem_with("llm_judge_prompt", message))
     key = os.environ.get(settings.llm_judge_api_key_env, "").strip()
     if not (key.isascii() and key.isprintable()) or " " in key:
         message = f"The environment variable {settings.llm_judge_api_key_env} holds no key: a key is one word, without spaces or line ends."
-        problems.append(Problem(flags=("llm_judge_api_key_env",), message=message))
+        problems.append(problem_with("llm_judge_api_key_env", message))
     if problems or not url or not model:
         raise ConfigError(problems)
     warn_of_plain(url, "llm_judge_url", has_key=bool(key))

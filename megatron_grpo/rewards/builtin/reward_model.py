@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from megatron_grpo.base.errors import ConfigError, Problem, first_line, said_by
+from megatron_grpo.base.errors import ConfigError, Problem, first_line, problem_with, said_by
 from megatron_grpo.config.config import Config, RewardConfig
 from megatron_grpo.rewards.builtin.endpoint import Unanswered, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
@@ -63,15 +63,9 @@ def conversation_ids(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
     return list(encoded["input_ids"])
 
 
-class Shape(Protocol):
+class PlainShape:
     """How an endpoint is asked for the scores of some rows, and where they stand in its answer."""
 
-    def request(self, rows: Sequence[tuple[Any, Any]]) -> Any: ...
-
-    def scores(self, answer: Any) -> list[float]: ...
-
-
-class PlainShape:
     def request(self, rows: Sequence[tuple[Any, Any]]) -> Any:
         return {"prompts": [prompt for prompt, _ in rows], "completions": [completion for _, completion in rows]}
 
@@ -95,7 +89,7 @@ class VllmShape:
 
 
 class RemoteClassifier:
-    def __init__(self, url: str, shape: Shape, *, batch_size: int, concurrency: int, seconds: float):
+    def __init__(self, url: str, shape: PlainShape | VllmShape, *, batch_size: int, concurrency: int, seconds: float):
         self.url, self.shape, self.batch_size, self.concurrency, self.seconds = url, shape, batch_size, concurrency, seconds
 
     def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score | RowFailure]:
@@ -130,10 +124,10 @@ def build_reward_model(config: Config) -> LocalClassifier | RemoteClassifier:
     model, url, problems = settings.reward_model, settings.reward_model_url, []
     if not model and not url:
         message = "Reward `reward_model` needs reward_model (a sequence classifier to load) or reward_model_url (an endpoint to ask)."
-        problems.append(Problem(flags=("reward_model", "reward_model_url"), message=message))
+        problems.append(problem_with(("reward_model", "reward_model_url"), message))
     if url and (fault := url_fault(url)):
         message = f"reward_model_url {fault}."
-        problems.append(Problem(flags=("reward_model_url",), message=message))
+        problems.append(problem_with("reward_model_url", message))
     if not problems and model and not url:
         problems += _unusable(model)
     if url and not problems:
@@ -158,15 +152,15 @@ def _unusable(path: str) -> list[Problem]:
         outputs = _num_outputs(path)
     except (OSError, ValueError) as error:
         reason = said_by(error, first_line)
-        return [Problem(flags=("reward_model",), message=f"reward_model {path!r} cannot be loaded: {reason}")]
+        return [problem_with("reward_model", f"reward_model {path!r} cannot be loaded: {reason}")]
     if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
         message = (
             f"reward_model {path!r} has no weights as .safetensors. Other formats are pickles, which run code: save it as safetensors."
         )
-        return [Problem(flags=("reward_model",), message=message)]
+        return [problem_with("reward_model", message)]
     if outputs != 1:
         message = f"reward_model {path!r} has {outputs} outputs; a reward is one number, so it needs a classifier with num_labels 1."
-        return [Problem(flags=("reward_model",), message=message)]
+        return [problem_with("reward_model", message)]
     return []
 
 
@@ -181,7 +175,7 @@ def _num_outputs(path: str) -> int:
     return AutoConfig.from_pretrained(path, trust_remote_code=False).num_labels
 
 
-def _shape(settings: RewardConfig, url: str) -> Shape:
+def _shape(settings: RewardConfig, url: str) -> PlainShape | VllmShape:
     """vLLM's routes are told by their names. They take text, so chats go through the template of `reward_model`, where that is given."""
     route = url.rstrip("/").rpartition("/")[2]
     field = {"classify": "probs", "pooling": "data"}.get(route)

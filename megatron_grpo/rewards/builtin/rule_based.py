@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.builtin.answers import alternatives, final_answer, needed_columns, right_answers, same_answer
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
@@ -39,61 +39,38 @@ def build_accuracy(config: Config) -> Accuracy:
     return Accuracy(needs=needed_columns(config), exact=config.rewards.accuracy_exact)
 
 
-class Format:
-    """1 for a completion that is made of the wanted tags, each once and in order, with nothing around them; else 0."""
+def build_format(config: Config) -> Callable[..., list[float]]:
+    """1 for a completion that is made of the wanted tags, each once and in order, with nothing around them; else 0.
 
-    def __init__(self, tags: list[str]):
-        self.marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
-        inside = [rf"<{re.escape(tag)}>.*?</{re.escape(tag)}>" for tag in tags]
-        self.pattern = re.compile(r"\s*" + r"\s*".join(inside) + r"\s*", re.DOTALL)
-
-    def __call__(self, completions: list[Any], **columns: Any) -> list[float]:
-        return [self._score(text_of(completion)) for completion in completions]
-
-    def _score(self, text: str) -> float:
-        # The count comes first: without it a second <think> could hide inside `.*?`.
-        return float(all(text.count(mark) == 1 for mark in self.marks) and self.pattern.fullmatch(text) is not None)
-
-
-def build_format(config: Config) -> Format:
-    """Raises ConfigError for tags that are no names."""
+    Raises ConfigError for tags that are no names.
+    """
     tags = config.rewards.format_tags
     bad = [tag for tag in tags if not re.fullmatch(r"[A-Za-z_][\w-]*", tag)]
     if bad or not tags or len(set(tags)) < len(tags):
         message = f"format_tags {tags} should be different names without brackets, such as: think answer."
-        raise ConfigError([Problem(flags=("format_tags",), message=message)])
-    return Format(tags)
+        raise config_error("format_tags", message)
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    inside = [rf"<{re.escape(tag)}>.*?</{re.escape(tag)}>" for tag in tags]
+    pattern = re.compile(r"\s*" + r"\s*".join(inside) + r"\s*", re.DOTALL)
+
+    def is_right(text: str) -> bool:
+        # The count comes first: without it a second <think> could hide inside `.*?`.
+        return all(text.count(mark) == 1 for mark in marks) and pattern.fullmatch(text) is not None
+
+    return lambda completions, **columns: [float(is_right(text_of(completion))) for completion in completions]
 
 
-class Length:
+def build_length(config: Config) -> Callable[..., list[float]]:
     """`-|tokens - target| / max_completion_length`: 0 at the wanted length, -1 a whole max_completion_length away."""
-
-    def __init__(self, *, target: int, max_completion_length: int):
-        self.target, self.max_completion_length = target, max_completion_length
-
-    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
-        return [-abs(len(token_ids) - self.target) / self.max_completion_length for token_ids in completion_ids]
-
-
-class SoftOverlong:
-    """`min(0, -(tokens - (limit - ramp)) / ramp)`: 0 up to the ramp, -1 at the limit. Source: DAPO, equation 13."""
-
-    def __init__(self, *, limit: int, ramp: int):
-        self.limit, self.ramp = limit, ramp
-
-    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
-        return [min(0.0, -(len(token_ids) - (self.limit - self.ramp)) / self.ramp) for token_ids in completion_ids]
-
-
-def build_length(config: Config) -> Length:
     target, longest = config.rewards.length_target, config.rollout.max_completion_length
     if not 0 <= target <= longest:
         message = f"length_target ({target}) should lie between 0 and max_completion_length ({longest}) tokens."
         raise ConfigError([Problem(flags=("length_target",), message=message, nearest={"length_target": [max(0, min(target, longest))]})])
-    return Length(target=target, max_completion_length=longest)
+    return lambda completion_ids, **columns: [-abs(len(token_ids) - target) / longest for token_ids in completion_ids]
 
 
-def build_soft_overlong(config: Config) -> SoftOverlong:
+def build_soft_overlong(config: Config) -> Callable[..., list[float]]:
+    """`min(0, -(tokens - (limit - ramp)) / ramp)`: 0 up to the ramp, -1 at the limit. Source: DAPO, equation 13."""
     longest = config.rollout.max_completion_length
     limit = longest if config.grpo.soft_max_length is None else config.grpo.soft_max_length
     ramp = config.grpo.soft_cache_length
@@ -110,7 +87,7 @@ def build_soft_overlong(config: Config) -> SoftOverlong:
         problems.append(Problem(flags=("soft_cache_length",), message=message, nearest={"soft_cache_length": [usual]}))
     if problems or ramp is None:
         raise ConfigError(problems)
-    return SoftOverlong(limit=limit, ramp=ramp)
+    return lambda completion_ids, **columns: [min(0.0, -(len(token_ids) - (limit - ramp)) / ramp) for token_ids in completion_ids]
 
 
 class Cosine:
@@ -151,30 +128,21 @@ def build_cosine(config: Config) -> Cosine:
     )
 
 
-class Repetition:
+def build_repetition(config: Config) -> Callable[..., list[float]]:
     """A penalty in proportion to the share of n-grams (of tokens) that occur again in the same completion.
 
     `(1 - distinct / all) * repetition_max_penalty`, 0 for completions shorter than one n-gram.
     Source: Demystifying Long Chain-of-Thought Reasoning (arXiv 2502.03373), appendix C.2;
     as TRL's `get_repetition_penalty_reward`.
     """
+    n, max_penalty = config.rewards.repetition_n_grams, config.rewards.repetition_max_penalty
 
-    def __init__(self, *, n: int, max_penalty: float):
-        self.n, self.max_penalty = n, max_penalty
+    def score(token_ids: Sequence[int]) -> float:
+        total = len(token_ids) - n + 1
+        distinct = len({tuple(token_ids[start : start + n]) for start in range(total)})
+        return (1 - distinct / total) * max_penalty if distinct < total else 0.0
 
-    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
-        return [self._score(token_ids) for token_ids in completion_ids]
-
-    def _score(self, token_ids: list[int]) -> float:
-        total = len(token_ids) - self.n + 1
-        if total < 1:
-            return 0.0
-        distinct = len({tuple(token_ids[start : start + self.n]) for start in range(total)})
-        return (1 - distinct / total) * self.max_penalty if distinct < total else 0.0
-
-
-def build_repetition(config: Config) -> Repetition:
-    return Repetition(n=config.rewards.repetition_n_grams, max_penalty=config.rewards.repetition_max_penalty)
+    return lambda completion_ids, **columns: [score(token_ids) for token_ids in completion_ids]
 
 
 def build_environment(config: Config) -> Callable[..., list[float]]:
