@@ -1,19 +1,28 @@
-"""Owns what a user's code may not do to the process it runs in: end it, go on in a fork of it, close its output.
+"""Owns what a user's code may not do to the process it runs in: end it, go on in a fork of it, close its output, or take for ever.
 
 `os._exit`, or a crash in C, cannot be held from inside; `run.supervisor` sees from outside that a process left too early.
+
+Deadlines hold in the main thread, in another thread, and on an event loop; a run that is asked to stop ends the call too. A Python thread
+cannot be killed, so a synchronous function runs in the main thread and is interrupted there by a signal of its own. That stops Python code
+and waiting system calls. Code that never comes back to the interpreter (a huge power, a lock held in C) cannot be interrupted at all; after
+a grace period the process ends, with the traceback that shows where it is stuck.
 """
 
 from __future__ import annotations
 
+import asyncio
+import faulthandler
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from types import FrameType, TracebackType
 from typing import Any
 
-from megatron_grpo.base.errors import raised, said_by
+from megatron_grpo.base.errors import GivenUp, raised, said_by
 
 _OUTPUTS = {1: "stdout", 2: "stderr"}
 
@@ -112,3 +121,137 @@ def _end_child(error: BaseException | None) -> None:
         os.write(2, what.encode())
     finally:
         os._exit(1)
+
+
+# Not SIGALRM: math-verify and others set and clear that one themselves, which would clear the deadline.
+SIGNAL = signal.SIGRTMIN + 11
+GRACE = 15.0  # seconds after a deadline in which a function can be interrupted; then the process ends
+_REPEAT = 0.5  # seconds between signals to a function that swallowed the first one
+_LOOK = 0.5  # seconds between two looks at whether the run gives the call up
+
+
+class OutOfTime(Exception):
+    """The function did not come back before its deadline."""
+
+
+class _Stop(BaseException):
+    """Raised inside a function that is out of time. No Exception, so that `except Exception` in its loop does not swallow it."""
+
+
+def never() -> bool:
+    return False
+
+
+def call_before(seconds: float, function: Callable[[], Any], gives_up: Callable[[], bool] = never) -> Any:
+    """`function()`, or OutOfTime after `seconds`, or GivenUp soon after `gives_up()` is true. Exceptions of the function pass through."""
+    if threading.current_thread() is threading.main_thread():
+        return _call_in_main_thread(seconds, function, gives_up)
+    return _call_in_own_thread(seconds, function, gives_up)
+
+
+def _call_in_main_thread(seconds: float, function: Callable[[], Any], gives_up: Callable[[], bool]) -> Any:
+    armed, given_up = threading.Event(), threading.Event()
+    finished = threading.Event()
+    main, end = threading.get_ident(), time.monotonic() + seconds
+
+    def interrupt(signum: int, frame: Any) -> None:
+        if armed.is_set():
+            raise _Stop
+
+    def watch() -> None:
+        pause = min(seconds, _LOOK)
+        while not finished.wait(pause):
+            if gives_up():
+                given_up.set()
+            pause = min(max(0.0, end - time.monotonic()), _LOOK)
+            if given_up.is_set() or not pause:
+                signal.pthread_kill(main, SIGNAL)
+                pause = _REPEAT
+
+    before = signal.signal(SIGNAL, interrupt)
+    watcher = threading.Thread(target=watch, name="reward-deadline", daemon=True)
+    # It runs in a thread of C and needs no interpreter lock: the one thing that still works when the function holds that lock.
+    faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=sys.__stderr__ or sys.stderr)
+    try:
+        armed.set()
+        watcher.start()
+        try:
+            return function()
+        finally:
+            armed.clear()
+    except _Stop:
+        raise (_given_up() if given_up.is_set() else OutOfTime()) from None
+    finally:
+        armed.clear()
+        finished.set()
+        faulthandler.cancel_dump_traceback_later()
+        watcher.join()
+        signal.signal(SIGNAL, before)
+
+
+def _call_in_own_thread(seconds: float, function: Callable[[], Any], gives_up: Callable[[], bool]) -> Any:
+    """Away from the main thread nothing can be interrupted: a late function is left behind in a thread that ends with the process."""
+    future: Future[Any] = Future()
+    threading.Thread(target=_fulfil, args=(future, function), name="reward", daemon=True).start()
+    return _result_before(time.monotonic() + seconds, future, gives_up)
+
+
+def _result_before(end: float, future: Future[Any], gives_up: Callable[[], bool]) -> Any:
+    """Raises what the function raised, OutOfTime or GivenUp. end: of time.monotonic."""
+    while True:
+        left = max(0.0, end - time.monotonic())
+        try:
+            return future.result(min(left, _LOOK))
+        except TimeoutError:
+            if future.done():  # the function's own TimeoutError
+                raise
+        if gives_up():
+            raise _given_up()
+        if left <= _LOOK:
+            raise OutOfTime
+
+
+def _given_up() -> GivenUp:
+    return GivenUp("what was being judged is given up")
+
+
+def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:  # noqa: BLE001 - handed to the waiting thread, which raises it
+        future.set_exception(error)
+
+
+class EventLoop:
+    """An event loop in a thread of its own, kept between batches so that a function may keep its HTTP session."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self, coroutine: Coroutine[Any, Any, Any], seconds: float, gives_up: Callable[[], bool] = never) -> Callable[[], Any]:
+        """Starts `coroutine` at once; the returned callable waits for its result. It raises OutOfTime `seconds` after the start, or GivenUp
+        soon after `gives_up()` is true."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True).start()
+        loop = self._loop
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        deadline = time.monotonic() + seconds
+
+        def wait() -> Any:
+            try:
+                return _result_before(deadline, future, gives_up)
+            except (OutOfTime, GivenUp):
+                if not future.done():
+                    future.cancel()
+                    self._replace_if_blocked(loop)
+                raise
+
+        return wait
+
+    def _replace_if_blocked(self, loop: asyncio.AbstractEventLoop) -> None:
+        """A coroutine that blocks (`time.sleep` instead of `asyncio.sleep`) takes the loop with it: the next batch gets a new one."""
+        alive = threading.Event()
+        loop.call_soon_threadsafe(alive.set)
+        if not alive.wait(1.0):
+            self._loop = None

@@ -1,23 +1,31 @@
-"""Owns turning `--reward_funcs` into functions: built-in names, `path/to/file.py:function`, `package.module:function`."""
+"""Owns turning `--reward_funcs` into functions: built-in names, `path/to/file.py:function`, `package.module:function`.
+
+Files may have been written for another system: programs that train where they are imported are refused, plugins of ms-swift are loaded.
+"""
 
 from __future__ import annotations
 
+import ast
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
 import logging
 import sys
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, said_by
 from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.contained import AskedToEnd, contained
-from megatron_grpo.rewards.of_others import parsed, shown_text, trains_at_import, with_swift
-from megatron_grpo.rewards.protocol import RewardFunction, accepted_names, positional_names
+from megatron_grpo.rewards.protocol import RewardFunction, accepted_names, positional_names, text_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,6 +43,8 @@ BUILT_IN = {
     "llm_judge": "llm_judge",
     "environment": "rule_based",
 }
+_REGISTRIES = ("orms", "prms", "rm_plugins", "multi_turns", "envs")  # of ms-swift
+_DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _MARGIN = 15.0  # seconds after which a built-in that keeps its own deadline is stopped all the same
 
 
@@ -242,3 +252,73 @@ def _no_such_function(where: str, module: Any, attribute: str) -> str:
     nearest = difflib.get_close_matches(attribute, own, n=1)
     guess = f"Did you mean {nearest[0]}? " if nearest else ""
     return f"{where} has no function {attribute!r}. {guess}It has {', '.join(own)}."
+
+
+# ---- files that were written for another system
+
+
+def parsed(path: Path) -> ast.Module:
+    """Empty where it is no Python: whoever imports it says what is wrong with it."""
+    try:
+        return ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return ast.Module(body=[], type_ignores=[])
+
+
+def trains_at_import(program: ast.Module) -> int | None:
+    """The line that begins a training where this is imported, if there is one.
+
+    It makes a GRPOTrainer or calls `.train()`, by itself or by a function of the file, and `if __name__ == "__main__":` is not above it.
+    """
+    defined = {line.name: _names_used(line) for line in program.body if isinstance(line, _DEFINES)}
+    trains, before = {"GRPOTrainer", ".train"}, 0
+    while before < len(trains):
+        before = len(trains)
+        trains |= {name for name, used in defined.items() if used & trains}
+    runs = (line for line in program.body if not isinstance(line, _DEFINES) and "__name__" not in _names_used(getattr(line, "test", line)))
+    return next((line.lineno for line in runs if _names_used(line) & trains), None)
+
+
+def _names_used(node: ast.AST) -> set[str]:
+    """Names that are used in it, and methods that are called, those with a dot."""
+    called = (inner.func for inner in ast.walk(node) if isinstance(inner, ast.Call))
+    methods = {f".{function.attr}" for function in called if isinstance(function, ast.Attribute)}
+    return methods | {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+
+
+@contextmanager
+def with_swift(program: ast.Module) -> Iterator[None]:
+    """While a plugin of ms-swift is loaded where that is not installed: its registries take what is put into them, and what else the plugin
+    imports of it are classes that do nothing."""
+    lines = [line for line in ast.walk(program) if isinstance(line, ast.ImportFrom) and (line.module or "").split(".")[0] == "swift"]
+    made: dict[str, ModuleType] = {}
+    for line in lines if lines and find_spec("swift") is None else ():
+        names = list(accumulate(str(line.module).split("."), "{}.{}".format))
+        made |= {name: ModuleType(name) for name in names if name not in made}
+        for word in line.names:
+            idle = type(word.name, (), {"__init__": lambda self, args=None, **words: None, "__module__": line.module})
+            setattr(
+                made[names[-1]], word.name, {} if word.name in _REGISTRIES else logging.getLogger if word.name == "get_logger" else idle
+            )
+    sys.modules.update(made)
+    try:
+        yield
+    finally:
+        for name in made:
+            del sys.modules[name]
+
+
+def shown_text(cls: type) -> type:
+    """A reward class; of one of ms-swift's, which judge text where the completions of a chat are messages here, one that is given text."""
+    if not any(base.__module__.partition(".")[0] == "swift" for base in cls.__mro__):
+        return cls
+    inner: Callable[..., Any] = cls.__call__
+
+    def call(self: Any, completions: Any, **columns: Any) -> Any:
+        return inner(self, completions=[text_of(completion) for completion in completions], **columns)
+
+    async def call_later(self: Any, completions: Any, **columns: Any) -> Any:
+        return await call(self, completions, **columns)
+
+    wrapped = functools.wraps(inner)(call_later if inspect.iscoroutinefunction(inner) else call)
+    return type(cls.__name__, (cls,), {"__call__": wrapped, "__module__": cls.__module__})

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import Interrupted, RewardError, raised, said_by
-from megatron_grpo.rewards import deadline
-from megatron_grpo.rewards.contained import AskedToEnd, contained
+from megatron_grpo.rewards.contained import AskedToEnd, EventLoop, OutOfTime, call_before, contained, never
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, RowFailure, Score, as_scores, text_of
 
-_LOOP = deadline.EventLoop()
+_LOOP = EventLoop()
 _SHORTEST_CALL = 1.0  # seconds that even a call on one row is given (a tenth of the timeout, where that is less)
 _SEARCH_BUDGET = 3.0  # the search for failing rows may take this many times the timeout
 
@@ -42,7 +41,7 @@ class Scores:
     notices: tuple[Notice, ...]
 
 
-def score(functions: Sequence[RewardFunction], batch: RewardBatch, gives_up: Callable[[], bool] = deadline.never) -> Scores:
+def score(functions: Sequence[RewardFunction], batch: RewardBatch, gives_up: Callable[[], bool] = never) -> Scores:
     """Scores of every completion by every function. The asynchronous ones all run at the same time, while the others take their turns.
 
     Raises RewardError, about all functions that failed, where one that failed is not to be treated as None; GivenUp soon after
@@ -92,7 +91,7 @@ def _call(
         with contained(told):
             return function.function(**function.arguments(batch))
 
-    return _outcome(function, batch, seconds, lambda: deadline.call_before(seconds, call, gives_up))
+    return _outcome(function, batch, seconds, lambda: call_before(seconds, call, gives_up))
 
 
 def _start(function: RewardFunction, batch: RewardBatch, told: list[str], gives_up: Callable[[], bool], seconds: float | None = None):
@@ -110,7 +109,7 @@ def _start(function: RewardFunction, batch: RewardBatch, told: list[str], gives_
 def _outcome(function: RewardFunction, batch: RewardBatch, seconds: float, call) -> list[Score | RowFailure] | RowFailure:
     try:
         return as_scores(call(), len(batch))
-    except deadline.OutOfTime:
+    except OutOfTime:
         return RowFailure(kind="timeout", reason=f"did not answer within {seconds:g} s")
     except (Interrupted, RewardError, KeyboardInterrupt):
         raise

@@ -12,8 +12,7 @@ from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import parse
 from megatron_grpo.config.config import Config
-from megatron_grpo.rewards.loading import load_rewards
-from megatron_grpo.rewards.of_others import trains_at_import
+from megatron_grpo.rewards.loading import load_rewards, trains_at_import
 
 MAIN = "def main():\n    trainer = GRPOTrainer(model='m')\n    trainer.train()\ndef other(): main()\n"
 

@@ -242,11 +242,11 @@ def test_an_empty_share_has_no_scores():
 
 def test_code_that_cannot_be_interrupted_ends_the_process_and_shows_where_it_is_stuck():
     program = textwrap.dedent("""
-        from megatron_grpo.rewards import deadline
-        deadline.GRACE = 0.5
+        from megatron_grpo.rewards import contained
+        contained.GRACE = 0.5
         def stuck_in_c(completions):
             return [9 ** 9 ** 9]
-        deadline.call_before(0.5, lambda: stuck_in_c([""]))
+        contained.call_before(0.5, lambda: stuck_in_c([""]))
     """)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30,
                            env={"PYTHONPATH": ":".join(sys.path), "PATH": ""})  # fmt: skip
