@@ -129,12 +129,12 @@ def new_model(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0, draws_no
 
 def encoded_row(row: dict[str, Any], data: Path, words: Any, eyes: Any) -> dict[str, Any]:
     """A row's prompt as tokens, its patches, and the tokens of its right answer and of the mistaken ones."""
-    from megatron_grpo.data.chat import encode_prompt
+    from megatron_grpo.data.chat import PromptEncoder
     from megatron_grpo.data.pictures import decoded
 
     [picture] = row["images"]
     image = decoded((data / picture).read_bytes())
-    short = encode_prompt(words, row["messages"], eyes=eyes)
+    short = PromptEncoder(words, eyes=eyes).short(row["messages"])
     grid = eyes.grid(image.height, image.width)
     place = short.index(eyes.image_token)
     ids = [*short[:place], *[eyes.image_token] * eyes.tokens(grid), *short[place + 1 :]]

@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from megatron_grpo.config import remote_code
 from megatron_grpo.data.album import TAG, expanded, with_parts
 
 if TYPE_CHECKING:
+    from megatron_grpo.config.config import DataConfig
     from megatron_grpo.data.eyes import Eyes
     from megatron_grpo.types import Picture
 
@@ -103,39 +105,6 @@ def opening_of(raw: Sequence[Mapping[str, Any]], *, system: str | None = None, e
     return messages
 
 
-def encode_prompt(
-    tokenizer: Any,
-    raw: Raw,
-    *,
-    system: str | None = None,
-    options: Mapping[str, Any] | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    eyes: Eyes | None = None,
-) -> tuple[int, ...]:
-    """Token ids of one prompt, ready to be continued by the model. A picture is one of them.
-
-    raw: a string, or chat messages. `system`: see `opening_of`; a string prompt has no place for it. tools: JSON schemas that the template
-    shows. options: handed to it. eyes: of a model that sees. Messages that end with an assistant turn are left open, so that the model
-    continues that turn (TRL's prefill).
-    """
-    if isinstance(raw, str):
-        begin, end = eyes.around if eyes else (0, 0)
-        tokens = tokenizer.convert_ids_to_tokens([begin, eyes.image_token, end]) if eyes else []
-        return tuple(tokenizer(raw.replace(TAG, "".join(tokens)) if eyes else raw)["input_ids"])
-    messages = opening_of(raw, system=system, eyes=eyes)
-    prefill = messages[-1]["role"] == "assistant"
-    encoded = tokenizer.apply_chat_template(
-        messages,
-        tools=tools,
-        tokenize=True,
-        return_dict=True,
-        add_generation_prompt=not prefill,
-        continue_final_message=prefill,
-        **(options or {}),
-    )
-    return tuple(encoded["input_ids"])
-
-
 def text_of_parts(content: Any) -> Any:
     """Content given in parts, which are all text (`data.prompts` has looked), as one string: joined by newlines, as vLLM does.
 
@@ -144,30 +113,54 @@ def text_of_parts(content: Any) -> Any:
     return "\n".join(part["text"] for part in content) if isinstance(content, (list, tuple)) else content
 
 
+@dataclass(frozen=True, slots=True)
 class PromptEncoder:
-    """`encode_prompt` with a run's settings filled in; what `PromptStream` calls. Left truncation happens here, where it is asked for.
+    """Token ids of prompts, ready to be continued by the model; what `PromptStream` calls.
 
-    eyes: of a model that sees. Then each picture becomes as many tokens as it has.
+    system: see `opening_of`; a string prompt has no place for it. options: handed to the chat template. keep_last: left truncation, to
+    so many tokens. tools: JSON schemas that the template shows. eyes: of a model that sees; a picture then becomes as many tokens as it has.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        system: str | None = None,
-        options: Mapping[str, Any] | None = None,
-        keep_last: int | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        eyes: Eyes | None = None,
-    ):
-        self.tokenizer, self.system, self.options, self.keep_last = tokenizer, system, dict(options or {}), keep_last
-        self.tools, self.eyes = list(tools) or None, eyes
+    tokenizer: Any
+    system: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    keep_last: int | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    eyes: Eyes | None = None
+
+    @classmethod
+    def of(cls, cfg: DataConfig, tokenizer: Any, eyes: Eyes | None, tools: Sequence[Mapping[str, Any]] | None) -> PromptEncoder:
+        """As a run's settings ask for. tools: None and none are the same to a template."""
+        keep_last = cfg.max_prompt_length if cfg.truncation_strategy == "left" else None
+        return cls(tokenizer, cfg.system, cfg.template_options, keep_last, tools or (), eyes)
 
     def __call__(self, raw: Raw, pictures: Sequence[Picture] = ()) -> tuple[int, ...]:
-        token_ids = encode_prompt(self.tokenizer, raw, system=self.system, options=self.options, tools=self.tools, eyes=self.eyes)
+        token_ids = self.short(raw)
         if self.eyes is not None:
             token_ids = tuple(expanded(token_ids, pictures, self.eyes.image_token))
         return token_ids if self.keep_last is None else token_ids[-self.keep_last :]
+
+    def short(self, raw: Raw) -> tuple[int, ...]:
+        """Of a string, or of chat messages, nothing cut off, and a picture is one token. Messages that end with an assistant turn are left
+        open, so that the model continues that turn (TRL's prefill)."""
+        if isinstance(raw, str):
+            if self.eyes is None:
+                return tuple(self.tokenizer(raw)["input_ids"])
+            begin, end = self.eyes.around
+            tokens = self.tokenizer.convert_ids_to_tokens([begin, self.eyes.image_token, end])
+            return tuple(self.tokenizer(raw.replace(TAG, "".join(tokens)))["input_ids"])
+        messages = opening_of(raw, system=self.system, eyes=self.eyes)
+        prefill = messages[-1]["role"] == "assistant"
+        encoded = self.tokenizer.apply_chat_template(
+            messages,
+            tools=list(self.tools) or None,
+            tokenize=True,
+            return_dict=True,
+            add_generation_prompt=not prefill,
+            continue_final_message=prefill,
+            **self.options,
+        )
+        return tuple(encoded["input_ids"])
 
 
 def as_completion(raw: Raw, text: str) -> str | list[dict[str, str]]:

@@ -19,7 +19,7 @@ import numpy as np
 from megatron_grpo.base.errors import ConfigError, Problem, said_by
 from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data.album import COLUMNS, Album, num_places, shown_by
-from megatron_grpo.data.chat import PromptEncoder, Raw
+from megatron_grpo.data.chat import Raw
 from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.data.files import NAMED_ROWS, Rows, plain_name
 from megatron_grpo.data.pictures import require_pillow
@@ -356,9 +356,3 @@ def check_template(rows: PromptRows, tokenizer: Any, flag: str) -> None:
         if chats:
             fault = "are chats, and the model's tokenizer has no chat template (a base model?); give it string prompts, or a chat model"
             raise ConfigError([_problem(flag, rows.rows, chats, fault)])
-
-
-def encoder_of(cfg: DataConfig, tokenizer: Any, eyes: Eyes | None, tools: Sequence[Mapping[str, Any]] | None) -> PromptEncoder:
-    """tools: that the template shows; None and none are the same to it."""
-    keep_last = cfg.max_prompt_length if cfg.truncation_strategy == "left" else None
-    return PromptEncoder(tokenizer, system=cfg.system, options=cfg.template_options, keep_last=keep_last, tools=tools or (), eyes=eyes)

@@ -19,6 +19,7 @@ from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import DataConfig
 from megatron_grpo.config.evaluation import SPLIT
 from megatron_grpo.data.album import places
+from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.data.checks import (
     Encode,
     PromptRows,
@@ -28,7 +29,6 @@ from megatron_grpo.data.checks import (
     check_rows,
     check_template,
     encoded,
-    encoder_of,
     tokenised,
 )
 from megatron_grpo.data.eyes import Eyes
@@ -79,7 +79,7 @@ def open_stream(
     if tools is not None:
         check_for_episodes(rows, flag)
     check_template(rows, tokenizer, flag)
-    encode = encoder_of(cfg, tokenizer, eyes, tools)
+    encode = PromptEncoder.of(cfg, tokenizer, eyes, tools)
 
     def looked_at() -> TokenTable:
         check_pictures(rows)

@@ -23,6 +23,7 @@ import numpy as np
 from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import ConfigError, Problem, RowsError, RunError, config_error, problem_with
 from megatron_grpo.config.config import DataConfig
+from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.data.checks import (
     Encode,
     PromptRows,
@@ -32,7 +33,6 @@ from megatron_grpo.data.checks import (
     check_rows,
     check_template,
     check_without_pictures,
-    encoder_of,
     tokenised,
 )
 from megatron_grpo.data.eyes import Eyes
@@ -103,7 +103,7 @@ def open_streamed(
 ) -> StreamedPrompts:
     """Reads the first block, and no more. eyes, tools: as for `open_stream`. Raises ConfigError."""
     flag, names = "dataset", names_of(cfg, None, "dataset")
-    encode = encoder_of(cfg, tokenizer, eyes, tools)
+    encode = PromptEncoder.of(cfg, tokenizer, eyes, tools)
 
     def look(rows: Rows) -> PromptRows:
         prompts = check_rows(rows, cfg, names, eyes=eyes)

@@ -101,7 +101,7 @@ def key_of(fingerprint: str, encode: PromptEncoder) -> str:
     facts = {
         "rows": fingerprint,
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        "settings": [encode.system, encode.options, encode.keep_last, *([encode.tools] if encode.tools else [])],
+        "settings": [encode.system, dict(encode.options), encode.keep_last, *([list(encode.tools)] if encode.tools else [])],
         "versions": [version("transformers"), version("tokenizers")],
         # A template that writes the date writes another one tomorrow.
         "day": time.strftime("%Y-%m-%d") if "strftime_now" in str(getattr(tokenizer, "chat_template", "")) else "",

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.config import DataConfig
-from megatron_grpo.data.chat import as_completion, encode_prompt, load_tokenizer
+from megatron_grpo.data.chat import PromptEncoder, as_completion, load_tokenizer
 from megatron_grpo.data.prompts import open_stream
 from tests.tiny_models import write_tiny
 
@@ -36,21 +36,21 @@ def words(token_ids):
 
 
 def test_a_string_gets_the_special_tokens_that_the_tokenizer_adds(tokenizer):
-    assert words(encode_prompt(tokenizer, "hello there")) == "<s> hello there"
+    assert words(PromptEncoder(tokenizer)("hello there")) == "<s> hello there"
 
 
 def test_a_string_has_no_place_for_a_system_message(tokenizer):
-    assert words(encode_prompt(tokenizer, "hello there", system="be brief")) == "<s> hello there"
+    assert words(PromptEncoder(tokenizer, system="be brief")("hello there")) == "<s> hello there"
 
 
 def test_messages_go_through_the_chat_template_up_to_the_answer(tokenizer):
-    assert words(encode_prompt(tokenizer, HELLO)) == "[user] hello there </s> [assistant]"
+    assert words(PromptEncoder(tokenizer)(HELLO)) == "[user] hello there </s> [assistant]"
 
 
 def test_system_is_put_before_messages_that_have_none(tokenizer):
-    assert words(encode_prompt(tokenizer, HELLO, system="be brief")) == "[system] be brief </s> [user] hello there </s> [assistant]"
+    assert words(PromptEncoder(tokenizer, system="be brief")(HELLO)) == "[system] be brief </s> [user] hello there </s> [assistant]"
     own = [{"role": "system", "content": "well"}, *HELLO]
-    assert words(encode_prompt(tokenizer, own, system="be brief")).startswith("[system] well </s> [user]")
+    assert words(PromptEncoder(tokenizer, system="be brief")(own)).startswith("[system] well </s> [user]")
 
 
 def test_what_the_template_never_names_is_refused(tokenizer):
@@ -61,13 +61,13 @@ def test_what_the_template_never_names_is_refused(tokenizer):
 
 
 def test_enable_thinking_reaches_the_template_only_when_set(tokenizer):
-    assert words(encode_prompt(tokenizer, HELLO, options={"enable_thinking": True})).endswith("[assistant] [think]")
-    assert words(encode_prompt(tokenizer, HELLO)).endswith("[assistant]")
+    assert words(PromptEncoder(tokenizer, options={"enable_thinking": True})(HELLO)).endswith("[assistant] [think]")
+    assert words(PromptEncoder(tokenizer)(HELLO)).endswith("[assistant]")
 
 
 def test_a_begun_answer_is_continued(tokenizer):
     begun = [*HELLO, {"role": "assistant", "content": "well"}]
-    assert words(encode_prompt(tokenizer, begun)) == "[user] hello there </s> [assistant] well"
+    assert words(PromptEncoder(tokenizer)(begun)) == "[user] hello there </s> [assistant] well"
 
 
 def test_completions_have_trls_shapes():
@@ -105,12 +105,12 @@ def test_a_directory_without_tokenizer_is_a_config_error(tmp_path):
 
 def test_a_saved_tokenizer_is_loaded_as_it_was(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
-    assert encode_prompt(load_tokenizer(str(tmp_path)), HELLO) == encode_prompt(tokenizer, HELLO)
+    assert PromptEncoder(load_tokenizer(str(tmp_path)))(HELLO) == PromptEncoder(tokenizer)(HELLO)
 
 
 def test_content_in_text_parts_reads_as_one_string(tokenizer):
     parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "there"}]}]
-    assert encode_prompt(tokenizer, parts) == encode_prompt(tokenizer, HELLO)
+    assert PromptEncoder(tokenizer)(parts) == PromptEncoder(tokenizer)(HELLO)
 
 
 def test_a_config_that_transformers_refuses_is_not_called_a_missing_tokenizer(tmp_path):
