@@ -118,7 +118,7 @@ class PromptEncoder:
     """Token ids of prompts, ready to be continued by the model; what `PromptStream` calls.
 
     system: see `opening_of`; a string prompt has no place for it. options: handed to the chat template. keep_last: left truncation, to
-    so many tokens. tools: JSON schemas that the template shows. eyes: of a model that sees; a picture then becomes as many tokens as it has.
+    so many tokens. tools: JSON schemas that it shows. eyes: of a model that sees; a picture then becomes so many tokens as it has.
     """
 
     tokenizer: Any
