@@ -15,12 +15,24 @@ import torch
 
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo import objectives
-from megatron_grpo.grpo.corrections import Importance, RolloutCorrection, log_rho, off_policy_mask, rollout_correction
 from megatron_grpo.grpo.entropy import AdaptiveEntropy
 from megatron_grpo.grpo.metrics import LossLogs, clip_extremes, clip_logs, mismatch_logs, teacher_logs
 from megatron_grpo.grpo.objectives import Labels, Objective, PerToken, Tokens
-from megatron_grpo.grpo.ratios import KL_ESTIMATORS, RATIOS, KlEstimator, Ratio, teacher_log_ratio
-from megatron_grpo.grpo.sequences import Sequences, SumOverContext, whole_sequences
+from megatron_grpo.grpo.ratios import (
+    KL_ESTIMATORS,
+    RATIOS,
+    Importance,
+    KlEstimator,
+    Ratio,
+    RolloutCorrection,
+    Sequences,
+    SumOverContext,
+    log_rho,
+    off_policy_mask,
+    rollout_correction,
+    teacher_log_ratio,
+    whole_sequences,
+)
 from megatron_grpo.grpo.token_weights import TokenWeights, token_weights
 
 # CISPO bounds the ratio itself; clipping at 1 + 0.2 style values there would flatten every weight.
@@ -192,7 +204,7 @@ class GrpoLoss:
 
         logprobs, entropy, ref_logprobs: [C], of the policy now, and of the reference; those of a sampling distribution at `temperature`.
         entropy_coef: of this step, where it moves.
-        sum_over_context: see sequences.SumOverContext. Works for C = 0, where it returns a 0 that can still be back-propagated.
+        sum_over_context: see ratios.SumOverContext. Works for C = 0, where it returns a 0 that can still be back-propagated.
         """
         self._require(entropy, ref_logprobs, entropy_threshold)
         sequences = Sequences(tensors.sequence, tensors.num_sequences, sum_over_context)

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_grpo.grpo.corrections import Importance
 from megatron_grpo.grpo.objectives import PerToken
-from megatron_grpo.grpo.ratios import bounded
-from megatron_grpo.grpo.sequences import SumOverContext
+from megatron_grpo.grpo.ratios import Importance, SumOverContext, bounded
 
 LARGEST_EXPONENT = 709.0  # exp of a little more is too large for float64
 

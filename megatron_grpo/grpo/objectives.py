@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron_grpo.grpo.ratios import bounded
-from megatron_grpo.grpo.sequences import Sequences
+from megatron_grpo.grpo.ratios import Sequences, bounded
 
 
 class Labels(NamedTuple):

@@ -1,12 +1,63 @@
-"""What two policies say of the same tokens: the importance ratio, the estimates of a KL divergence, and a teacher's log-ratio."""
+"""What two policies say of the same tokens: the importance ratio, the estimates of a KL divergence, a teacher's log-ratio, and corrections.
+
+Corrections are importance weights for the mismatch between the engine that sampled and the trainer that scores, and the mask for sequences
+that drifted too far. Sums over whole sequences of a packed micro-batch, whose trained positions may lie on several context-parallel ranks,
+come first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
-from megatron_grpo.grpo.sequences import Sequences
+# Adds a tensor, such as one number a sequence [S], over the ranks that hold parts of the same sequences; differentiable. Every such rank
+# sees the total, so its backward must add the gradients over the same ranks.
+SumOverContext = Callable[[torch.Tensor], torch.Tensor]
+
+
+def whole_sequences(per_sequence: torch.Tensor) -> torch.Tensor:
+    """The SumOverContext of a rank that holds every sequence whole."""
+    return per_sequence
+
+
+class Sequences:
+    """Which of the S sequences each of the C trained positions belongs to.
+
+    Each quantity costs at most one reduction, in an order that depends on the configuration alone, so context-parallel ranks agree on it.
+    """
+
+    def __init__(self, index: torch.Tensor, num_sequences: int, sum_over_context: SumOverContext):
+        self.index = index
+        self.num_sequences = num_sequences
+        self.over_context = sum_over_context  # of parts of which each context-parallel rank has those of its own positions
+
+    def sum(self, per_token: torch.Tensor) -> torch.Tensor:
+        """[C] -> [S], over all context-parallel ranks."""
+        return self.over_context(per_token.new_zeros(self.num_sequences).index_add(0, self.index, per_token))
+
+    def mean(self, per_token: torch.Tensor) -> torch.Tensor:
+        """[C] -> [S], over the trained positions of each sequence."""
+        return self.sum(per_token) / self.lengths
+
+    def spread(self, per_sequence: torch.Tensor) -> torch.Tensor:
+        """[S] -> [C]."""
+        return per_sequence[self.index]
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """Trained positions of each sequence, float64 [S]; at least 1, so that a sequence without any has mean 0."""
+        return self.sum(torch.ones_like(self.index, dtype=torch.float64)).clamp(min=1.0)
+
+    @cached_property
+    def one_over_length(self) -> torch.Tensor:
+        """[C]: 1 / length of the position's sequence. Summed over positions it counts each sequence once."""
+        return self.spread(1.0 / self.lengths)
+
+
+# ---- the importance ratio, and the KL
 
 # r [C], per token or per sequence, of logprobs [C], old_logprobs [C] (a constant) and the sequences.
 Ratio = Callable[[torch.Tensor, torch.Tensor, Sequences], torch.Tensor]
@@ -73,3 +124,62 @@ def teacher_log_ratio(teacher_logprobs: torch.Tensor, old_logprobs: torch.Tensor
     what it does to the tokens after it does not count.
     """
     return (teacher_logprobs - old_logprobs).nan_to_num(nan=0.0)
+
+
+# ---- corrections: detached factors `c` of a token's loss. They need current log-probs, and never change a denominator
+
+
+class Importance(NamedTuple):
+    """factors [C], and how often each counts in a mean [C]: 1 per token, or 1/length where all tokens of a sequence share theirs."""
+
+    factors: torch.Tensor
+    units: torch.Tensor
+
+
+# (log rho [C] with 0 where the sampler gave no log-prob, sequences) -> Importance
+RolloutCorrection = Callable[[torch.Tensor, Sequences], Importance]
+
+
+def log_rho(old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor) -> torch.Tensor:
+    """old - sampler, and 0 (a ratio of 1) where the sampler has no log-prob."""
+    return (old_logprobs - sampler_logprobs).nan_to_num(nan=0.0)
+
+
+def off_policy_mask(
+    delta: float,
+    *,
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    sampler_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    sequences: Sequences,
+) -> torch.Tensor:
+    """0 for sequences of negative advantage whose mean `sampler - logp` exceeds delta, else 1 (DeepSeek-V3.2, arXiv 2512.02556).
+
+    Where the sampler gave no log-prob the old one stands in.
+    """
+    before = torch.where(sampler_logprobs.isnan(), old_logprobs, sampler_logprobs)
+    drifted = sequences.spread(sequences.mean(before - logprobs) > delta)
+    return (~(drifted & (advantages < 0))).to(logprobs.dtype)
+
+
+def rollout_correction(mode: str, *, lowest: float, highest: float, geometric: bool) -> RolloutCorrection:
+    """`token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`, resolved once.
+
+    Truncated: min(rho, C). Masked: rho where it is inside its bounds, else 0. A sequence's rho, for all its tokens, is the product over
+    them (TRL), or with `geometric` their geometric mean (Megatron-SWIFT).
+    """
+    level, _, bound = mode.partition("_")
+    limit: Callable[[torch.Tensor], torch.Tensor] = {
+        "truncate": lambda rho: rho.clamp(lowest, highest),
+        "mask": lambda rho: torch.where((rho >= lowest) & (rho <= highest), rho, 0.0),
+    }[bound]
+
+    def of_tokens(log_rho: torch.Tensor, sequences: Sequences) -> Importance:
+        return Importance(limit(bounded(log_rho).exp()), torch.ones_like(log_rho))
+
+    def of_sequences(log_rho: torch.Tensor, sequences: Sequences) -> Importance:
+        total = sequences.mean(log_rho) if geometric else sequences.sum(log_rho)
+        return Importance(sequences.spread(limit(bounded(total).exp())), sequences.one_over_length)
+
+    return of_tokens if level == "token" else of_sequences

@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from megatron_grpo.config.config import GrpoConfig
-from megatron_grpo.grpo import corrections
 from megatron_grpo.grpo.loss import OBJECTIVES, GrpoLoss, LossInputs
 from megatron_grpo.grpo.metrics import finish
 from megatron_grpo.grpo.objectives import Labels, classification
-from megatron_grpo.grpo.ratios import RATIOS
-from megatron_grpo.grpo.sequences import Sequences, whole_sequences
+from megatron_grpo.grpo.ratios import RATIOS, Sequences, off_policy_mask, rollout_correction, whole_sequences
 from tests.combinations import KL_MODES, legal, random_others
 from tests.reference import grpo_reference as reference
 from tests.reference.packing import MAX_COMPLETION_LENGTH, in_whole_groups, labels_of, pack, package_loss, random_batch, random_split, weigh
@@ -236,14 +234,14 @@ def test_the_entropy_bonus_of_a_single_token_by_hand():
 @pytest.mark.parametrize("bounds", [(0.0, 1.0), (1.0, 2.0)])
 def test_a_ratio_on_its_bound_is_inside(bounds):
     """An engine that agrees exactly is not masked by a bound of 1."""
-    correction = corrections.rollout_correction("token_mask", lowest=bounds[0], highest=bounds[1], geometric=False)
+    correction = rollout_correction("token_mask", lowest=bounds[0], highest=bounds[1], geometric=False)
     one_sequence = Sequences(torch.zeros(2, dtype=torch.int64), 1, whole_sequences)
     assert correction(torch.zeros(2, dtype=torch.float64), one_sequence).factors.tolist() == [1.0, 1.0]
 
 
 def test_a_sequence_that_has_not_drifted_is_kept_by_a_delta_of_zero():
     logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64)
-    kept = corrections.off_policy_mask(0.0, logprobs=logprobs, old_logprobs=logprobs, sampler_logprobs=logprobs,
+    kept = off_policy_mask(0.0, logprobs=logprobs, old_logprobs=logprobs, sampler_logprobs=logprobs,
                                        advantages=torch.tensor([-1.0, -1.0]),
                                        sequences=Sequences(torch.zeros(2, dtype=torch.int64), 1, whole_sequences))  # fmt: skip
     assert kept.tolist() == [1.0, 1.0]
