@@ -60,10 +60,9 @@ def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None,
             found[name] = _of_files(path for pattern in files for path in sorted(model_path.glob(pattern)))
         if cfg.model.trust_remote_code and (code := files_that_run(model_path)):
             found["the model's own code"] = _of_files(model_path / name for name in sorted(code))
-    if cfg.grpo.ref_model and Path(cfg.grpo.ref_model).is_dir():
-        found["ref_model"] = model_fingerprint(Path(cfg.grpo.ref_model))
-    if teacher_path is not None:
-        found[TEACHER] = model_fingerprint(teacher_path)
+    for name, path in (("ref_model", Path(cfg.grpo.ref_model) if cfg.grpo.ref_model else None), (TEACHER, teacher_path)):
+        if path is not None and path.is_dir():
+            found[name] = model_fingerprint(path)
     for flag, directory in (("adapters", cfg.tuner.adapters), ("ref_adapters", cfg.tuner.ref_adapters)):
         if directory and Path(directory).is_dir():
             found[flag] = _of_files(sorted(Path(directory).glob("adapter_*")))
@@ -71,13 +70,10 @@ def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None,
         found["mcore_model"] = _of_files([Path(cfg.run.mcore_model) / MANIFEST])
     if rows is not None:
         found["data set"] = rows.described(SHOWN)
-    for spec in cfg.rewards.reward_funcs:
-        path = _source(spec)
-        if path is not None:
-            found[f"reward {spec}"] = _of_files([path])
-    own = _source(cfg.rollout.rollout_func) if cfg.rollout.rollout_func else None
-    if own is not None:
-        found["rollout_func"] = _of_files([own])
+    sources = {f"reward {spec}": spec for spec in cfg.rewards.reward_funcs} | {"rollout_func": cfg.rollout.rollout_func or ""}
+    for name, spec in sources.items():
+        if (source := _source(spec)) is not None:
+            found[name] = _of_files([source])
     if cfg.rewards.llm_judge_prompt and Path(cfg.rewards.llm_judge_prompt).is_file():
         found["text of llm_judge_prompt"] = _of_files([Path(cfg.rewards.llm_judge_prompt)])
     return found

@@ -14,6 +14,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -277,33 +278,26 @@ class Task(Generic[T]):
     """A function at work: at once, or beside what this process does next."""
 
     def __init__(self, work: Callable[[], T], *, beside: bool):
-        self._work = work
-        self._result: T | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True) if beside else None
-        if self._thread is None:
-            self._run()
+        self._future: Future[T] = Future()
+        if beside:
+            threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True).start()
         else:
-            self._thread.start()
+            self._run(work)
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], T]) -> None:
         try:
-            self._result = self._work()
+            self._future.set_result(work())
         except BaseException as error:  # noqa: BLE001 - raised again where somebody asks
-            self._error = error
+            self._future.set_exception(error)
 
     @property
     def is_under_way(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return not self._future.done()
 
     @property
     def has_failed(self) -> bool:
-        return self._error is not None
+        return self._future.done() and self._future.exception() is not None
 
     def result(self) -> T:
         """Waits for the end; raises what the function raised."""
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return cast(T, self._result)
+        return self._future.result()

@@ -206,6 +206,10 @@ class Folder:
         whole = sorted((one for one in found if isinstance(one, Manifest)), key=lambda one: (one.save_number, one.step), reverse=True)
         return [*(one for one in found if isinstance(one, str)), *whole]
 
+    def whole(self) -> list[Manifest]:
+        """Those of `candidates` that can be read."""
+        return [one for one in self.candidates() if isinstance(one, Manifest)]
+
     def pointer(self) -> int | str | None:
         """The step that the pointer names; a sentence where it cannot be read; None without one."""
         path = self.path / POINTER
@@ -237,7 +241,7 @@ class Folder:
     def commit(self, step: int, facts: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
         """Manifest, then the directory's name, then the pointer, each on the disk before the next."""
         writing, target = self.being_written(step), self.directory(step)
-        before = [one.save_number for one in self.candidates() if isinstance(one, Manifest)]
+        before = [one.save_number for one in self.whole()]
         manifest = {**facts, "step": step, "save_number": max(before, default=0) + 1, "files": dict(sorted(files.items()))}
         write_whole(writing / MANIFEST, json.dumps(signed(manifest), indent=1) + "\n", durable=True)
         for directory in {(writing / name).parent for name in files} | {writing}:
@@ -258,8 +262,7 @@ class Folder:
 
     def last_good(self, step: int) -> Path | None:
         """The checkpoint up to `step` that is good and was written last."""
-        whole = (one for one in self.candidates() if isinstance(one, Manifest))
-        return next((one.directory for one in whole if one.is_good and one.step <= step), None)
+        return next((one.directory for one in self.whole() if one.is_good and one.step <= step), None)
 
     def retain(self, limit: int | None, newest: int, *, best: int | None = None) -> None:
         """Keeps `limit` checkpoints up to step `newest`, with the last good one among them, and the one of step `best`: beside `newest`,

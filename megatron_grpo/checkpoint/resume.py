@@ -256,7 +256,7 @@ def several(faults: list[str]) -> str:
 
 
 def _newest(out: Path) -> Manifest | None:
-    return next((one for one in Folder(out / "checkpoints").candidates() if isinstance(one, Manifest)), None)
+    return next(iter(Folder(out / "checkpoints").whole()), None)
 
 
 def _written_by(job: Mapping[str, str], out: Path) -> str:

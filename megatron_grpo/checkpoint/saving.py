@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +30,7 @@ from megatron_grpo.checkpoint.resume import OURS, Candidate, Resume, several, un
 from megatron_grpo.checkpoint.samples import file_of, files_of_samples, read_samples
 from megatron_grpo.checkpoint.written import RUN
 from megatron_grpo.parallel import collectives
-from megatron_grpo.types import Progress, Row, Sample
+from megatron_grpo.types import Progress
 
 if TYPE_CHECKING:
     from megatron_grpo.batching.timetable import Step
@@ -39,39 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointError", "Checkpoints"]
 
 
-class ShardedPolicy(Protocol):
-    """What a checkpoint asks of a policy; `policy.sharded_state` has both halves."""
-
-    def sharded_state_dict(self, *, is_loading: bool, with_optimizer: bool = True) -> dict[str, Any]: ...
-
-    def load_sharded_state_dict(self, state: dict[str, Any], *, with_optimizer: bool = True) -> None:
-        """with_optimizer: else its float32 weights are the model's, and its moments begin anew."""
-
-    def guard_state(self) -> dict[str, Any]:
-        """What its guard remembers, as JSON; the same on every rank."""
-
-    def restore_guard(self, state: dict[str, Any]) -> None: ...
-
-    def resident(self, part: Literal["all"]) -> AbstractContextManager[None]:
-        """Inside, everything that a checkpoint holds is in memory, and stays."""
-
-
-class RowsToSave(Protocol):
-    """The rows that wait to be trained; `megatron_grpo.trainer.pending`."""
-
-    @property
-    def rows(self) -> Mapping[Any, Row]: ...
-
-    def __len__(self) -> int: ...
-
-    def to_save(self) -> list[Sample]: ...
-
-    def of_step(self, step: Step) -> list[Sample]: ...
-
-    def restored(self, samples: Sequence[Sample]) -> Self: ...
-
-
-Rows = TypeVar("Rows", bound="RowsToSave")
+Policy = Any  # policy.policy.Policy, a room beside this one
+Pending = Any  # the rows that wait to be trained: trainer.pending.Pending, of a room above
 
 
 @dataclass(slots=True)
@@ -141,7 +110,7 @@ class Checkpoints:
         except OSError as error:  # the step is as good as it was
             self.say(f"WARNING: that a checkpoint is good cannot be written down ({error.strerror}); the next step tries again")
 
-    def record(self, step: Step, pending: RowsToSave) -> None:
+    def record(self, step: Step, pending: Pending) -> None:
         """Before an optimizer step is taken: if a checkpoint holds the weights that it starts from, its rows are written beside it, in the
         order of the step. The checkpoint is as whole without them. Collective, where rows are recorded at all."""
         if not self._records or step.index != (self._underway.step if self._underway else self._saved_step):
@@ -164,7 +133,7 @@ class Checkpoints:
         """The last checkpoint up to `step` whose weights are known to have trained. Rank 0 looks. Collective."""
         return collectives.from_first(self.folder.last_good(step) if collectives.rank() == 0 else None)
 
-    def save(self, progress: Progress, pending: RowsToSave, policy: ShardedPolicy, prompts: PromptStream) -> bool:
+    def save(self, progress: Progress, pending: Pending, policy: Policy, prompts: PromptStream) -> bool:
         """One checkpoint, unless this step has just been saved. With `async_save` it is complete after `finish`, or after some `advance`.
 
         Waits for the one before. Raises CheckpointError on every rank, and leaves no partial directory, when any rank cannot write.
@@ -246,7 +215,7 @@ class Checkpoints:
             kept = f"the last complete one is of step {self._saved_step}" if self._saved_step else "this run has written none before"
             raise CheckpointError(f"The checkpoint of step {step} failed and was removed; {kept}. {error}") from error
 
-    def _others(self, progress: Progress, pending: RowsToSave, policy: ShardedPolicy, prompts: PromptStream) -> dict[str, bytes]:
+    def _others(self, progress: Progress, pending: Pending, policy: Policy, prompts: PromptStream) -> dict[str, bytes]:
         """Files of this rank that are not sharded, by name: its rows, and on rank 0 what is the same for all."""
         files = {}
         if rows := pending.to_save():
@@ -260,7 +229,7 @@ class Checkpoints:
                 files[CONFIG] = config.read_bytes()
         return files
 
-    def _facts(self, progress: Progress, pending: RowsToSave) -> dict[str, Any]:
+    def _facts(self, progress: Progress, pending: Pending) -> dict[str, Any]:
         """The manifest; `versions` is the ledger of what is pending, by rollout."""
         versions = {str(row.rollout): row.version for row in pending.rows.values()}
         return facts(self.resume.origin, progress, world_size=collectives.num_ranks(), torch=torch.__version__, num_pending=len(pending),
@@ -305,7 +274,7 @@ class Checkpoints:
         if before != fingerprint and collectives.rank() == 0:
             self.say(f"Changed since that checkpoint:\n  {Difference(name=name, was=before, now=fingerprint, verdict='said')}")
 
-    def restore(self, policy: ShardedPolicy, prompts: PromptStream, nothing: Rows) -> tuple[Progress, Rows]:
+    def restore(self, policy: Policy, prompts: PromptStream, nothing: Pending) -> tuple[Progress, Pending]:
         """Puts the run back to where the chosen checkpoint was taken; a fresh run is at step 0 with nothing pending.
 
         nothing: what is pending then.

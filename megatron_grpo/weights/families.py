@@ -83,45 +83,34 @@ FAMILIES: dict[str, Family] = {
     "Qwen3VLForConditionalGeneration": Family(traits=traits.qwen3, tower=QWEN3_VL),
 }
 _GATED_DELTA = "no layer for its linear attention (the gated delta rule) is built here yet"
-_MAMBA = "no layer for its Mamba-2 part is built here yet"
 _SPARSE = "its sparse attention (a lightning indexer that chooses keys) is not in the attention over packed streams here"
 _SIZES = "its embeddings of each layer, and its layers that may be left out, are not in Megatron-Core"
 _SEES = "its tower has not been shown to give transformers' gradients here"
-# Known elsewhere and not here, with the reason.
-NOT_YET = {
-    "Qwen3NextForCausalLM": _GATED_DELTA,
-    "Qwen3_5ForCausalLM": _GATED_DELTA,
-    "Qwen3_5MoeForCausalLM": _GATED_DELTA,
-    "Qwen3_5ForConditionalGeneration": _GATED_DELTA,
-    "Qwen3_5MoeForConditionalGeneration": _GATED_DELTA,
-    "NemotronHForCausalLM": _MAMBA,
-    "DeepseekV32ForCausalLM": f"{_SPARSE}; DeepSeek-V3 has full attention (DeepseekV3ForCausalLM)",
-    "GlmMoeDsaForCausalLM": _SPARSE,
-    "Glm4MoeLiteForCausalLM": "it has not been shown to give transformers' gradients here; GLM-4.5 has (Glm4MoeForCausalLM)",
-    "Glm4vMoeForConditionalGeneration": f"{_SEES}; the text model of GLM-4.5 can be trained (Glm4MoeForCausalLM)",
-    "Gemma2ForCausalLM": "it caps its scores and logits by a tanh, which attention here does not; Gemma 3 has no caps (Gemma3ForCausalLM)",
-    "Gemma3ForConditionalGeneration": f"{_SEES}; the text models of Gemma 3 can be trained (Gemma3ForCausalLM)",
-    "Gemma3nForCausalLM": _SIZES,
-    "Gemma3nForConditionalGeneration": _SIZES,
-    **dict.fromkeys(("Qwen2_5OmniModel", "Qwen3OmniMoeForConditionalGeneration"), "of what models see and hear pictures alone are there"),
-    "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL with experts has not been shown to give transformers' gradients here; Qwen3-VL without "
-    "experts has (Qwen3VLForConditionalGeneration)",
-}
-# Of those, what their makers call them on the Hub (regular expressions): known before config.json is.
-NOT_YET_BY_NAME = {
-    r"Qwen/Qwen3-Next-": "Qwen3NextForCausalLM",
-    r"Qwen/Qwen3\.[56]-": "Qwen3_5ForConditionalGeneration",
-    r"Qwen/Qwen2\.5-Omni-": "Qwen2_5OmniModel",
-    r"Qwen/Qwen3-Omni-": "Qwen3OmniMoeForConditionalGeneration",
-    r"Qwen/Qwen3-VL-\d+B-A\d+B": "Qwen3VLMoeForConditionalGeneration",
-    r"nvidia/(NVIDIA-)?Nemotron-(H|Nano|3)-": "NemotronHForCausalLM",
-    r"deepseek-ai/DeepSeek-V3\.2": "DeepseekV32ForCausalLM",
-    r"zai-org/GLM-5": "GlmMoeDsaForCausalLM",
-    r"zai-org/GLM-4\.7-Flash": "Glm4MoeLiteForCausalLM",
-    r"google/gemma-2-": "Gemma2ForCausalLM",
-    r"google/gemma-3-(4|12|27)b": "Gemma3ForConditionalGeneration",
-    r"google/gemma-3n-": "Gemma3nForConditionalGeneration",
-}
+_HEARS = "of what models see and hear pictures alone are there"
+# Known elsewhere and not here: what their makers call them on the Hub (a regular expression), their architectures, and the reason.
+_NOT_YET = (
+    (r"Qwen/Qwen3-Next-", "Qwen3NextForCausalLM", _GATED_DELTA),
+    (r"Qwen/Qwen3\.[56]-", "Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration", _GATED_DELTA),
+    ("", "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM", _GATED_DELTA),
+    (r"Qwen/Qwen2\.5-Omni-", "Qwen2_5OmniModel", _HEARS),
+    (r"Qwen/Qwen3-Omni-", "Qwen3OmniMoeForConditionalGeneration", _HEARS),
+    (r"Qwen/Qwen3-VL-\d+B-A\d+B", "Qwen3VLMoeForConditionalGeneration",
+     "Qwen3-VL with experts has not been shown to give transformers' gradients here; Qwen3-VL without experts has "
+     "(Qwen3VLForConditionalGeneration)"),
+    (r"nvidia/(NVIDIA-)?Nemotron-(H|Nano|3)-", "NemotronHForCausalLM", "no layer for its Mamba-2 part is built here yet"),
+    (r"deepseek-ai/DeepSeek-V3\.2", "DeepseekV32ForCausalLM", f"{_SPARSE}; DeepSeek-V3 has full attention (DeepseekV3ForCausalLM)"),
+    (r"zai-org/GLM-5", "GlmMoeDsaForCausalLM", _SPARSE),
+    (r"zai-org/GLM-4\.7-Flash", "Glm4MoeLiteForCausalLM",
+     "it has not been shown to give transformers' gradients here; GLM-4.5 has (Glm4MoeForCausalLM)"),
+    ("", "Glm4vMoeForConditionalGeneration", f"{_SEES}; the text model of GLM-4.5 can be trained (Glm4MoeForCausalLM)"),
+    (r"google/gemma-2-", "Gemma2ForCausalLM",
+     "it caps its scores and logits by a tanh, which attention here does not; Gemma 3 has no caps (Gemma3ForCausalLM)"),
+    (r"google/gemma-3-(4|12|27)b", "Gemma3ForConditionalGeneration",
+     f"{_SEES}; the text models of Gemma 3 can be trained (Gemma3ForCausalLM)"),
+    (r"google/gemma-3n-", "Gemma3nForConditionalGeneration Gemma3nForCausalLM", _SIZES),
+)  # fmt: skip
+NOT_YET = {name: why for _, names, why in _NOT_YET for name in names.split()}
+NOT_YET_BY_NAME = {pattern: names.split()[0] for pattern, names, _ in _NOT_YET if pattern}  # known before config.json is
 
 
 # Fields of a model that sees, and not of its text model, whose part of a file may have them too, as null.

@@ -256,14 +256,14 @@ def rope_from_hf(config: Mapping[str, Any], channels: int, family: Family, read:
     read.require(original is not None or kind not in ("llama3", "yarn"), f"rope type {kind!r} needs original_max_position_embeddings.")
     if read.problems:
         return None
-    plain = {"type": kind, "dim": dim, "theta": theta}
+    plain: dict[str, Any] = {"type": kind, "dim": dim, "theta": theta}
     if kind == "default":
         return RopeShape(**plain)
     if kind == "linear":
         return RopeShape(**plain, factor=float(given["factor"]))
-    stretched = {**plain, "factor": float(given["factor"]), "original_max_position_embeddings": original}
+    stretched: dict[str, Any] = {**plain, "factor": float(given["factor"]), "original_max_position_embeddings": original}
     if kind == "llama3":
-        return RopeShape(**stretched, **{name: float(given[name]) for name in ("low_freq_factor", "high_freq_factor")})
+        return RopeShape(**stretched, low_freq_factor=float(given["low_freq_factor"]), high_freq_factor=float(given["high_freq_factor"]))
     return RopeShape(
         **stretched,
         beta_fast=float(given.get("beta_fast") or 32),
