@@ -18,7 +18,7 @@ from megatron_grpo.analysis.report import Found, as_json, draw, drift_of, in_wor
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, config_error, problem_with
 from megatron_grpo.base.files import why_not_drawn
-from megatron_grpo.config import Parsed, kept
+from megatron_grpo.config import Parsed, sampling_mask
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.hub import find_model
@@ -135,14 +135,14 @@ def _push_problem(model: LoadedModel, engine: ColocatedEngine, version: int, dty
 def _rows_to_compare(asked: MismatchArgs, cfg: Config, shape: ModelShape, tokenizer: Any) -> tuple[list[Row], list[Prompt], str, list[str]]:
     """(rows that the run recorded with these weights; or the prompts to draw some for; where they come from, in words; notes)."""
     subject, notes = asked.subject, list[str]()
-    if kept.is_cut(cfg.rollout):
+    if sampling_mask.is_cut(cfg.rollout):
         notes.append(
-            f"The run samples with {kept.in_words(cfg.rollout)}; here all words stay, for tables of completions do "
+            f"The run samples with {sampling_mask.in_words(cfg.rollout)}; here all words stay, for tables of completions do "
             "not tell those that were left."
         )
     if subject.cfg.rollout.same_bits:
         notes.append("The run computes with the sampler's arithmetic (same_bits); what is compared here is the trainer's own.")
-    is_as_run = asked.dtype is None and not kept.is_cut(cfg.rollout)
+    is_as_run = asked.dtype is None and not sampling_mask.is_cut(cfg.rollout)
     if subject.run is not None and is_as_run and (rows := recorded(subject.run, version=subject.step)):
         return spread(rows, asked.num_rows), [], "recorded by the run with these weights", notes
     if subject.run is not None and (rows := recorded(subject.run)):

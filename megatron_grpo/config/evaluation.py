@@ -1,14 +1,17 @@
-"""What the settings of evaluation come to: which sets, how many completions of each prompt, how they are drawn. No torch."""
+"""What the settings of evaluation come to: which sets, how many completions of each prompt, how they are drawn; and which checkpoint is the
+best: by which number, under which of its names, and whether more of it is better. No torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.tuner import Pair
+from megatron_grpo.config.rules import Rule, changed
+from megatron_grpo.config.table import close_to
 
 ALONE = "eval"  # the set that eval_dataset names
 SPLIT = "split_dataset_ratio"  # holds rows of the data set itself out
@@ -16,6 +19,10 @@ SUM = "weighted sum"  # of the rewards, as they train; no function has such a na
 PENALTIES = ("length", "soft_overlong", "repetition")  # built in, and never above 0
 COMPLETIONS = 8  # of each prompt, where they are drawn and nobody says how many
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+# Of metrics.jsonl: what a rollout and a step say of how good the policy is. docs/metrics.md has all names.
+_ROLLOUTS = ("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio")
+_STEPS = ("loss", "grad_norm", "sampling/logp_difference/mean", "sampling/logp_difference/max", "sampling/kl_k1", "sampling/kl_k3")
+_OWN = "environment/"  # what an environment measures has names of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,55 +115,137 @@ def rules_in_words(cfg: Config) -> str:
     return f"{turns.environment} {' '.join(turns.tools)} max_turns {turns.max_turns} turn_history {turns.turn_history}"
 
 
-def evaluation_pairs(cfg: Config) -> Iterator[Pair]:
-    """Settings of evaluation that do not go together."""
-    said = cfg.eval
-    if said.eval_steps and not sets_of(cfg):
-        yield (
-            ("eval_steps", "eval_dataset", "eval_datasets"),
-            f"eval_steps ({said.eval_steps}) needs an eval_dataset, or eval_datasets name=path, to evaluate on.",
-            {"eval_steps": [0]},
-        )
-    names = [name.rpartition(":")[2] for name in cfg.rewards.reward_funcs]
-    if said.eval_reward and said.eval_reward not in (*names, *cfg.rewards.reward_funcs):
-        yield (
-            ("eval_reward", "reward_funcs"),
-            f"eval_reward ({said.eval_reward}) is none of the reward_funcs ({', '.join(names) or 'none'}).",
-            {"eval_reward": names[:1]} if names else {},
-        )
-    if cfg.grpo.teacher_flag and sets_of(cfg) and not cfg.rewards.reward_funcs:
-        yield (
-            ("eval_dataset", "reward_funcs"),
-            "an evaluation scores completions by reward_funcs, and there are none. Name one: with reward_weights 0 it is only watched.",
-            {},
-        )
-    if said.eval_temperature == 0 and (said.num_generations_eval or 1) > 1:
-        yield (
-            ("num_generations_eval", "eval_temperature"),
-            f"num_generations_eval ({said.num_generations_eval}) with eval_temperature 0 would be {said.num_generations_eval} times the "
-            f"same completion. Use num_generations_eval 1, or an eval_temperature above 0.",
-            {"num_generations_eval": [1], "eval_temperature": [cfg.rollout.temperature]},
-        )
-    if said.eval_temperature == 0:
-        for flag in ("eval_top_p", "eval_top_k", "eval_min_p"):
-            if getattr(said, flag):
-                message = f"{flag} ({getattr(said, flag)}) does nothing with eval_temperature 0, which is greedy. Leave it out."
-                yield (flag, "eval_temperature"), message, {}
-    own = "environment" if cfg.turns.environment else "tools" if cfg.turns.tools else "rollout_func" if cfg.rollout.rollout_func else None
-    if own and said.eval_max_completion_length not in (None, cfg.rollout.max_completion_length):
-        yield (
-            ("eval_max_completion_length", own),
-            f"eval_max_completion_length ({said.eval_max_completion_length}) does not go with {own}, which has one limit for training and "
-            f"evaluation, max_completion_length ({cfg.rollout.max_completion_length}). Leave it out.",
-            {"eval_max_completion_length": [cfg.rollout.max_completion_length]},
-        )
-    if said.eval_dataset and cfg.data.split_dataset_ratio:
-        message = f"split_dataset_ratio ({cfg.data.split_dataset_ratio}) and eval_dataset ({said.eval_dataset}) both say what is held out."
-        yield (SPLIT, "eval_dataset"), f"{message} Keep one of them, or name sets in eval_datasets.", {SPLIT: [0.0]}
-    for name in said.eval_datasets:
-        if not _NAME.fullmatch(name):
-            message = f"eval_datasets: {name!r} cannot name a set: files and metrics are named after it. Use letters, digits, _ . and -."
-            yield ("eval_datasets",), message, {}
-        if name == ALONE and (said.eval_dataset or cfg.data.split_dataset_ratio):
-            message = f"eval_datasets: {ALONE} is the name of {flag_of(ALONE, cfg)}'s own set. Use another name."
-            yield ("eval_datasets", "eval_dataset"), message, {}
+# ---- the best checkpoint
+
+
+def metric_of(cfg: Config) -> str | None:
+    """The full name of what `metric_for_best_model` says: `eval` and `eval/NAME` stand for the score of a set."""
+    asked = cfg.run.metric_for_best_model
+    return f"{asked}/mean@{how_evaluated(cfg).n}" if asked in [curve_of(name) for name in sets_of(cfg)] else asked
+
+
+def is_greater_better(cfg: Config) -> bool:
+    """As in transformers: less is better of what is called a loss, more of everything else."""
+    said, metric = cfg.run.greater_is_better, cfg.run.metric_for_best_model or ""
+    return not metric.endswith("loss") if said is None else said
+
+
+def _rewards(cfg: Config) -> list[str]:
+    """Their names, as metrics have them."""
+    return [spec.rpartition(":")[2] for spec in cfg.rewards.reward_funcs]
+
+
+def _held_out(cfg: Config) -> Iterator[str]:
+    n, rewards = how_evaluated(cfg).n, _rewards(cfg)
+    each = [f"pass@1/{name}" for name in rewards if len(rewards) > 1]
+    episodes = ["mean_turns", "failed"] if cfg.turns.plays else []
+    for curve in map(curve_of, sets_of(cfg)):
+        yield curve
+        for name in (f"mean@{n}", *(f"pass@{k}" for k in ks(n)), *rewards, *each, "mean_length", "clipped_ratio", *episodes):
+            yield f"{curve}/{name}"
+
+
+def _training(cfg: Config) -> Iterator[str]:
+    grpo = cfg.grpo
+    yield from _ROLLOUTS
+    yield from (f"rewards/{name}/mean" for name in _rewards(cfg))
+    yield from _STEPS
+    if grpo.beta:
+        yield "kl_in_reward" if grpo.kl_in_reward else "kl"
+    if grpo.log_entropy or grpo.entropy_coef or grpo.use_adaptive_entropy or grpo.top_entropy_quantile < 1:
+        yield "entropy"
+    if grpo.dynamic_sample or grpo.oversample_ratio > 1:
+        yield "dynamic_sample/reward"
+
+
+# ---- what does not go together
+
+
+def _unknown_reward(c: SimpleNamespace) -> dict[str, Any] | None:
+    names = _rewards(c.cfg)
+    is_known = not c.eval_reward or c.eval_reward in (*names, *c.reward_funcs)
+    return None if is_known else {"told": ", ".join(names) or "none", "near": {"eval_reward": names[:1]} if names else {}}
+
+
+def _own_limit(c: SimpleNamespace) -> dict[str, Any] | None:
+    """Who makes completions of one length, where another is asked for."""
+    own = c.player if c.plays else "rollout_func" if c.rollout_func else None
+    return {"own": own} if own and c.eval_max_completion_length not in (None, c.max_completion_length) else None
+
+
+def _asked_set(c: SimpleNamespace) -> bool:
+    """Whether the best checkpoint is that of a held-out set."""
+    return c.metric_for_best_model is not None and (c.metric_for_best_model == ALONE or c.metric_for_best_model.startswith(f"{ALONE}/"))
+
+
+def _never_told(c: SimpleNamespace) -> dict[str, Any] | None:
+    metric, known = c.metric_for_best_model, [*_held_out(c.cfg), *_training(c.cfg)]
+    if metric is None or metric in known or (metric.startswith(_OWN) and c.plays):
+        return None
+    close = close_to(metric, known)
+    return {"told": ", ".join(known), "near": {"metric_for_best_model": close} if close else {}}
+
+
+def _steps_apart(c: SimpleNamespace) -> dict[str, Any] | None:
+    """Where checkpoints are written that were not evaluated."""
+    save, evaluate = c.save_steps, c.eval_steps
+    if not _asked_set(c) or (save and evaluate and save % evaluate == 0):
+        return None
+    return {"near": {"eval_steps": [save]} if save else {"save_steps": [evaluate]} if evaluate else {}}
+
+
+# fmt: off
+EVALUATION = (
+    Rule("eval_steps eval_dataset eval_datasets", lambda c: c.eval_steps and not sets_of(c.cfg),
+         "eval_steps ({eval_steps}) needs an eval_dataset, or eval_datasets name=path, to evaluate on.", {"eval_steps": [0]}),
+    Rule("eval_reward reward_funcs", _unknown_reward,
+         "eval_reward ({eval_reward}) is none of the reward_funcs ({told}).", lambda c: c.near),
+    Rule("eval_dataset reward_funcs", lambda c: c.cfg.grpo.teacher_flag and sets_of(c.cfg) and not c.reward_funcs,
+         "an evaluation scores completions by reward_funcs, and there are none. Name one: with reward_weights 0 it is only watched."),
+    Rule("num_generations_eval eval_temperature", lambda c: c.eval_temperature == 0 and (c.num_generations_eval or 1) > 1,
+         "num_generations_eval ({num_generations_eval}) with eval_temperature 0 would be {num_generations_eval} times the same completion. "
+         "Use num_generations_eval 1, or an eval_temperature above 0.",
+         lambda c: {"num_generations_eval": [1], "eval_temperature": [c.temperature]}),
+    Rule("{name} eval_temperature", lambda c: c.eval_temperature == 0 and [
+            one for one in changed(c, "eval_top_p", "eval_top_k", "eval_min_p") if one["value"]],
+         "{name} ({value}) does nothing with eval_temperature 0, which is greedy. Leave it out."),
+    Rule("eval_max_completion_length {own}", _own_limit,
+         "eval_max_completion_length ({eval_max_completion_length}) does not go with {own}, which has one limit for training and "
+         "evaluation, max_completion_length ({max_completion_length}). Leave it out.",
+         lambda c: {"eval_max_completion_length": [c.max_completion_length]}),
+    Rule("split_dataset_ratio eval_dataset", lambda c: c.eval_dataset and c.split_dataset_ratio,
+         "split_dataset_ratio ({split_dataset_ratio}) and eval_dataset ({eval_dataset}) both say what is held out. Keep one of them, or "
+         "name sets in eval_datasets.", {"split_dataset_ratio": [0.0]}),
+    Rule("eval_datasets", lambda c: [{"name": name} for name in c.eval_datasets if not _NAME.fullmatch(name)],
+         "eval_datasets: {name!r} cannot name a set: files and metrics are named after it. Use letters, digits, _ . and -."),
+    Rule("eval_datasets eval_dataset", lambda c: ALONE in c.eval_datasets and (c.eval_dataset or c.split_dataset_ratio)
+         and {"flag": flag_of(ALONE, c.cfg)}, "eval_datasets: eval is the name of {flag}'s own set. Use another name."),
+)
+
+BEST = (
+    Rule("greater_is_better metric_for_best_model", lambda c: c.metric_for_best_model is None and c.greater_is_better is not None
+         and {"said": str(c.greater_is_better).lower()},
+         "greater_is_better ({said}) does nothing without metric_for_best_model. Leave it out."),
+    Rule("load_best_model_at_end metric_for_best_model", lambda c: c.metric_for_best_model is None and c.load_best_model_at_end,
+         "load_best_model_at_end true exports the best checkpoint, and nothing says which is best. Give metric_for_best_model.",
+         {"load_best_model_at_end": [False]}),
+    Rule("load_best_model_at_end export_hf",
+         lambda c: c.metric_for_best_model is not None and c.load_best_model_at_end and not c.export_hf,
+         "load_best_model_at_end true is about what export_hf writes, which is false. Use export_hf true, or leave it out.",
+         {"export_hf": [True]}),
+    (
+        Rule("metric_for_best_model eval_dataset", lambda c: _asked_set(c) and not sets_of(c.cfg),
+             "metric_for_best_model ({metric_for_best_model}) is of held-out prompts, and there is no eval_dataset. Give one, or use "
+             "reward.", {"metric_for_best_model": ["reward"]}),
+        Rule("metric_for_best_model", _never_told,
+             "metric_for_best_model ({metric_for_best_model}) is nothing that this run tells. It is one of: {told}.", lambda c: c.near),
+        Rule("metric_for_best_model save_steps eval_steps", _steps_apart,
+             "metric_for_best_model ({metric_for_best_model}) compares checkpoints that were evaluated, so save_steps ({save_steps}) must "
+             "be a multiple of eval_steps ({eval_steps}), and neither 0.", lambda c: c.near),
+        Rule("metric_for_best_model save_steps",
+             lambda c: c.metric_for_best_model is not None and not c.save_steps and not c.save_interval_seconds,
+             "metric_for_best_model ({metric_for_best_model}) chooses among checkpoints, and save_steps 0 writes one alone. Give "
+             "save_steps."),
+    ),
+)
+# fmt: on

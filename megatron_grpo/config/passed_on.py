@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from megatron_grpo.config import grammar
-from megatron_grpo.config.config import Config
+from megatron_grpo.config.rules import Rule
+from megatron_grpo.config.sampling_mask import FIELD
 from megatron_grpo.config.table import close_to
-from megatron_grpo.config.tuner import Pair
 
 # ---- vLLM's SamplingParams: generation_kwargs, eval_generation_kwargs
 
@@ -101,58 +101,68 @@ _TEMPLATE_OWN = ("messages", "tools", "add_generation_prompt", "continue_final_m
                  "chat_template", "documents", "padding", "truncation", "max_length", "return_tensors")  # fmt: skip
 
 
-def pairs(cfg: Config) -> Iterator[Pair]:
-    """(settings, what is wrong, nearest values) of each problem."""
+# ---- what does not go together
+
+
+def _refused(c: SimpleNamespace) -> Iterator[dict[str, Any]]:
     drawn = "it changes the distribution that tokens are drawn from, and the trainer's softmax does not know of it: ratios would be wrong"
     said_before = (
         "it makes a word's probability depend on which words were said before it, and the trainer's softmax is of the logits alone"
     )
     for_evaluation = "For evaluation alone there is eval_generation_kwargs"
     reshaping = {name: f"{said_before if name in _PENALTIES else drawn}. {for_evaluation}" for name in RESHAPES}
-    bounded = (*_ENDS_AND_TEXT, grammar.FIELD)
+    bounded = (*_ENDS_AND_TEXT, FIELD)
     eval_settings, eval_allowed = {**_SAMPLING_SETTINGS, **_EVAL_SETTINGS}, (*bounded, *RESHAPES)
-    kernels = {name: name for name in vars(cfg.kernels)}
-    for flag, given, fields, what, own, reasons, allowed in (
-        ("generation_kwargs", cfg.rollout.generation_kwargs, sampling_fields, SAMPLING, _SAMPLING_SETTINGS, reshaping, bounded),
-        ("eval_generation_kwargs", cfg.eval.eval_generation_kwargs, sampling_fields, SAMPLING, eval_settings, {}, eval_allowed),
-        ("vllm_engine_kwargs", cfg.rollout.vllm_engine_kwargs, engine_fields, ENGINE, _ENGINE_SETTINGS, _ENGINE_REASONS, None),
-        ("megatron_extra_kwargs", cfg.model.megatron_extra_kwargs, megatron_fields, MEGATRON, _MEGATRON_SETTINGS | kernels, {}, OPEN),
+    kernels = {name: name for name in vars(c.cfg.kernels)}
+    for flag, fields, what, own, reasons, allowed in (
+        ("generation_kwargs", sampling_fields, SAMPLING, _SAMPLING_SETTINGS, reshaping, bounded),
+        ("eval_generation_kwargs", sampling_fields, SAMPLING, eval_settings, {}, eval_allowed),
+        ("vllm_engine_kwargs", engine_fields, ENGINE, _ENGINE_SETTINGS, _ENGINE_REASONS, None),
+        ("megatron_extra_kwargs", megatron_fields, MEGATRON, _MEGATRON_SETTINGS | kernels, {}, OPEN),
     ):
-        if given:  # else no package is looked for
-            yield from _problems(flag, given, own, reasons, fields(), what, allowed)
-    yield from _template(cfg)
+        for name, value in getattr(c, flag).items():  # of none no package is looked for
+            if name in own:
+                yield {"flags": f"{flag} {own[name]}", "flag": flag, "why": f"{name} is the setting {own[name]} here. Give it there."}
+            elif wrong := _wrong(name, value, reasons, fields(), what, allowed):
+                yield {"flags": flag, "flag": flag, "why": f"{name} is {wrong}"}
 
 
-def _problems(
-    flag: str, given: Mapping[str, Any], own: Mapping[str, str], reasons: Mapping[str, str], known: Mapping[str, str], what: str,
-    allowed: Collection[str] | None = None,
-) -> Iterator[Pair]:  # fmt: skip
-    """own: settings by the names they have there. known: fields with their annotations; empty where the package is not installed.
-
-    allowed: None where all that is known and not refused may pass.
-    """
-    for name, value in given.items():
-        if name in own:
-            yield (flag, own[name]), f"{flag}: {name} is the setting {own[name]} here. Give it there.", {}
-        elif known and name not in known or name.startswith("_"):
-            close = close_to(name, [field for field in known if not field.startswith("_")], limit=1)
-            yield (flag,), f"{flag}: {name} is no field of {what}{f'. Did you mean {close[0]}?' if close else '.'}", {}
-        elif name in reasons and name not in (allowed or ()):
-            yield (flag,), f"{flag}: {name} is refused: {reasons[name]}.", {}
-        elif allowed is not None and name not in allowed:
-            why = _MEGATRON_REASON if flag == "megatron_extra_kwargs" else "how answers come is arranged here"
-            yield (flag,), f"{flag}: {name} is refused: {why}. What may be given: {', '.join(sorted(allowed))}.", {}
-        elif wrong := misfit(known.get(name, ""), value):
-            yield (flag,), f"{flag}: {name} is {wrong} in {what}, not {value!r}.", {}
+def _wrong(
+    name: str, value: Any, reasons: Mapping[str, str], known: Mapping[str, str], what: str, allowed: Collection[str] | None
+) -> str | None:
+    """known: fields with their annotations; empty where the package is not installed. allowed: None where all that is known and not refused
+    may pass."""
+    if known and name not in known or name.startswith("_"):
+        close = close_to(name, [field for field in known if not field.startswith("_")], limit=1)
+        return f"no field of {what}{f'. Did you mean {close[0]}?' if close else '.'}"
+    if name in reasons and name not in (allowed or ()):
+        return f"refused: {reasons[name]}."
+    if allowed is not None and name not in allowed:
+        why = _MEGATRON_REASON if what == MEGATRON else "how answers come is arranged here"
+        return f"refused: {why}. What may be given: {', '.join(sorted(allowed))}."
+    wrong = misfit(known.get(name, ""), value)
+    return f"{wrong} in {what}, not {value!r}." if wrong else None
 
 
-def _template(cfg: Config) -> Iterator[Pair]:
-    given, thinks = cfg.data.chat_template_kwargs, cfg.data.enable_thinking
-    if taken := [name for name in given if name in _TEMPLATE_OWN]:
-        yield ("chat_template_kwargs",), f"chat_template_kwargs: {', '.join(taken)} is set here for each prompt. Leave it out.", {}
-    if thinks is not None and given.get("enable_thinking", thinks) != thinks:
-        message = f"enable_thinking ({str(thinks).lower()}) and chat_template_kwargs enable_thinking={given['enable_thinking']} differ."
-        yield ("enable_thinking", "chat_template_kwargs"), f"{message} Keep one of them.", {}
+def _thinks_twice(c: SimpleNamespace) -> dict[str, Any] | None:
+    thinks = c.enable_thinking
+    other = c.chat_template_kwargs.get("enable_thinking", thinks)
+    return {"thinks": str(thinks).lower(), "other": other} if thinks is not None and other != thinks else None
+
+
+PASSED_ON = (
+    Rule("{flags}", lambda c: list(_refused(c)), "{flag}: {why}"),
+    Rule(
+        "chat_template_kwargs",
+        lambda c: (taken := [name for name in c.chat_template_kwargs if name in _TEMPLATE_OWN]) and {"taken": ", ".join(taken)},
+        "chat_template_kwargs: {taken} is set here for each prompt. Leave it out.",
+    ),
+    Rule(
+        "enable_thinking chat_template_kwargs",
+        _thinks_twice,
+        "enable_thinking ({thinks}) and chat_template_kwargs enable_thinking={other} differ. Keep one of them.",
+    ),
+)
 
 
 # ---- what a package takes

@@ -1,17 +1,19 @@
 """What does not go together, as rows: which settings, when, what is said of it, and what works instead. No torch.
 
-A room's `validation.py` holds its rows; `broken` runs them.
+A room's `validation.py` holds its rows; here, what a room of settings means is beside them (`tuner`, `servers` ...). `broken` runs them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.read import COMMAND_LINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,29 @@ Rules = Iterable[Rule | tuple[Rule, ...]]
 
 
 def settings_of(cfg: Config, **more: Any) -> SimpleNamespace:
-    """Every setting by its name, whichever group it is in; `cfg` itself, and what else the rules of a room look at."""
-    return SimpleNamespace(**{name: value for section in cfg.groups().values() for name, value in vars(section).items()}, cfg=cfg, **more)
+    """Every setting by its name, whichever group it is in; `cfg` itself, and what else the rules of a room look at.
+
+    player: the setting that says who answers between turns, where `plays`. teacher: the one that names a teacher, or None.
+    """
+    known = {name: value for section in cfg.groups().values() for name, value in vars(section).items()}
+    player = "environment" if cfg.turns.environment else "tools"
+    return SimpleNamespace(**known, cfg=cfg, **{"plays": cfg.turns.plays, "player": player, "teacher": cfg.grpo.teacher_flag, **more})
+
+
+@cache
+def _defaults() -> SimpleNamespace:
+    return settings_of(Config())
+
+
+def changed(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
+    """The words of a refusal for each of these whose value is not its default: `name`, `value`, and `off`, which is the default."""
+    others = [name for name in names if getattr(c, name) != getattr(_defaults(), name)]
+    return [{"name": name, "value": getattr(c, name), "off": getattr(_defaults(), name)} for name in others]
+
+
+def given(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
+    """The same for each of these on the command line. (A file that a run has written has every setting.)"""
+    return [{"name": name, "value": getattr(c, name)} for name in names if c.cfg.sources.get(name) == COMMAND_LINE]
 
 
 def broken(rules: Rules, c: SimpleNamespace) -> Iterator[Problem]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from urllib.parse import urlsplit
 
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.base.files import read_text
-from megatron_grpo.config.config import Config, GrpoConfig, RolloutConfig
-from megatron_grpo.config.tuner import Pair
+from megatron_grpo.config.config import GrpoConfig, RolloutConfig
+from megatron_grpo.config.rules import Rule, changed
 
 TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"  # environment variable that both sides read the token from
 CALLS = 2  # at a time and server, each able to fill it: so it never runs half empty before the end
@@ -134,100 +135,96 @@ def read_token(cfg: RolloutConfig, environment: Mapping[str, str] = os.environ) 
     return token
 
 
-def pairs(cfg: Config) -> Iterator[Pair]:
-    """What does not go together where servers sample, or where they do not."""
-    rollout = cfg.rollout
-    yield from _of_a_teacher(cfg)
-    if rollout.vllm_mode != "server":
-        named = [name for name in NAMES if getattr(rollout, name)]
-        if named:
-            yield (
-                (*named, "vllm_mode"),
-                f"{' and '.join(named)} says where rollout servers are, and vllm_mode ({rollout.vllm_mode}) samples inside the training "
-                "ranks. Use vllm_mode server, or leave it out.",
-                {"vllm_mode": ["server"]},
-            )
-        return
-    yield from _addresses(rollout)
-    if typed := of_the_engine(cfg, cfg.typed):
-        said, them = ", ".join(f"{name} ({getattr(rollout, name)})" for name in typed), "it" if len(typed) == 1 else "them"
-        yield (
-            tuple(typed),
-            f"{said}: with vllm_mode server the engine is the server's, which is started with {them} (megatron-grpo serve). Leave {them} "
-            "out.",
-            {name: [getattr(RolloutConfig(), name)] for name in typed},
-        )
-    if rollout.vllm_server_ca is not None and not Path(rollout.vllm_server_ca).is_file():
-        yield ("vllm_server_ca",), f"vllm_server_ca ({rollout.vllm_server_ca}) is not a file. It holds certificates as PEM.", {}
-
-
-def _of_a_teacher(cfg: Config) -> Iterator[Pair]:
-    if cfg.grpo.teacher_model and cfg.grpo.teacher_model_server:
-        yield (
-            ("teacher_model", "teacher_model_server"),
-            f"teacher_model ({cfg.grpo.teacher_model}) is held in the training ranks, and teacher_model_server says that servers hold the "
-            "teacher. Keep one of them.",
-            {},
-        )
-    if cfg.grpo.offload_teacher_model and not cfg.grpo.teacher_model:
-        yield (
-            ("offload_teacher_model",),
-            "offload_teacher_model moves the teacher_model of the training ranks, and there is none. Leave it out.",
-            {"offload_teacher_model": [False]},
-        )
-    try:
-        teachers = teacher_addresses(cfg.grpo)
-    except ValueError as error:
-        yield ("teacher_model_server",), f"teacher_model_server: {error}.", {}
-        return
-    with suppress(ValueError):  # which is said of them elsewhere
-        both = [address for address in addresses_of(cfg.rollout) if address in teachers]
-        if both:
-            yield (
-                ("teacher_model_server", "vllm_server_host"),
-                f"{both[0]} is named as a rollout server, which takes the run's weights, and as the teacher's, which keeps its own. Start "
-                "the teacher at another port (megatron-grpo serve --frozen true).",
-                {},
-            )
-
-
-def of_the_engine(cfg: Config, among: Collection[str]) -> list[str]:
-    """The settings of an engine `among` these that are not their defaults."""
-    return [name for name in OF_THE_ENGINE if name in among and getattr(cfg.rollout, name) != getattr(RolloutConfig(), name)]
-
-
-def _addresses(rollout: RolloutConfig) -> Iterator[Pair]:
-    hosts, ports = [host for host in rollout.vllm_server_host if not host.startswith(FROM_FILE)], rollout.vllm_server_port
-    if not rollout.vllm_server_host and not rollout.vllm_server_base_url:
-        yield (
-            ("vllm_server_host", "vllm_mode"),
-            "vllm_mode server needs servers: name them with vllm_server_host (and vllm_server_port), or vllm_server_base_url.",
-            {},
-        )
-    if len(hosts) > 1 and len(ports) not in (1, len(hosts)):
-        yield (
-            ("vllm_server_port", "vllm_server_host"),
-            f"vllm_server_port has {len(ports)} ports for {len(hosts)} hosts: one for all of them, or one each.",
-            {},
-        )
-        return
-    try:
-        known = addresses_of(rollout)
-    except ValueError as error:
-        yield ("vllm_server_base_url", "vllm_server_host"), f"servers: {error}.", {}
-        return
-    wrong = [url for url in hosts if "/" in url or url.count(":") == 1]
-    if wrong:
-        yield ("vllm_server_host",), f"vllm_server_host ({', '.join(wrong)}) is a host alone: its port goes to vllm_server_port.", {}
-    plain = [str(address) for address in known if not address.is_https]
-    if rollout.vllm_server_ca is not None and plain:
-        yield (
-            ("vllm_server_ca", "vllm_server_base_url"),
-            f"vllm_server_ca vouches for servers that are spoken to by https, and {', '.join(plain)} is not. Use https://.",
-            {},
-        )
-
-
 def chunk_size(num_prompts: int, *, n: int, num_servers: int, max_num_seqs: int) -> int:
     """Prompts of one call: as many as fill the server, and no more than its share if all calls of all servers begin at once."""
     return max(1, min(max_num_seqs // n, -(-num_prompts // (num_servers * CALLS))))
+
+
+# ---- what does not go together
+
+
+def _of_the_engine(c: SimpleNamespace) -> dict[str, Any] | None:
+    """Settings of an engine that somebody typed, where the engine is a server's."""
+    found = changed(c, *(name for name in OF_THE_ENGINE if name in c.cfg.typed)) if c.vllm_mode == "server" else []
+    if not found:
+        return None
+    said, near = ", ".join(f"{one['name']} ({one['value']})" for one in found), {one["name"]: [one["off"]] for one in found}
+    return {"flags": " ".join(near), "said": said, "near": near, "them": "it" if len(found) == 1 else "them"}
+
+
+def _idle(c: SimpleNamespace) -> dict[str, Any] | None:
+    """What names servers where none samples."""
+    named = [name for name in NAMES if getattr(c, name)] if c.vllm_mode != "server" else []
+    return {"flags": " ".join(named), "named": " and ".join(named)} if named else None
+
+
+def _known(c: SimpleNamespace) -> tuple[list[Address], str]:
+    """Servers that sample, and what is wrong with their addresses."""
+    try:
+        return addresses_of(c.cfg.rollout), ""
+    except ValueError as error:
+        return [], str(error)
+
+
+def _hosts(c: SimpleNamespace) -> list[str]:
+    return [host for host in c.vllm_server_host if not host.startswith(FROM_FILE)]
+
+
+def _wrong_teacher(c: SimpleNamespace) -> dict[str, Any] | None:
+    try:
+        teacher_addresses(c.cfg.grpo)
+    except ValueError as error:
+        return {"error": error}
+    return None
+
+
+def _both(c: SimpleNamespace) -> dict[str, Any] | None:
+    """A server that would sample and teach."""
+    teachers = teacher_addresses(c.cfg.grpo)
+    both = [address for address in _known(c)[0] if address in teachers]
+    return {"address": both[0]} if both else None
+
+
+def _spoken_to_plainly(c: SimpleNamespace) -> dict[str, Any] | None:
+    plain = [str(address) for address in _known(c)[0] if not address.is_https]
+    return {"plain": ", ".join(plain)} if c.vllm_server_ca is not None and plain else None
+
+
+# fmt: off
+SERVERS = (
+    Rule("teacher_model teacher_model_server", lambda c: c.teacher_model and c.teacher_model_server,
+         "teacher_model ({teacher_model}) is held in the training ranks, and teacher_model_server says that servers hold the teacher. Keep "
+         "one of them."),
+    Rule("offload_teacher_model", lambda c: c.offload_teacher_model and not c.teacher_model,
+         "offload_teacher_model moves the teacher_model of the training ranks, and there is none. Leave it out.",
+         {"offload_teacher_model": [False]}),
+    (
+        Rule("teacher_model_server", _wrong_teacher, "teacher_model_server: {error}."),
+        Rule("teacher_model_server vllm_server_host", _both,
+             "{address} is named as a rollout server, which takes the run's weights, and as the teacher's, which keeps its own. Start the "
+             "teacher at another port (megatron-grpo serve --frozen true)."),
+    ),
+    Rule("{flags} vllm_mode", _idle,
+         "{named} says where rollout servers are, and vllm_mode ({vllm_mode}) samples inside the training ranks. Use vllm_mode server, or "
+         "leave it out.", {"vllm_mode": ["server"]}),
+    Rule("vllm_server_host vllm_mode", lambda c: c.vllm_mode == "server" and not c.vllm_server_host and not c.vllm_server_base_url,
+         "vllm_mode server needs servers: name them with vllm_server_host (and vllm_server_port), or vllm_server_base_url."),
+    (
+        Rule("vllm_server_port vllm_server_host", lambda c: c.vllm_mode == "server" and len(_hosts(c)) > 1
+             and len(c.vllm_server_port) not in (1, len(_hosts(c))) and {"ports": len(c.vllm_server_port), "hosts": len(_hosts(c))},
+             "vllm_server_port has {ports} ports for {hosts} hosts: one for all of them, or one each."),
+        Rule("vllm_server_base_url vllm_server_host", lambda c: c.vllm_mode == "server" and (wrong := _known(c)[1]) and {"wrong": wrong},
+             "servers: {wrong}."),
+        Rule("vllm_server_host", lambda c: c.vllm_mode == "server"
+             and (wrong := [url for url in _hosts(c) if "/" in url or url.count(":") == 1]) and {"wrong": ", ".join(wrong)},
+             "vllm_server_host ({wrong}) is a host alone: its port goes to vllm_server_port."),
+    ),
+    Rule("vllm_server_ca vllm_server_base_url", lambda c: c.vllm_mode == "server" and _spoken_to_plainly(c),
+         "vllm_server_ca vouches for servers that are spoken to by https, and {plain} is not. Use https://."),
+    Rule("{flags}", _of_the_engine,
+         "{said}: with vllm_mode server the engine is the server's, which is started with {them} (megatron-grpo serve). Leave {them} out.",
+         lambda c: c.near),
+    Rule("vllm_server_ca", lambda c: c.vllm_mode == "server" and c.vllm_server_ca is not None and not Path(c.vllm_server_ca).is_file(),
+         "vllm_server_ca ({vllm_server_ca}) is not a file. It holds certificates as PEM."),
+)
+# fmt: on

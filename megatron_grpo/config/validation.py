@@ -12,13 +12,16 @@ from typing import Any
 
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.base.files import why_not_drawn
-from megatron_grpo.config import best, evaluation, grammar, passed_on, servers, tuner
-from megatron_grpo.config.config import Config, OptimizerConfig, RolloutConfig, TurnsConfig
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.evaluation import BEST, EVALUATION, longest_completion
 from megatron_grpo.config.optimizer import DTYPES
-from megatron_grpo.config.read import COMMAND_LINE
-from megatron_grpo.config.rules import Rule, broken, settings_of
+from megatron_grpo.config.passed_on import PASSED_ON
+from megatron_grpo.config.rules import Rule, Rules, broken, changed, given, settings_of
+from megatron_grpo.config.sampling_mask import GRAMMAR
 from megatron_grpo.config.secrets import secrets_in
+from megatron_grpo.config.servers import SERVERS
 from megatron_grpo.config.table import bytes_of, table
+from megatron_grpo.config.tuner import tuner_rules
 
 REWARD = "environment"  # the built-in reward that is the environment's own
 LARGEST_WEIGHT = 1e6  # times the largest reward (rewards.protocol), still a number whose square is one
@@ -77,23 +80,10 @@ def validate(cfg: Config, unreadable: Collection[str] = ()) -> list[Problem]:
 
 
 def _together(cfg: Config) -> Iterator[Problem]:
-    player = "environment" if cfg.turns.environment else "tools"
-    c = settings_of(cfg, plays=cfg.turns.plays, player=player, longest=_longest(cfg))
-    yield from broken(TRAINING, c)
-    yield from _problems(tuner.pairs(cfg))
-    yield from _problems(servers.pairs(cfg))
-    yield from broken(SAMPLING, c)
-    yield from _problems(passed_on.pairs(cfg))
-    yield from _problems(grammar.pairs(cfg))
-    yield from broken(LENGTHS_AND_REWARDS, c)
-    yield from _problems(evaluation.evaluation_pairs(cfg))
-    yield from broken(DATA_AND_FILES, c)
-    yield from _problems(best.pairs(cfg))
-    yield from broken(BEGINNING, c)
-
-
-def _problems(pairs: Iterable[tuner.Pair]) -> Iterator[Problem]:
-    return (Problem(flags=flags, message=message, nearest=nearest) for flags, message, nearest in pairs)
+    c = settings_of(cfg, longest=_longest(cfg))
+    of_sampling = (*SERVERS, *SAMPLING, *PASSED_ON, *GRAMMAR)
+    rules: Rules = (*TRAINING, *tuner_rules(cfg), *of_sampling, *LENGTHS_AND_REWARDS, *EVALUATION, *DATA_AND_FILES, *BEST, *BEGINNING)
+    return broken(rules, c)
 
 
 # ---- computed neighbours
@@ -101,17 +91,7 @@ def _problems(pairs: Iterable[tuner.Pair]) -> Iterator[Problem]:
 
 def _longest(cfg: Config) -> int:
     """Tokens of the longest prompt and completion."""
-    return (cfg.data.max_prompt_length or 1) + evaluation.longest_completion(cfg)
-
-
-def _changed(c: SimpleNamespace, names: Iterable[str], default: Any) -> list[dict[str, Any]]:
-    """Those whose values are not their defaults."""
-    return [{"name": name, "value": getattr(c, name)} for name in names if getattr(c, name) != getattr(default, name)]
-
-
-def _given(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
-    """Those on the command line. (A file that a run has written has every setting.)"""
-    return [{"name": name, "value": getattr(c, name)} for name in names if c.cfg.sources.get(name) == COMMAND_LINE]
+    return (cfg.data.max_prompt_length or 1) + longest_completion(cfg)
 
 
 def _narrow(c: SimpleNamespace, names: Iterable[str] = DTYPES) -> dict[str, Any] | None:
@@ -125,7 +105,7 @@ def _too_short(c: SimpleNamespace) -> dict[str, Any] | None:
     """An engine that takes less than a prompt with its completion."""
     if c.vllm_max_model_len is None or c.vllm_max_model_len >= c.longest:
         return None
-    completion = evaluation.longest_completion(c.cfg)
+    completion = longest_completion(c.cfg)
     prompt = f"max_prompt_length ({c.max_prompt_length})" if c.max_prompt_length else "a prompt (at least 1 token)"
     said = "eval_max_completion_length" if completion > c.max_completion_length else "max_completion_length"
     return {"completion": completion, "prompt": prompt, "said": said}
@@ -134,9 +114,9 @@ def _too_short(c: SimpleNamespace) -> dict[str, Any] | None:
 def _answered_once(c: SimpleNamespace) -> dict[str, Any] | None:
     names = ("max_turns", "turn_history", "turn_discount", "environment_timeout", "max_environment_concurrency", "max_failed_episodes",
              "tool_call_parser")  # fmt: skip
-    changed = [] if c.plays else _changed(c, names, TurnsConfig())
-    told = ", ".join(f"{c.cfg.typed.get(one['name'], one['name'])} ({one['value']})" for one in changed)
-    return {"told": told, "names": " ".join(one["name"] for one in changed)} if changed else None
+    found = [] if c.plays else changed(c, *names)
+    told = ", ".join(f"{c.cfg.typed.get(one['name'], one['name'])} ({one['value']})" for one in found)
+    return {"told": told, "names": " ".join(one["name"] for one in found)} if found else None
 
 
 def _uncounted(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -160,7 +140,7 @@ def _undrawable(c: SimpleNamespace) -> dict[str, Any] | None:
 
 def _of_a_server(c: SimpleNamespace) -> list[dict[str, Any]]:
     """On the command line. A file may describe both, the run and its servers."""
-    return [{**one, "typed": c.cfg.typed[one["name"]]} for one in _given(c, *vars(c.cfg.serve)) if one["name"] in c.cfg.typed]
+    return [{**one, "typed": c.cfg.typed[one["name"]]} for one in given(c, *vars(c.cfg.serve)) if one["name"] in c.cfg.typed]
 
 
 # fmt: off
@@ -169,8 +149,7 @@ TRAINING = (
          "moe_aux_loss_coeff ({moe_aux_loss_coeff}) must be 0: the load-balancing loss is computed per micro-batch, so that the gradient "
          "would depend on how a batch is cut. Use moe_z_loss_coeff, or 0.", {"moe_aux_loss_coeff": [0.0]}),
     Rule("{name} recompute_granularity", lambda c: c.recompute_granularity != "full" and [
-            {"name": name, "value": getattr(c, name), "which": c.recompute_granularity or "not given"}
-            for name in ("recompute_method", "recompute_num_layers") if getattr(c, name) is not None],
+            {**one, "which": c.recompute_granularity or "not given"} for one in changed(c, "recompute_method", "recompute_num_layers")],
          "{name} ({value}) belongs to recompute_granularity full, which is {which}. Leave it out, or use recompute_granularity full."),
     Rule("recompute_granularity", lambda c: c.recompute_granularity == "full"
          and (missing := [name for name in ("recompute_method", "recompute_num_layers") if getattr(c, name) is None])
@@ -205,7 +184,7 @@ TRAINING = (
     Rule("lr_decay_style lr_wsd_decay_iters", lambda c: c.lr_decay_style == "WSD" and c.lr_wsd_decay_iters is None,
          "lr_decay_style WSD needs lr_wsd_decay_iters: the optimizer steps of its last part, in which the learning rate falls."),
     Rule("{name} lr_decay_style",
-         lambda c: c.lr_decay_style != "WSD" and _changed(c, ("lr_wsd_decay_iters", "lr_wsd_decay_style"), OptimizerConfig()),
+         lambda c: c.lr_decay_style != "WSD" and changed(c, "lr_wsd_decay_iters", "lr_wsd_decay_style"),
          "{name} ({value}) belongs to lr_decay_style WSD, which is {lr_decay_style}.", {"lr_decay_style": ["WSD"]}),
     Rule("lr_decay_iters lr_decay_style", lambda c: c.lr_decay_style == "constant" and c.lr_decay_iters is not None,
          "lr_decay_iters ({lr_decay_iters}) does nothing with lr_decay_style constant. Leave it out."),
@@ -263,7 +242,7 @@ SAMPLING = (
          "shows again where it rewrites earlier turns. Use delete, or raise.", {"truncation_strategy": ["delete", "raise"]}),
     # a rollout function of the user's own
     Rule("rollout_func_timeout rollout_func", lambda c: c.rollout_func is None and "rollout_func_timeout" in c.cfg.typed
-         and c.rollout_func_timeout != RolloutConfig().rollout_func_timeout,
+         and changed(c, "rollout_func_timeout"),
          "rollout_func_timeout ({rollout_func_timeout:g}) needs a rollout_func. Give one, or leave it out."),
     Rule("rollout_func {player}", lambda c: c.rollout_func is not None and c.plays,
          "rollout_func and {player} both say how a completion comes about. Use {player} alone, or let the function do it.",
@@ -302,7 +281,7 @@ DATA_AND_FILES = (
          "further_datasets come after dataset, which is not given."),
     Rule("columns", lambda c: len(set(c.columns.values())) < len(c.columns), "columns: two columns cannot get one name."),
     # a data set that is read as the run goes
-    Rule("shuffle_buffer_size streaming", lambda c: not c.streaming and _given(c, "shuffle_buffer_size"),
+    Rule("shuffle_buffer_size streaming", lambda c: not c.streaming and given(c, "shuffle_buffer_size"),
          "shuffle_buffer_size ({value}) does nothing without streaming true. Give that, or leave it out.", {"streaming": [True]}),
     Rule("max_steps streaming", _uncounted,
          "streaming reads rows as the run goes, so nobody knows how many optimizer steps {epochs} is. Give max_steps{told}.",
@@ -319,15 +298,14 @@ DATA_AND_FILES = (
     # what a run writes
     Rule("max_shard_size", lambda c: bytes_of(c.max_shard_size) is None,
          "max_shard_size ({max_shard_size}) is a size above 0, such as 5GB, 500MB or 2GiB."),
-    Rule("{name} push_to_hub", lambda c: not c.push_to_hub and [{"name": name, "value": getattr(c, name)}
-         for name in ("hub_model_id", "hub_private_repo") if getattr(c, name) is not None],
+    Rule("{name} push_to_hub", lambda c: not c.push_to_hub and changed(c, "hub_model_id", "hub_private_repo"),
          "{name} ({value}) does nothing without push_to_hub true. Give that, or leave it out.", {"push_to_hub": [True]}),
     Rule("push_to_hub export_hf", lambda c: c.push_to_hub and not c.export_hf,
          "push_to_hub true uploads what export_hf writes, which is false. Use export_hf true.",
          {"export_hf": [True], "push_to_hub": [False]}),
-    Rule("{name} audit", lambda c: not c.audit and _given(c, "audit_steps", "audit_action"),
+    Rule("{name} audit", lambda c: not c.audit and given(c, "audit_steps", "audit_action"),
          "{name} ({value}) does nothing without audit true. Give that, or leave it out.", {"audit": [True]}),
-    Rule("capsule_weights_gb capsules", lambda c: c.capsules == 0 and _given(c, "capsule_weights_gb"),
+    Rule("capsule_weights_gb capsules", lambda c: c.capsules == 0 and given(c, "capsule_weights_gb"),
          "capsule_weights_gb ({value:g}) does nothing with capsules 0. Use capsules 1, or leave it out.", {"capsules": [1]}),
     Rule("lengths", lambda c: c.lengths and not Path(c.lengths).is_file(),
          "lengths: {lengths} is not a file. It holds a prompt and a completion length a line."),

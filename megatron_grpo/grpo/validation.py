@@ -11,10 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.base.errors import Problem
-from megatron_grpo.config import kept
 from megatron_grpo.config.config import Config, GrpoConfig
-from megatron_grpo.config.grammar import flag_of, of_training
-from megatron_grpo.config.rules import Rule, broken, settings_of
+from megatron_grpo.config.rules import Rule, broken, changed, settings_of
+from megatron_grpo.config.sampling_mask import NOTE, SAMPLING_MASK, flag_of, of_training
 
 # What scale_rewards may say next to an estimator: the default, or what the estimator does anyway.
 SCALES_OF_ESTIMATOR: Mapping[str, tuple[str, ...]] = {
@@ -36,12 +35,7 @@ ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entro
 
 def problems(config: Config) -> list[Problem]:
     """Every combination that has no meaning, each with its reason."""
-    return list(broken(RULES, _settings(config)))
-
-
-def sampling_problems(config: Config) -> list[Problem]:
-    """What training draws from. (Evaluations may draw from anything, and rows that were recorded have been drawn.)"""
-    return [Problem(flags=flags, message=message, nearest=nearest) for flags, message, nearest in kept.pairs(config)]
+    return list(broken((*RULES, *SAMPLING_MASK), _settings(config)))
 
 
 def group_problems(cfg: GrpoConfig, *, generation: int, global_batch: int, group: int, passes: int) -> list[Problem]:
@@ -52,43 +46,23 @@ def group_problems(cfg: GrpoConfig, *, generation: int, global_batch: int, group
 
 def warnings(config: Config) -> list[str]:
     """Legal, and worth a line before the run."""
-    return [*kept.warnings(config.rollout), *(problem.message for problem in broken(WARNINGS, _settings(config)))]
+    return [problem.message for problem in broken((NOTE, *WARNINGS), _settings(config))]
 
 
 def _settings(config: Config) -> SimpleNamespace:
     cfg = config.grpo
     high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
     bound = flag_of(config.rollout) if of_training(config.rollout) is not None else None
-    return settings_of(config, teacher=cfg.teacher_flag, bounding=bound, high=high)
+    return settings_of(config, bounding=bound, high=high)
 
 
 # ---- computed neighbours
-
-
-def _factors_of_tokens(c: SimpleNamespace) -> list[dict[str, Any]]:
-    """The loss of `real` is one number a group, not a sum over tokens that could be weighed one by one."""
-    off = {"rollout_importance_sampling_mode": "none", "off_policy_sequence_mask_delta": None, "top_entropy_quantile": 1.0}
-    wrong = off if c.loss_type == "real" else ()
-    return [{"name": name, "value": getattr(c, name), "off": off[name]} for name in wrong if getattr(c, name) != off[name]]
-
-
-def _drawn_otherwise(c: SimpleNamespace) -> list[dict[str, Any]]:
-    """What servers cannot say: vLLM tells of drawn tokens the log-probs of a whole softmax at temperature 1."""
-    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} if c.teacher == "teacher_model_server" else {}
-    return [{"name": name, "value": getattr(c, name), "off": off} for name, off in plain.items() if getattr(c, name) != off]
 
 
 def _dropped(c: SimpleNamespace) -> dict[str, Any] | None:
     names = [name for name in ("dynamic_sample", "exclude_dead_groups") if getattr(c, name)]
     found = {"names": names, "flags": " ".join(names), "both": " and ".join(names), "it": "them" if len(names) > 1 else "it"}
     return found if names and c.teacher and not c.reward_funcs else None
-
-
-def _adaptive_alone(c: SimpleNamespace) -> list[dict[str, Any]]:
-    if c.use_adaptive_entropy:
-        return []
-    changed = [name for name in ADAPTIVE if getattr(c, name) != getattr(GrpoConfig(), name)]
-    return [{"name": name, "value": getattr(c, name)} for name in changed if name in c.cfg.typed]
 
 
 def _is_gdpo(c: SimpleNamespace) -> bool:
@@ -111,7 +85,9 @@ RULES = (
          "loss_type vespo multiplies the correction of every token into the sequence's weight: rollout_importance_sampling_mode "
          "{rollout_importance_sampling_mode}, which gives all tokens the sequence's, would count it once per token. Use a mode per token, "
          "or none.", {"rollout_importance_sampling_mode": ["token_truncate", "token_mask", "none"]}),
-    Rule("loss_type {name}", _factors_of_tokens,
+    # the loss of `real` is one number a group, not a sum over tokens that could be weighed one by one
+    Rule("loss_type {name}", lambda c: c.loss_type == "real"
+         and changed(c, "rollout_importance_sampling_mode", "off_policy_sequence_mask_delta", "top_entropy_quantile"),
          "{name} ({value}) is a factor of single tokens, and loss_type real is a function of a whole group's mean log-ratios, which has "
          "none. Leave {name} out, or use another loss_type.", lambda c: {} if c.off is None else {c.name: [c.off]}),
     # the KL and its reference
@@ -164,10 +140,12 @@ RULES = (
          "router_replay_mode R3 needs vllm_enable_prefix_caching true, without which vLLM returns no experts. Use true.",
          {"vllm_enable_prefix_caching": [True]}),
     # a teacher
-    Rule("teacher_kl_coef teacher_model", lambda c: not c.teacher and c.teacher_kl_coef != GrpoConfig().teacher_kl_coef,
+    Rule("teacher_kl_coef teacher_model", lambda c: not c.teacher and changed(c, "teacher_kl_coef"),
          "teacher_kl_coef ({teacher_kl_coef}) weighs what a teacher says, and there is none. Name it with teacher_model, or its servers "
          "with teacher_model_server, or leave this out."),
-    Rule("teacher_model_server {name}", _drawn_otherwise,
+    # vLLM tells of drawn tokens the log-probs of a whole softmax at temperature 1
+    Rule("teacher_model_server {name}",
+         lambda c: c.teacher == "teacher_model_server" and changed(c, "temperature", "top_p", "top_k", "min_p"),
          "teacher_model_server: a server's log-probs are those of its whole softmax at temperature 1, and with {name} ({value}) tokens are "
          "drawn from another distribution than that. Use {name} {off:g}, or teacher_model.", lambda c: {c.name: [c.off]}),
     Rule("teacher_model_server {bounding}", lambda c: c.teacher == "teacher_model_server" and c.bounding,
@@ -186,7 +164,8 @@ RULES = (
          "oversample_ratio ({oversample_ratio:g}) samples more groups than are trained and keeps those whose rewards differ, and without "
          "reward_funcs none do: what is sampled besides would be thrown away. Use 1.", {"oversample_ratio": [1.0]}),
     # an entropy bonus that adapts
-    Rule("{name} use_adaptive_entropy", _adaptive_alone,
+    Rule("{name} use_adaptive_entropy",
+         lambda c: not c.use_adaptive_entropy and [one for one in changed(c, *ADAPTIVE) if one["name"] in c.cfg.typed],
          "{name} ({value:g}) does nothing without use_adaptive_entropy true. Give that, or leave it out.",
          {"use_adaptive_entropy": [True]}),
     Rule("entropy_coef entropy_coef_min entropy_coef_max",

@@ -84,8 +84,13 @@ def _settings_problems(parsed: Parsed, shapes: Shapes) -> list[Problem]:
         of_model = [*length_problems(shape, longest), *_stops(cfg, shape), *engine, *policy_validation.problems(cfg, shape)]
     if teacher and not of_stages:
         of_model += teacher_problems(cfg, shape, teacher, longest)
-    of_grpo = [*grpo_validation.problems(cfg), *grpo_validation.sampling_problems(cfg)]
-    others = [*of_grpo, *of_stages, *of_model, *tuner_problems(cfg, shape), *policy_validation.bits_problems(cfg, shape)]
+    others = [
+        *grpo_validation.problems(cfg),
+        *of_stages,
+        *of_model,
+        *tuner_problems(cfg, shape),
+        *policy_validation.bits_problems(cfg, shape),
+    ]
     found = [in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
     return [*validate(cfg, parsed.unreadable), *found]
 

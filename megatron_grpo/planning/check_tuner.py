@@ -50,7 +50,7 @@ def tuner_problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
     for flag, directory in (("adapters", tuner.adapters), ("ref_adapters", tuner.ref_adapters)) if is_lora else ():
         if directory:
             found += _of_files(cfg, flag, directory, shape)
-    if shape is None or not are_names_readable(tuner):
+    if shape is None or not are_names_readable(cfg):
         return found
     if is_lora and not tuner.adapters:
         found += LoraSettings.of(tuner, shape).problems(shape)
@@ -108,7 +108,7 @@ def _contradictions(cfg: Config, found: LoraSettings, shape: ModelShape | None) 
 {cfg.tuner.adapters}), which the run begins with and continues. Leave {name} out."
         yield Problem(flags=(name, "adapters"), message=message)
     targets = [name for name in _TARGETS if name in cfg.typed]
-    if targets and shape and are_names_readable(cfg.tuner):
+    if targets and shape and are_names_readable(cfg):
         asked, there = _targeted(LoraSettings.of(cfg.tuner, shape), shape), _targeted(found, shape)
         if asked != there:
             said = ", ".join(f"{name} ({shown(getattr(cfg.tuner, name))})" for name in targets)

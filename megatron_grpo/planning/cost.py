@@ -10,7 +10,7 @@ from typing import Any
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.kept import is_cut, words_at_most
+from megatron_grpo.config.sampling_mask import is_cut, words_at_most
 from megatron_grpo.planning.check import Checked
 from megatron_grpo.planning.models import config_of_teacher
 from megatron_grpo.planning.parameters import FP32, Row, Tuning, elements, padded_vocab, rows_and_channels

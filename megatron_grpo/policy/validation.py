@@ -9,10 +9,9 @@ from typing import Any
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.batching.stages import layer_counts
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.grammar import flag_of, of_training
-from megatron_grpo.config.kept import is_cut
 from megatron_grpo.config.read import COMMAND_LINE
 from megatron_grpo.config.rules import Rule, broken, settings_of
+from megatron_grpo.config.sampling_mask import flag_of, is_cut, of_training
 from megatron_grpo.policy.fp8 import NEEDS
 from megatron_grpo.weights.lora import linear_modules, lora_of
 from megatron_grpo.weights.shape import ModelShape

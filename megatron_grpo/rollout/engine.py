@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_grpo.config.config import RolloutConfig
-from megatron_grpo.config.grammar import sampling_fields_of
-from megatron_grpo.config.kept import is_cut, words_at_most
+from megatron_grpo.config.sampling_mask import is_cut, sampling_fields_of, words_at_most
 from megatron_grpo.types import Group, Prompt
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.buckets import WeightUpdate

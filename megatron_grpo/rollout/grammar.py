@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.grammar import FIELD, REGEX, asked, fault
+from megatron_grpo.config.sampling_mask import FIELD, REGEX, asked, fault
 
 
 def unreadable(cfg: Config) -> list[Problem]:

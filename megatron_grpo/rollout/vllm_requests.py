@@ -15,8 +15,7 @@ import numpy as np
 
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import RolloutConfig
-from megatron_grpo.config.grammar import FIELD
-from megatron_grpo.config.kept import MOST
+from megatron_grpo.config.sampling_mask import FIELD, MOST
 from megatron_grpo.data.album import num_tokens, shortened
 from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.data.pictures import decoded

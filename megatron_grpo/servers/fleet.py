@@ -21,7 +21,7 @@ from megatron_grpo.base import activity
 from megatron_grpo.base.errors import ConfigError, GivenUp, NobodySamples, Problem, RunError, said_by
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import longest_completion
-from megatron_grpo.config.kept import words_at_most
+from megatron_grpo.config.sampling_mask import words_at_most
 from megatron_grpo.config.servers import Address, addresses_of, read_token
 from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.rollout.adapters import LoraPush

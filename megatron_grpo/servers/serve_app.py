@@ -23,7 +23,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from megatron_grpo.base.errors import keep_secret, said_by
-from megatron_grpo.config.kept import MOST
+from megatron_grpo.config.sampling_mask import MOST
 from megatron_grpo.servers import wire
 from megatron_grpo.servers.serve_engine import PushFailed, ServedEngine
 from megatron_grpo.servers.serve_state import Metrics, Ownership, Refused, SentPictures

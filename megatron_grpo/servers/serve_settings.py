@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
-from megatron_grpo.config import Parsed, passed_on, remote_code
+from megatron_grpo.config import Parsed, remote_code
 from megatron_grpo.config.config import Config, RolloutConfig, ServeConfig, TunerConfig
+from megatron_grpo.config.passed_on import PASSED_ON
 from megatron_grpo.config.read import COMMAND_LINE
+from megatron_grpo.config.rules import broken, settings_of
 from megatron_grpo.config.servers import TOKEN_VARIABLE, default_token_file
 from megatron_grpo.config.validation import value_problem
 from megatron_grpo.data.eyes import Eyes, eyes_of
@@ -69,7 +71,7 @@ def check_serving(parsed: Parsed) -> Serving:
     """Raises ConfigError with all that is wrong. Reads the token, and makes one where there is none."""
     cfg = parsed.config
     problems = [*parsed.problems, *_not_read(parsed), *_ranges(cfg, parsed.unreadable), *_tls(cfg.serve), *_files(cfg.serve), *_frozen(cfg)]
-    problems += [Problem(flags=names, message=message) for names, message, _ in passed_on.pairs(cfg) if set(names) & READ]
+    problems += [problem for problem in broken(PASSED_ON, settings_of(cfg)) if set(problem.flags) & READ]
     if find_spec("vllm") is None:
         problems.append(problem_with("serve", "serve needs vLLM, which is not installed here: install the extra `vllm`, or `cpu`."))
     model = token = None

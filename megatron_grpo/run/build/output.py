@@ -13,8 +13,8 @@ from megatron_grpo.checkpoint.best import Best
 from megatron_grpo.checkpoint.content import facts_of
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.checkpoint.written import claim, start_afresh, still_there
-from megatron_grpo.config.best import is_greater_better, metric_of
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.evaluation import is_greater_better, metric_of
 from megatron_grpo.config.write import write_config
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.journal import Journal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.config.best import is_greater_better, metric_of
+from megatron_grpo.config.evaluation import is_greater_better, metric_of
 from megatron_grpo.config.parse import resolve
 from megatron_grpo.config.validation import validate
 

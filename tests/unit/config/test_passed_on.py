@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import megatron_grpo
-from megatron_grpo.config import grammar, passed_on
+from megatron_grpo.config import passed_on, sampling_mask
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import how_evaluated, longest_completion
 from megatron_grpo.config.validation import validate
@@ -79,7 +79,7 @@ def test_every_name_that_vllm_is_refused_exists_in_it():
     assert not {*passed_on._ENGINE_SETTINGS, *passed_on._ENGINE_REASONS} - engine.keys()
     assert not {*passed_on.RESHAPES, *passed_on._SAMPLING_SETTINGS, *passed_on._ENDS_AND_TEXT} - sampling.keys()
     bounds = passed_on.fields_of("vllm", "sampling_params.py", "StructuredOutputsParams").keys()
-    assert grammar.FIELD in sampling and {*grammar.KINDS, *grammar.OF_THE_ENGINE, "whitespace_pattern"} == {
+    assert sampling_mask.FIELD in sampling and {*sampling_mask.KINDS, *sampling_mask.OF_THE_ENGINE, "whitespace_pattern"} == {
         name for name in bounds if not name.startswith("_")
     }
 

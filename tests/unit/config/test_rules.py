@@ -10,7 +10,8 @@ import pytest
 import megatron_grpo
 from megatron_grpo.config.table import table
 
-FILES = sorted(Path(megatron_grpo.__file__).parent.glob("*/validation.py"))
+PACKAGE = Path(megatron_grpo.__file__).parent
+FILES = sorted(file for file in PACKAGE.glob("*/*.py") if " Rule(" in file.read_text(encoding="utf-8"))
 
 
 def unknown_names(source: str) -> set[str]:
@@ -18,9 +19,9 @@ def unknown_names(source: str) -> set[str]:
     nodes = list(ast.walk(ast.parse(source)))
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "c"}
     calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) in ("settings_of", "SimpleNamespace")]
-    given = {word.arg for call in calls for word in call.keywords}
+    given = {"cfg", "plays", "player", "teacher", "name", "value", "off"} | {word.arg for call in calls for word in call.keywords}
     words = {key.value for node in nodes if isinstance(node, ast.Dict) for key in node.keys if isinstance(key, ast.Constant)}
-    return read - {"cfg"} - table().keys() - given - words
+    return read - table().keys() - given - words
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)

@@ -111,7 +111,7 @@ def test_warned_about(settings, says):
     ],
 )
 def test_what_is_left_of_the_vocabulary_must_be_able_to_travel(rollout, says, nearest):
-    found = validation.sampling_problems(Config(rollout=RolloutConfig(**rollout)))
+    found = validation.problems(Config(rollout=RolloutConfig(**rollout)))
     assert [says in one.message for one in found] == ([True] if says else []) and all(one.nearest == nearest for one in found)
     assert validation.warnings(Config(rollout=RolloutConfig(top_p=0.9, top_k=5))) == []
 

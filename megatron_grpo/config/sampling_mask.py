@@ -1,0 +1,134 @@
+"""What bounds the words of a completion: a regular expression, a JSON schema, a list of answers or a grammar, for vLLM; and what sampling
+from less than the whole vocabulary (top_k, top_p, min_p, a grammar) asks of the other settings. No torch.
+
+The trainer's softmax runs over the words that were left, so that its log-probs are those of the distribution drawn from. Their ids travel
+with every token, from the sampler to where the row trains. A grammar goes with a `top_k`, or with the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_grpo.config.config import Config, RolloutConfig
+from megatron_grpo.config.rules import Rule
+
+FIELD, REGEX = "structured_outputs", "vllm_structured_outputs_regex"  # of vLLM's SamplingParams; a setting of its own
+# One of these says what may be written, and is of this form.
+KINDS: Mapping[str, tuple[type, ...]] = {
+    "regex": (str,), "json": (str, dict), "choice": (list,), "grammar": (str,), "json_object": (bool,), "structural_tag": (str,),
+}  # fmt: skip
+# vLLM takes these in a request too, and looks at those of the engine alone. At whitespace_pattern it looks nowhere.
+OF_THE_ENGINE = ("disable_any_whitespace", "disable_additional_properties")
+_FORMS = {str: "a string", dict: "an object", list: "a list of strings", bool: "true"}
+# The largest top_k: its words are a kilobyte a token, at each place where a row waits or travels. Other cuts alone come with it.
+MOST = 256
+USUAL = 64  # what is said in place of a top_k of 1
+
+
+def of_training(rollout: RolloutConfig) -> Mapping[str, Any] | None:
+    """As vLLM's `structured_outputs` has it, whichever setting said it; None where completions are drawn freely."""
+    regex = rollout.vllm_structured_outputs_regex
+    return rollout.generation_kwargs.get(FIELD) if regex is None else {"regex": regex}
+
+
+def flag_of(rollout: RolloutConfig) -> str:
+    """The setting that says it."""
+    return REGEX if rollout.vllm_structured_outputs_regex is not None else "generation_kwargs"
+
+
+def sampling_fields_of(rollout: RolloutConfig) -> Mapping[str, Any]:
+    """What training gives vLLM's SamplingParams besides its own settings."""
+    regex = rollout.vllm_structured_outputs_regex
+    return rollout.generation_kwargs if regex is None else {**rollout.generation_kwargs, FIELD: {"regex": regex}}
+
+
+def asked(cfg: Config) -> Iterator[tuple[str, Any]]:
+    """(setting, what it bounds completions by), of training and of evaluation."""
+    if (bound := of_training(cfg.rollout)) is not None:
+        yield flag_of(cfg.rollout), bound
+    if (bound := cfg.eval.eval_generation_kwargs.get(FIELD)) is not None:
+        yield "eval_generation_kwargs", bound
+
+
+def fault(bound: Any) -> str | None:
+    """What is wrong with its form, as the end of a sentence."""
+    if not isinstance(bound, Mapping):
+        return 'is an object such as {"regex": "[0-9]+"}' + f", not {bound!r}"
+    if engine := [name for name in bound if name in OF_THE_ENGINE]:
+        return f"has {engine[0]}, which vLLM does not read there. Its engine has it: vllm_engine_kwargs structured_outputs_config"
+    if unknown := [name for name in bound if name not in KINDS]:
+        return f"has no {unknown[0]}. It has one of {', '.join(KINDS)}"
+    given = [name for name in KINDS if bound.get(name) is not None]
+    if len(given) != 1:
+        return f"has one of {', '.join(KINDS)}, and here are {' and '.join(given) or 'none of them'}"
+    value = bound[given[0]]
+    is_right = type(value) in KINDS[given[0]] and bool(value)
+    if isinstance(value, list):
+        is_right = is_right and all(isinstance(one, str) and one for one in value)
+    return None if is_right else f"has {value!r} as {given[0]}. Give {' or '.join(_FORMS[form] for form in KINDS[given[0]])}, not empty"
+
+
+def is_cut(rollout: RolloutConfig) -> bool:
+    """Whether training draws from less than the whole vocabulary."""
+    return rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0 or of_training(rollout) is not None
+
+
+def words_at_most(rollout: RolloutConfig) -> int:
+    """The top_k that training draws with; 0 draws from all words."""
+    return rollout.top_k or (MOST if is_cut(rollout) else 0)
+
+
+def in_words(rollout: RolloutConfig) -> str:
+    """`top_k 5 and top_p 0.9`"""
+    cuts = {"top_k": (rollout.top_k, 0), "top_p": (rollout.top_p, 1), "min_p": (rollout.min_p, 0)}
+    said = [f"{name} {value:g}" for name, (value, off) in cuts.items() if value != off]
+    return " and ".join([*said, *(["structured outputs"] if of_training(rollout) is not None else [])])
+
+
+# ---- what does not go together
+
+
+def _faults(c: SimpleNamespace) -> list[dict[str, Any]]:
+    return [{"flag": flag, "wrong": wrong} for flag, bound in asked(c.cfg) if (wrong := fault(bound))]
+
+
+def _cut(c: SimpleNamespace) -> dict[str, Any] | None:
+    """What leaves less than the whole vocabulary."""
+    if not is_cut(c.cfg.rollout):
+        return None
+    is_bounded = of_training(c.cfg.rollout) is not None
+    flag = "top_k" if c.top_k else "top_p" if c.top_p < 1 else "min_p" if c.min_p else flag_of(c.cfg.rollout)
+    return {"flag": flag, "cuts": in_words(c.cfg.rollout), "them": "them" if is_bounded else "top_k, top_p and min_p"}
+
+
+# fmt: off
+GRAMMAR = (
+    Rule("vllm_structured_outputs_regex generation_kwargs",
+         lambda c: c.vllm_structured_outputs_regex is not None and c.generation_kwargs.get(FIELD) is not None,
+         "vllm_structured_outputs_regex and generation_kwargs structured_outputs both say what completions are bounded by. Keep one of "
+         "them."),
+    Rule("{flag}", _faults, "{flag}: structured_outputs {wrong}."),
+)
+
+# Of training. Evaluations may draw from anything, and rows that were recorded have been drawn.
+SAMPLING_MASK = (
+    Rule("top_k", lambda c: c.top_k > MOST,
+         f"top_k ({{top_k}}) is more than {MOST}: the ids of the words that it leaves travel with every token, for the trainer's softmax "
+         f"runs over them. Use {MOST}, or 0, which draws from all words.", {"top_k": [MOST, 0]}),
+    Rule("top_k", lambda c: c.top_k == 1,
+         "top_k (1) leaves the likeliest word alone, whose log-prob is then 0 whatever the weights are: nothing would train. Use "
+         f"{USUAL}, or 0, which draws from all words.", {"top_k": [USUAL, 0]}),
+    Rule("min_p", lambda c: c.min_p == 1,
+         "min_p (1) leaves the likeliest word alone, whose log-prob is then 0 whatever the weights are: nothing would train. Use less.",
+         {"min_p": [0.0]}),
+    Rule("{flag} rollout_func", lambda c: c.rollout_func is not None and _cut(c),
+         "{cuts} does not go with rollout_func: nobody knows which request drew which of the tokens that it returns, so not which words "
+         "were left for each. Leave {them} out."),
+)
+
+NOTE = Rule("", lambda c: not c.top_k and _cut(c),
+            f"Note: {{cuts}} without top_k draws among the {MOST} likeliest words (top_k {MOST}): the ids of the words that are left "
+            "travel with every token, for the trainer's softmax runs over them. Less likely words are never drawn in training.")
+# fmt: on
