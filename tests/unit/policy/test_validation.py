@@ -12,10 +12,10 @@ from megatron_grpo.config import parse
 from megatron_grpo.config.config import Config
 from megatron_grpo.parallel.layout import Layout, sequence_alignment
 from megatron_grpo.planning.sharing import LEAST_SAVING, decide
+from megatron_grpo.policy import same_bits_validation
 from megatron_grpo.policy.fp8 import rank_multiple
 from megatron_grpo.policy.validation import (
     attention_channels,
-    bits_problems,
     flash_obstacle,
     machine_problems,
     problems,
@@ -226,12 +226,15 @@ def test_the_heads_of_latent_attention_are_those_of_its_queries():
 
 def test_equal_bits_are_refused_for_what_has_not_been_compared():
     def said(shape, **values):
-        return [problem.message for problem in bits_problems(Config().with_values({"same_bits": True, **values}), shape)]
+        return [problem.message for problem in same_bits_validation.problems(Config().with_values({"same_bits": True, **values}), shape)]
 
     qwen = ModelShape.from_hf(config_of("qwen3"))
     yarn = dataclasses.replace(qwen.rope, attention_scaling=1.1)
     assert said(qwen) == said(qwen, torch_dtype="float32") == said(None) == []
-    assert list(bits_problems(Config(), DEEPSEEK)) == [] and machine_problems(Config(), has_gpu=True, has_transformer_engine=True) == []
+    assert (
+        list(same_bits_validation.problems(Config(), DEEPSEEK)) == []
+        and machine_problems(Config(), has_gpu=True, has_transformer_engine=True) == []
+    )
     for shape, values, words in (
         (DEEPSEEK, {}, "multi-latent attention"),
         (dataclasses.replace(qwen, architecture="NobodyForCausalLM"), {}, "NobodyForCausalLM is not reached"),

@@ -1,0 +1,85 @@
+"""What does not go with same_bits, and why the bits would differ (docs/proof.md). No torch: `plan` asks too."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.rules import Rule, broken, settings_of
+from megatron_grpo.config.sampling_mask import flag_of, is_cut, of_training
+from megatron_grpo.weights.shape import ModelShape
+
+# Compared bit by bit by tools/same_bits.py.
+PROVEN = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+
+
+def problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
+    """shape: None where the model is not at hand."""
+    return list(broken(RULES, settings_of(cfg, shape=shape))) if cfg.rollout.same_bits else []
+
+
+def _cut_words(c: SimpleNamespace) -> dict[str, Any] | None:
+    """What leaves less than the whole vocabulary to draw from, and its value that does not."""
+    if not is_cut(c.cfg.rollout):
+        return None
+    flag, off = ("top_p", 1.0) if c.top_p < 1 else ("min_p", 0.0) if c.min_p else ("top_k", 0)
+    return {"flag": flag, "off": off}
+
+
+# fmt: off
+RULES = (
+    Rule("same_bits vllm_mode", lambda c: c.vllm_mode == "server", "same_bits true: both engines must be in one process. Use colocate.",
+         {"vllm_mode": ["colocate"]}),
+    Rule("same_bits transformer_impl", lambda c: c.transformer_impl == "transformer_engine",
+         "same_bits true: Transformer Engine is not reached; see docs/proof.md. Use local.", {"transformer_impl": ["local"]}),
+    Rule("same_bits tuner_type", lambda c: c.tuner_type == "lora",
+         "same_bits true: the sampler adds adapters with other kernels. Use full.", {"tuner_type": ["full"]}),
+    Rule("same_bits router_replay_mode", lambda c: c.router_replay_mode != "disabled",
+         "same_bits true: the layer of experts is the sampler's own kernel, which routes by itself. Use disabled.",
+         {"router_replay_mode": ["disabled"]}),
+    Rule("same_bits vllm_tensor_parallel_size tensor_model_parallel_size",
+         lambda c: c.vllm_tensor_parallel_size != c.tensor_model_parallel_size,
+         "same_bits true: the sampler adds partial sums of {vllm_tensor_parallel_size} ranks (vllm_tensor_parallel_size), the trainer of "
+         "{tensor_model_parallel_size} (tensor_model_parallel_size). Use vllm_tensor_parallel_size {tensor_model_parallel_size}.",
+         lambda c: {"vllm_tensor_parallel_size": [c.tensor_model_parallel_size]}),
+    Rule("same_bits vllm_dtype", lambda c: c.vllm_dtype not in (None, c.torch_dtype),
+         "same_bits true: the trainer computes in {torch_dtype} (torch_dtype). Leave vllm_dtype out."),
+    (
+        Rule("same_bits {flag}", lambda c: of_training(c.cfg.rollout) is not None and {"flag": flag_of(c.cfg.rollout)},
+             "same_bits true: a softmax over the words that a grammar leaves is not reached; see docs/proof.md. Leave it out."),
+        Rule("same_bits {flag}", _cut_words,
+             "same_bits true: a softmax over what is left of the vocabulary is not reached; see docs/proof.md. Use {off:g}.",
+             lambda c: {c.flag: [c.off]}),
+    ),
+    (
+        Rule("same_bits model", lambda c: c.shape and c.shape.mla,
+             "same_bits true: multi-latent attention is not reached; see docs/proof.md. Use same_bits false."),
+        Rule("same_bits model", lambda c: c.shape and c.shape.vision,
+             "same_bits true: the towers of trainer and sampler are two programs. Use same_bits false."),
+        Rule("same_bits model", lambda c: c.shape and c.shape.architecture not in PROVEN,
+             "same_bits true: {shape.architecture} is not reached; see docs/proof.md. Use same_bits false, or one of "
+             f"{', '.join(PROVEN)}."),
+        Rule("same_bits model", lambda c: c.shape and any(c.shape.windows or ()),
+             "same_bits true: sliding windows are not reached; see docs/proof.md. Use same_bits false."),
+        Rule("same_bits model", lambda c: c.shape and c.shape.rope.attention_scaling != 1,
+             "same_bits true: the sampler scales cosines and sines where the trainer scales scores (YaRN). Use same_bits false."),
+        Rule("same_bits tensor_model_parallel_size",
+             lambda c: c.shape and c.tensor_model_parallel_size > 1 and (c.shape.attention_out_bias or c.shape.mlp_bias),
+             "same_bits true: the sampler adds a bias before it sums over ranks, the trainer after. Use 1.",
+             {"tensor_model_parallel_size": [1]}),
+        Rule("same_bits torch_dtype", lambda c: c.shape and c.torch_dtype == "bfloat16"
+             and (c.shape.qkv_bias or c.shape.attention_out_bias or c.shape.mlp_bias),
+             "same_bits true: the sampler adds a bias before it rounds to bfloat16, the trainer after. Use float32.",
+             {"torch_dtype": ["float32"]}),
+    ),
+)
+# fmt: on
