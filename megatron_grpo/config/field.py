@@ -39,6 +39,26 @@ class Range:
         return []
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One row of `table.table`: a flag, and equally a key of a configuration file. Its field knows all but where it stands."""
+
+    name: str = ""
+    group: str = ""
+    kind: str = ""  # "int", "float", "bool" or "str"; of a map also "Any": whatever JSON can say
+    default: Any = None
+    is_list: bool = False
+    is_map: bool = False  # values of `kind` by words
+    optional: bool = False
+    unit: str = ""
+    help: str = ""
+    choices: Sequence[str] = ()
+    aliases: Sequence[str] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)  # value -> why it is not a choice here
+    range: Range = Range()
+    on_resume: OnResume = "said"
+
+
 def setting(
     default: Any,
     help: str,
@@ -55,21 +75,11 @@ def setting(
     refused: values known elsewhere and not here, with the reason, so that nobody trains something else believing it is this.
     bounds: the range of a number, see `Range`. It stands nowhere else.
     """
-    meta = {
-        "help": help,
-        "unit": unit,
-        "choices": tuple(choices),
-        "aliases": tuple(aliases),
-        "refused": dict(refused or {}),
-        "range": Range(**bounds),
-        "on_resume": on_resume,
-    }
-    if isinstance(default, (list, tuple)):
-        values = tuple(default)
-        return field(default_factory=lambda: list(values), metadata=meta)
-    if isinstance(default, dict):
-        return field(default_factory=dict, metadata=meta)
-    return field(default=default, metadata=meta)
+    row = Setting(help=help, unit=unit, choices=tuple(choices), aliases=tuple(aliases), refused=dict(refused or {}),
+                  range=Range(**bounds), on_resume=on_resume)  # fmt: skip
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata={"setting": row})
+    return field(default=default, metadata={"setting": row})
 
 
 fixed = partial(setting, on_resume="refused")

@@ -7,35 +7,15 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
 from megatron_grpo.base.files import read_text
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.field import OnResume, Range
+from megatron_grpo.config.field import Setting
 
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One row: a flag, and equally a key of a configuration file."""
-
-    name: str
-    group: str
-    kind: str  # "int", "float", "bool" or "str"; of a map also "Any": whatever JSON can say
-    default: Any = None
-    is_list: bool = False
-    is_map: bool = False  # values of `kind` by words
-    optional: bool = False
-    unit: str = ""
-    help: str = ""
-    choices: Sequence[str] = ()
-    aliases: Sequence[str] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)  # value -> why it is not a choice here
-    range: Range = Range()
-    on_resume: OnResume = "said"
 
 
 def canonical(name: str) -> str:
@@ -49,25 +29,11 @@ def table() -> Mapping[str, Setting]:
     rows = {}
     for group, section in Config().groups().items():
         for f in fields(section):
-            meta, type = f.metadata, str(f.type)
-            optional, is_list, is_map = type.endswith("| None"), type.startswith("list["), type.startswith("dict[str, ")
+            type, default = str(f.type), getattr(section, f.name)
+            is_list, is_map = type.startswith("list["), type.startswith("dict[str, ")
             kind = type.removeprefix("list[").removeprefix("dict[str, ").removesuffix("| None").strip().removesuffix("]")
-            rows[f.name] = Setting(
-                name=f.name,
-                group=group,
-                kind=kind,
-                default=getattr(section, f.name),
-                is_list=is_list,
-                is_map=is_map,
-                optional=optional,
-                unit=meta["unit"],
-                help=meta["help"],
-                choices=meta["choices"],
-                aliases=meta["aliases"],
-                refused=meta["refused"],
-                range=meta["range"],
-                on_resume=meta["on_resume"],
-            )
+            where = {"name": f.name, "group": group, "default": default, "optional": type.endswith("| None")}
+            rows[f.name] = replace(f.metadata["setting"], **where, kind=kind, is_list=is_list, is_map=is_map)
     return rows
 
 

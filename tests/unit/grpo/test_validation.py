@@ -25,7 +25,7 @@ def test_the_defaults_are_legal_and_quiet():
 
 def test_every_choice_of_every_setting_is_legal_alone():
     for field in dataclasses.fields(GrpoConfig):
-        for choice in field.metadata["choices"]:
+        for choice in field.metadata["setting"].choices:
             assert validation.problems(config(**{field.name: choice})) == [], (field.name, choice)
 
 
