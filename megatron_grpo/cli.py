@@ -289,7 +289,7 @@ def _run(command: str, words: list[str], parts: dict[str, Any]) -> int:
     if any(word in ("-h", "--help") for word in words):
         from megatron_grpo.config.show import print_help
 
-        print_help(command, COMMANDS[command])
+        print_help(command, COMMANDS[command], words[1:] if words[0] in ("-h", "--help") else ())
         return EXIT_DONE
     if sys.platform != "linux" and command != "plan":
         raise ConfigError(f"{command} needs Linux, and this is {sys.platform}: here `plan` alone runs (docs/dependencies.md).")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.parsed import Parsed
-from megatron_grpo.config.read import COMMAND_LINE, Read, TypedSetting, read_file, read_words, shown
+from megatron_grpo.config.read import COMMAND_LINE, Read, TypedSetting, read_file, read_words, shown, spread
 from megatron_grpo.config.table import BadValue, Setting, names, read_value, table
 
 
@@ -49,6 +49,7 @@ def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialec
         entries += file_entries
         problems += file_problems
     entries += [entry for entry in typed_entries if entry.name not in own]
+    entries = [one for entry in entries for one in spread(entry)]
 
     print_config = any(entry.name == "print_config" and entry.raw[:1] != ["false"] for entry in typed_entries)
     translation = dialects.translation(entries) if dialects else None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.base.files import read_text
-from megatron_grpo.config.table import canonical, names, table
+from megatron_grpo.config.field import Setting
+from megatron_grpo.config.table import MAPS, BadValue, canonical, keys, names, read_value, table
 
 COMMAND_LINE = "command line"
 _FLAG = re.compile(r"--[A-Za-z]")
@@ -102,13 +103,29 @@ def read_yaml(text: str, *, source: str) -> tuple[list[TypedSetting], list[Probl
             name = prefix + canonical(str(key))
             setting = names().get(name)
             if isinstance(value, dict) and not (setting and setting.is_map):
-                is_group = not within and name in groups
+                is_group = name in MAPS or not within and name in groups
                 walk(value, "" if is_group else f"{within}{canonical(str(key))}.", f"{within}{canonical(str(key))}.")
             else:
                 entries.append(TypedSetting(name=name, raw=() if value == [] else value, source=source))
 
     walk(data, "", "")
     return entries, problems
+
+
+def spread(entry: TypedSetting) -> list[TypedSetting]:
+    """The settings that an entry names by way of a map: `loss_kwargs real_tau=1`, `loss_kwargs.real_tau 1`; else the entry itself."""
+    name, _, key = entry.name.partition(".")
+    if name not in MAPS or (key and key not in keys()[name]):
+        return [entry]
+    if key:
+        return [replace(entry, name=key)]
+    try:
+        values = read_value(Setting(name=name, kind="Any", is_map=True), entry.raw)
+        if unknown := [one for one in values if one not in keys()[name]]:
+            raise BadValue(f"has no {unknown[0]}: its keys are {', '.join(keys()[name])}")
+    except BadValue as bad:
+        return [replace(entry, raw=bad)]
+    return [replace(entry, name=one, raw=value) for one, value in values.items()]
 
 
 def _repeated(root: Any) -> list[str]:

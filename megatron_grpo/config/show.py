@@ -6,11 +6,11 @@ import inspect
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.read import shown
-from megatron_grpo.config.table import Setting, table
+from megatron_grpo.config.table import MAPS, Setting, canonical, keys, table
 
 WORDS = {  # that some commands take, besides settings
     "doctor": "[--json]",
@@ -25,11 +25,17 @@ def print_overview(commands: Mapping[str, Callable]) -> None:
     print("usage: megatron-grpo <command> [--config file.yaml] [--name value ...]\n\nGRPO on Megatron-Core, sampled by vLLM.\n")
     for name, function in commands.items():
         print(textwrap.fill(f"  {name:<10}{(function.__doc__ or '').strip().splitlines()[0]}", _width(), subsequent_indent=" " * 12))
-    print("\n`megatron-grpo <command> --help` lists every setting with its unit and default.")
+    print("\n`megatron-grpo <command> --help` lists every setting with its unit and default, `--help NAME` explains one.")
 
 
-def print_help(command: str, function: Callable) -> None:
-    """Every setting by group: name, type, unit, default and one line of help."""
+def print_help(command: str, function: Callable, asked: Sequence[str] = ()) -> None:
+    """Every setting by group: name, type, unit, default and one line of help; of a map its keys.
+
+    asked: settings, maps and groups that alone are explained, keys and all; or "all".
+    """
+    if explained := [setting for setting in table().values() if _names_of(setting) & {*map(canonical, asked)}]:
+        print("\n".join(line for setting in explained for line in _entry(setting)))
+        return
     titles = {name: (type(section).__doc__ or "").strip() for name, section in Config().groups().items()}
     words = WORDS.get(command, "[settings]")
     print(f"usage: megatron-grpo {command} {words.replace('[settings]', '[--config file.yaml ...] [--name value ...]')}\n")
@@ -42,14 +48,29 @@ def print_help(command: str, function: Callable) -> None:
         "",
         "  --config FILE ...         YAML, flat or in sections, or a launch script; the same names as below",
         "  --print_config            show every value and where it came from, and stop",
+        "  --help NAME ...           these settings alone; of a map (KEY=VALUE ...) its keys; all: every setting and key",
     ]
     group = None
     for setting in table().values():
         if setting.group != group:
             group = setting.group
             lines += ["", f"{titles[group]}  [section `{group}`]"]
-        lines += _entry(setting)
+        of_map = _map_of(setting)
+        if of_map is None:
+            lines += _entry(setting)
+        elif keys()[of_map][0] == setting.name:
+            text = f"{MAPS[of_map][0]}: {', '.join(keys()[of_map])}. Also each by itself: --{setting.name} ..."
+            lines += [f"  --{of_map} KEY=VALUE ...", *_wrapped(text)]
     print("\n".join(lines))
+
+
+def _map_of(setting: Setting) -> str | None:
+    return next((name for name in MAPS if setting.name in keys()[name]), None)
+
+
+def _names_of(setting: Setting) -> set[str | None]:
+    """By which it is asked for."""
+    return {"all", setting.name, setting.group, _map_of(setting), *setting.aliases}
 
 
 def _entry(setting: Setting) -> list[str]:
@@ -67,7 +88,11 @@ def _entry(setting: Setting) -> list[str]:
     text = f"{setting.help} ({'; '.join(notes)})" if notes else setting.help
     if setting.aliases:
         text += f". Also: {', '.join(f'--{alias}' for alias in setting.aliases)}."
-    return [f"  --{setting.name} {kind}", *textwrap.wrap(text.strip(), _width() - 8, initial_indent=" " * 8, subsequent_indent=" " * 8)]
+    return [f"  --{setting.name} {kind}", *_wrapped(text.strip())]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _width() - 8, initial_indent=" " * 8, subsequent_indent=" " * 8)
 
 
 def _width() -> int:

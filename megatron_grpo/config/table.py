@@ -15,6 +15,32 @@ from megatron_grpo.base.files import read_text
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.field import Setting
 
+# Long tails of settings, each under one name that `--help` lists once: what they are about, and how the names of its keys begin. A key is a
+# setting like any other, with a flag of its own.
+MAPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "recompute_kwargs": ("how activation recompute is cut", ("recompute_method", "recompute_num_", "recompute_modules", "vit_gradient_")),
+    "lora_kwargs": ("LoRA beyond rank, alpha and targets", ("lora_dropout", "use_rslora", "lora_dtype", "target_regex", "exclude_modules",
+                                                            "rank_pattern", "alpha_pattern")),
+    "freeze_kwargs": ("what does not train with tuner_type full", ("freeze_", "trainable_")),
+    "pipeline_kwargs": ("uneven pipeline stages", ("decoder_", "account_for_", "pipeline_model_parallel_layout", "microbatch_group_")),
+    "kernel_kwargs": ("Megatron-Core's kernels and exchanges", ("cp_comm_", "moe_permute_", "moe_shared_", "moe_enable_")),
+    "image_kwargs": ("pictures", ("data_root", "max_pixels", "min_pixels", "limit_images")),
+    "server_kwargs": ("how servers are spoken to", ("vllm_server_port", "vllm_server_timeout", "vllm_server_ca", "vllm_server_token_")),
+    "turn_kwargs": ("episodes beyond max_turns", ("turn_", "environment_timeout", "max_environment_", "max_failed_", "tool_call_")),
+    "reward_kwargs": ("what single built-in rewards take", ("accuracy_", "length_target", "cosine_", "repetition_", "code_", "reward_model",
+                                                            "llm_judge_", "reward_concurrency")),
+    "loss_kwargs": ("what a single loss_type takes", ("sapo_", "vespo_", "fipo_", "real_")),
+    "entropy_kwargs": ("an entropy bonus that adapts", ("use_adaptive_entropy", "entropy_coef_", "entropy_target")),
+    "schedule_kwargs": ("learning rate and weight decay over the run", ("lr_decay_iters", "lr_wsd_", "lr_warmup_init",
+                                                                        "weight_decay_incr_", "start_weight_", "end_weight_")),
+    "skip_kwargs": ("optimizer steps that are skipped", ("skip_grad_", "max_skipped_")),
+    "optimizer_dtypes": ("gradients and optimizer state below float32", ("use_precision_", "main_grads_", "main_params_", "exp_avg_")),
+    "debug_kwargs": ("what is kept and compared for whoever looks for a fault", ("record_rows", "audit", "capsule")),
+    "stop_kwargs": ("when a run stops by itself", ("stop_drain_", "stop_after_", "stop_before_", "requeue")),
+    "hub_kwargs": ("upload to the Hugging Face Hub", ("push_to_hub", "hub_")),
+    "eval_sampling": ("how held-out prompts are answered", ("eval_temperature", "eval_top_", "eval_min_p", "eval_max_", "eval_generation_",
+                                                            "eval_seed")),
+}  # fmt: skip
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 
 
@@ -35,6 +61,12 @@ def table() -> Mapping[str, Setting]:
             where = {"name": f.name, "group": group, "default": default, "optional": type.endswith("| None")}
             rows[f.name] = replace(f.metadata["setting"], **where, kind=kind, is_list=is_list, is_map=is_map)
     return rows
+
+
+@cache
+def keys() -> Mapping[str, Sequence[str]]:
+    """The settings of each map, by its name."""
+    return {name: [setting for setting in table() if setting.startswith(begins)] for name, (_, begins) in MAPS.items()}
 
 
 @cache

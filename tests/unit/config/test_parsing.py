@@ -255,3 +255,41 @@ def test_help_begins_with_what_the_command_does_and_names_no_inner_part():
         first = (command.__doc__ or "").strip().splitlines()[0]
         assert first.endswith((".", ")")) and "`build" not in first and "parts:" not in first, name
     assert (COMMANDS["train"].__doc__ or "").startswith("Trains a model with GRPO")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--loss_kwargs", "real_tau=0.25", "fipo_clip_range=none"],
+        ["--loss-kwargs", '{"real_tau": 0.25, "fipo_clip_range": null}'],
+        ["--loss_kwargs.real_tau", "0.25", "--loss_kwargs.fipo_clip_range", "none"],
+        ["--real_tau", "0.25", "--loss_kwargs", "fipo_clip_range=none"],
+    ],
+)
+def test_a_map_is_another_way_to_say_its_keys(words):
+    cfg = resolve(words)
+    assert (cfg.grpo.real_tau, cfg.grpo.fipo_clip_range) == (0.25, None)
+    assert cfg.typed == {"real_tau": "real_tau", "fipo_clip_range": "fipo_clip_range"}
+
+
+def test_a_map_is_a_section_of_a_file_with_or_without_its_group(tmp_path):
+    for text in ("loss_kwargs: {real_tau: 0.25}", "grpo:\n  loss_kwargs:\n    real_tau: 0.25", "loss_kwargs: real_tau=0.25"):
+        (tmp_path / "a.yaml").write_text(text)
+        assert resolve(["--config", str(tmp_path / "a.yaml")]).grpo.real_tau == 0.25
+    assert resolve(["--config", str(tmp_path / "a.yaml"), "--real_tau", "0.5"]).grpo.real_tau == 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--loss_kwargs", "lr=1"], "loss_kwargs has no lr: its keys are sapo_temperature_pos,"),
+        (["--loss_kwargs", "real_tau"], "loss_kwargs needs name=value, or a mapping as JSON, not 'real_tau'."),
+        (["--loss_kwargs", "real_tau=warm"], "real_tau needs a number, not 'warm'."),
+        (["--loss_kwargs.lr", "1"], "loss_kwargs.lr is not a setting."),
+        (["--loss_kwargs", "real_tau=1", "--real_tau", "2"], None),
+    ],
+)
+def test_what_a_map_cannot_say_is_refused_in_its_words(words, says):
+    parsed = parse(words)
+    assert [says in problem.message for problem in parsed.problems] == ([True] if says else [])
+    assert says or parsed.repeated == ["real_tau stands twice on the command line (1.0, 2.0): the last is used."]
