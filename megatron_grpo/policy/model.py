@@ -161,7 +161,7 @@ def transformer_config(
         fp8_recipe=model.fp8_recipe if model.fp8_format else None,
         **moe,
         **mla,
-        **model.megatron_extra_kwargs,  # of `config.passed_on.OPEN`, none of which stands above
+        **model.megatron_extra_kwargs,  # of `config/passed_on.yaml`, none of which stands above
     )
 
 

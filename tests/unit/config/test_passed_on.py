@@ -11,6 +11,7 @@ import megatron_grpo
 from megatron_grpo.config import passed_on, sampling_mask
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import how_evaluated, longest_completion
+from megatron_grpo.config.table import table
 from megatron_grpo.config.validation import validate
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.trainer.evaluate import sampling_of
@@ -68,16 +69,18 @@ def test_nothing_that_passes_on_to_megatron_is_set_here_too():
     source = ast.parse((Path(megatron_grpo.__file__).parent / "policy/model.py").read_text())
     function = next(node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == "transformer_config")
     ours = {keyword.arg for call in ast.walk(function) if isinstance(call, ast.Call) for keyword in call.keywords}
-    assert "bias_dropout_fusion" in ours and not ours & {*passed_on.OPEN}
-    assert {*passed_on.OPEN} <= passed_on.megatron_fields().keys()
-    assert {"cp_comm_type", "moe_permute_fusion"} <= ours & passed_on.megatron_fields().keys()
+    megatron = passed_on.options("megatron_extra_kwargs")
+    assert "bias_dropout_fusion" in ours and not ours & {*megatron.may}
+    assert {*megatron.may} <= megatron.fields.keys() and {*vars(Config().kernels)} <= megatron.here.keys()
+    assert {"cp_comm_type", "moe_permute_fusion"} <= ours & megatron.fields.keys()
 
 
 def test_every_name_that_vllm_is_refused_exists_in_it():
-    engine = passed_on.engine_fields()
-    sampling = passed_on.sampling_fields()
-    assert not {*passed_on._ENGINE_SETTINGS, *passed_on._ENGINE_REASONS} - engine.keys()
-    assert not {*passed_on.RESHAPES, *passed_on._SAMPLING_SETTINGS, *passed_on._ENDS_AND_TEXT} - sampling.keys()
+    for flag in ("generation_kwargs", "eval_generation_kwargs", "vllm_engine_kwargs"):
+        told = passed_on.options(flag)
+        assert not {*told.here, *told.refused, *(told.may or ())} - told.fields.keys()
+        assert not {*told.here.values()} - table().keys()
+    sampling = passed_on.options("generation_kwargs").fields
     bounds = passed_on.fields_of("vllm", "sampling_params.py", "StructuredOutputsParams").keys()
     assert sampling_mask.FIELD in sampling and {*sampling_mask.KINDS, *sampling_mask.OF_THE_ENGINE, "whitespace_pattern"} == {
         name for name in bounds if not name.startswith("_")
