@@ -18,21 +18,13 @@ from typing import Any
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.checkpoint.manifest import Manifest, Origin
 from megatron_grpo.config.field import OnResume
-from megatron_grpo.config.table import table
+from megatron_grpo.config.table import keys, table
 
 # Content -> the setting that names it. Another content is refused; of everything that is not here it is said.
 FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset", "adapters": "adapters", "ref_adapters": "ref_adapters",
          "ref_model": "ref_model", "mcore_model": "mcore_model"}  # fmt: skip
 _OTHER_MATRICES = "a checkpoint holds what trains, and that would be something else"
-FREEZING = (
-    "freeze_llm",
-    "freeze_vit",
-    "freeze_aligner",
-    "freeze_parameters",
-    "freeze_parameters_regex",
-    "trainable_parameters",
-    "trainable_parameters_regex",
-)
+FREEZING = tuple(keys()["freeze_kwargs"])
 _WHY = {
     "torch_dtype": "the weights and moments of one are not those of the other",
     "use_distributed_optimizer": "the moments are described in another way",

@@ -63,6 +63,15 @@ def given(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
     return [{"name": name, "value": getattr(c, name)} for name in names if c.cfg.sources.get(name) == COMMAND_LINE]
 
 
+def in_typed_names(cfg: Config, problem: Problem) -> Problem:
+    """The same, of the names that the user typed."""
+    return Problem(
+        flags=tuple(cfg.typed.get(flag, flag) for flag in problem.flags),
+        message=problem.message,
+        nearest={cfg.typed.get(flag, flag): values for flag, values in problem.nearest.items()},
+    )
+
+
 def broken(rules: Rules, c: SimpleNamespace) -> Iterator[Problem]:
     """A problem for each rule that applies, in the settings' own names. c: of `settings_of`."""
     for rule in rules:

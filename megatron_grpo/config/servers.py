@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.base.errors import config_error
 from megatron_grpo.base.files import read_text
 from megatron_grpo.config.config import GrpoConfig, RolloutConfig
 from megatron_grpo.config.rules import Rule, changed
@@ -108,30 +108,35 @@ def default_token_file(environment: Mapping[str, str] = os.environ) -> Path:
     return Path(environment.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "megatron-grpo" / "token"
 
 
+def read_private(path: Path, flag: str) -> str:
+    """What a file holds that is for its owner alone. flag: the setting that names it. Raises ConfigError."""
+    try:
+        with path.open(encoding="utf-8") as stream:
+            mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
+            held = stream.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise config_error(flag, f"{flag} ({path}) cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}.") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise config_error(flag, f"{flag} ({path}) can be read by others (mode {mode:o}). Say `chmod 600 {path}`.")
+    return held
+
+
 def read_token(cfg: RolloutConfig, environment: Mapping[str, str] = os.environ) -> str:
     """The token of all servers: of the file that is named, else of the variable, else of the file in which a server keeps one that it made.
 
     Raises ConfigError where there is none, and where others can read the file that it is in.
     """
-    path, flags = cfg.vllm_server_token_file, ("vllm_server_token_file",)
+    path, flag = cfg.vllm_server_token_file, "vllm_server_token_file"
     if path is None:
         if token := environment.get(TOKEN_VARIABLE, "").strip():
             return token
         path = str(default_token_file(environment))
         if not Path(path).exists():
-            raise ConfigError([Problem(flags=flags, message=(
-                f"servers that sample or teach answer to nobody without their token: set the variable {TOKEN_VARIABLE}, or name "
-                "the file in which they keep it with vllm_server_token_file."))])  # fmt: skip
-    try:
-        mode, token = Path(path).stat().st_mode, read_text(path).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise ConfigError([Problem(flags=flags, message=f"vllm_server_token_file ({path}) cannot be read: {reason}.")]) from error
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        message = f"vllm_server_token_file ({path}) can be read by others (mode {stat.S_IMODE(mode):o}). Say `chmod 600 {path}`."
-        raise ConfigError([Problem(flags=flags, message=message)])
+            raise config_error(flag, f"servers that sample or teach answer to nobody without their token: set the variable "
+                               f"{TOKEN_VARIABLE}, or name the file in which they keep it with {flag}.")  # fmt: skip
+    token = read_private(Path(path), flag)
     if not token:
-        raise ConfigError([Problem(flags=flags, message=f"vllm_server_token_file ({path}) is empty.")])
+        raise config_error(flag, f"{flag} ({path}) is empty.")
     return token
 
 

@@ -16,7 +16,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import BEST, EVALUATION, longest_completion
 from megatron_grpo.config.optimizer import DTYPES
 from megatron_grpo.config.passed_on import PASSED_ON
-from megatron_grpo.config.rules import Rule, Rules, broken, changed, given, settings_of
+from megatron_grpo.config.rules import Rule, Rules, broken, changed, given, in_typed_names, settings_of
 from megatron_grpo.config.sampling_mask import GRAMMAR
 from megatron_grpo.config.secrets import secrets_in
 from megatron_grpo.config.servers import SERVERS
@@ -27,66 +27,40 @@ REWARD = "environment"  # the built-in reward that is the environment's own
 LARGEST_WEIGHT = 1e6  # times the largest reward (rewards.protocol), still a number whose square is one
 
 
-def value_problem(name: str, value: Any) -> tuple[str, list[Any]] | None:
-    """(how the value must be, the nearest value that is so, where there is one), or None."""
-    if name == "reward_weights" and any(abs(weight) > LARGEST_WEIGHT for weight in value):
-        return f"at most {LARGEST_WEIGHT:g} each", []
-    allowed = table()[name].range
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        is_good = all(isinstance(one, str) or allowed.admits(one) for one in value)
-        return None if is_good else (f"{allowed} each", [])
-    if value is None or isinstance(value, (str, bool)):
-        return None
-    if allowed.admits(value):
-        return None
-    return str(allowed), [type(value)(near) for near in allowed.nearest(value)]
-
-
 def validate(cfg: Config, unreadable: Collection[str] = ()) -> list[Problem]:
     """Every problem that can be known from the settings alone, but for sizes and mathematics.
 
     unreadable: settings whose values could not be read; nothing is said about them.
     """
-
-    def typed(name: str) -> str:
-        return cfg.typed.get(name, name)
-
-    problems = []
-    for section in cfg.groups().values():
-        for name, value in vars(section).items():
-            wrong = value_problem(name, value)
-            if wrong and name not in unreadable:
-                text, near = wrong
-                use = f" Use {near[0]}." if near else ""
-                problems.append(
-                    Problem(
-                        flags=(typed(name),),
-                        message=f"{typed(name)} ({value}) must be {text}.{use}",
-                        nearest={typed(name): near} if near else {},
-                    )
-                )
-    problems += [
-        Problem(flags=(typed(name),), message=f"{typed(name)} seems to hold {held}. Settings are written to config.yaml and to tracking "
-                "services; a secret belongs into an environment variable.")
-        for name, held in secrets_in(cfg)
-    ]  # fmt: skip
-    for problem in _together(cfg):
-        if not set(problem.flags) & set(unreadable):
-            nearest = {typed(name): values for name, values in problem.nearest.items()}
-            problems.append(Problem(flags=tuple(map(typed, problem.flags)), message=problem.message, nearest=nearest))
-    return problems
-
-
-def _together(cfg: Config) -> Iterator[Problem]:
-    c = settings_of(cfg, longest=_longest(cfg))
     of_sampling = (*SERVERS, *SAMPLING, *PASSED_ON, *GRAMMAR)
-    rules: Rules = (*TRAINING, *tuner_rules(cfg), *of_sampling, *LENGTHS_AND_REWARDS, *EVALUATION, *DATA_AND_FILES, *BEST, *BEGINNING)
-    return broken(rules, c)
+    of_a_run = (*LENGTHS_AND_REWARDS, *EVALUATION, *DATA_AND_FILES, *BEST, *BEGINNING)
+    rules: Rules = (RANGE, SECRET, *TRAINING, *tuner_rules(cfg), *of_sampling, *of_a_run)
+    found = broken(rules, settings_of(cfg, among=table(), longest=_longest(cfg)))
+    return [in_typed_names(cfg, problem) for problem in found if not set(problem.flags) & set(unreadable)]
 
 
 # ---- computed neighbours
+
+
+def _out_of_range(c: SimpleNamespace) -> Iterator[dict[str, Any]]:
+    """Of those in `among`: how each must be, with the nearest value that is so, where there is one."""
+    for name in c.among:
+        value, allowed = getattr(c, name), table()[name].range
+        each = list(value.values()) if isinstance(value, dict) else value
+        must, near = "", []
+        if name == "reward_weights" and any(abs(weight) > LARGEST_WEIGHT for weight in value):
+            must = f"at most {LARGEST_WEIGHT:g} each"
+        elif isinstance(each, list):
+            must = "" if all(isinstance(one, str) or allowed.admits(one) for one in each) else f"{allowed} each"
+        elif value is not None and not isinstance(value, (str, bool)) and not allowed.admits(value):
+            must, near = str(allowed), [type(value)(edge) for edge in allowed.nearest(value)]
+        if must:
+            use = f" Use {near[0]}." if near else ""
+            yield {**_typed(c, name), "value": value, "must": must, "use": use, "near": {name: near} if near else {}}
+
+
+def _typed(c: SimpleNamespace, name: str) -> dict[str, Any]:
+    return {"name": name, "typed": c.cfg.typed.get(name, name)}
 
 
 def _longest(cfg: Config) -> int:
@@ -144,6 +118,12 @@ def _of_a_server(c: SimpleNamespace) -> list[dict[str, Any]]:
 
 
 # fmt: off
+RANGE = Rule("{name}", lambda c: list(_out_of_range(c)), "{typed} ({value}) must be {must}.{use}", lambda c: c.near)
+
+SECRET = Rule("{name}", lambda c: [{**_typed(c, name), "held": held} for name, held in secrets_in(c.cfg)],
+              "{typed} seems to hold {held}. Settings are written to config.yaml and to tracking services; a secret belongs into an "
+              "environment variable.")
+
 TRAINING = (
     Rule("moe_aux_loss_coeff", lambda c: c.moe_aux_loss_coeff != 0,
          "moe_aux_loss_coeff ({moe_aux_loss_coeff}) must be 0: the load-balancing loss is computed per micro-batch, so that the gradient "

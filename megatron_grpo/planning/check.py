@@ -12,6 +12,7 @@ from megatron_grpo.batching.sizes import Model
 from megatron_grpo.config import Parsed, names
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import longest_completion
+from megatron_grpo.config.rules import in_typed_names
 from megatron_grpo.config.validation import validate
 from megatron_grpo.grpo import validation as grpo_validation
 from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter, with_tower
@@ -102,14 +103,6 @@ def _stops(cfg: Config, shape: ModelShape) -> list[Problem]:
     message = f"stop_token_ids: {', '.join(map(str, beyond))} {'are' if len(beyond) > 1 else 'is'} not in the model's vocabulary of \
 {shape.vocab_size} tokens."
     return [Problem(flags=("stop_token_ids",), message=message)] if beyond else []
-
-
-def in_typed_names(cfg: Config, problem: Problem) -> Problem:
-    return Problem(
-        flags=tuple(cfg.typed.get(flag, flag) for flag in problem.flags),
-        message=problem.message,
-        nearest={cfg.typed.get(flag, flag): values for flag, values in problem.nearest.items()},
-    )
 
 
 def _with_proven_values(problem: Problem, parsed: Parsed, shapes: Shapes, model: Model) -> Problem:

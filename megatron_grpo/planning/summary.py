@@ -14,7 +14,8 @@ from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.config import table
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.read import words_of
-from megatron_grpo.planning.check import Checked, in_typed_names
+from megatron_grpo.config.rules import in_typed_names
+from megatron_grpo.planning.check import Checked
 
 MOST_EPOCHS = 1000  # whose ends are listed
 

