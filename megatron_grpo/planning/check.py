@@ -83,7 +83,7 @@ def _settings_problems(parsed: Parsed, shapes: Shapes) -> list[Problem]:
         # Less than one is for the sizes to say.
         engine_ranks, world_size = max(1, cfg.rollout.vllm_tensor_parallel_size), max(1, cfg.parallel.world_size or 1)
         engine = engine_problems(shape, engine_ranks, world_size=world_size)
-        of_model = [*length_problems(shape, longest), *_stops(cfg, shape), *engine, *policy_validation.problems(cfg, shape)]
+        of_model = [*length_problems(shape, longest), *engine, *policy_validation.problems(cfg, shape)]
     if teacher and not of_stages:
         of_model += teacher_problems(cfg, shape, teacher, longest)
     others = [
@@ -95,14 +95,6 @@ def _settings_problems(parsed: Parsed, shapes: Shapes) -> list[Problem]:
     ]
     found = [in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
     return [*validate(cfg, parsed.unreadable), *found]
-
-
-def _stops(cfg: Config, shape: ModelShape) -> list[Problem]:
-    """Tokens that the model cannot draw end nothing."""
-    beyond = [token for token in cfg.rollout.stop_token_ids if token >= shape.vocab_size]
-    message = f"stop_token_ids: {', '.join(map(str, beyond))} {'are' if len(beyond) > 1 else 'is'} not in the model's vocabulary of \
-{shape.vocab_size} tokens."
-    return [Problem(flags=("stop_token_ids",), message=message)] if beyond else []
 
 
 def _with_proven_values(problem: Problem, parsed: Parsed, shapes: Shapes, model: Model) -> Problem:

@@ -224,6 +224,9 @@ def _not_as_vllm(c: SimpleNamespace) -> dict[str, Any] | None:
 
 # fmt: off
 RULES = (
+    Rule("stop_token_ids", lambda c: (beyond := [token for token in c.stop_token_ids if token >= c.shape.vocab_size])
+         and {"beyond": ", ".join(map(str, beyond)), "are": "are" if len(beyond) > 1 else "is"},
+         "stop_token_ids: {beyond} {are} not in the model's vocabulary of {shape.vocab_size} tokens."),
     # experts, as Megatron-Core routes to them
     Rule("model", lambda c: c.moe and c.moe.score_function == "softmax" and c.moe.topk == 1 and c.moe.norm_topk_prob,
          "model: one expert a token (num_experts_per_tok 1) with norm_topk_prob weighs that expert 1 whatever the router says, so it "

