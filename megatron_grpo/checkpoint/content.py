@@ -43,7 +43,7 @@ def settings_of(cfg: Config) -> dict[str, Any]:
 
 
 def facts_of(cfg: Config, content: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The facts of this rank, by name. content: fingerprints, as of `content.content_of`. No setting holds a secret (`config.secrets`)."""
+    """The facts of this rank, by name. content: fingerprints, as of `content.content_of`. No setting holds a secret (`config.write`)."""
     elsewhere = {_NAMED_BY.get(name) for name in content}
     settings = {name: json.dumps(value, sort_keys=True) for name, value in settings_of(cfg).items() if name not in elsewhere}
     variables = {name: environ[name] for name in _VARIABLES if name in environ}

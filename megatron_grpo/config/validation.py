@@ -18,10 +18,10 @@ from megatron_grpo.config.optimizer import DTYPES
 from megatron_grpo.config.passed_on import PASSED_ON
 from megatron_grpo.config.rules import Rule, Rules, broken, changed, given, in_typed_names, settings_of
 from megatron_grpo.config.sampling_mask import GRAMMAR
-from megatron_grpo.config.secrets import secrets_in
 from megatron_grpo.config.servers import SERVERS
 from megatron_grpo.config.table import bytes_of, table
 from megatron_grpo.config.tuner import tuner_rules
+from megatron_grpo.config.write import secrets_in
 
 REWARD = "environment"  # the built-in reward that is the environment's own
 LARGEST_WEIGHT = 1e6  # times the largest reward (rewards.protocol), still a number whose square is one

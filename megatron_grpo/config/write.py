@@ -1,14 +1,32 @@
-"""The resolved configuration as YAML that `--config` takes again."""
+"""The resolved configuration as YAML that `--config` takes again; and what must not be typed as a setting, for it would be written.
+
+Every setting is written to config.yaml, to checkpoints and to tracking services: a secret belongs into an environment variable. No
+sentence here repeats what was typed.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import urllib.parse
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_grpo.base.files import write_whole
 from megatron_grpo.config.config import Config
 
 # What another launch may derive differently.
 _NOT_WRITTEN = ("derived", "launcher", "implied")
+_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@]+@", re.IGNORECASE)  # of an address: scheme://name:password@host
+# How keys of well-known services begin, so that an ordinary word is none.
+_KEY = re.compile(
+    r"(?<![A-Za-z0-9])(sk-[\w-]{16,}|hf_[A-Za-z0-9]{24,}|gh[pousr]_[A-Za-z0-9]{24,}|github_pat_\w{24,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{16,}"
+    r"|AKIA[A-Z0-9]{16}|AIza[\w-]{30,}|nvapi-[\w-]{24,}|gsk_[A-Za-z0-9]{24,}|ey[\w-]{16,}\.ey[\w-]{16,}\.[\w-]+|Bearer\s+[\w.-]{16,})"
+)
+_PARAMETER = re.compile(r"(.*[-_])?(\w*key|token|\w*secret|password|passwd|sig|signature|auth|authorization|credentials?)", re.IGNORECASE)
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
+_ENV = "llm_judge_api_key_env"
 
 
 def as_yaml(cfg: Config) -> str:
@@ -37,3 +55,39 @@ def as_yaml(cfg: Config) -> str:
 def write_config(cfg: Config, path: str | Path) -> None:
     """Whole or not at all."""
     write_whole(path, as_yaml(cfg))
+
+
+# ---- secrets
+
+
+def secrets_in(cfg: Config, environ: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:
+    """(setting, what it seems to hold) for each that would give a secret away."""
+    for section in cfg.groups().values():
+        for name, value in vars(section).items():
+            held = _held(name, value, environ)
+            if held:
+                yield name, held
+
+
+def _held(name: str, value: Any, environ: Mapping[str, str]) -> str | None:
+    texts = [value] if isinstance(value, str) else [*map(str, value)] if isinstance(value, (list, dict)) else []
+    texts += map(str, value.values()) if isinstance(value, dict) else []
+    if name == _ENV:
+        is_name = not texts or value in environ or _VARIABLE.fullmatch(value)
+        return None if is_name else "something that is no name of an environment variable; a key itself does not belong here"
+    for text in texts:
+        if _PASSWORD.search(text):
+            return "an address with a name or a password in it"
+        if _KEY.search(text):
+            return "a key"
+        if name.endswith("_url") and _has_key(text):
+            return "an address with a key in it"
+    return None
+
+
+def _has_key(url: str) -> bool:
+    try:
+        query = urllib.parse.urlsplit(url).query
+    except ValueError:  # no address: said where it is used
+        return False
+    return any(_PARAMETER.fullmatch(name) for name, _ in urllib.parse.parse_qsl(query))

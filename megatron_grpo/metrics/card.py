@@ -21,7 +21,7 @@ from megatron_grpo.base.files import write_whole
 from megatron_grpo.base.packages import installed_version
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.remote_code import problem_of
-from megatron_grpo.config.secrets import secrets_in
+from megatron_grpo.config.write import secrets_in
 from megatron_grpo.data.hub import is_path
 from megatron_grpo.metrics import draw
 from megatron_grpo.metrics.evaluations import curves_in
