@@ -22,8 +22,8 @@ def layout_problems(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1
     moe = shape.moe
     return [
         *_each(TP, tp, lambda ranks: _tensor_parallel(shape, ranks, whole_down_projections)),
-        *_each(EP, ep, lambda ranks: _experts(shape, ranks, "num_experts", moe and moe.num_experts)),
-        *_each(ETP, etp, lambda ranks: _experts(shape, ranks, "the experts' intermediate size", moe and moe.ffn_hidden_size)),
+        *_each(EP, ep, lambda ranks: _experts(shape, ranks, "num_experts", moe.num_experts if moe else None)),
+        *_each(ETP, etp, lambda ranks: _experts(shape, ranks, "the experts' intermediate size", moe.ffn_hidden_size if moe else None)),
     ]
 
 
