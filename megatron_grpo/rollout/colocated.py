@@ -28,10 +28,10 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout import vllm_patches, vllm_requests
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.rollout.engine import SamplingSettings, WeightSyncError, prompt_seed
-from megatron_grpo.rollout.experts import ExpertLayers, expert_options, of_group, told
+from megatron_grpo.rollout.experts import ExpertLayers, of_group, told
 from megatron_grpo.rollout.probes import probe_sequences
 from megatron_grpo.rollout.turns import DONE, GIVES_UP, EngineTurns, LeadingTurns, Player, follow, lead
-from megatron_grpo.rollout.vllm_weights import AdapterSlot, WeightLoader, buffers_of, lora_options, missing_sentence, refuse_changed
+from megatron_grpo.rollout.vllm_weights import AdapterSlot, WeightLoader, buffers_of, missing_sentence, refuse_changed
 from megatron_grpo.types import Completion, Group, Kept, Prompt, answered
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
@@ -81,32 +81,23 @@ class ColocatedEngine:
         patch()
         tp = cfg.vllm_tensor_parallel_size
         max_model_len = cfg.vllm_max_model_len or max_model_len
-        options = vllm_requests.gpu_options(cfg) if on_gpu else vllm_requests.cpu_options(cfg)
-        options |= {"dtype": cfg.vllm_dtype or dtype} | vllm_requests.KEPT_OPTIONS
-        options |= {"trust_remote_code": trust_remote_code}
         room = lora if lora is not None and lora.kind == "adapter" else None
-        if room is not None:
-            options |= lora_options(room)
-        if experts is not None:
-            options |= expert_options(on_gpu=on_gpu)
-        options |= vllm_requests.picture_options(eyes, most_pictures, on_gpu=on_gpu) | cfg.vllm_engine_kwargs
+        options = vllm_requests.engine_options(
+            cfg, dtype=dtype, trust_remote_code=trust_remote_code, eyes=eyes, most_pictures=most_pictures, lora=room,
+            tells_experts=experts is not None, on_gpu=on_gpu,
+        )  # fmt: skip
         if collectives.has_job():
             options["distributed_executor_backend"] = "external_launcher"  # one worker in each of the launcher's ranks
         device = torch.cuda.current_device() if on_gpu else None
-        with vllm_patches.trainer_untouched(), launcher.on_device(device), activity.phase("starting vLLM"):
-            try:
-                llm = LLM(
-                    str(model_path), tensor_parallel_size=tp, max_model_len=max_model_len,
-                    max_num_seqs=cfg.vllm_max_num_seqs, enable_prefix_caching=cfg.vllm_enable_prefix_caching,
-                    seed=(seed + rank // tp) % 2**32,  # equal on the ranks of one engine; requests carry their own
-                    logprobs_mode="processed_logprobs",  # of the distribution sampled from; the default ignores temperature and top-p
-                    disable_log_stats=True, use_tqdm_on_load=False, **options,
-                )  # fmt: skip
-            except (ValueError, TypeError, RuntimeError, AssertionError) as error:
-                problem = vllm_requests.problem_of(cfg, max_model_len, on_gpu, str(error))
-                if problem is None:
-                    raise
-                raise ConfigError([problem]) from error
+        with (
+            vllm_patches.trainer_untouched(), launcher.on_device(device), activity.phase("starting vLLM"),
+            vllm_requests.refusals_in_words(cfg, max_model_len, on_gpu=on_gpu),
+        ):  # fmt: skip
+            llm = LLM(
+                str(model_path), max_model_len=max_model_len,
+                seed=(seed + rank // tp) % 2**32,  # equal on the ranks of one engine; requests carry their own
+                disable_log_stats=True, **options,
+            )  # fmt: skip
         collectives.wait_patiently()  # one that compiles for the first time takes minutes more than the others
         vllm_patches.tell_of_steps(llm)
         engine = cls(llm, rank=rank, world_size=world_size, tensor_parallel_size=tp, max_model_len=max_model_len,

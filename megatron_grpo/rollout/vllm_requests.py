@@ -7,7 +7,8 @@ trainer's: so its image processor is the trainer's, Pillow's, and the tokens tha
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -19,13 +20,13 @@ from megatron_grpo.config.sampling_mask import FIELD, MOST
 from megatron_grpo.data.album import num_tokens, shortened
 from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.data.pictures import decoded
+from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.types import Kept, Picture
 
 # vLLM keeps every word that is as likely as the last of the top_k. So many of these travel besides; of more (logits that were rounded to
 # bfloat16 may be equal) the first ones do, and the token counts as drawn among them: `whole_or_cut`.
 TIES = 8
-KEPT_OPTIONS = {"max_logprobs": MOST + TIES}  # of every engine: it may be asked what was left of the vocabulary
 
 
 def take_logprobs_as_they_come() -> None:
@@ -249,6 +250,45 @@ def forget_pictures(llm_engine: Any) -> None:
 
 
 # ---- the run's settings as arguments of an engine, and its refusals as sentences about them --------------------------------------------
+
+
+def engine_options(
+    cfg: RolloutConfig, *, dtype: str, trust_remote_code: bool, eyes: Eyes | None, most_pictures: int, lora: LoraPush | None,
+    tells_experts: bool, on_gpu: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """What every engine is started with, inside the ranks and behind HTTP. After `vllm_patches.apply_patches`.
+
+    dtype: of the model; `vllm_dtype` of the settings goes before it. eyes: of a model that sees. most_pictures: of a prompt. lora: how
+    adapters are pushed, where they are pushed alone.
+    """
+    from megatron_grpo.rollout.experts import expert_options
+    from megatron_grpo.rollout.vllm_weights import lora_options
+
+    options = gpu_options(cfg) if on_gpu else cpu_options(cfg)
+    options |= lora_options(lora) if lora is not None else {}
+    options |= expert_options(on_gpu=on_gpu) if tells_experts else {}
+    return options | picture_options(eyes, most_pictures, on_gpu=on_gpu) | cfg.vllm_engine_kwargs | {
+        "dtype": cfg.vllm_dtype or dtype,
+        "trust_remote_code": trust_remote_code,
+        "tensor_parallel_size": cfg.vllm_tensor_parallel_size,
+        "max_num_seqs": cfg.vllm_max_num_seqs,
+        "enable_prefix_caching": cfg.vllm_enable_prefix_caching,
+        "max_logprobs": MOST + TIES,  # it may be asked what was left of the vocabulary
+        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from; the default ignores temperature and top-p
+        "use_tqdm_on_load": False,
+    }  # fmt: skip
+
+
+@contextmanager
+def refusals_in_words(cfg: RolloutConfig, max_model_len: int, *, on_gpu: bool) -> Iterator[None]:
+    """Around the start of an engine. Raises ConfigError where vLLM refuses what settings can mend."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
+        problem = problem_of(cfg, max_model_len, on_gpu, str(error))
+        if problem is None:
+            raise
+        raise ConfigError([problem]) from error
 
 
 CPU_BLOCK_SIZE = 32  # tokens: the smallest that vLLM's CPU attention takes; its default of 128 would share no short prompt

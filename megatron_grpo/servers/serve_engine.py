@@ -10,31 +10,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.base.errors import ConfigError, config_error
 from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.data.pictures import decoded
-from megatron_grpo.rollout import vllm_patches
+from megatron_grpo.rollout import vllm_patches, vllm_requests
 from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.experts import ExpertLayers, told
-from megatron_grpo.rollout.vllm_requests import (
-    KEPT_OPTIONS,
-    cpu_options,
-    difference,
-    gpu_options,
-    picture_options,
-    problem_of,
-    prompt_with,
-    sampled,
-    sampling_params,
-    scores,
-    scoring_requests,
-    take_logprobs_as_they_come,
-    whole_request,
-    whole_scores,
-)
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.serve_children import let_no_child_outlive
 from megatron_grpo.servers.serve_settings import Serving
 from megatron_grpo.types import Kept
 
@@ -85,24 +68,19 @@ class ServedEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         vllm_patches.patch_start()
-        take_logprobs_as_they_come()
-        let_no_child_outlive()
+        vllm_requests.take_logprobs_as_they_come()
         cfg, rollout = serving.cfg, serving.cfg.rollout
         workers = rollout.vllm_tensor_parallel_size * cfg.serve.vllm_data_parallel_size
         if on_gpu and workers > torch.cuda.device_count():
-            tp, dp = rollout.vllm_tensor_parallel_size, cfg.serve.vllm_data_parallel_size
-            raise ConfigError([Problem(flags=("vllm_tensor_parallel_size", "vllm_data_parallel_size"), message=(
-                f"vllm_tensor_parallel_size ({tp}) x vllm_data_parallel_size ({dp}) = {workers} workers, and this machine shows "
-                f"{torch.cuda.device_count()} GPUs."))])  # fmt: skip
+            tp, dp, gpus = rollout.vllm_tensor_parallel_size, cfg.serve.vllm_data_parallel_size, torch.cuda.device_count()
+            product = f"vllm_tensor_parallel_size ({tp}) x vllm_data_parallel_size ({dp}) = {workers} workers"
+            flags = "vllm_tensor_parallel_size", "vllm_data_parallel_size"
+            raise config_error(flags, f"{product}, and this machine shows {gpus} GPUs.")
         room = _room(serving, on_gpu=on_gpu)
-        try:
+        longest = serving.max_model_len or serving.shape.max_position_embeddings or 0
+        # The reason of a refusal is in the log of the engine's process; what the settings can mend is said by the first of its errors.
+        with vllm_requests.refusals_in_words(rollout, longest, on_gpu=on_gpu):
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_options(serving, room, on_gpu=on_gpu)))
-        except (ValueError, TypeError, RuntimeError, AssertionError) as error:
-            # The reason is in the log of the engine's process; what the settings can mend is said by the first of these.
-            problem = problem_of(rollout, serving.max_model_len or serving.shape.max_position_embeddings or 0, on_gpu, str(error))
-            if problem is None:
-                raise
-            raise ConfigError([problem]) from error
         return cls(llm, room, serving.experts, serving.eyes, cfg.data.limit_images or DEFAULT_IMAGES)
 
     # ---- sampling
@@ -123,21 +101,19 @@ class ServedEngine:
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
 
-        settings = SamplingSettings(
-            n=request.n, max_completion_length=request.max_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
-            top_k=sampling.top_k, min_p=sampling.min_p, tells_kept=sampling.tells_kept,
-            stop=sampling.stop, stop_token_ids=sampling.stop_token_ids, more=sampling.more,
-        )  # fmt: skip
+        settings = SamplingSettings(n=request.n, max_completion_length=request.max_tokens, **msgspec.structs.asdict(sampling))
         try:
-            params = sampling_params(settings, request.seed, vocab_size=self.vocab_size, output_kind=RequestOutputKind.FINAL_ONLY)
+            params = vllm_requests.sampling_params(
+                settings, request.seed, vocab_size=self.vocab_size, output_kind=RequestOutputKind.FINAL_ONLY
+            )
             prompt = await self._prompt(request.ids, request.shown, pictures or {}, bounds)
             output = await self._ask(prompt, params, place)
-            if request.shown and (wrong := difference(output, request.ids)):
+            if request.shown and (wrong := vllm_requests.difference(output, request.ids)):
                 return wire.Answer(key=request.key, error=f"{wrong}.")
         except (ValueError, TypeError, VLLMValidationError) as error:  # wrong with this request; any other error is the engine's
             return wire.Answer(key=request.key, error=str(error))
         try:
-            draws = [sampled(one, settings, self.vocab_size) for one in output.outputs]
+            draws = [vllm_requests.sampled(one, settings, self.vocab_size) for one in output.outputs]
         except ConfigError as error:
             return wire.Answer(key=request.key, error=str(error))
         drawn = tuple(
@@ -161,11 +137,13 @@ class ServedEngine:
 
         async def one(place: int, ids: Sequence[int], shown: Sequence[wire.ShownPicture]) -> tuple[float, ...]:
             # One after the other, on one engine: the second reads what the first has left in its prefix cache.
-            prompts = [(await self._prompt(part, shown, pictures, asked.bounds), params) for part, params in scoring_requests(ids)]
+            prompts = [
+                (await self._prompt(part, shown, pictures, asked.bounds), params) for part, params in vllm_requests.scoring_requests(ids)
+            ]
             fresh, cached = [await self._ask(prompt, params, place) for prompt, params in prompts]
-            if shown and (wrong := difference(fresh, ids)):
+            if shown and (wrong := vllm_requests.difference(fresh, ids)):
                 raise ValueError(wrong)
-            return tuple(scores(ids, fresh, cached))
+            return tuple(vllm_requests.scores(ids, fresh, cached))
 
         if len(all_shown) != len(sequences) or any(one.key not in pictures for shown in all_shown for one in shown):
             raise ValueError("pictures are told for each sequence, and sent with them")
@@ -180,7 +158,7 @@ class ServedEngine:
 
     async def prompt_logprobs(self, ids: Sequence[int], place: int) -> list[float]:
         """log p of each token after the first, at temperature 1. place: as in `answer`."""
-        return whole_scores(ids, await self._ask({"prompt_token_ids": list(ids)}, whole_request(), place))
+        return vllm_requests.whole_scores(ids, await self._ask({"prompt_token_ids": list(ids)}, vllm_requests.whole_request(), place))
 
     async def _prompt(
         self, ids: Sequence[int], shown: Sequence[wire.ShownPicture], pictures: Mapping[str, bytes], bounds: wire.Bounds | None
@@ -192,7 +170,7 @@ class ServedEngine:
             raise ValueError("the model sees no pictures" if bounds else "pictures come without bounds on their sizes")
         images = [await asyncio.to_thread(decoded, pictures[one.key]) for one in shown]
         size = {"shortest_edge": bounds.min_pixels, "longest_edge": bounds.max_pixels}
-        return prompt_with(ids, [(one.place, one.tokens) for one in shown], images, mm_processor_kwargs={"size": size})
+        return vllm_requests.prompt_with(ids, [(one.place, one.tokens) for one in shown], images, mm_processor_kwargs={"size": size})
 
     async def _ask(self, prompt: dict[str, Any], params: Any, place: int) -> Any:
         """The last output. vLLM aborts the request if this is cancelled."""
@@ -279,35 +257,23 @@ def _room(serving: Serving, *, on_gpu: bool) -> LoraPush | None:
 
 def _options(serving: Serving, room: LoraPush | None, *, on_gpu: bool) -> dict[str, Any]:
     cfg, rollout = serving.cfg, serving.cfg.rollout
-    options: dict[str, Any] = gpu_options(rollout) | {"enable_sleep_mode": False} if on_gpu else cpu_options(rollout)
+    options = vllm_requests.engine_options(
+        rollout, dtype=cfg.model.torch_dtype, trust_remote_code=cfg.model.trust_remote_code, eyes=serving.eyes,
+        most_pictures=cfg.data.limit_images or DEFAULT_IMAGES, lora=room, tells_experts=serving.experts is not None, on_gpu=on_gpu,
+    )  # fmt: skip
+    if on_gpu:
+        options["enable_sleep_mode"] = False
     if rollout.vllm_tensor_parallel_size == 1:
         options["distributed_executor_backend"] = ONE_PROCESS
-    if serving.experts is not None:
-        from megatron_grpo.rollout.experts import expert_options
-
-        options |= expert_options(on_gpu=on_gpu)
-        if rollout.vllm_tensor_parallel_size > 1 and not on_gpu:
-            options["distributed_executor_backend"] = TOLD_WORKERS
-    if room is not None:
-        from megatron_grpo.rollout.vllm_weights import lora_options
-
-        options |= lora_options(room)
-    options |= picture_options(serving.eyes, cfg.data.limit_images or DEFAULT_IMAGES, on_gpu=on_gpu) | rollout.vllm_engine_kwargs
+    elif serving.experts is not None and not on_gpu:
+        options["distributed_executor_backend"] = TOLD_WORKERS
     return options | {
         "model": str(serving.model_path),
-        "trust_remote_code": cfg.model.trust_remote_code,
-        "dtype": serving.dtype,
-        "tensor_parallel_size": rollout.vllm_tensor_parallel_size,
         "data_parallel_size": cfg.serve.vllm_data_parallel_size,
         "max_model_len": serving.max_model_len,
-        "max_num_seqs": rollout.vllm_max_num_seqs,
-        "enable_prefix_caching": rollout.vllm_enable_prefix_caching,
         "seed": cfg.run.seed % 2**32,  # requests carry their own
-        **KEPT_OPTIONS,
-        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from; the default ignores temperature and top-p
         "disable_log_stats": not cfg.serve.metrics,
         "worker_extension_cls": WORKER,
-        "use_tqdm_on_load": False,
     }
 
 

@@ -1,4 +1,8 @@
-"""The life of one rollout server: it takes its port, loads the model, answers, and leaves nothing behind however it ends."""
+"""The life of one rollout server: it takes its port, loads the model, answers, and leaves nothing behind however it ends.
+
+vLLM leaves its EngineCore behind, with all its memory and under another name, when the process that started it is killed. So the kernel
+ends what a server starts.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from multiprocessing import context
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.cleanup import CleanUp
-from megatron_grpo.base.errors import EXIT_DONE, ConfigError, Problem, RunError
+from megatron_grpo.base.cleanup import CleanUp, die_with_parent
+from megatron_grpo.base.errors import EXIT_DONE, RunError, config_error
 from megatron_grpo.base.files import write_whole
 from megatron_grpo.checkpoint.content import model_fingerprint
 from megatron_grpo.config import Parsed, remote_code
@@ -55,6 +60,7 @@ def serve(parsed: Parsed) -> int:
             with _stopped_by_signals(), _progress(serving):
                 from megatron_grpo.servers.serve_engine import ServedEngine
 
+                let_no_child_outlive()
                 engine = ServedEngine.build(serving)
         except _Stopped:
             _say("stopped while the model was loading")
@@ -187,8 +193,8 @@ def take_port(cfg: ServeConfig) -> Listener:
             return _bound(cfg, shares=True)  # with what an earlier server's connections leave there for a minute
     except OSError as error:
         use = " Use another one; 0 is any free port." if error.errno == errno.EADDRINUSE else ""
-        raise ConfigError([Problem(flags=("host", "port"), message=(
-            f"host {cfg.host}, port {cfg.port} cannot be listened at: {error.strerror or error}.{use}"))]) from error  # fmt: skip
+        said = f"host {cfg.host}, port {cfg.port} cannot be listened at: {error.strerror or error}.{use}"
+        raise config_error(("host", "port"), said) from error
 
 
 def _bound(cfg: ServeConfig, *, shares: bool) -> Listener:
@@ -279,3 +285,28 @@ def _progress(serving: Serving) -> Iterator[None]:
 
 def _say(line: str) -> None:
     print(f"serve: {line}", flush=True)
+
+
+# ---- what it starts
+
+
+class EndsWithParent(context.SpawnProcess):
+    """A child, started afresh, that the kernel kills when its parent dies; and so are its own children."""
+
+    def __reduce__(self) -> Any:
+        # So the child calls _begin before it imports anything for its work.
+        return _begin, (os.getpid(),), self.__dict__
+
+
+def let_no_child_outlive() -> None:
+    """From now on for every process that `multiprocessing` starts here. The thread that starts one must live as long as it does."""
+    context.SpawnContext.Process = EndsWithParent
+
+
+def _begin(parent: int) -> EndsWithParent:
+    die_with_parent(parent)
+    let_no_child_outlive()
+    from megatron_grpo.rollout import vllm_patches
+
+    vllm_patches.quiet()
+    return EndsWithParent.__new__(EndsWithParent)
