@@ -15,8 +15,6 @@ from megatron_grpo.environments.template import MARK, ChatTemplate, History
 from megatron_grpo.types import Kept
 from megatron_grpo.types import Sequence as Scored
 
-NO_VERSION = -1  # of a stretch that nobody drew
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Transcribed:

@@ -10,8 +10,7 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,6 +28,7 @@ from megatron_grpo.servers.serve_engine import PushFailed, ServedEngine
 from megatron_grpo.servers.serve_state import Metrics, Ownership, Refused, SentPictures
 
 Done = TypeVar("Done")
+Line = TypeVar("Line", bound=Struct)
 
 
 class Door:
@@ -195,27 +195,26 @@ class App:
         asked = await body_of(request, wire.Generate)
         self._require_owner(request)
         self.ownership.require_version(asked.version)
-        return StreamingResponse(self._lines(asked, self._over), media_type=wire.STREAM_TYPE)
 
-    async def _lines(self, asked: wire.Generate, over: asyncio.Future[None]) -> AsyncIterator[bytes]:
-        """Ends early where the weights or the owner change: whoever counts lines sees that some are missing."""
-        if over.done():
-            return
-        came = self._pictures.take(asked.pictures)
-        works = []
-        for place, one in enumerate(asked.requests):
-            pictures = self._pictures.find([shown.key for shown in one.shown], came)
-            work = self._engine.answer(one, asked.sampling, version=asked.version, place=place, pictures=pictures, bounds=asked.bounds)
-            works.append(work)
-        async with aclosing(self._as_they_end(works, over, lambda answer: wire.encode_line(self._counted(answer)))) as lines:
-            async for line in lines:
-                yield line
+        def works() -> Iterator[Coroutine[Any, Any, wire.Answer]]:
+            came = self._pictures.take(asked.pictures)
+            for place, one in enumerate(asked.requests):
+                pictures = self._pictures.find([shown.key for shown in one.shown], came)
+                yield self._engine.answer(one, asked.sampling, version=asked.version, place=place, pictures=pictures, bounds=asked.bounds)
+
+        return self._streamed(works, lambda answer: "error" if answer.error is not None else "answered")
+
+    def _streamed(self, works: Callable[[], Iterable[Coroutine[Any, Any, Line]]], outcome_of: Callable[[Line], str]) -> Response:
+        return StreamingResponse(self._as_they_end(works, outcome_of, self._over), media_type=wire.STREAM_TYPE)
 
     async def _as_they_end(
-        self, works: Sequence[Coroutine[Any, Any, Done]], over: asyncio.Future[None], line_of: Callable[[Done], bytes]
-    ) -> AsyncGenerator[bytes]:
-        """A line of each, and empty ones between them; until `over`."""
-        tenure, waiting = self.ownership.tenure, {self._start(work) for work in works}
+        self, works: Callable[[], Iterable[Coroutine[Any, Any, Line]]], outcome_of: Callable[[Line], str], over: asyncio.Future[None]
+    ) -> AsyncIterator[bytes]:
+        """A line of each, and empty ones between them. Ends early where the weights or the owner change: whoever counts lines sees that
+        some are missing."""
+        if over.done():
+            return
+        tenure, waiting = self.ownership.tenure, {self._start(work) for work in works()}
         try:
             while waiting:
                 done = await _first([*waiting, over], wire.BEAT_SECONDS)
@@ -224,16 +223,15 @@ class App:
                 self.ownership.heard(tenure)
                 ended = [task for task in waiting if task in done]
                 waiting.difference_update(ended)
-                yield b"".join(line_of(task.result()) for task in ended) or b"\n"
+                lines = [task.result() for task in ended]
+                for line in lines:
+                    self._metrics.answered.labels(outcome=outcome_of(line)).inc()
+                yield b"".join(map(wire.encode_line, lines)) or b"\n"
         except self._engine.Dead:
             return  # the server ends too, and says why
         finally:  # the caller has gone, perhaps: vLLM aborts what is cancelled
             for task in waiting:
                 task.cancel()
-
-    def _counted(self, answer: wire.Answer) -> wire.Answer:
-        self._metrics.answered.labels(outcome="error" if answer.error is not None else "answered").inc()
-        return answer
 
     async def score(self, request: Request) -> Response:
         self._require_owner(request)
@@ -291,26 +289,19 @@ class FrozenApp(App):
         own = dict(vocabulary=self._vocabulary, fingerprint=self._fingerprint, vocab_size=self._engine.vocab_size)
         return structs.replace(super()._told(), is_frozen=True, **own)
 
-    async def state(self, request: Request) -> Response:
-        await self._engine.check()
-        return self._state()
+    def _require_owner(self, request: Request) -> None:
+        """It has none."""
 
     async def prompt_logprobs(self, request: Request) -> Response:
         asked = await body_of(request, wire.PromptLogprobs)
         if fault := asked.fault(self._engine.max_model_len, self._engine.vocab_size):
             raise wire.Malformed(fault)
-        return StreamingResponse(self._scores(asked), media_type=wire.STREAM_TYPE)
 
-    async def _scores(self, asked: wire.PromptLogprobs) -> AsyncIterator[bytes]:
         async def scored(place: int) -> wire.Scored:
             logprobs = await self._engine.prompt_logprobs(asked.sequences[place], place)
-            self._metrics.answered.labels(outcome="answered").inc()
             return wire.Scored(place=place, logprobs=np.array(logprobs[asked.first[place] - 1 :], np.float32))
 
-        works = [scored(place) for place in range(len(asked.sequences))]
-        async with aclosing(self._as_they_end(works, self._over, wire.encode_line)) as lines:
-            async for line in lines:
-                yield line
+        return self._streamed(lambda: map(scored, range(len(asked.sequences))), lambda line: "answered")
 
 
 def _refused(name: str) -> Callable[[Request], Awaitable[Response]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_grpo.servers import wire
@@ -22,15 +21,9 @@ class Refused(Exception):
     """The caller does not own the server, or means other weights than it has. A sentence (HTTP 409)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tenure:
-    """One stretch of time in which the owner and the weights stay what they are. What begins in one ends with it."""
-
-    number: int
-
-
 class Ownership:
-    """Changes with claims, releases and pushes; each of them begins a new tenure, and nobody is answered from an older one."""
+    """Changes with claims, releases and pushes. Each of them begins a new tenure, a stretch of time in which the owner and the weights stay
+    what they are, and nobody is answered from an older one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -38,7 +31,7 @@ class Ownership:
         self._heard = 0.0
         self.version: int | None = None  # of the weights; None: nobody has pushed any, or a push has not come to its end
         self.has_base = False  # this owner pushed weights that an adapter can be added to
-        self.tenure = Tenure(0)
+        self.tenure = 0
 
     @property
     def owner(self) -> str | None:
@@ -85,19 +78,19 @@ class Ownership:
         if version != self.version:
             raise Refused(f"this server holds version {self.version}, and version {version} was asked for")
 
-    def heard(self, tenure: Tenure) -> None:
+    def heard(self, tenure: int) -> None:
         """The owner is still reading what it asked for in this tenure."""
         if tenure == self.tenure:
             self._heard = self._clock()
 
-    def begin_push(self, *, keeps_base: bool) -> Tenure:
+    def begin_push(self, *, keeps_base: bool) -> int:
         """From the first byte of a push there is no version."""
         has_base = self.has_base and keeps_base
         self._forget()
         self.has_base = has_base
         return self.tenure
 
-    def end_push(self, tenure: Tenure, version: int | None, *, is_base: bool) -> Tenure:
+    def end_push(self, tenure: int, version: int | None, *, is_base: bool) -> int:
         """All of it has come. version None: an adapter is still to come. Raises Refused where somebody has claimed the server since."""
         if tenure != self.tenure:
             raise Refused("the server was claimed anew while the push ran, and holds no version")
@@ -108,7 +101,7 @@ class Ownership:
         return self._clock() - self._heard >= LEASE_SECONDS
 
     def _forget(self) -> None:
-        self.version, self.has_base, self.tenure = None, False, Tenure(self.tenure.number + 1)
+        self.version, self.has_base, self.tenure = None, False, self.tenure + 1
 
 
 class SentPictures:

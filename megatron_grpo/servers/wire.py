@@ -295,6 +295,10 @@ def _array(kind: Any, form: Any) -> np.ndarray:
     return np.frombuffer(shaped.ids, dtype.newbyteorder("<")).astype(dtype).reshape(shaped.shape)
 
 
+for _form in Form.__subclasses__():  # msgspec looks at a class when it first reads one, and crashes where two threads do so at once
+    msgspec.json.Decoder(_form, dec_hook=_array)
+
+
 def fault_of(request: Request, max_model_len: int) -> str | None:
     """What no server of this `max_model_len` could do with a request, as a sentence; None where there is nothing. Both sides ask.
 
