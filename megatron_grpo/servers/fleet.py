@@ -11,14 +11,14 @@ import http
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base import activity
-from megatron_grpo.base.errors import ConfigError, GivenUp, NobodySamples, Problem, RunError, said_by
+from megatron_grpo.base.errors import GivenUp, NobodySamples, Problem, RunError, config_error, problem_with, said_by
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import longest_completion
 from megatron_grpo.config.sampling_mask import words_at_most
@@ -144,7 +144,7 @@ def problems_with_servers(cfg: Config, needs: Needs) -> list[Problem]:
                         f"killed is forgotten {wire.LEASE_SECONDS:.0f} s after"
                     )
             if sentence:
-                found.append(Problem(flags=("vllm_server_host",), message=f"the rollout server {server} {sentence}."))
+                found.append(problem_with("vllm_server_host", f"the rollout server {server} {sentence}."))
     return found
 
 
@@ -164,6 +164,7 @@ class ServerGroup(ABC):
 
     WHOM = ""  # it waits for, for people
     NONE = ""  # of them, as the beginning of a sentence
+    LOSS = REFUSAL = ""  # sentences: of a server and why it is not used any more; of a server and why any would refuse what was asked
     SAYS_WHO_IS_MISSING = True  # where it begins without all
 
     def __init__(
@@ -213,6 +214,31 @@ class ServerGroup(ABC):
                     self.say(f"waiting for {self.WHOM} ({waited:.0f} of {self.timeout:g} s): {named(missing)}")
                 time.sleep(SECONDS_BETWEEN_TRIES)  # nobody tells that a server has come up
 
+    def lose(self, member: Member, why: Exception, *, since: int | None = None) -> bool:
+        """It is given up, by a call that failed. Whether what was in flight may have killed it.
+
+        since: `times_claimed` of the server as the call began. A call from before the last claim says nothing of the server: the push
+        that a claim is for ends what is under way there.
+        """
+        was_used = member.give_up(why, since)
+        if was_used:
+            self.say(self.LOSS.format(member, why))
+        if isinstance(why, Refused):
+            return was_used is not None and why.is_failure
+        return was_used is not None and not getattr(why, "is_silent", False)  # who stands still does not die of a prompt
+
+    async def during(self, member: Member, work: Awaitable[object]) -> bool:
+        """One call. Whether what was in flight may have killed the server. Raises RunError where any server would refuse it."""
+        since = member.times_claimed
+        try:
+            await work
+        except LOST as error:
+            died = self.lose(member, error, since=since)
+            if isinstance(error, Refused) and not (error.is_conflict or error.is_failure):
+                raise RunError(self.REFUSAL.format(member, error)) from error
+            return died
+        return False
+
     @abstractmethod
     def _look(self) -> None:
         """Asks all that may be there, at the same time, whether they can be used."""
@@ -232,6 +258,7 @@ class Fleet(ServerGroup):
     """
 
     WHOM, NONE = "rollout servers", "no rollout server"
+    LOSS, REFUSAL = "rollout server {} is given up until the next push: {}", "the rollout server {} refused to sample: {}"
 
     def __init__(self, *where: Any, run: str, incarnation: str, needs: Needs, **more: Any):
         """where, more: as `ServerGroup`. run, incarnation: who claims.
@@ -242,17 +269,6 @@ class Fleet(ServerGroup):
         self._claim, self.needs = wire.Claim(run=run, incarnation=incarnation), needs
         self._staying = begun(self._stay_owner())
 
-    def lose(self, member: Member, why: Exception, *, since: int | None = None) -> bool:
-        """It is given up until the next push, by a call that failed. Whether what was in flight may have killed it.
-
-        since: `times_claimed` of the server as the call began. A call from before the last claim says nothing of the server: the push
-        that a claim is for ends what is under way there.
-        """
-        was_used = member.give_up(why, since)
-        if was_used:
-            self.say(f"rollout server {member} is given up until the next push: {why}")
-        return was_used is not None and is_death(why)
-
     # ---- who is there
 
     def _look(self) -> None:
@@ -261,7 +277,7 @@ class Fleet(ServerGroup):
             self._read_addresses()
         except ValueError as error:
             if not self._has_begun:
-                raise ConfigError([Problem(flags=("vllm_server_host",), message=f"servers: {error}.")]) from error
+                raise config_error("vllm_server_host", f"servers: {error}.") from error
             self.say(f"servers: {error}")  # those that are known stay
         together(self._take_up(member) for member in self.members.values() if not member.is_silent)
 
@@ -273,7 +289,7 @@ class Fleet(ServerGroup):
             return
         problem = self.needs.problem(state)
         if problem and not self._has_begun:
-            raise ConfigError([Problem(flags=("vllm_server_host",), message=f"the rollout server {member} {problem}.")])
+            raise config_error("vllm_server_host", f"the rollout server {member} {problem}.")
         if member.state is None or member.state.boot != state.boot:
             member.is_proven, member.pictures = False, set()
         member.state, member.trouble, member.times_claimed = state, problem, member.times_claimed + 1
@@ -288,7 +304,7 @@ class Fleet(ServerGroup):
         except Refused as refusal:
             if self._has_begun or refusal.is_failure:
                 raise
-            raise ConfigError([Problem(flags=("vllm_server_host",), message=f"{server}: {refusal}.")]) from refusal
+            raise config_error("vllm_server_host", f"{server}: {refusal}.") from refusal
 
     async def _look_who_has(self, member: Member) -> None:
         try:
@@ -321,13 +337,6 @@ class Fleet(ServerGroup):
     async def _release(self, member: Member) -> None:
         with suppress(*LOST):  # it has gone, or is another's
             await within(CONNECT, member.server.call("POST", "/release", wire.Nothing(), timeout=CONNECT))
-
-
-def is_death(why: Exception) -> bool:
-    """Closed at its end: perhaps by what it was asked. Who stands still does not die of a prompt."""
-    if isinstance(why, Refused):
-        return why.is_failure
-    return not getattr(why, "is_silent", False)
 
 
 def named(members: Sequence[Member]) -> str:

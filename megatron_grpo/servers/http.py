@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
-from megatron_grpo.base.errors import ConfigError, Problem, keep_secret, said_by
+from megatron_grpo.base.errors import config_error, keep_secret, said_by
 from megatron_grpo.base.files import write_whole
 from megatron_grpo.config.servers import Address
 from megatron_grpo.servers import wire
@@ -218,8 +218,7 @@ def trust_of(path: str | None) -> ssl.SSLContext | None:
     try:
         return ssl.create_default_context(cafile=path)
     except (ssl.SSLError, OSError) as error:
-        message = f"vllm_server_ca ({path}) holds no certificates as PEM: {error}."
-        raise ConfigError([Problem(flags=("vllm_server_ca",), message=message)]) from error
+        raise config_error("vllm_server_ca", f"vllm_server_ca ({path}) holds no certificates as PEM: {error}.") from error
 
 
 def new_incarnation() -> str:

@@ -13,8 +13,7 @@ from contextlib import suppress
 from megatron_grpo.base.errors import RunError
 from megatron_grpo.rollout.turns import Drawn, Key
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.asking import generate
-from megatron_grpo.servers.calls import MOST_DEATHS, call
+from megatron_grpo.servers.asking import MOST_DEATHS, generate
 from megatron_grpo.servers.fleet import Fleet, Member
 from megatron_grpo.servers.http import begun
 
@@ -26,17 +25,18 @@ class NoServer(Exception):
 
 
 class ServerTurns:
-    """See `rollout.turns.TurnSampler`. version: of the weights that are to draw; it may be set anew once servers were lost."""
+    """See `rollout.turns.TurnSampler`."""
 
-    def __init__(self, fleet: Fleet, sampling: wire.Sampling, *, version: int, name_of: Callable[[Key], str] = str):
-        """name_of: an episode, for people."""
-        self.version = version
-        self._fleet, self._sampling, self._name_of = fleet, sampling, name_of
+    def __init__(
+        self, fleet: Fleet, sampling: wire.Sampling, *, version: int, deaths: dict[Key, list[str]], name_of: Callable[[Key], str] = str
+    ):
+        """version: of the weights that are to draw. deaths: of servers with the same turn in flight before. name_of: an episode, for
+        people."""
+        self._fleet, self._sampling, self._version, self._deaths, self._name_of = fleet, sampling, version, deaths, name_of
         self._count = 0
         self._open: dict[Key, wire.Request] = {}  # asked for, and not drawn
         self._flying: dict[Key, Member] = {}  # of those, the ones in a call
         self._homes: dict[Key, str] = {}  # server of each episode, by name
-        self._deaths: dict[Key, list[str]] = {}  # of servers, with this turn in flight
         self._found: list[tuple[Key, Drawn]] = []
         self._changed = asyncio.Event()  # since the last poll
         self._refusal: Exception | None = None
@@ -83,7 +83,7 @@ class ServerTurns:
         members = {str(member): member for member in self._fleet.used}
         if not members:
             # A server that one call lost may still answer others, and a push would end those.
-            if waiting and not self._flying:
+            if waiting and not self._flying and not self._found:
                 raise NoServer
             return
         by_member: dict[str, dict[Key, wire.Request]] = {}
@@ -95,24 +95,20 @@ class ServerTurns:
             self._flying[key] = members[home]
             by_member.setdefault(home, {})[key] = self._open[key]
         for name, asked in by_member.items():
-            task = asyncio.create_task(self._call(members[name], asked, members[name].times_claimed))
+            task = asyncio.create_task(self._call(members[name], asked))
             self._calls.add(task)
             task.add_done_callback(self._calls.discard)
 
-    async def _call(self, member: Member, asked: Mapping[Key, wire.Request], since: int) -> None:
-        """since: the server's `times_claimed`."""
+    async def _call(self, member: Member, asked: Mapping[Key, wire.Request]) -> None:
         keys = {request.key: key for key, request in asked.items()}
-        body = wire.Generate(version=self.version, sampling=self._sampling, requests=tuple(asked.values()))
+        body = wire.Generate(version=self._version, sampling=self._sampling, requests=tuple(asked.values()))
 
         def take(request: wire.Request, answer: wire.Answer) -> None:
             self._take(keys[request.key], request, answer, body.version)
 
         died = False
         try:
-            died = await call(
-                member, generate(member, body, take, things="turns"), self._fleet.lose, since=since,
-                refused=lambda member, error: f"the rollout server {member} refused to sample: {error}",
-            )  # fmt: skip
+            died = await self._fleet.during(member, generate(member, body, take, things="turns"))
         except Exception as error:  # noqa: BLE001 - raised where turns are polled for
             self._refusal = self._refusal or error
         finally:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from megatron_grpo.rollout.ahead import SECONDS_BETWEEN_LOOKS, wait_together
 from megatron_grpo.rollout.engine import HolderChanged, SamplingSettings, WeightsLost, WeightSyncError, prompt_seed
 from megatron_grpo.rollout.experts import WrongExperts, of_group
 from megatron_grpo.rollout.probes import probe_sequences
-from megatron_grpo.rollout.turns import Player
+from megatron_grpo.rollout.turns import Key, Player
 from megatron_grpo.servers import wire
 from megatron_grpo.servers.asking import Question, ToSend, on_the_wire
 from megatron_grpo.servers.fleet import Fleet, Needs
@@ -47,16 +46,6 @@ TOLD = (ConfigError, RunError, NobodySamples, GivenUp, WeightSyncError, HolderCh
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What all ranks know of the servers that are used."""
-
-    dtype: str
-    max_model_len: int  # the smallest
-    has_base: bool  # all of them
-    has_new: bool
-
-
 class ServerEngine:
     """An `Engine`. See `megatron_grpo.rollout.engine` for what its methods promise."""
 
@@ -65,22 +54,20 @@ class ServerEngine:
     ):
         """pusher: makes the one who speaks to the servers, with their fleet; called on rank 0. Collective, and waits for servers: raises
         what `prepare` does. tells_experts: completions have the experts that their tokens were routed to. eyes: of a model that sees."""
-        self._eyes = eyes
-        self.tells_experts = tells_experts
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._pusher: Pusher | None = None
+        self._tokenizer, self._vocab_size, self.tells_experts, self._eyes = tokenizer, vocab_size, tells_experts, eyes
+        self._pusher: Pusher | None = None  # on rank 0
         # What a server was started with is never version 0: nobody knows which files it read.
-        self._version, self._has_base = NO_VERSION, False
+        self.version, self.has_base = NO_VERSION, False
         self._questions: set[Question] = set()  # that are not answered yet; on rank 0 alone
-        self._answering: ServerFlight | None = None
-        self._asked: object = None
-        self._playing: tuple[Player, ServerTurns] | None = None  # on rank 0
+        self._answering: tuple[object, ServerFlight] | None = None  # what was asked, and its answers so far
+        self._deaths: dict[Key, list[str]] = {}  # of servers with a turn in flight, while one question is played
         self.gives_up: Callable[[], bool] = lambda: False
-        self._told(partial(self._begin, pusher))
-        self.prepare()
 
-    def _begin(self, pusher: Callable[[], Pusher]) -> None:
-        self._pusher = pusher()
+        def begin() -> None:
+            self._pusher = pusher()
+
+        collectives.told(begin, TOLD)
+        self.prepare()
 
     @classmethod
     def build(cls, cfg: RolloutConfig, *, model_path: Path, shape: ModelShape, output_dir: Path, needs: Needs, device: torch.device,
@@ -104,65 +91,50 @@ class ServerEngine:
         tokenizer = load_tokenizer(str(model_path), trust_remote_code=trust_remote_code)
         return cls(pusher, tokenizer=tokenizer, vocab_size=shape.vocab_size, tells_experts=needs.tells_experts, eyes=eyes)
 
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def has_base(self) -> bool:
-        return self._has_base
-
-    @property
-    def dtype(self) -> str:
-        return self._facts.dtype
+    def _told(self, work: Callable[[Pusher], Value]) -> Value:
+        """What rank 0 gets of it, or fails with, on every rank. Collective."""
+        return collectives.told(lambda: work(cast(Pusher, self._pusher)), TOLD)
 
     # ---- weights
 
     def prepare(self) -> bool:
-        self._facts = self._told(self._gathered)
-        self._has_base = self._facts.has_base
-        return self._facts.has_new
+        def gathered(pusher: Pusher) -> tuple[str, int, bool, bool]:
+            pusher.fleet.gives_up = self.gives_up
+            members = pusher.fleet.gather()
+            states = [member.state for member in members if member.state is not None]
+            dtype = next((state.dtype for state in states if state.dtype != "float32"), "float32")
+            has_new = not all(member.is_proven for member in members)
+            return dtype, min(state.max_model_len for state in states), all(state.has_base for state in states), has_new
+
+        self.dtype, self._max_model_len, self.has_base, has_new = self._told(gathered)
+        return has_new
 
     def take(self, update: WeightUpdate) -> None:
-        self._version = NO_VERSION  # until all of it has arrived, everywhere
-        self._has_base = self._has_base and update.kind == "adapter"
-        if self._pusher is None:
-            for _ in update.tensors:  # nothing comes; but this rank may have to send
-                pass
-        self._told(partial(self._push, update))
-        self._version = update.version
-        self._has_base = self._has_base or update.kind == "weights"
+        self.version = NO_VERSION  # until all of it has arrived, everywhere
+        self.has_base = self.has_base and update.kind == "adapter"
 
-    def _push(self, update: WeightUpdate) -> None:
-        assert self._pusher is not None  # asked on rank 0 alone
-        # What is left of the stream is taken before anybody hears of an error: others send it, and would wait for this rank.
-        with CleanUp(lambda: deque(update.tensors, maxlen=0)):
-            self._pusher.push(update)
+        def use_up() -> None:
+            deque(update.tensors, maxlen=0)
+
+        if self._pusher is None:
+            use_up()  # nothing comes; but this rank may have to send
+
+        def push(pusher: Pusher) -> None:
+            # What is left of the stream is taken before anybody hears of an error: others send it, and would wait for this rank.
+            with CleanUp(use_up):
+                pusher.push(update)
+
+        self._told(push)
+        self.version = update.version
+        self.has_base = self.has_base or update.kind == "weights"
 
     def probes(self) -> list[Scored]:
-        return probe_sequences(self._tokenizer, vocab_size=self._vocab_size, max_model_len=self._facts.max_model_len, eyes=self._eyes)
+        return probe_sequences(self._tokenizer, vocab_size=self._vocab_size, max_model_len=self._max_model_len, eyes=self._eyes)
 
     def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
-        found: dict[str, list[list[float]]] = {}
-
-        def ask() -> None:
-            assert self._pusher is not None
-            found.update(self._pusher.scores(sequences, self._version, self._eyes))
-
-        self._told(ask)
+        found: dict[str, list[list[float]]] = {}  # on rank 0, which speaks for all servers
+        self._told(lambda pusher: found.update(pusher.scores(sequences, self.version, self._eyes)))
         return found
-
-    def _gathered(self) -> Facts:
-        assert self._pusher is not None
-        self._pusher.fleet.gives_up = self.gives_up
-        members = self._pusher.fleet.gather()
-        states = [member.state for member in members if member.state is not None]
-        return Facts(
-            dtype=next((state.dtype for state in states if state.dtype != "float32"), "float32"),
-            max_model_len=min(state.max_model_len for state in states),
-            has_base=all(state.has_base for state in states),
-            has_new=not all(member.is_proven for member in members),
-        )
 
     # ---- sampling
 
@@ -173,103 +145,80 @@ class ServerEngine:
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
         asked = ([prompt.number for prompt in prompts], sampling, seed)
-        if self._asked != asked:  # else the same question goes on, with what was answered before the servers were lost
-            self._asked, self._answering = asked, self.begin(prompts, sampling, seed=seed)
-        assert self._answering is not None
-        groups = self._answering.groups()
-        self._asked = self._answering = None
+        if self._answering is None or self._answering[0] != asked:  # else it goes on, with what was answered before the servers were lost
+            self._answering = asked, self.begin(prompts, sampling, seed=seed)
+        groups = self._answering[1].groups()
+        self._answering = None
         return groups
 
     def play(self, prompts: Sequence[Prompt], sampling: SamplingSettings, begin: Callable[[Sequence[Prompt]], Player]) -> list[Group]:
         """See `rollout.turns.TurnEngine`. Rank 0 plays all episodes."""
         self.require_weights()
+        parts: dict[int, Sequence[Group]] = {}
 
-        parts: dict[int, list[Group]] = {}
-        if left := self._told(partial(self._played, prompts, sampling, begin, parts)):
-            self._lost(f"{left} turns are not drawn")
-        return [group for part in collectives.exchange(parts) for group in part]
-
-    def _played(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingSettings,
-        begin: Callable[[Sequence[Prompt]], Player],
-        parts: dict[int, list[Group]],
-    ) -> int:
-        """Fills `parts` with the groups of each rank; or returns how many turns are open, and no server is left."""
-        assert self._pusher is not None
-        player = begin(prompts)
-        turns = self._turns_of(player, prompts, sampling)
-        try:
-            with activity.phase("playing episodes"):
-                while not player.advance(turns, SECONDS_BETWEEN_LOOKS, version=self._version):
-                    if self.gives_up():
-                        raise GivenUp
-        except NoServer:
-            say = self._pusher.fleet.say
-            say(f"{turns.num_running} turns are open, and no rollout server: the weights are pushed again as soon as one is there")
-            return turns.num_running
-        except BaseException:
-            turns.abandon()
-            raise
-        self._playing = None
-        groups, num_ranks = player.groups(), collectives.num_ranks()
-        parts.update((rank, groups[rank::num_ranks]) for rank in range(num_ranks))
-        return 0
-
-    def _turns_of(self, player: Player, prompts: Sequence[Prompt], sampling: SamplingSettings) -> ServerTurns:
-        """The same for the same player, which goes on after servers were lost."""
-        assert self._pusher is not None
-        if self._playing is None or self._playing[0] is not player:
-            rows = {prompt.number: prompt.row for prompt in prompts}
+        def played(pusher: Pusher) -> int:
+            """Fills `parts` with the groups of each rank; or returns how many turns are open, and no server is left."""
+            player, rows = begin(prompts), {prompt.number: prompt.row for prompt in prompts}
             turns = ServerTurns(
-                self._pusher.fleet, _on_the_wire(sampling), version=self._version,
+                pusher.fleet, _on_the_wire(sampling), version=self.version, deaths=self._deaths,
                 name_of=lambda key: f"episode {key[1]} of prompt {key[0]} (data-set row {rows[key[0]]})",
             )  # fmt: skip
-            self._playing = player, turns
-        self._playing[1].version = self._version
-        return self._playing[1]
+            try:
+                with activity.phase("playing episodes"):
+                    while not player.advance(turns, SECONDS_BETWEEN_LOOKS, version=self.version):
+                        if self.gives_up():
+                            raise GivenUp
+            except NoServer:
+                return turns.num_running
+            except BaseException:
+                turns.abandon()
+                raise
+            self._deaths.clear()
+            parts.update(dealt(player.groups()))
+            return 0
+
+        self._require_all(played, "{} turns are open", "{} turns are not drawn")
+        return [group for part in collectives.exchange(parts) for group in part]
 
     def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> ServerFlight:
         self.require_weights()
-        question = self._question_of(prompts, sampling, seed)
-        if question is not None:
-            assert self._pusher is not None
+        question = None
+        if self._pusher is not None:
+            names = {prompt.number: f"prompt {prompt.number} (data-set row {prompt.row})" for prompt in prompts}
+            requests = {prompt.number: _request(prompt, sampling, seed) for prompt in prompts}
+            album = ToSend.of((prompt.pictures for prompt in prompts), self._eyes)
+            question = Question(requests, _on_the_wire(sampling), version=self.version, name_of=names.__getitem__, album=album)
             self._questions.add(question)
             question.ask(self._pusher.fleet)
         return ServerFlight(self, prompts, question)
 
     def require_weights(self) -> None:
-        if self._version == NO_VERSION:
+        if self.version == NO_VERSION:
             raise WeightSyncError("the rollout servers hold no weights of a version: a weight push failed. Push them first.")
-
-    def _question_of(self, prompts: Sequence[Prompt], sampling: SamplingSettings, seed: int) -> Question | None:
-        if self._pusher is None:
-            return None
-        names = {prompt.number: f"prompt {prompt.number} (data-set row {prompt.row})" for prompt in prompts}
-        requests = {prompt.number: _request(prompt, sampling, seed) for prompt in prompts}
-        album = ToSend.of((prompt.pictures for prompt in prompts), self._eyes)
-        return Question(requests, _on_the_wire(sampling), version=self._version, name_of=names.__getitem__, album=album)
 
     def hear(self, question: Question | None, *, is_anew: bool) -> None:
         """Waits until all is answered, on every rank. Raises WeightsLost. is_anew: after that, what is left is asked again."""
 
-        def wait() -> int:
-            assert self._pusher is not None and question is not None
+        def wait(pusher: Pusher) -> int:
+            assert question is not None
             if is_anew:
-                question.go_on(self._pusher.fleet, version=self._version)
-            left = question.wait(self.gives_up)
-            if left:
-                say = self._pusher.fleet.say
-                say(f"{left} prompts are left, and no rollout server: the weights are pushed again as soon as one is there")
-            return left
+                question.version = self.version
+                question.ask(pusher.fleet)
+            return question.wait(self.gives_up)
 
-        if left := self._told(wait):
-            self._lost(f"{left} prompts are not answered")
+        self._require_all(wait, "{} prompts are left", "{} prompts are not answered")
 
-    def _lost(self, what: str) -> NoReturn:
-        version, self._version, self._has_base = self._version, NO_VERSION, False
-        raise WeightsLost(f"no rollout server is left that has the weights of version {version}, and {what}")
+    def _require_all(self, work: Callable[[Pusher], int], left: str, lost: str) -> None:
+        """work: how much is left, though no server is. Raises WeightsLost for that. left, lost: what it is, for people."""
+
+        def counted(pusher: Pusher) -> int:
+            if count := work(pusher):
+                pusher.fleet.say(f"{left.format(count)}, and no rollout server: the weights are pushed again as soon as one is there")
+            return count
+
+        if count := self._told(counted):
+            version, self.version, self.has_base = self.version, NO_VERSION, False
+            raise WeightsLost(f"no rollout server is left that has the weights of version {version}, and {lost.format(count)}")
 
     def gave_up(self, question: Question | None) -> None:
         if question is not None:
@@ -277,19 +226,12 @@ class ServerEngine:
             self._questions.discard(question)
 
     def close(self) -> None:
-        if self._playing is not None:
-            self._playing[1].abandon()
         if self._pusher is not None:
             for question in list(self._questions):
                 self.gave_up(question)
             with CleanUp(self._pusher.fleet.close):
                 self._pusher.close()
             self._pusher = None
-
-    # ----
-
-    def _told(self, work: Callable[[], Value]) -> Value:
-        return collectives.told(work, TOLD)
 
 
 class ServerFlight:
@@ -309,13 +251,11 @@ class ServerFlight:
             self._engine.require_weights()
         is_anew, self._was_heard = self._was_heard, True
         self._engine.hear(self._question, is_anew=is_anew)
-        parts: dict[int, dict[int, tuple[wire.Drawn, ...]]] = {}
-        if self._question is not None:
-            for place, prompt in enumerate(self._prompts):
-                parts.setdefault(place % collectives.num_ranks(), {})[place] = self._question.answers[prompt.number]
-        mine = {place: drawn for part in collectives.exchange(parts) for place, drawn in part.items()}
+        answers = [] if self._question is None else [self._question.answers[prompt.number] for prompt in self._prompts]
+        mine = [drawn for part in collectives.exchange(dealt(answers)) for drawn in part]
         self.drop()
-        return [_group(self._prompts[i], mine[i], tells_experts=self._engine.tells_experts) for i in sorted(mine)]
+        prompts = self._prompts[collectives.rank() :: collectives.num_ranks()]
+        return [_group(prompt, drawn, tells_experts=self._engine.tells_experts) for prompt, drawn in zip(prompts, mine, strict=True)]
 
     def drop(self) -> None:
         self._engine.gave_up(self._question)
@@ -323,6 +263,11 @@ class ServerFlight:
     @property
     def seconds(self) -> float:
         return 0.0 if self._question is None else self._question.seconds
+
+
+def dealt(things: Sequence[Value]) -> dict[int, Sequence[Value]]:
+    """To each rank, which judges its share: of one rank after the other."""
+    return {rank: things[rank :: collectives.num_ranks()] for rank in range(min(collectives.num_ranks(), len(things)))}
 
 
 def _request(prompt: Prompt, sampling: SamplingSettings, seed: int) -> wire.Request:
@@ -333,23 +278,17 @@ def _request(prompt: Prompt, sampling: SamplingSettings, seed: int) -> wire.Requ
 
 
 def _on_the_wire(sampling: SamplingSettings) -> wire.Sampling:
-    return wire.Sampling(
-        temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p, stop=sampling.stop,
-        tells_kept=sampling.tells_kept, stop_token_ids=sampling.stop_token_ids, more=dict(sampling.more),
-    )  # fmt: skip
+    """Its fields have the names of the settings'."""
+    return wire.Sampling(**{name: getattr(sampling, name) for name in wire.Sampling.__struct_fields__})
 
 
 def _group(prompt: Prompt, answers: Sequence[wire.Drawn], *, tells_experts: bool) -> Group:
     experts: Sequence[np.ndarray | None] = [None] * len(answers)
     if tells_experts:
-        experts = of_group([_experts(one) for one in answers], len(prompt.token_ids))
+        if not all(one.experts is not None for one in answers):
+            raise WrongExperts("a rollout server answered without the experts that it took.")
+        experts = of_group([cast(np.ndarray, one.experts) for one in answers], len(prompt.token_ids))
     return Group(prompt=prompt, completions=tuple(_completion(prompt, one, routes) for one, routes in zip(answers, experts, strict=True)))
-
-
-def _experts(drawn: wire.Drawn) -> np.ndarray:
-    if drawn.experts is None:
-        raise WrongExperts("a rollout server answered without the experts that it took.")
-    return drawn.experts
 
 
 def _completion(prompt: Prompt, drawn: wire.Drawn, experts: np.ndarray | None) -> Completion:

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.base import activity
-from megatron_grpo.base.errors import ConfigError, NobodySamples, Problem, RunError
+from megatron_grpo.base.errors import ConfigError, NobodySamples, Problem, RunError, config_error, problem_with
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.servers import read_token, teacher_addresses
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.calls import Calls, Chunk, Loses
-from megatron_grpo.servers.fleet import Member, ServerGroup, is_death, look_at, named
-from megatron_grpo.servers.http import CONNECT, Gone, Refused, Server, together, trust_of, within
+from megatron_grpo.servers.asking import Calls, Chunk
+from megatron_grpo.servers.fleet import Member, ServerGroup, look_at, named
+from megatron_grpo.servers.http import CONNECT, Gone, Server, together, trust_of, within
 from megatron_grpo.types import TokensToScore
 
 FLAG = "teacher_model_server"
@@ -62,6 +62,8 @@ class Teacher(ServerGroup):
     """The servers of one teacher. On rank 0 alone."""
 
     WHOM, NONE = "the teacher", "no server of the teacher"
+    LOSS = "the teacher's server {} is given up until the next question: {}"
+    REFUSAL = "the teacher's server {} cannot score what was drawn: {}."
     SAYS_WHO_IS_MISSING = False
 
     def __init__(self, *where: Any, needs: Needs, gives_up: Callable[[], bool] = lambda: False, **more: Any):
@@ -88,10 +90,10 @@ class Teacher(ServerGroup):
         try:
             self._read_addresses()
         except ValueError as error:
-            raise ConfigError([Problem(flags=(FLAG,), message=f"{FLAG}: {error}.")]) from error
+            raise config_error(FLAG, f"{FLAG}: {error}.") from error
         answered = together(map(self._look_at, self.members.values()))
         wrong = [member for member in answered if member is not None and member.trouble is not None]
-        return [Problem(flags=(FLAG,), message=f"the teacher's server {member} {member.trouble}.") for member in wrong]
+        return [problem_with(FLAG, f"the teacher's server {member} {member.trouble}.") for member in wrong]
 
     # ---- who is there
 
@@ -129,19 +131,14 @@ class Teacher(ServerGroup):
         question = _Question(asked, timeout=self.timeout)
         while not question.is_done:
             before = question.num_answered
-            question.ask(self.gather(), self.lose, self.gives_up)
+            self.gather()
+            question.ask(self)
             if question.hangs and question.num_answered == before:
                 raise NobodySamples(
                     f"no server of the teacher has scored anything for {self.timeout:g} s (vllm_server_timeout): "
                     f"{named(list(self.members.values()))}"
                 )
         return question.answers()
-
-    def lose(self, member: Member, why: Exception, *, since: int) -> bool:
-        """See `calls.Loses`. Nobody claims a teacher's server, so every call says something of it."""
-        if member.give_up(why):
-            self.say(f"the teacher's server {member} is given up until the next question: {why}")
-        return is_death(why)
 
 
 class _Question(Calls[np.ndarray]):
@@ -162,14 +159,11 @@ class _Question(Calls[np.ndarray]):
     def answers(self) -> list[np.ndarray]:
         return [self._dealing.answers[place] for place in range(len(self._asked))]
 
-    def ask(self, members: Sequence[Member], lose: Loses, gives_up: Callable[[], bool]) -> None:
-        """Until all is answered, or all of these are lost."""
-        self._begin(members, lose)
+    def ask(self, teacher: Teacher) -> None:
+        """Until all is answered, or all that are used now are lost."""
+        self._begin(teacher)
         with activity.phase("asking the teacher", total=len(self._asked), unit="completions") as phase:
-            self._wait(phase, lambda: self.num_answered, gives_up)
-
-    def _refused_by(self, member: Member, error: Refused) -> str:
-        return f"the teacher's server {member} cannot score what was drawn: {error}."
+            self._wait(phase, lambda: self.num_answered, teacher.gives_up)
 
     def _of_deadly(self, numbers: Sequence[int]) -> str:
         return "a completion was with three of the teacher's servers as they died: their logs say of what."

@@ -81,7 +81,7 @@ def deliver_answers(rank, world, path, groups, length):
     engine = ServerEngine(pusher, tokenizer=AutoTokenizer.from_pretrained(path), vocab_size=128)
     if server is not None:
         server.took(1)
-    engine._version = 1  # as after a push
+    engine.version = 1  # as after a push
     prompts = [Prompt(number=i, row=i, raw="", token_ids=(4, 5, 6, 7), columns={}) for i in range(groups)]
     with received() as to_judges:
         mine = engine.generate(prompts, SamplingSettings(n=N, max_completion_length=length), seed=1)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from megatron_grpo.config.servers import CALLS, chunk_size
-from megatron_grpo.servers.calls import MOST_DEATHS, Dealing
+from megatron_grpo.servers.asking import MOST_DEATHS, Dealing
 
 
 class World:

@@ -178,7 +178,7 @@ def test_turns_in_flight_on_a_server_that_was_lost_are_drawn_before_anything_is_
 
     engine, [server] = engine_of(one_breaks)
     fleet = engine._pusher.fleet
-    turns = ServerTurns(fleet, wire.Sampling(), version=1)
+    turns = ServerTurns(fleet, wire.Sampling(), version=1, deaths={})
     for key, ids in (((0, 0), (4, 5)), ((1, 0), (4,))):
         turns.submit(key, ids, seed=7, max_tokens=3)
         turns.poll()
@@ -204,7 +204,7 @@ def test_a_call_that_a_push_has_ended_is_no_loss_of_the_server_that_took_it(engi
     engine, [server] = engine_of(ends_at_a_push)
     fleet = engine._pusher.fleet
     if asks == "turns":
-        asked = ServerTurns(fleet, wire.Sampling(), version=1)
+        asked = ServerTurns(fleet, wire.Sampling(), version=1, deaths={})
         asked.submit((0, 0), (4, 5), seed=7, max_tokens=3)
         asked.poll()
     else:
