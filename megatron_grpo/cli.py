@@ -60,9 +60,9 @@ def train(argv: list[str], **parts: Any) -> int:
         from megatron_grpo.run.terminal import outlive_terminal
 
         outlive_terminal()
-        from megatron_grpo.run.inputs import read_everything
+        from megatron_grpo.run.validate import load_inputs
 
-        made, inputs = read_everything(parsed, has_sampler="engine" in parts)
+        made, inputs = load_inputs(parsed, has_sampler="engine" in parts)
         from megatron_grpo.run.build import Parts
         from megatron_grpo.run.life import run_training
 
@@ -111,12 +111,12 @@ def _not_launched(argv: list[str], config: Config, asked: tuple[str, int] | None
 def plan(argv: list[str]) -> int:
     """Checks the whole configuration and prints the timetable, memory and cost of a run. Needs no GPU and no launcher."""
     from megatron_grpo.planning.report import run_plan
-    from megatron_grpo.run.inputs import look_at_everything
+    from megatron_grpo.run.validate import validate_run
 
     parsed, world_size = _parse(argv, None), _launched_world_size()
     if world_size is not None and "world_size" not in parsed.config.typed:  # without a launcher, it may ask about any number of ranks
         parsed = _parse(argv, world_size)
-    return run_plan(parsed, look_at_everything)
+    return run_plan(parsed, validate_run)
 
 
 def export(argv: list[str]) -> int:

@@ -32,7 +32,7 @@ HELD = ("weights", "adapters", "gradients", "optimizer", "reference", "teacher",
 def run_plan(parsed: Parsed, look_at: Callable[[Parsed], Plan]) -> int:
     """Print the plan; the exit code. Raises ConfigError, except with --json, which prints the errors as its answer.
 
-    look_at: makes the plan of what was parsed, and looks at what it names (`inputs.look_at_everything`).
+    look_at: makes the plan of what was parsed, and looks at what it names (`run.validate.validate_run`).
     """
     as_json = parsed.config.plan.json
     try:

@@ -28,7 +28,7 @@ from megatron_grpo.run.build.engines import ENGINES, answering
 from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.policy import build_loaded
 from megatron_grpo.run.build.run import build_evaluator, generator_of
-from megatron_grpo.run.inputs import Looked, read_to_evaluate
+from megatron_grpo.run.inputs import OF_A_RUN, ValidatedInputs, read_inputs
 from megatron_grpo.run.life import take_output_dir
 from megatron_grpo.run.opened import layout_of, settings_of_checkpoint
 from megatron_grpo.trainer.judge import Judge
@@ -44,7 +44,7 @@ def run_eval(parsed: Parsed, same_bits: Callable[[], None]) -> int:
     Raises ConfigError with all that is wrong, before a model loads. same_bits: what is done to vLLM where the setting is true.
     """
     cfg = asked_for(parsed)
-    looked = read_to_evaluate(cfg)
+    looked = read_inputs(cfg, OF_A_RUN)
     with CleanUp(partial(close_rewards, looked.rewards)) as clean_up:
         layout, problems = layout_of(cfg, looked.shape)
         engine_ranks = 1 if cfg.rollout.vllm_mode == "server" else cfg.rollout.vllm_tensor_parallel_size
@@ -92,7 +92,7 @@ def asked_for(parsed: Parsed) -> Config:
 
 
 def evaluate(
-    cfg: Config, looked: Looked, parallel: ParallelState, clean_up: CleanUp, same_bits: Callable[[], None]
+    cfg: Config, looked: ValidatedInputs, parallel: ParallelState, clean_up: CleanUp, same_bits: Callable[[], None]
 ) -> tuple[int, list[Evaluated]]:
     """(optimizer steps behind the weights, what came of each set). Collective. clean_up: gets what this opens."""
     step, model = loaded(cfg, looked, parallel)
@@ -107,7 +107,7 @@ def evaluate(
     return step, build_evaluator(cfg, looked, sampler, judge, last_step=0).run()
 
 
-def loaded(cfg: Config, looked: Looked, parallel: ParallelState) -> tuple[int, LoadedModel | None]:
+def loaded(cfg: Config, looked: ValidatedInputs, parallel: ParallelState) -> tuple[int, LoadedModel | None]:
     """(optimizer steps, the model that the sampler must be given); None where it reads the model's files by itself. Collective."""
     is_of_checkpoint = _is_of_checkpoint(cfg)
     if not is_of_checkpoint and not cfg.tuner.adapters and cfg.rollout.vllm_mode == "colocate":

@@ -1,78 +1,76 @@
-"""What is looked at before any model loads: settings, output_dir, model, data, rewards. Every fault in any of them is reported at once.
+"""What settings name: model, data, rewards and the others, read and looked at before any model loads. Every fault is reported at once.
 
-This is the one list, for `train` and for `plan`, so that the two cannot come to different answers. `plan` leaves out what `_left_out`
-names, and says so. Nothing here imports torch before it has to.
+`PARTS` is the one list, for `train` and `eval`, for `plan`, which leaves some out, and for `rehearse`. Nothing here imports torch before it
+has to.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import redirect_stdout
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_grpo.base import launcher
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.config import Parsed, remote_code
+from megatron_grpo.base.errors import ConfigError, Problem, config_error
+from megatron_grpo.config import remote_code
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.evaluation import flag_of, sets_of
-from megatron_grpo.config.optimizer import length_problems
-from megatron_grpo.config.read import COMMAND_LINE
-from megatron_grpo.data.chat import load_tokenizer, unread_options
-from megatron_grpo.data.files import plain_name
-from megatron_grpo.data.hub import find_model, is_path
-from megatron_grpo.planning.check import Checked, check_parsed
-from megatron_grpo.planning.command import Plan, make_plan
-from megatron_grpo.planning.pictures import PictureFacts, learns_nothing
-from megatron_grpo.rewards.loading import close_rewards, load_rewards, may_be_here
+from megatron_grpo.config.evaluation import flag_of, longest_completion, sets_of
+from megatron_grpo.data.chat import load_tokenizer, unread_options, vocabulary_of
+from megatron_grpo.data.hub import find_model
+from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.rollout.grammar import unreadable
-from megatron_grpo.run.sources import (
-    ADAPTERS,
-    UNKNOWN,
-    DataReader,
-    Problems,
-    bases_of_adapters,
-    environment_of,
-    find_reference,
-    find_teacher,
-    look_at_rows,
-    look_at_template,
-    part_of,
-    read_held_out,
-    rollout_func_of,
-    rows_of,
-    servers_that_answer,
-    sight_of,
-    teachers_that_answer,
-    weights_to_begin_with,
-)
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.run.build import plug_ins
+from megatron_grpo.weights.fit import length_problems
+from megatron_grpo.weights.shape import ModelShape, read_config
 from megatron_grpo.weights.stored import stored_names
 
 if TYPE_CHECKING:
     from megatron_grpo.checkpoint.resume import Resume
     from megatron_grpo.data.eyes import Eyes
     from megatron_grpo.data.prompts import PromptRows, PromptStream
-    from megatron_grpo.environments.protocol import Environment
+    from megatron_grpo.run.build.plug_ins import Environment
+
+Read = TypeVar("Read")
+ADAPTERS = ("adapters", "ref_adapters")  # settings that name a directory of PEFT's
+OF_A_RUN = ("dataset", "report_to", "servers", "teacher", "ref_model", "teacher_model")  # parts that an evaluation leaves out
+_UNREAD: Any = None
+_EPISODE_COLUMNS = ("messages", "turn_rewards", "num_turns", "ended")  # that reward functions get of an episode, by these names
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
-    """What an evaluation needs. Everything here has been looked at and can be used."""
+@dataclass(slots=True, kw_only=True)
+class ValidatedInputs:
+    """What settings name, as far as it was looked at. What was left out, or could not be read, is None; of a run all is there.
 
-    model_path: Path
-    shape: ModelShape
-    held_out: Mapping[str, PromptStream]  # sets by name
-    rewards: list[RewardFunction]
-    eyes: Eyes | None  # of a model that sees
-    environment: type[Environment] | None  # whose objects are episodes, where completions are
-    rollout_func: Callable[..., Any] | None  # that makes completions
-    notes: Sequence[str]  # what a person should know of them
+    left_out: parts that nobody asked for. held_out: sets by name. rows: of the training set; looked: of every set, with the setting that
+    names it. Without a tokenizer there are rows alone. eyes: of a model that sees; is_blind: it is known that it does not. environment: its
+    objects are episodes, where completions are. rollout_func: makes completions. notes: what a person should know. ref_model_path: where
+    the reference is not the model as it begins. teacher_path: of a teacher that the training ranks hold. resume: how the run begins.
+    """
+
+    left_out: Collection[str] = ()
+    model_path: Path = _UNREAD
+    shape: ModelShape = _UNREAD
+    tokenizer: Any = None
+    eyes: Eyes | None = None
+    is_blind: bool = False
+    environment: type[Environment] | None = None
+    rollout_func: Callable[..., Any] | None = None
+    prompts: PromptStream = _UNREAD
+    held_out: dict[str, PromptStream] = field(default_factory=dict)
+    looked: list[tuple[str, PromptRows]] = field(default_factory=list)
+    rows: PromptRows | None = None
+    rewards: list[RewardFunction] = field(default_factory=list)
+    notes: Sequence[str] = ()
+    ref_model_path: Path | None = None
+    teacher_path: Path | None = None
+    resume: Resume = _UNREAD
+
+    @property
+    def streams(self) -> list[PromptStream]:
+        return [*([self.prompts] if self.prompts is not None else []), *self.held_out.values()]
 
     @property
     def longest_prompt(self) -> int:
@@ -84,311 +82,327 @@ class Looked:
         """Of a prompt."""
         return max(stream.rows.most_pictures for stream in self.streams)
 
-    @property
-    def streams(self) -> list[PromptStream]:
-        return list(self.held_out.values())
+
+class Problems(list[Problem]):
+    """All that is found wrong, each thing once."""
+
+    def attempt(self, read: Callable[[], Read]) -> Read | None:
+        """What `read` gives, or None."""
+        try:
+            return read()
+        except ConfigError as error:
+            self.add(error.problems)
+            return None
+
+    def add(self, found: Iterable[Problem]) -> None:
+        known = {problem.message for problem in self}
+        for problem in found:  # what comes before an error is kept
+            if problem.message not in known:
+                self.append(problem)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs(Looked):
-    """What a run needs."""
-
-    prompts: PromptStream
-    resume: Resume  # how the run begins
-    ref_model_path: Path | None  # where the reference is not the model as it begins
-    teacher_path: Path | None  # of a teacher that the training ranks hold
-
-    @property
-    def streams(self) -> list[PromptStream]:
-        return [self.prompts, *self.held_out.values()]
+# -- the model, and others beside it ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What was looked at and is right, as far as it was to be looked at."""
-
-    model_path: Path | None
-    shape: ModelShape | None
-    prompts: PromptStream | PromptRows | None
-    held_out: Mapping[str, PromptStream | PromptRows]
-    rewards: list[RewardFunction]
-    environment: type[Environment] | None = None
-    eyes: Eyes | None = None
-    rollout_func: Callable[..., Any] | None = None
-    notes: Sequence[str] = ()
-    ref_model_path: Path | None = None
-    teacher_path: Path | None = None
+def model(cfg: Config, found: ValidatedInputs) -> None:
+    found.model_path = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
 
 
-def read_everything(parsed: Parsed, *, has_sampler: bool = False) -> tuple[Plan, Inputs]:
-    """For `train`: the plan and the inputs of a run. Raises ConfigError with all that is wrong with either.
-
-    has_sampler: it was written elsewhere, and stands in for the servers that the settings name.
-    """
-    made, found, resume = _look_at(parsed, {"servers": "the rollout servers"} if has_sampler else {})
-    assert resume is not None  # left out of a plan alone
-    return made, Inputs(**{field.name: getattr(found, field.name) for field in fields(Found)}, resume=resume)
+def architecture(cfg: Config, found: ValidatedInputs) -> Iterator[Problem]:
+    yield from filter(None, [remote_code.problem_of(found.model_path, is_trusted=cfg.model.trust_remote_code)])
+    found.shape = ModelShape.from_pretrained(found.model_path)
 
 
-def look_at_everything(parsed: Parsed) -> Plan:
-    """For `plan`: the plan alone, with what was not looked at. Raises ConfigError with all that `train` would refuse of the rest."""
-    left_out = _left_out(parsed.config)
-    absent = {flag: None for flag in ADAPTERS if flag in left_out}
-    parsed = replace(parsed, config=parsed.config.with_values(absent))
-    if imports := [spec for part, _, spec in _user_code(parsed.config) if not {part, spec} & set(left_out)]:
-        print(f"plan imports {', '.join(imports)}, and so runs what stands at the top of these files.", file=sys.stderr)
-    with redirect_stdout(sys.stderr):  # a reward function's file may print as it is loaded, and stdout is for the plan
-        made, found, _ = _look_at(parsed, left_out)
-    close_rewards(found.rewards)
-    if made.checked.shape is None and (model := parsed.config.model.model):
-        said = f"{model} is not on this machine, so that nobody looked at it: train says whether its architecture can be trained here."
-        made = replace(made, warnings=[said, *made.warnings])
-    return replace(made, not_checked=tuple(left_out.values()))
+def weights_to_begin_with(cfg: Config, found: ValidatedInputs) -> list[Problem]:
+    from megatron_grpo.checkpoint.resume import problems_of_beginning
+
+    return problems_of_beginning(cfg, found.model_path)
 
 
-def _left_out(cfg: Config) -> dict[str, str]:
-    """What `plan` does not look at, by part, each as it is told. It needs neither inputs nor a network, and answers at once."""
-    model, rewards = cfg.model.model, cfg.rewards
-    machine = "this machine's GPUs and memory, and whether output_dir can be written"
-    parts = {"machine": machine, "tokenizer": "the tokenizer (chat template, prompt lengths in tokens)"}
-    if cfg.rollout.vllm_mode == "server":
-        parts |= {"servers": "the rollout servers (whether they answer, whose they are, how long their sequences may be)"}
-    parts |= _left_out_of_teacher(cfg)
-    if not model:
-        parts |= {"model": "the model (none given)"}
-    elif (Path(model).is_file() and model.endswith(".json")) or _is_elsewhere(cfg, "model", model):
-        parts |= {"model": f"the model's weights ({model} is {'its configuration' if Path(model).is_file() else 'not on this machine'})"}
-    elif Path(model).is_dir() and not any(Path(model).glob("*.safetensors*")) and not any(Path(model).glob("tokenizer*")):
-        parts |= {"weights": f"the model's weights ({model} holds its configuration alone)"}
-    for flag in ADAPTERS:
-        directory = getattr(cfg.tuner, flag)
-        if directory and _is_guest(cfg, flag) and not Path(directory).exists():
-            parts |= {flag: f"{flag} ({directory} is not on this machine): ranks and targets are taken from the settings"}
-    sets = [("dataset", "dataset", cfg.data.dataset), *((part_of(name), flag_of(name, cfg), at) for name, at in sets_of(cfg).items())]
-    sets += [("dataset", "dataset", name) for name in cfg.data.further_datasets]
-    named = [(part, flag, plain_name(where), f"the rows of {flag}") for part, flag, where in sets]
-    begins = cfg.run.mcore_model if _is_guest(cfg, "mcore_model") else None
-    named.append(("mcore_model", "mcore_model", begins or "", "the weights to begin with"))
-    named.append(("ref_model", "ref_model", cfg.grpo.ref_model or "", "the reference model"))
-    named.append(("teacher_model", "teacher_model", cfg.grpo.teacher_model or "", "the teacher"))
-    if "reward_model" in rewards.reward_funcs:
-        named.append(("reward_model", "reward_model", rewards.reward_model or "", "the classifier of the reward reward_model"))
-    for part, flag, where, what in named:
-        is_word = flag in ("ref_model", "teacher_model") and "/" not in where and not _is_guest(cfg, flag)  # which no repository is called
-        if _is_elsewhere(cfg, flag, where) and not is_word:
-            parts |= {part: f"{what} ({where} is not on this machine)"}
-    if not cfg.data.dataset:
-        parts |= {"dataset": "the data set (none given)"}
-    if not rewards.reward_funcs:
-        parts |= _left_out_of_teacher(cfg) or {"rewards": "reward functions (none given)"}
-    if _is_guest(cfg, "report_to"):
-        parts |= {"report_to": f"whether {' and '.join(cfg.run.report_to)} can be reported to"}
-    return parts | _left_out_of_code(cfg)
+def weights(cfg: Config, found: ValidatedInputs) -> None:
+    stored_names(found.model_path)
 
 
-def _left_out_of_code(cfg: Config) -> dict[str, str]:
-    parts = {
-        spec if part == "reward" else part: f"the {part} {spec} ({why})"
-        for part, flag, spec in _user_code(cfg)
-        if (why := _not_loaded(cfg, flag, spec))
-    }
-    if cfg.turns.tools and find_spec("transformers") is None:
-        parts |= {"environment": "the tools (transformers, which describes them to the model, is not installed)"}
-    return parts
+def grammar(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
+    return unreadable(cfg)
 
 
-def _user_code(cfg: Config) -> list[tuple[str, str, str]]:
-    """(part, setting, file:name) of all that is imported to be looked at."""
-    turns = [("environment", "environment", cfg.turns.environment), *(("environment", "tools", spec) for spec in cfg.turns.tools)]
-    code = [*(("reward", "reward_funcs", spec) for spec in cfg.rewards.reward_funcs), *turns]
-    return [(part, flag, spec) for part, flag, spec in (*code, ("rollout_func",) * 2 + (cfg.rollout.rollout_func,)) if spec and ":" in spec]
+def bases_of_adapters(cfg: Config, found: ValidatedInputs) -> Iterator[Problem]:
+    """Adapters that were trained beside another model than this one."""
+    from megatron_grpo.checkpoint.content import base_problems
+
+    for flag in ADAPTERS if cfg.tuner.tuner_type == "lora" else ():
+        if directory := getattr(cfg.tuner, flag):
+            yield from base_problems(directory, found.model_path, flag=flag)
 
 
-def _not_loaded(cfg: Config, flag: str, spec: str) -> str:
-    """Why `plan` does not load what a foreign file names; empty where it does."""
-    if not _is_guest(cfg, flag):
-        return ""
-    if Path(spec.rpartition(":")[0]).name == cfg.sources[flag]:
-        return f"{cfg.sources[flag]} is read, not run"
-    return "" if may_be_here(spec) else "not on this machine"
+def tokenizer(cfg: Config, found: ValidatedInputs) -> None:
+    found.tokenizer = load_tokenizer(str(found.model_path), trust_remote_code=cfg.model.trust_remote_code)
 
 
-def _left_out_of_teacher(cfg: Config) -> dict[str, str]:
-    told = "the teacher's servers (whether they answer, and whether they have the model's vocabulary)"
-    if cfg.grpo.teacher_model_server:
-        return {"teacher": told}
-    if not cfg.grpo.teacher_model:
-        return {}
-    named = Path(cfg.grpo.teacher_model)
-    if named.is_file() and named.suffix == ".json":
-        return {"teacher_model": f"the teacher's weights ({named} is its configuration)"}
-    if named.is_dir() and not any(named.glob("*.safetensors*")) and not any(named.glob("tokenizer*")):
-        return {"teacher_model": f"the teacher's weights ({named} holds its configuration alone)"}
-    return {"vocabulary of the teacher": "whether the teacher has the model's vocabulary"}
+def template_options(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
+    return unread_options(found.tokenizer, cfg.data.chat_template_kwargs)
 
 
-def _is_guest(cfg: Config, name: str) -> bool:
-    """Whether a setting comes from a foreign file, which was written for another machine."""
-    return cfg.plan.dialect is not None and cfg.sources.get(name, "default") not in (COMMAND_LINE, "default")
+def eyes(cfg: Config, found: ValidatedInputs) -> None:
+    from megatron_grpo.data.eyes import eyes_of, sees
+
+    found.is_blind = not sees(read_config(found.model_path))
+    is_config_alone = "weights" in found.left_out and not (found.model_path / "preprocessor_config.json").exists()
+    if not found.is_blind and not is_config_alone:
+        found.eyes = eyes_of(cfg.data, found.model_path)
 
 
-def _is_elsewhere(cfg: Config, name: str, value: str | None) -> bool:
-    """Whether a setting names something that only the machine of the run may have: on the Hub, or at a path of a foreign file."""
-    if not value:
-        return False
-    return not Path(value).exists() and (_is_guest(cfg, name) or not is_path(value))
+def _refuse_word(name: str, flags: Sequence[str]) -> None:
+    """What is no directory, and which no repository is called."""
+    if "/" not in name and not Path(name).exists():
+        raise config_error(flags, f"{flags[0]} ({name}) is neither a directory here nor a Hub name, which is owner/name.")
 
 
-def _absolute_paths(cfg: Config) -> dict[str, str]:
-    """Settings whose paths are used after the user's code has run, which may change the directory; as they have to be then."""
-    paths = {"output_dir": cfg.run.output_dir, "resume": cfg.run.resume, "lengths": cfg.plan.lengths, "png": cfg.plan.png}
-    paths |= {flag: getattr(cfg.tuner, flag) for flag in ADAPTERS}
-    if cfg.run.mcore_model:
-        from megatron_grpo.checkpoint.resume import resolved
+def reference(cfg: Config, found: ValidatedInputs) -> None:
+    """It is looked at as the model is: it has the same shape and the same vocabulary."""
+    from megatron_grpo.checkpoint.content import vocabulary_fingerprint
 
-        paths["mcore_model"] = resolved(cfg.run.mcore_model)
-    return {name: str(Path(path).absolute()) for name, path in paths.items() if path not in (None, "auto", "never")}
-
-
-def _unreadable(parsed: Parsed) -> set[str]:
-    """What the command line names in a way that cannot be read, by part: that is said, and there is nothing to look at."""
-    of_parts = {"model": ("model", "tokenizer", "weights"), "reward_funcs": ("rewards",)}
-    return {part for name in parsed.unreadable for part in of_parts.get(name, (name,))}
-
-
-def _look_at(parsed: Parsed, left_out: Collection[str]) -> tuple[Plan, Found, Resume | None]:
-    """Settings first, then what they name, then whether the two go together."""
-    problems, paths = Problems(), _absolute_paths(parsed.config)
-    checked = problems.attempt(lambda: check_parsed(parsed))
-    if not _begins_anew(parsed.config):
-        from megatron_grpo.checkpoint.resume import find_checkpoints
-
-        run = parsed.config.run
-        problems.attempt(partial(find_checkpoints, run.output_dir, run.resume, overwrites=run.overwrite_output_dir))
-    found = problems.attempt(lambda: read_inputs(parsed.config, {*left_out, *_unreadable(parsed)}))
-    both: tuple[Plan, Resume | None] | None = None
-    if checked is not None and found is not None and not problems:
-        both = problems.attempt(lambda: _plan_of(parsed, checked, found, paths, is_asked_to_train="machine" not in left_out))
-    if problems or found is None or both is None:
-        close_rewards(found.rewards if found is not None else [])
-        raise ConfigError(problems)
-    made, resume = both
-    return made, found, resume
+    name, shape, flags = cfg.grpo.ref_model or "", found.shape, ("ref_model", "model")
+    _refuse_word(name, flags)
+    path = find_model(name, flag="ref_model")
+    theirs = ModelShape.from_pretrained(path)
+    stored_names(path)
+    if shape is not None and theirs != shape:
+        other = [f.name for f in fields(ModelShape) if getattr(theirs, f.name) != getattr(shape, f.name)]
+        told = ", ".join(f"{name} {getattr(theirs, name)} (model: {getattr(shape, name)})" for name in other)
+        message = f"ref_model ({name}) is not of the model's shape: {told}. A reference is held in the model's own layout."
+        raise config_error(flags, message)
+    if found.model_path is not None and vocabulary_fingerprint(path) not in (None, vocabulary_fingerprint(found.model_path)):
+        raise config_error(flags, f"ref_model ({name}) has another vocabulary than the model: the same token ids would be other words.")
+    found.ref_model_path = path
 
 
-def _plan_of(
-    parsed: Parsed, checked: Checked, found: Found, paths: Mapping[str, str], *, is_asked_to_train: bool
-) -> tuple[Plan, Resume | None]:
-    fetched: dict[str, str] = {}  # Hub names, whose config.json has only now come
-    if checked.shape is None and found.model_path is not None:
-        fetched["model"] = str(found.model_path)
-    if checked.teacher is None and found.teacher_path is not None:
-        fetched["teacher_model"] = str(found.teacher_path)
-    if fetched:
-        here = check_parsed(replace(parsed, config=parsed.config.with_values(fetched)))
-        typed = {"model": parsed.config.model.model, "teacher_model": parsed.config.grpo.teacher_model}
-        checked = replace(here, config=here.config.with_values(typed))
-    checked = replace(checked, config=checked.config.with_values(paths))
-    rows = rows_of(found.prompts)
-    pictures = PictureFacts.of(rows, checked.sizes) if rows is not None else None
-    made = make_plan(checked, num_prompts=None if rows is None or rows.is_beginning else len(rows), pictures=pictures)
-    checked = made.checked
-    if problems := length_problems(checked.config.optimizer, made.timetable.num_steps):
-        raise ConfigError(problems)
-    if rows is not None and found.eyes is not None and not rows.most_pictures and checked.shape is not None:
-        made = replace(made, warnings=[*made.warnings, *learns_nothing(checked.config, checked.shape)])
-    if not is_asked_to_train and found.model_path and checked.config.model.trust_remote_code:  # who trains hears it as it runs
-        made = replace(made, warnings=[*made.warnings, *filter(None, [remote_code.warning_of(found.model_path)])])
-    if _begins_anew(checked.config) and not is_asked_to_train:
-        return made, None
-    from megatron_grpo.checkpoint.content import content_of
-    from megatron_grpo.checkpoint.resume import judge_resume
-    from megatron_grpo.data.prompts import PromptStream
+def teacher_model(cfg: Config, found: ValidatedInputs) -> None:
+    """A model of any size, whose tokenizer has the words of the policy's."""
+    from megatron_grpo.planning.models import of_teacher
 
-    stream = found.prompts if isinstance(found.prompts, PromptStream) else None
-    if stream is not None and checked.config.data.dataset_drop_last:
-        stream.whole = checked.sizes.num_rollout_prompts
-    content = content_of(checked.config, model_path=found.model_path, rows=rows, teacher_path=found.teacher_path)
-    return made, judge_resume(checked.config, made.timetable, content, stream)
+    name, flag, trusts = cfg.grpo.teacher_model or "", "teacher_model", cfg.model.trust_remote_code
+    _refuse_word(name, (flag,))
+    path = find_model(name, flag=flag, with_code=trusts)
+    try:
+        ModelShape.from_pretrained(path)
+        stored_names(path)
+    except ConfigError as error:
+        raise ConfigError([of_teacher(problem) for problem in error.problems]) from error
+    own = found.tokenizer
+    if own is not None and vocabulary_of(load_tokenizer(str(path), trust_remote_code=trusts, flag=flag)) != vocabulary_of(own):
+        message = (
+            f"teacher_model ({name}) has a tokenizer with other words than the policy's: the same token ids would be other text. A teacher "
+            "is of the policy's family, with the same vocabulary."
+        )
+        raise config_error((flag, "model"), message)
+    found.teacher_path = path
 
 
-def _begins_anew(cfg: Config) -> bool:
-    """Nothing lies where the run would write, and nothing is in its way. Then `plan` has nothing to judge, and answers at once."""
-    out = Path(cfg.run.output_dir)
-    nearest = next((path for path in (out, *out.absolute().parents) if path.exists()), out)
-    return cfg.run.resume in ("auto", "never") and nearest != out and nearest.is_dir()
+# -- who plays, data, rewards -------------------------------------------------------------------------------------------------------------
 
 
-def read_inputs(cfg: Config, left_out: Collection[str] = ()) -> Found:
-    """Reads model shape, data and rewards. Raises ConfigError with the problems of all of them at once.
-
-    left_out: of the names in `_left_out`. The user's own code runs last: it may change the directory.
-    """
-    problems, trusts = Problems(), cfg.model.trust_remote_code
-    if "report_to" not in left_out:
-        problems.attempt(partial(check_report_to, cfg))
-    shape = tokenizer = None
-    model_path = None if "model" in left_out else problems.attempt(lambda: find_model(cfg.model.model, with_code=trusts))
-    if model_path:
-        problems.add([*filter(None, [remote_code.problem_of(model_path, is_trusted=trusts)])])
-        shape = problems.attempt(partial(ModelShape.from_pretrained, model_path))
-    if cfg.run.mcore_model and "mcore_model" not in left_out:
-        problems.add(problems.attempt(partial(weights_to_begin_with, cfg, model_path)) or [])
-    if model_path and shape and "weights" not in left_out:
-        problems.attempt(partial(stored_names, model_path))
-    problems.add(unreadable(cfg))
-    if model_path and shape and cfg.tuner.tuner_type == "lora":
-        problems.add(bases_of_adapters(cfg, model_path))
-    if shape and "tokenizer" not in left_out:
-        tokenizer = problems.attempt(partial(load_tokenizer, str(model_path), trust_remote_code=trusts))
-    if tokenizer is not None:
-        problems.add(unread_options(tokenizer, cfg.data.chat_template_kwargs))
-    ref_model_path = None
-    if cfg.grpo.ref_model and "ref_model" not in left_out:
-        ref_model_path = problems.attempt(lambda: find_reference(cfg.grpo.ref_model or "", model_path, shape))
-    teacher_path = None
-    if cfg.grpo.teacher_model and "teacher_model" not in left_out:
-        teacher_path = problems.attempt(partial(find_teacher, cfg, tokenizer))
-    sight = (problems.attempt(lambda: sight_of(cfg, model_path, left_out)) if model_path and shape else None) or UNKNOWN
-    environment = None if "environment" in left_out else problems.attempt(partial(environment_of, cfg, tokenizer))
-    notes: Sequence[str] = ()
-    if environment and tokenizer and model_path:
-        notes = problems.attempt(partial(look_at_template, cfg, environment, tokenizer, model_path)) or ()
-    reader = DataReader(cfg, tokenizer, sight, environment)
-    prompts = None if "dataset" in left_out else problems.attempt(reader.read)
-    held_out = read_held_out(reader, left_out, problems)
-    rewards = [] if "rewards" in left_out else problems.attempt(partial(load_rewards, cfg, left_out=left_out))
-    own = None if "rollout_func" in left_out or not cfg.rollout.rollout_func else problems.attempt(partial(rollout_func_of, cfg))
-    every = [("dataset", prompts), *((flag_of(name, cfg), found) for name, found in held_out.items())]
-    looked = [(flag, rows) for flag, found in every if (rows := rows_of(found))]
-    look_at_rows(cfg, shape if tokenizer else None, rewards or [], looked, problems)
-    longest = max((rows.longest_prompt or 0 for _, rows in looked), default=0)
-    if cfg.rollout.vllm_mode == "server" and shape and "servers" not in left_out and launcher.read().rank == 0:
-        most = max((rows.most_pictures for _, rows in looked), default=0)
-        problems.add(problems.attempt(partial(servers_that_answer, cfg, shape, longest, sight.eyes, most)) or [])
-    if cfg.grpo.teacher_model_server and shape and tokenizer is not None and "teacher" not in left_out and launcher.read().rank == 0:
-        problems.add(problems.attempt(partial(teachers_that_answer, cfg, shape, tokenizer, longest)) or [])
-    if problems or rewards is None:
-        close_rewards(rewards or [])
-        raise ConfigError(problems)
-    return Found(
-        model_path=model_path, shape=shape, prompts=prompts, held_out=held_out, rewards=rewards, environment=environment,
-        rollout_func=own, notes=notes, eyes=sight.eyes, ref_model_path=ref_model_path,
-        teacher_path=teacher_path,
-    )  # fmt: skip
+def environment(cfg: Config, found: ValidatedInputs) -> None:
+    found.environment = plug_ins.environment(cfg, found.tokenizer)
 
 
-def read_to_evaluate(cfg: Config) -> Looked:
-    """For `eval`: model, held-out sets and rewards. Raises ConfigError with the problems of all of them at once."""
-    found = read_inputs(cfg, ("dataset", "report_to", "servers", "teacher", "ref_model", "teacher_model"))
-    return Looked(**{field.name: getattr(found, field.name) for field in fields(Looked)})
+def template(cfg: Config, found: ValidatedInputs) -> None:
+    """What the chat template does to the turns of episodes. Raises ConfigError where they would not be seen."""
+    assert found.environment is not None
+    flag = "environment" if cfg.turns.environment else "tools"
+    if not getattr(found.tokenizer, "chat_template", None):
+        message = f"{flag}: the model's tokenizer has no chat template (a base model?), and turns are written by one. Use a chat model."
+        raise config_error((flag, "model"), message)
+    found.notes = plug_ins.notes_of_template(cfg, found.environment, found.tokenizer, found.model_path)
 
 
-def check_report_to(cfg: Config) -> None:
-    """Services that are known and installed."""
-    if set(cfg.run.report_to) <= {"none"}:
+def training_set(cfg: Config, found: ValidatedInputs) -> None:
+    from megatron_grpo.data.streamed import open_prompts, rows_to_look_at
+
+    if found.tokenizer:
+        tools = found.environment.tools if found.environment is not None else None
+        found.prompts = open_prompts(cfg.data, found.tokenizer, seed=cfg.run.seed, eyes=found.eyes, tools=tools)
+        found.rows = found.prompts.rows
+    else:
+        found.rows = rows_to_look_at(cfg.data, eyes=found.eyes, is_blind=found.is_blind, seed=cfg.run.seed)
+        _check_rows_alone(found, found.rows, "dataset")
+    found.looked.append(("dataset", found.rows))
+
+
+def held_out_sets(cfg: Config, found: ValidatedInputs) -> Problems:
+    """All of such a set is asked, so every row is read; of the training set maybe only as the run goes."""
+    problems = Problems()
+    for name, where in sets_of(cfg).items():
+        if part_of(name) not in found.left_out:
+            problems.attempt(partial(_held_out_set, cfg, found, name, where))
+    return problems
+
+
+def _held_out_set(cfg: Config, found: ValidatedInputs, name: str, where: str) -> None:
+    from megatron_grpo.data.prompts import load_rows, open_stream
+
+    flag = flag_of(name, cfg)
+    if found.tokenizer:
+        tools = found.environment.tools if found.environment is not None else None
+        stream = open_stream(
+            cfg.data, found.tokenizer, seed=0, dataset=where, shuffle=False, flag=flag, eyes=found.eyes, tools=tools, data_seed=cfg.run.seed
+        )
+        found.held_out[name], rows = stream, stream.rows
+    else:
+        rows = load_rows(cfg.data, dataset=where, flag=flag, eyes=found.eyes, is_blind=found.is_blind, seed=cfg.run.seed)
+        _check_rows_alone(found, rows, flag)
+    found.looked.append((flag, rows))
+
+
+def _check_rows_alone(found: ValidatedInputs, rows: PromptRows, flag: str) -> None:
+    """Rows that nobody makes tokens of."""
+    from megatron_grpo.data.checks import check_for_episodes, check_pictures
+    from megatron_grpo.data.tokens import FEW
+
+    check_pictures(rows, at_most=FEW)
+    if found.environment is not None:
+        check_for_episodes(rows, flag)
+
+
+def part_of(name: str) -> str:
+    """What stands for a held-out set among the parts that are left out."""
+    return f"held-out set {name}"
+
+
+def rewards(cfg: Config, found: ValidatedInputs) -> None:
+    found.rewards = load_rewards(cfg, left_out=found.left_out)
+
+
+def rollout_function(cfg: Config, found: ValidatedInputs) -> None:
+    found.rollout_func = plug_ins.rollout_function(cfg)
+
+
+# -- whether these go together ------------------------------------------------------------------------------------------------------------
+
+
+def rows_for_model_and_rewards(cfg: Config, found: ValidatedInputs) -> Problems:
+    """Whether rewards find their columns in every set, and prompts their place in the model."""
+    problems = Problems()
+    for flag, rows in found.looked:
+        for why in _blind(cfg) if rows.album is not None else ():
+            from megatron_grpo.data.checks import check_without_pictures
+
+            problems.attempt(partial(check_without_pictures, rows, flag, why))
+        if found.rewards:
+            problems.attempt(partial(find_columns, cfg, found.rewards, rows, flag))
+        if found.tokenizer is not None:
+            problems.add(_lengths_of_data(cfg, found.shape, rows, flag))
+    return problems
+
+
+def _blind(cfg: Config) -> Iterator[str]:
+    """What was asked for that cannot be with pictures."""
+    if cfg.rollout.rollout_func is not None:
+        yield "rollout_func does not go with them: what it returns has no place for pictures"
+    if flag := cfg.grpo.teacher_flag:
+        yield f"{flag} does not go with them: a teacher is shown text alone"
+
+
+def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> None:
+    """`check_columns`, of the columns of the data and of episodes. Raises ConfigError, also where a name means both."""
+    if cfg.rollout.rollout_func is not None:  # which may give them columns that nobody knows yet
         return
+    names, of_episodes = rows.column_names(), _EPISODE_COLUMNS if cfg.turns.plays else ()
+    if both := [name for name in names if name in of_episodes]:
+        message = f"{flag} has the column {', '.join(both)}, and rewards get that name of an episode. Give the column another one."
+        raise config_error(flag, message)
+    without = lambda wanted: "" if set(wanted).intersection(of_episodes) else rows.without(wanted)  # noqa: E731
+    check_columns(rewards, (*names, *of_episodes), flag=flag, without=without)
+
+
+def _lengths_of_data(cfg: Config, shape: ModelShape, rows: PromptRows, flag: str) -> list[Problem]:
+    """Sequences too long for the model, where only the data tells how long they are: `planning.check` judges what is set."""
+    longest = longest_completion(cfg)
+    if cfg.data.max_prompt_length is not None or rows.longest_prompt is None or length_problems(shape, 1 + longest):
+        return []
+    return length_problems(shape, rows.longest_prompt + longest, flags=(flag, "max_completion_length"))
+
+
+def servers(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
+    """Rollout servers that answer already. The rank that will speak to them looks; the others may have no way to them."""
+    if cfg.rollout.vllm_mode != "server" or launcher.read().rank != 0:
+        return ()
+    most = max((rows.most_pictures for _, rows in found.looked), default=0)
+    return plug_ins.problems_of_servers(cfg, found.shape, _longest(found), found.eyes, most)
+
+
+def teacher_servers(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
+    """Those that answer already."""
+    return plug_ins.problems_of_teacher(cfg, found.shape, found.tokenizer, _longest(found)) if launcher.read().rank == 0 else ()
+
+
+def _longest(found: ValidatedInputs) -> int:
+    return max((rows.longest_prompt or 0 for _, rows in found.looked), default=0)
+
+
+def services(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
+    """Those that metrics go to are known and installed."""
+    if set(cfg.run.report_to) <= {"none"}:
+        return ()
     from megatron_grpo.metrics import report_to_problems
 
-    if problems := report_to_problems(cfg.run.report_to):
+    return report_to_problems(cfg.run.report_to)
+
+
+# -- the list -----------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of what settings name. look: reads it into the inputs, and gives, or raises, what is wrong with it.
+
+    settings: it is looked at where one of them is set; "": always. needs: what must have been read before.
+    """
+
+    name: str
+    look: Callable[[Config, ValidatedInputs], Iterable[Problem] | None]
+    settings: str = ""
+    needs: str = ""
+
+
+PARTS = (
+    Part("report_to", services, "report_to"),
+    Part("model", model),
+    Part("the architecture", architecture, needs="model_path"),
+    Part("mcore_model", weights_to_begin_with, "mcore_model"),
+    Part("weights", weights, needs="shape"),
+    Part("the grammar", grammar),
+    Part("the bases of adapters", bases_of_adapters, "adapters ref_adapters", "shape"),
+    Part("tokenizer", tokenizer, needs="shape"),
+    Part("the options of the template", template_options, needs="tokenizer"),
+    Part("ref_model", reference, "ref_model"),
+    Part("teacher_model", teacher_model, "teacher_model"),
+    Part("the eyes", eyes, needs="shape"),
+    Part("environment", environment, "environment tools"),
+    Part("the template", template, needs="environment tokenizer"),
+    Part("dataset", training_set),
+    Part("the held-out sets", held_out_sets),
+    Part("rewards", rewards),  # the user's own code comes last: it may change the directory
+    Part("rollout_func", rollout_function, "rollout_func"),
+    Part("rows for model and rewards", rows_for_model_and_rewards),
+    Part("servers", servers, needs="shape"),
+    Part("teacher", teacher_servers, "teacher_model_server", "shape tokenizer"),
+)
+
+
+def read_inputs(cfg: Config, left_out: Collection[str] = (), parts: Sequence[Part] = PARTS) -> ValidatedInputs:
+    """Looks at one part after the other. Raises ConfigError with the problems of all of them. left_out: names of parts."""
+    problems, found = Problems(), ValidatedInputs(left_out=left_out)
+    values = {name: value for section in cfg.groups().values() for name, value in vars(section).items()}
+    for part in parts:
+        is_named = not part.settings or any(values[name] for name in part.settings.split())
+        if part.name not in left_out and is_named and all(getattr(found, name) is not None for name in part.needs.split()):
+            try:
+                problems.add(part.look(cfg, found) or ())
+            except ConfigError as error:
+                problems.add(error.problems)
+    if problems:
+        close_rewards(found.rewards)
         raise ConfigError(problems)
+    return found

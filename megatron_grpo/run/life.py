@@ -27,7 +27,7 @@ from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.run import build_run
 from megatron_grpo.run.export import export_model, merged_folder
 from megatron_grpo.run.failures import PREFIX, tell
-from megatron_grpo.run.inputs import Inputs
+from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.run.limits import age_of, limits_of, requeue
 from megatron_grpo.run.lock import OutputLock
 from megatron_grpo.run.opened import load_weights
@@ -39,7 +39,7 @@ from megatron_grpo.run.watchdog import Watchdog
 _WHERE_TO_LOOK = "Look at completions/, and try the reward functions with `megatron-grpo rehearse`."
 
 
-def run_training(made: Plan, inputs: Inputs, parts: Parts) -> int:
+def run_training(made: Plan, inputs: ValidatedInputs, parts: Parts) -> int:
     """`megatron-grpo train`, on this rank, with settings and inputs that have been checked. Returns the exit code."""
     cfg = made.checked.config
     limits = limits_of(cfg, launched_at())
@@ -106,7 +106,13 @@ def launched_at() -> float:
 
 
 def train_and_export(
-    made: Plan, inputs: Inputs, parallel: ParallelState, signal: StopSignal, clean_up: CleanUp, parts: Parts, watchdog: Watchdog | None
+    made: Plan,
+    inputs: ValidatedInputs,
+    parallel: ParallelState,
+    signal: StopSignal,
+    clean_up: CleanUp,
+    parts: Parts,
+    watchdog: Watchdog | None,
 ) -> None:
     """The run itself. Collective. clean_up: gets what this opens."""
     cfg = made.checked.config

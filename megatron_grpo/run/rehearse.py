@@ -12,29 +12,27 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, RewardError, said_by
+from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RewardError, config_error, said_by
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config import Parsed
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.album import num_tokens
-from megatron_grpo.data.chat import PromptEncoder, as_completion, load_tokenizer
-from megatron_grpo.data.eyes import Eyes, eyes_of
-from megatron_grpo.data.hub import find_model
+from megatron_grpo.data.chat import PromptEncoder, as_completion
 from megatron_grpo.data.prompts import PromptRows, check_pictures
 from megatron_grpo.data.streamed import rows_to_look_at
-from megatron_grpo.environments.loading import load_environment, look_at, template_of
-from megatron_grpo.environments.protocol import Environment
-from megatron_grpo.rewards.loading import close_rewards, load_rewards
+from megatron_grpo.rewards.loading import close_rewards
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score
 from megatron_grpo.rewards.scoring import score
-from megatron_grpo.run.rehearse_turns import play_rows
-from megatron_grpo.run.sources import find_columns
+from megatron_grpo.run import inputs
+from megatron_grpo.run.build import plug_ins
+from megatron_grpo.run.inputs import Part, ValidatedInputs, find_columns, read_inputs
 from megatron_grpo.trainer.judge import as_batch
+from megatron_grpo.types import Prompt
 
 ROWS = 8
 MOST_LENGTHS = 5000  # rows that are tokenised, evenly spread
@@ -55,18 +53,21 @@ class Judged:
 
 @dataclass(slots=True, kw_only=True)
 class Rehearsal:
-    """Everything that was found. wrong: sentences about what a run would stumble over; notes: what is worth knowing."""
+    """Everything that was found, in the order of --json. pictures: a line about them, where there are some. wrong: sentences about what a
+    run would stumble over; notes: what is worth knowing. episodes: by what the model says at every turn. rewards: by function, by kind of
+    completion.
+    """
 
     num_rows: int = 0
     num_tokenised: int = 0
     lengths: dict[str, int] = field(default_factory=dict)
     num_too_long: int = 0
     prompt: str = ""
-    pictures: str = ""  # a line about them, where there are some
-    judged: dict[str, dict[str, Judged]] = field(default_factory=dict)  # by function, by kind of completion
-    episodes: dict[str, str] = field(default_factory=dict)  # by what the model says at every turn
+    pictures: str = ""
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    episodes: dict[str, str] = field(default_factory=dict)
+    rewards: dict[str, dict[str, Judged]] = field(default_factory=dict)
 
 
 def run_rehearsal(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
@@ -81,7 +82,7 @@ def run_rehearsal(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed])
     cfg = parsed.config
     with redirect_stdout(sys.stderr):  # a reward function may print, and stdout is for the answer
         found = rehearse(cfg, num_rows)
-    print(json.dumps(_as_json(found), indent=1) if cfg.plan.json else in_words(found, cfg))
+    print(json.dumps({"passed": not found.wrong, **asdict(found)}, indent=1) if cfg.plan.json else in_words(found, cfg))
     return EXIT_CRASH if found.wrong else EXIT_DONE
 
 
@@ -93,57 +94,51 @@ def _rows_asked(argv: Sequence[str]) -> tuple[int, list[str]]:
     place = words.index("--rows")
     text = words[place + 1] if place + 1 < len(words) else ""
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError([Problem(flags=("rows",), message=f"rows ({text or 'nothing'}) is a number of rows, 1 or more.")])
+        raise config_error("rows", f"rows ({text or 'nothing'}) is a number of rows, 1 or more.")
     return int(text), [*words[:place], *words[place + 2 :]]
+
+
+def rows_alone(cfg: Config, found: ValidatedInputs) -> None:
+    """Which are made tokens of one by one, so that each that is refused can be told."""
+    found.rows = rows_to_look_at(cfg.data, eyes=found.eyes, is_blind=found.is_blind, seed=cfg.run.seed)
+    check_pictures(found.rows, at_most=MOST_LENGTHS)
+
+
+PARTS = (
+    Part("model", inputs.model),
+    Part("tokenizer", inputs.tokenizer, needs="model_path"),
+    Part("eyes", inputs.eyes, needs="tokenizer"),
+    Part("dataset", rows_alone),
+    Part("environment", inputs.environment, "environment tools"),
+    Part("rewards", inputs.rewards),  # the user's own code, which may change the directory, comes last
+)
 
 
 def rehearse(cfg: Config, num_rows: int = ROWS) -> Rehearsal:
     """Raises ConfigError, with all problems, where model, data or rewards cannot even be opened."""
-    problems: list[Problem] = []
-    opened: dict[str, Any] = {}
-    trusts = cfg.model.trust_remote_code
-    for name, open_it in {
-        "tokenizer": lambda: load_tokenizer(str(find_model(cfg.model.model, with_code=trusts)), trust_remote_code=trusts),
-        "eyes": lambda: eyes_of(cfg.data, find_model(cfg.model.model)) if "tokenizer" in opened else None,
-        "rows": lambda: _rows(cfg, opened.get("eyes"), is_blind={"tokenizer", "eyes"} <= opened.keys() and opened["eyes"] is None),
-        "environment": lambda: load_environment(cfg, opened.get("tokenizer")),
-        "rewards": lambda: load_rewards(cfg),  # the user's own code, which may change the directory, comes last
-    }.items():
-        try:
-            opened[name] = open_it()
-        except ConfigError as error:
-            problems += error.problems
+    opened = read_inputs(cfg, parts=PARTS)
+    rows = opened.rows
+    assert rows is not None  # or a problem has been raised
     try:
-        if problems:
-            raise ConfigError(problems)
-        found, rows = Rehearsal(num_rows=len(opened["rows"])), opened["rows"]
+        found = Rehearsal(num_rows=len(rows))
         if rows.is_beginning:
             found.notes.append(f"streaming: the first {len(rows):,} rows were looked at; a run looks at the others when it comes to them.")
-        _look_at_prompts(found, cfg, rows, opened["tokenizer"], opened["environment"], opened["eyes"])
-        picked = list(_spread(len(rows), min(num_rows, len(rows))))
-        batches = _batches(found, cfg, rows, picked, opened["tokenizer"], opened["environment"])
-        for function in opened["rewards"]:
+        tools = opened.environment.tools if opened.environment is not None else ()
+        encode = PromptEncoder(opened.tokenizer, system=cfg.data.system, options=cfg.data.template_options, tools=tools, eyes=opened.eyes)
+        _look_at_prompts(found, cfg, rows, encode)
+        batches = _batches(found, cfg, opened, rows, list(_spread(len(rows), min(num_rows, len(rows)))), encode)
+        for function in opened.rewards:
             _look_at_reward(found, cfg, rows, batches, function)
         _look_at_all(found, cfg, batches)
         return found
     finally:
-        close_rewards(opened.get("rewards", []))
-
-
-def _rows(cfg: Config, eyes: Eyes | None, *, is_blind: bool) -> PromptRows:
-    rows = rows_to_look_at(cfg.data, eyes=eyes, is_blind=is_blind, seed=cfg.run.seed)
-    check_pictures(rows, at_most=MOST_LENGTHS)
-    return rows
+        close_rewards(opened.rewards)
 
 
 # -- prompts ------------------------------------------------------------------------------------------------------------------------------
 
 
-def _look_at_prompts(
-    found: Rehearsal, cfg: Config, rows: PromptRows, tokenizer: Any, environment: type[Environment] | None, eyes: Eyes | None
-) -> None:
-    tools = environment.tools if environment is not None else ()
-    encode = PromptEncoder(tokenizer, system=cfg.data.system, options=cfg.data.template_options, tools=tools, eyes=eyes)
+def _look_at_prompts(found: Rehearsal, cfg: Config, rows: PromptRows, encode: PromptEncoder) -> None:
     tokens: list[int] = []  # of each picture
     lengths, refused = [], Counter[str]()
     for index in _spread(len(rows), MOST_LENGTHS):
@@ -155,7 +150,7 @@ def _look_at_prompts(
             continue
         lengths.append(len(token_ids))
         tokens += [num_tokens(one) for one in pictures]
-        found.prompt = found.prompt or tokenizer.decode(token_ids)
+        found.prompt = found.prompt or encode.tokenizer.decode(token_ids)
     found.num_tokenised = len(lengths) + refused.total()
     if tokens:
         found.pictures = (
@@ -197,28 +192,29 @@ def _spread(size: int, most: int) -> Iterator[int]:
 
 
 def _batches(
-    found: Rehearsal, cfg: Config, rows: PromptRows, picked: Sequence[int], tokenizer: Any, environment: type[Environment] | None
+    found: Rehearsal, cfg: Config, opened: ValidatedInputs, rows: PromptRows, picked: Sequence[int], encode: PromptEncoder
 ) -> dict[str, RewardBatch]:
     """What is judged, by kind of completion; of an environment the episodes in which the model says that at every turn."""
     answers = [_answer_of(rows, index, cfg) for index in picked]
     kinds: dict[str, list[str | None]] = {"nothing": [""] * len(picked), "garbage": [GARBAGE] * len(picked)}
     if any(answers):
         kinds = {"its answer": answers, **kinds}
-    if environment is None:
-        return {kind: _batch(rows, picked, texts, tokenizer) for kind, texts in kinds.items()}
-    model_path = find_model(cfg.model.model)
+    if opened.environment is None:
+        return {kind: _batch(rows, picked, texts, opened.tokenizer) for kind, texts in kinds.items()}
     try:
-        flag = "environment" if cfg.turns.environment else "tools"
-        template = template_of(cfg, environment, tokenizer, model_path=model_path)
-        found.notes += look_at(template, environment, history=cfg.turns.turn_history, flag=flag)  # type: ignore[arg-type]  # a choice
+        found.notes += plug_ins.notes_of_template(cfg, opened.environment, opened.tokenizer, opened.model_path)
     except ConfigError as error:
         found.wrong += [problem.message for problem in error.problems]
         return {}
+    prompts = [
+        Prompt(number=place, row=int(rows.keep[index]), raw=rows.raw(index), token_ids=encode(rows.raw(index)), columns=rows.columns(index))
+        for place, index in enumerate(picked)
+    ]
     said = {kind: [text or "" for text in texts] for kind, texts in kinds.items()}
-    played = play_rows(cfg, environment, rows, picked, said, tokenizer, model_path)
+    played = plug_ins.rehearsed(cfg, opened.environment, prompts, said, opened.tokenizer, opened.model_path)
     for kind, one in played.items():
-        found.episodes[kind] = one.in_words()
-        found.wrong += [f"The environment, where the model says {kind}: {fault}." for fault in one.faults()]
+        found.episodes[kind] = one.told
+        found.wrong += [f"The environment, where the model says {kind}: {fault}." for fault in one.faults]
     batches = {kind: as_batch(one.groups) for kind, one in played.items()}
     return {kind: batch for kind, batch in batches.items() if len(batch)}
 
@@ -231,7 +227,7 @@ def _look_at_reward(found: Rehearsal, cfg: Config, rows: PromptRows, batches: Ma
         return
     strict = replace(function, on_error="raise")
     judged = {kind: _judge(strict, batch) for kind, batch in batches.items()}
-    found.judged[function.name] = judged
+    found.rewards[function.name] = judged
     for kind, one in judged.items():
         if one.error:
             ends = "and would end the run" if cfg.rewards.reward_on_error == "raise" else "and those completions would have no score"
@@ -257,7 +253,7 @@ def _look_at_all(found: Rehearsal, cfg: Config, batches: Mapping[str, RewardBatc
     if batches and "its answer" not in batches:
         names = cfg.rewards.answer_column or " or ".join(ANSWERS)
         found.notes.append(f"No row has {names}, so no good completion could be tried: answer_column names the column that holds one.")
-    elif found.judged and all(map(_says_nothing, found.judged.values())):
+    elif found.rewards and all(map(_says_nothing, found.rewards.values())):
         found.wrong.append(
             "No reward tells the data set's answers from garbage: nothing can be learnt, if good completions look like them."
         )
@@ -331,7 +327,7 @@ def in_words(found: Rehearsal, cfg: Config) -> str:
     lines += [found.pictures] if found.pictures else []
     if found.episodes:
         lines += ["", "Episodes in which the model says, at every turn,", *(f"  {kind}: {told}" for kind, told in found.episodes.items())]
-    lines += ["", *_table(found)] if found.judged else []
+    lines += ["", *_table(found)] if found.rewards else []
     for title, told in (("Wrong", found.wrong), ("Worth knowing", found.notes)):
         lines += ["", f"{title}:", *(f"  {number}. {sentence}" for number, sentence in enumerate(told, 1))] if told else []
     count = len(found.wrong)
@@ -341,19 +337,9 @@ def in_words(found: Rehearsal, cfg: Config) -> str:
 def _table(found: Rehearsal) -> Iterator[str]:
     """A line for each function and kind of completion: lowest, mean and highest score, and seconds."""
     yield f"{'reward':<24}{'on':<12}{'lowest':>10}{'mean':>10}{'highest':>10}{'seconds':>10}"
-    for name, kinds in found.judged.items():
+    for name, kinds in found.rewards.items():
         for kind, one in kinds.items():
             scored = [value for value in one.scores if value is not None]
             values = (f"{min(scored):.4g}", f"{sum(scored) / len(scored):.4g}", f"{max(scored):.4g}") if scored else ("", "None", "")
             values = ("", "fails", "") if one.error else values
             yield f"{name[:23]:<24}{kind:<12}" + "".join(f"{value:>10}" for value in values) + f"{one.seconds:>10.3f}"
-
-
-def _as_json(found: Rehearsal) -> dict[str, Any]:
-    rewards = {
-        name: {kind: {"scores": list(one.scores), "seconds": one.seconds, "error": one.error} for kind, one in kinds.items()}
-        for name, kinds in found.judged.items()
-    }
-    names = ("num_rows", "num_tokenised", "lengths", "num_too_long", "prompt", "pictures", "wrong", "notes", "episodes")
-    facts = {name: getattr(found, name) for name in names}
-    return {"passed": not found.wrong, **facts, "rewards": rewards}

@@ -17,12 +17,15 @@ import numpy as np
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import ConfigError, NobodySamples, Problem, RunError, config_error, problem_with
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.evaluation import longest_completion
 from megatron_grpo.config.servers import read_token, teacher_addresses
+from megatron_grpo.data.chat import vocabulary_of
 from megatron_grpo.servers import wire
 from megatron_grpo.servers.asking import Calls, Chunk
 from megatron_grpo.servers.fleet import Member, ServerGroup, look_at, named
 from megatron_grpo.servers.http import CONNECT, Gone, Server, together, trust_of, within
 from megatron_grpo.types import TokensToScore
+from megatron_grpo.weights.shape import ModelShape
 
 FLAG = "teacher_model_server"
 LARGEST = 1e-3  # of a log-prob: what is left of 0 after rounding
@@ -35,6 +38,17 @@ class Needs:
     max_model_len: int  # tokens of prompt and completion, and the one that vLLM always draws
     vocabulary: str  # `data.chat.vocabulary_of` the policy's tokenizer
     vocab_size: int  # ids that the policy may draw
+
+    @classmethod
+    def of(cls, cfg: Config, shape: ModelShape, tokenizer: Any, longest_prompt: int) -> Needs:
+        """shape, tokenizer: of the policy. longest_prompt: of the data, in tokens."""
+        longest = longest_prompt + cfg.rollout.max_completion_length
+        if (
+            cfg.turns.environment or cfg.rollout.rollout_func
+        ):  # may begin with more than the data's prompt: as long as the sampler has room for
+            given = cfg.rollout.vllm_max_model_len if cfg.rollout.rollout_func else None
+            longest = given or longest_prompt + longest_completion(cfg)
+        return cls(max_model_len=longest + 1, vocabulary=vocabulary_of(tokenizer), vocab_size=shape.vocab_size)
 
     def problem(self, state: wire.State) -> str | None:
         """Why a server that is as `state` says cannot teach this run, as the end of a sentence."""

@@ -26,7 +26,7 @@ MODULES = (
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3", "safetensors.torch", "tokenizers",
     "megatron.core.dist_checkpointing", "megatron.core.optimizer", "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron_grpo.cli", "megatron_grpo.run.inputs", "megatron_grpo.run.life", "megatron_grpo.rollout.scripted",
+    "megatron_grpo.cli", "megatron_grpo.run.validate", "megatron_grpo.run.life", "megatron_grpo.rollout.scripted",
     "megatron_grpo.run.failures", "megatron_grpo.metrics.journal",
     "rich.console", "rich.table",
 )  # fmt: skip

@@ -25,18 +25,18 @@ from megatron_grpo.rollout.engine import Engine, Sampler
 from megatron_grpo.rollout.experts import ExpertLayers
 from megatron_grpo.rollout.turns import TurnEngine
 from megatron_grpo.run.build.policy import model_of, sharing_of
-from megatron_grpo.run.inputs import Inputs, Looked
+from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.trainer.rollouts import Teacher
 from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
     from megatron_grpo.environments.own import OwnRollout
 
-MakeEngine = Callable[[Config, Inputs, ParallelState], Engine]
+MakeEngine = Callable[[Config, ValidatedInputs, ParallelState], Engine]
 
 
 def build_colocated(
-    cfg: Config, inputs: Looked, parallel: ParallelState, *, same_bits: Callable[[], None], lora: LoraPush | None = None
+    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, same_bits: Callable[[], None], lora: LoraPush | None = None
 ) -> Engine:
     """vLLM inside the trainer's own ranks. Collective. same_bits: what is done to vLLM where the setting is true."""
     from megatron_grpo.rollout.colocated import ColocatedEngine
@@ -60,7 +60,7 @@ def build_colocated(
 
 
 def build_servers(
-    cfg: Config, inputs: Looked, parallel: ParallelState, *, same_bits: Callable[[], None], lora: LoraPush | None = None
+    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, same_bits: Callable[[], None], lora: LoraPush | None = None
 ) -> Engine:
     """Rollout servers, which are waited for. Collective. They refuse the setting same_bits."""
     from megatron_grpo.servers.fleet import needs_of
@@ -76,7 +76,7 @@ def build_servers(
 ENGINES: dict[str, Callable[..., Engine]] = {"colocate": build_colocated, "server": build_servers}  # by vllm_mode
 
 
-def started(make: MakeEngine, cfg: Config, inputs: Inputs, parallel: ParallelState, policy: Policy) -> Engine:
+def started(make: MakeEngine, cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, policy: Policy) -> Engine:
     """The engine, which claims its memory as it starts. Collective.
 
     If the policy makes room for it, it sleeps until it is asked: a checkpoint may be read first, which needs the policy.
@@ -106,7 +106,7 @@ def refuse_if_it_cannot_run_ahead(cfg: Config, sampler: Sampler) -> None:
         raise ConfigError([Problem(flags=("async_rollout_depth",), message=message)])
 
 
-def answering(cfg: Config, inputs: Looked, sampler: Engine) -> Sampler:
+def answering(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sampler:
     """The sampler; or what plays episodes over it, or runs a rollout function of the user's."""
     if inputs.environment is None and inputs.rollout_func is None:
         return sampler
@@ -128,7 +128,7 @@ def answering(cfg: Config, inputs: Looked, sampler: Engine) -> Sampler:
     return Episodes(engine, Stage.of(cfg, inputs.environment, tokenizer, model_path=inputs.model_path, max_model_len=max_model_len))
 
 
-def own_rollout(cfg: Config, inputs: Looked, function: Callable[..., Any], tokenizer: Any, *, max_model_len: int) -> OwnRollout:
+def own_rollout(cfg: Config, inputs: ValidatedInputs, function: Callable[..., Any], tokenizer: Any, *, max_model_len: int) -> OwnRollout:
     """max_model_len: of prompt and completion, unless `vllm_max_model_len` says it."""
     from megatron_grpo.environments.loading import end_ids_of
     from megatron_grpo.environments.own import OwnRollout
@@ -145,7 +145,7 @@ def own_rollout(cfg: Config, inputs: Looked, function: Callable[..., Any], token
 
 
 def how_adapters_travel(
-    cfg: Config, inputs: Inputs, parallel: ParallelState, journal: Journal, *, sampler_is_known: bool
+    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, journal: Journal, *, sampler_is_known: bool
 ) -> LoraPush | None:
     """Whether adapters are pushed alone or merged; None where weights train. Raises ConfigError where what was asked for cannot be.
 
@@ -177,17 +177,16 @@ def replayed_experts(cfg: Config, shape: ModelShape) -> ExpertLayers | None:
 
 
 def build_served_teacher(
-    cfg: Config, inputs: Inputs, parallel: ParallelState, stop: train.StopRequest, checkpoints: Checkpoints
+    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, stop: train.StopRequest, checkpoints: Checkpoints
 ) -> Teacher | None:
     """Frozen servers, which are waited for; None where none are named. Collective."""
     if not cfg.grpo.teacher_model_server:
         return None
-    from megatron_grpo.run.sources import needs_of_teacher
     from megatron_grpo.servers import teachers
     from megatron_grpo.trainer.teacher import ServedTeacher
 
     tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
-    needs = needs_of_teacher(cfg, inputs.shape, tokenizer, inputs.longest_prompt)
+    needs = teachers.Needs.of(cfg, inputs.shape, tokenizer, inputs.longest_prompt)
     servers = teachers.Teacher.build(cfg, needs, stop.gives_up) if parallel.is_main else None
     told = (servers.fingerprint, servers.logprobs) if servers else ()
     teacher = ServedTeacher(parallel, *told)

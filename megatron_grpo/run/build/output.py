@@ -24,7 +24,7 @@ from megatron_grpo.parallel import collectives, state
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan
-from megatron_grpo.run.inputs import Inputs
+from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.trainer.judge import Judge
 
 
@@ -39,7 +39,7 @@ def start_parallel(cfg: Config, layout: Layout, *, typed: Config | None = None, 
     return state.start(layout, sequence_parallel=p.sequence_parallel, seed=cfg.run.seed, timeout_minutes=minutes, facts=facts)
 
 
-def open_output(made: Plan, inputs: Inputs, parallel: ParallelState) -> Checkpoints:
+def open_output(made: Plan, inputs: ValidatedInputs, parallel: ParallelState) -> Checkpoints:
     """The checkpoints of a run, with the one to continue chosen; and output_dir as a run begins with it. Collective."""
     cfg, out = made.checked.config, Path(made.checked.config.run.output_dir)
     checkpoints = Checkpoints(

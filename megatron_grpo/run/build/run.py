@@ -41,7 +41,7 @@ from megatron_grpo.run.build.engines import (
 )
 from megatron_grpo.run.build.output import build_journal, gap_of, open_output, where_they_part
 from megatron_grpo.run.build.policy import build_policy
-from megatron_grpo.run.inputs import Inputs, Looked
+from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.trainer.evaluate import Evaluator, Question, sampling_of
 from megatron_grpo.trainer.generation import RolloutGenerator
 from megatron_grpo.trainer.judge import Judge
@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 def build_run(
     made: Plan,
-    inputs: Inputs,
+    inputs: ValidatedInputs,
     parallel: ParallelState,
     stop: train.StopRequest,
     parts: Parts,
@@ -85,7 +85,7 @@ def build_run(
 
 def put_together(
     made: Plan,
-    inputs: Inputs,
+    inputs: ValidatedInputs,
     parallel: ParallelState,
     stop: train.StopRequest,
     checkpoints: Checkpoints,
@@ -143,7 +143,7 @@ def put_together(
 
 
 def generator_of(
-    cfg: Config, inputs: Looked, sampler: Sampler, judge: Judge, clock: Clock, *, again: Callable[[], object],
+    cfg: Config, inputs: ValidatedInputs, sampler: Sampler, judge: Judge, clock: Clock, *, again: Callable[[], object],
     before: Callable[[], object] = lambda: None,
 ) -> RolloutGenerator:  # fmt: skip
     """What asks the sampler. again, before: see `RolloutGenerator`."""
@@ -160,7 +160,7 @@ def generator_of(
 
 
 def build_monitor(
-    cfg: Config, inputs: Inputs, policy: Policy, checkpoints: Checkpoints, analysis: Analysis, *, say: Callable[[str], None]
+    cfg: Config, inputs: ValidatedInputs, policy: Policy, checkpoints: Checkpoints, analysis: Analysis, *, say: Callable[[str], None]
 ) -> StepMonitor:
     """Who looks on while steps are taken. say: heard on the main rank."""
     capsules = partial(
@@ -177,7 +177,7 @@ def build_monitor(
     return StepMonitor(policy, capsules, audit=audit, ends_run=cfg.run.audit_action == "stop", gap=gap_of(cfg), say=say)
 
 
-def build_evaluator(cfg: Config, inputs: Looked, sampler: Sampler, judge: Judge, *, last_step: int) -> Evaluator:
+def build_evaluator(cfg: Config, inputs: ValidatedInputs, sampler: Sampler, judge: Judge, *, last_step: int) -> Evaluator:
     """sampler: that of training's prompts, or one that stands for it."""
     training = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
     question = Question(

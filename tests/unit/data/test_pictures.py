@@ -19,7 +19,7 @@ from megatron_grpo.data.eyes import Eyes, PatchCache, eyes_of, resized, said_of_
 from megatron_grpo.data.files import Rows
 from megatron_grpo.data.pictures import PictureFault, Source, decoded, source_of
 from megatron_grpo.data.prompts import check_for_episodes, check_pictures, load_rows, open_stream
-from megatron_grpo.run.sources import Problems, look_at_rows
+from megatron_grpo.run.inputs import ValidatedInputs, rows_for_model_and_rewards
 from tests.seeing import as_bytes, picture
 
 EYES = Eyes(image_token=9, around=(7, 8), min_pixels=3136, max_pixels=50176, settings={
@@ -186,13 +186,12 @@ def test_who_has_no_place_for_pictures_is_refused_as_the_data_are_read(tmp_path)
     seen = load_rows(rows_at(tmp_path, asks("a.png"), {"prompt": "b"}), eyes=EYES)
     with pytest.raises(ConfigError, match="1 of 2 rows show pictures, and episodes of several turns are of text alone"):
         check_for_episodes(seen, "dataset")
-    own, problems = resolve(["--rollout_func", "mine.py:f"]), Problems()
-    look_at_rows(own, None, [], [("dataset", seen)], problems)
+    own = resolve(["--rollout_func", "mine.py:f"])
+    problems = rows_for_model_and_rewards(own, ValidatedInputs(looked=[("dataset", seen)]))
     assert ["1 of 2 rows show pictures, and rollout_func does not go with them" in one.message for one in problems] == [True]
-    problems = Problems()
-    look_at_rows(own, None, [], [("dataset", load_rows(rows_at(tmp_path, {"prompt": "b"}), eyes=EYES))], problems)
-    look_at_rows(resolve([]), None, [], [("dataset", seen)], problems)
-    assert not problems
+    blind = load_rows(rows_at(tmp_path, {"prompt": "b"}), eyes=EYES)
+    assert not rows_for_model_and_rewards(own, ValidatedInputs(looked=[("dataset", blind)]))
+    assert not rows_for_model_and_rewards(resolve([]), ValidatedInputs(looked=[("dataset", seen)]))
 
 
 def test_parts_and_tags_are_places_alike():

@@ -22,7 +22,7 @@ from megatron_grpo.policy.validation import (
     sampler_problems,
     sharing_problems,
 )
-from megatron_grpo.run.inputs import read_everything
+from megatron_grpo.run.validate import load_inputs
 from megatron_grpo.weights.shape import ModelShape
 from tests.checked import check
 from tests.tiny_models import write_tiny
@@ -84,7 +84,7 @@ def test_a_prompt_too_long_for_the_model_is_named_with_every_other_problem(tmp_p
     argv = ["--model", str(tmp_path / "model"), "--dataset", str(tmp_path / "prompts.jsonl"), "--reward_funcs", "length", "--max_steps",
             "1", "--max_completion_length", "8", "--output_dir", str(tmp_path / "out"), "--tensor_model_parallel_size", "3"]  # fmt: skip
     with pytest.raises(ConfigError) as refusal:
-        read_everything(parse(argv, launcher_world_size=3))
+        load_inputs(parse(argv, launcher_world_size=3))
     said = str(refusal.value)
     assert "18 tokens are longer than the model's max_position_embeddings (16)" in said
     assert "num_attention_heads" in said

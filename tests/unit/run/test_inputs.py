@@ -14,7 +14,7 @@ from megatron_grpo.cli import main
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import parse
 from megatron_grpo.rewards.loading import close_rewards
-from megatron_grpo.run.inputs import look_at_everything, read_everything
+from megatron_grpo.run.validate import load_inputs, validate_run
 from tests.tiny_models import write_tiny
 
 
@@ -44,9 +44,9 @@ def refused(look, flags) -> list[str]:
 
 
 def test_what_is_right_passes_both_and_plan_says_what_it_left_out(good):
-    made, inputs = read_everything(parsed(good))
+    made, inputs = load_inputs(parsed(good))
     close_rewards(inputs.rewards)
-    planned = look_at_everything(parsed(good))
+    planned = validate_run(parsed(good))
     machine = "this machine's GPUs and memory, and whether output_dir can be written"
     assert planned.not_checked == (machine, "the tokenizer (chat template, prompt lengths in tokens)")
     assert made.not_checked == ()
@@ -60,13 +60,13 @@ def test_who_draws_prompts_leaves_out_those_that_the_timetable_leaves_out(good, 
     more.write_text("".join(json.dumps({"prompt": f"7 {n}", "answer": n}) + "\n" for n in range(3)))
     sizes = {"global_batch_size": 6, "generation_batch_size": 16, "micro_batch_size": 2, "allow_unaligned_generation": "true"}
     mixed = {"dataset": f"{good['dataset']}#7 {more}", "dataset_drop_last": "true", "num_train_epochs": epochs}
-    made, inputs = read_everything(parsed(good | sizes | mixed))
+    made, inputs = load_inputs(parsed(good | sizes | mixed))
     close_rewards(inputs.rewards)
     assert (made.num_prompts, inputs.prompts.per_epoch, made.timetable.prompts_per_epoch) == (10, 8, 8)
     assert made.timetable.num_steps == {1: 6, 2.5: 15}[epochs]  # 16 micro-steps an epoch
     drawn = [prompt.row for prompt in inputs.prompts.take(16)]
     assert len(set(drawn[:8])) == len(set(drawn[8:])) == 8
-    made, inputs = read_everything(parsed(good | sizes | mixed | {"dataset_drop_last": "false"}))
+    made, inputs = load_inputs(parsed(good | sizes | mixed | {"dataset_drop_last": "false"}))
     close_rewards(inputs.rewards)
     assert (inputs.prompts.per_epoch, made.timetable.num_steps) == (10, {1: 7, 2.5: 17}[epochs])
 
@@ -133,7 +133,7 @@ BAD = {
 def test_plan_and_train_refuse_the_same(good, tmp_path, name):
     change, said = BAD[name]
     flags = good | change(good, tmp_path)
-    by_plan, by_train = refused(look_at_everything, flags), refused(read_everything, flags)
+    by_plan, by_train = refused(validate_run, flags), refused(load_inputs, flags)
     assert by_plan == by_train
     assert any(said in message for message in by_plan), by_plan
     assert len(by_plan) == {"a zero among it all": 3, "heads that vLLM cannot share": 3}.get(name, 1)  # the latter: by heads, width, groups
@@ -142,11 +142,11 @@ def test_plan_and_train_refuse_the_same(good, tmp_path, name):
 def test_a_column_of_null_is_there_and_one_of_several_that_a_function_takes_is_enough(good, tmp_path):
     rows = [{"prompt": "5", "answer": None}, {"prompt": "6", "answer": 6}]
     data = write(tmp_path / "d.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    assert refused(look_at_everything, good | {"dataset": data}) == []
+    assert refused(validate_run, good | {"dataset": data}) == []
     data = write(tmp_path / "e.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "7", "solution": "7"}]))
-    assert refused(look_at_everything, good | {"dataset": data, "reward_funcs": "accuracy"}) == []
+    assert refused(validate_run, good | {"dataset": data, "reward_funcs": "accuracy"}) == []
     data = write(tmp_path / "f.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "7"}]))
-    assert refused(look_at_everything, good | {"dataset": data, "reward_funcs": "accuracy"}) == [
+    assert refused(validate_run, good | {"dataset": data, "reward_funcs": "accuracy"}) == [
         "Reward `accuracy` needs the column `answer` or `solution`, and 1 of 3 rows (f.jsonl line 3) lack it: write it there, null where "
         "it does not apply."
     ]
@@ -157,7 +157,7 @@ def test_what_only_the_machine_of_the_run_has_is_left_out_and_named(good, tmp_pa
         tmp_path / "grpo.yaml",
         "model_name_or_path: /data/models/qwen\nper_device_train_batch_size: 4\nnum_generations: 4\nreport_to: swanlab\n",
     )
-    found = look_at_everything(parsed({"dialect": "trl", "config": foreign, "dataset": "someone/prompts"}))
+    found = validate_run(parsed({"dialect": "trl", "config": foreign, "dataset": "someone/prompts"}))
     assert "whether swanlab can be reported to" in found.not_checked
     assert "the model's weights (/data/models/qwen is not on this machine)" in found.not_checked
     assert "the rows of dataset (someone/prompts is not on this machine)" in found.not_checked
@@ -165,10 +165,10 @@ def test_what_only_the_machine_of_the_run_has_is_left_out_and_named(good, tmp_pa
 
 def test_an_adapter_that_only_the_machine_of_the_run_has_is_left_out_and_its_rank_is_that_of_the_settings(good, tmp_path):
     foreign = write(tmp_path / "run.sh", "megatron rlhf --tuner_type lora --lora_rank 16 --adapters /data/adapter --loss_type grpo")
-    found = look_at_everything(parsed(good | {"dialect": "swift", "config": foreign}))
+    found = validate_run(parsed(good | {"dialect": "swift", "config": foreign}))
     assert "adapters (/data/adapter is not on this machine): ranks and targets are taken from the settings" in found.not_checked
     assert found.checked.config.tuner.lora_rank == 16
-    (message,) = refused(look_at_everything, good | {"tuner_type": "lora", "adapters": "/data/adapter"})
+    (message,) = refused(validate_run, good | {"tuner_type": "lora", "adapters": "/data/adapter"})
     assert message.startswith("adapters: /data/adapter is not an adapter")
 
 
@@ -177,11 +177,11 @@ def test_paths_of_a_run_stay_where_they_were_when_a_reward_changes_the_directory
     (tmp_path / "moves.py").write_text("import os\nprint('hello')\nos.chdir('/')\ndef f(completions): return []\n")
     os.symlink(good["model"], tmp_path / "model")
     write(tmp_path / "lengths", "3 4\n")
-    assert look_at_everything(parsed(good | {"lengths": "lengths", "reward_funcs": "moves.py:f"})).cost is not None
+    assert validate_run(parsed(good | {"lengths": "lengths", "reward_funcs": "moves.py:f"})).cost is not None
     assert capsys.readouterr().out == "", "stdout is for the plan"
     sys.modules.pop(next(name for name in sys.modules if "_reward_moves_" in name))
     os.chdir(tmp_path)
-    made, inputs = read_everything(parsed(good | {"model": "model", "output_dir": "out", "reward_funcs": "moves.py:f"}))
+    made, inputs = load_inputs(parsed(good | {"model": "model", "output_dir": "out", "reward_funcs": "moves.py:f"}))
     assert os.getcwd() == "/"
     assert made.checked.config.run.output_dir == str(tmp_path / "out") and made.checked.config.run.resume == "auto"
     assert inputs.model_path == tmp_path / "model"
@@ -231,14 +231,14 @@ def test_plan_never_runs_the_program_that_it_is_given(tmp_path, monkeypatch, cap
 
 def test_plan_says_what_it_imports_before_it_does(good, tmp_path, capfd):
     file = write(tmp_path / "loud.py", "import sys\nprint('loud', file=sys.stderr)\ndef f(completions): return [0.0] * len(completions)\n")
-    look_at_everything(parsed(good | {"reward_funcs": f"{file}:f"}))
+    validate_run(parsed(good | {"reward_funcs": f"{file}:f"}))
     told = capfd.readouterr().err
     assert told.index(f"plan imports {file}:f, and so runs") < told.index("loud\n")
-    look_at_everything(parsed(good | {"reward_funcs": "math"}))
+    validate_run(parsed(good | {"reward_funcs": "math"}))
     assert "imports" not in capfd.readouterr().err
 
 
 def test_plan_says_of_a_model_that_is_elsewhere_that_nobody_looked_at_it(good):
-    found = look_at_everything(parsed({"model": "someone/model"}))
+    found = validate_run(parsed({"model": "someone/model"}))
     assert "someone/model is not on this machine, so that nobody looked at it" in found.warnings[0]
-    assert not any("nobody looked" in warning for warning in look_at_everything(parsed(good)).warnings)
+    assert not any("nobody looked" in warning for warning in validate_run(parsed(good)).warnings)

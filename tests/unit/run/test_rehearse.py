@@ -209,7 +209,7 @@ def test_an_environment_is_played_without_a_model(tmp_path, monkeypatch):
     words = "--model model --dataset data.jsonl --environment e.py:E --reward_funcs environment"
     found = rehearse(parse(words.split()).config, 2)
     assert found.episodes["its answer"] == "2 episodes, 1.0 turns; done 2; the environment's reward 1"
-    assert found.judged["environment"]["its answer"].scores == (1.0, 1.0) and "nothing" not in found.judged["environment"]
+    assert found.rewards["environment"]["its answer"].scores == (1.0, 1.0) and "nothing" not in found.rewards["environment"]
     assert found.wrong == [
         "The environment, where the model says nothing: 2 of 2 episodes: reply raised ZeroDivisionError: division by zero."
     ]

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.config import Config
-from megatron_grpo.data.chat import PromptEncoder
-from megatron_grpo.data.prompts import PromptRows
 from megatron_grpo.environments.play import Play, Stage
 from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.environments.tools import ToolEnvironment
@@ -23,26 +21,26 @@ MADE_UP: Mapping[str, Any] = {"string": "7", "integer": 7, "number": 0.5, "boole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """The episodes in which the model says one kind of thing."""
+    """The episodes in which the model says one kind of thing. told: of them, in a line. faults: what the environment did wrong."""
 
     groups: Sequence[Group]
+    told: str
+    faults: list[str]
 
-    @property
-    def records(self) -> list[Any]:
-        return [one.record for group in self.groups for one in group.completions if one.record is not None]
-
-    def in_words(self) -> str:
-        """`8 episodes, 3.0 turns; done 6, error 2; environment's reward 0.5`"""
-        ended = Counter(record.numbers.ended for record in self.records)
-        turns = sum(record.numbers.num_turns for record in self.records) / len(self.records)
-        given = sum(reward or 0.0 for record in self.records for reward in record.turn_rewards) / len(self.records)
-        told = ", ".join(f"{how} {count}" for how, count in ended.most_common())
-        return f"{len(self.records)} episodes, {turns:.1f} turns; {told}; the environment's reward {given:.4g}"
-
-    def faults(self) -> list[str]:
-        """What the environment did wrong, the most frequent first, with how often."""
-        found = Counter(record.numbers.fault for record in self.records if record.numbers.ended in FAULTS)
-        return [f"{count} of {len(self.records)} episodes: {fault}" for fault, count in found.most_common(3)]
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> Played:
+        """told: `8 episodes, 3.0 turns; done 6, error 2; the environment's reward 0.5`. faults: the most frequent first, with how often."""
+        records = [one.record for group in groups for one in group.completions if one.record is not None]
+        ended = Counter(record.numbers.ended for record in records)
+        turns = sum(record.numbers.num_turns for record in records) / len(records)
+        given = sum(reward or 0.0 for record in records for reward in record.turn_rewards) / len(records)
+        how = ", ".join(f"{how} {count}" for how, count in ended.most_common())
+        faults = Counter(record.numbers.fault for record in records if record.numbers.ended in FAULTS)
+        return cls(
+            groups=groups,
+            told=f"{len(records)} episodes, {turns:.1f} turns; {how}; the environment's reward {given:.4g}",
+            faults=[f"{count} of {len(records)} episodes: {fault}" for fault, count in faults.most_common(3)],
+        )
 
 
 class _Scripted:
@@ -72,31 +70,21 @@ class _Scripted:
 def play_rows(
     cfg: Config,
     environment: type[Environment],
-    rows: PromptRows,
-    picked: Sequence[int],
+    prompts: Sequence[Prompt],
     kinds: Mapping[str, Sequence[str]],
     tokenizer: Any,
     model_path: Path,
 ) -> dict[str, Played]:
-    """An episode a row and kind. picked: places in `rows`. kinds: what the model says at every turn, by row."""
-    encode = PromptEncoder(tokenizer, system=cfg.data.system, options=cfg.data.template_options, tools=environment.tools)
-    prompts = [
-        Prompt(number=place, row=int(rows.keep[index]), raw=rows.raw(index), token_ids=encode(rows.raw(index)), columns=rows.columns(index))
-        for place, index in enumerate(picked)
-    ]
+    """An episode a prompt and kind. kinds: what the model says at every turn, by prompt; calls of the environment's tools come to them."""
     longest = max(len(prompt.token_ids) for prompt in prompts)
     stage = Stage.of(cfg, environment, tokenizer, model_path=model_path, max_model_len=longest + cfg.rollout.max_completion_length)
     played = {}
     for kind, texts in {**kinds, **_calls(environment, len(prompts))}.items():
-        play = Play(stage, prompts, n=1, seed_of=lambda *place: 0)
-        _play_out(play, _Scripted(stage, dict(enumerate(texts))))
-        played[kind] = Played(groups=play.groups())
+        play, turns = Play(stage, prompts, n=1, seed_of=lambda *place: 0), _Scripted(stage, dict(enumerate(texts)))
+        while not play.advance(turns, 1.0, version=0):
+            pass
+        played[kind] = Played.of(play.groups())
     return played
-
-
-def _play_out(play: Play, turns: _Scripted) -> None:
-    while not play.advance(turns, 1.0, version=0):
-        pass
 
 
 def _calls(environment: type[Environment], count: int) -> dict[str, list[str]]:

@@ -1,0 +1,121 @@
+"""For `train` and `plan`: settings, what they name (`run.inputs`), what lies in output_dir, and whether all of it goes together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping
+from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.config import Parsed, remote_code
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.optimizer import length_problems
+from megatron_grpo.planning.check import Checked, check_parsed
+from megatron_grpo.planning.command import Plan, make_plan
+from megatron_grpo.planning.pictures import PictureFacts, learns_nothing
+from megatron_grpo.rewards.loading import close_rewards
+from megatron_grpo.run.inputs import ADAPTERS, Problems, ValidatedInputs, read_inputs
+from megatron_grpo.run.left_out import left_out_of_plan, user_code
+
+
+def load_inputs(parsed: Parsed, *, has_sampler: bool = False) -> tuple[Plan, ValidatedInputs]:
+    """For `train`: the plan and the inputs of a run. Raises ConfigError with all that is wrong with either.
+
+    has_sampler: it was written elsewhere, and stands in for the servers that the settings name.
+    """
+    return _look_at(parsed, ("servers",) if has_sampler else (), is_asked_to_train=True)
+
+
+def validate_run(parsed: Parsed) -> Plan:
+    """For `plan`: the plan alone, with what was not looked at. Raises ConfigError with all that `train` would refuse of the rest."""
+    left_out = left_out_of_plan(parsed.config)
+    absent = {flag: None for flag in ADAPTERS if flag in left_out}
+    parsed = replace(parsed, config=parsed.config.with_values(absent))
+    if imports := [spec for part, _, spec in user_code(parsed.config) if not {part, spec} & set(left_out)]:
+        print(f"plan imports {', '.join(imports)}, and so runs what stands at the top of these files.", file=sys.stderr)
+    with redirect_stdout(sys.stderr):  # a reward function's file may print as it is loaded, and stdout is for the plan
+        made, found = _look_at(parsed, left_out, is_asked_to_train=False)
+    close_rewards(found.rewards)
+    if made.checked.shape is None and (model := parsed.config.model.model):
+        said = f"{model} is not on this machine, so that nobody looked at it: train says whether its architecture can be trained here."
+        made = replace(made, warnings=[said, *made.warnings])
+    return replace(made, not_checked=tuple(left_out.values()))
+
+
+def _look_at(parsed: Parsed, left_out: Collection[str], *, is_asked_to_train: bool) -> tuple[Plan, ValidatedInputs]:
+    """Settings first, then what they name, then whether the two go together."""
+    problems, paths = Problems(), _absolute_paths(parsed.config)
+    checked = problems.attempt(lambda: check_parsed(parsed))
+    if not _begins_anew(parsed.config):
+        from megatron_grpo.checkpoint.resume import find_checkpoints
+
+        run = parsed.config.run
+        problems.attempt(partial(find_checkpoints, run.output_dir, run.resume, overwrites=run.overwrite_output_dir))
+    found = problems.attempt(lambda: read_inputs(parsed.config, {*left_out, *_unreadable(parsed)}))
+    made = None
+    if checked is not None and found is not None and not problems:
+        made = problems.attempt(lambda: _plan_of(parsed, checked, found, paths, is_asked_to_train=is_asked_to_train))
+    if found is None or made is None:
+        close_rewards(found.rewards if found is not None else [])
+        raise ConfigError(problems)
+    return made, found
+
+
+def _unreadable(parsed: Parsed) -> set[str]:
+    """What the command line names in a way that cannot be read, by part: that is said, and there is nothing to look at."""
+    of_parts = {"model": ("model", "tokenizer", "weights"), "reward_funcs": ("rewards",)}
+    return {part for name in parsed.unreadable for part in of_parts.get(name, (name,))}
+
+
+def _plan_of(parsed: Parsed, checked: Checked, found: ValidatedInputs, paths: Mapping[str, str], *, is_asked_to_train: bool) -> Plan:
+    """The plan of a run with these inputs, which are told how it begins."""
+    fetched: dict[str, str] = {}  # Hub names, whose config.json has only now come
+    if checked.shape is None and found.model_path is not None:
+        fetched["model"] = str(found.model_path)
+    if checked.teacher is None and found.teacher_path is not None:
+        fetched["teacher_model"] = str(found.teacher_path)
+    if fetched:
+        here = check_parsed(replace(parsed, config=parsed.config.with_values(fetched)))
+        typed = {"model": parsed.config.model.model, "teacher_model": parsed.config.grpo.teacher_model}
+        checked = replace(here, config=here.config.with_values(typed))
+    checked, rows = replace(checked, config=checked.config.with_values(paths)), found.rows
+    pictures = PictureFacts.of(rows, checked.sizes) if rows is not None else None
+    made = make_plan(checked, num_prompts=None if rows is None or rows.is_beginning else len(rows), pictures=pictures)
+    cfg = made.checked.config
+    if problems := length_problems(cfg.optimizer, made.timetable.num_steps):
+        raise ConfigError(problems)
+    if rows is not None and found.eyes is not None and not rows.most_pictures and made.checked.shape is not None:
+        made = replace(made, warnings=[*made.warnings, *learns_nothing(cfg, made.checked.shape)])
+    if not is_asked_to_train and found.model_path and cfg.model.trust_remote_code:  # who trains hears it as it runs
+        made = replace(made, warnings=[*made.warnings, *filter(None, [remote_code.warning_of(found.model_path)])])
+    if not is_asked_to_train and _begins_anew(cfg):
+        return made
+    from megatron_grpo.checkpoint.content import content_of
+    from megatron_grpo.checkpoint.resume import judge_resume
+
+    if found.prompts is not None and cfg.data.dataset_drop_last:
+        found.prompts.whole = made.checked.sizes.num_rollout_prompts
+    content = content_of(cfg, model_path=found.model_path, rows=rows, teacher_path=found.teacher_path)
+    found.resume = judge_resume(cfg, made.timetable, content, found.prompts)
+    return made
+
+
+def _begins_anew(cfg: Config) -> bool:
+    """Nothing lies where the run would write, and nothing is in its way. Then `plan` has nothing to judge, and answers at once."""
+    out = Path(cfg.run.output_dir)
+    nearest = next((path for path in (out, *out.absolute().parents) if path.exists()), out)
+    return cfg.run.resume in ("auto", "never") and nearest != out and nearest.is_dir()
+
+
+def _absolute_paths(cfg: Config) -> dict[str, str]:
+    """Settings whose paths are used after the user's code has run, which may change the directory; as they have to be then."""
+    paths = {"output_dir": cfg.run.output_dir, "resume": cfg.run.resume, "lengths": cfg.plan.lengths, "png": cfg.plan.png}
+    paths |= {flag: getattr(cfg.tuner, flag) for flag in ADAPTERS}
+    if cfg.run.mcore_model:
+        from megatron_grpo.checkpoint.resume import resolved
+
+        paths["mcore_model"] = resolved(cfg.run.mcore_model)
+    return {name: str(Path(path).absolute()) for name, path in paths.items() if path not in (None, "auto", "never")}
