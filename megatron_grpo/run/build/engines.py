@@ -23,7 +23,6 @@ from megatron_grpo.policy.room import Role
 from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.rollout.engine import Engine, Sampler
 from megatron_grpo.rollout.experts import ExpertLayers
-from megatron_grpo.rollout.turns import TurnEngine
 from megatron_grpo.run.build.policy import model_of, sharing_of
 from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.trainer.rollouts import Teacher
@@ -31,6 +30,7 @@ from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
     from megatron_grpo.environments.own import OwnRollout
+    from megatron_grpo.rollout.turns import TurnEngine
 
 MakeEngine = Callable[[Config, ValidatedInputs, ParallelState], Engine]
 
@@ -114,7 +114,7 @@ def answering(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sampler:
         flag = "rollout_func" if inputs.rollout_func else "environment" if cfg.turns.environment else "tools"
         message = f"{flag}: {type(sampler).__name__} has no `play` (rollout.turns.TurnEngine), and cannot draw turns. Leave {flag} out."
         raise ConfigError([Problem(flags=(flag,), message=message)])
-    engine = cast(TurnEngine, sampler)
+    engine = cast("TurnEngine", sampler)
     tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
     max_model_len = inputs.longest_prompt + longest_completion(cfg)
     if inputs.rollout_func is not None:
