@@ -113,4 +113,6 @@ def _is_guest(cfg: Config, name: str) -> bool:
 
 
 def _is_elsewhere(cfg: Config, name: str, value: str | None) -> bool:
-    return bool(value) and not Path(value).exists() and (_is_guest(cfg, name) or not is_path(value))
+    if not value:
+        return False
+    return not Path(value).exists() and (_is_guest(cfg, name) or not is_path(value))
