@@ -58,7 +58,7 @@ def write_png(figure: Any, path: Path) -> Path:
 # ---- the plots of a run ------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Plot:
     """One picture. `curves` maps metric -> label; `stacked` ones are drawn as areas on top of each other. Without data it is not drawn."""
 
@@ -74,28 +74,13 @@ class Plot:
 PARTS_OF_A_STEP = ("rollout", "reward", "old_logprobs", "ref_logprobs", "teacher", "train", "weight_sync", "eval", "checkpoint", "other")
 
 PLOTS = (
-    Plot(file="reward", title="Reward", unit="reward", curves={"reward": "training (weighted sum, mean of a rollout)"}, held_out=True),
-    Plot(
-        file="length",
-        title="Length of completions",
-        unit="tokens",
-        curves={"completions/mean_length": "mean", "completions/max_length": "longest"},
-    ),
-    Plot(
-        file="kl",
-        title="KL divergence",
-        unit="nats per token",
-        curves={"kl": "policy from reference", "sampling/kl_k3": "sampler from trainer"},
-    ),
-    Plot(file="entropy", title="Entropy of the policy", unit="nats per token", curves={"entropy": "entropy"}),
-    Plot(
-        file="step_time",
-        title="Time of an optimizer step",
-        unit="seconds",
-        stacked=True,
-        curves={f"time/{name}": name.replace("_", " ") for name in PARTS_OF_A_STEP} | {"time/step": "whole step"},
-    ),
-)
+    Plot("reward", "Reward", "reward", {"reward": "training (weighted sum, mean of a rollout)"}, held_out=True),
+    Plot("length", "Length of completions", "tokens", {"completions/mean_length": "mean", "completions/max_length": "longest"}),
+    Plot("kl", "KL divergence", "nats per token", {"kl": "policy from reference", "sampling/kl_k3": "sampler from trainer"}),
+    Plot("entropy", "Entropy of the policy", "nats per token", {"entropy": "entropy"}),
+    Plot("step_time", "Time of an optimizer step", "seconds",
+         {f"time/{name}": name.replace("_", " ") for name in PARTS_OF_A_STEP} | {"time/step": "whole step"}, stacked=True),
+)  # fmt: skip
 _PLOTTED = frozenset(name for plot in PLOTS for name in plot.curves)
 _warned = False
 
@@ -184,14 +169,8 @@ def _stack(axes, curves: Sequence[tuple[str, str, Sequence[tuple[int, float]]]])
     steps = sorted({step for _, _, points in curves for step, _ in points})
     parts = [(label, dict(points)) for name, label, points in curves if name != "time/step"]
     if parts:
-        axes.stackplot(
-            steps,
-            [[values.get(step, 0.0) for step in steps] for _, values in parts],
-            labels=[label for label, _ in parts],
-            colors=COLOURS,
-            alpha=0.8,
-            linewidth=0,
-        )
+        heights = [[values.get(step, 0.0) for step in steps] for _, values in parts]
+        axes.stackplot(steps, heights, labels=[label for label, _ in parts], colors=COLOURS, alpha=0.8, linewidth=0)
     for name, label, points in curves:
         if name == "time/step":
             axes.plot(*zip(*points, strict=True), color=COLOURS[-1], linewidth=1.0, label=label)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_grpo.base.errors import Problem, problem_with, said_by
 
@@ -44,17 +44,20 @@ class Begin:
         return self.config.get("project") or os.environ.get(variable) or PROJECT
 
 
-class Reporter(Protocol):
+class Reporter:
+    """A service that has begun."""
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Finite numbers only."""
 
     def completions(self, step: int, table: Table) -> None:
         """Rows of a rollout that this step trained. Does nothing where a service has no tables."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing more comes."""
 
 
-class Tensorboard:
+class Tensorboard(Reporter):
     """Event files under output_dir/tensorboard. Steps beyond the one resumed from are hidden."""
 
     def __init__(self, begin: Begin):
@@ -66,14 +69,11 @@ class Tensorboard:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
-    def completions(self, step: int, table: Table) -> None:
-        pass
-
     def close(self) -> None:
         self.writer.close()
 
 
-class LikeWandb:
+class LikeWandb(Reporter):
     """A service with the interface of Weights & Biases: init, log, finish. Its own environment variables (WANDB_MODE, ...) apply.
 
     as_table: (its module, rows by column) -> what it logs as a table; None for one without tables. further: arguments of `init`.
@@ -118,7 +118,7 @@ def trackio(begin: Begin) -> LikeWandb:
     return LikeWandb(begin, "trackio", as_table, name=begin.name_or("TRACKIO_NAME"), resume="allow", space_id=space)
 
 
-class Mlflow:
+class Mlflow(Reporter):
     """MLflow; its own environment variables (MLFLOW_TRACKING_URI, ...) apply. A project is an experiment there."""
 
     def __init__(self, begin: Begin):
@@ -217,9 +217,6 @@ def report_to_problems(report_to: Sequence[str]) -> list[Problem]:
             hint = f"did you mean {close[0]}?" if close else f"use {', '.join(REPORTERS)}, all or none."
             problems.append(Problem(flags=("report_to",), message=f"report_to {name} is unknown: {hint}", nearest={"report_to": close}))
         elif not is_installed(name):
-            problems.append(
-                problem_with(
-                    "report_to", f"report_to {name} needs the package {name}, which is not installed: pip install 'megatron-grpo[{name}]'."
-                )
-            )
+            extra = f"pip install 'megatron-grpo[{name}]'"
+            problems.append(problem_with("report_to", f"report_to {name} needs the package {name}, which is not installed: {extra}."))
     return problems

@@ -24,17 +24,9 @@ def sizes_object(sizes: BatchSizes) -> dict[str, dict[str, Any]]:
     """The `parallel` and `batch` parts."""
     parallel = ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp", "dp_size", "expert_dp_size")
     batch = (
-        "micro_batch_size",
-        "gradient_accumulation_steps",
-        "global_batch_size",
-        "steps_per_generation",
-        "generation_batch_size",
-        "num_generations",
-        "num_iterations",
-        "num_rollout_prompts",
-        "num_train_prompts",
-        "num_prompts_per_dp_group",
-    )
+        "micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "steps_per_generation", "generation_batch_size",
+        "num_generations", "num_iterations", "num_rollout_prompts", "num_train_prompts", "num_prompts_per_dp_group",
+    )  # fmt: skip
     return {"parallel": {name: getattr(sizes.layout, name) for name in parallel}, "batch": {name: getattr(sizes, name) for name in batch}}
 
 
