@@ -74,7 +74,7 @@ def _with_architecture(config: dict[str, Any]) -> dict[str, Any]:
     """A config.json that names its type only, as one written by hand for `plan` may: `qwen3_moe` is Qwen3MoeForCausalLM."""
     words = str(config.get("model_type", "")).removesuffix("_text").split("_")
     architecture = f"{''.join(map(str.capitalize, words))}ForCausalLM"
-    return {"architectures": [architecture], **config} if architecture in FAMILIES and not config.get("architectures") else config
+    return config if config.get("architectures") or architecture not in FAMILIES else {**config, "architectures": [architecture]}
 
 
 def rules_of(shape: ModelShape) -> Model:

@@ -424,3 +424,12 @@ def test_a_model_that_is_known_not_to_train_by_its_name_is_refused_before_it_is_
 
 def test_names_on_the_hub_are_of_architectures_that_have_a_reason():
     assert set(NOT_YET_BY_NAME.values()) <= set(NOT_YET)
+
+
+@pytest.mark.parametrize("architectures", [{}, {"architectures": None}], ids=["none", "null"])
+def test_a_config_written_by_hand_may_name_its_type_only(tmp_path, architectures):
+    written = {**QWEN3_8B, "model_type": "qwen3"}
+    del written["architectures"]
+    (tmp_path / "config.json").write_text(json.dumps(written | architectures))
+    shape, problems = read_shape(str(tmp_path))
+    assert shape is not None and shape.architecture == "Qwen3ForCausalLM" and not problems
