@@ -87,7 +87,7 @@ def page() -> str:
     return "".join(text)
 
 
-HEAD = """# Every argument of five other systems
+HEAD = """# Argument mapping: Megatron-SWIFT, TRL, verl, SkyRL, slime
 
 Made by `python tools/arguments.py` from the tables that `plan` and `train` read (`megatron_grpo/compat/`), so that a message
 and this page cannot disagree. A row says what an argument is here with `--dialect`:
