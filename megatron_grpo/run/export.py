@@ -1,10 +1,15 @@
-"""The policy on disk, as others read it: a Hugging Face checkpoint, or an adapter as PEFT writes it."""
+"""The policy on disk, as others read it: a Hugging Face checkpoint, or an adapter as PEFT writes it; and `--push_to_hub`.
+
+A repository of the Hub is made, or found, before anything is trained, so that a missing token or a wrong name costs nothing. The token is
+the business of the Hub's own client (HF_TOKEN).
+"""
 
 from __future__ import annotations
 
 import logging
+import shlex
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +18,8 @@ from typing import Any
 import torch
 
 from megatron_grpo.base.cleanup import CleanUp
-from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.base.files import mark, mark_of
+from megatron_grpo.base.errors import ConfigError, RunError, config_error, first_line, keep_secret, said_by
+from megatron_grpo.base.files import MARK, mark, mark_of
 from megatron_grpo.checkpoint.content import base_problems, model_fingerprint
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.table import bytes_of
@@ -31,6 +36,7 @@ from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.writer import HfWriter
 
 logger = logging.getLogger(__name__)
+_OF_THE_HUB = ("push_to_hub", "hub_model_id")
 Stream = Iterable[tuple[str, torch.Tensor]]  # full tensors under their names; collective
 
 
@@ -135,3 +141,57 @@ def _taken(named: Stream) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
     rest = iter(named)
     with CleanUp(lambda: deque(rest, maxlen=0)):
         yield rest
+
+
+# ---- the Hub
+
+
+def open_repositories(cfg: Config, folders: Sequence[Path]) -> dict[Path, str]:
+    """{folder to be pushed: its repository}. The first rank asks; ConfigError on every rank where it is refused. Collective.
+
+    folders: the export, and the merged model that may be beside it.
+    """
+    if not cfg.run.push_to_hub:
+        return {}
+    found: dict[Path, str] | ConfigError = {}
+    if collectives.rank() == 0:
+        try:
+            found = {folder: _repository(cfg, suffix) for folder, suffix in zip(folders, ("", "-merged"), strict=False)}
+        except ConfigError as error:
+            found = error
+    found = collectives.from_first(found)
+    if isinstance(found, ConfigError):
+        raise found
+    return found
+
+
+def push_to_hub(repositories: dict[Path, str]) -> None:
+    """Uploads each folder; for one rank. Raises RunError, with the command that does it again, for all that failed."""
+    from huggingface_hub import upload_folder
+
+    failures = []
+    for folder, repository in repositories.items():
+        try:
+            upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=MARK, commit_message="Trained with megatron_grpo")
+        except Exception as error:  # noqa: BLE001 - of HTTP, of files, of the client itself: the export is there all the same
+            again = shlex.join(["hf", "upload", repository, str(folder.absolute()), "."])
+            reason = said_by(error, first_line) or type(error).__name__
+            failures.append(f"{folder} was not uploaded to {repository} ({reason}). It is complete on this disk; upload it with: {again}")
+        else:
+            print(f"Pushed: {folder} to {repository}", flush=True)
+    if failures:
+        raise RunError("\n".join(failures))
+
+
+def _repository(cfg: Config, suffix: str) -> str:
+    from huggingface_hub import create_repo, get_token
+
+    name = (cfg.run.hub_model_id or Path(cfg.run.output_dir).absolute().name) + suffix
+    keep_secret(token := get_token())
+    if not token:
+        raise config_error(_OF_THE_HUB, "push_to_hub true needs a token that may write: set HF_TOKEN, or log in with `hf auth login`.")
+    try:
+        return create_repo(name, private=cfg.run.hub_private_repo, exist_ok=True).repo_id
+    except Exception as error:  # of HTTP, of a name, of a network that is not there
+        reason = said_by(error, first_line) or type(error).__name__
+        raise config_error(_OF_THE_HUB, f"push_to_hub: the repository {name} can neither be made nor used: {reason}") from error

@@ -13,10 +13,9 @@ from megatron_grpo.config.table import table
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.metrics.card import Card
 from megatron_grpo.parallel import collectives, state
-from megatron_grpo.run import hub
 from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.policy import choose_tuner, model_of, sharing_here
-from megatron_grpo.run.export import describe, export_model, merge_adapter
+from megatron_grpo.run.export import describe, export_model, merge_adapter, open_repositories, push_to_hub
 from megatron_grpo.run.opened import layout_of, load_weights, settings_of_checkpoint
 from megatron_grpo.weights.shape import ModelShape
 
@@ -35,11 +34,11 @@ def run_export(parsed: Parsed) -> int:
     if not (cfg.tuner.adapters and cfg.tuner.merge_lora and cfg.model.model):
         raise config_error("resume", "export needs --resume CHECKPOINT, or --model, --adapters and --merge_lora true.")
     model = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
-    repositories = hub.open_repositories(cfg, [out])
+    repositories = open_repositories(cfg, [out])
     merge_adapter(model, cfg.tuner.adapters, out)
     describe(out, Card(kind="merged", cfg=cfg, source=model))
     print(f"Done: {out.resolve()} (the merged model)", flush=True)
-    hub.push(repositories)
+    push_to_hub(repositories)
     return EXIT_DONE
 
 
@@ -57,7 +56,7 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
         adapters = choose_tuner(cfg, chunks, exchange)
         load_weights(chunks, Path(cfg.run.resume))
         out, card = Path(cfg.run.output_dir), card_of(Path(cfg.run.resume), model)
-        repositories = hub.open_repositories(cfg, [out])
+        repositories = open_repositories(cfg, [out])
         export_model(exchange, exchange.tensors(chunks), adapters, out, cfg=cfg, source=model, card=card, merged=out)
         is_first = collectives.rank() == 0
         if is_first:
@@ -66,7 +65,7 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
     finally:
         state.stop()
     if is_first:  # the others need not wait for it
-        hub.push(repositories)
+        push_to_hub(repositories)
 
 
 def card_of(directory: Path, model: Path) -> Card:

@@ -21,11 +21,11 @@ from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.report import print_report
 from megatron_grpo.rewards.loading import close_rewards
-from megatron_grpo.run import hub, supervisor
+from megatron_grpo.run import supervisor
 from megatron_grpo.run.build import Parts
 from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.run import build_run
-from megatron_grpo.run.export import export_model, merged_folder
+from megatron_grpo.run.export import export_model, merged_folder, open_repositories, push_to_hub
 from megatron_grpo.run.failures import PREFIX, tell
 from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.run.limits import age_of, limits_of, requeue
@@ -57,7 +57,7 @@ def run_training(made: Plan, inputs: ValidatedInputs, parts: Parts) -> int:
         try:
             with CleanUp() as opened, reported(peers, watchdog):
                 take_output_dir(cfg, parallel, opened)
-                repositories = hub.open_repositories(cfg, exports(cfg))
+                repositories = open_repositories(cfg, exports(cfg))
                 train_and_export(made, inputs, parallel, signal, opened, parts, watchdog)
         except Interrupted as stopped:
             stopped.is_final = signal.is_final
@@ -67,7 +67,7 @@ def run_training(made: Plan, inputs: ValidatedInputs, parts: Parts) -> int:
         print(f"Done: {Path(cfg.run.output_dir).resolve()}" + (_where(cfg)), flush=True)
     state.stop()
     if parallel.is_main:  # the others need not wait for it
-        hub.push(repositories)
+        push_to_hub(repositories)
     return EXIT_DONE
 
 

@@ -37,13 +37,13 @@ def opened_and_pushed(out, folders, **settings):
     from megatron_grpo.base.errors import ConfigError, RunError
     from megatron_grpo.config.config import Config
     from megatron_grpo.parallel import collectives
-    from megatron_grpo.run import hub
+    from megatron_grpo.run import export
 
     cfg = Config().with_values({"output_dir": str(out), "push_to_hub": True, **settings})
     try:
-        repositories = hub.open_repositories(cfg, folders)
+        repositories = export.open_repositories(cfg, folders)
         if collectives.rank() == 0:
-            hub.push(repositories)
+            export.push_to_hub(repositories)
     except (ConfigError, RunError) as error:
         return type(error).__name__, str(error)
     return {path.name: repository for path, repository in repositories.items()}
