@@ -50,7 +50,7 @@ class Waiting:
 
         return self.samples if dist.get_rank() == 0 else []
 
-    def restored(self, samples, cut):
+    def restored(self, samples):
         return Waiting(samples)
 
 
@@ -218,7 +218,7 @@ def pending_samples():
 
 def restored(keeper, policy, prompts):
     keeper.choose()
-    return keeper.restore(policy, prompts, Waiting(), None)
+    return keeper.restore(policy, prompts, Waiting())
 
 
 def save_after(rank, world_size, folder, steps, more, layout):
@@ -561,7 +561,7 @@ def test_a_checkpoint_is_due_when_so_many_seconds_have_passed_since_the_last(tmp
     monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
     never, keeper = checkpoints(tmp_path, save_steps=0), checkpoints(tmp_path, save_steps=0, save_interval_seconds=30.0)
     now[0] = 1000.0  # the model has been loaded
-    keeper.restore(None, None, Waiting(), None)
+    keeper.restore(None, None, Waiting())
     found = []
     for seconds in (0.0, 29.0, 30.0, 90.0):
         now[0] = 1000.0 + seconds

@@ -39,7 +39,7 @@ def test_rows_that_wait_show_their_pictures_again(tmp_path):
         keeper.finish()
         again, fresh = checkpoints(tmp_path / "run"), stream()
         again.choose()
-        _, waiting = again.restore(policy, fresh, Waiting(), None)
+        _, waiting = again.restore(policy, fresh, Waiting())
         assert fresh.taken == 13
         return described(samples), described(waiting.samples)
 
