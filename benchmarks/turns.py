@@ -37,7 +37,7 @@ def measure(path: Path, args: argparse.Namespace) -> None:
     from megatron_grpo.config.config import RolloutConfig
     from megatron_grpo.environments.play import Play, Stage
     from megatron_grpo.environments.protocol import Environment
-    from megatron_grpo.environments.template import ChatTemplate
+    from megatron_grpo.environments.transcript import ChatTemplate
     from megatron_grpo.rollout.colocated import ColocatedEngine
     from megatron_grpo.rollout.engine import SamplingSettings
     from megatron_grpo.rollout.turns import EngineTurns, request_seed

@@ -12,8 +12,8 @@ from megatron_grpo.base.errors import ConfigError, Problem, config_error, proble
 from megatron_grpo.config.config import Config
 from megatron_grpo.environments.foreign_environments import adapted
 from megatron_grpo.environments.protocol import Environment, Message
-from megatron_grpo.environments.template import ChatTemplate, History
 from megatron_grpo.environments.tools import ToolEnvironment, UnusableTool, reader, schema_of, tool_set
+from megatron_grpo.environments.transcript import ChatTemplate, History
 from megatron_grpo.rewards.loading import user_object
 
 _QUESTION: Message = {"role": "user", "content": "What is it?"}

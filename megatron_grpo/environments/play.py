@@ -14,8 +14,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.data.chat import opening_of
 from megatron_grpo.environments.loading import template_of
 from megatron_grpo.environments.protocol import Environment, Message, Nonsense, Turn, as_messages, as_reply
-from megatron_grpo.environments.template import ChatTemplate, History
-from megatron_grpo.environments.transcript import Transcript, untold
+from megatron_grpo.environments.transcript import ChatTemplate, History, Transcript, untold
 from megatron_grpo.environments.workers import Outcome, OutOfTime, Workers
 from megatron_grpo.rewards.contained import AskedToEnd
 from megatron_grpo.rollout.turns import Drawn, Key, TurnSampler

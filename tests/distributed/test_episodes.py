@@ -149,7 +149,7 @@ def engine_at(path, rank, world_size, *, tp=1):
 
 def stage(environment, *, template=TEMPLATE, history="template", max_turns=3, timeout=1.0):
     from megatron_grpo.environments.play import Stage
-    from megatron_grpo.environments.template import ChatTemplate
+    from megatron_grpo.environments.transcript import ChatTemplate
 
     tokenizer = chat_tokenizer(template)
     limits = dict(

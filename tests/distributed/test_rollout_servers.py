@@ -211,7 +211,7 @@ def play_on(engine):
     from megatron_grpo.environments.episodes import Episodes
     from megatron_grpo.environments.play import Stage
     from megatron_grpo.environments.protocol import Environment
-    from megatron_grpo.environments.template import ChatTemplate
+    from megatron_grpo.environments.transcript import ChatTemplate
     from tests.tiny_models import word_tokenizer
 
     class Counts(Environment):

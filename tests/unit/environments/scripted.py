@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_grpo.environments.play import Play, Stage
 from megatron_grpo.environments.protocol import Environment
-from megatron_grpo.environments.template import ChatTemplate
+from megatron_grpo.environments.transcript import ChatTemplate
 from megatron_grpo.rollout.turns import Drawn
 from megatron_grpo.types import Completion, Prompt
 from tests.chat_models import TEMPLATE, chat_tokenizer

@@ -192,8 +192,8 @@ def test_a_template_that_shows_no_tool_is_refused_and_one_that_rewrites_is_told(
     """Trap 17: the model would answer without ever having seen the result."""
     from megatron_grpo.environments.loading import look_at
     from megatron_grpo.environments.protocol import Environment
-    from megatron_grpo.environments.template import ChatTemplate
     from megatron_grpo.environments.tools import ToolEnvironment
+    from megatron_grpo.environments.transcript import ChatTemplate
     from tests.chat_models import DROPS, TEMPLATE, chat_tokenizer
 
     def look(source, kind, history="template", end_ids=(2,)):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_grpo.environments.template import ChatTemplate, Guards
-from megatron_grpo.environments.transcript import Transcript
+from megatron_grpo.environments.transcript import ChatTemplate, Guards, Transcript
 from megatron_grpo.types import Kept
 from tests.chat_models import DROPS, TEMPLATE, THINKS, TRIMS, chat_tokenizer
 
