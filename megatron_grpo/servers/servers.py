@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ class ServerEngine:
         self._pusher: Pusher | None = None  # on rank 0
         # What a server was started with is never version 0: nobody knows which files it read.
         self.version, self.has_base = NO_VERSION, False
-        self._questions: set[Question] = set()  # that are not answered yet; on rank 0 alone
+        self._questions = WeakSet[Question]()  # that somebody may still wait for; on rank 0 alone
         self._answering: tuple[object, ServerFlight] | None = None  # what was asked, and its answers so far
         self._deaths: dict[Key, list[str]] = {}  # of servers with a turn in flight, while one question is played
         self.gives_up: Callable[[], bool] = lambda: False
@@ -220,15 +221,10 @@ class ServerEngine:
             version, self.version, self.has_base = self.version, NO_VERSION, False
             raise WeightsLost(f"no rollout server is left that has the weights of version {version}, and {lost.format(count)}")
 
-    def gave_up(self, question: Question | None) -> None:
-        if question is not None:
-            question.abandon()
-            self._questions.discard(question)
-
     def close(self) -> None:
         if self._pusher is not None:
             for question in list(self._questions):
-                self.gave_up(question)
+                question.abandon()
             with CleanUp(self._pusher.fleet.close):
                 self._pusher.close()
             self._pusher = None
@@ -253,12 +249,12 @@ class ServerFlight:
         self._engine.hear(self._question, is_anew=is_anew)
         answers = [] if self._question is None else [self._question.answers[prompt.number] for prompt in self._prompts]
         mine = [drawn for part in collectives.exchange(dealt(answers)) for drawn in part]
-        self.drop()
         prompts = self._prompts[collectives.rank() :: collectives.num_ranks()]
         return [_group(prompt, drawn, tells_experts=self._engine.tells_experts) for prompt, drawn in zip(prompts, mine, strict=True)]
 
     def drop(self) -> None:
-        self._engine.gave_up(self._question)
+        if self._question is not None:
+            self._question.abandon()
 
     @property
     def seconds(self) -> float:
