@@ -25,9 +25,6 @@ SYSTEMS = {
     "skyrl": ("skyrl", "SkyRL"),
     "slime": ("slime", "slime"),
 }
-_SIZE = {"micro": "micro_batch_size", "global": "global_batch_size", "accumulation": "gradient_accumulation_steps",
-         "window": "steps_per_generation x gradient_accumulation_steps", "generation": "generation_batch_size",
-         "steps": "steps_per_generation", "group": "num_generations", "passes": "num_iterations"}  # fmt: skip
 
 
 def theirs(system: str) -> tuple[str, dict[str, str]]:
@@ -50,8 +47,10 @@ def here(dialect: Dialect, name: str) -> str:
     size = dialect.size(name)
     row = dialect.row(name)[1]
     if size is not None:
-        parts = {part: flags for part, flags in dialect.products.items() if size in flags}
-        said = [f"`{_SIZE[part]}`" + (f" = {' x '.join(flags)}" if len(flags) > 1 else "") for part, flags in parts.items()]
+        said = []
+        for ours, (unit, _) in dialect.products.items():
+            flags, of = dialect.makes(ours), " x gradient_accumulation_steps" if unit == "micro-steps" else ""
+            said += [f"`{ours}{of}`" + (f" = {' x '.join(flags)}" if len(flags) > 1 else "")] if size in flags else []
         return f"a size: {'; '.join(said)}"
     if row is not None:
         return row.says

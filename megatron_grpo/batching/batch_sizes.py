@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.batching.nearest import broken_rules, nearest
-from megatron_grpo.batching.sizes import CP, EP, ETP, NATIVE, PP, TP, VPP, WORLD, Model, TypedSizes, derive, inputs_of
+from megatron_grpo.batching.sizes import CP, EP, ETP, PP, SIZES, TP, VPP, WORLD, Model, TypedSizes, derive, inputs_of
 from megatron_grpo.config.config import Config
 from megatron_grpo.parallel.layout import Layout
 
@@ -113,26 +113,25 @@ class BatchSizes:
 
 
 def size_problems(cfg: Config, model: Model | None = None, *, others_pass: bool = True, unreadable: Collection[str] = ()) -> list[Problem]:
-    """Everything that is wrong with the sizes, in the user's names.
+    """Everything that is wrong with the sizes, and the user's names of what to change.
 
     others_pass: the rest of the configuration is sound, so that a change of one size can make the whole of it pass; otherwise no
     nearest values are offered. unreadable: settings whose values could not be read; rules about them are not judged.
     """
     inputs = inputs_of(cfg, model)
-    broken = [rule for rule in broken_rules(inputs) if not set(rule.flags) & set(unreadable)]
-    names = {flag: cfg.typed.get(flag, flag) for flag in inputs.values}
-    # Sizes that a user may want to give when a default of theirs does not fit.
-    sayable = {flag for products in (NATIVE, inputs.products) for flags in products.values() for flag in flags}
+    names = {flag: cfg.origins[flag].name if flag in cfg.origins else cfg.typed.get(flag, flag) for flag in inputs.values}
+    unread = {flag for flag, name in names.items() if name in unreadable} | set(unreadable)
+    broken = [rule for rule in broken_rules(inputs) if not unread & set(rule.flags)]
     problems = []
     for rule in broken:
         flags = list(dict.fromkeys(flag for flag in rule.flags if flag in inputs.values or flag == "sequence_parallel"))
         typed = [flag for flag in flags if flag in inputs.typed or cfg.sources.get(flag, "default") != "default"]
-        blamed = typed or [flag for flag in flags if flag in sayable or flag in inputs.typed] or flags
+        blamed = typed or [flag for flag in flags if flag in SIZES or flag in inputs.typed] or flags
         near = {}
         if others_pass and not unreadable:
             near = {flag: nearest(inputs, flag) for flag in flags if flag in inputs.values and _changeable(flag, cfg)}
         offered = {names[flag]: values for flag, values in near.items() if values and flag in blamed}
-        rest = {names[flag]: values for flag, values in near.items() if values and flag not in blamed and flag in sayable}
+        rest = {names[flag]: values for flag, values in near.items() if values and flag not in blamed and flag in SIZES}
         problems.append(
             Problem(
                 flags=tuple(names.get(flag, flag) for flag in blamed),
@@ -168,8 +167,8 @@ def settled(cfg: Config, sizes: BatchSizes) -> Config:
         values["steps_per_generation"] = sizes.steps_per_generation
     sources = {}
     for name, value in values.items():
-        if cfg.foreign:
-            sources[name] = f"derived from the {cfg.plan.dialect} sizes"
-        elif getattr(cfg.batch, name) != value:
+        if name in cfg.origins and cfg.origins[name].text:
+            sources[name] = f"derived from {cfg.origins[name].text}"
+        elif cfg.origins or getattr(cfg.batch, name) != value:
             sources[name] = "derived from the other sizes"
     return cfg.with_values(values, sources=sources)

@@ -6,12 +6,18 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from megatron_grpo.batching.sizes import (
+    ACCUMULATION,
     CP,
     EP,
     ETP,
     FIRST,
+    GENERATION,
+    GLOBAL,
+    GROUP,
     LAST,
+    MICRO,
     PP,
+    STEPS,
     TP,
     VLLM_TP,
     VPP,
@@ -21,34 +27,37 @@ from megatron_grpo.batching.sizes import (
     Model,
     Rule,
     TypedSizes,
+    cross,
     derive,
 )
 from megatron_grpo.batching.stages import ACCOUNTS, counted_layers
 from megatron_grpo.batching.words import Words, remainder
+from megatron_grpo.config.config import Origin
 
 
 def minimum(inputs: TypedSizes, flag: str) -> int:
     """The least value a flag may have. A group of one has nothing to compare with; one chunk a stage is not interleaved."""
     if flag == VPP:
         return 2
-    if flag in inputs.products["group"] and inputs.needs_group:
-        return 2
-    return 1
+    return 2 if flag == GROUP and inputs.needs_group else 1
 
 
 def lower_bounds(inputs: TypedSizes) -> Iterator[Rule]:
     """Python's -32 % 8 == 0 is why these come first, and why nothing else is checked while one is broken."""
     for flag, value in inputs.values.items():
-        yield _lower_bound(flag, value, minimum(inputs, flag))
+        yield _lower_bound(flag, value, minimum(inputs, flag), inputs.origins.get(flag))
 
 
-def _lower_bound(flag: str, value: int, least: int) -> Rule:
-    why = {
-        2: {VPP: " (leave it out for a plain pipeline)"}.get(
-            flag, " (the advantage compares completions of one prompt; only advantage_estimator reinforce_plus_plus needs no group)"
-        )
-    }.get(least, "")
-    return Rule(key=f"least {flag}", flags=(flag,), holds=value >= least, text=lambda: f"{flag} must be at least {least}, not {value}{why}")
+_WHY = {
+    VPP: " (leave it out for a plain pipeline)",
+    GROUP: " (the advantage compares completions of one prompt; only advantage_estimator reinforce_plus_plus needs no group)",
+}
+
+
+def _lower_bound(flag: str, value: int, least: int, origin: Origin | None) -> Rule:
+    typed = f" ({origin.text})" if origin and origin.text and origin.name != flag else ""
+    text = f"{flag} must be at least {least}, not {value}{typed}{_WHY[flag] if least == 2 else ''}"
+    return Rule(key=f"least {flag}", flags=(flag,), holds=value >= least, text=lambda: text)
 
 
 def rules(inputs: TypedSizes) -> Iterator[Rule]:
@@ -98,100 +107,94 @@ def rules(inputs: TypedSizes) -> Iterator[Rule]:
     )
 
 
-def _cross(a: Fraction, b: Fraction) -> tuple[int, int]:
-    """(multiple, divisor) of the rule that a is a whole multiple of b."""
-    return a.top * b.bottom, a.bottom * b.top
-
-
 def _global_batch_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
-    products, unit, glob = inputs.products, d.unit, d.global_batch
-    if not inputs.given("micro"):
+    v, unit, glob = inputs.values, d.unit, d.global_batch
+    if MICRO not in v:
         yield Rule(
             key="micro",
-            flags=(*products["global"], *products["accumulation"], WORLD, TP, PP, CP),
+            flags=(*inputs.flags(GLOBAL), ACCUMULATION, WORLD, TP, PP, CP),
             multiple=d.micro.top,
             divisor=d.micro.bottom,
             after=("ranks",),
             text=lambda: (
-                f"{words.size('global')} must be a multiple of "
-                f"{words.size('accumulation')} x {words.dp()}: a micro-batch would hold {d.micro} completions"
+                f"{words.flag(GLOBAL)} must be a multiple of "
+                f"{words.flag(ACCUMULATION)} x {words.dp()}: a micro-batch would hold {d.micro} completions"
             ),
         )
-    elif inputs.given("global") and inputs.given("accumulation"):
-        a, b = _cross(glob, Fraction(inputs.product("accumulation") * unit.top, unit.bottom))
+    elif GLOBAL in v and ACCUMULATION in v:
+        a, b = cross(glob, Fraction(v[ACCUMULATION] * unit.top, unit.bottom))
         yield Rule(
             key="batch",
             equal=True,
             multiple=a,
             divisor=b,
             after=("ranks",),
-            flags=(*products["global"], *products["accumulation"], *words.unit_flags()),
-            text=lambda: f"{words.size('global')} must equal {words.accumulated()}. Leave one of the two out, or let them agree",
+            flags=(*inputs.flags(GLOBAL), ACCUMULATION, *words.unit_flags()),
+            text=lambda: f"{words.flag(GLOBAL)} must equal {words.accumulated()}. Leave one of the two out, or let them agree",
         )
-    elif inputs.given("global"):
-        a, b = _cross(glob, unit)
+    elif GLOBAL in v:
+        a, b = cross(glob, unit)
         yield Rule(
             key="batch",
             multiple=a,
             divisor=b,
             after=("ranks",),
-            flags=(*products["global"], *words.unit_flags()),
-            text=lambda: f"{words.size('global')} must be a multiple of {words.unit()}: {remainder(glob.whole(), unit.whole())}",
+            flags=(*inputs.flags(GLOBAL), *words.unit_flags()),
+            text=lambda: f"{words.flag(GLOBAL)} must be a multiple of {words.unit()}: {remainder(glob.whole(), unit.whole())}",
         )
 
 
 def _rollout_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
-    unit, gen = d.unit, d.generation
-    a, b = _cross(gen, Fraction(d.group))
-    group_after = () if inputs.given("generation") or (inputs.given("global") and not inputs.given("window")) else ("ranks",)
+    v, unit, gen = inputs.values, d.unit, d.generation
+    a, b = cross(gen, Fraction(d.group))
+    is_product = GENERATION in v or (GLOBAL in v and not inputs.counts(STEPS, "micro-steps"))
     yield Rule(
         key="group",
         multiple=a,
         divisor=b,
-        flags=(*words.generation_flags(), *inputs.products["group"]),
-        after=group_after,
-        text=lambda: f"{words.generation()} must be a multiple of {words.size('group')}: {remainder(gen.whole(), d.group)}",
+        flags=(*words.generation_flags(), GROUP),
+        after=() if is_product else ("ranks",),
+        text=lambda: f"{words.generation()} must be a multiple of {words.flag(GROUP)}: {remainder(gen.whole(), d.group)}",
     )
-    if not inputs.given("generation"):
+    if GENERATION not in v:
         return
-    a, b = _cross(gen, unit)
+    a, b = cross(gen, unit)
     yield Rule(
         key="window",
         multiple=a,
         divisor=b,
         after=("ranks", "micro"),
         flags=(*words.generation_flags(), *words.unit_flags()),
-        text=lambda: f"{words.size('generation')} must be a multiple of {words.unit()}: {remainder(gen.whole(), unit.whole())}",
+        text=lambda: f"{words.flag(GENERATION)} must be a multiple of {words.unit()}: {remainder(gen.whole(), unit.whole())}",
     )
     yield from _rollout_of_steps_rules(inputs, d, words)
 
 
 def _rollout_of_steps_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
     """Between a rollout that is given as such and the optimizer steps that it is trained in."""
-    products, glob, gen = inputs.products, d.global_batch, d.generation
-    a, b = _cross(gen, glob)
-    global_after = () if inputs.given("global") else ("ranks", "micro")
-    if inputs.given("window"):
+    v, glob, gen = inputs.values, d.global_batch, d.generation
+    a, b = cross(gen, glob)
+    global_after = () if GLOBAL in v else ("ranks", "micro")
+    if inputs.counts(STEPS, "micro-steps"):
         yield Rule(
             key="conflict",
             holds=False,
             needs_removal=True,
-            flags=(*products["generation"], *products["window"]),
-            text=lambda: f"{words.size('generation')} and {words.size('window')} both set the rollout. Keep one of them",
+            flags=(*inputs.flags(GENERATION), STEPS),
+            text=lambda: f"{words.flag(GENERATION)} and {words.flag(STEPS)} both set the rollout. Keep one of them",
         )
-    elif inputs.given("steps"):
-        steps = inputs.product("steps")
+    elif STEPS in v:
         yield Rule(
             key="steps",
             equal=True,
             multiple=a,
-            divisor=b * steps,
+            divisor=b * v[STEPS],
             after=global_after,
             text=lambda: (
-                f"{words.size('generation')} must equal {words.rollout_of_steps(Fraction(glob.top * steps, glob.bottom))}. "
+                f"{words.flag(GENERATION)} must equal {words.rollout_of_steps(Fraction(glob.top * v[STEPS], glob.bottom))}. "
                 f"Leave one of the two out, or let them agree"
             ),
-            flags=(*words.generation_flags(), *words.global_flags(), *products["steps"]),
+            flags=(*words.generation_flags(), *words.global_flags(), STEPS),
         )
     elif inputs.aligned:
         yield Rule(
@@ -201,7 +204,7 @@ def _rollout_of_steps_rules(inputs: TypedSizes, d: Derived, words: Words) -> Ite
             after=global_after,
             flags=(*words.generation_flags(), *words.global_flags()),
             text=lambda: (
-                f"{words.size('generation')} must be a multiple of {words.global_batch()}: "
+                f"{words.flag(GENERATION)} must be a multiple of {words.global_batch()}: "
                 f"{remainder(gen.whole(), glob.whole())}"
                 f" (allow_unaligned_generation lifts this)"
             ),

@@ -1,8 +1,8 @@
-"""Every rule that the sizes must obey, as arithmetic over what the user typed, in any dialect.
+"""Every rule that the sizes must obey, as arithmetic over what was typed.
 
-A size such as the global batch is a product of typed numbers (`policy_mini_batch_size x n_samples_per_prompt`) or a fraction
-of two products (`micro_batch_size x world_size / (tp x pp x cp)`). Each rule says that one whole number is a multiple of
-another, cross-multiplied so that both are products of typed numbers. That is what lets `nearest` solve for any one of them.
+A size is a typed number, one that counts prompts times num_generations, or a fraction of two products
+(`micro_batch_size x world_size / (tp x pp x cp)`). Each rule says that one whole number is a multiple of another, cross-multiplied so that
+both are products of typed numbers. That is what lets `nearest` solve for any one of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_grpo.config.config import Config, ParallelConfig
+from megatron_grpo.config.config import Config, Origin, ParallelConfig
 
 WORLD, TP, PP, CP = "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 VPP, EP, ETP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
@@ -18,17 +18,9 @@ VLLM_TP, FIRST, LAST = "vllm_tensor_parallel_size", "decoder_first_pipeline_num_
 PARALLEL = (WORLD, TP, PP, CP, VPP, EP, ETP, FIRST, LAST)
 NO_GROUP_NEEDED = ("reinforce_plus_plus",)  # its baseline is the mean of the whole rollout
 
-# What a size is made of: the product of the values of these flags.
-Product = Sequence[str]
-NATIVE: Mapping[str, Product] = {
-    "micro": ("micro_batch_size",),
-    "global": ("global_batch_size",),
-    "accumulation": ("gradient_accumulation_steps",),
-    "generation": ("generation_batch_size",),
-    "steps": ("steps_per_generation",),
-    "group": ("num_generations",),
-    "passes": ("num_iterations",),
-}
+MICRO, GLOBAL, ACCUMULATION = "micro_batch_size", "global_batch_size", "gradient_accumulation_steps"
+GENERATION, STEPS, GROUP, PASSES = "generation_batch_size", "steps_per_generation", "num_generations", "num_iterations"
+SIZES = (MICRO, GLOBAL, ACCUMULATION, GENERATION, STEPS, GROUP, PASSES)
 DEFAULT_GLOBAL_BATCH_SIZE = 16
 
 
@@ -48,11 +40,11 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedSizes:
-    """The numbers that sizes are made of, by flag name, and how the dialect composes them."""
+    """The numbers that sizes are made of, by flag, each in the unit that it was typed in."""
 
     values: Mapping[str, int]  # a flag that is left out is absent
-    products: Mapping[str, Product]
     typed: frozenset[str]  # of those flags, the ones that the user gave
+    origins: Mapping[str, Origin]  # of those that were typed under another system's names
     aligned: bool
     needs_group: bool
     sequence_parallel: bool
@@ -63,14 +55,17 @@ class TypedSizes:
     def with_value(self, flag: str, value: int) -> TypedSizes:
         return replace(self, values={**self.values, flag: value}, typed=self.typed | {flag})
 
-    def given(self, size: str) -> bool:
-        return all(flag in self.values for flag in self.products.get(size, ("absent",)))
+    def counts(self, flag: str, unit: str) -> bool:
+        """Whether a size is given, and in that unit."""
+        return flag in self.values and flag in self.origins and self.origins[flag].unit == unit
 
-    def product(self, size: str) -> int:
-        result = 1
-        for flag in self.products[size]:
-            result *= self.values[flag]
-        return result
+    def size(self, flag: str) -> int:
+        """A size in completions, or in what else it is counted natively."""
+        return self.values[flag] * (self.values[GROUP] if self.counts(flag, "prompts") else 1)
+
+    def flags(self, flag: str) -> tuple[str, ...]:
+        """Those that make a size."""
+        return (flag, GROUP) if self.counts(flag, "prompts") else (flag,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,29 +94,23 @@ class Rule:
 
 def inputs_of(cfg: Config, model: Model | None = None) -> TypedSizes:
     """The inputs that a configuration holds."""
-    products = cfg.products or NATIVE
     values: dict[str, int | None] = {name: getattr(cfg.parallel, name) for name in PARALLEL}
     values[WORLD] = values[WORLD] if values[WORLD] is not None else 1
     values[VLLM_TP] = cfg.rollout.vllm_tensor_parallel_size
-    typed = {name for name in values if cfg.sources.get(name, "default") != "default"}
-    own = {flag for flags in products.values() for flag in flags}
-    native = {flag for flags in NATIVE.values() for flag in flags}
-    for flag in own:
-        values[flag] = cfg.foreign[flag] if flag in cfg.foreign else getattr(cfg.batch, flag, None) if flag in native else None
-        if cfg.sources.get(flag, "default") != "default":
-            typed.add(flag)
-    whole_step, parts = products.get("global", ()), products.get("accumulation", ())
-    if whole_step and parts and values[whole_step[0]] is None and values[parts[0]] is None:
-        values[whole_step[0]] = DEFAULT_GLOBAL_BATCH_SIZE
-    micro = products["micro"][0]
-    if values[micro] is None and not (whole_step and values[whole_step[0]] and parts and values[parts[0]]):
-        values[micro] = 1
-    if products == NATIVE and values["generation_batch_size"] is None and values["steps_per_generation"] is None:
-        values["steps_per_generation"] = 1
+    if cfg.origins:
+        values |= {flag: origin.count for flag, origin in cfg.origins.items()}
+    else:
+        values |= {flag: getattr(cfg.batch, flag) for flag in SIZES}
+        if values[GENERATION] is None and values[STEPS] is None:
+            values[STEPS] = 1
+    if values.get(GLOBAL) is None and values.get(ACCUMULATION) is None:
+        values[GLOBAL] = DEFAULT_GLOBAL_BATCH_SIZE
+    if values[MICRO] is None and not (values.get(GLOBAL) and values.get(ACCUMULATION)):
+        values[MICRO] = 1
     return TypedSizes(
         values={flag: value for flag, value in values.items() if value is not None},
-        products=products,
-        typed=frozenset(typed),
+        typed=frozenset(flag for flag in values if cfg.sources.get(flag, "default") != "default"),
+        origins=cfg.origins,
         aligned=not cfg.batch.allow_unaligned_generation,
         needs_group=cfg.grpo.advantage_estimator not in NO_GROUP_NEEDED and bool(cfg.rewards.reward_funcs or not cfg.grpo.teacher_flag),
         sequence_parallel=cfg.parallel.sequence_parallel,
@@ -145,6 +134,11 @@ class Fraction:
         return str(self.whole()) if self.top % self.bottom == 0 else f"{self.top / self.bottom:.2f}"
 
 
+def cross(a: Fraction, b: Fraction) -> tuple[int, int]:
+    """(multiple, divisor) of the rule that a is a whole multiple of b."""
+    return a.top * b.bottom, a.bottom * b.top
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
     """The sizes in native terms, in completions; whole numbers once every rule holds."""
@@ -161,37 +155,27 @@ class Derived:
 
 def derive(inputs: TypedSizes) -> Derived:
     """Sizes by the definitions of docs/batching.md. Where two ways to say one size are given, the rules compare them."""
-    v = inputs.values
+    v, size = inputs.values, inputs.size
     replica = v[TP] * v[PP] * v[CP]
-    if inputs.given("micro"):
-        unit = Fraction(inputs.product("micro") * v[WORLD], replica)
-        micro = Fraction(inputs.product("micro"))
-    else:  # a vocabulary that gives the global batch and its accumulation instead
-        unit = Fraction(inputs.product("global"), inputs.product("accumulation"))
-        micro = Fraction(inputs.product("global") * replica, inputs.product("accumulation") * v[WORLD])
-    if inputs.given("global"):
-        global_batch = Fraction(inputs.product("global"))
+    if MICRO in v:
+        unit, micro = Fraction(v[MICRO] * v[WORLD], replica), Fraction(v[MICRO])
+    else:  # the global batch and its accumulation instead
+        unit = Fraction(size(GLOBAL), v[ACCUMULATION])
+        micro = Fraction(size(GLOBAL) * replica, v[ACCUMULATION] * v[WORLD])
+    global_batch = Fraction(size(GLOBAL)) if GLOBAL in v else Fraction(v[ACCUMULATION] * unit.top, unit.bottom)
+    if GENERATION in v:
+        generation = Fraction(size(GENERATION))
+    elif inputs.counts(STEPS, "micro-steps"):
+        generation = Fraction(v[STEPS] * unit.top, unit.bottom)
     else:
-        global_batch = Fraction(inputs.product("accumulation") * unit.top, unit.bottom)
-    if inputs.given("generation"):
-        generation = Fraction(inputs.product("generation"))
-    elif inputs.given("window"):
-        generation = Fraction(inputs.product("window") * unit.top, unit.bottom)
-    else:
-        steps = inputs.product("steps") if inputs.given("steps") else 1
-        generation = Fraction(global_batch.top * steps, global_batch.bottom)
-    accumulation = (
-        Fraction(inputs.product("accumulation"))
-        if inputs.given("accumulation")
-        else Fraction(global_batch.top * unit.bottom, global_batch.bottom * unit.top)
-    )
+        generation = Fraction(global_batch.top * v.get(STEPS, 1), global_batch.bottom)
     return Derived(
         ranks_per_replica=replica,
         unit=unit,
         micro=micro,
         global_batch=global_batch,
         generation=generation,
-        accumulation=accumulation,
-        group=inputs.product("group"),
-        passes=inputs.product("passes"),
+        accumulation=Fraction(v[ACCUMULATION]) if ACCUMULATION in v else Fraction(*cross(global_batch, unit)),
+        group=v[GROUP],
+        passes=v.get(PASSES, 1),
     )

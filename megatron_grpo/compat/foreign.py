@@ -12,8 +12,6 @@ from megatron_grpo.config.table import BadValue, Setting
 # (words after the name, all foreign names of this run with their words) -> what that is in native settings, not yet read.
 Reader = Callable[[Sequence[str], Mapping[str, Sequence[str]]], Mapping[str, Any]]
 
-Product = Sequence[str]  # the names whose values are multiplied
-
 
 class OtherTask(BadValue):
     """Several names together ask for another task than GRPO: this is said, and nothing else."""
@@ -94,13 +92,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """Another system's vocabulary: its sizes, whose values end in `Config.foreign` as typed, and all its other names."""
+    """Another system's vocabulary: its sizes, and all its other names."""
 
     name: str
     title: str  # "Megatron-SWIFT"
     settings: Mapping[str, Setting] = field(default_factory=dict)
     hides: Sequence[str] = ()  # native names that mean nothing, or something else, in this vocabulary
-    products: Mapping[str, Product] = field(default_factory=dict)  # what our sizes are of its own
+    products: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # by size of ours: (unit, its own name)
     prefixes: Sequence[str] = ()  # sections of its files that may stand before the name of a size: "trainer."
     sections: Sequence[str] = ()  # sections that are left out in the keys of `names`
     heads: Mapping[str, str] = field(default_factory=dict)  # first words of names by section, those that stand in no other
@@ -124,6 +122,11 @@ class Dialect:
         if found is None:
             found = next((row for pattern, row in self.patterns.items() if fnmatchcase(name, pattern)), None)
         return name, found
+
+    def makes(self, native: str) -> tuple[str, ...]:
+        """Names of theirs, whose product is a size of ours."""
+        unit, name = self.products[native]
+        return (name, self.products["num_generations"][1]) if unit == "prompts" else (name,)
 
     def size(self, name: str) -> str | None:
         """The name of a size without its section, where it is one."""

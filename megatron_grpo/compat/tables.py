@@ -14,13 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_grpo.batching.sizes import NATIVE
+from megatron_grpo.batching.sizes import SIZES
 from megatron_grpo.compat.foreign import OFF, Default, Dialect, Foreign
 from megatron_grpo.config.read import shown
 from megatron_grpo.config.table import Setting
 
 FOLDER = Path(__file__).parent
-NATIVE_SIZES = tuple(flag for flags in NATIVE.values() for flag in flags)
 
 
 @cache
@@ -48,15 +47,14 @@ def load(name: str) -> Dialect:
     """The vocabulary of a system. name: of its file."""
     table = contents(name)
     rows = rows_of(name)
-    products = {size: tuple(flags.split()) for size, flags in table["products"].items()} if "products" in table else NATIVE
     sizes = {size: _size(size, **row) for size, row in table.get("sizes", {}).items()}
     sections = table.get("sections", {})
     return Dialect(
         name=table.get("name", name),
         title=table["title"],
         settings=sizes,
-        products=products,
-        hides=[flag for flag in NATIVE_SIZES if flag not in table.get("shows", "").split()] if sizes else (),
+        products={native: _product(row) for native, row in table.get("products", {}).items()},
+        hides=[flag for flag in SIZES if flag not in table.get("shows", "").split()] if sizes else (),
         prefixes=table.get("prefixes", "").split(),
         sections=tuple(sections),
         heads={section: heads for section, heads in sections.items() if heads},
@@ -135,6 +133,11 @@ def _default(name: str, row: Any) -> Default:
     if not isinstance(row, dict):
         return Default(name=name, theirs=shown(row), native={name: row})
     return Default(name=name, theirs=row["theirs"], native=row.get("is", {}), ours=row.get("ours", ""))
+
+
+def _product(row: str | Mapping[str, str]) -> tuple[str, str]:
+    """(unit, name)."""
+    return ("completions", row) if isinstance(row, str) else next(iter(row.items()))
 
 
 def _size(name: str, help: str, default: int | None = None) -> Setting:

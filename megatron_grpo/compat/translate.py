@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from megatron_grpo.base.errors import Problem
 from megatron_grpo.compat.explain import explain, length_there
 from megatron_grpo.compat.foreign import UNKNOWN, Change, Dialect, Foreign, OtherTask
 from megatron_grpo.compat.script import plain
+from megatron_grpo.config.config import Origin
 from megatron_grpo.config.parsed import ForeignDefault, System
 from megatron_grpo.config.read import TypedSetting, shown, words_of
 from megatron_grpo.config.table import BadValue, names, read_value, table
@@ -26,7 +28,8 @@ class Translation:
     def __init__(self, typed: Sequence[TypedSetting], dialect: Dialect | None):
         self.dialect = dialect
         self.sizes = dialect.settings if dialect else {}  # batch sizes under names of their own
-        self.products = dialect.products if dialect else {}  # and what makes ours of them
+        self.counts: dict[str, int] = {}  # their values
+        self.origins: dict[str, Origin] = {}  # and what ours are of them
         self.hides = dialect.hides if dialect else ()  # names of ours that are not known beside these
         self.given: dict[str, list[str]] = {}  # every name of theirs with its words, as typed
         self.said: set[str] = set()  # names whose values are known, wherever they stand
@@ -129,22 +132,27 @@ class Translation:
             said = ", ".join(f"{name} ({words})" for name, words in asked)
             yield Problem(flags=tuple(name for name, _ in asked), message=f"{said}: {sentence}.")
 
-    def system(self, foreign: Mapping[str, int]) -> System | None:
-        """What a plan says of the system. foreign: the values of `sizes`."""
+    def system(self) -> System | None:
+        """What a plan says of the system."""
         if (dialect := self.dialect) is None:
             return None
         return System(
             title=dialect.title,
             trains_tower=dialect.trains_tower,
-            explain=partial(explain, dialect.name, foreign),
+            explain=partial(explain, dialect.name, self.counts),
             length=partial(length_there, dialect.name),
         )
 
-    def settle(self, values: dict[str, Any], sources: dict[str, str], foreign: dict[str, int]) -> Iterator[Problem]:
-        """Add what follows from several names at once, and the defaults that nobody typed. foreign: the values of `sizes`."""
+    def settle(self, values: dict[str, Any], sources: dict[str, str], typed: dict[str, str]) -> Iterator[Problem]:
+        """Add what follows from several names at once, the defaults that nobody typed, and what makes our sizes. All three are by setting;
+        sizes of theirs stand among them, and go."""
         if self.dialect is None:
             return
         dialect = self.dialect
+        self.counts |= {name: values.pop(name) for name in self.sizes if name in values}
+        placed = {name: sources.pop(name) for name in self.counts}
+        for name in self.counts:
+            del typed[name]
         values["dialect"] = dialect.name
         for name, value in dialect.implies.items():
             values[name] = value
@@ -155,7 +163,7 @@ class Translation:
                 for change in part(before, self.given):
                     for name, value in change.values.items():
                         if name in self.sizes:
-                            foreign[name] = value
+                            self.counts[name] = value
                         else:
                             values[name] = table()[name].default if value is None else value
                             sources[name] = f"{dialect.title}'s reading"
@@ -166,9 +174,26 @@ class Translation:
             except (BadValue, ValueError) as bad:  # ValueError: a number that is none, of names that are read together
                 yield Problem(flags=("dialect",), message=f"{bad}.")
         self._take_defaults(dialect, values, sources)
-        typed = {**foreign}
-        foreign.clear()
-        foreign |= {name: setting.default for name, setting in self.sizes.items() if setting.default is not None} | typed
+        for name, setting in self.sizes.items():
+            if setting.default is not None:
+                self.counts.setdefault(name, setting.default)
+        for native, (unit, name) in dialect.products.items():
+            self.origins[native] = self._origin(native, unit, name, placed)
+            if name in self.counts and unit != "micro-steps":
+                values[native] = math.prod(self.counts[one] for one in dialect.makes(native))
+            if name in placed:
+                sources[native] = placed[name]
+
+    def _origin(self, native: str, unit: str, name: str, placed: Mapping[str, str]) -> Origin:
+        """placed: where each size was typed."""
+        assert self.dialect is not None
+        if name not in self.counts:
+            return Origin(name=name, count=None, unit=unit)
+        said = [f"{one} {self.counts[one]}{'' if one in placed else ' by default'}" for one in self.dialect.makes(native)]
+        if unit == "micro-steps":
+            of = self.dialect.products["gradient_accumulation_steps"][1]
+            said = [f"{said[0]} / {of} {self.counts[of]}"]
+        return Origin(name=name, count=self.counts[name], unit=unit, text=" x ".join(said))
 
     def _told(self, change: Change) -> None:
         if change.untyped:

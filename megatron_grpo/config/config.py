@@ -9,7 +9,7 @@ A run that goes on from a checkpoint says which settings have changed since (`se
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -564,6 +564,20 @@ class ServeConfig:
 # fmt: on
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What a batch size was typed as, under the names of another system.
+
+    name: what to change. count: its value, in `unit`; None where it is left open. text: all that makes the size, in their names.
+    unit: "completions", or whatever else the size itself is counted in; "prompts" (times num_generations); or "micro-steps".
+    """
+
+    name: str
+    count: int | None
+    unit: str = "completions"
+    text: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole of it, in groups. Never written to: who needs another value makes another configuration (`with_values`)."""
@@ -587,13 +601,12 @@ class Config:
     sources: Mapping[str, str] = field(default_factory=dict)
     # The name that the user typed for a setting (an alias, perhaps): error messages speak in the user's words.
     typed: Mapping[str, str] = field(default_factory=dict)
-    # The batch sizes as typed in another system's vocabulary; empty without --dialect.
-    foreign: Mapping[str, int] = field(default_factory=dict)
-    products: Mapping[str, Sequence[str]] = field(default_factory=dict)  # which of them make our sizes
+    # What batch sizes were typed as, where another system's names were read: all that can be said there.
+    origins: Mapping[str, Origin] = field(default_factory=dict)
 
     def groups(self) -> dict[str, Any]:
         """The groups by section name, in the order of --help."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sources", "typed", "foreign", "products")}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sources", "typed", "origins")}
 
     def with_values(self, values: Mapping[str, Any], *, sources: Mapping[str, str] | None = None) -> Config:
         """The same configuration with other values of some settings, by name, whichever group they stand in.

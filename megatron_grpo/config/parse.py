@@ -72,10 +72,9 @@ class _Builder:
         self.parsed, self.translation = parsed, translation
         self.sizes: Mapping[str, Setting] = translation.sizes if translation else {}
         self.first = len(parsed.problems)  # those of the files themselves come before all others
-        self.values: dict[str, Any] = {}  # by setting; a size in another vocabulary is in `foreign`
+        self.values: dict[str, Any] = {}  # by setting, or size of another system
         self.sources: dict[str, str] = {}
         self.typed: dict[str, str] = {}
-        self.foreign: dict[str, int] = {}
         self.seen: dict[tuple[str, str], tuple[str, Any]] = {}  # (source, setting) -> (name typed, value)
         self.unknown: dict[str, list[str]] = {}  # by source
 
@@ -138,10 +137,7 @@ class _Builder:
         self.seen[key] = (typed, value)
         if setting.name == "dataset" and self.sources.get("further_datasets", source) != source:  # those of a file are not behind this one
             del self.values["further_datasets"], self.sources["further_datasets"], self.typed["further_datasets"]
-        if setting.name in self.sizes:
-            self.foreign[setting.name] = value
-        else:
-            self.values[setting.name] = value
+        self.values[setting.name] = value
         self.sources[setting.name] = source
         self.typed[setting.name] = typed
 
@@ -149,8 +145,8 @@ class _Builder:
         """The configuration is made here, once, from everything that was taken."""
         told, tasks = self.translation, set[str]()
         if told:
-            self.parsed.problems.extend([*told.lacking(), *told.settle(self.values, self.sources, self.foreign)])
-            self.parsed = replace(self.parsed, notes=told.notes, aside=told.aside, defaults=told.defaults, system=told.system(self.foreign))
+            self.parsed.problems.extend([*told.lacking(), *told.settle(self.values, self.sources, self.typed)])
+            self.parsed = replace(self.parsed, notes=told.notes, aside=told.aside, defaults=told.defaults, system=told.system())
             self.parsed.repeated[:0] = told.repeated
             tasks = told.tasks
         self._world_size(launcher_world_size)
@@ -162,7 +158,7 @@ class _Builder:
             self.values[name], self.sources[name] = value, was.get(other, "default") if value not in (None, "auto") else "default"
         sources = {name: self.sources.get(name, "default") for name in {**table(), **self.sources}}
         config = Config().with_values(self.values, sources=sources)
-        config = replace(config, typed=self.typed, foreign=self.foreign, products=told.products if told else {})
+        config = replace(config, typed=self.typed, origins=told.origins if told else {})
         problems = [one for one in self.parsed.problems if not tasks or any(task in one.message for task in tasks)]
         return replace(self.parsed, config=config, problems=problems, is_other_task=bool(tasks))
 

@@ -115,8 +115,6 @@ def print_config(cfg: Config) -> None:
             source = cfg.sources.get(name, "default")
             style = "dim" if source == "default" else "cyan" if source.startswith(("derived", "implied", "launcher")) else "green"
             out.add_row(f"  {name}", _plain(value), source, style=style)
-    for name, value in cfg.foreign.items():
-        out.add_row(f"  {name} ({cfg.plan.dialect})", _plain(value), "as typed" if name in cfg.typed else "default")
     console.print(out)
 
 

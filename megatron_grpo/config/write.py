@@ -39,7 +39,7 @@ def as_yaml(cfg: Config) -> str:
     }
     if cfg.plan.dialect:  # everything has been translated: the file speaks the native vocabulary
         sections["plan"]["dialect"] = None
-    if cfg.foreign:
+    if cfg.origins:
         names = (
             "micro_batch_size",
             "global_batch_size",

@@ -123,6 +123,11 @@ def _longest(cfg: Config) -> int | None:
     return cfg.rollout.vllm_max_model_len or (prompt + cfg.rollout.max_completion_length if prompt is not None else None)
 
 
+def _typed(cfg: Config) -> Mapping[str, str]:
+    """What each setting was typed as, sizes of another system too."""
+    return {**cfg.typed, **{flag: origin.name for flag, origin in cfg.origins.items()}}
+
+
 def _bad_certificate(c: SimpleNamespace) -> dict[str, Any] | None:
     if not c.ssl_certfile:
         return None
@@ -151,7 +156,7 @@ def _bad_address_file(c: SimpleNamespace) -> dict[str, Any] | None:
 # fmt: off
 RULES = (
     # a file may describe the run as well, so that both commands read one file
-    Rule("{name}", lambda c: [{"name": name, "typed": typed} for name, typed in c.cfg.typed.items()
+    Rule("{name}", lambda c: [{"name": name, "typed": typed} for name, typed in _typed(c.cfg).items()
          if name not in READ and c.cfg.sources.get(name) == COMMAND_LINE],
          "{typed} is a setting of the run, and `serve` does not read it. Leave it out, or give it to `train`."),
     RANGE,

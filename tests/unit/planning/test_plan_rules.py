@@ -252,6 +252,33 @@ def test_dialects_pass_and_are_mended_in_their_own_names(dialect, data):
             assert offered == [x for x in (below, above) if x is not None], (flag, values, problem)
 
 
+MENDED = [
+    (
+        "verl rollout.n=5 actor.ppo_mini_batch_size=7 data.train_batch_size=56",
+        "global_batch_size 35 (ppo_mini_batch_size 7 x rollout.n 5) must be a multiple of micro_batch_size 1 "
+        "(ppo_micro_batch_size_per_gpu 1 by default) x dp_size (world_size 8) = 8: 35 = 4 x 8 + 3. "
+        "Use ppo_mini_batch_size 8, or rollout.n 8.",
+    ),
+    (
+        "trl --steps_per_generation 3 --per_device_train_batch_size 1",
+        "a rollout of 3 micro-steps (steps_per_generation 3 / gradient_accumulation_steps 1) x micro_batch_size 1 "
+        "(per_device_train_batch_size 1) x dp_size (world_size 1) = 3 completions must be a multiple of num_generations (8, the default): "
+        "3 = 0 x 8 + 3. Use steps_per_generation 8, or per_device_train_batch_size 8.",
+    ),
+    (
+        "skyrl --train_batch_size 0",
+        "generation_batch_size must be at least 1, not 0 (train_batch_size 0 x n_samples_per_prompt 5 by default). "
+        "Use train_batch_size 256.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MENDED)
+def test_a_size_of_another_system_is_named_natively_with_its_origin_and_says_what_to_change_there(words, message):
+    parsed = parse(["--dialect", *words.split()], dialects=DIALECTS)
+    assert message in [problem.message for problem in size_problems(parsed.config)]
+
+
 def test_the_message_shows_the_arithmetic_and_what_works():
     with pytest.raises(ConfigError) as error:
         BatchSizes.from_config(parse(["--global_batch_size", "64", "--generation_batch_size", "96"], dialects=DIALECTS).config)
