@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.batching.nearest import broken_rules, nearest
-from megatron_grpo.batching.sizes import CP, EP, ETP, PP, SIZES, TP, VPP, WORLD, Model, TypedSizes, derive, inputs_of
+from megatron_grpo.batching.sizes import CP, EP, ETP, PP, SIZES, STEPS, TP, VPP, WORLD, Model, TypedSizes, derive, inputs_of
 from megatron_grpo.config.config import Config
 from megatron_grpo.parallel.layout import Layout
 
@@ -155,16 +155,9 @@ def _sentence(core: str, near: Mapping[str, Sequence[int]]) -> str:
 
 def settled(cfg: Config, sizes: BatchSizes) -> Config:
     """The configuration with the derived sizes in it, so that what a run records is complete and native."""
-    values = {
-        "micro_batch_size": sizes.micro_batch_size,
-        "global_batch_size": sizes.global_batch_size,
-        "gradient_accumulation_steps": sizes.gradient_accumulation_steps,
-        "generation_batch_size": sizes.generation_batch_size,
-        "num_generations": sizes.num_generations,
-        "num_iterations": sizes.num_iterations,
-    }
-    if isinstance(sizes.steps_per_generation, int):  # a fraction follows from the other sizes and could not be typed
-        values["steps_per_generation"] = sizes.steps_per_generation
+    values = {name: getattr(sizes, name) for name in SIZES}
+    if not isinstance(sizes.steps_per_generation, int):  # a fraction follows from the other sizes and could not be typed
+        del values[STEPS]
     sources = {}
     for name, value in values.items():
         if name in cfg.origins and cfg.origins[name].text:

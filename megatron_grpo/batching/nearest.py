@@ -61,9 +61,7 @@ def _sieve(inputs: TypedSizes, flag: str) -> tuple[int, int | None]:
         a, b = one[key], two[key]
         if not a.holds and (flag not in a.flags or a.needs_removal):
             return 1, 0  # broken, and not by the value of this flag
-        sides = [(a.multiple, a.divisor, b.multiple, b.divisor)]
-        if a.equal:
-            sides.append((a.divisor, a.multiple, b.divisor, b.multiple))
+        sides = [(*a.ratio, *b.ratio), *([(*a.ratio[::-1], *b.ratio[::-1])] if a.equal else [])]
         for top, bottom, top_two, bottom_two in sides:
             if top * bottom_two == top_two * bottom:
                 if bottom == 0 or top % bottom:

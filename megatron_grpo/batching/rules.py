@@ -67,8 +67,7 @@ def rules(inputs: TypedSizes) -> Iterator[Rule]:
     yield Rule(
         key="ranks",
         flags=(WORLD, TP, PP, CP),
-        multiple=v[WORLD],
-        divisor=d.ranks_per_replica,
+        ratio=(v[WORLD], d.ranks_per_replica),
         text=lambda: f"{words.flag(WORLD)} must be a multiple of {words.product((TP, PP, CP))}: {remainder(v[WORLD], d.ranks_per_replica)}",
     )
     expert = v[ETP] * v[EP] * v[PP]
@@ -76,15 +75,13 @@ def rules(inputs: TypedSizes) -> Iterator[Rule]:
         yield Rule(
             key="expert ranks",
             flags=(WORLD, ETP, EP, PP),
-            multiple=v[WORLD],
-            divisor=expert,
+            ratio=(v[WORLD], expert),
             text=lambda: f"{words.flag(WORLD)} must be a multiple of {words.product((ETP, EP, PP))}: {remainder(v[WORLD], expert)}",
         )
     yield Rule(
         key="engine ranks",
         flags=(WORLD, VLLM_TP),
-        multiple=v[WORLD],
-        divisor=v[VLLM_TP],
+        ratio=(v[WORLD], v[VLLM_TP]),
         text=lambda: (
             f"{words.flag(WORLD)} must be a multiple of {words.flag(VLLM_TP)}, the ranks that share one engine: "
             f"{remainder(v[WORLD], v[VLLM_TP])}"
@@ -113,8 +110,7 @@ def _global_batch_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterato
         yield Rule(
             key="micro",
             flags=(*inputs.flags(GLOBAL), ACCUMULATION, WORLD, TP, PP, CP),
-            multiple=d.micro.top,
-            divisor=d.micro.bottom,
+            ratio=(d.micro.top, d.micro.bottom),
             after=("ranks",),
             text=lambda: (
                 f"{words.flag(GLOBAL)} must be a multiple of "
@@ -122,22 +118,18 @@ def _global_batch_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterato
             ),
         )
     elif GLOBAL in v and ACCUMULATION in v:
-        a, b = cross(glob, Fraction(v[ACCUMULATION] * unit.top, unit.bottom))
         yield Rule(
             key="batch",
             equal=True,
-            multiple=a,
-            divisor=b,
+            ratio=cross(glob, Fraction(v[ACCUMULATION] * unit.top, unit.bottom)),
             after=("ranks",),
             flags=(*inputs.flags(GLOBAL), ACCUMULATION, *words.unit_flags()),
             text=lambda: f"{words.flag(GLOBAL)} must equal {words.accumulated()}. Leave one of the two out, or let them agree",
         )
     elif GLOBAL in v:
-        a, b = cross(glob, unit)
         yield Rule(
             key="batch",
-            multiple=a,
-            divisor=b,
+            ratio=cross(glob, unit),
             after=("ranks",),
             flags=(*inputs.flags(GLOBAL), *words.unit_flags()),
             text=lambda: f"{words.flag(GLOBAL)} must be a multiple of {words.unit()}: {remainder(glob.whole(), unit.whole())}",
@@ -146,23 +138,19 @@ def _global_batch_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterato
 
 def _rollout_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
     v, unit, gen = inputs.values, d.unit, d.generation
-    a, b = cross(gen, Fraction(d.group))
     is_product = GENERATION in v or (GLOBAL in v and not inputs.counts(STEPS, "micro-steps"))
     yield Rule(
         key="group",
-        multiple=a,
-        divisor=b,
+        ratio=cross(gen, Fraction(d.group)),
         flags=(*words.generation_flags(), GROUP),
         after=() if is_product else ("ranks",),
         text=lambda: f"{words.generation()} must be a multiple of {words.flag(GROUP)}: {remainder(gen.whole(), d.group)}",
     )
     if GENERATION not in v:
         return
-    a, b = cross(gen, unit)
     yield Rule(
         key="window",
-        multiple=a,
-        divisor=b,
+        ratio=cross(gen, unit),
         after=("ranks", "micro"),
         flags=(*words.generation_flags(), *words.unit_flags()),
         text=lambda: f"{words.flag(GENERATION)} must be a multiple of {words.unit()}: {remainder(gen.whole(), unit.whole())}",
@@ -173,7 +161,6 @@ def _rollout_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rul
 def _rollout_of_steps_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
     """Between a rollout that is given as such and the optimizer steps that it is trained in."""
     v, glob, gen = inputs.values, d.global_batch, d.generation
-    a, b = cross(gen, glob)
     global_after = () if GLOBAL in v else ("ranks", "micro")
     if inputs.counts(STEPS, "micro-steps"):
         yield Rule(
@@ -184,23 +171,21 @@ def _rollout_of_steps_rules(inputs: TypedSizes, d: Derived, words: Words) -> Ite
             text=lambda: f"{words.flag(GENERATION)} and {words.flag(STEPS)} both set the rollout. Keep one of them",
         )
     elif STEPS in v:
+        of_steps = Fraction(glob.top * v[STEPS], glob.bottom)
         yield Rule(
             key="steps",
             equal=True,
-            multiple=a,
-            divisor=b * v[STEPS],
+            ratio=cross(gen, of_steps),
             after=global_after,
             text=lambda: (
-                f"{words.flag(GENERATION)} must equal {words.rollout_of_steps(Fraction(glob.top * v[STEPS], glob.bottom))}. "
-                f"Leave one of the two out, or let them agree"
+                f"{words.flag(GENERATION)} must equal {words.rollout_of_steps(of_steps)}. Leave one of the two out, or let them agree"
             ),
             flags=(*words.generation_flags(), *words.global_flags(), STEPS),
         )
     elif inputs.aligned:
         yield Rule(
             key="aligned",
-            multiple=a,
-            divisor=b,
+            ratio=cross(gen, glob),
             after=global_after,
             flags=(*words.generation_flags(), *words.global_flags()),
             text=lambda: (
@@ -223,8 +208,7 @@ def _interleaving_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterato
     )
     yield Rule(
         key="interleave",
-        multiple=d.accumulation.top,
-        divisor=d.accumulation.bottom * v[PP],
+        ratio=(d.accumulation.top, d.accumulation.bottom * v[PP]),
         after=("ranks", "batch", "micro", "chunks"),
         flags=(*words.global_flags(), *words.unit_flags(), PP, VPP),
         text=lambda: (
@@ -275,8 +259,7 @@ def _even_layers(key: str, what: str, layers: int, v: Mapping[str, int], words: 
     return Rule(
         key=key,
         flags=(PP, VPP),
-        multiple=layers,
-        divisor=v[PP] * chunks,
+        ratio=(layers, v[PP] * chunks),
         text=lambda: (
             f"{what} must be a multiple of {words.product((PP, VPP) if chunks > 1 else (PP,))}: {remainder(layers, v[PP] * chunks)}"
         ),
@@ -287,8 +270,7 @@ def _chunked_end(flag: str, layers: int, chunks: int, words: Words) -> Rule:
     return Rule(
         key=f"chunked {flag}",
         flags=(flag, VPP),
-        multiple=layers,
-        divisor=chunks,
+        ratio=(layers, chunks),
         text=lambda: f"{words.flag(flag)} must be a multiple of {words.flag(VPP)}: {remainder(layers, chunks)}",
     )
 
@@ -321,8 +303,7 @@ def _model_rules(inputs: TypedSizes, words: Words, model: Model, name: str) -> I
         yield Rule(
             key=f"{name} experts",
             flags=(EP,),
-            multiple=experts,
-            divisor=v[EP],
+            ratio=(experts, v[EP]),
             text=lambda: f"the {name}'s {experts} experts must be a multiple of {words.flag(EP)}: {remainder(experts, v[EP])}",
         )
         yield Rule(

@@ -70,7 +70,7 @@ class TypedSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """`multiple` must be a whole multiple of `divisor` (equal to it where `equal`), or, without them, `holds` must be true.
+    """The first of `ratio` must be a whole multiple of the second (equal to it where `equal`), or, without them, `holds` must be true.
 
     after: rules that must hold before this one means anything. needs_removal: no value mends it, one of the flags has to go.
     """
@@ -78,8 +78,7 @@ class Rule:
     key: str
     flags: Sequence[str]
     text: Callable[[], str]
-    multiple: int = 0
-    divisor: int = 1
+    ratio: tuple[int, int] = (0, 1)
     equal: bool = False
     holds: bool = True
     needs_removal: bool = False
@@ -87,9 +86,9 @@ class Rule:
 
     @property
     def broken(self) -> bool:
-        if self.equal:
-            return self.multiple != self.divisor or not self.holds
-        return not self.holds or self.divisor == 0 or self.multiple % self.divisor != 0
+        multiple, divisor = self.ratio
+        fits = multiple == divisor if self.equal else divisor != 0 and multiple % divisor == 0
+        return not (self.holds and fits)
 
 
 def inputs_of(cfg: Config, model: Model | None = None) -> TypedSizes:
