@@ -24,12 +24,16 @@ FOLDER = Path(__file__).parent
 
 @cache
 def contents(name: str) -> dict[str, Any]:
-    """A file of this folder. One that is `like` another has its own keys before those of the other."""
+    """A file of this folder. One that is `like` another has its own keys before those of the other, and adds to what it `takes`."""
     import yaml
 
     with (FOLDER / f"{name}.yaml").open(encoding="utf-8") as file:
         found: dict[str, Any] = yaml.load(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return {**contents(found["like"]), **found} if "like" in found else found
+    for other, keys in found.get("takes", {}).items():
+        found |= {key: contents(other)[key] | found.get(key, {}) for key in keys.split()}
+    for default in found.get("without", "").split():
+        del found["defaults"][default]
+    return contents(found["like"]) | found if "like" in found else found
 
 
 def _code(name: str) -> ModuleType | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.compat import DIALECTS
-from megatron_grpo.compat.remedies import SAME_AS
+from megatron_grpo.compat.remedies import by_name
 from megatron_grpo.config import names, parse
 
 
@@ -76,8 +76,8 @@ def test_an_unknown_name_gets_the_right_remedy_or_none(name, remedy):
 
 
 def test_every_remedy_names_a_setting():
-    assert {target for target in SAME_AS.values() if target not in names()} == set()
-    assert {name for name in SAME_AS if name in names()} == set(), "a setting needs no remedy"
+    assert {target for target in by_name("same_as").values() if target not in names()} == set()
+    assert {name for name in by_name("same_as") if name in names()} == set(), "a setting needs no remedy"
 
 
 @pytest.mark.parametrize(
