@@ -10,7 +10,25 @@ from megatron_grpo.compat.foreign import OFF, Change, Reader
 from megatron_grpo.config.servers import OF_THE_ENGINE
 from megatron_grpo.config.table import TRUE, BadValue
 
-Given = Mapping[str, Sequence[str]]  # every name of theirs in a run, with its words
+
+class Given(dict[str, list[str]]):
+    """Every name of theirs in a run, with its words. What each method falls back to is their default."""
+
+    def text(self, name: str, otherwise: str) -> str:
+        return " ".join(self.get(name, [otherwise]))
+
+    def is_true(self, name: str, otherwise: str = "false") -> bool:
+        return self.text(name, otherwise).lower() in TRUE
+
+    def number(self, name: str, otherwise: float | str) -> float:
+        return float(self.text(name, str(otherwise)))
+
+    def whole(self, name: str, otherwise: int) -> int:
+        text = self.text(name, str(otherwise))
+        if not text.isdigit():
+            raise BadValue(f"{name} needs a whole number, not {text!r}")
+        return int(text)
+
 
 BUILT_IN_REWARDS = (
     "environment",
@@ -37,14 +55,6 @@ def listed(words: Sequence[str]) -> list[str]:
     return [part.strip().strip("'\"") for part in joined.split(",") if part.strip()]
 
 
-def text_of(given: Given, name: str, otherwise: str) -> str:
-    return " ".join(given.get(name, [otherwise]))
-
-
-def is_true(given: Given, name: str, otherwise: str) -> bool:
-    return text_of(given, name, otherwise).lower() in TRUE
-
-
 _LENGTHS = ("completions/mean_length", "completions/clipped_ratio")
 
 
@@ -62,13 +72,6 @@ def best(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     if asked in _LENGTHS:
         return {"metric_for_best_model": f"eval/{asked.partition('/')[2]}"}
     raise BadValue(f"({name}) is nothing that an evaluation tells here. Use eval_reward, eval_rewards/NAME/mean, eval_{_LENGTHS[0]}")
-
-
-def whole(given: Given, name: str, otherwise: int) -> int:
-    text = text_of(given, name, str(otherwise))
-    if not text.isdigit():
-        raise BadValue(f"{name} needs a whole number, not {text!r}")
-    return int(text)
 
 
 def datasets(words: Sequence[str], given: Given) -> Mapping[str, Any]:
@@ -148,10 +151,10 @@ def of_vllm(values: Mapping[str, Any], given: Given, *, prefix: str, apart: Sequ
     """Words for vLLM's EngineArgs: one mapping, or a name each behind `prefix`. apart: those that have a row of their own."""
     import yaml
 
-    flow = _FLOW.sub(r"\1: ", text_of(given, prefix, "{}"))
+    flow = _FLOW.sub(r"\1: ", given.text(prefix, "{}"))
     whole_of_it = {} if flow.lower() in OFF else yaml.safe_load(flow)
     if not isinstance(whole_of_it, dict):
-        raise BadValue(f"{prefix} ({text_of(given, prefix, '')}) needs a mapping, such as {{max_model_len: 4096}}")
+        raise BadValue(f"{prefix} ({given.text(prefix, '')}) needs a mapping, such as {{max_model_len: 4096}}")
     names = [name for name in given if name.startswith(f"{prefix}.") and name not in apart]
     words = {**whole_of_it, **{name.removeprefix(f"{prefix}."): yaml.safe_load(" ".join(given[name])) for name in names}}
     ours = {_OF_THE_ENGINE[name]: value for name, value in words.items() if name in _OF_THE_ENGINE and value is not None}
@@ -264,9 +267,7 @@ def layout(values: Mapping[str, Any], expert: str, *, shards_norms_by_itself: st
     if values.get("sequence_parallel") and tensor == 1:
         yield Change(values={"sequence_parallel": None}, note="sequence_parallel does nothing without tensor parallelism, here as there.")
     if values.get("fp8_format") and "fp8_recipe" not in values:
-        yield Change(
-            values={}, note="fp8_recipe is delayed in Megatron-Core where nobody says it, which is not there: it is tensorwise here."
-        )
+        yield Change(note="fp8_recipe is delayed in Megatron-Core where nobody says it, which is not there: it is tensorwise here.")
     if "expert_tensor_parallel_size" not in values:
         yield Change(values={"expert_tensor_parallel_size": tensor if expert in ("none", "null") else int(expert)})
 
@@ -274,18 +275,16 @@ def layout(values: Mapping[str, Any], expert: str, *, shards_norms_by_itself: st
 def idle(given: Given, defaults: Mapping[str, str], *, without: str) -> Iterator[Change]:
     """Names that do nothing because `without` is not on, there as here, where somebody gave them. defaults: theirs by name, which whole
     files hold."""
-    found = [name for name, default in defaults.items() if text_of(given, name, default).lower() != default]
+    found = [name for name, default in defaults.items() if given.text(name, default).lower() != default]
     if found:
-        yield Change(
-            values={}, note=f"{' and '.join(found)} {'do' if len(found) > 1 else 'does'} nothing without {without}, here as there."
-        )
+        yield Change(note=f"{' and '.join(found)} {'do' if len(found) > 1 else 'does'} nothing without {without}, here as there.")
 
 
 def of_servers(values: Mapping[str, Any], *, program: str) -> Iterator[Change]:
     """Where servers sample: what an engine is started with is theirs. program: what starts servers in the other system."""
     if values.get("vllm_mode") != "server":
         return
-    yield Change(values={}, note=f"vllm_mode server: start servers with `megatron-grpo serve`, for those of `{program}` speak another way.")
+    yield Change(note=f"vllm_mode server: start servers with `megatron-grpo serve`, for those of `{program}` speak another way.")
     if found := [name for name in OF_THE_ENGINE if name in values]:
         note = f"{', '.join(found)}: the engine is the server's, so give {'them' if len(found) > 1 else 'it'} to `megatron-grpo serve`."
         yield Change(values=dict.fromkeys(found), note=note)
@@ -302,7 +301,7 @@ def drops_last(values: Mapping[str, Any], *, title: str) -> Iterator[Change]:
     """Of a system whose epochs end with their last whole rollout."""
     if values.get("streaming"):
         note = f"streaming: {title} leaves out what does not fill a rollout where an epoch ends; here a rollout goes on into the next one."
-        yield Change(values={}, note=note)
+        yield Change(note=note)
     elif "dataset_drop_last" not in values:
         yield Change(values={"dataset_drop_last": True}, untyped=("drop_last", "true"))
 

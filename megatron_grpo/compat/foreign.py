@@ -85,7 +85,7 @@ class Change:
     untyped: (name, their default) where none of those names was typed; it then stands in the table of defaults, on its first setting.
     """
 
-    values: Mapping[str, Any]
+    values: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
     untyped: tuple[str, str] | None = None
 

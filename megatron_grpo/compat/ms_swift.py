@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_grpo.compat import swift, trl
-from megatron_grpo.compat.common import Given, drops_last, text_of
+from megatron_grpo.compat.common import Given, drops_last
 from megatron_grpo.compat.foreign import OFF, Change
 from megatron_grpo.compat.tables import sentence
 from megatron_grpo.config.table import BadValue
@@ -16,13 +16,13 @@ _DEEPSPEED = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offloa
 
 def _settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """What ms-swift makes of several names together, besides what both of its trainers do."""
-    kind = text_of(given, "deepspeed", "none")
+    kind = given.text("deepspeed", "none")
     if kind not in (*_DEEPSPEED, *OFF):
         there = ", ".join(_DEEPSPEED)
         raise BadValue(f"deepspeed ({kind}) is a file that is not read: {sentence('SHARDED_ELSEWHERE')}. There are: {there}")
     if kind not in ("zero0", *OFF):
         note = f"deepspeed {kind}: optimizer state is sharded here (use_distributed_optimizer, optimizer_cpu_offload for the host), and a "
-        yield Change(values={}, note=f"{note}rank holds weights whole but for tensor_model_parallel_size and its like.")
+        yield Change(note=f"{note}rank holds weights whole but for tensor_model_parallel_size and its like.")
     if "tuner_type" not in values:
         yield Change(values={"tuner_type": "lora"}, untyped=("tuner_type", "lora"))
     if values.get("tuner_type", "lora") == "lora":
@@ -30,10 +30,10 @@ def _settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     estimator = values.get("advantage_estimator", "grpo")
     if estimator != "grpo" and "kl_in_reward" not in values:
         yield Change(values={"kl_in_reward": True}, untyped=("kl_in_reward", f"true with {estimator}"))
-    saves = text_of(given, "save_strategy", "steps").lower()
+    saves = given.text("save_strategy", "steps").lower()
     if saves == "no":
         yield Change(values={"save_steps": 0}, note="save_strategy no: save_steps 0.")
-    if text_of(given, "eval_strategy", saves).lower() == "no":
+    if given.text("eval_strategy", saves).lower() == "no":
         yield Change(values={"eval_steps": None}, note="eval_strategy no: eval_steps 0.")
     yield from drops_last(values, title="ms-swift")
 

@@ -14,7 +14,6 @@ from megatron_grpo.compat.common import (
     holds_out,
     idle,
     in_steps,
-    is_true,
     layout,
     listed,
     of_pictures,
@@ -22,8 +21,6 @@ from megatron_grpo.compat.common import (
     of_template,
     of_vllm,
     soft_overlong,
-    text_of,
-    whole,
 )
 from megatron_grpo.compat.foreign import OFF, Change
 from megatron_grpo.compat.tables import sentence
@@ -73,7 +70,7 @@ def rank(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 def routers(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """They do not train under LoRA anyway."""
-    is_lora = text_of(given, f"{_LORA}rank", "0") != "0"
+    is_lora = given.text(f"{_LORA}rank", "0") != "0"
     return {"freeze_parameters_regex": r"\.gate\.weight$"} if words[0].lower() in TRUE and not is_lora else {}
 
 
@@ -81,29 +78,29 @@ def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if "loss_type" in values:
         return
     kind, reduction = (
-        text_of(given, f"{_ALGORITHM}policy_loss_type", "regular"),
-        text_of(given, f"{_ALGORITHM}loss_reduction", "token_mean"),
+        given.text(f"{_ALGORITHM}policy_loss_type", "regular"),
+        given.text(f"{_ALGORITHM}loss_reduction", "token_mean"),
     )
     loss = _LOSSES.get((kind, reduction))
     if kind in ("regular", "dual_clip") and reduction == "seq_mean_token_sum_norm":
         loss = {"loss_type": "dr_grpo"}
-        by, longest = whole(given, f"{_ALGORITHM}max_seq_len", 0), whole(given, "sampling_params.max_generate_length", 1024)
+        by, longest = given.whole(f"{_ALGORITHM}max_seq_len", 0), given.whole("sampling_params.max_generate_length", 1024)
         if by != longest:
             raise BadValue(
                 f"algorithm.loss_reduction (seq_mean_token_sum_norm) divides by algorithm.max_seq_len ({by or 'unsaid'}), and dr_grpo by "
                 f"max_completion_length ({longest}). Give algorithm.max_seq_len {longest}, or loss_type dr_grpo"
             )
     elif f"{_ALGORITHM}max_seq_len" in given:
-        yield Change(values={}, note="max_seq_len does nothing without loss_reduction seq_mean_token_sum_norm, here as there.")
+        yield Change(note="max_seq_len does nothing without loss_reduction seq_mean_token_sum_norm, here as there.")
     if loss is None:
         raise BadValue(
             f"algorithm.policy_loss_type ({kind}) with algorithm.loss_reduction ({reduction}) is not there. "
             f"There are: {', '.join(f'{a} with {b}' for a, b in _LOSSES)}"
         )
     if kind == "dual_clip":
-        loss = {**loss, "delta": float(text_of(given, f"{_ALGORITHM}clip_ratio_c", "3.0"))}
+        loss = {**loss, "delta": given.number(f"{_ALGORITHM}clip_ratio_c", 3.0)}
     if kind == "cispo":
-        loss = {**loss, "epsilon_high": 1 + float(text_of(given, f"{_ALGORITHM}cispo.cispo_eps_clip_high", "4.0"))}
+        loss = {**loss, "epsilon_high": 1 + given.number(f"{_ALGORITHM}cispo.cispo_eps_clip_high", 4.0)}
     said = ", ".join(f"{name} {value}" for name, value in loss.items())
     typed = {f"{_ALGORITHM}policy_loss_type", f"{_ALGORITHM}loss_reduction"} & set(given)
     yield Change(
@@ -115,30 +112,30 @@ def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if "beta" not in values:
-        in_loss, in_reward = is_true(given, f"{_ALGORITHM}use_kl_loss", "true"), is_true(given, f"{_ALGORITHM}use_kl_in_reward", "false")
+        in_loss, in_reward = given.is_true(f"{_ALGORITHM}use_kl_loss", "true"), given.is_true(f"{_ALGORITHM}use_kl_in_reward")
         typed = {f"{_ALGORITHM}{name}" for name in ("use_kl_loss", "use_kl_in_reward", "kl_loss_coef")} & set(given)
-        beta = float(text_of(given, f"{_ALGORITHM}kl_loss_coef", "0.001")) if in_loss or in_reward else 0.0
+        beta = given.number(f"{_ALGORITHM}kl_loss_coef", 0.001) if in_loss or in_reward else 0.0
         yield Change(
             values={"beta": beta, "kl_in_reward": in_reward and beta > 0},
             note=f"use_kl_loss ({str(in_loss).lower()}) and kl_loss_coef make beta {beta:g} here.",
             untyped=None if typed else ("algorithm.kl_loss_coef", f"{beta:g}"),
         )
-    if is_true(given, f"{_ALGORITHM}use_entropy_loss", "false"):
-        yield Change(values={"entropy_coef": float(text_of(given, f"{_ALGORITHM}entropy_loss_coef", "0.01"))})
-    if text_of(given, f"{_ALGORITHM}advantage_estimator", "grpo") == "rloo":
+    if given.is_true(f"{_ALGORITHM}use_entropy_loss"):
+        yield Change(values={"entropy_coef": given.number(f"{_ALGORITHM}entropy_loss_coef", 0.01)})
+    if given.text(f"{_ALGORITHM}advantage_estimator", "grpo") == "rloo":
         yield Change(values={"advantage_estimator": "rloo", "scale_rewards": "none"})
     if f"{_ALGORITHM}overlong_buffer_len" in given:  # of its example main_dapo
-        longest = whole(given, "sampling_params.max_generate_length", 1024)
-        buffer = whole(given, f"{_ALGORITHM}overlong_buffer_len", 512)
+        longest = given.whole("sampling_params.max_generate_length", 1024)
+        buffer = given.whole(f"{_ALGORITHM}overlong_buffer_len", 512)
         yield from soft_overlong(values, longest, buffer, f"{_ALGORITHM}overlong_buffer_len")
 
 
 def _layout(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    strategy = text_of(given, "strategy", "")
+    strategy = given.text("strategy", "")
     if strategy in ("fsdp", "fsdp2"):
         unread = [name for name in _OF_MEGATRON if values.get(name, 1) not in (1, False)]
         said = f" {' and '.join(unread)} {'are' if len(unread) > 1 else 'is'} not read with it, there as here." if unread else ""
-        ulysses = whole(given, "policy.sequence_parallel_size", 1)
+        ulysses = given.whole("policy.sequence_parallel_size", 1)
         if ulysses > 1:
             said += " sequence_parallel_size is context_parallel_size: attention goes round a ring here, not over heads."
         yield Change(
@@ -149,11 +146,11 @@ def _layout(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         values = {name: value for name, value in values.items() if name not in unread}
     elif strategy not in ("", "megatron"):
         raise BadValue(f"trainer.strategy ({strategy}) is not there. There are: megatron, fsdp, fsdp2")
-    elif text_of(given, "policy.sequence_parallel_size", "1") != "1":
+    elif given.text("policy.sequence_parallel_size", "1") != "1":
         raise BadValue("policy.sequence_parallel_size cuts sequences with FSDP alone, in SkyRL too: give context_parallel_size")
-    if not is_true(given, "gradient_checkpointing", "true"):
+    if not given.is_true("gradient_checkpointing", "true"):
         yield Change(values=dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers")))
-    yield from layout(values, text_of(given, f"{_POLICY}expert_tensor_parallel_size", "none"), shards_norms_by_itself="SkyRL")
+    yield from layout(values, given.text(f"{_POLICY}expert_tensor_parallel_size", "none"), shards_norms_by_itself="SkyRL")
 
 
 def _is_same(first: str, second: str) -> bool:
@@ -167,25 +164,25 @@ def _asked(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """Prompts, engines and evaluations."""
     yield from of_servers(values, program="SkyRL")
     yield from drops_last(values, title="SkyRL")
-    longest, bound = text_of(given, "max_prompt_length", "512"), text_of(given, "max_input_length", "")
+    longest, bound = given.text("max_prompt_length", "512"), given.text("max_input_length", "")
     if {"environment", "tools"} & set(given):
         if bound:
-            yield Change(values={}, note="max_input_length bounds what goes into each turn in SkyRL; here max_completion_length is of the "
+            yield Change(note="max_input_length bounds what goes into each turn in SkyRL; here max_completion_length is of the "
                                          "whole episode after its prompt, the environment's words included.")  # fmt: skip
-    elif bound not in ("", longest) and text_of(given, "max_turns", "1") == "1":  # which SkyRL refuses too, in one turn
+    elif bound not in ("", longest) and given.text("max_turns", "1") == "1":  # which SkyRL refuses too, in one turn
         raise BadValue(
             f"max_input_length ({bound}) differs from max_prompt_length ({longest}), which bounds what "
             f"goes in. In one turn they are one number, in SkyRL too: give generator.max_input_length {longest}"
         )
     if "truncation_strategy" not in values:
         yield Change(values={"truncation_strategy": "delete"}, untyped=("longer prompts", "dropped"))
-    if is_true(given, "vision_language_generator", "false"):
+    if given.is_true("vision_language_generator"):
         yield from of_pictures(values, title="SkyRL", says="vision_language_generator")
     for name, of, why in (
         ("ref.model.path", "policy.model.path", "the reference is the model as it was at the start"),
         (f"{_ALGORITHM}temperature", "sampling_params.temperature", "log-probs are those of the sampling temperature"),
     ):
-        theirs, ours = text_of(given, name, "none"), text_of(given, of, "1.0" if "temperature" in of else "")
+        theirs, ours = given.text(name, "none"), given.text(of, "1.0" if "temperature" in of else "")
         if theirs.lower() not in OFF and not _is_same(theirs, ours):
             raise BadValue(f"{name} ({theirs}) differs from {of} ({ours}), and {why}")
     stop, eval_stop = (listed(given.get(f"{name}sampling_params.stop", ())) for name in ("", "eval_"))
@@ -201,9 +198,9 @@ def _asked(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 def _steps(values: Mapping[str, Any], given: Given, *, in_prompts: bool) -> Iterator[Change]:
     """Its trainer counts train batches (global_step of its RayPPOTrainer); each is several optimizer steps."""
-    rollout = whole(given, "train_batch_size", 1024) * (1 if in_prompts else whole(given, "n_samples_per_prompt", 5))
-    passes = whole(given, "update_epochs_per_batch", 1)
-    per_rollout = max(1, rollout // max(1, whole(given, "policy_mini_batch_size", 256))) * passes
+    rollout = given.whole("train_batch_size", 1024) * (1 if in_prompts else given.whole("n_samples_per_prompt", 5))
+    passes = given.whole("update_epochs_per_batch", 1)
+    per_rollout = max(1, rollout // max(1, given.whole("policy_mini_batch_size", 256))) * passes
     yield from in_steps(values, per_rollout, _COUNTED_IN_ROLLOUTS)
     if "save_steps" not in values:
         yield Change(values={"save_steps": 10 * per_rollout}, untyped=("ckpt_interval", "10"))
@@ -213,14 +210,14 @@ def _steps(values: Mapping[str, Any], given: Given, *, in_prompts: bool) -> Iter
 
 def _correction(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     section = f"{_ALGORITHM}off_policy_correction."
-    level = text_of(given, f"{section}tis_ratio_type", "none")
+    level = given.text(f"{section}tis_ratio_type", "none")
     if level in ("token", "sequence"):
-        cap = float(text_of(given, f"{section}{level}_tis_ratio_clip_high", "2.0" if level == "token" else "5.0"))
+        cap = float(given.text(f"{section}{level}_tis_ratio_clip_high", "2.0" if level == "token" else "5.0"))
         yield Change(values={"rollout_importance_sampling_mode": f"{level}_truncate", "rollout_importance_sampling_threshold": cap})
     elif level not in ("none", "null"):
         raise BadValue(f"{section}tis_ratio_type ({level}) is not there. It is token or sequence")
-    elif is_true(given, f"{_ALGORITHM}use_tis", "false"):
-        cap = float(text_of(given, f"{_ALGORITHM}tis_imp_ratio_cap", "2.0"))
+    elif given.is_true(f"{_ALGORITHM}use_tis"):
+        cap = given.number(f"{_ALGORITHM}tis_imp_ratio_cap", 2.0)
         yield Change(values={"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_threshold": cap})
     else:
         yield from idle(given, {f"{_ALGORITHM}tis_imp_ratio_cap": "-1.0"}, without="use_tis")
@@ -230,21 +227,19 @@ def _lora(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if values.get("tuner_type") != "lora":
         yield from idle(given, {f"{_LORA}dropout": "0.0"}, without=f"{_LORA}rank")
         return
-    alpha = float(text_of(given, f"{_LORA}alpha", "16"))
+    alpha = given.number(f"{_LORA}alpha", 16)
     typed = f"{_LORA}alpha" in given
     if "lora_alpha" not in values:
         yield Change(values={"lora_alpha": alpha}, untyped=None if typed else ("policy.model.lora.alpha", "16"))
-    found = {"lora_dropout": float(text_of(given, f"{_LORA}dropout", "0")), **adapted(given, _LORA)}
+    found = {"lora_dropout": given.number(f"{_LORA}dropout", 0), **adapted(given, _LORA)}
     yield Change(values={name: value for name, value in found.items() if name not in values})
-    if text_of(given, f"{_POLICY}lora_config.lora_type", "lora") == "lora":
+    if given.text(f"{_POLICY}lora_config.lora_type", "lora") == "lora":
         yield Change(
-            values={},
             note="SkyRL's lora_type lora has one matrix A for q, k and v, and one for gate and up; here each has its own, as in PEFT "
             "and in its canonical_lora.",
         )
-    if is_true(given, f"{_POLICY}lora_config.merge_lora", "true"):
+    if given.is_true(f"{_POLICY}lora_config.merge_lora", "true"):
         yield Change(
-            values={},
             note="SkyRL's lora_config.merge_lora true pushes merged weights to vLLM, where bfloat16 rounds most of the first updates away. "
             "Here it gets the adapter; vllm_enable_lora false pushes merged weights.",
         )

@@ -15,13 +15,10 @@ from megatron_grpo.compat.common import (
     idle,
     idle_schedule,
     in_steps,
-    is_true,
     layout,
     of_pictures,
     of_servers,
     own_rewards,
-    text_of,
-    whole,
 )
 from megatron_grpo.compat.foreign import Change
 from megatron_grpo.compat.tables import sentence
@@ -31,7 +28,7 @@ _KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 
 
 def ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    return {"world_size": whole(given, "actor_num_nodes", 1) * whole(given, "actor_num_gpus_per_node", 8)}
+    return {"world_size": given.whole("actor_num_nodes", 1) * given.whole("actor_num_gpus_per_node", 8)}
 
 
 def _whole_files(words: Sequence[str]) -> None:
@@ -72,7 +69,7 @@ def judge(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def services(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    found = [name for name in ("wandb", "tensorboard") if is_true(given, f"use_{name}", "false")]
+    found = [name for name in ("wandb", "tensorboard") if given.is_true(f"use_{name}")]
     return {"report_to": found} if found else {}
 
 
@@ -104,25 +101,23 @@ def _rest(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """What slime makes of several names together, but for sizes, loss and KL."""
     yield from of_servers(values, program="slime")
     yield from idle_schedule(values, given, style="linear")
-    if is_true(given, "use_tis", "false"):
-        low = float(text_of(given, "tis_clip_low", "0"))
+    if given.is_true("use_tis"):
+        low = given.number("tis_clip_low", 0)
         found = {"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_min": low or None}
-        yield Change(values=found | {"rollout_importance_sampling_threshold": float(text_of(given, "tis_clip", "2.0"))})
+        yield Change(values=found | {"rollout_importance_sampling_threshold": given.number("tis_clip", 2.0)})
     else:
         yield from idle(given, {"tis_clip": "2.0", "tis_clip_low": "0"}, without="use_tis")
-    if is_true(given, "use_opsm", "false"):
-        yield Change(values={"off_policy_sequence_mask_delta": float(text_of(given, "opsm_delta", "1e-4"))})
+    if given.is_true("use_opsm"):
+        yield Change(values={"off_policy_sequence_mask_delta": given.number("opsm_delta", 1e-4)})
     yield from _teacher(values, given)
-    yield from layout(values, text_of(given, "expert_tensor_parallel_size", "none"))
-    if not is_true(given, "colocate", "false"):
+    yield from layout(values, given.text("expert_tensor_parallel_size", "none"))
+    if not given.is_true("colocate"):
         note = "slime samples on GPUs of their own without colocate: here that is vllm_mode server, beside `megatron-grpo serve`."
-        yield Change(values={}, note=note)
-    if text_of(given, "rollout_seed", text_of(given, "seed", "")) != text_of(given, "seed", text_of(given, "rollout_seed", "")):
-        yield Change(values={}, note=f"seed {text_of(given, 'seed', '')} is of prompts and sampling too: rollout_seed is not read.")
+        yield Change(note=note)
+    if given.text("rollout_seed", given.text("seed", "")) != given.text("seed", given.text("rollout_seed", "")):
+        yield Change(note=f"seed {given.text('seed', '')} is of prompts and sampling too: rollout_seed is not read.")
     if "apply_chat_template" in given:
-        yield Change(
-            values={}, note="apply_chat_template: a prompt that is a string is taken as it stands here; write it as chat messages."
-        )
+        yield Change(note="apply_chat_template: a prompt that is a string is taken as it stands here; write it as chat messages.")
     if "multimodal_keys" in given:
         yield from of_pictures(values, title="slime", says="multimodal_keys")
     if values.get("eval_steps") and not holds_out(values):
@@ -131,10 +126,10 @@ def _rest(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 
 def _sizes(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    prompts, n = whole(given, "rollout_batch_size", 0), whole(given, "n_samples_per_prompt", 1)
-    batch = whole(given, "global_batch_size", 0)
+    prompts, n = given.whole("rollout_batch_size", 0), given.whole("n_samples_per_prompt", 1)
+    batch = given.whole("global_batch_size", 0)
     if "num_steps_per_rollout" in given and prompts:
-        steps = whole(given, "num_steps_per_rollout", 1)
+        steps = given.whole("num_steps_per_rollout", 1)
         if not steps or prompts * n % steps:
             raise BadValue(f"num_steps_per_rollout ({steps}) does not divide rollout_batch_size x n_samples_per_prompt = {prompts * n}")
         if batch and batch != prompts * n // steps:
@@ -145,31 +140,31 @@ def _sizes(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         ranks = 1
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
             ranks *= values.get(name, 1)
-        batch = whole(given, "micro_batch_size", 1) * max(1, values.get("world_size", 8) // max(1, ranks))
+        batch = given.whole("micro_batch_size", 1) * max(1, values.get("world_size", 8) // max(1, ranks))
         yield Change(values={"global_batch_size": batch}, note=f"Megatron-LM's global_batch_size is micro_batch_size x dp_size: {batch}.")
     names = {"max_steps": "num_rollout", "save_steps": "save_interval", "eval_steps": "eval_interval"}
     yield from in_steps(values, max(1, prompts * n // batch), names)
     if "max_steps" in values and "num_train_epochs" in values:
         yield Change(values={"num_train_epochs": None}, note="num_rollout decides: slime does not read num_epoch where both are given.")
-    if is_true(given, "use_dynamic_batch_size", "false"):
-        tokens = whole(given, "max_tokens_per_gpu", 0) * values.get("context_parallel_size", 1)
+    if given.is_true("use_dynamic_batch_size"):
+        tokens = given.whole("max_tokens_per_gpu", 0) * values.get("context_parallel_size", 1)
         if not tokens:
             raise BadValue("use_dynamic_batch_size needs max_tokens_per_gpu, in slime too")
         note = f"use_dynamic_batch_size: micro-batches of up to {tokens} tokens, and micro_batch_size is not read."
         yield Change(values={"max_tokens_per_micro_batch": tokens, "micro_batch_size": 1}, note=note)
     if "over_sampling_batch_size" in given and prompts:
-        yield Change(values={"oversample_ratio": whole(given, "over_sampling_batch_size", prompts) / prompts})
+        yield Change(values={"oversample_ratio": given.whole("over_sampling_batch_size", prompts) / prompts})
     if "dynamic_sampling_filter_path" in given:
-        path = text_of(given, "dynamic_sampling_filter_path", "")
+        path = given.text("dynamic_sampling_filter_path", "")
         if not path.endswith("check_reward_nonzero_std"):
             raise BadValue(f"dynamic_sampling_filter_path ({path}) is not there: {sentence('PLUGIN_PATHS')}")
         yield Change(values={"dynamic_sample": True}, note="dynamic_sampling_filter_path check_reward_nonzero_std is dynamic_sample.")
 
 
 def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    kind = text_of(given, "advantage_estimator", "grpo")
-    average = "dapo" if is_true(given, "calculate_per_token_loss", "false") else "grpo"
-    high = float(text_of(given, "eps_clip_high", str(values.get("epsilon", 0.2))))
+    kind = given.text("advantage_estimator", "grpo")
+    average = "dapo" if given.is_true("calculate_per_token_loss") else "grpo"
+    high = float(given.text("eps_clip_high", str(values.get("epsilon", 0.2))))
     found: dict[str, Any] = {"loss_type": average, "epsilon_high": high}
     if kind == "gspo":
         found["importance_sampling_level"] = "sequence"
@@ -189,10 +184,10 @@ def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 
 def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    if "beta" in values or not is_true(given, "use_kl_loss", "false"):
+    if "beta" in values or not given.is_true("use_kl_loss"):
         yield from idle(given, {"kl_loss_coef": "0.0", "kl_loss_type": "k1"}, without="use_kl_loss")
         return
-    beta, kind = float(text_of(given, "kl_loss_coef", "0")), text_of(given, "kl_loss_type", "k1")
+    beta, kind = given.number("kl_loss_coef", 0), given.text("kl_loss_type", "k1")
     if kind not in _KL:
         raise BadValue(f"kl_loss_type ({kind}) is not there. There are: {', '.join(_KL)}")
     if beta:
@@ -204,13 +199,13 @@ def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 def _teacher(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """One inside Megatron is ours but for the format of its file; an SGLang server is none. Source: apply_opd_kl_to_advantages in loss.py,
     whose log-probs are over the sampling temperature as ours are."""
-    if not is_true(given, "use_opd", "false"):
+    if not given.is_true("use_opd"):
         yield from idle(given, {"opd_type": "none", "opd_teacher_load": "none", "opd_kl_coef": "1.0"}, without="use_opd")
         return
-    yield Change(values={"teacher_kl_coef": float(text_of(given, "opd_kl_coef", "1.0"))})
+    yield Change(values={"teacher_kl_coef": given.number("opd_kl_coef", 1.0)})
     if values.get("teacher_model") or values.get("teacher_model_server"):
         return
-    kind, where = text_of(given, "opd_type", "none"), text_of(given, "opd_teacher_load", "none")
+    kind, where = given.text("opd_type", "none"), given.text("opd_teacher_load", "none")
     if kind != "megatron":
         raise BadValue(
             f"opd_type ({kind}): an SGLang server is no teacher here. Start megatron-grpo serve --frozen true --model TEACHER, and name it "

@@ -145,12 +145,11 @@ def of_turns(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         )
     if "completion_length_limit_scope" not in given:
         yield Change(
-            values={},
             note="max_completion_length is of one turn in Megatron-SWIFT (completion_length_limit_scope per_round) where nobody says it. "
             "Here it is of the whole episode after its prompt, the environment's words included.",
         )
     if "max_turns" not in values:
-        yield Change(values={}, note="max_turns is without a limit in Megatron-SWIFT where nobody says it, and 8 here.")
+        yield Change(note="max_turns is without a limit in Megatron-SWIFT where nobody says it, and 8 here.")
     yield from not_left(values, "Megatron-SWIFT")
 
 
@@ -217,17 +216,16 @@ def _loss(values: Mapping[str, Any]) -> Iterator[Change]:
         yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
     if values.get("loss_type") == "real":
         yield Change(
-            values={},
             note="loss_type real: a completion of just its group's mean reward is wrong in Megatron-SWIFT; here it is on neither side. "
             "A group may lie in several micro-batches.",
         )
     if values.get("teacher_model_server"):
         said = "is a server of `megatron-grpo serve --frozen true` here, of vLLM's or its own API there"
-        yield Change(values={}, note=f"teacher_model_server {said}.")
+        yield Change(note=f"teacher_model_server {said}.")
     elif "teacher_kl_coef" in values and not values.get("teacher_model"):
         yield Change(values={"teacher_kl_coef": None}, note="teacher_kl_coef does nothing without a teacher, here as there.")
     if "repetition" in values.get("reward_funcs", ()):
-        yield Change(values={}, note="The reward repetition counts n-grams of tokens here, of words in Megatron-SWIFT.")
+        yield Change(note="The reward repetition counts n-grams of tokens here, of words in Megatron-SWIFT.")
 
 
 def _tuner(values: Mapping[str, Any]) -> Iterator[Change]:
@@ -242,14 +240,12 @@ def _tuner(values: Mapping[str, Any]) -> Iterator[Change]:
             yield Change(values={"merge_lora": None}, note="merge_lora does nothing with tuner_type full, here as there.")
         if any(values.get(f"{name}{end}") for name in ("freeze_parameters", "trainable_parameters") for end in ("", "_regex")):
             said = "compared with Hugging Face's names here, with those of Megatron's modules there, which count layers by pipeline stage"
-            yield Change(values={}, note=f"freeze_parameters and trainable_parameters, and their _regex, are {said}.")
+            yield Change(note=f"freeze_parameters and trainable_parameters, and their _regex, are {said}.")
         return
     yield from adapter(values)
     if "merge_lora" not in values and values.get("export_hf", True):
         yield Change(values={"merge_lora": True}, untyped=("merge_lora", "true"))
-    yield Change(
-        values={}, note="Megatron-SWIFT has one matrix A for q, k and v, and one for gate and up; here each has its own, as in PEFT."
-    )
+    yield Change(note="Megatron-SWIFT has one matrix A for q, k and v, and one for gate and up; here each has its own, as in PEFT.")
 
 
 def adapter(values: Mapping[str, Any]) -> Iterator[Change]:
@@ -262,7 +258,6 @@ def adapter(values: Mapping[str, Any]) -> Iterator[Change]:
         yield Change(values={"lora_dropout": 0.05}, untyped=("lora_dropout", "0.05"))
     if "vllm_enable_lora" not in values:
         yield Change(
-            values={},
             note="vllm_enable_lora is false in Megatron-SWIFT where nobody says it: vLLM gets merged weights, and bfloat16 rounds most of "
             "the first updates away. Here it gets the adapter.",
         )

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from megatron_grpo.base.errors import Problem
+from megatron_grpo.compat.common import Given
 from megatron_grpo.compat.explain import explain, length_there
 from megatron_grpo.compat.foreign import UNKNOWN, Change, Dialect, Foreign, OtherTask
 from megatron_grpo.compat.script import plain
@@ -31,7 +32,7 @@ class Translation:
         self.counts: dict[str, int] = {}  # their values
         self.origins: dict[str, Origin] = {}  # and what ours are of them
         self.hides = dialect.hides if dialect else ()  # names of ours that are not known beside these
-        self.given: dict[str, list[str]] = {}  # every name of theirs with its words, as typed
+        self.given = Given()  # every name of theirs with its words, as typed
         self.said: set[str] = set()  # names whose values are known, wherever they stand
         self.notes: list[str] = []
         self.aside: dict[str, list[str]] = {}  # names that change nothing, by source

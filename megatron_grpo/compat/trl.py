@@ -16,8 +16,6 @@ from megatron_grpo.compat.common import (
     not_left,
     of_servers,
     of_the_hub,
-    text_of,
-    whole,
 )
 from megatron_grpo.compat.foreign import OFF, Change, Reader
 from megatron_grpo.config.read import shown
@@ -132,13 +130,13 @@ def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if values.get("vllm_mode") == "server" and not values.get("vllm_server_host") and not values.get("vllm_server_base_url"):
         yield Change(values={"vllm_server_host": ["127.0.0.1"]}, untyped=("vllm_server_host", "0.0.0.0"))
     if holds_out(values):  # by the generation config of training
-        yield Change(values=as_in_training(values, 1.0, whole(given, "num_generations", 8)))
+        yield Change(values=as_in_training(values, 1.0, given.whole("num_generations", 8)))
     plays = values.get("environment") or values.get("tools")
     if "max_prompt_length" in values and "truncation_strategy" not in values and not plays:
         yield Change(
             values={"truncation_strategy": "left"}, note="max_prompt_length: TRL cuts longer prompts on the left; so is done here."
         )
-    if text_of(given, "save_strategy", "steps").lower() in ("no", *OFF):
+    if given.text("save_strategy", "steps").lower() in ("no", *OFF):
         yield Change(values={"save_steps": 0}, note="save_strategy no: save_steps 0.")
     off = given.get("eval_strategy", given.get("evaluation_strategy", ["no"])) == ["no"]
     if values.get("eval_steps") and (off or not holds_out(values)):
@@ -153,7 +151,7 @@ def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} does nothing without use_adaptive_entropy, here as there.")
     if values.get("use_adaptive_entropy") and values.get("top_entropy_quantile", 1.0) < 1:
         note = "entropy_target is held against the mean over all trained tokens here; TRL's is over those of top_entropy_quantile."
-        yield Change(values={}, note=note)
+        yield Change(note=note)
     if values.get("tuner_type") == "lora":
         yield from _peft(values)
     yield from of_the_hub(values)
@@ -174,7 +172,7 @@ def _peft(values: Mapping[str, Any]) -> Iterator[Change]:
 def of_turns(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if values.get("environment") or values.get("tools"):
         if "max_turns" not in values:
-            yield Change(values={}, note="max_tool_calling_iterations is without a limit in TRL where nobody says it; max_turns is 8 here.")
+            yield Change(note="max_tool_calling_iterations is without a limit in TRL where nobody says it; max_turns is 8 here.")
         yield from not_left(values, "TRL")
 
 

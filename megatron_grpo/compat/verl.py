@@ -14,7 +14,6 @@ from megatron_grpo.compat.common import (
     idle,
     idle_schedule,
     in_steps,
-    is_true,
     layout,
     listed,
     of_pictures,
@@ -22,8 +21,6 @@ from megatron_grpo.compat.common import (
     of_template,
     of_vllm,
     soft_overlong,
-    text_of,
-    whole,
 )
 from megatron_grpo.compat.foreign import OFF, Change, OtherTask, Reader
 from megatron_grpo.compat.tables import sentence
@@ -31,13 +28,13 @@ from megatron_grpo.config.table import TRUE, BadValue
 
 
 def resumed(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    if text_of(given, "resume_mode", "auto") == "resume_path":
+    if given.text("resume_mode", "auto") == "resume_path":
         raise BadValue(f"({' '.join(words)}): {sentence('RESUMED_ELSEWHERE')}")
     return {}
 
 
 def ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    return {"world_size": whole(given, "nnodes", 1) * whole(given, "n_gpus_per_node", 8)}
+    return {"world_size": given.whole("nnodes", 1) * given.whole("n_gpus_per_node", 8)}
 
 
 def column(ours: str) -> Reader:
@@ -56,8 +53,8 @@ def rank(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def _has_adapter(given: Given) -> bool:
-    ranks = [text_of(given, name, "0") for name in ("model.lora.rank", "model.lora_rank")]
-    paths = [text_of(given, name, "none").lower() for name in ("model.lora_adapter_path", "model.lora.adapter_path")]
+    ranks = [given.text(name, "0") for name in ("model.lora.rank", "model.lora_rank")]
+    paths = [given.text(name, "none").lower() for name in ("model.lora_adapter_path", "model.lora.adapter_path")]
     return any(rank != "0" for rank in ranks) or any(path not in OFF for path in paths)
 
 
@@ -100,13 +97,13 @@ _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3"
 
 
 def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    mode, average = text_of(given, "actor.policy_loss.loss_mode", "vanilla"), text_of(given, "actor.loss_agg_mode", "token-mean")
+    mode, average = given.text("actor.policy_loss.loss_mode", "vanilla"), given.text("actor.loss_agg_mode", "token-mean")
     if average not in _AVERAGED:
         raise BadValue(f"actor.loss_agg_mode ({average}) is not there. There are: {', '.join(_AVERAGED)}")
-    high = float(text_of(given, "actor.clip_ratio_high", "0.2"))
+    high = given.number("actor.clip_ratio_high", 0.2)
     found: dict[str, Any] = {"loss_type": _AVERAGED[average], "epsilon_high": high}
     if mode == "vanilla":
-        found["delta"] = float(text_of(given, "actor.clip_ratio_c", "3.0"))
+        found["delta"] = given.number("actor.clip_ratio_c", 3.0)
     elif mode == "gspo":  # whatever loss_agg_mode says
         found |= {"loss_type": "grpo", "importance_sampling_level": "sequence_token"}
     elif mode == "sapo":
@@ -127,20 +124,18 @@ def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         note=f"loss_mode {mode} with loss_agg_mode {average} is {said} here.",
         untyped=None if typed else ("actor.loss_agg_mode", average),
     )
-    if average == "token-mean" and mode != "gspo" and text_of(given, "use_legacy_worker_impl", "auto") != "disable":
+    if average == "token-mean" and mode != "gspo" and given.text("use_legacy_worker_impl", "auto") != "disable":
         note = "verl's legacy workers average token-mean over each micro-batch, then over these; here it is over all tokens of a step."
-        yield Change(values={}, note=note)
+        yield Change(note=note)
     if average == "seq-mean-token-sum-norm" and mode == "vanilla":
-        yield Change(
-            values={}, note="verl's seq-mean-token-sum-norm does not divide by the number of completions in a micro-batch; dr_grpo does."
-        )
+        yield Change(note="verl's seq-mean-token-sum-norm does not divide by the number of completions in a micro-batch; dr_grpo does.")
 
 
 def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if "beta" in values:
         return
-    in_loss, in_reward = is_true(given, "actor.use_kl_loss", "false"), is_true(given, "algorithm.use_kl_in_reward", "false")
-    loss, reward = float(text_of(given, "actor.kl_loss_coef", "0.001")), float(text_of(given, "algorithm.kl_ctrl.kl_coef", "0.001"))
+    in_loss, in_reward = given.is_true("actor.use_kl_loss"), given.is_true("algorithm.use_kl_in_reward")
+    loss, reward = given.number("actor.kl_loss_coef", 0.001), given.number("algorithm.kl_ctrl.kl_coef", 0.001)
     in_loss, in_reward = in_loss and loss > 0, in_reward and reward > 0
     if in_loss and in_reward:
         raise BadValue("actor.use_kl_loss and algorithm.use_kl_in_reward are both true; the KL is in the loss or in the reward here")
@@ -149,7 +144,7 @@ def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if not in_loss and not in_reward:
         return
     name = "algorithm.kl_penalty" if in_reward else "actor.kl_loss_type"
-    kind = text_of(given, name, "kl" if in_reward else "low_var_kl")
+    kind = given.text(name, "kl" if in_reward else "low_var_kl")
     if kind not in _KL or (in_reward and _KL[kind] != "k1"):
         raise BadValue(f"{name} ({kind}) is not there. There are: {'kl' if in_reward else ', '.join(_KL)}")
     beta = reward if in_reward else loss
@@ -158,7 +153,7 @@ def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 
 def _advantages(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    name = text_of(given, "algorithm.adv_estimator", "grpo")
+    name = given.text("algorithm.adv_estimator", "grpo")
     if "advantage_estimator" in values and name != "gae":
         return
     if name == "gae":
@@ -171,7 +166,7 @@ def _advantages(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 
 def _correction(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    level = text_of(given, "algorithm.rollout_correction.rollout_is", "none")
+    level = given.text("algorithm.rollout_correction.rollout_is", "none")
     if level in ("token", "sequence"):
         yield Change(values={"rollout_importance_sampling_mode": f"{level}_truncate"})
     elif level not in ("none", "null"):
@@ -179,20 +174,20 @@ def _correction(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 
 def _packing(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    of_all = text_of(given, "actor.ppo_micro_batch_size", "none")
+    of_all = given.text("actor.ppo_micro_batch_size", "none")
     if of_all not in ("none", "null"):
         shared = 1
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
             shared *= values.get(name, 1)
         ranks = values.get("world_size", 8) // max(1, shared)
-        each = whole(given, "actor.ppo_micro_batch_size", 1) // max(1, ranks)
+        each = given.whole("actor.ppo_micro_batch_size", 1) // max(1, ranks)
         if not each:
             raise BadValue(f"actor.ppo_micro_batch_size ({of_all}) is divided by the data-parallel size, and {ranks} is more than that")
         note = f"ppo_micro_batch_size {of_all} is of all {ranks} data-parallel ranks: ppo_micro_batch_size_per_gpu {each}."
         yield Change(values={"ppo_micro_batch_size_per_gpu": each}, note=note)
-    if not is_true(given, "actor.use_dynamic_bsz", "false"):
+    if not given.is_true("actor.use_dynamic_bsz"):
         return
-    tokens = whole(given, "actor.ppo_max_token_len_per_gpu", 16384) * values.get("context_parallel_size", 1)
+    tokens = given.whole("actor.ppo_max_token_len_per_gpu", 16384) * values.get("context_parallel_size", 1)
     found = {"max_tokens_per_micro_batch": tokens, "ppo_micro_batch_size_per_gpu": 1}
     if "max_tokens_per_micro_batch" in values:
         found.pop("max_tokens_per_micro_batch")
@@ -202,40 +197,37 @@ def _packing(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 
 def _layout(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    yield from layout(values, text_of(given, "actor.megatron.expert_tensor_parallel_size", "none"), shards_norms_by_itself="verl")
+    yield from layout(values, given.text("actor.megatron.expert_tensor_parallel_size", "none"), shards_norms_by_itself="verl")
     if "actor.ulysses_sequence_parallel_size" in given and values.get("context_parallel_size", 1) > 1:
-        yield Change(
-            values={}, note="ulysses_sequence_parallel_size is context_parallel_size: attention goes round a ring here, not over heads."
-        )
+        yield Change(note="ulysses_sequence_parallel_size is context_parallel_size: attention goes round a ring here, not over heads.")
     megatron = any(name.startswith("actor.megatron.") for name in given) or "megatron" in (
-        text_of(given, "config_name", "") + text_of(given, "actor.strategy", "")
+        given.text("config_name", "") + given.text("actor.strategy", "")
     )
     if megatron:
         return
     yield Change(
-        values={},
         note="Of these names none is of verl's Megatron workers: they shard weights over all ranks with FSDP. Here a rank holds them whole "
         "but for tensor_model_parallel_size, pipeline_model_parallel_size and expert_model_parallel_size.",
     )
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if is_true(given, "model.enable_gradient_checkpointing", "true") and not set(recompute) & set(values):
+    if given.is_true("model.enable_gradient_checkpointing", "true") and not set(recompute) & set(values):
         yield Change(values=recompute, untyped=("model.enable_gradient_checkpointing", "true"))
 
 
 def _data(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     yield from drops_last(values, title="verl")
-    how = text_of(given, "truncation", "error")
+    how = given.text("truncation", "error")
     strategy = {"error": "raise", "left": "left"}.get(how)
-    if is_true(given, "filter_overlong_prompts", "false"):
+    if given.is_true("filter_overlong_prompts"):
         strategy = "delete"
     if strategy is None:
         raise BadValue(f"data.truncation ({how}) is not there. There are: error, left")
     if "truncation_strategy" not in values and strategy != "raise":
         yield Change(values={"truncation_strategy": strategy})
     buffer = "reward_model.reward_kwargs.overlong_buffer_cfg."
-    if is_true(given, f"{buffer}enable", "false"):
-        longest = whole(given, "reward_model.reward_kwargs.max_resp_len", whole(given, "max_response_length", 512))
-        yield from soft_overlong(values, longest, whole(given, f"{buffer}len", 0), "overlong_buffer_cfg")
+    if given.is_true(f"{buffer}enable"):
+        longest = given.whole("reward_model.reward_kwargs.max_resp_len", given.whole("max_response_length", 512))
+        yield from soft_overlong(values, longest, given.whole(f"{buffer}len", 0), "overlong_buffer_cfg")
     if "image_key" in given:
         yield from of_pictures(values, title="verl", says="image_key")
     yield from asked_once(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0)
@@ -248,24 +240,24 @@ def _schedule(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     unread = [change for change in idle_schedule(values, given, style="constant")]
     yield from unread
     values = {name: value for name, value in values.items() if not any(name in change.values for change in unread)}
-    prompts = whole(given, "gen_batch_size", whole(given, "train_batch_size", 1024))
-    if prompts != whole(given, "train_batch_size", 1024):
+    prompts = given.whole("gen_batch_size", given.whole("train_batch_size", 1024))
+    if prompts != given.whole("train_batch_size", 1024):
         raise BadValue(
             f"data.gen_batch_size ({prompts}) is what verl's loader draws for one rollout, in place of train_batch_size "
-            f"({whole(given, 'train_batch_size', 1024)}): give it as train_batch_size, and leave gen_batch_size out"
+            f"({given.whole('train_batch_size', 1024)}): give it as train_batch_size, and leave gen_batch_size out"
         )
-    rollouts = whole(given, "train_batch_size", 1024) // max(
-        1, whole(given, "actor.ppo_mini_batch_size", whole(given, "ppo_mini_batch_size", 256))
+    rollouts = given.whole("train_batch_size", 1024) // max(
+        1, given.whole("actor.ppo_mini_batch_size", given.whole("ppo_mini_batch_size", 256))
     )
-    per_rollout = max(1, rollouts) * whole(given, "actor.ppo_epochs", whole(given, "ppo_epochs", 1))
+    per_rollout = max(1, rollouts) * given.whole("actor.ppo_epochs", given.whole("ppo_epochs", 1))
     names = {"max_steps": "trainer.total_training_steps", "save_steps": "trainer.save_freq", "eval_steps": "trainer.test_freq"}
     without = {} if holds_out(values) else {"eval_steps"}
     counted = {native: theirs for native, theirs in names.items() if native not in without}
     yield from in_steps(values, per_rollout, counted | _OF_THE_SCHEDULE)
     if values.get("lr_warmup_iters"):
         yield Change(values={"lr_warmup_fraction": None})
-    if "actor.optim.min_lr_ratio" in given and text_of(given, "actor.optim.min_lr_ratio", "0") not in ("none", "null"):
-        yield Change(values={"min_lr": values.get("lr", 1e-6) * float(text_of(given, "actor.optim.min_lr_ratio", "0"))})
+    if "actor.optim.min_lr_ratio" in given and given.text("actor.optim.min_lr_ratio", "0") not in ("none", "null"):
+        yield Change(values={"min_lr": values.get("lr", 1e-6) * given.number("actor.optim.min_lr_ratio", 0)})
 
 
 def _lora(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
@@ -279,12 +271,11 @@ def _lora(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         found = {}
     elif f"{section}alpha" not in given and f"{section}lora_alpha" not in given:
         found["lora_alpha"] = 32.0 if section == "model.lora." else 16.0
-    if is_true(given, "model.lora.merge", "false"):
+    if given.is_true("model.lora.merge"):
         found["vllm_enable_lora"] = False
     yield Change(values=found)
-    if section == "model.lora." and text_of(given, "model.lora.type", "lora") != "canonical_lora":
+    if section == "model.lora." and given.text("model.lora.type", "lora") != "canonical_lora":
         yield Change(
-            values={},
             note="verl's lora.type lora has one matrix A for q, k and v, and one for gate and up; here each has its own, as in PEFT.",
         )
 
