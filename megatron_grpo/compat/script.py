@@ -8,10 +8,11 @@ that depends on a condition) is a problem, never a word left out.
 from __future__ import annotations
 
 import ast
+import operator
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -173,24 +174,19 @@ class _Shell:
             return f"{UNKNOWN}$(({formula}))"
 
 
+_OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
+    **dict.fromkeys((ast.Div, ast.FloorDiv), lambda left, right: int(left / right)),  # a shell cuts towards 0
+}  # fmt: skip
+
+
 def _number(node: ast.expr) -> int:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_number(node.operand)
-    if isinstance(node, ast.BinOp):
-        left, right = _number(node.left), _number(node.right)
-        match node.op:
-            case ast.Add():
-                return left + right
-            case ast.Sub():
-                return left - right
-            case ast.Mult():
-                return left * right
-            case ast.Div() | ast.FloorDiv():
-                return int(left / right)  # a shell cuts towards 0
-            case ast.Mod():
-                return left % right
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_number(node.left), _number(node.right))
     raise ValueError
 
 
