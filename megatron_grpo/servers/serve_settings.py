@@ -123,7 +123,7 @@ def _longest(cfg: Config) -> int | None:
     return cfg.rollout.vllm_max_model_len or (prompt + cfg.rollout.max_completion_length if prompt is not None else None)
 
 
-def _typed(cfg: Config) -> Mapping[str, str]:
+def _typed(cfg: Config) -> dict[str, str]:
     """What each setting was typed as, sizes of another system too."""
     return {**cfg.typed, **{flag: origin.name for flag, origin in cfg.origins.items()}}
 
