@@ -6,29 +6,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.compat.foreign import OFF, Change, Reader
+from megatron_grpo.compat.foreign import OFF, Change, Given, Reader
 from megatron_grpo.config.servers import OF_THE_ENGINE
 from megatron_grpo.config.table import TRUE, BadValue
-
-
-class Given(dict[str, list[str]]):
-    """Every name of theirs in a run, with its words. What each method falls back to is their default."""
-
-    def text(self, name: str, otherwise: str) -> str:
-        return " ".join(self.get(name, [otherwise]))
-
-    def is_true(self, name: str, otherwise: str = "false") -> bool:
-        return self.text(name, otherwise).lower() in TRUE
-
-    def number(self, name: str, otherwise: float | str) -> float:
-        return float(self.text(name, str(otherwise)))
-
-    def whole(self, name: str, otherwise: int) -> int:
-        text = self.text(name, str(otherwise))
-        if not text.isdigit():
-            raise BadValue(f"{name} needs a whole number, not {text!r}")
-        return int(text)
-
 
 BUILT_IN_REWARDS = (
     "environment",

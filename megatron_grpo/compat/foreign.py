@@ -7,10 +7,30 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megatron_grpo.config.table import BadValue, Setting
+from megatron_grpo.config.table import TRUE, BadValue, Setting
+
+
+class Given(dict[str, list[str]]):
+    """Every name of theirs in a run, with its words. What each method falls back to is their default."""
+
+    def text(self, name: str, otherwise: str) -> str:
+        return " ".join(self.get(name, [otherwise]))
+
+    def is_true(self, name: str, otherwise: str = "false") -> bool:
+        return self.text(name, otherwise).lower() in TRUE
+
+    def number(self, name: str, otherwise: float | str) -> float:
+        return float(self.text(name, str(otherwise)))
+
+    def whole(self, name: str, otherwise: int) -> int:
+        text = self.text(name, str(otherwise))
+        if not text.isdigit():
+            raise BadValue(f"{name} needs a whole number, not {text!r}")
+        return int(text)
+
 
 # (words after the name, all foreign names of this run with their words) -> what that is in native settings, not yet read.
-Reader = Callable[[Sequence[str], Mapping[str, Sequence[str]]], Mapping[str, Any]]
+Reader = Callable[[Sequence[str], Given], Mapping[str, Any]]
 
 
 class OtherTask(BadValue):
@@ -108,7 +128,7 @@ class Dialect:
     implies: Mapping[str, Any] = field(default_factory=dict)  # native settings that it switches on
     trains_tower: bool = False  # a model that sees trains whole where nobody says otherwise
     # each (native values, foreign names with their words) -> what changes once everything has been read
-    settle: Sequence[Callable[[Mapping[str, Any], Mapping[str, Sequence[str]]], Iterable[Change]]] = ()
+    settle: Sequence[Callable[[Mapping[str, Any], Given], Iterable[Change]]] = ()
 
     def row(self, name: str) -> tuple[str, Foreign | None]:
         """A name without its section, and what it is here; nothing in a section that is not its own."""

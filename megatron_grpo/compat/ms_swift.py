@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_grpo.compat import swift, trl
-from megatron_grpo.compat.common import Given, drops_last
-from megatron_grpo.compat.foreign import OFF, Change
+from megatron_grpo.compat.common import drops_last
+from megatron_grpo.compat.foreign import OFF, Change, Given
 from megatron_grpo.compat.tables import sentence
 from megatron_grpo.config.table import BadValue
 

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from megatron_grpo.compat.common import (
-    Given,
     adapted,
     asked_once,
     drops_last,
@@ -22,7 +21,7 @@ from megatron_grpo.compat.common import (
     of_vllm,
     soft_overlong,
 )
-from megatron_grpo.compat.foreign import OFF, Change
+from megatron_grpo.compat.foreign import OFF, Change, Given
 from megatron_grpo.compat.tables import sentence
 from megatron_grpo.config.table import TRUE, BadValue
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.compat.common import (
-    Given,
     asked_once,
     holds_out,
     idle,
@@ -20,7 +19,7 @@ from megatron_grpo.compat.common import (
     of_servers,
     own_rewards,
 )
-from megatron_grpo.compat.foreign import Change
+from megatron_grpo.compat.foreign import Change, Given
 from megatron_grpo.compat.tables import sentence
 from megatron_grpo.config.table import BadValue
 

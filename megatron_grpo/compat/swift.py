@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.files import read_text
-from megatron_grpo.compat.common import BUILT_IN_REWARDS, Given, as_in_training, holds_out, idle_schedule, not_left, of_servers, of_the_hub
-from megatron_grpo.compat.foreign import Change, Reader
+from megatron_grpo.compat.common import BUILT_IN_REWARDS, as_in_training, holds_out, idle_schedule, not_left, of_servers, of_the_hub
+from megatron_grpo.compat.foreign import Change, Given, Reader
 from megatron_grpo.compat.tables import sentence
 from megatron_grpo.config.table import BadValue
 

@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any
 
 from megatron_grpo.base.errors import Problem
-from megatron_grpo.compat.common import Given
 from megatron_grpo.compat.explain import explain, length_there
-from megatron_grpo.compat.foreign import UNKNOWN, Change, Dialect, Foreign, OtherTask
+from megatron_grpo.compat.foreign import UNKNOWN, Change, Dialect, Foreign, Given, OtherTask
 from megatron_grpo.compat.script import plain
 from megatron_grpo.config.config import Origin
 from megatron_grpo.config.parsed import ForeignDefault, System

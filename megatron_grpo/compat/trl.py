@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron_grpo.compat.common import (
     BUILT_IN_REWARDS,
-    Given,
     as_in_training,
     drops_last,
     holds_out,
@@ -17,7 +16,7 @@ from megatron_grpo.compat.common import (
     of_servers,
     of_the_hub,
 )
-from megatron_grpo.compat.foreign import OFF, Change, Reader
+from megatron_grpo.compat.foreign import OFF, Change, Given, Reader
 from megatron_grpo.config.read import shown
 from megatron_grpo.config.table import FALSE, TRUE, BadValue
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_grpo.compat.common import (
-    Given,
     adapted,
     asked_once,
     drops_last,
@@ -22,7 +21,7 @@ from megatron_grpo.compat.common import (
     of_vllm,
     soft_overlong,
 )
-from megatron_grpo.compat.foreign import OFF, Change, OtherTask, Reader
+from megatron_grpo.compat.foreign import OFF, Change, Given, OtherTask, Reader
 from megatron_grpo.compat.tables import sentence
 from megatron_grpo.config.table import TRUE, BadValue
 
