@@ -209,9 +209,9 @@ def test_a_bias_that_no_layer_holds_is_an_error(tmp_path):
     path = write_tiny(tmp_path, "llama", attention_bias=True)
 
     def lose(rank, world):
-        from megatron_grpo.policy import model
+        from megatron_grpo.policy import model_config
 
-        model.with_bias = lambda linear, bias: linear
+        model_config.with_bias = lambda linear, bias: linear
         with pytest.raises(ValueError, match=r"no Megatron module holds: .*linear_proj\.bias"):
             cases.build(path, cases.settings(pipeline_model_parallel_size=2), world)
 

@@ -22,6 +22,7 @@ from megatron_grpo.policy.guard import Guard, PlausibleGuard
 from megatron_grpo.policy.hf_export import WeightExchange
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.policy.model import PolicyModel, build_chunks
+from megatron_grpo.policy.model_config import padded_vocab_size
 from megatron_grpo.policy.optimizer import Trainable, choose_what_trains
 from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.policy.policy import Policy, cut_for
@@ -86,12 +87,6 @@ def sharing_of(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Shari
     return decide(cfg, shape, has_gpu=has_gpu, gpu_lacks=lacks)
 
 
-def padded_vocab_size(shape: ModelShape, cfg: Config) -> int:
-    """Rows of the embedding: a multiple that TP divides evenly."""
-    multiple = cfg.model.padded_vocab_multiple * cfg.parallel.tensor_model_parallel_size
-    return -(-shape.vocab_size // multiple) * multiple
-
-
 def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: WeightExchange, push: AdapterPush | None = None) -> Adapters | None:
     """Sets what trains: weights of `chunks`, or adapters that are put beside them, which are returned."""
     tuner, shape = cfg.tuner, exchange.map.shape
@@ -119,10 +114,9 @@ def model_of(
     Raises ConfigError where the checkpoint is not this model. What is asked of the machine has been looked at (`sharing_here`).
     """
     use_te = uses_transformer_engine(cfg.model.transformer_impl) and needs_local_layers(shape) is None
-    rows = padded_vocab_size(shape, cfg)
     plain_linears = cfg.tuner.tuner_type == "lora"  # an adapter needs the input of the layer that it stands beside
     naming = "transformer_engine" if use_te and not plain_linears else "local"
-    weight_map = WeightMap.for_shape(shape, padded_vocab_size=rows, naming=naming)
+    weight_map = WeightMap.for_shape(shape, padded_vocab_size=padded_vocab_size(shape, cfg), naming=naming)
     bucket_bytes = (cfg.rollout.weight_sync_bucket_mb or 0) * MIB or None
     exchange = WeightExchange(weight_map, parallel, bucket_bytes=bucket_bytes, to_first=cfg.rollout.vllm_mode == "server")
 
@@ -137,11 +131,7 @@ def model_of(
     def loaded_chunks(other: Path | None = None) -> list[PolicyModel]:
         reader = reader_of(other) if other is not None else own
         tower = tower_here(cfg, shape, parallel, other or model_path)
-        chunks = build_chunks(
-            shape, cfg.model, cfg.parallel, parallel,
-            use_te=use_te, plain_linears=plain_linears, padded_vocab_size=rows, temperature=cfg.rollout.temperature, tower=tower,
-            kernels=cfg.kernels,
-        )  # fmt: skip
+        chunks = build_chunks(shape, cfg, parallel, use_te=use_te, plain_linears=plain_linears, tower=tower)
         exchange.load(chunks, reader)
         return chunks
 

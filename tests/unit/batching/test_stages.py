@@ -41,7 +41,7 @@ def test_counts_are_those_of_megatron():
         from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
         from megatron_grpo.config.config import ModelConfig
-        from megatron_grpo.policy.model import transformer_config
+        from megatron_grpo.policy.model_config import transformer_config
         from megatron_grpo.weights.shape import ModelShape
 
         hf = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,

@@ -148,7 +148,7 @@ def test_a_reference_of_its_own_needs_a_kl_and_is_named_once():
 def test_megatron_gets_what_is_passed_on_and_what_kernels_say():
     def body(rank, world_size):
         from megatron_grpo.config.config import KernelConfig, ModelConfig, ParallelConfig
-        from megatron_grpo.policy.model import transformer_config
+        from megatron_grpo.policy.model_config import transformer_config
         from megatron_grpo.weights.shape import ModelShape
 
         hf = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8,
