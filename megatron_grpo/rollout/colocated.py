@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -53,7 +53,7 @@ class ColocatedEngine:
         self._max_model_len = max_model_len
         self._sleep_level = sleep_level
         self._weights = WeightLoader()
-        self._version, self._has_base = 0, True
+        self.version, self.has_base = 0, True
         self._eyes: Eyes | None = None  # of a model that sees
         self._has_tower = True  # its weights that see pictures are those of the trainer, also where they are not pushed
         self._asleep: set[str] = set()  # of "weights" and "kv_cache": vLLM's names for what sleep takes away
@@ -107,14 +107,6 @@ class ColocatedEngine:
         return engine
 
     @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def has_base(self) -> bool:
-        return self._has_base
-
-    @property
     def _vocab_size(self) -> int:
         return self._llm.llm_engine.model_config.get_vocab_size()
 
@@ -150,7 +142,7 @@ class ColocatedEngine:
         """See `rollout.turns.TurnEngine`. The first rank of each engine plays."""
         self._require_weights()
         self._check_lengths(prompts, sampling)
-        _check_question(prompts, sampling)
+        _refuse_different(collectives.from_all(_question(prompts, sampling)), "play")
         mine = prompts[self._replica :: self._num_replicas]
         adapter = self._adapter.request if self._adapter is not None else None
         player = begin(mine) if self._rank_in_engine == 0 else None
@@ -158,7 +150,7 @@ class ColocatedEngine:
         with CleanUp(turns.abort), activity.phase("playing episodes"), vllm_patches.trainer_untouched():
             while True:
                 if player is not None:
-                    state = lead(player, turns, self.gives_up, version=self._version)
+                    state = lead(player, turns, self.gives_up, version=self.version)
                     turns.rest(state)
                 else:
                     state, digest = follow(turns, lambda: self._tell(None), digest)
@@ -177,8 +169,8 @@ class ColocatedEngine:
     def _turns(self, sampling: SamplingSettings, adapter: Any) -> EngineTurns:
         engine = self._llm.llm_engine
         if self._rank_in_engine or self._tensor_parallel_size == 1:
-            return EngineTurns(engine, sampling, version=self._version, adapter=adapter)
-        return LeadingTurns(engine, sampling, self._tell, version=self._version, adapter=adapter)
+            return EngineTurns(engine, sampling, version=self.version, adapter=adapter)
+        return LeadingTurns(engine, sampling, self._tell, version=self.version, adapter=adapter)
 
     def _tell(self, value: Any) -> Any:
         """The value of the first rank of this engine, on all of its ranks."""
@@ -187,33 +179,33 @@ class ColocatedEngine:
         return collectives.from_rank(value, self._rank - self._rank_in_engine, get_tp_group().cpu_group)
 
     def _require_weights(self) -> None:
-        if self._version == NO_VERSION:
+        if self.version == NO_VERSION:
             raise WeightSyncError(
                 "the rollout engine holds no weights of a version: it slept at sleep_level 2, or a weight push failed. Push them first."
             )
 
     def take(self, update: WeightUpdate) -> None:
-        self._version = NO_VERSION  # until all of it has arrived
+        self.version = NO_VERSION  # until all of it has arrived
         self._wake("weights")
         if update.kind == "adapter":
             self._take_adapter(update)
         else:
             self._take_weights(update)
-        self._version = update.version
+        self.version = update.version
 
     def _take_adapter(self, update: WeightUpdate) -> None:
         if self._adapter is None:
             raise WeightSyncError(
                 f"the push of version {update.version} is an adapter, and the rollout engine was started without room for one."
             )
-        if not self._has_base:
+        if not self.has_base:
             raise WeightSyncError(
                 f"the adapter of version {update.version} came to a rollout engine without the base weights it belongs to."
             )
         self._adapter.take(update)
 
     def _take_weights(self, update: WeightUpdate) -> None:
-        has_tower, self._has_base = self._has_tower, False
+        has_tower, self.has_base = self._has_tower, False
         self._has_tower = self._has_tower and not update.moves_tower
         with vllm_patches.trainer_untouched():
             more = {"has_tower": update.moves_tower, "is_tower_there": has_tower}
@@ -226,7 +218,7 @@ class ColocatedEngine:
         if self._adapter is not None:
             self._adapter.drop()  # it belonged to what was there before
         self._forget_prefixes()
-        self._has_base = update.kind == "weights"
+        self.has_base = update.kind == "weights"
 
     def prepare(self) -> bool:
         """It is always there."""
@@ -258,7 +250,7 @@ class ColocatedEngine:
             self._llm.sleep(level=self._sleep_level)
             self._asleep = {"weights", "kv_cache"}
             if self._sleep_level == 2:
-                self._version, self._has_base, self._has_tower = NO_VERSION, False, False
+                self.version, self.has_base, self._has_tower = NO_VERSION, False, False
 
     def close(self) -> None:
         if self._llm is not None:
@@ -307,7 +299,7 @@ class ColocatedEngine:
             opening = len(prompt.token_ids)
             experts = of_group([told(self._experts.read(one.routed_experts), opening, i) for i, one in enumerate(outputs)], opening)
         draws = [vllm_requests.sampled(output, sampling, self._vocab_size) for output in outputs]
-        return [_completion(prompt, *one, self._version) for one in zip(outputs, draws, experts, strict=True)]
+        return [_completion(prompt, *one, self.version) for one in zip(outputs, draws, experts, strict=True)]
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: SamplingSettings) -> None:
         longest = max((prompt for prompt in prompts), key=lambda prompt: len(prompt.token_ids), default=None)
@@ -343,14 +335,12 @@ class ColocatedEngine:
     ) -> list[list[Completion]]:
         """The answers; but GivenUp where a rank has None, and RunError where one has a fault. All ranks asked for the same, and the ranks
         of one engine drew the same tokens. Log-probs may differ in their last bit."""
-        prompts, sampling, seed = asked
-        question = _digest(repr((sampling, seed, [(prompt.number, prompt.token_ids) for prompt in prompts])).encode())
+        question = _question(*asked)
         drawn = "" if answers is None else _digest(*(one.sequence.token_ids.tobytes() for found in answers for one in found))
         everyone, faults = zip(*((told[:2], told[2]) for told in collectives.from_all((question, drawn, fault))), strict=True)
         if found := next((one for one in faults if one), None):
             raise RunError(found)
-        if len({question for question, _ in everyone}) > 1:
-            raise RuntimeError("ranks asked the rollout engine for different prompts, settings or seeds; generate is collective")
+        _refuse_different((question for question, _ in everyone), "generate")
         if answers is None or not all(drawn for _, drawn in everyone):
             raise GivenUp
         for first in range(0, len(everyone), self._tensor_parallel_size):
@@ -361,11 +351,14 @@ class ColocatedEngine:
         return answers
 
 
-def _check_question(prompts: Sequence[Prompt], sampling: SamplingSettings) -> None:
-    """Raises RuntimeError where ranks ask for different things. Collective."""
-    question = _digest(repr((sampling, [(prompt.number, prompt.token_ids) for prompt in prompts])).encode())
-    if len(set(collectives.from_all(question))) > 1:
-        raise RuntimeError("ranks asked the rollout engine for different prompts, settings or seeds; play is collective")
+def _question(prompts: Sequence[Prompt], *asked: Any) -> str:
+    """The same on every rank that asks for the same."""
+    return _digest(repr((asked, [(prompt.number, prompt.token_ids) for prompt in prompts])).encode())
+
+
+def _refuse_different(questions: Iterable[str], what: str) -> None:
+    if len(set(questions)) > 1:
+        raise RuntimeError(f"ranks asked the rollout engine for different prompts, settings or seeds; {what} is collective")
 
 
 def _digest(*parts: bytes) -> str:

@@ -7,7 +7,7 @@ whatever the number of engines.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -74,7 +74,12 @@ def prompt_seed(run_seed: int, prompt_number: int, n: int) -> int:
 
 
 class Sampler(Protocol):
-    """Answers prompts. Every rank of the trainer holds one of these objects, and calls it at the same places of the program."""
+    """Answers prompts. Every rank of the trainer holds one of these objects, and calls it at the same places of the program.
+
+    One that can stop in the middle of a question, because the run was asked to stop and has no time left for it, has an attribute
+    `gives_up: Callable[[], bool]`, which is set once, before the first question. Where it is true on some rank that still waits for
+    answers, `generate` and a flight's `groups`, and its `wait` without a limit, raise GivenUp within seconds, on every rank.
+    """
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
         """Collective over all ranks, which pass the same arguments. Returns the groups that this rank is to judge.
@@ -119,14 +124,6 @@ class BackgroundSampler(Sampler, Protocol):
         """
 
 
-class PatientSampler(Sampler, Protocol):
-    """A sampler that can stop in the middle of a question, because the run was asked to stop and has no time left for it."""
-
-    gives_up: Callable[[], bool]
-    """Set once, before the first question. Where it is true on some rank that still waits for answers, `generate` and a flight's `groups`,
-    and its `wait` without a limit, raise GivenUp within seconds, on every rank."""
-
-
 class WeightHolder(Protocol):
     """Holds weights of a version, takes updates, and proves what it holds."""
 
@@ -147,7 +144,7 @@ class WeightHolder(Protocol):
     def prepare(self) -> bool:
         """Comes before every push: whoever is to take it is there afterwards. Whether some of them are new. Collective over all ranks.
 
-        A new one was never seen to take an adapter. Raises NobodySamples; GivenUp, as a `PatientSampler`.
+        A new one was never seen to take an adapter. Raises NobodySamples; GivenUp, as `generate` does.
         """
 
     def take(self, update: WeightUpdate) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from threading import Event
+from threading import Event, Thread
 
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import GivenUp
 from megatron_grpo.parallel import collectives
-from megatron_grpo.rollout.ahead import InThread, wait_together
 from megatron_grpo.rollout.engine import Flight, SamplingSettings, WeightSyncError
+from megatron_grpo.rollout.turns import wait_together
 from megatron_grpo.types import Completion, Group, Prompt, whole
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
@@ -20,26 +22,37 @@ Answer = Callable[[Prompt, int, int], Completion]
 
 
 class _Flight:
-    """Each rank's share of the answers, in a thread of its own."""
+    """Each rank's share of the answers, in a thread of its own, which does not keep the process alive."""
 
     def __init__(self, work: Callable[[Event], list[Group]], gives_up: Callable[[], bool]):
-        self._thread, self._gives_up = InThread(work, name="scripted answers"), gives_up
-        self.has_ended = False
+        """work: is given an event, and should end soon once that is set. Nothing collective may be in it."""
+        self._future: Future[list[Group]] = Future()
+        self._dropped, self._gives_up = Event(), gives_up
+        self.seconds, self.has_ended = 0.0, False
+        Thread(target=self._run, args=(work,), name="scripted answers", daemon=True).start()
+
+    def _run(self, work: Callable[[Event], list[Group]]) -> None:
+        began = time.perf_counter()
+        try:
+            found = work(self._dropped)
+        except BaseException as error:  # noqa: BLE001 - raised again where the groups are asked for
+            self._future.set_exception(error)
+        else:
+            self.seconds = time.perf_counter() - began
+            self._future.set_result(found)
 
     def wait(self, seconds: float | None = None) -> bool:
-        return wait_together(self._thread.wait, seconds, gives_up=self._gives_up if seconds is None else None)
+        return wait_together(
+            lambda most: bool(wait([self._future], most).done), seconds, gives_up=self._gives_up if seconds is None else None
+        )
 
     def groups(self) -> list[Group]:
         self.has_ended = True
-        return self._thread.result()
+        return self._future.result()
 
     def drop(self) -> None:
-        self._thread.give_up()
+        self._dropped.set()
         self.has_ended = True
-
-    @property
-    def seconds(self) -> float:
-        return self._thread.seconds
 
 
 class ScriptedEngine:
@@ -53,28 +66,20 @@ class ScriptedEngine:
 
     def __init__(self, answer: Answer, *, score: Callable[[Sequence[int]], list[float]] | None = None):
         self._answer, self._score = answer, score
-        self._version, self._has_base = 0, True
+        self.version, self.has_base = 0, True
         self._flights: list[_Flight] = []
         self.gives_up: Callable[[], bool] = lambda: False
 
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def has_base(self) -> bool:
-        return self._has_base
-
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        if self._version == NO_VERSION:
+        if self.version == NO_VERSION:
             raise WeightSyncError("the scripted engine holds no weights: a weight push failed.")
-        groups = self._answered(prompts, sampling, self._version, self.gives_up)
+        groups = self._answered(prompts, sampling, self.version, self.gives_up)
         if collectives.largest(float(self.gives_up())):
             raise GivenUp
         return groups
 
     def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> Flight:
-        version = self._version
+        version = self.version
         flight = _Flight(lambda dropped: self._answered(prompts, sampling, version, dropped.is_set), self.gives_up)
         self._flights.append(flight)
         return flight
@@ -98,13 +103,13 @@ class ScriptedEngine:
         if not all(flight.has_ended for flight in self._flights):
             raise WeightSyncError(f"version {update.version} was pushed to the scripted engine while it was answering prompts.")
         self._flights = []
-        self._version = NO_VERSION  # until all of it has arrived
-        if update.kind == "adapter" and not self._has_base:
+        self.version = NO_VERSION  # until all of it has arrived
+        if update.kind == "adapter" and not self.has_base:
             raise WeightSyncError("the scripted engine has no base for an adapter.")
-        self._has_base = update.kind == "adapter"
+        self.has_base = update.kind == "adapter"
         for _ in update.tensors:
             pass
-        self._version, self._has_base = update.version, update.kind != "merged"
+        self.version, self.has_base = update.version, update.kind != "merged"
 
     def probes(self) -> list[Scored]:
         return [whole((4, 5, 6, 7)), whole((7, 6, 5, 4))]

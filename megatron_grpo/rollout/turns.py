@@ -1,4 +1,7 @@
-"""Turns of many episodes over one engine: requests that join and leave while others run, and who asks for them. Written for vLLM 0.32."""
+"""Turns of many episodes over one engine: requests that join and leave while others run, and who asks for them; how ranks wait together.
+
+Written for vLLM 0.32.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from megatron_grpo.rollout.ahead import SECONDS_BETWEEN_AGREEMENTS, SECONDS_BETWEEN_LOOKS
+from megatron_grpo.base.errors import GivenUp
+from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings, prompt_seed
 from megatron_grpo.types import Group, Kept, Prompt
 
 Key = tuple[int, int]  # (prompt's number, place in its group)
+
+# Ranks with nothing to wait for sit in a collective meanwhile, and a collective that lasts too long ends the run.
+SECONDS_BETWEEN_AGREEMENTS = 20.0
+SECONDS_BETWEEN_LOOKS = 0.5  # at whether the run gives up what it waits for
+DONE, WAITS, GIVES_UP = 0.0, 1.0, 2.0  # where a rank has come to in its waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,9 +187,6 @@ def _digest(found: Sequence[tuple[Key, Drawn]]) -> bytes:
     return hashlib.blake2b(repr([(key, drawn.token_ids) for key, drawn in found]).encode(), digest_size=8).digest()
 
 
-DONE, WAITS, GIVES_UP = 0.0, 1.0, 2.0
-
-
 def lead(player: Player, turns: TurnSampler, gives_up: Callable[[], bool], *, version: int) -> float:
     """Plays until all have ended, the run gives up, or ranks that have nothing left to play must hear that this one lives."""
     until = time.monotonic() + SECONDS_BETWEEN_AGREEMENTS
@@ -188,5 +194,36 @@ def lead(player: Player, turns: TurnSampler, gives_up: Callable[[], bool], *, ve
         if gives_up():
             return GIVES_UP
         if time.monotonic() >= until:
+            return WAITS
+    return DONE
+
+
+def wait_together(is_done: Callable[[float], bool], seconds: float | None = None, *, gives_up: Callable[[], bool] | None = None) -> bool:
+    """Until every rank is done, at most so long; says whether they are, the same on every rank. Collective.
+
+    is_done: waits on this rank for at most the seconds that it is given, and says whether there is nothing left to wait for.
+    gives_up: asked now and then; where it is true on a rank that is not done, GivenUp is raised on every rank.
+    """
+    left = seconds
+    while True:
+        part = SECONDS_BETWEEN_AGREEMENTS if left is None else min(SECONDS_BETWEEN_AGREEMENTS, left)
+        worst = collectives.largest(_waited(is_done, part, gives_up))
+        if worst == DONE:
+            return True
+        if worst == GIVES_UP:
+            raise GivenUp
+        if left is not None and (left := left - part) <= 0:  # counted, not measured: the same on every rank
+            return False
+
+
+def _waited(is_done: Callable[[float], bool], seconds: float, gives_up: Callable[[], bool] | None) -> float:
+    """What became of this rank's wait of at most so long."""
+    if gives_up is None:
+        return DONE if is_done(seconds) else WAITS
+    end = time.monotonic() + seconds
+    while not is_done(min(SECONDS_BETWEEN_LOOKS, max(0.0, end - time.monotonic()))):
+        if gives_up():
+            return GIVES_UP
+        if time.monotonic() >= end:
             return WAITS
     return DONE

@@ -26,11 +26,10 @@ from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.adapters import LoraPush
-from megatron_grpo.rollout.ahead import SECONDS_BETWEEN_LOOKS, wait_together
 from megatron_grpo.rollout.engine import HolderChanged, SamplingSettings, WeightsLost, WeightSyncError, prompt_seed
 from megatron_grpo.rollout.experts import WrongExperts, of_group
 from megatron_grpo.rollout.probes import probe_sequences
-from megatron_grpo.rollout.turns import Key, Player
+from megatron_grpo.rollout.turns import SECONDS_BETWEEN_LOOKS, Key, Player, wait_together
 from megatron_grpo.servers import wire
 from megatron_grpo.servers.asking import Question, ToSend, on_the_wire
 from megatron_grpo.servers.fleet import Fleet, Needs

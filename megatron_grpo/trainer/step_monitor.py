@@ -35,7 +35,7 @@ class Moment:
 
 
 class StepMonitor:
-    """One a run. `with monitor(step, pending) as beside: policy.train_step(batch, beside)`.
+    """One a run; a `policy.Bystander`. `with monitor(step, pending) as beside: policy.train_step(batch, beside)`.
 
     capsules: gives the `analysis.capsule.Capsules` of the run, and is asked for them when a step is kept. audit: an
     `analysis.audit.Audit`, None for none. ends_run: what an audit finds ends the run; else it is said. gap: see `Gap`.
@@ -47,11 +47,11 @@ class StepMonitor:
         self._now: tuple[Step, Pending] | None = None  # the step that is being taken
 
     @contextmanager
-    def __call__(self, step: Step, pending: Pending) -> Iterator[_AtStep]:
+    def __call__(self, step: Step, pending: Pending) -> Iterator[StepMonitor]:
         """pending: with the step's rows, where they are trained."""
         self._now = step, pending
         try:
-            yield _AtStep(self, step, pending)
+            yield self
         finally:
             self._now = None
 
@@ -62,12 +62,13 @@ class StepMonitor:
             step, pending = now
             self.capsules().leave_behind(Moment(kind="time_out", words=words, step=step), pending, self.policy)
 
-    def keep(self, moment: Moment, pending: Pending, seen: Seen) -> None:
-        self.capsules().write(moment, pending, self.policy, seen)
-
-    def parted(self, finding: Any, step: Step, pending: Pending, seen: Seen) -> None:
-        """Ends the run, or says it."""
-        self.keep(Moment(kind="parted", words=str(finding), step=step, finding=finding), pending, seen)
+    def summed(self, seen: Seen) -> None:
+        if self.audit is None or not self.audit.is_due(seen.batch.step):
+            return
+        finding = self.audit.look(self.policy, seen.batch, seen.metrics, seen.logprobs)
+        if finding is None:
+            return
+        self._keep(seen, kind="parted", words=str(finding), finding=finding)
         if self.ends_run:
             raise CopiesParted(
                 f"{finding}. The run ends before the optimizer acts on it, and no checkpoint is written (audit_action stop). "
@@ -76,28 +77,15 @@ class StepMonitor:
         if collectives.rank() == 0:
             self._say(f"WARNING: {finding}")
 
-
-@dataclass(frozen=True, slots=True)
-class _AtStep:
-    """A `policy.Bystander`."""
-
-    monitor: StepMonitor
-    step: Step
-    pending: Pending
-
-    def summed(self, seen: Seen) -> None:
-        audit = self.monitor.audit
-        if audit is not None and audit.is_due(seen.batch.step):
-            finding = audit.look(self.monitor.policy, seen.batch, seen.metrics, seen.logprobs)
-            if finding is not None:
-                self.monitor.parted(finding, self.step, self.pending, seen)
-
     def judged(self, seen: Seen, refusal: Refusal | None) -> None:
         if refusal is not None:
             kind = "spike" if math.isfinite(seen.metrics["grad_norm"]) else "not_finite"
-            moment = Moment(kind=kind, words=refusal.why, step=self.step, refusal=refusal)
-        elif words := self.monitor._gap(seen.metrics):
-            moment = Moment(kind="logp_gap", words=words, step=self.step)
-        else:
-            return
-        self.monitor.keep(moment, self.pending, seen)
+            self._keep(seen, kind=kind, words=refusal.why, refusal=refusal)
+        elif words := self._gap(seen.metrics):
+            self._keep(seen, kind="logp_gap", words=words)
+
+    def _keep(self, seen: Seen, **facts: Any) -> None:
+        """facts: of its `Moment`."""
+        assert self._now is not None, "a step is looked at inside `with monitor(step, pending)`"
+        step, pending = self._now
+        self.capsules().write(Moment(step=step, **facts), pending, self.policy, seen)

@@ -193,7 +193,7 @@ def test_no_older_adapter_answers_and_a_new_base_drops_the_adapter(model_path):
         with pytest.raises(WeightSyncError, match="holds no weights of a version"):
             engine.generate(PROMPTS, SAMPLING, seed=1)
         np.testing.assert_allclose(engine.score(engine.probes()), untouched, atol=1e-5)
-        engine._version, engine._has_base = NO_VERSION, False
+        engine.version, engine.has_base = NO_VERSION, False
         stats = give(13)
         assert stats.num_tensors == len(dict(policy.base())) + len(policy.adapter()) and engine.has_base and engine.version == 13
 

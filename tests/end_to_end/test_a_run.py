@@ -163,7 +163,7 @@ def train_without_pushing(rank, world_size, flags):
 
     def only_says_so(self, update):
         list(update.tensors)
-        self._version = update.version
+        self.version = update.version
 
     ColocatedEngine.take = only_says_so
     return train(rank, world_size, flags)

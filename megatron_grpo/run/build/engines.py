@@ -91,7 +91,7 @@ def started(make: MakeEngine, cfg: Config, inputs: ValidatedInputs, parallel: Pa
 
 
 def patient(sampler: Engine, stop: train.StopRequest) -> Engine:
-    """The same one; if it is a `PatientSampler`, it hears that the run is to stop."""
+    """The same one; if it can stop in the middle of a question, it hears that the run is to stop."""
     if hasattr(sampler, "gives_up"):
         sampler.gives_up = stop.gives_up
     return sampler

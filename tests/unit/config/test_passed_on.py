@@ -66,9 +66,9 @@ def test_a_word_passes_or_is_refused_by_its_name(flag, given, sentence):
 
 
 def test_nothing_that_passes_on_to_megatron_is_set_here_too():
-    source = ast.parse((Path(megatron_grpo.__file__).parent / "policy/model.py").read_text())
-    function = next(node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == "transformer_config")
-    ours = {keyword.arg for call in ast.walk(function) if isinstance(call, ast.Call) for keyword in call.keywords}
+    source = ast.parse((Path(megatron_grpo.__file__).parent / "policy/model_config.py").read_text())
+    functions = [node for node in source.body if isinstance(node, ast.FunctionDef) and node.name != "layer_specs"]
+    ours = {keyword.arg for function in functions for call in ast.walk(function) if isinstance(call, ast.Call) for keyword in call.keywords}
     megatron = passed_on.options("megatron_extra_kwargs")
     assert "bias_dropout_fusion" in ours and not ours & {*megatron.may}
     assert {*megatron.may} <= megatron.fields.keys() and {*vars(Config().kernels)} <= megatron.here.keys()
