@@ -1,12 +1,13 @@
-"""What the optimizer's settings come to: learning rate and weight decay over a run; the dtypes of gradients and state. No torch."""
+"""What the optimizer's settings come to: learning rate and weight decay over a run, dtypes of gradients and state; and FP8. No torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_grpo.base.errors import Problem
-from megatron_grpo.config.config import OptimizerConfig
+from megatron_grpo.config.config import Config, OptimizerConfig
 
 # Dtypes of gradients and optimizer state (`use_precision_aware_optimizer`).
 BLOCK = 1 << 22  # numbers that share a scale
@@ -14,6 +15,10 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _BITS = {"bf16": 7, "fp16": 10, "fp8": 3}  # behind the point, of numbers between one power of two and the next
 DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")  # those of weights, those of moments
 OF_THE_OPTIMIZER = ("use_precision_aware_optimizer", *DTYPES)  # of no use to a command that takes no step
+# Linear layers in FP8, by fp8_recipe: what Transformer Engine asks of a GPU (compute capability), and of both sides of a matrix (a
+# multiple). Read in 2.9 and 2.20: `quantization.check_fp8_*_support`, `utils.assert_dim_for_fp8_exec`, MXFP8's block of 32,
+# `Float8BlockQuantizer.is_quantizable`.
+FP8_NEEDS = {"tensorwise": ((8, 9), 16), "blockwise": ((9, 0), 128), "mxfp8": ((10, 0), 32)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,3 +74,9 @@ def lost(opt: OptimizerConfig) -> Iterator[str]:
             f"main_params_dtype fp16 with lr {opt.lr:g}: a step of Adam moves a weight by about lr, and fp16 rounds a weight w by up to "
             f"w / 2,048, so that weights above {opt.lr * 2048:.3g} mostly stay as they are, whatever their gradient says. Use fp32."
         )
+
+
+def rank_multiple(cfg: Config) -> int:
+    """What the tokens of a micro-batch on one rank are rounded up to."""
+    rows = FP8_NEEDS[cfg.model.fp8_recipe][1] if cfg.model.fp8_format else 1
+    return math.lcm(cfg.batch.pad_to_multiple_of, rows)

@@ -17,9 +17,9 @@ from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.prefix_groups import Alignment, num_tokens
 from megatron_grpo.batching.split import BatchCut, Portion, deal_filled
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.optimizer import rank_multiple
 from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.planning.summary import bubble_fraction
-from megatron_grpo.policy.fp8 import rank_multiple
 from megatron_grpo.types import Extent
 
 MOST_ROWS = 65_536  # of an optimizer step whose packing is tried

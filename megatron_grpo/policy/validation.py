@@ -9,9 +9,9 @@ from typing import Any
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.batching.stages import layer_counts
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.optimizer import FP8_NEEDS
 from megatron_grpo.config.read import COMMAND_LINE
 from megatron_grpo.config.rules import Rule, broken, settings_of
-from megatron_grpo.policy.fp8 import NEEDS
 from megatron_grpo.weights.lora import linear_modules, lora_of
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import yarn_mscale
@@ -187,7 +187,7 @@ def _odd_sides(c: SimpleNamespace) -> dict[str, Any] | None:
     """Matrices whose sides the scaling of FP8 does not take."""
     if not c.fp8_format:
         return None
-    shape, tp, multiple = c.shape, c.tensor_model_parallel_size, NEEDS[c.fp8_recipe][1]
+    shape, tp, multiple = c.shape, c.tensor_model_parallel_size, FP8_NEEDS[c.fp8_recipe][1]
     heads = (shape.num_attention_heads + 2 * max(shape.num_query_groups, tp)) * shape.head_dim
     ffn = shape.moe.ffn_hidden_size // c.expert_tensor_parallel_size if shape.moe else shape.ffn_hidden_size // tp
     sizes = {"hidden_size": shape.hidden_size, "queries, keys and values of a rank": heads // tp,
@@ -198,10 +198,10 @@ def _odd_sides(c: SimpleNamespace) -> dict[str, Any] | None:
 
 def _old_gpu(c: SimpleNamespace) -> dict[str, Any] | None:
     """A GPU that computes no FP8 with this scaling."""
-    if not c.fp8_format or not c.capability or c.capability >= (least := NEEDS[c.fp8_recipe][0]):
+    if not c.fp8_format or not c.capability or c.capability >= (least := FP8_NEEDS[c.fp8_recipe][0]):
         return None
     here, needed = (".".join(map(str, version)) for version in (c.capability, least))
-    others = [name for name, (at_least, _) in NEEDS.items() if at_least <= c.capability]
+    others = [name for name, (at_least, _) in FP8_NEEDS.items() if at_least <= c.capability]
     return {"here": here, "needed": needed, "others": others, "do": f"Use {' or '.join(others)}" if others else "Leave fp8_format out"}
 
 

@@ -13,11 +13,11 @@ import torch
 from megatron_grpo.base.activity import Clock
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.config import Config, GrpoConfig
+from megatron_grpo.config.optimizer import rank_multiple
 from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.policy.attention import gpu_kernel
-from megatron_grpo.policy.fp8 import rank_multiple
 from megatron_grpo.policy.guard import Guard, PlausibleGuard
 from megatron_grpo.policy.hf_export import WeightExchange
 from megatron_grpo.policy.lora import Adapters

@@ -10,10 +10,10 @@ import pytest
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config import parse
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.optimizer import rank_multiple
 from megatron_grpo.parallel.layout import Layout, sequence_alignment
 from megatron_grpo.planning.sharing import LEAST_SAVING, decide
 from megatron_grpo.policy import same_bits_validation
-from megatron_grpo.policy.fp8 import rank_multiple
 from megatron_grpo.policy.validation import (
     attention_channels,
     flash_obstacle,
