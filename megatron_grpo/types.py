@@ -375,7 +375,7 @@ class AnchoredSample(Sample):
 
 
 # What a sample has and every rank knows of its row.
-_OF_BOTH = ("rollout", "row", "prompt_number", "version", "fresh_at", "prefix", "is_dead", "is_truncated")
+OF_ROW_AND_SAMPLE = ("rollout", "row", "prompt_number", "version", "fresh_at", "prefix", "is_dead", "is_truncated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,15 +400,6 @@ class Row:
         return self.rollout, self.row
 
     @property
-    def num_tokens(self) -> int:
-        return sum(self.contexts)
-
-    @property
-    def told_of_samples(self) -> dict[str, Any]:
-        """What a row says of its sample."""
-        return {name: getattr(self, name) for name in _OF_BOTH}
-
-    @property
     def extent(self) -> Extent:
         return Extent(contexts=self.contexts, group=(self.rollout, self.prompt_number), prefix=self.prefix)
 
@@ -416,7 +407,7 @@ class Row:
     def of(cls, sample: Sample, *, home: int) -> Row:
         contexts = tuple(end - begin for begin, end in sample.contexts)
         is_anchored = isinstance(sample, AnchoredSample) and sample.anchored_by == "recompute"
-        known = {name: getattr(sample, name) for name in (*_OF_BOTH, "num_masked")}
+        known = {name: getattr(sample, name) for name in (*OF_ROW_AND_SAMPLE, "num_masked")}
         return cls(**known, contexts=contexts, is_anchored=is_anchored, home=home)
 
 

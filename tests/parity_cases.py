@@ -253,9 +253,9 @@ def shared_rollout(path: str | Path, *, num_steps: int = 1) -> list[list[Sample]
 
 def with_prefix(group: Sequence[Sample]) -> list[Sample]:
     """A group whose rows know what they all begin with, as those of a rollout do."""
-    from megatron_grpo.batching.prefix_groups import Context, common_prefix
+    from megatron_grpo.batching.prefix_groups import common_prefix, contexts_of
 
-    prefix = common_prefix(group, [Context(row, *ends) for row, one in enumerate(group) for ends in one.contexts])
+    prefix = common_prefix(group, contexts_of(group))
     return [dataclasses.replace(sample, prefix=prefix) for sample in group]
 
 

@@ -15,8 +15,8 @@ import torch
 from megatron.core import tensor_parallel
 
 from megatron_grpo.base.cleanup import CleanUp
-from megatron_grpo.policy.kernels import rotate
-from megatron_grpo.policy.layers import AddNormed, Norm, PackedAttention, WholeNorm
+from megatron_grpo.policy.kernels import Norm, rotate
+from megatron_grpo.policy.layers import AddNormed, PackedAttention, WholeNorm
 from megatron_grpo.policy.model import PolicyModel
 
 # What sequence parallelism cuts by tokens.

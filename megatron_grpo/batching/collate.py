@@ -10,7 +10,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from megatron_grpo.batching.pictures import Shown, positions, seen, shown_in
-from megatron_grpo.batching.prefix_groups import FREE, Alignment, Context, Family, common_prefix, num_shared
+from megatron_grpo.batching.prefix_groups import FREE, Alignment, Context, Family, common_prefix, contexts_of, num_shared
 from megatron_grpo.batching.split import Portion
 from megatron_grpo.types import AnchoredSample, Kept, MicroBatch, Sample, Segment, Sequence, TrainingMicroBatch
 
@@ -89,7 +89,7 @@ def collate(
     Raises ValueError where a family does not begin with as many equal tokens as was said.
     """
     alignment = alignment or Alignment()
-    contexts = [Context(row, *ends) for row, sequence in enumerate(sequences) for ends in sequence.contexts]
+    contexts = contexts_of(sequences)
     stream = _Stream(alignment, has_axes=any(sequence.shown for sequence in sequences))
     places = _lay(stream, sequences, _trees(sequences, contexts, families, alignment))
     stream.pad(max(alignment.of_stream(stream.length), at_least))
@@ -222,7 +222,7 @@ def collate_samples(
     counts = [sample.num_masked for sample in samples]
     return TrainingMicroBatch(
         **{field.name: getattr(stream, field.name) for field in fields(MicroBatch)},
-        rows=tuple(sample.key for sample in samples),
+        rows=tuple((sample.rollout, sample.row) for sample in samples),
         prompts=tuple(sample.prompt_number for sample in samples),
         place=_column([np.flatnonzero(sample.mask) for sample in samples], np.int64),
         token_weights=np.repeat(np.asarray(token_weights, dtype=np.float64), counts),

@@ -1,4 +1,4 @@
-"""Contexts in a stream: what lengths are rounded up to, and what contexts of one group have in common (docs/shared_prompts.md).
+"""Contexts in a stream: what lengths are rounded up to, what a group has in common (docs/shared_prompts.md), and how groups are packed.
 
 Two tokens have equal hidden states if all tokens up to them are equal, at equal positions. So a family is told by its tokens: those that
 its contexts begin with alike are computed once, as a trunk, and the rest of each context as a child of it. No torch.
@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_grpo.types import Completion, Sequence
+from megatron_grpo.batching.pack import pack
+from megatron_grpo.types import Completion, Extent, Sequence
 
 Tokens = TypeVar("Tokens", int, np.ndarray)
+# A group is cut into pieces no dearer than an even share of a micro-batch on every rank; or than these parts of it, until ranks are even.
+PARTS_OF_A_SHARE = (1, 2, 4, 8)
+EVEN_ENOUGH = 0.97  # mean over slowest rank
 FREE = np.full((1, 1, 1), -1, dtype=np.int16)  # what routes freely, beside experts of any form
 
 
@@ -46,11 +50,12 @@ class Context(NamedTuple):
     row: int
     first: int
     end: int
+    num_computed: int  # the last token predicts nothing, so it is not computed
 
-    @property
-    def num_computed(self) -> int:
-        """The last token predicts nothing, so it is not computed."""
-        return self.end - self.first - 1
+
+def contexts_of(sequences: SequenceOf[Sequence]) -> list[Context]:
+    """Row by row."""
+    return [Context(row, first, end, end - first - 1) for row, sequence in enumerate(sequences) for first, end in sequence.contexts]
 
 
 class Family(NamedTuple):
@@ -110,4 +115,198 @@ def _shown(sequence: Sequence, context: Context) -> set[tuple[int, str]]:
 def prefix_of(completions: SequenceOf[Completion]) -> int:
     """`prefix` of a group: computed tokens that every context of every completion begins with."""
     sequences = [completion.sequence for completion in completions]
-    return common_prefix(sequences, [Context(row, *ends) for row, one in enumerate(sequences) for ends in one.contexts])
+    return common_prefix(sequences, contexts_of(sequences))
+
+
+# ---- packing: whole groups, or pieces of them ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Columns over rows: all that packing knows of them. Tokens include alignment; costs are tokens and, in their measure, attention.
+
+    A row by itself takes `apart`. A piece of a group, which computes the group's prefix once, takes `trunk` and the `tails` of its rows.
+    """
+
+    group: np.ndarray  # int64, 0..; a row that shares with none has one of its own
+    prefix: np.ndarray  # int64, 0 if the row shares nothing
+    apart: np.ndarray  # int64
+    apart_cost: np.ndarray  # float64
+    trunk: np.ndarray  # int64
+    trunk_cost: np.ndarray  # float64
+    tail: np.ndarray  # int64
+    tail_cost: np.ndarray  # float64
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    @classmethod
+    def of(cls, extents: SequenceOf[Extent], alignment: Alignment, *, even_length: float, least_saving: float | None) -> Rows:
+        """even_length: see `pack`. least_saving: None if nothing is to be shared."""
+        numbers: dict[object, int] = {}
+        names = (extent.group if least_saving is not None and extent.group is not None else -1 - i for i, extent in enumerate(extents))
+        group = np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
+        return cls.of_columns(
+            group=group,
+            prefix=np.array([extent.prefix for extent in extents], dtype=np.int64) * (least_saving is not None),
+            num_contexts=np.array([len(extent.contexts) for extent in extents], dtype=np.int64),
+            computed=np.array([tokens - 1 for extent in extents for tokens in extent.contexts], dtype=np.int64),
+            alignment=alignment,
+            even_length=even_length,
+        )
+
+    @classmethod
+    def of_columns(
+        cls, *, group: np.ndarray, prefix: np.ndarray, num_contexts: np.ndarray, computed: np.ndarray, alignment: Alignment,
+        even_length: float,
+    ) -> Rows:  # fmt: skip
+        """computed: of each context, row by row."""
+        row = np.repeat(np.arange(len(group)), num_contexts)
+        # Attention pairs every query with every key before it: half of length^2, and for a child all of the trunk besides.
+        apart, trunk = alignment.of_segment(computed), alignment.of_segment(prefix)
+        tail = alignment.of_segment(computed - prefix[row])
+        apart_cost = apart + apart / even_length * apart
+        tail_cost = tail + (tail + 2 * trunk[row]) / even_length * tail
+
+        def of_rows(values: np.ndarray) -> np.ndarray:
+            return np.bincount(row, weights=values, minlength=len(group)) if len(row) > len(group) else values
+
+        return cls(
+            group=group,
+            prefix=prefix,
+            apart=of_rows(apart).astype(np.int64),
+            apart_cost=of_rows(apart_cost),
+            trunk=trunk,
+            trunk_cost=trunk + trunk / even_length * trunk,
+            tail=of_rows(tail).astype(np.int64),
+            tail_cost=of_rows(tail_cost),
+        )
+
+    def worth(self, together: np.ndarray, least_saving: float) -> Rows:
+        """The same rows; those with one number in `together` share their prefix only if that part of their tokens need not be computed."""
+        apart, shared = _sums(together, self.apart), _sums(together, self.tail)
+        trunk = np.zeros_like(shared)
+        trunk[together] = self.trunk
+        pays = ((trunk + shared < apart) & (trunk + shared <= (1 - least_saving) * apart))[together]
+        return replace(
+            self,
+            prefix=np.where(pays, self.prefix, 0),
+            trunk=np.where(pays, self.trunk, 0),
+            trunk_cost=np.where(pays, self.trunk_cost, 0.0),
+            tail=np.where(pays, self.tail, self.apart),
+            tail_cost=np.where(pays, self.tail_cost, self.apart_cost),
+        )
+
+    def sizes(self, piece: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, cost) of each piece. piece: of each row, numbers 0.. without a gap; rows of a piece are of one group."""
+        apart, tails = _sums(piece, self.apart), _sums(piece, self.tail)
+        trunk, trunk_cost = np.zeros_like(tails), np.zeros(len(tails))
+        trunk[piece], trunk_cost[piece] = self.trunk, self.trunk_cost
+        is_shared = trunk + tails < apart
+        cost = np.where(is_shared, trunk_cost + np.bincount(piece, self.tail_cost), np.bincount(piece, self.apart_cost))
+        return np.where(is_shared, trunk + tails, apart), cost
+
+
+def _sums(number: np.ndarray, values: np.ndarray) -> np.ndarray:
+    return np.bincount(number, weights=values).astype(np.int64)  # exact: token counts are far below 2^53
+
+
+def pack_groups(rows: Rows, *, max_tokens: int, dp_size: int = 1, multiple: int = 1) -> list[list[list[int]]]:
+    """As `pack`, where rows of a group that meet in a micro-batch share their prefix: [data-parallel rank][micro-batch] -> rows.
+
+    A group stays together if the budget, the number of micro-batches and the balance of ranks allow it; each piece computes the prefix
+    once. A piece takes at most the budget, or what its longest row takes by itself. ValueError as from `pack`.
+    """
+    sizes = {"max_tokens": max_tokens, "dp_size": dp_size, "multiple": multiple}
+    if not rows.prefix.any():
+        return pack(rows.apart, costs=rows.apart_cost, **sizes)
+    whole = _within_budget(rows, max_tokens)
+    total = rows.sizes(whole)[1].sum()
+    best: list[list[list[int]]] = []
+    fastest = math.inf
+    for parts in PARTS_OF_A_SHARE:
+        piece = _no_dearer_than(total / (dp_size * multiple * parts), rows, whole)
+        piece, dealt = _pack_pieces(rows, piece, **sizes)
+        cost = rows.sizes(piece)[1]
+        of_rounds = np.array([[cost[pieces].sum() for pieces in mine] for mine in dealt])
+        time = of_rounds.max(axis=0).sum()  # ranks wait for each other at every micro-batch
+        if time < fastest:
+            best, fastest = _rows_of(piece, dealt), time
+        if of_rounds.sum() >= EVEN_ENOUGH * time * dp_size:
+            break
+    return best
+
+
+def _pack_pieces(rows: Rows, piece: np.ndarray, **sizes: int) -> tuple[np.ndarray, list[list[list[int]]]]:
+    """(piece of each row, [rank][micro-batch] -> pieces). The dearest are halved while they are too few, half of the missing at once."""
+    unit = sizes["dp_size"] * sizes["multiple"]
+    while True:
+        tokens, cost = rows.sizes(piece)
+        try:
+            return piece, pack(tokens, costs=cost, **sizes)
+        except ValueError:
+            cost[np.bincount(piece) == 1] = -1.0
+            if cost.max() < 0:
+                raise
+            dearest = np.argsort(-cost, kind="stable")[: max(-len(cost) % unit // 2, 1)]
+            which = np.zeros(len(cost), dtype=bool)
+            which[dearest] = cost[dearest] >= 0
+            piece = _halved(rows, piece, which)
+
+
+def _rows_of(piece: np.ndarray, dealt: list[list[list[int]]]) -> list[list[list[int]]]:
+    order = np.argsort(piece, kind="stable").tolist()
+    end = np.cumsum(np.bincount(piece)).tolist()
+    begin = [0, *end]
+    return [[[row for i in pieces for row in order[begin[i] : end[i]]] for pieces in mine] for mine in dealt]
+
+
+def _within_budget(rows: Rows, max_tokens: int) -> np.ndarray:
+    """The piece of each row: groups, and in as few pieces as fit where a group takes more than the budget."""
+    shares = rows.prefix > 0
+    key = np.where(shares, rows.group, rows.group.max() + 1 + np.arange(len(rows)))
+    piece = np.unique(key, return_inverse=True)[1]
+    tokens, _ = rows.sizes(piece)
+    longest = np.zeros_like(tokens)
+    np.maximum.at(longest, piece, rows.apart)
+    limit = np.maximum(longest, max_tokens)
+    large = np.flatnonzero((tokens > limit)[piece])
+    if not len(large):
+        return piece
+    # The rows of each large group, longest first, as a line of a matrix; then each column into the first piece of its line with room.
+    large = large[np.lexsort((-rows.tail[large], piece[large]))]
+    _, first, line = np.unique(piece[large], return_index=True, return_inverse=True)
+    column = np.arange(len(large)) - first[line]
+    shape = len(first), int(column.max()) + 1
+    tails, used = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    tails[line, column] = rows.tail[large]
+    into = np.zeros(shape, dtype=np.int64)
+    room = (limit[piece[large[first]]] - rows.trunk[large[first]])[:, None]
+    for number in range(shape[1]):
+        tail = tails[:, number, None]
+        chosen = ((used == 0) | (used + tail <= room)).argmax(axis=1)
+        used[np.arange(shape[0]), chosen] += tail[:, 0]
+        into[:, number] = chosen
+    key = piece * shape[1]
+    key[large] += into[line, column]
+    return np.unique(key, return_inverse=True)[1]
+
+
+def _no_dearer_than(limit: float, rows: Rows, piece: np.ndarray) -> np.ndarray:
+    while True:
+        _, cost = rows.sizes(piece)
+        dear = (cost > limit) & (np.bincount(piece) > 1)
+        if not dear.any():
+            return piece
+        piece = _halved(rows, piece, dear)
+
+
+def _halved(rows: Rows, piece: np.ndarray, which: np.ndarray) -> np.ndarray:
+    """The piece of each row, where each of `which` has become two. Both get long and short rows."""
+    cut = np.flatnonzero(which[piece])
+    cut = cut[np.lexsort((rows.tail[cut], piece[cut]))]
+    _, first, line = np.unique(piece[cut], return_index=True, return_inverse=True)
+    is_second = (np.arange(len(cut)) - first[line]) % 2 == 1
+    piece = piece.copy()
+    piece[cut[is_second]] = len(which) + line[is_second]
+    return piece

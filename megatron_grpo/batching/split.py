@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megatron_grpo.batching.batch_sizes import SCORED_TOKENS
-from megatron_grpo.batching.pack import Rows, pack_groups
-from megatron_grpo.batching.prefix_groups import Alignment, Family
+from megatron_grpo.batching.prefix_groups import Alignment, Family, Rows, pack_groups
 from megatron_grpo.types import Extent
 
 

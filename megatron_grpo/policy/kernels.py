@@ -1,4 +1,7 @@
-"""RMSNorm, SwiGLU and rotary embedding as one autograd function each: autograd of their parts makes more passes over memory."""
+"""RMSNorm, SwiGLU and rotary embedding as one autograd function each: autograd of their parts makes more passes over memory.
+
+The layers that are nothing but such a norm stand with it.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,26 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     if x.device.type == "cpu":
         return _RmsNorm.apply(x, weight, epsilon)
     return F.rms_norm(x, weight.shape, weight, epsilon)  # one kernel on a GPU
+
+
+class Norm(torch.nn.Module):
+    """RMSNorm over the last dimension. Under sequence parallelism its weight's gradient is summed over TP, which the mark asks for."""
+
+    def __init__(self, config, hidden_size, eps=1e-6, **unused):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.eps = eps
+
+    def forward(self, x):
+        return rms_norm(x, self.weight, self.eps)
+
+
+class NormFromOne(Norm):
+    """An RMSNorm whose weight says how far it is from 1, and that is computed in float32 (Gemma)."""
+
+    def forward(self, x):
+        return rms_norm(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class _RmsNorm(torch.autograd.Function):

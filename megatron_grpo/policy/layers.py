@@ -18,7 +18,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 
 from megatron_grpo.parallel.autograd import all_gather, copy_to_ranks, sum_over_ranks
 from megatron_grpo.policy.attention import attention
-from megatron_grpo.policy.kernels import rms_norm, rotate
+from megatron_grpo.policy.kernels import Norm, rotate
 from megatron_grpo.policy.stream import PackedStream
 from megatron_grpo.weights.shape import ModelShape
 
@@ -100,26 +100,6 @@ class SinkAttention(PackedAttention):
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         return _cut_in_one_dimension(self, "sinks", prefix, sharded_offsets, metadata)
-
-
-class Norm(torch.nn.Module):
-    """RMSNorm over the last dimension. Under sequence parallelism its weight's gradient is summed over TP, which the mark asks for."""
-
-    def __init__(self, config, hidden_size, eps=1e-6, **unused):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
-        self.weight.sequence_parallel = config.sequence_parallel
-        self.eps = eps
-
-    def forward(self, x):
-        return rms_norm(x, self.weight, self.eps)
-
-
-class NormFromOne(Norm):
-    """An RMSNorm whose weight says how far it is from 1, and that is computed in float32 (Gemma)."""
-
-    def forward(self, x):
-        return rms_norm(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class WholeNorm(MegatronModule):

@@ -15,13 +15,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_grpo.config.config import Config, KernelConfig, ModelConfig, ParallelConfig
+from megatron_grpo.policy.kernels import Norm, NormFromOne
 from megatron_grpo.policy.layers import (
     AddNormed,
     FusedAttention,
     LatentAttention,
     LatentNorm,
-    Norm,
-    NormFromOne,
     PackedAttention,
     SinkAttention,
     WholeNorm,

@@ -237,7 +237,7 @@ class Pending:
             micro_batches=tuple(micro_batches),
             num_sequences=found.num_sequences,
             num_loss_tokens=found.num_loss_tokens,
-            num_tokens=sum(row.num_tokens for row in rows),
+            num_tokens=sum(sum(row.contexts) for row in rows),
             num_contexts=sum(len(row.contexts) for row in rows),
             staleness=tuple(step.index - row.version for row in rows),
             lag=tuple(micro.fresh_at - self.rows[micro.rollout, row].version for micro in step.micro_steps for row in range(*micro.rows)),

@@ -23,7 +23,7 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.trainer.generation import RolloutGenerator
 from megatron_grpo.trainer.judge import check_failures
 from megatron_grpo.trainer.pending import PlacedRows, at_home, deliver, score_rows, without_experts
-from megatron_grpo.types import Completion, Extent, Harvest, Prompt, Rollout, Row, RowKey, Sample, ScoredGroup, Verdict
+from megatron_grpo.types import OF_ROW_AND_SAMPLE, Completion, Extent, Harvest, Prompt, Rollout, Row, RowKey, Sample, ScoredGroup, Verdict
 
 if TYPE_CHECKING:
     from megatron_grpo.metrics.journal import Journal
@@ -235,15 +235,15 @@ class Rollouts:
             needed = {place: table.needs_anchor(number, place) for place in {row.row // self.cut.rows_per_slice for row in rows}}
             rows = [replace(row, is_anchored=needed[row.row // self.cut.rows_per_slice]) for row in rows]
         samples = {}
-        for row in rows:
-            if row.key in held:
-                place, member = divmod(row.row, len(kept[0].rewards))
-                sample = _sample(row, held[row.key], found.advantages[place, member], taught[row.key], trains=kept[place].trains[member])
-                if table.sizes.old_logprobs == "rollout":
-                    sample = sample.anchored(sample.sampler_logprobs, "rollout")
-                if row.is_anchored and logprobs is not None:
-                    sample = sample.anchored(logprobs[row.key] * sample.mask, "recompute")
-                samples[row.key] = sample
+        for key, completion in held.items():
+            place, member = divmod(key[1], len(kept[0].rewards))
+            row, trains = rows[key[1]], kept[place].trains[member]
+            sample = _sample(row, completion, found.advantages[place, member], taught[key], trains=trains)
+            if table.sizes.old_logprobs == "rollout":
+                sample = sample.anchored(sample.sampler_logprobs, "rollout")
+            if row.is_anchored and logprobs is not None:
+                sample = sample.anchored(logprobs[key] * sample.mask, "recompute")
+            samples[key] = sample
         return Rollout(number=number, rows=tuple(rows), samples=samples, num_prompts=reaped.num_prompts)
 
     def _placed(self, number: int, kept: Sequence[Verdict], mine: Mapping[int, ScoredGroup]) -> tuple[PlacedRows, dict[RowKey, Completion]]:
@@ -284,7 +284,7 @@ class Rollouts:
 def _sample(row: Row, completion: Completion, advantage: float, of_teacher: np.ndarray | None, *, trains: bool) -> Sample:
     sequence = completion.sequence
     return Sample(
-        **row.told_of_samples,
+        **{name: getattr(row, name) for name in OF_ROW_AND_SAMPLE},
         token_ids=sequence.token_ids,
         mask=sequence.mask & trains,
         starts=sequence.starts,

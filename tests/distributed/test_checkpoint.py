@@ -70,7 +70,7 @@ class Policy:
 
         from megatron_grpo.parallel.layout import Layout
         from megatron_grpo.parallel.state import start
-        from megatron_grpo.policy.layers import Norm
+        from megatron_grpo.policy.kernels import Norm
 
         start(Layout(world_size=world_size, tp=tp, pp=pp, vpp=vpp, ep=ep), seed=seed)
         from megatron.core import parallel_state as ps

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.batching.collate import collate
-from megatron_grpo.batching.prefix_groups import Alignment, Context, Family, common_prefix, prefix_of
+from megatron_grpo.batching.prefix_groups import Alignment, Context, Family, common_prefix, contexts_of, prefix_of
 from megatron_grpo.batching.split import BatchCut, Portion, deal, deal_filled, deal_scored
 from megatron_grpo.types import Extent, MicroBatch, Segment, Sequence, answered
 
@@ -61,7 +61,7 @@ def test_pictures_and_forced_experts_end_what_is_shared_too():
     def routed(*experts):
         return dataclasses.replace(sequence(1, 2, 3, 4, 5), experts=np.array(experts, dtype=np.int16).reshape(5, 1, 1))
 
-    both = [Context(0, 0, 5), Context(1, 0, 5)]
+    both = [Context(0, 0, 5, 4), Context(1, 0, 5, 4)]
     assert common_prefix([with_picture("a"), with_picture("a")], both) == 4
     assert (
         common_prefix([with_picture("a"), with_picture("b")], both)
@@ -109,7 +109,7 @@ def batches(draw):
                 tokens += opening + tail
                 mask += [False] * len(opening) + [True] * len(tail)
             members.append(Sequence(token_ids=np.array(tokens), mask=np.array(mask), starts=tuple(starts)))
-        prefix = common_prefix(members, [Context(i, *ends) for i, one in enumerate(members) for ends in one.contexts])
+        prefix = common_prefix(members, contexts_of(members))
         prefix *= draw(st.booleans())  # 0 where nobody knows it
         rows += members
         extents += [Extent(tuple(end - begin for begin, end in one.contexts), (0, group), prefix) for one in members]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_grpo.batching import pack, split
+from megatron_grpo.batching import pack, prefix_groups, split
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.report import print_report
@@ -214,7 +214,7 @@ def test_packings_are_few_whatever_the_size(made, model, monkeypatch):
     packings = []
     deal, pack_once, tried = split.deal, pack.pack, []
     monkeypatch.setattr(split, "deal", lambda extents, cut: packings.append(len(extents)) or deal(extents, cut))
-    monkeypatch.setattr(pack, "pack", lambda *args, **sizes: tried.append(1) or pack_once(*args, **sizes))
+    monkeypatch.setattr(prefix_groups, "pack", lambda *args, **sizes: tried.append(1) or pack_once(*args, **sizes))
     made(GROUPS, *model, "--world_size", 1000, "--global_batch_size", 6000, "--num_generations", 4)
     assert len(packings) <= 4 and max(packings) == 6000  # the file's own, without and with sharing; one for the budget
     assert len(tried) <= 16, "1500 groups for 2000 micro-batches: many are halved at once"
