@@ -48,12 +48,7 @@ class FrozenReference:
 
     def __init__(self, scorer: ModelScorer):
         self.scorer, self.chunks = scorer, scorer.model
-
-    def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
-        return self.scorer.logprobs(micro_batches)
-
-    def last_stage_logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
-        return self.scorer.last_stage_logprobs(micro_batches)
+        self.logprobs, self.last_stage_logprobs = scorer.logprobs, scorer.last_stage_logprobs
 
     def after_step(self, step: int, policy: Tensors) -> None:
         """Stays."""

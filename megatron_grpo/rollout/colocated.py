@@ -32,7 +32,7 @@ from megatron_grpo.rollout.experts import ExpertLayers, of_group, told
 from megatron_grpo.rollout.probes import probe_sequences
 from megatron_grpo.rollout.turns import DONE, GIVES_UP, EngineTurns, LeadingTurns, Player, follow, lead
 from megatron_grpo.rollout.vllm_weights import AdapterSlot, WeightLoader, buffers_of, missing_sentence, refuse_changed
-from megatron_grpo.types import Completion, Group, Kept, Prompt, answered
+from megatron_grpo.types import Completion, Group, Prompt, answered
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 
@@ -268,7 +268,7 @@ class ColocatedEngine:
 
     def _forget_pictures(self) -> None:
         # It keeps what the old tower made of them, by picture, and would show the model that.
-        vllm_requests.forget_pictures(self._llm.llm_engine)
+        self._llm.llm_engine.reset_encoder_cache()
 
     def _request_seed(self, seed: int, prompt: Prompt, sampling: SamplingSettings) -> int | None:
         # Never None: without it each rank of an engine draws from its own global generator, and they draw different tokens.
@@ -299,7 +299,13 @@ class ColocatedEngine:
             opening = len(prompt.token_ids)
             experts = of_group([told(self._experts.read(one.routed_experts), opening, i) for i, one in enumerate(outputs)], opening)
         draws = [vllm_requests.sampled(output, sampling, self._vocab_size) for output in outputs]
-        return [_completion(prompt, *one, self.version) for one in zip(outputs, draws, experts, strict=True)]
+        return [
+            answered(
+                prompt.token_ids, output.token_ids, logprobs, kept=kept, text=output.text, ended=output.finish_reason,
+                version=self.version, experts=routes, shown=prompt.pictures,
+            )
+            for output, (logprobs, kept), routes in zip(outputs, draws, experts, strict=True)
+        ]  # fmt: skip
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: SamplingSettings) -> None:
         longest = max((prompt for prompt in prompts), key=lambda prompt: len(prompt.token_ids), default=None)
@@ -374,13 +380,3 @@ def _fault(prompts: Sequence[Prompt], outputs: Sequence[Any]) -> str | None:
         if prompt.pictures and (wrong := vllm_requests.difference(output, prompt.token_ids)):
             return f"prompt {prompt.number} (data-set row {prompt.row}): {wrong}."
     return None
-
-
-def _completion(
-    prompt: Prompt, output: Any, sampled: tuple[list[float], Kept | None], experts: np.ndarray | None, version: int
-) -> Completion:
-    logprobs, kept = sampled
-    return answered(
-        prompt.token_ids, output.token_ids, logprobs, kept=kept,
-        text=output.text, ended=output.finish_reason, version=version, experts=experts, shown=prompt.pictures,
-    )  # fmt: skip

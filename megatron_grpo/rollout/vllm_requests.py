@@ -244,11 +244,6 @@ def difference(output: Any, token_ids: Sequence[int]) -> str | None:
     )
 
 
-def forget_pictures(llm_engine: Any) -> None:
-    """Of what the tower made of pictures: stale when it moves."""
-    llm_engine.reset_encoder_cache()
-
-
 # ---- the run's settings as arguments of an engine, and its refusals as sentences about them --------------------------------------------
 
 

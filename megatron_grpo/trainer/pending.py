@@ -7,7 +7,7 @@ another share is to score or train it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -185,7 +185,8 @@ class Pending:
         held = {
             key: emptied(sample) if key in lost else sample.anchored(scored.logprobs[key], "recompute") for key, sample in samples.items()
         }
-        return self._moved(scored.rows.homes, held)._emptied(lost)
+        moved = self._moved(scored.rows.homes, held)
+        return replace(moved, rows={key: replace(row, num_masked=0) if key in lost else row for key, row in moved.rows.items()})
 
     def placed(self, keys: Iterable[RowKey]) -> PlacedRows:
         """These of the rows, as others are handed them."""
@@ -206,9 +207,6 @@ class Pending:
             named = ", ".join(f"row {row} of rollout {rollout}" for rollout, row in sorted(lost)[:SHOWN])
             logger.warning("The policy gives no log-probs that are numbers to %d rows, which train nothing: %s.", len(lost), named)
         return lost
-
-    def _emptied(self, lost: Collection[RowKey]) -> Pending:
-        return replace(self, rows={key: replace(row, num_masked=0) if key in lost else row for key, row in self.rows.items()})
 
     def batch(self, step: Step, *, weigh: Callable[..., TokenWeights]) -> tuple[Pending, GlobalBatch]:
         """This rank's share of an optimizer step, and the rows where they then are. The only place where rows are cut for training.
