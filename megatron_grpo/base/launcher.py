@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_grpo.base.errors import Problem
+from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_INTERRUPTED, Problem
 
 # Launchers that start many processes and do not say so in RANK: without RANK each of them would train a whole run of its own.
 _COUNTS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -211,3 +211,33 @@ def forget(environment: MutableMapping[str, str]) -> None:
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
     for name in [name for name in environment if name in names or name.startswith("TORCHELASTIC_")]:
         del environment[name]
+
+
+# ---- torchrun --max-restarts starts a job again however it ended: where that mends nothing, the new attempt ends at once, without imports
+
+_WHY = {
+    EXIT_CONFIG: "what was refused is refused again with the same number of processes",
+    EXIT_INTERRUPTED: "the run was asked to stop, and is saved: the same command continues it",
+}
+
+
+def note_end(code: int) -> None:
+    """For further attempts on this machine: this one ended with `code`, and another would too. It holds for as many ranks as now if it
+    is about settings."""
+    launched = read()
+    if launched.ended is not None:
+        with contextlib.suppress(OSError), launched.ended.open("a") as stream:  # else the attempts take longer
+            stream.write(f"{code} {launched.world_size}\n")
+
+
+def ended_before() -> tuple[int, str] | None:
+    """(exit code, why it is that one) where this attempt is to end at once."""
+    launched = read()
+    try:
+        lines = [line.split() for line in launched.ended.read_text().splitlines()] if launched.ended is not None else []
+    except OSError:
+        return None
+    for code, world_size in lines:
+        if int(code) == EXIT_INTERRUPTED or int(world_size) == launched.world_size:
+            return int(code), f"torchrun started the job again, and this attempt ends at once: {_WHY[int(code)]}."
+    return None

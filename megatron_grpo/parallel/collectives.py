@@ -63,9 +63,10 @@ def node(host: str | None = None) -> Node:
     return Node(first=firsts[mine], number=list(firsts).index(mine), count=len(firsts))
 
 
-def store() -> Any:
-    """The job's key-value store, through which ranks can speak while a collective hangs."""
-    return dist.distributed_c10d._get_default_store()
+def store(name: str) -> Any:
+    """The job's key-value store, through which ranks can speak while a collective hangs: under names of `name`'s own, by a connection of
+    its own, for the main thread may be waiting on the other one."""
+    return dist.PrefixStore(name, dist.distributed_c10d._get_default_store().clone())
 
 
 _patient: Group = None

@@ -22,7 +22,6 @@ from types import TracebackType
 
 from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_CRASH, EXIT_INTERRUPTED, ConfigError, Interrupted, RewardError, RunError, said_by
-from megatron_grpo.run import attempts
 
 PREFIX = "megatron-grpo: "
 
@@ -31,7 +30,7 @@ def report(error: BaseException) -> int:
     """Says why this process ends and returns its exit code. What all ranks know alike is said once; a crash by each rank that has one."""
     text, code = told(error)
     if code == EXIT_CONFIG or (isinstance(error, Interrupted) and error.is_final):
-        attempts.note_end(code)
+        launcher.note_end(code)
     if text is not None:
         tell(text)
         return code

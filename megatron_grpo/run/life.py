@@ -21,7 +21,6 @@ from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.report import print_report
 from megatron_grpo.rewards.loading import close_rewards
-from megatron_grpo.run import supervisor
 from megatron_grpo.run.build import Parts
 from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.run import build_run
@@ -47,7 +46,7 @@ def run_training(made: Plan, inputs: ValidatedInputs, parts: Parts) -> int:
         # As typed: sizes that follow from others would be further differences. Paths as they are on this machine.
         typed = made.checked.parsed.config.with_values({"output_dir": cfg.run.output_dir, "resume": cfg.run.resume})
         parallel = start_parallel(cfg, made.checked.sizes.layout, typed=typed, content=inputs.resume.origin.content)
-        peers = Peers(collectives.store(), rank=parallel.rank, processes=collectives.from_all(Process.mine()))
+        peers = Peers(collectives.store("peers"), rank=parallel.rank, processes=collectives.from_all(Process.mine()))
         signal = StopSignal(
             partial(leave_if_doomed, peers), patience=cfg.run.stop_drain_seconds, limits=limits, others=peers,
             leaves_unasked=parallel.device.type == "cuda",
@@ -160,8 +159,8 @@ def watched(cfg: Config, parallel: ParallelState, peers: Peers, clean_up: CleanU
     if not cfg.parallel.rank_heartbeat_timeout:
         return None
     watchdog = Watchdog(
-        collectives.store(), rank=parallel.rank, processes=peers.processes, timeout=cfg.parallel.rank_heartbeat_timeout,
-        output_dir=Path(cfg.run.output_dir), wait_for_all=collectives.wait_for_all, leaves=peers.report_failure, page=supervisor.page,
+        collectives.store("watchdog"), rank=parallel.rank, processes=peers.processes, timeout=cfg.parallel.rank_heartbeat_timeout,
+        output_dir=Path(cfg.run.output_dir), wait_for_all=collectives.wait_for_all, leaves=peers.report_failure,
     )  # fmt: skip
     clean_up.add(watchdog.close)
     return watchdog

@@ -29,6 +29,14 @@ class Limit:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What asked a run to stop. why: ends the sentence "stopped by ...". is_time: the job's time is up, so that it may be queued again."""
+
+    why: str
+    is_time: bool = False
+
+
 def limits_of(cfg: Config, launched_at: float, env: Mapping[str, str] = os.environ) -> list[Limit]:
     """launched_at: of time.monotonic."""
     found = []

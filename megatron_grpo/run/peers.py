@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.run.signals import Asked
+from megatron_grpo.run.limits import Asked
 
 # What gloo, NCCL and the store say when the other end has gone.
 _LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|gloo|nccl|socket timeout|\brecv\b", re.IGNORECASE)
@@ -64,23 +64,22 @@ def _stat(pid: int) -> list[str] | None:
 
 
 class Peers:
-    """The ranks of a job, as this one sees them. store: the job's torch.distributed store. processes: of all ranks, in their order."""
+    """The ranks of a job, as this one sees them. store: `collectives.store`. processes: of all ranks, in their order."""
 
     def __init__(self, store: Any, *, rank: int, processes: Sequence[Process]):
-        self._store = store.clone()  # a connection of its own: the main thread may be waiting on the other one
-        self._rank, self.processes = rank, processes
+        self._store, self._rank, self.processes = store, rank, processes
         self.seconds_between_looks = max(1.0, len(processes) / LOOKS_PER_SECOND)
 
     def pass_on(self, asked: Asked) -> None:
         """This rank was asked to stop."""
         with suppress(RuntimeError):  # the store has gone, and the others with it
-            self._store.set("megatron_grpo/stop", f"{int(asked.is_time)}{asked.why}")
+            self._store.set("stop", f"{int(asked.is_time)}{asked.why}")
 
     def asked(self) -> Asked | None:
         """What asked another rank to stop."""
         with suppress(RuntimeError):
-            if self._store.check(["megatron_grpo/stop"]):
-                told = self._store.get("megatron_grpo/stop").decode()
+            if self._store.check(["stop"]):
+                told = self._store.get("stop").decode()
                 return Asked(told[1:], is_time=told[0] == "1")
         return None
 
@@ -90,22 +89,22 @@ class Peers:
         rank: of another one, which this one ends.
         """
         try:
-            self._store.set("megatron_grpo/failed", "1")
-            self._store.set(f"megatron_grpo/failed/{self._rank if rank is None else rank}", "1")
+            self._store.set("failed", "1")
+            self._store.set(f"failed/{self._rank if rank is None else rank}", "1")
         except RuntimeError:  # the store has gone, and nobody is left to tell
             pass
 
     def report_done(self) -> None:
         """This rank has nothing left to do with the others."""
-        self._store.set(f"megatron_grpo/done/{self._rank}", "1")
+        self._store.set(f"done/{self._rank}", "1")
 
     def why_doomed(self) -> str | None:
         """Why this rank cannot go on: a sentence about a dead peer, "" about one that has reported for itself, None while all is well."""
         try:
-            reported = self._store.check(["megatron_grpo/failed"])
+            reported = self._store.check(["failed"])
         except RuntimeError:  # the store has gone, and with it the job
             return self._deaths(has_spoken=lambda rank: False) or ""
-        deaths = self._deaths(has_spoken=lambda rank: any(self._store.check([f"megatron_grpo/{end}/{rank}"]) for end in ("done", "failed")))
+        deaths = self._deaths(has_spoken=lambda rank: any(self._store.check([f"{end}/{rank}"]) for end in ("done", "failed")))
         return deaths or ("" if reported else None)
 
     def explain(self, error: BaseException, who_is_silent: Callable[[], Sequence[int]] = tuple) -> str | None:

@@ -16,13 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import Interrupted
 from megatron_grpo.run.failures import note, report
-from megatron_grpo.run.limits import Limit
+from megatron_grpo.run.limits import Asked, Limit
+from megatron_grpo.run.peers import Peers
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Ctrl-C reaches the whole terminal job, and torchrun then passes it on to its workers: one wish, heard twice. So does `scancel`.
@@ -56,26 +56,6 @@ def heard_before_the_run() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """why: ends the sentence "stopped by ...". is_time: the job's time is up, so that it may be queued again."""
-
-    why: str
-    is_time: bool = False
-
-
-class Others(Protocol):
-    """The other ranks, as far as a wish to stop travels between them: `run.peers`."""
-
-    seconds_between_looks: float
-
-    def pass_on(self, asked: Asked) -> None: ...
-
-    def asked(self) -> Asked | None: ...
-
-    def why_doomed(self) -> str | None: ...
-
-
 class StopSignal:
     """Remembers that this run was asked to stop. One a process, made in its main thread, for as long as it trains.
 
@@ -92,7 +72,7 @@ class StopSignal:
         *,
         patience: float = 0.0,
         limits: Sequence[Limit] = (),
-        others: Others | None = None,
+        others: Peers | None = None,
         leaves_unasked: bool = False,
     ):
         self._leaves_unasked, self._doomed_since = leaves_unasked and others is not None, float("inf")

@@ -14,34 +14,32 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from megatron_grpo.base import launcher
 from megatron_grpo.base.cleanup import die_with_launcher, die_with_parent
 from megatron_grpo.base.errors import EXIT_CRASH
-from megatron_grpo.run import attempts
-from megatron_grpo.run.page import Page
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _HEARD = {*_PASSED_ON, signal.SIGCHLD, signal.SIGALRM}
 _SECONDS_BETWEEN_LOOKS = 1.0
-page: Page | None = None  # in the child: where it writes that it lives
 _SENT_BY_THE_KERNEL = 0x80  # SI_KERNEL: from the terminal, which tells the child as well
 _STARTED_BY: list[int] = []
 
 
 def supervised(command: Callable[[], int]) -> int:
     """`command()` in a child of this process; returns, in both, what the process should exit with. Linux; elsewhere it is called here."""
-    global page
     if sys.platform != "linux":
         return command()
     started_by = os.getppid()
     if launcher.read().by_torchrun:
         die_with_launcher(started_by)
-    if end := attempts.ended_before():
-        return _left_at_once(*end)
+    if end := launcher.ended_before():
+        code, why = end
+        _tell(why)
+        return code
     _STARTED_BY.append(started_by)
     me = os.getpid()
-    page = Page()
     ended, says_end = os.pipe()
     os.set_blocking(ended, False)  # a process that the child leaves behind may hold the other end
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
@@ -58,13 +56,11 @@ def supervised(command: Callable[[], int]) -> int:
     # A timer, and no time limit of the wait: where SIGCONT ends that, Python 3.11 returns a signal that nobody sent.
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, _SECONDS_BETWEEN_LOOKS, _SECONDS_BETWEEN_LOOKS)
-    status = _wait_for(child, page)
+    status = _wait_for(child)
     if status < 0:
         _die_of(-status, mask)
     if status == 0 and not _has_said_so(ended):
-        from megatron_grpo.run.failures import tell  # only now: this process stays small
-
-        tell(f"megatron-grpo: {_who()} left with exit code 0 before its command had ended, so it exits with {EXIT_CRASH}. Something in it "
+        _tell(f"{_who()} left with exit code 0 before its command had ended, so it exits with {EXIT_CRASH}. Something in it "
              "called os._exit, a reward function perhaps, or replaced the process.")  # fmt: skip
         return EXIT_CRASH
     return status
@@ -75,36 +71,43 @@ def launcher_pid() -> int:
     return _STARTED_BY[0] if _STARTED_BY else os.getppid()
 
 
-def _left_at_once(code: int, why: str) -> int:
-    from megatron_grpo.run.failures import PREFIX, tell
+def _tell(text: str) -> None:
+    from megatron_grpo.run.failures import PREFIX, tell  # only now: this process stays small
 
-    tell(f"{PREFIX}{why}")
-    return code
+    tell(f"{PREFIX}{text}")
 
 
-def _wait_for(child: int, page: Page) -> int:
+def _wait_for(child: int) -> int:
     """The exit code of `child`, negative for a signal. Until then signals to this process are the child's."""
     looked, beats, silent = time.monotonic(), 0, 0.0
     while True:
         heard = signal.sigwaitinfo(_HEARD)
-        now, (beat, timeout) = time.monotonic(), page.look()
-        silent = 0.0 if beat != beats else silent + min(now - looked, 2 * _SECONDS_BETWEEN_LOOKS)  # none pass while this process is stopped
-        looked, beats = now, beat
         if heard.si_signo == signal.SIGALRM:
-            if timeout and silent > timeout:
-                from megatron_grpo.run.hung import end_hung_child
+            from megatron_grpo.run import hung
 
-                end_hung_child(child, page, silent)
-                os.waitpid(child, 0)
+            now, note = time.monotonic(), hung.note_of(child)
+            gap, looked = min(now - looked, 2 * _SECONDS_BETWEEN_LOOKS), now  # no more pass while this process is stopped
+            silent, beats = (silent + gap, beats) if note.get("beats", beats) == beats else (0.0, note["beats"])
+            if note.get("timeout") and silent > note["timeout"]:
+                _end_hung(child, Path(note["output_dir"]), silent)
                 return EXIT_CRASH
-            continue
-        if heard.si_signo != signal.SIGCHLD:
+        elif heard.si_signo != signal.SIGCHLD:
             if heard.si_code != _SENT_BY_THE_KERNEL:
                 os.kill(child, heard.si_signo)
-            continue
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
+        elif (ended := os.waitpid(child, os.WNOHANG))[0]:
+            return os.waitstatus_to_exitcode(ended[1])
+
+
+def _end_hung(child: int, output_dir: Path, seconds: float) -> None:
+    """Says where a process is that gives no sign of life, and kills it."""
+    from megatron_grpo.run import hung
+
+    rank = launcher.read().rank
+    account = hung.look_from_outside(child, rank, output_dir, age=seconds)
+    said = hung.verdict({rank: account}, {rank: os.uname().nodename}, seconds)
+    _tell(f"{hung.keep(output_dir, 'report.txt', said)}\n{hung.where_to_look(output_dir)}")
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def _has_said_so(ended: int) -> bool:

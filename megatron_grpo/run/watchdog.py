@@ -29,10 +29,9 @@ from typing import Any
 
 from megatron_grpo.base import activity, launcher
 from megatron_grpo.base.errors import EXIT_CRASH
-from megatron_grpo.run import stacks
+from megatron_grpo.run import hung
 from megatron_grpo.run.failures import PREFIX, tell
-from megatron_grpo.run.hung import Account, keep, verdict, where_to_look
-from megatron_grpo.run.page import Page
+from megatron_grpo.run.hung import Account, keep
 from megatron_grpo.run.peers import Process
 
 LONGEST_PERIOD = 10.0  # seconds between two pulses
@@ -115,7 +114,7 @@ def waits_in(thread: int) -> str:
 class Watchdog:
     """The watch of one rank. Made in its main thread, collectively: `wait_for_all` returns once every rank's first pulse is there.
 
-    store: the job's. processes: of all ranks. timeout: `rank_heartbeat_timeout`, seconds. page: what this rank's parent reads.
+    store: `collectives.store`. processes: of all ranks. timeout: `rank_heartbeat_timeout`, seconds.
     leaves: called for this rank, and for those that it ends, before they leave: they have not died without a word.
     """
 
@@ -129,19 +128,18 @@ class Watchdog:
         output_dir: Path,
         wait_for_all: Callable[[], object],
         leaves: Callable[[int], object],
-        page: Page | None = None,
     ):
         self.timeout, self.period = timeout, min(LONGEST_PERIOD, timeout / PERIODS)
         self.rank, self.processes, self.output_dir = rank, processes, output_dir
-        self._link = _Link(store.clone())  # a connection of its own: the main thread may be waiting on the other one
-        self._leaves, self._page = leaves, page
+        self._store, self._store_is_gone, self._leaves = store, False, leaves
         self.leaves_behind: Callable[[str], object] | None = None  # told that ranks hang, it writes down what this rank was at
         self._alarms = Alarms(timeout, self.period)
         self._main = threading.main_thread().ident or 0
-        stacks.register()
+        hung.register()
+        hung.write_down(output_dir=str(output_dir))
         self._ended, self._alarm = threading.Event(), threading.Event()
         self._pulse = Pulse()
-        self._link.set(f"pulse/{rank}", self._encoded())
+        self._write(f"pulse/{rank}", self._pulse)
         wait_for_all()
         self._neighbour = (rank + 1) % len(processes)
         self._round = Age(5 * self.period)
@@ -183,12 +181,11 @@ class Watchdog:
             while not self._ended.wait(self.period):
                 self._speak_once()
             if not self._alarm.is_set():
-                self._link.set(f"pulse/{self.rank}", json.dumps(asdict(replace(self._pulse, has_left=True))))
+                self._write(f"pulse/{self.rank}", replace(self._pulse, has_left=True))
         except RuntimeError:  # the store has gone, and with it the job: `run.peers` tells of that
-            pass
+            self._store_is_gone = True
         finally:
-            if self._page is not None:
-                self._page.beat(0.0, {})
+            hung.write_down(timeout=0.0)
 
     def _speak_once(self) -> None:
         phases = activity.current()
@@ -200,20 +197,19 @@ class Watchdog:
             age=self._alarms.mine.seconds,
             pause=sum(one.pause for one in phases if one.is_alone),
         )
-        if self._page is not None:
-            # In a job of many the others notice first, and know more.
-            seconds = (self.timeout + self._pulse.pause) * (1.0 if len(self.processes) == 1 else 2.0)
-            self._page.beat(seconds, {"output_dir": str(self.output_dir)})
-        self._link.set(f"pulse/{self.rank}", self._encoded())
-        moving = self._link.add("moving", int(vouches))
-        neighbour = self._read(self._neighbour) if self._neighbour != self.rank else None
-        self._found = (moving, neighbour, self._link.has("alarm"))
+        # For this process's parent. In a job of many the others notice first, and know more.
+        seconds = (self.timeout + self._pulse.pause) * (1.0 if len(self.processes) == 1 else 2.0)
+        hung.write_down(beats=self._pulse.beat, timeout=seconds)
+        self._write(f"pulse/{self.rank}", self._pulse)
+        moving = self._store.add("moving", int(vouches))
+        neighbour = self._pulse_of(self._neighbour) if self._neighbour != self.rank else None
+        self._found = (moving, neighbour, self._has("alarm"))
         self._rounds += 1
 
     def _watch(self) -> None:
         seen = 0
         while not self._ended.wait(self.period):
-            if self._link.is_gone:
+            if self._store_is_gone:
                 return
             if self._round.look(self._rounds) > self.timeout:
                 self._end_without_store()
@@ -230,15 +226,24 @@ class Watchdog:
                 self._end(reason or "")
                 return
 
-    def _encoded(self) -> str:
-        return json.dumps(asdict(self._pulse))
+    def _write(self, key: str, found: Pulse | Account) -> None:
+        self._store.set(key, json.dumps(asdict(found)))
 
-    def _read(self, rank: int) -> Pulse:
-        return Pulse(**json.loads(self._link.get(f"pulse/{rank}")))
+    def _has(self, key: str) -> bool:
+        return self._store.check([key])
+
+    def _has_in_time(self, key: str) -> bool:
+        end = time.monotonic() + self._patience
+        while not (found := self._has(key)) and time.monotonic() < end:
+            time.sleep(0.1)
+        return found
+
+    def _pulse_of(self, rank: int) -> Pulse:
+        return Pulse(**json.loads(self._store.get(f"pulse/{rank}")))
 
     def _pulses(self) -> list[Pulse]:
         """Of all ranks."""
-        return [Pulse(**json.loads(text)) for text in self._link.get_many([f"pulse/{rank}" for rank in range(len(self.processes))])]
+        return [Pulse(**json.loads(text)) for text in self._store.multi_get([f"pulse/{rank}" for rank in range(len(self.processes))])]
 
     # ---- after an alarm
 
@@ -246,20 +251,20 @@ class Watchdog:
         """What every rank that lives does: it says where it is, looks after silent ones of its machine, hears the verdict, and leaves."""
         text, silent, mine = _NO_VERDICT, [], []
         try:
-            leads = self._link.claim("alarm", str(self.rank))
-            self._link.set(f"account/{self.rank}", json.dumps(asdict(self._my_account())))
+            leads = self._store.compare_set("alarm", "", str(self.rank)).decode() == str(self.rank)
+            self._write(f"account/{self.rank}", self._my_account())
             self._leave_behind()
             if leads:
                 silent = self._without_account(expected=[self._neighbour] if reason == "silent" else [])
-                self._link.set("silent", json.dumps(silent))
-            elif self._link.wait("silent", self._patience):
-                silent = json.loads(self._link.get("silent"))
+                self._store.set("silent", json.dumps(silent))
+            elif self._has_in_time("silent"):
+                silent = json.loads(self._store.get("silent"))
             mine = self._look_after(silent)
             if leads:
                 text = self._verdict(silent)
-                self._link.set("verdict", text)
-            elif self._link.wait("verdict", self._patience):
-                text = self._link.get("verdict")
+                self._store.set("verdict", text)
+            elif self._has_in_time("verdict"):
+                text = self._store.get("verdict").decode()
             for rank in (self.rank, *mine):
                 self._leaves(rank)
         except RuntimeError:  # the store has gone: whoever held it has left, and has said why
@@ -299,17 +304,17 @@ class Watchdog:
     def _my_account(self) -> Account:
         phases = activity.current()
         stuck = any(one.is_alone for one in phases) and self._alarms.mine.seconds > self.timeout + sum(one.pause for one in phases)
-        text = keep(self.output_dir, f"rank_{self.rank:05d}.txt", stacks.mine())
+        text = keep(self.output_dir, f"rank_{self.rank:05d}.txt", hung.mine())
         return Account(
             words=activity.in_words(phases), step=activity.step, age=self._alarms.mine.seconds, is_stuck=stuck,
-            waits=waits_in(self._main), where=stacks.innermost(text),
+            waits=waits_in(self._main), where=hung.innermost(text),
         )  # fmt: skip
 
     def _without_account(self, expected: Collection[int]) -> list[int]:
         """Ranks that do not say where they are, when they have had time to. expected: they are known to be silent, and not waited for."""
         missing = [rank for rank, pulse in enumerate(self._pulses()) if not pulse.has_left]
         end = time.monotonic() + 4 * self.period + SECONDS_TO_ANSWER
-        while (missing := [rank for rank in missing if not self._link.has(f"account/{rank}")]) and time.monotonic() < end:
+        while (missing := [rank for rank in missing if not self._has(f"account/{rank}")]) and time.monotonic() < end:
             if set(missing) <= set(expected):
                 break
             time.sleep(0.1)
@@ -329,17 +334,13 @@ class Watchdog:
             return []
         mine = [rank for rank in self._here() if rank in silent]
         for rank in mine:
-            self._link.set(f"found/{rank}", json.dumps(asdict(self._ask(rank, age=self._read(rank).age))))
+            self._write(f"found/{rank}", self._look_at(rank, age=self._pulse_of(rank).age))
         return mine
 
-    def _ask(self, rank: int, *, age: float) -> Account:
-        """Of a silent rank of this machine, as it can be seen from outside; its stacks go into its file."""
+    def _look_at(self, rank: int, *, age: float) -> Account:
+        """Of a silent rank of this machine."""
         process = self.processes[rank]
-        death = process.death()
-        state = f"it {death}" if death else stacks.state_of(process.pid)
-        (step, words), text = stacks.phase_of(process.pid), "" if death else stacks.collect(process.pid)
-        keep(self.output_dir, f"rank_{rank:05d}.txt", text or f"{state}; it could not say where it is\n")
-        return Account(words=words, step=step, age=age, is_silent=True, state=state, where=stacks.innermost(text))
+        return hung.look_from_outside(process.pid, rank, self.output_dir, age=age, death=process.death())
 
     def _verdict(self, silent: Collection[int]) -> str:
         """Of what ranks say of themselves, and of what is found of the silent ones; those may come back to life when they are looked at."""
@@ -349,7 +350,7 @@ class Watchdog:
         end = time.monotonic() + SECONDS_TO_ANSWER
         while missing and time.monotonic() < end:
             keys = {rank: f"{'found' if rank in silent else 'account'}/{rank}" for rank in missing}
-            accounts |= {rank: Account(**json.loads(self._link.get(key))) for rank, key in keys.items() if self._link.has(key)}
+            accounts |= {rank: Account(**json.loads(self._store.get(key))) for rank, key in keys.items() if self._has(key)}
             missing = [rank for rank in missing if rank not in accounts]
             time.sleep(0.1 if missing else 0.0)
         for rank in missing:
@@ -359,7 +360,7 @@ class Watchdog:
 
     def _told(self, accounts: Mapping[int, Account]) -> str:
         hosts = {rank: process.host for rank, process in enumerate(self.processes)}
-        text = f"{PREFIX}{verdict(accounts, hosts, self.timeout)}\n{where_to_look(self.output_dir)}"
+        text = f"{PREFIX}{hung.verdict(accounts, hosts, self.timeout)}\n{hung.where_to_look(self.output_dir)}"
         return keep(self.output_dir, "report.txt", text)
 
     def _kill(self, ranks: Sequence[int]) -> None:
@@ -370,51 +371,12 @@ class Watchdog:
     def _end_without_store(self) -> None:
         """The store, which rank 0 or its launcher holds, does not answer: whoever can look at rank 0 says how it is."""
         self._alarm.set()
-        keep(self.output_dir, f"rank_{self.rank:05d}.txt", stacks.mine())
+        keep(self.output_dir, f"rank_{self.rank:05d}.txt", hung.mine())
         host, mine = self.processes[0].host, []
         text = f"{PREFIX}the job's store on {host} has not answered for {self.timeout:g} s (rank_heartbeat_timeout), so the run ends."
         if self.rank != 0 and 0 in self._here() and self._is_first_here([0]) and not launcher.read().launcher_holds_store:
-            mine, first = [0], self._ask(0, age=self.timeout)
+            mine, first = [0], self._look_at(0, age=self.timeout)
             text = self._told(
                 {0: first, self.rank: Account(words=self._pulse.words, step=activity.step, age=0.0, waits=waits_in(self._main))}
             )
         self._leave(text, [0], mine)
-
-
-class _Link:
-    """The job's store, under names of the watchdog's own. Nothing here waits without a limit but for the store itself."""
-
-    def __init__(self, store: Any):
-        self._store, self.is_gone = store, False
-
-    def _call(self, name: str, *args: Any) -> Any:
-        try:
-            return getattr(self._store, name)(*args)
-        except RuntimeError:
-            self.is_gone = True
-            raise
-
-    def set(self, key: str, text: str) -> None:
-        self._call("set", f"watchdog/{key}", text)
-
-    def get(self, key: str) -> str:
-        return self._call("get", f"watchdog/{key}").decode()
-
-    def get_many(self, keys: Sequence[str]) -> list[str]:
-        return [text.decode() for text in self._call("multi_get", [f"watchdog/{key}" for key in keys])]
-
-    def has(self, key: str) -> bool:
-        return self._call("check", [f"watchdog/{key}"])
-
-    def add(self, key: str, number: int) -> int:
-        return self._call("add", f"watchdog/{key}", number)
-
-    def claim(self, key: str, text: str) -> bool:
-        """Whether this is the first to set it."""
-        return self._call("compare_set", f"watchdog/{key}", "", text).decode() == text
-
-    def wait(self, key: str, seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        while not (found := self.has(key)) and time.monotonic() < end:
-            time.sleep(0.1)
-        return found

@@ -83,16 +83,16 @@ def test_an_error_of_this_rank_is_its_own(job, error):
 def test_a_rank_that_is_stopped_is_named_where_a_collective_waited_longer_than_it_may(job, tmp_path):
     """The other end lives and says nothing; its pulse stands still."""
     peers, _ = job
-    store = peers._store
+    store = dist.PrefixStore("watchdog", peers._store)
     for rank in (1, 2):
-        store.set(f"watchdog/pulse/{rank}", json.dumps(asdict(Pulse(beat=3))))
+        store.set(f"pulse/{rank}", json.dumps(asdict(Pulse(beat=3))))
     watchdog = Watchdog(store, rank=0, processes=[*peers.processes, peers.processes[1]], timeout=60.0, output_dir=tmp_path,
                         wait_for_all=lambda: None, leaves=lambda rank: None)  # fmt: skip
     ended = threading.Event()
 
     def beat():
         while not ended.wait(0.05):
-            store.set("watchdog/pulse/2", json.dumps(asdict(Pulse(beat=time.monotonic_ns()))))
+            store.set("pulse/2", json.dumps(asdict(Pulse(beat=time.monotonic_ns()))))
 
     watchdog.period = 0.3  # with a timeout as short as that it would end this process
     threading.Thread(target=beat, daemon=True).start()

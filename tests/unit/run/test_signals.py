@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.run import signals
-from megatron_grpo.run.limits import Limit
-from megatron_grpo.run.signals import Asked, StopSignal
+from megatron_grpo.run.limits import Asked, Limit
+from megatron_grpo.run.signals import StopSignal
 
 ROOT = Path(__file__).resolve().parents[3]
 LOOP = """

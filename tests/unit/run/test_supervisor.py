@@ -99,10 +99,10 @@ def test_a_command_that_gives_no_sign_of_life_is_named_with_its_stack_and_ended(
     """Alone it has no other rank that could notice."""
     lines = [
         "from megatron_grpo.base import activity",
-        "from megatron_grpo.run import stacks, supervisor",
-        "stacks.register()",
+        "from megatron_grpo.run import hung",
+        "hung.register()",
         "activity.reached(7)",
-        f"supervisor.page.beat(2.0, {{'output_dir': {str(tmp_path)!r}}})",
+        f"hung.write_down(timeout=2.0, beats=1, output_dir={str(tmp_path)!r})",
         "with activity.phase('reward', total=3, unit='scores'):",
         *(f"    {line}" for line in how.splitlines()),
         "return 0",
@@ -117,7 +117,6 @@ def test_a_command_that_gives_no_sign_of_life_is_named_with_its_stack_and_ended(
 
 
 def test_a_command_that_is_not_watched_may_be_silent():
-    program = (
-        "from megatron_grpo.run import supervisor\nsupervisor.page.beat(1.0, {})\nsupervisor.page.beat(0.0, {})\ntime.sleep(4)\nreturn 0"
-    )
+    lines = ["from megatron_grpo.run.hung import register, write_down", "register()", "write_down(timeout=1.0)", "write_down(timeout=0.0)"]
+    program = "\n".join([*lines, "time.sleep(4)", "return 0"])
     assert end(start(program))[0] == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.run import stacks
+from megatron_grpo.run import hung
 from megatron_grpo.run.hung import Account, culprits, verdict
 from megatron_grpo.run.watchdog import Age, Alarms, Pulse
 from tests.ranks import run_ranks
@@ -139,19 +139,19 @@ def test_of_16384_ranks_few_are_named():
 
 
 def test_a_stopped_process_tells_where_it_is():
-    lines = ["from megatron_grpo.run import stacks", "import time", "stacks.register()"]
+    lines = ["from megatron_grpo.run import hung", "import time", "hung.register()"]
     program = "\n".join([*lines, "def here():", "    print('x', flush=True)", "    time.sleep(600)", "here()"])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as child:
         try:
             child.stdout.readline()
             os.kill(child.pid, signal.SIGSTOP)
-            while stacks.state_of(child.pid) != stacks.STATES["T"]:
+            while hung.state_of(child.pid) != hung.STATES["T"]:
                 pass
-            told = stacks.collect(child.pid)
+            told = hung.collect(child.pid)
         finally:
             child.kill()
-    assert stacks.innermost(told).endswith(", here"), told
+    assert hung.innermost(told).endswith(", here"), told
 
 
 # ---- real processes ---------------------------------------------------------------------------------------------------------------------
@@ -215,9 +215,9 @@ def live(name: str, rank: int, folder: Path) -> None:
     else:
         server = dist.TCPStore("127.0.0.1", int(store.get("port")), is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=dist.PrefixStore("job", server), rank=rank, world_size=2, timeout=timedelta(minutes=5))
-    peers = Peers(collectives.store(), rank=rank, processes=collectives.from_all(Process.mine()))
+    peers = Peers(collectives.store("peers"), rank=rank, processes=collectives.from_all(Process.mine()))
     watchdog = Watchdog(
-        collectives.store(), rank=rank, processes=peers.processes, timeout=SECONDS, output_dir=folder,
+        collectives.store("watchdog"), rank=rank, processes=peers.processes, timeout=SECONDS, output_dir=folder,
         wait_for_all=collectives.wait_for_all, leaves=peers.report_failure,
     )  # fmt: skip
     activity.reached(3)
