@@ -122,7 +122,7 @@ def plan(argv: list[str]) -> int:
 def export(argv: list[str]) -> int:
     """Writes a checkpoint of any layout as a Hugging Face model or PEFT adapter; or adds an adapter to its base (--merge_lora true)."""
     parsed = _parsed(argv)
-    from megatron_grpo.run.exporting import run_export
+    from megatron_grpo.run.export import run_export
 
     return run_export(parsed)
 
@@ -298,7 +298,7 @@ def _run(command: str, words: list[str], parts: dict[str, Any]) -> int:
     if launcher.read().by_torchrun:
         die_with_parent()  # a script of the user's own has no supervisor
     if command not in ("plan", "doctor"):  # which load no library that would speak
-        from megatron_grpo.run.quiet import quiet_libraries
+        from megatron_grpo.run.terminal import quiet_libraries
 
         quiet_libraries()
     return COMMANDS[command](words, **(parts if command == "train" else {}))

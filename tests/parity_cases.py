@@ -300,13 +300,12 @@ def join(cfg: Config, world: int):
 def build(path: str | Path, cfg: Config, world: int, parallel=None):
     """The policy under `cfg`'s layout. parallel: from `join`, where several policies share a process."""
     from megatron_grpo.run.build.policy import build_policy
-    from megatron_grpo.weights.shape import ModelShape
 
     if cfg.rollout.same_bits:
         from megatron_grpo.analysis.same_bits_switch import switch_on
 
         switch_on()
-    return build_policy(cfg, ModelShape.from_pretrained(path), parallel or join(cfg, world), model_path=path, num_steps=100)
+    return build_policy(cfg, parallel or join(cfg, world), model_path=path, num_steps=100)
 
 
 def step_of(samples: Sequence[Sample], index: int, rows_per_slice: int):

@@ -112,9 +112,8 @@ ALL = ("weights", "reference", "gradients", "optimizer")
 
 def _policy(path, cfg, parallel, offload):
     from megatron_grpo.run.build.policy import build_policy
-    from megatron_grpo.weights.shape import ModelShape
 
-    return build_policy(cfg, ModelShape.from_pretrained(path), parallel, model_path=path, num_steps=100, offload=offload)
+    return build_policy(cfg, parallel, model_path=path, num_steps=100, offload=offload)
 
 
 def _leave(policy) -> None:

@@ -26,6 +26,7 @@ from megatron_grpo.data.hub import find_model
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.policy.culprits import wrong_rows
 from megatron_grpo.policy.policy import Policy, Seen
+from megatron_grpo.run.build import PolicyParts
 from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.policy import build_policy
 from megatron_grpo.run.opened import layout_of, load_weights, whole_checkpoint
@@ -113,8 +114,8 @@ def replay(capsule: Capsule, cfg: Config, model: Path, checkpoint: Path | None =
         from megatron_grpo.analysis.same_bits_switch import switch_on
 
         switch_on()
-    policy = build_policy(cfg, shape, parallel, model_path=model, num_steps=capsule.step.index + 1,
-                          reference=lambda *_: Recorded(capsule.forward("references"), parallel))  # fmt: skip
+    recorded = PolicyParts(reference=lambda *_: Recorded(capsule.forward("references"), parallel))
+    policy = build_policy(cfg, parallel, model_path=model, num_steps=capsule.step.index + 1, parts=recorded)
     if checkpoint is not None:
         load_weights(policy.chunks, checkpoint)
     pending = Pending(parallel=parallel, cut=policy.cut).restored(samples if parallel.is_main else [])

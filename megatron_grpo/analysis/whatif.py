@@ -33,6 +33,7 @@ from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.policy.optimizer import gradient_norm
 from megatron_grpo.policy.policy import Policy
+from megatron_grpo.run.build import PolicyParts
 from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.policy import build_policy
 from megatron_grpo.run.opened import layout_of, load_weights
@@ -99,7 +100,9 @@ def whatif(asked: WhatifArgs) -> list[Told]:
         from megatron_grpo.analysis.same_bits_switch import switch_on
 
         switch_on()
-    policy = build_policy(cfg.with_values({"beta": beta}), shape, parallel, model_path=model, num_steps=asked.step + 2, guard=AllowsAll())
+    policy = build_policy(
+        cfg.with_values({"beta": beta}), parallel, model_path=model, num_steps=asked.step + 2, parts=PolicyParts(guard=AllowsAll())
+    )
     policy.optimizer.step = lambda: None  # the weights stay
     samples = read_samples(asked.checkpoint / RECORDED)
     load_weights(policy.chunks, asked.checkpoint)

@@ -1,12 +1,14 @@
-"""What a terminal cannot do costs what is printed, and nothing else: one that has gone, and one that knows few signs."""
+"""What is printed: a terminal that has gone, or that knows few signs, costs that and nothing else; and what libraries need not say."""
 
 from __future__ import annotations
 
 import codecs
 import errno
 import io
+import logging
 import os
 import sys
+import warnings
 from typing import Any
 
 
@@ -42,3 +44,20 @@ class _Terminal(io.FileIO):
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
             return len(data)
+
+
+_HARMLESS = (
+    ".*Apex is not installed.*",  # optional parts, which every module of Megatron-Core that could use them misses aloud
+    ".*Transformer Engine and Apex are not installed.*",
+    ".*full scope is deprecated.*",  # a default of Megatron-Core's own
+    ".*attribute of a Tensor that is not a leaf Tensor is being accessed.*",  # its optimizer looks at shards
+)
+
+
+def quiet_libraries() -> None:
+    """Filters what they would say to every rank of every run; what else they say passes. Called before they are imported; errors stay."""
+    for message in _HARMLESS:
+        warnings.filterwarnings("ignore", message=message)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -246,12 +246,11 @@ def test_a_policy_that_makes_room_for_the_sampler_is_the_same_after_a_refused_st
 
     def body(rank, world):
         from megatron_grpo.run.build.policy import build_policy
-        from megatron_grpo.weights.shape import ModelShape
 
         cfg = cases.settings(torch_dtype="bfloat16", **layout.settings, **settings)
         other = cases.build(models["qwen3"], cfg, world)
         policy = build_policy(
-            cfg, ModelShape.from_pretrained(models["qwen3"]), other.parallel, model_path=models["qwen3"], num_steps=100,
+            cfg, other.parallel, model_path=models["qwen3"], num_steps=100,
             offload=("weights", "reference", "gradients", "optimizer"),
         )  # fmt: skip
         refused = []

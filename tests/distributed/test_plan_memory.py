@@ -29,8 +29,7 @@ def measured(rank, world, path, cfg):
     from megatron_grpo.policy.room import ROLES
     from megatron_grpo.run.build.policy import build_policy
 
-    shape = ModelShape.from_pretrained(path)
-    policy = build_policy(cfg, shape, join(cfg, world), model_path=path, num_steps=100, offload=ROLES)
+    policy = build_policy(cfg, join(cfg, world), model_path=path, num_steps=100, offload=ROLES)
     policy.optimizer.zero_grad()
     policy.optimizer.step()  # Adam makes its moments at the first step
 

@@ -88,13 +88,12 @@ def test_a_reference_of_its_own_is_the_model_it_is_and_the_policy_the_model_it_w
         import torch
 
         from megatron_grpo.run.build.policy import build_policy
-        from megatron_grpo.weights.shape import ModelShape
         from tests.combinations import kl_to_reference
 
-        parallel, shape = cases.join(cases.settings(), world_size), ModelShape.from_pretrained(model)
+        parallel = cases.join(cases.settings(), world_size)
         begins = {path: cases.build(path, cases.settings(), world_size, parallel).tensors() for path in (model, other)}
         cfg = cases.settings(beta=0.1, ref_model=str(other), tuner_type=tuner)
-        policy = build_policy(cfg, shape, parallel, model_path=model, num_steps=4, ref_model_path=other)
+        policy = build_policy(cfg, parallel, model_path=model, num_steps=4, ref_model_path=other)
         held = policy.exchange.tensors(policy.reference.scorer.model)
         assert held.keys() == begins[other].keys() and all(torch.equal(held[name], begins[other][name]) for name in held)
         if tuner == "full":

@@ -27,11 +27,17 @@ class Analysis(Protocol):
         """Before an engine is built: vLLM's answers depend on their inputs alone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What is handed to a run. engine, reference, guard: written elsewhere, instead of those that the settings name."""
+@dataclass(frozen=True, kw_only=True)
+class PolicyParts:
+    """Parts of a policy that were written elsewhere, instead of those that the settings name."""
+
+    reference: MakeReference | None = None
+    guard: Guard | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts(PolicyParts):
+    """What is handed to a run. engine: written elsewhere, instead of the one that the settings name."""
 
     analysis: Analysis
     engine: MakeEngine | None = None
-    reference: MakeReference | None = None
-    guard: Guard | None = None

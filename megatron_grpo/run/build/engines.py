@@ -23,7 +23,7 @@ from megatron_grpo.policy.room import Role
 from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.rollout.engine import Engine, Sampler
 from megatron_grpo.rollout.experts import ExpertLayers
-from megatron_grpo.run.build.policy import model_of, sharing_of
+from megatron_grpo.run.build.policy import frozen, model_of, sharing_of
 from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.trainer.rollouts import Teacher
 from megatron_grpo.weights.shape import ModelShape
@@ -206,7 +206,7 @@ def build_held_teacher(
     shape = ModelShape.from_pretrained(teacher_path)
     own = config_of_teacher(cfg, shape, student)
     _, loaded_chunks = model_of(own, shape, parallel, model_path=teacher_path)
-    chunks = [chunk.eval().requires_grad_(False) for chunk in loaded_chunks()]
+    chunks = frozen(loaded_chunks())
     cut = cut_for(
         parallel,
         chunks[0].config,

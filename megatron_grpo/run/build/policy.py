@@ -18,7 +18,7 @@ from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.policy.attention import gpu_kernel
-from megatron_grpo.policy.guard import Guard, PlausibleGuard
+from megatron_grpo.policy.guard import PlausibleGuard
 from megatron_grpo.policy.hf_export import WeightExchange
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.policy.model import PolicyModel, build_chunks
@@ -30,6 +30,7 @@ from megatron_grpo.policy.reference import FollowingReference, FrozenReference, 
 from megatron_grpo.policy.room import Role
 from megatron_grpo.policy.validation import attention_channels, machine_problems, needs_local_layers, sharing_problems
 from megatron_grpo.policy.vision import build_tower, keep_outputs
+from megatron_grpo.run.build import PolicyParts
 from megatron_grpo.run.opened import begin_with, copy_weights, load_weights
 from megatron_grpo.weights.adapters import drawn, from_file
 from megatron_grpo.weights.buckets import MIB
@@ -129,21 +130,15 @@ def model_of(
     own = reader_of(model_path)
 
     def loaded_chunks(other: Path | None = None) -> list[PolicyModel]:
-        reader = reader_of(other) if other is not None else own
-        tower = tower_here(cfg, shape, parallel, other or model_path)
+        reader, tower = reader_of(other) if other is not None else own, None
+        if parallel.is_first_stage:  # what sees; its weights are not set yet
+            dtype, checkpointing = getattr(torch, cfg.model.torch_dtype), cfg.model.vit_gradient_checkpointing
+            tower = build_tower(shape, other or model_path, dtype=dtype, device=parallel.device, checkpointing=checkpointing)
         chunks = build_chunks(shape, cfg, parallel, use_te=use_te, plain_linears=plain_linears, tower=tower)
         exchange.load(chunks, reader)
         return chunks
 
     return exchange, loaded_chunks
-
-
-def tower_here(cfg: Config, shape: ModelShape, parallel: ParallelState, model_path: str | Path) -> torch.nn.Module | None:
-    """What sees, on ranks of the first stage; its weights are not set yet."""
-    if not parallel.is_first_stage:
-        return None
-    dtype, checkpointing = getattr(torch, cfg.model.torch_dtype), cfg.model.vit_gradient_checkpointing
-    return build_tower(shape, model_path, dtype=dtype, device=parallel.device, checkpointing=checkpointing)
 
 
 def build_loaded(
@@ -156,29 +151,23 @@ def build_loaded(
     adapters = choose_tuner(cfg, chunks, exchange)
     if checkpoint is not None:
         load_weights(chunks, checkpoint)
-    for chunk in chunks:
-        chunk.eval().requires_grad_(False)
-    cut = cut_for(parallel, chunks[0].config, micro_batch_size=micro_batch_size, max_tokens=None)
+    cut = cut_for(parallel, frozen(chunks)[0].config, micro_batch_size=micro_batch_size, max_tokens=None)
     return LoadedModel(chunks, ModelScorer(chunks, parallel, cut), exchange, adapters)
 
 
-def frozen_copy(cfg: Config, chunks: Sequence[PolicyModel], model: Trainable, *, is_itself: bool) -> list[PolicyModel]:
-    """A model that does not train. is_itself: of the one that trains, as the run begins."""
-    if cfg.run.mcore_model and is_itself:
-        copy_weights(chunks, of=model.chunks)
+def frozen(chunks: list[PolicyModel]) -> list[PolicyModel]:
+    """The same, which answer and do not train."""
     return [chunk.eval().requires_grad_(False) for chunk in chunks]
 
 
 def build_policy(
     cfg: Config,
-    shape: ModelShape,
     parallel: ParallelState,
     *,
     model_path: str | Path,
     num_steps: int,
     clock: Clock | None = None,
-    reference: MakeReference | None = None,
-    guard: Guard | None = None,
+    parts: PolicyParts | None = None,
     push: AdapterPush | None = None,
     offload: Collection[Role] = (),
     ref_model_path: Path | None = None,
@@ -188,6 +177,7 @@ def build_policy(
     push: how adapters reach the sampler; None where weights train, and for a policy that is not to be sampled from. offload: what leaves
     the device while the sampler works. ref_model_path: of the reference, where it is another checkpoint.
     """
+    shape, parts = ModelShape.from_pretrained(model_path), parts or PolicyParts()
     sharing = sharing_here(cfg, shape, parallel)
     loss = GrpoLoss.from_config(cfg.grpo, max_completion_length=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature)
     exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
@@ -211,15 +201,18 @@ def build_policy(
         if adapters is not None and ref_model_path is None:  # the same model without them, or with those it began with
             initial = ModelScorer(model.wrapped, parallel, cut, around=adapters.reference)
         else:
-            initial = ModelScorer(frozen_copy(cfg, loaded_chunks(ref_model_path), model, is_itself=ref_model_path is None), parallel, cut)
+            copies = loaded_chunks(ref_model_path)
+            if cfg.run.mcore_model and ref_model_path is None:
+                copy_weights(copies, of=model.chunks)
+            initial = ModelScorer(frozen(copies), parallel, cut)
             keep_outputs([] if moves else initial.model)
-        held_to = (reference or REFERENCES[cfg.grpo.sync_ref_model])(cfg.grpo, initial, partial(exchange.tensors, initial.model))
+        held_to = (parts.reference or REFERENCES[cfg.grpo.sync_ref_model])(cfg.grpo, initial, partial(exchange.tensors, initial.model))
     return Policy(
         model,
         ModelScorer(model.wrapped, parallel, cut, replay=cfg.grpo.router_replay_mode),
         loss=loss,
         reference=held_to,
-        guard=guard or PlausibleGuard(above=cfg.optimizer.skip_grad_norm_above, factor=cfg.optimizer.skip_grad_norm_factor),
+        guard=parts.guard or PlausibleGuard(above=cfg.optimizer.skip_grad_norm_above, factor=cfg.optimizer.skip_grad_norm_factor),
         exchange=exchange,
         clock=clock,
         offload=offload,

@@ -102,8 +102,7 @@ def put_together(
     if cfg.rollout.same_bits:
         parts.analysis.same_bits()
     policy = build_policy(
-        cfg, inputs.shape, parallel,
-        model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, reference=parts.reference, guard=parts.guard,
+        cfg, parallel, model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, parts=parts,
         push=lora.kind if lora else None, offload=offload, ref_model_path=inputs.ref_model_path,
     )  # fmt: skip
     if inputs.teacher_path is not None:
