@@ -34,6 +34,7 @@ from megatron_grpo.checkpoint.samples import file_of, read_samples
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.fingerprint import fingerprint
 from megatron_grpo.policy.policy import Policy, Seen
+from megatron_grpo.run.export import drained
 from megatron_grpo.trainer.pending import Pending
 from megatron_grpo.trainer.step_monitor import Moment
 from megatron_grpo.types import RowKey, Sample
@@ -76,7 +77,7 @@ class Capsules:
                 weights = self._weights(partial, policy)
                 with agreed(f"writing {partial / FACTS}"):
                     if collectives.rank() == 0:
-                        told = self._facts(moment, pending) | layout_of(policy) | _measured(policy, seen) | {"weights": weights}
+                        told = self._facts(moment, pending) | _measured(policy, seen) | {"weights": weights}
                         (partial / FACTS).write_text(json.dumps(told, indent=1) + "\n")
         except CheckpointError as error:
             self.say(f"WARNING: the capsule {path} could not be written: {error}")
@@ -95,7 +96,7 @@ class Capsules:
         if mine:
             with written_whole(path / "rows" / f"rank_{collectives.rank():05d}.npz") as stream:
                 stream.write(file_of(mine))
-        facts = self._facts(moment, pending) | layout_of(policy) | {"weights": self._elsewhere(0)}
+        facts = self._facts(moment, pending) | {"weights": self._elsewhere(0)}
         own = path / f".{FACTS}.{collectives.rank():05d}"  # ranks come here at one moment: the last whole file is the one that stays
         write_whole(own, json.dumps(facts, indent=1) + "\n")
         own.replace(path / FACTS)
@@ -124,13 +125,15 @@ class Capsules:
 
     def _facts(self, moment: Moment, pending: Pending) -> dict[str, Any]:
         samples = [sample for key, sample in pending.samples.items() if key in rows_of(moment.step)]
-        step = moment.step
+        step, layout = moment.step, pending.parallel.layout
         return {
             "format": FORMAT, "written_by": f"megatron_grpo {__version__}", "torch": torch.__version__,
             "kind": moment.kind, "why": moment.words, "step": step.index + 1, "version": step.index,
             "micro_steps": [_plain(micro) for micro in step.micro_steps],
             "parted": [asdict(one) for one in moment.finding.parted] if moment.finding else [],
             "pictures": any(sample.shown for sample in samples), "model": str(self.model_path), "settings": dict(self.settings),
+            "layout": {name: getattr(layout, name) for name in ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp")}
+                      | {"sequence_parallel": pending.parallel.sequence_parallel},
         }  # fmt: skip
 
     def _weights(self, partial: Path, policy: Policy) -> dict[str, Any]:
@@ -142,20 +145,20 @@ class Capsules:
         found = self._elsewhere(size)
         if policy.adapters is None and size <= bound:
             dtype = next(iter(tensors.values())).dtype
-            with agreed(f"writing {partial / 'weights'}"), _drained(stream) as rest:
+            with agreed(f"writing {partial / 'weights'}"), drained(stream) as rest:
                 if first:
                     with HfWriter(partial / "weights", self.model_path, dtype=dtype, expected=exchange.map.expected_hf_names()) as put:
                         for name, tensor in rest:
                             put(name, tensor)
             found = {"folder": "weights", "bytes": size}
         else:
-            with _drained(stream):
-                pass
+            deque(stream, maxlen=0)
         if policy.adapters is not None:
             named: dict[str, str] = {}
-            with agreed(f"writing {partial / 'adapter'}"), _drained(marked(policy.named_adapters(), named)) as rest:
+            with agreed(f"writing {partial / 'adapter'}"), drained(marked(policy.named_adapters(), named)) as rest:
                 if first:
-                    write_adapter(partial / "adapter", _of_peft(rest, exchange.map.shape), policy.adapters.config, {})
+                    put_in = ((peft_name(name, exchange.map.shape), tensor) for name, tensor in rest)
+                    write_adapter(partial / "adapter", put_in, policy.adapters.config, {})
             marks, found = marks | named, {"folder": "adapter", "bytes": 0, "base": str(self.model_path)}
         return found | {"fingerprints": marks}
 
@@ -273,12 +276,6 @@ def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:
     return stream.getvalue()
 
 
-def layout_of(policy: Policy) -> dict[str, Any]:
-    layout = policy.parallel.layout
-    sizes = {name: getattr(layout, name) for name in ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp")}
-    return {"layout": sizes | {"sequence_parallel": policy.parallel.sequence_parallel}}
-
-
 def _measured(policy: Policy, seen: Seen) -> dict[str, Any]:
     """The numbers of the step that say what it was. Not finite ones as words: JSON has none."""
 
@@ -297,17 +294,3 @@ def _in_words(weights: Mapping[str, Any]) -> str:
         return "with its weights" if weights["folder"] == "weights" else "with its adapter"
     size = f"its weights, {weights['bytes'] / GB:.3g} GB, are above capsule_weights_gb"
     return f"{size}; the nearest are in {weights['checkpoint'] or 'the model that the run began with'}"
-
-
-def _of_peft(named: Iterable[tuple[str, torch.Tensor]], shape: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((peft_name(name, shape), tensor) for name, tensor in named)
-
-
-@contextmanager
-def _drained(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """Whatever the block leaves is taken after it: other ranks are sent it too, and would wait for this one."""
-    rest = iter(stream)
-    try:
-        yield rest
-    finally:
-        deque(rest, maxlen=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ import numpy as np
 from megatron_grpo.analysis import traced, vllm_traced
 from megatron_grpo.analysis.args import MismatchArgs, read_mismatch_args
 from megatron_grpo.analysis.operations import LIMITS, Operation, Row, Side, alone, look_at, sequence_of
-from megatron_grpo.analysis.report import Found, as_json, draw, drift_of, in_words, worst_row, worst_tokens
+from megatron_grpo.analysis.report import Found, as_json, draw, drift_of, in_words, tell, worst_row, worst_tokens
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, config_error, problem_with
 from megatron_grpo.base.files import why_not_drawn
@@ -67,7 +66,7 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) 
         verdict = found.verdict
         if collectives.rank() == 0:
             is_drawn = draw(picture, found.rows, found.operations, found.drift, limit=found.limit)
-            print(json.dumps(as_json(found), indent=1) if cfg.plan.json else in_words(found, picture if is_drawn else None), flush=True)
+            tell(as_json(found), in_words(found, picture if is_drawn else None), as_json=cfg.plan.json)
     return EXIT_CRASH if verdict else EXIT_DONE
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ SHOWN = 8  # rows, tensors and elements that are named one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class LoneRow:
     """A row by itself. norm: of what it adds to the gradient. what: its numbers that are not finite. forward: the largest difference
     between its log-probs here and in the run; None where the run kept none. gap: that between trainer and sampler, at its `token`-th
     trained token."""
@@ -33,7 +33,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Diagnosis:
     """verdict: what is wrong, in a sentence or more. Numbers are of the replay; `was`: of the run."""
 
     why: str
@@ -41,13 +41,10 @@ class Told:
     numbers: dict[str, float]
     was: dict[str, float]
     weights: dict[str, Any]
-    rows: list[Row]
+    rows: list[LoneRow]
     copies: list[dict[str, Any]]
     ranks: str
     lacks: list[str]
-
-    def as_json(self) -> dict[str, Any]:
-        return finite(asdict(self))
 
     def lines(self) -> list[str]:
         weights = self.weights
@@ -81,10 +78,10 @@ class Told:
         return [*found, "", *self.verdict]
 
 
-def told(
-    capsule: Capsule, layout: Any, metrics: Mapping[str, float], weights: dict[str, Any], first: str | None, rows: Sequence[Row],
+def diagnose(
+    capsule: Capsule, layout: Any, metrics: Mapping[str, float], weights: dict[str, Any], first: str | None, rows: Sequence[LoneRow],
     copies: list[dict[str, Any]],
-) -> Told:  # fmt: skip
+) -> Diagnosis:  # fmt: skip
     """first: the module whose output was the first that is not finite."""
     was = {name: float(value) for name, value in capsule.facts.get("metrics", {}).items()}
     numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
@@ -97,7 +94,7 @@ def told(
         if layout.world_size == 1
         else f"{layout.world_size} ranks (TP {layout.tp}, PP {layout.pp}, CP {layout.cp}, EP {layout.ep})"
     )
-    return Told(why=capsule.facts["why"], verdict=verdict, numbers=numbers, was=was, weights=weights, rows=list(rows), ranks=ranks,
+    return Diagnosis(why=capsule.facts["why"], verdict=verdict, numbers=numbers, was=was, weights=weights, rows=list(rows), ranks=ranks,
                 copies=copies, lacks=capsule.lacks())  # fmt: skip
 
 
@@ -108,7 +105,7 @@ def _weights(weights: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _rows_not_finite(rows: Sequence[Row], first: str | None, *, has_bad_weight: bool) -> list[str]:
+def _rows_not_finite(rows: Sequence[LoneRow], first: str | None, *, has_bad_weight: bool) -> list[str]:
     if has_bad_weight:
         return []
     found = []
@@ -124,7 +121,7 @@ def _rows_not_finite(rows: Sequence[Row], first: str | None, *, has_bad_weight: 
 
 
 def _finite_here(
-    capsule: Capsule, numbers: Mapping[str, float], was: Mapping[str, float], weights: Mapping[str, Any], rows: Sequence[Row]
+    capsule: Capsule, numbers: Mapping[str, float], was: Mapping[str, float], weights: Mapping[str, Any], rows: Sequence[LoneRow]
 ) -> list[str]:  # fmt: skip
     found = []
     if not math.isfinite(was.get("grad_norm", 0.0)):
@@ -186,14 +183,5 @@ def _difference(a: np.ndarray, b: np.ndarray, dtype: str, shape: str) -> str:
     return f"{int(differs.sum())} of {len(differs)} numbers, the first at {where}: {values}"
 
 
-def _name(row: Row) -> str:
+def _name(row: LoneRow) -> str:
     return f"row {row.key[1]} of rollout {row.key[0]} (prompt {row.prompt_number})"
-
-
-def finite(value: Any) -> Any:
-    """Numbers that are none as words: JSON has none."""
-    if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(one) for one in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

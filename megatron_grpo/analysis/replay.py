@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import torch
 
 from megatron_grpo.analysis.audit import tensors_of
 from megatron_grpo.analysis.capsule import Capsule, marked, rows_of
-from megatron_grpo.analysis.poison import Row, Told, told
+from megatron_grpo.analysis.poison import Diagnosis, LoneRow, diagnose
+from megatron_grpo.analysis.report import tell
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error, problem_with
 from megatron_grpo.checkpoint import generators
@@ -55,7 +55,7 @@ def run_replay(words: Sequence[str], parsed: Parsed) -> int:
     cfg, model, checkpoint = _settings(capsule, parsed.config)
     found = replay(capsule, cfg, model, checkpoint)
     if collectives.rank() == 0:
-        print(json.dumps(found.as_json(), indent=1) if cfg.plan.json else "\n".join(found.lines()), flush=True)
+        tell(asdict(found), found.lines(), as_json=cfg.plan.json)
     state.stop()
     return EXIT_DONE
 
@@ -98,26 +98,39 @@ def _read(setting: Setting, value: Any) -> Any:
         raise config_error("replay", f"of the capsule's settings, {setting.name} {bad}. Copy the capsule anew.") from None
 
 
-def replay(capsule: Capsule, cfg: Config, model: Path, checkpoint: Path | None = None) -> Told:
-    """Takes the step as far as its gradient, and every row of it alone. Collective; joins the job. The optimizer does not act."""
-    shape, samples = ModelShape.from_pretrained(model), capsule.samples()
-    layout, misfits = layout_of(cfg, shape)
+def open_policy(
+    cfg: Config, model: Path, checkpoint: Path | None, content: dict[str, str], *, num_steps: int, parts: PolicyParts
+) -> Policy:  # fmt: skip
+    """The policy with the weights of `model`, or of a checkpoint of any layout, under the layout of `cfg`. Collective; joins the job.
+
+    content: what all ranks must agree on. Raises ConfigError where the layout does not fit.
+    """
+    layout, misfits = layout_of(cfg, ModelShape.from_pretrained(model))
     if misfits:
         raise ConfigError(misfits)
+    parallel = start_parallel(cfg, layout, content=content)
+    if cfg.rollout.same_bits:
+        from megatron_grpo.analysis.same_bits_switch import switch_on
+
+        switch_on()
+    policy = build_policy(cfg, parallel, model_path=model, num_steps=num_steps, parts=parts)
+    if checkpoint is not None:
+        load_weights(policy.chunks, checkpoint)
+    return policy
+
+
+def replay(capsule: Capsule, cfg: Config, model: Path, checkpoint: Path | None = None) -> Diagnosis:
+    """Takes the step as far as its gradient, and every row of it alone. Collective; joins the job. The optimizer does not act."""
+    samples = capsule.samples()
     missing = rows_of(capsule.step) - {sample.key for sample in samples}
     if missing:
         ranks = sorted(missing)[:8]
         raise config_error("replay", f"{len(missing)} of its {len(rows_of(capsule.step))} rows are missing ({ranks}): the "
                            "ranks that had them hung, and could not write them.")  # fmt: skip
-    parallel = start_parallel(cfg, layout, content={"capsule": capsule.path.name})
-    if cfg.rollout.same_bits:
-        from megatron_grpo.analysis.same_bits_switch import switch_on
-
-        switch_on()
-    recorded = PolicyParts(reference=lambda *_: Recorded(capsule.forward("references"), parallel))
-    policy = build_policy(cfg, parallel, model_path=model, num_steps=capsule.step.index + 1, parts=recorded)
-    if checkpoint is not None:
-        load_weights(policy.chunks, checkpoint)
+    recorded = PolicyParts(reference=lambda _, initial, __: Recorded(capsule.forward("references"), initial.parallel))
+    content = {"capsule": capsule.path.name}
+    policy = open_policy(cfg, model, checkpoint, content, num_steps=capsule.step.index + 1, parts=recorded)
+    parallel = policy.parallel
     pending = Pending(parallel=parallel, cut=policy.cut).restored(samples if parallel.is_main else [])
     try:
         _, batch = pending.batch(capsule.step, weigh=policy.loss.token_weights)
@@ -130,7 +143,7 @@ def replay(capsule: Capsule, cfg: Config, model: Path, checkpoint: Path | None =
     seen, first = _forward(policy, batch)
     rows = _rows(capsule, policy, batch, seen, {sample.key: sample.prompt_number for sample in samples})
     copies = _copies(capsule, policy, batch)
-    return told(capsule, parallel.layout, seen.metrics, weights, first, rows, copies)
+    return diagnose(capsule, parallel.layout, seen.metrics, weights, first, rows, copies)
 
 
 class Recorded:
@@ -224,10 +237,10 @@ def _weights(capsule: Capsule, policy: Policy) -> dict[str, Any]:
     return {"tensors": len(marks), "recorded": len(recorded), "same": len(same), "not_finite": wrong}
 
 
-def _rows(capsule: Capsule, policy: Policy, batch: GlobalBatch, seen: Seen, prompts: Mapping[RowKey, int]) -> list[Row]:
+def _rows(capsule: Capsule, policy: Policy, batch: GlobalBatch, seen: Seen, prompts: Mapping[RowKey, int]) -> list[LoneRow]:
     """Every row of the step, taken alone, on every rank. Collective."""
     recorded = capsule.forward("logprobs")
-    mine: dict[RowKey, Row] = {}
+    mine: dict[RowKey, LoneRow] = {}
     norms: dict[RowKey, float] = {}
     for micro, logprobs, norm in policy.each_alone(batch):
         [key] = micro.rows
@@ -236,12 +249,12 @@ def _rows(capsule: Capsule, policy: Policy, batch: GlobalBatch, seen: Seen, prom
             _, what = wrong_rows(micro, logprobs, seen.references.get(key))
             run = recorded.get(key)
             gap = np.abs(seen.logprobs[key] - micro.sampler_logprobs)
-            mine[key] = Row(
+            mine[key] = LoneRow(
                 key=key, norm=norm, what=what, num_tokens=len(logprobs),
                 forward=None if run is None else _largest(np.abs(seen.logprobs[key] - run))[0],
                 gap=_largest(gap)[0], token=_largest(gap)[1], prompt_number=prompts[key],
             )  # fmt: skip
-    found: dict[RowKey, Row] = {}
+    found: dict[RowKey, LoneRow] = {}
     for rows, its in collectives.from_all((mine, norms)):
         for key, row in rows.items():
             found.setdefault(key, row)

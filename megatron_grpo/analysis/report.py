@@ -1,9 +1,11 @@
-"""Findings of `mismatch`, how far trainer and sampler are apart: numbers, words, JSON and a picture. And the picture of `whatif`."""
+"""Findings of `mismatch`, how far trainer and sampler are apart: numbers, words, JSON and a picture. And how all these commands tell."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,30 @@ class Found:
         return quantiles(self.rows, self.bound)
 
 
-def in_words(found: Found, picture: Path | None) -> str:
+def tell(found: dict[str, Any], lines: Sequence[str], *, as_json: bool) -> None:
+    """On standard output, as one object or as lines."""
+    print(json.dumps(_finite(found), indent=1) if as_json else "\n".join(lines), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    """Numbers that are none as words: JSON has none."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def logged_by(run: Path) -> list[dict[str, Any]]:
+    """The objects of a run's metrics.jsonl, but for a line that is being written."""
+    path, found = run / "metrics.jsonl", []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return [one for one in found if isinstance(one, dict)]
+
+
+def in_words(found: Found, picture: Path | None) -> list[str]:
     numbers = found.numbers
     ranks = "one rank" if found.num_ranks == 1 else f"{found.num_ranks} tensor-parallel ranks"
     lines = [
@@ -111,7 +136,7 @@ def in_words(found: Found, picture: Path | None) -> str:
         ]
     lines += ["", *found.notes, *([found.push] if found.push else [])]
     lines.append(found.verdict or "Nothing differs by more than rounding.")
-    return "\n".join([*lines, *([f"Picture: {picture}"] if picture else [])])
+    return [*lines, *([f"Picture: {picture}"] if picture else [])]
 
 
 def _line(one: Operation) -> str:
@@ -192,16 +217,12 @@ def worst_tokens(rows: Sequence[Row], tokenizer: Any, most: int) -> list[Token]:
 
 
 def drift_of(run: Path | None) -> list[tuple[int, float, float]]:
-    """(step, mean, largest) of |trainer - sampler| that a run has logged while it trained."""
-    found = []
-    path = None if run is None else run / "metrics.jsonl"
-    for line in path.read_text(encoding="utf-8").splitlines() if path is not None and path.is_file() else ():
-        try:
-            record = json.loads(line)
-            found.append((int(record["step"]), float(record[DRIFT[0]]), float(record[DRIFT[1]])))
-        except (ValueError, KeyError, TypeError):
-            continue  # a line that is being written, or a step that trained nothing
-    return found
+    """(step, mean, largest) of |trainer - sampler| that a run has logged while it trained; a step that trained nothing has none."""
+    return [
+        (record["step"], *(float(record[name]) for name in DRIFT))
+        for record in (logged_by(run) if run is not None else [])
+        if all(isinstance(record.get(name), (int, float)) for name in ("step", *DRIFT))
+    ]
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------------------------

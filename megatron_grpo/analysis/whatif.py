@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from megatron_grpo.analysis.args import Variant, WhatifArgs, read_whatif_args
-from megatron_grpo.analysis.poison import finite
-from megatron_grpo.analysis.report import draw_variants
-from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error
+from megatron_grpo.analysis.replay import open_policy
+from megatron_grpo.analysis.report import draw_variants, logged_by, tell
+from megatron_grpo.base.errors import EXIT_DONE, config_error
 from megatron_grpo.base.files import why_not_drawn
 from megatron_grpo.checkpoint.resume import OURS
 from megatron_grpo.checkpoint.samples import read_samples
@@ -34,16 +34,14 @@ from megatron_grpo.parallel import collectives, state
 from megatron_grpo.policy.optimizer import gradient_norm
 from megatron_grpo.policy.policy import Policy
 from megatron_grpo.run.build import PolicyParts
-from megatron_grpo.run.build.output import start_parallel
-from megatron_grpo.run.build.policy import build_policy
-from megatron_grpo.run.opened import layout_of, load_weights
+from megatron_grpo.run.opened import load_weights
 from megatron_grpo.trainer.pending import Pending, score_rows
 from megatron_grpo.types import GlobalBatch, RowKey, Sample
 from megatron_grpo.weights.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Outcome:
     """What one variant says of the step. kl_sampler: KL(sampler || policy now) by k3, nats per token; ess: share of the tokens that weights
     policy / sampler leave. cosine: of its gradient with the run's own; None where either is 0."""
 
@@ -74,40 +72,27 @@ def run_whatif(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) ->
     told = whatif(asked)
     if collectives.rank() == 0:
         recorded = _recorded(asked)
-        if asked.cfg.plan.json:
-            found = {"step": asked.step, "recorded": recorded, "variants": [asdict(one) for one in told]}
-            print(json.dumps(finite(found), indent=1), flush=True)
-        else:
-            print("\n".join(in_words(asked, told, recorded)), flush=True)
+        found = {"step": asked.step, "recorded": recorded, "variants": [asdict(one) for one in told]}
+        tell(found, in_words(asked, told, recorded), as_json=asked.cfg.plan.json)
         line = draw_variants(told, Path(asked.cfg.plan.png or asked.run / "plots" / "whatif.png"), asked.step)
         print(line, file=sys.stderr if asked.cfg.plan.json else sys.stdout, flush=True)  # with --json, stdout is the object alone
     state.stop()
     return EXIT_DONE
 
 
-def whatif(asked: WhatifArgs) -> list[Told]:
+def whatif(asked: WhatifArgs) -> list[Outcome]:
     """The run's own settings, then each variant. Collective; joins the job."""
     cfg, model = asked.cfg, find_model(asked.cfg.model.model)
-    shape = ModelShape.from_pretrained(model)
-    if shape.vision is not None:
+    if ModelShape.from_pretrained(model).vision is not None:
         raise config_error("whatif", "whatif: rows are recorded without their pictures. It takes models of text.")
-    layout, problems = layout_of(cfg, shape)
-    if problems:
-        raise ConfigError(problems)
-    parallel = start_parallel(cfg, layout, content={"question": "; ".join(variant.name for variant in asked.variants)})
     beta = max(variant.cfg.grpo.beta for variant in asked.variants)  # whether there is a reference at all
-    if cfg.rollout.same_bits:
-        from megatron_grpo.analysis.same_bits_switch import switch_on
-
-        switch_on()
-    policy = build_policy(
-        cfg.with_values({"beta": beta}), parallel, model_path=model, num_steps=asked.step + 2, parts=PolicyParts(guard=AllowsAll())
-    )
+    content = {"question": "; ".join(variant.name for variant in asked.variants)}
+    policy = open_policy(cfg.with_values({"beta": beta}), model, asked.checkpoint, content, num_steps=asked.step + 2,
+                         parts=PolicyParts(guard=AllowsAll()))  # fmt: skip
     policy.optimizer.step = lambda: None  # the weights stay
     samples = read_samples(asked.checkpoint / RECORDED)
-    load_weights(policy.chunks, asked.checkpoint)
     adaptive, entropy = policy.entropy, _entropy_of(policy, asked.checkpoint)
-    gradient, told = None, list[Told]()
+    gradient, told = None, list[Outcome]()
     stale = {variant.staleness for variant in asked.variants} - {0}
     anchored = _anchored(policy, samples) if stale else []
     for staleness in sorted({0, *stale}):
@@ -160,7 +145,7 @@ def _batch(policy: Policy, samples: Sequence[Sample], index: int) -> GlobalBatch
 
 def _take(
     policy: Policy, variant: Variant, samples: Sequence[Sample], index: int, own: list[torch.Tensor] | None
-) -> tuple[Told, list[torch.Tensor]]:
+) -> tuple[Outcome, list[torch.Tensor]]:
     """Forward and backward of one variant; and the run's own gradient, which is that of the first. Collective."""
     rollout = variant.cfg.rollout
     policy.loss = GrpoLoss.from_config(
@@ -177,7 +162,7 @@ def _take(
         cosine = _cosine(policy, buffers, own, now)
     kl, ess = _off_policy(policy, batch, trained.logprobs)
     get = trained.metrics.get
-    return Told(
+    return Outcome(
         name=variant.name, rows=batch.num_sequences, loss=get("loss", 0.0), grad_norm=norm, cosine=cosine, kl_sampler=kl, ess=ess,
         clip_low=get("clip_ratio/low_mean", 0.0), clip_high=get("clip_ratio/high_mean", 0.0), kl=get("kl"),
     ), own  # fmt: skip
@@ -216,13 +201,11 @@ def _off_policy(policy: Policy, batch: GlobalBatch, logprobs: Any) -> tuple[floa
 
 def _recorded(asked: WhatifArgs) -> dict[str, float] | None:
     """What the run itself said of the step: loss and gradient norm, from metrics.jsonl."""
-    path = asked.run / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    found = next((line for line in reversed(lines) if line.get("step") == asked.step + 1), None)
+    found = next((record for record in reversed(logged_by(asked.run)) if record.get("step") == asked.step + 1), None)
     return {name: found[name] for name in ("loss", "grad_norm") if name in found} if found else None
 
 
-def in_words(asked: WhatifArgs, told: Sequence[Told], recorded: dict[str, float] | None) -> list[str]:
+def in_words(asked: WhatifArgs, told: Sequence[Outcome], recorded: dict[str, float] | None) -> list[str]:
     """The table."""
     lines = [f"Optimizer step {asked.step + 1} of {asked.run}, rows as recorded, weights of {asked.checkpoint.name}."]
     if recorded:

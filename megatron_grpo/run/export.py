@@ -64,7 +64,7 @@ def export_hf(
     named: of a whole model. source: the checkpoint that config.json and the tokenizer are taken from. expected: every name there must be.
     max_shard_size: of one file.
     """
-    with _taken(named) as rest:
+    with drained(named) as rest:
         if collectives.rank() == 0:
             with HfWriter(out, source, dtype=dtype, expected=expected, max_shard_bytes=bytes_of(max_shard_size) or 1) as write:
                 for name, tensor in rest:
@@ -77,7 +77,7 @@ def export_adapter(named: Stream, out: str | Path, *, source: str | Path, config
 
     source: the base, whose fingerprint goes beside it. config: adapter_config.json.
     """
-    with _taken(named) as rest:
+    with drained(named) as rest:
         if collectives.rank() == 0:
             shape = ModelShape.from_pretrained(source)
             named = ((peft_name(name, shape), tensor) for name, tensor in rest)
@@ -152,7 +152,7 @@ def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> No
 
 
 @contextmanager
-def _taken(named: Stream) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+def drained(named: Stream) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
     """Whatever the block leaves of a stream is taken after it: the other ranks are sent it too, and would wait for this one."""
     rest = iter(named)
     with CleanUp(lambda: deque(rest, maxlen=0)):
