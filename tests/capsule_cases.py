@@ -30,13 +30,11 @@ def step_of(samples, index: int, rows_per_slice: int) -> Step:
 def witness_of(policy, cfg, path, folder: Path, *, audit: int = 0, ends_run: bool = True, said: list | None = None):
     from megatron_grpo.analysis.audit import Audit
     from megatron_grpo.analysis.capsule import Capsules
-    from megatron_grpo.checkpoint.content import settings_of
     from megatron_grpo.run.build.output import gap_of
     from megatron_grpo.trainer.step_monitor import StepMonitor
 
     say = (said if said is not None else []).append
-    capsules = Capsules(folder=folder, keep=cfg.run.capsules, weights_gb=cfg.run.capsule_weights_gb, settings=settings_of(cfg),
-                        model_path=Path(path), say=say)  # fmt: skip
+    capsules = Capsules(folder=folder, cfg=cfg, model_path=Path(path), say=say)
     return StepMonitor(policy, lambda: capsules, audit=Audit(audit) if audit else None, ends_run=ends_run, gap=gap_of(cfg), say=say)
 
 

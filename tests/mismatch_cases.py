@@ -300,7 +300,7 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
 
     import numpy as np
 
-    from megatron_grpo.analysis.operations import LIMITS, Row, Side, alone, look_at, sequence_of
+    from megatron_grpo.analysis.operations import LIMITS, ComparedRow, Side, alone, look_at, sequence_of
     from megatron_grpo.parallel import collectives
     from megatron_grpo.rollout.engine import SamplingSettings
     from megatron_grpo.trainer.sync import Publisher
@@ -336,7 +336,7 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
     completions = [group.completions[0] for group in sorted(groups, key=lambda group: group.prompt.number)]
     scored = score([sequence_of(one.sequence.token_ids, int(np.argmax(one.sequence.mask))) for one in completions])
     rows = [
-        Row(tokens=one.sequence.token_ids, drawn=one.sequence.mask, sampler=one.logprobs, trainer=trainer)
+        ComparedRow(tokens=one.sequence.token_ids, drawn=one.sequence.mask, sampler=one.logprobs, trainer=trainer)
         for one, trainer in zip(completions, scored, strict=True)
     ]
     worst = max(rows, key=lambda row: float(np.abs(row.differences).max()))

@@ -29,8 +29,10 @@ from megatron_grpo import __version__
 from megatron_grpo.base.files import write_whole, written_whole
 from megatron_grpo.batching.timetable import MicroStep, Step
 from megatron_grpo.checkpoint import generators
+from megatron_grpo.checkpoint.content import settings_of
 from megatron_grpo.checkpoint.distributed import CheckpointError, agreed
 from megatron_grpo.checkpoint.samples import file_of, read_samples
+from megatron_grpo.config.config import Config
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.fingerprint import fingerprint
 from megatron_grpo.policy.policy import Policy, Seen
@@ -49,22 +51,17 @@ GB = 1000**3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capsules:
-    """Where they go. keep: how many, the newest; weights_gb: the most that the weights of one may take.
-
-    settings: the run's, by name. last_checkpoint: the newest one's directory, if there is any.
-    """
+    """Those of a run, in `folder`. last_checkpoint: the newest one's directory, if there is any."""
 
     folder: Path
-    keep: int
-    weights_gb: float
-    settings: Mapping[str, Any]
+    cfg: Config
     model_path: Path
     last_checkpoint: Callable[[], Path | None] = lambda: None
     say: Callable[[str], None] = field(default=print)
 
     def write(self, moment: Moment, pending: Pending, policy: Policy, seen: Seen) -> Path | None:
         """Collective. A capsule that cannot be written is told of, and changes nothing else."""
-        if not self.keep:
+        if not self.cfg.run.capsules:
             return None
         path = self.folder / f"step_{moment.step.index + 1:06d}_{moment.kind}"
         try:
@@ -87,7 +84,7 @@ class Capsules:
 
     def leave_behind(self, moment: Moment, pending: Pending, policy: Policy) -> None:
         """As `write`, by this rank alone, while others hang: its rows, and where weights lie. No collective."""
-        if not self.keep:
+        if not self.cfg.run.capsules:
             return
         path = self.folder / f"step_{moment.step.index + 1:06d}_{moment.kind}"
         (path / "rows").mkdir(parents=True, exist_ok=True)
@@ -117,7 +114,7 @@ class Capsules:
                 if first:
                     shutil.rmtree(path, ignore_errors=True)
                     partial.rename(path)
-                    for old in sorted(self.folder.glob("step_*"), key=lambda one: one.stat().st_mtime)[: -self.keep]:
+                    for old in sorted(self.folder.glob("step_*"), key=lambda one: one.stat().st_mtime)[: -self.cfg.run.capsules]:
                         shutil.rmtree(old, ignore_errors=True)
         finally:
             if first:
@@ -131,7 +128,7 @@ class Capsules:
             "kind": moment.kind, "why": moment.words, "step": step.index + 1, "version": step.index,
             "micro_steps": [_plain(micro) for micro in step.micro_steps],
             "parted": [asdict(one) for one in moment.finding.parted] if moment.finding else [],
-            "pictures": any(sample.shown for sample in samples), "model": str(self.model_path), "settings": dict(self.settings),
+            "pictures": any(sample.shown for sample in samples), "model": str(self.model_path), "settings": settings_of(self.cfg),
             "layout": {name: getattr(layout, name) for name in ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp")}
                       | {"sequence_parallel": pending.parallel.sequence_parallel},
         }  # fmt: skip
@@ -139,7 +136,7 @@ class Capsules:
     def _weights(self, partial: Path, policy: Policy) -> dict[str, Any]:
         """Writes the model or the adapter, if it is not too large; a fingerprint of every whole tensor in any case. Collective."""
         tensors, exchange, first = policy.tensors(), policy.exchange, collectives.rank() == 0
-        size, bound = exchange.whole_bytes(tensors), int(self.weights_gb * GB)
+        size, bound = exchange.whole_bytes(tensors), int(self.cfg.run.capsule_weights_gb * GB)
         marks: dict[str, str] = {}
         stream = marked(exchange.stream(tensors, "weights"), marks)
         found = self._elsewhere(size)

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_grpo.analysis import traced, vllm_traced
 from megatron_grpo.analysis.args import MismatchArgs, read_mismatch_args
-from megatron_grpo.analysis.operations import LIMITS, Operation, Row, Side, alone, look_at, sequence_of
+from megatron_grpo.analysis.operations import LIMITS, ComparedRow, Operation, Side, alone, look_at, sequence_of
 from megatron_grpo.analysis.report import Found, as_json, draw, drift_of, in_words, tell, worst_row, worst_tokens
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, config_error, problem_with
@@ -55,8 +55,10 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) 
     if problems := [*problems, *_problems(layout, shape)]:
         raise ConfigError(problems)
     picture = _folder(asked, cfg) / f"step_{asked.subject.step:06d}.png"
-    if not _can_write(picture.parent):
-        raise config_error("output_dir", f"{picture.parent} cannot be written. Name another --output_dir.")
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        raise config_error("output_dir", f"{picture.parent} cannot be written. Name another --output_dir.") from None
     if "output_dir" in cfg.typed and (wrong := why_not_drawn(picture)):
         raise config_error("output_dir", f"output_dir: {wrong}")
     with CleanUp() as clean_up:
@@ -65,7 +67,7 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) 
         found = look(asked, cfg, shape, model_path, parallel, clean_up)
         verdict = found.verdict
         if collectives.rank() == 0:
-            is_drawn = draw(picture, found.rows, found.operations, found.drift, limit=found.limit)
+            is_drawn = draw(picture, found)
             tell(as_json(found), in_words(found, picture if is_drawn else None), as_json=cfg.plan.json)
     return EXIT_CRASH if verdict else EXIT_DONE
 
@@ -131,7 +133,9 @@ def _push_problem(model: LoadedModel, engine: ColocatedEngine, version: int, dty
 # ---- what is compared ------------------------------------------------------------------------------------------------------------------
 
 
-def _rows_to_compare(asked: MismatchArgs, cfg: Config, shape: ModelShape, tokenizer: Any) -> tuple[list[Row], list[Prompt], str, list[str]]:
+def _rows_to_compare(
+    asked: MismatchArgs, cfg: Config, shape: ModelShape, tokenizer: Any
+) -> tuple[list[ComparedRow], list[Prompt], str, list[str]]:
     """(rows that the run recorded with these weights; or the prompts to draw some for; where they come from, in words; notes)."""
     subject, notes = asked.subject, list[str]()
     if sampling_mask.is_cut(cfg.rollout):
@@ -151,15 +155,11 @@ def _rows_to_compare(asked: MismatchArgs, cfg: Config, shape: ModelShape, tokeni
     probes = probe_sequences(tokenizer, vocab_size=shape.vocab_size, max_model_len=shape.max_position_embeddings)
     tokens = [probe.token_ids.tolist() for probe in probes]
     cut = [tokens[i % len(tokens)][: len(tokens[0]) * (i // len(tokens) + 1) // 4 + 1] for i in range(asked.num_rows)]
-    return (
-        [],
-        [_prompt(number, prompt) for number, prompt in enumerate(cut)],
-        "drawn anew from random words, for no prompts are recorded",
-        notes,
-    )
+    prompts = [_prompt(number, prompt) for number, prompt in enumerate(cut)]
+    return [], prompts, "drawn anew from random words, for no prompts are recorded", notes
 
 
-def recorded(run: Path, *, version: int | None = None) -> list[Row]:
+def recorded(run: Path, *, version: int | None = None) -> list[ComparedRow]:
     """Rows that weights of this version drew, by a run's `completions/step_*.parquet`; of None, what was recorded last.
 
     Empty where nothing was, or by a run that kept no tokens.
@@ -175,7 +175,7 @@ def recorded(run: Path, *, version: int | None = None) -> list[Row]:
     return []
 
 
-def _rows(path: Path) -> list[Row]:
+def _rows(path: Path) -> list[ComparedRow]:
     import pyarrow
     import pyarrow.parquet
 
@@ -187,14 +187,14 @@ def _rows(path: Path) -> list[Row]:
         return []
     rows = zip(*(table[name].to_pylist() for name in TOKENS), strict=True)
     found = [
-        Row.unscored(np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32))
+        ComparedRow.unscored(np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32))
         for tokens, logprobs in rows
         if tokens is not None
     ]
     return [one for one in found if one.drawn.any() and one.prompt]
 
 
-def spread(rows: list[Row], most: int) -> list[Row]:
+def spread(rows: list[ComparedRow], most: int) -> list[ComparedRow]:
     """At most so many, evenly over all."""
     return [rows[i * len(rows) // most] for i in range(most)] if len(rows) > most else rows
 
@@ -203,11 +203,11 @@ def _prompt(number: int, tokens: Sequence[int]) -> Prompt:
     return Prompt(number=number, row=number, raw="", token_ids=tuple(tokens), columns={})
 
 
-def _drawn(engine: ColocatedEngine, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Row]:
+def _drawn(engine: ColocatedEngine, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[ComparedRow]:
     """Collective; all rows on every rank, in the order of the prompts."""
     groups = [group for part in collectives.from_all(engine.generate(prompts, sampling, seed=seed)) for group in part]
     completions = [group.completions[0] for group in sorted(groups, key=lambda group: group.prompt.number)]
-    return [Row.unscored(one.sequence.token_ids, np.where(one.sequence.mask, one.logprobs, np.nan)) for one in completions]
+    return [ComparedRow.unscored(one.sequence.token_ids, np.where(one.sequence.mask, one.logprobs, np.nan)) for one in completions]
 
 
 def _as_looked_at(asked: MismatchArgs) -> Config:
@@ -244,11 +244,3 @@ def _folder(asked: MismatchArgs, cfg: Config) -> Path:
         return Path(cfg.run.output_dir)
     subject = asked.subject
     return subject.run / "mismatch" if subject.run is not None else Path(f"{subject.cfg.model.model}-mismatch")
-
-
-def _can_write(folder: Path) -> bool:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return True

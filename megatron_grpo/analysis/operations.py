@@ -99,7 +99,7 @@ ASIDE = {  # the sentence about each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Row:
+class ComparedRow:
     """One completion, as it was drawn and as it was scored among others. T tokens; log-probs are 0 where nothing was drawn."""
 
     tokens: np.ndarray  # int64 [T]
@@ -108,7 +108,7 @@ class Row:
     trainer: np.ndarray  # float32 [T]
 
     @classmethod
-    def unscored(cls, tokens: np.ndarray, logprobs: np.ndarray) -> Row:
+    def unscored(cls, tokens: np.ndarray, logprobs: np.ndarray) -> ComparedRow:
         """logprobs: the sampler's, NaN where it drew nothing."""
         drawn, nothing = ~np.isnan(logprobs), np.zeros(len(tokens), dtype=np.float32)
         return cls(tokens=tokens, drawn=drawn, sampler=np.nan_to_num(logprobs), trainer=nothing)
@@ -145,7 +145,7 @@ def alone(scorer: ModelScorer, temperature: float | None = None) -> Score:
     return partial(ModelScorer(scorer.model, scorer.parallel, cut, around=scorer.around).score, temperature=temperature)
 
 
-def look_at(side: Side, row: Row) -> list[Operation]:
+def look_at(side: Side, row: ComparedRow) -> list[Operation]:
     """Every operation that both have, in the order of computation; then what one sequence alone cannot show. Collective.
 
     The prefix cache is used as it stands, so whatever filled it must have happened before.

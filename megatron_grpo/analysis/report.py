@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.analysis.args import Subject
-from megatron_grpo.analysis.operations import ASIDE, Operation, Row, first_over
+from megatron_grpo.analysis.operations import ASIDE, ComparedRow, Operation, first_over
 from megatron_grpo.metrics.draw import can_draw, new_figure, tidy, write_png
 
 BINS = 40
@@ -51,7 +51,7 @@ class Found:
     bound: float  # nats
     num_ranks: int
     source: str
-    rows: Sequence[Row]
+    rows: Sequence[ComparedRow]
     tokens: Sequence[Token]
     row: int
     operations: Sequence[Operation]
@@ -179,7 +179,7 @@ def as_json(found: Found) -> dict[str, Any]:
 # ---- numbers ---------------------------------------------------------------------------------------------------------------------------
 
 
-def quantiles(rows: Sequence[Row], bound: float) -> dict[str, float]:
+def quantiles(rows: Sequence[ComparedRow], bound: float) -> dict[str, float]:
     """Statistics of |trainer - sampler| in nats over all drawn tokens. NaN counts as beyond the bound."""
     away = np.abs(np.concatenate([row.differences for row in rows]))
     return {
@@ -193,12 +193,12 @@ def quantiles(rows: Sequence[Row], bound: float) -> dict[str, float]:
     }
 
 
-def worst_row(rows: Sequence[Row]) -> int:
+def worst_row(rows: Sequence[ComparedRow]) -> int:
     """The row with the token that is furthest off; NaN is."""
     return int(np.argmax([np.nan_to_num(np.abs(row.differences), nan=np.inf).max() for row in rows]))
 
 
-def worst_tokens(rows: Sequence[Row], tokenizer: Any, most: int) -> list[Token]:
+def worst_tokens(rows: Sequence[ComparedRow], tokenizer: Any, most: int) -> list[Token]:
     found = []
     for number, row in enumerate(rows):
         for place in np.flatnonzero(row.drawn):
@@ -228,17 +228,15 @@ def drift_of(run: Path | None) -> list[tuple[int, float, float]]:
 # ---- pictures --------------------------------------------------------------------------------------------------------------------------
 
 
-def draw(
-    path: Path, rows: Sequence[Row], operations: Sequence[Operation], drift: Sequence[tuple[int, float, float]], *, limit: float
-) -> bool:
+def draw(path: Path, found: Found) -> bool:
     """Writes a PNG of what `mismatch` found; whether matplotlib is there to draw it."""
     if not can_draw():
         return False
-    panels = [_histogram, _tokens, *([_operations] if operations else []), *([_drift] if drift else [])]
+    panels = [_histogram, _tokens, *([_operations] if found.operations else []), *([_drift] if found.drift else [])]
     figure = new_figure(11, 4 * (len(panels) + 1) // 2, dpi=100)
     for place, panel in enumerate(panels):
         axes = figure.add_subplot((len(panels) + 1) // 2, 2, place + 1)
-        panel(axes, rows, operations, drift, limit)
+        panel(axes, found)
         tidy(axes)
     write_png(figure, path)
     return True
@@ -266,8 +264,8 @@ def draw_variants(told: Sequence[Any], path: Path, step: int) -> str:
 BLUE, RED, GREY = "#2f6f9f", "#c0392b", "#8a949e"
 
 
-def _histogram(axes: Any, rows: Sequence[Row], *others: Any) -> None:
-    away = np.abs(np.concatenate([row.differences for row in rows]))
+def _histogram(axes: Any, found: Found) -> None:
+    away = np.abs(np.concatenate([row.differences for row in found.rows]))
     there = away[np.isfinite(away) & (away > 0)]
     if len(there):
         low, high = there.min(), max(there.max(), there.min() * 1.01)
@@ -278,20 +276,21 @@ def _histogram(axes: Any, rows: Sequence[Row], *others: Any) -> None:
     axes.set(title=f"{len(away):,} tokens, {same:,} of them equal", xlabel="|trainer - sampler|, nats", ylabel="tokens")
 
 
-def _tokens(axes: Any, rows: Sequence[Row], *others: Any) -> None:
-    sampler = np.concatenate([row.sampler[row.drawn] for row in rows])
-    trainer = np.concatenate([row.trainer[row.drawn] for row in rows])
+def _tokens(axes: Any, found: Found) -> None:
+    sampler = np.concatenate([row.sampler[row.drawn] for row in found.rows])
+    trainer = np.concatenate([row.trainer[row.drawn] for row in found.rows])
     low = float(min(np.nanmin(sampler), np.nanmin(trainer)))
     axes.plot([low, 0], [low, 0], color=GREY, linewidth=1.0)
     axes.plot(sampler, trainer, ".", color=BLUE, markersize=4, alpha=0.6)
     axes.set(title="log-prob of each token", xlabel="sampler, nats", ylabel="trainer, nats")
 
 
-def _operations(axes: Any, rows: Any, operations: Sequence[Operation], drift: Any, limit: float) -> None:
+def _operations(axes: Any, found: Found) -> None:
+    operations = found.operations
     values = [max(one.difference, 1e-9) for one in operations]
     colours = [RED if one.is_over else BLUE for one in operations]
     axes.scatter(range(len(values)), values, c=colours, s=14)
-    axes.axhline(limit, color=GREY, linewidth=1.0, linestyle="--")
+    axes.axhline(found.limit, color=GREY, linewidth=1.0, linestyle="--")
     axes.set_yscale("log")
     first = next((place for place, one in enumerate(operations) if one.is_over), None)
     if first is not None:
@@ -302,8 +301,8 @@ def _operations(axes: Any, rows: Any, operations: Sequence[Operation], drift: An
     axes.set(title="each operation on the sampler's inputs", xlabel="operation, in order (equal bits: at the bottom)", ylabel="of its size")
 
 
-def _drift(axes: Any, rows: Any, operations: Any, drift: Sequence[tuple[int, float, float]], limit: Any) -> None:
-    steps, means, largest = zip(*drift, strict=True)
+def _drift(axes: Any, found: Found) -> None:
+    steps, means, largest = zip(*found.drift, strict=True)
     axes.plot(steps, means, "o-", color=BLUE, markersize=3, label="mean")
     axes.plot(steps, largest, "o-", color=RED, markersize=3, label="largest")
     if min(means) > 0:

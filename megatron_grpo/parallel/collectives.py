@@ -66,7 +66,8 @@ def node(host: str | None = None) -> Node:
 def store(name: str) -> Any:
     """The job's key-value store, through which ranks can speak while a collective hangs: under names of `name`'s own, by a connection of
     its own, for the main thread may be waiting on the other one."""
-    return dist.PrefixStore(name, dist.distributed_c10d._get_default_store().clone())
+    default: Any = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(name, default.clone())
 
 
 _patient: Group = None

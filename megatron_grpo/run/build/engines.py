@@ -41,7 +41,6 @@ def build_colocated(
     """vLLM inside the trainer's own ranks. Collective. same_bits: what is done to vLLM where the setting is true."""
     from megatron_grpo.rollout.colocated import ColocatedEngine
 
-    more: dict[str, Any] = {"patch": same_bits} if cfg.rollout.same_bits else {}
     return ColocatedEngine.build(
         cfg.rollout,
         model_path=inputs.model_path,
@@ -55,7 +54,7 @@ def build_colocated(
         eyes=inputs.eyes,
         most_pictures=cfg.data.limit_images or inputs.most_pictures,
         trust_remote_code=cfg.model.trust_remote_code,
-        **more,
+        patch=same_bits if cfg.rollout.same_bits else lambda: None,
     )
 
 
@@ -153,12 +152,10 @@ def how_adapters_travel(
     """
     if cfg.tuner.tuner_type == "full":
         return None
-    on_gpu = parallel.device.type == "cuda"
-    if cfg.rollout.vllm_mode == "server" and sampler_is_known:
-        obstacle = None  # servers say themselves whether they have room, and the trainer may have no vLLM
-    elif not sampler_is_known:
+    on_gpu, obstacle = parallel.device.type == "cuda", None
+    if not sampler_is_known:
         obstacle = None if cfg.tuner.vllm_enable_lora else "this sampler was written elsewhere, and vllm_enable_lora true is not set"
-    else:
+    elif cfg.rollout.vllm_mode != "server":  # servers say themselves whether they have room, and the trainer may have no vLLM
         from megatron_grpo.rollout.vllm_weights import sampler_obstacle
 
         obstacle = sampler_obstacle(inputs.shape.architecture, on_gpu=on_gpu)

@@ -13,7 +13,6 @@ import torch
 from megatron_grpo import train
 from megatron_grpo.base.activity import Clock
 from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.checkpoint.content import settings_of
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.config.config import Config, GrpoConfig
 from megatron_grpo.config.evaluation import how_evaluated, most_of, rules_in_words, score_of
@@ -163,15 +162,9 @@ def build_monitor(
 ) -> StepMonitor:
     """Who looks on while steps are taken. say: heard on the main rank."""
     capsules = partial(
-        analysis.capsules,
-        folder=Path(cfg.run.output_dir) / "capsules",
-        keep=cfg.run.capsules,
-        weights_gb=cfg.run.capsule_weights_gb,
-        settings=settings_of(cfg),
-        model_path=inputs.model_path,
-        last_checkpoint=checkpoints.folder.newest,
-        say=say,
-    )
+        analysis.capsules, folder=Path(cfg.run.output_dir) / "capsules", cfg=cfg, model_path=inputs.model_path,
+        last_checkpoint=checkpoints.folder.newest, say=say,
+    )  # fmt: skip
     audit = analysis.audit(cfg.run.audit_steps) if cfg.run.audit else None
     return StepMonitor(policy, capsules, audit=audit, ends_run=cfg.run.audit_action == "stop", gap=gap_of(cfg), say=say)
 
