@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,24 +39,18 @@ ROWS = 16  # that are compared, if nothing is typed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """Subject of a look. run: output_dir of a run; None for files of a model. checkpoint: None for the weights that a run began with."""
+class MismatchArgs:
+    """name: what is looked at, in words. run: output_dir of a run; None for files of a model. checkpoint: None for the weights that a run
+    began with, or a model's. row: to look into; None for the worst. num_rows: to compare. dtype: of both sides; None for the run's."""
 
     name: str
-    run: Path | None
-    checkpoint: Path | None
-    step: int
     cfg: Config
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MismatchArgs:
-    """row: to look into; None for the worst. num_rows: to compare. dtype: of both sides; None for the run's."""
-
-    subject: Subject
-    row: int | None
-    num_rows: int
-    dtype: str | None
+    run: Path | None = None
+    checkpoint: Path | None = None
+    step: int = 0
+    row: int | None = None
+    num_rows: int = ROWS
+    dtype: str | None = None
 
 
 def read_mismatch_args(argv: Sequence[str], parse: Parse) -> MismatchArgs:
@@ -80,10 +74,10 @@ def read_mismatch_args(argv: Sequence[str], parse: Parse) -> MismatchArgs:
     if problems or subject is None:
         raise ConfigError(problems)
     row, num_rows, dtype = (values[-1] if values else None for values in typed.values())
-    return MismatchArgs(subject=subject, row=None if row is None else int(row), num_rows=int(num_rows or ROWS), dtype=dtype)
+    return replace(subject, row=None if row is None else int(row), num_rows=int(num_rows or ROWS), dtype=dtype)
 
 
-def _subject(path: Path, parsed: Parsed, parse: Parse) -> Subject:
+def _subject(path: Path, parsed: Parsed, parse: Parse) -> MismatchArgs:
     typed, path = parsed.config, path.absolute()
     if (path / MANIFEST).is_file():
         beside = path.parent.parent
@@ -97,19 +91,18 @@ def _subject(path: Path, parsed: Parsed, parse: Parse) -> Subject:
             raise config_error("mismatch", f"mismatch: {path} has neither a checkpoint nor a config.yaml, so its model is not known.")
         of_run = parse(["--config", str(path / "config.yaml")]).config
         cfg = settings_over(typed, {name: value for section in of_run.groups().values() for name, value in vars(section).items()})
-        return Subject(name=f"{path}, which has no checkpoint: the weights it began with", run=path, checkpoint=None, step=0, cfg=cfg)
+        return MismatchArgs(name=f"{path}, which has no checkpoint: the weights it began with", run=path, cfg=cfg)
     if (path / "config.json").is_file():
-        cfg = typed.with_values({"model": str(path)})
-        return Subject(name=str(path), run=None, checkpoint=None, step=0, cfg=cfg)
+        return MismatchArgs(name=str(path), cfg=typed.with_values({"model": str(path)}))
     what = "holds no run (metrics.jsonl), checkpoint (manifest.json) or model (config.json)"
     there = "is a file, not a directory" if path.is_file() else what
     raise config_error("mismatch", f"mismatch: {path} {there if path.exists() else 'does not exist'}.")
 
 
-def _of_checkpoint(directory: Path, typed: Config, *, run: Path | None) -> Subject:
+def _of_checkpoint(directory: Path, typed: Config, *, run: Path | None) -> MismatchArgs:
     manifest = whole_checkpoint(directory)
     cfg = settings_over(typed, manifest.origin.settings)
-    return Subject(name=str(directory), run=run, checkpoint=directory, step=manifest.step, cfg=cfg)
+    return MismatchArgs(name=str(directory), run=run, checkpoint=directory, step=manifest.step, cfg=cfg)
 
 
 # ---- whatif ----------------------------------------------------------------------------------------------------------------------------

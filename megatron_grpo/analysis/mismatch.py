@@ -54,7 +54,7 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) 
     layout, problems = layout_of(cfg, shape)
     if problems := [*problems, *_problems(layout, shape)]:
         raise ConfigError(problems)
-    picture = _folder(asked, cfg) / f"step_{asked.subject.step:06d}.png"
+    picture = _folder(asked, cfg) / f"step_{asked.step:06d}.png"
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -62,7 +62,7 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) 
     if "output_dir" in cfg.typed and (wrong := why_not_drawn(picture)):
         raise config_error("output_dir", f"output_dir: {wrong}")
     with CleanUp() as clean_up:
-        parallel = start_parallel(cfg, layout, content={"question": f"{asked.subject.name} {asked.row} {asked.num_rows}"})
+        parallel = start_parallel(cfg, layout, content={"question": f"{asked.name} {asked.row} {asked.num_rows}"})
         clean_up.add(state.stop)
         found = look(asked, cfg, shape, model_path, parallel, clean_up)
         verdict = found.verdict
@@ -74,7 +74,7 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) 
 
 def look(asked: MismatchArgs, cfg: Config, shape: ModelShape, model_path: Path, parallel: ParallelState, clean_up: CleanUp) -> Found:
     """Collective. clean_up: gets what this opens."""
-    subject, dtype = asked.subject, cfg.model.torch_dtype
+    dtype = cfg.model.torch_dtype
     tokenizer = load_tokenizer(str(model_path), trust_remote_code=cfg.model.trust_remote_code)
     rows, prompts, source, notes = _rows_to_compare(asked, cfg, shape, tokenizer)
     number = len(rows or prompts)
@@ -83,7 +83,7 @@ def look(asked: MismatchArgs, cfg: Config, shape: ModelShape, model_path: Path, 
     longest = max([*(len(row.tokens) for row in rows), *(len(prompt.token_ids) for prompt in prompts)])
     answer = min(cfg.rollout.max_completion_length, LONGEST_ANSWER)
     together = max(cfg.batch.micro_batch_size, TOGETHER)
-    model = build_loaded(cfg, shape, parallel, model_path=model_path, checkpoint=subject.checkpoint, micro_batch_size=together)
+    model = build_loaded(cfg, shape, parallel, model_path=model_path, checkpoint=asked.checkpoint, micro_batch_size=together)
     engine = ColocatedEngine.build(
         cfg.rollout, model_path=model_path, dtype=dtype, max_model_len=min(longest + answer + 1, shape.max_position_embeddings),
         seed=cfg.run.seed, rank=parallel.rank, world_size=parallel.world_size, trust_remote_code=cfg.model.trust_remote_code,
@@ -92,7 +92,7 @@ def look(asked: MismatchArgs, cfg: Config, shape: ModelShape, model_path: Path, 
     sampling = SamplingSettings(n=1, max_completion_length=answer, temperature=cfg.rollout.temperature)
     asked_for = prompts or [_prompt(number, row.prompt) for number, row in enumerate(rows)]
     engine.generate(asked_for, replace(sampling, max_completion_length=1), seed=cfg.run.seed)  # so that a cache that is kept shows
-    Publisher(model, engine, verify=False, starts_as_checkpoint=False).publish(subject.step)
+    Publisher(model, engine, verify=False, starts_as_checkpoint=False).publish(asked.step)
     rows = rows or _drawn(engine, prompts, sampling, seed=cfg.run.seed)
     scored = model.scorer.score([sequence_of(row.tokens.tolist(), row.opening) for row in rows])
     compared = [replace(row, trainer=np.where(row.drawn, trainer, 0).astype(np.float32)) for row, trainer in zip(rows, scored, strict=True)]
@@ -105,7 +105,7 @@ def look(asked: MismatchArgs, cfg: Config, shape: ModelShape, model_path: Path, 
         side = Side(engine=engine, model=model.chunks[0], score=alone(model.scorer), temperature=sampling.temperature, limit=limit)
         operations = look_at(side, compared[chosen])
     return Found(
-        subject=subject,
+        asked=asked,
         dtype=dtype,
         limit=limit,
         bound=max(USUAL[dtype], USUAL[engine.dtype]),
@@ -115,9 +115,9 @@ def look(asked: MismatchArgs, cfg: Config, shape: ModelShape, model_path: Path, 
         tokens=worst_tokens(compared, tokenizer, WORST),
         row=chosen,
         operations=operations,
-        drift=drift_of(subject.run),
+        drift=drift_of(asked.run),
         notes=notes,
-        push=_push_problem(model, engine, subject.step, dtype),
+        push=_push_problem(model, engine, asked.step, dtype),
     )
 
 
@@ -137,18 +137,18 @@ def _rows_to_compare(
     asked: MismatchArgs, cfg: Config, shape: ModelShape, tokenizer: Any
 ) -> tuple[list[ComparedRow], list[Prompt], str, list[str]]:
     """(rows that the run recorded with these weights; or the prompts to draw some for; where they come from, in words; notes)."""
-    subject, notes = asked.subject, list[str]()
+    notes = list[str]()
     if sampling_mask.is_cut(cfg.rollout):
         notes.append(
             f"The run samples with {sampling_mask.in_words(cfg.rollout)}; here all words stay, for tables of completions do "
             "not tell those that were left."
         )
-    if subject.cfg.rollout.same_bits:
+    if asked.cfg.rollout.same_bits:
         notes.append("The run computes with the sampler's arithmetic (same_bits); what is compared here is the trainer's own.")
     is_as_run = asked.dtype is None and not sampling_mask.is_cut(cfg.rollout)
-    if subject.run is not None and is_as_run and (rows := recorded(subject.run, version=subject.step)):
+    if asked.run is not None and is_as_run and (rows := recorded(asked.run, version=asked.step)):
         return spread(rows, asked.num_rows), [], "recorded by the run with these weights", notes
-    if subject.run is not None and (rows := recorded(subject.run)):
+    if asked.run is not None and (rows := recorded(asked.run)):
         of_run = list(dict.fromkeys(row.prompt for row in rows))
         prompts = [of_run[number % len(of_run)] for number in range(asked.num_rows)]
         return [], [_prompt(number, prompt) for number, prompt in enumerate(prompts)], "drawn anew from prompts of the run", notes
@@ -212,7 +212,7 @@ def _drawn(engine: ColocatedEngine, prompts: Sequence[Prompt], sampling: Samplin
 
 def _as_looked_at(asked: MismatchArgs) -> Config:
     """The run's settings, but for what only training needs, and what keeps operations from being seen."""
-    cfg = asked.subject.cfg
+    cfg = asked.cfg
     values: dict[str, Any] = {
         "vllm_mode": "colocate", "vllm_tensor_parallel_size": cfg.parallel.tensor_model_parallel_size, "vllm_enforce_eager": True,
         "sleep_level": 0, "beta": 0.0, "router_replay_mode": "disabled", "share_prompts": "false", "same_bits": False,
@@ -242,5 +242,4 @@ def _problems(layout: Layout, shape: ModelShape) -> list[Problem]:
 def _folder(asked: MismatchArgs, cfg: Config) -> Path:
     if "output_dir" in cfg.typed:
         return Path(cfg.run.output_dir)
-    subject = asked.subject
-    return subject.run / "mismatch" if subject.run is not None else Path(f"{subject.cfg.model.model}-mismatch")
+    return asked.run / "mismatch" if asked.run is not None else Path(f"{asked.cfg.model.model}-mismatch")

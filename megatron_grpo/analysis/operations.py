@@ -7,7 +7,6 @@ first one that differs by more than rounding is where the two part.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,21 +55,6 @@ class Operation:
         """ "layer 2, q norm"."""
         layer, _, operation = self.name.partition(" ")
         return f"layer {layer[1:]}, {operation}" if layer[:1] == "L" and layer[1:].isdecimal() else self.name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """Of one rank: sums over its numbers."""
-
-    squares: float
-    size: float  # sum of squares of the sampler's numbers
-    largest: float
-    num_equal: int
-    num: int
-
-    @property
-    def relative(self) -> float:
-        return math.sqrt(self.squares / self.size) if self.size else math.sqrt(self.squares)
 
 
 def order(num_layers: int) -> list[str]:
@@ -178,7 +162,7 @@ def _compared(side: Side, tokens: Sequence[int], opening: int) -> tuple[list[Ope
     theirs["logits"] = logits[:, start : start + ours["logits"].rows.shape[1]]
     names = [name for name in order(len(model.decoder.layers)) if name in ours and name in theirs]
     mine = {name: _part(ours[name], theirs[name], size if name == "log-prob" else None) for name in names}
-    everyone: list[Mapping[str, _Part]] = collectives.from_all(mine)
+    everyone: list[Mapping[str, np.ndarray]] = collectives.from_all(mine)
     operations = [_joined(name, [part[name] for part in everyone], side.limit) for name in names]
     if (first := first_over(operations)) is not None:
         causes = collectives.from_all(cause_of(first.name, side.engine, model))
@@ -200,30 +184,31 @@ def first_over(operations: Sequence[Operation]) -> Operation | None:
     return next((one for one in operations if one.is_over), None)
 
 
-def _part(own: traced.Own, theirs: torch.Tensor, size: float | None) -> _Part:
-    """size: of a number that the difference is measured by; None for the root mean square of the sampler's."""
+def _part(own: traced.Own, theirs: torch.Tensor, size: float | None) -> np.ndarray:
+    """Of this rank: sums of squares of the differences and of the sampler's numbers, the largest difference, how many are equal, how many
+    there are. size: of a number that the difference is measured by; None for the root mean square of the sampler's."""
     b = theirs[own.start : own.start + len(own.rows)]  # the sampler never computes the last token
     a = own.rows[: len(b), : b.shape[1]].to(b.dtype)  # a trainer's head may have rows that are no words
-    difference = (a.double() - b.double()).abs()
-    return _Part(
-        squares=float(difference.square().sum()),
-        size=float(b.double().square().sum()) if size is None else size**2 * b.numel(),
-        largest=float(difference.max()) if b.numel() else 0.0,
-        num_equal=int((a == b).sum()),
-        num=b.numel(),
-    )
+    difference, num = (a.double() - b.double()).abs(), b.numel()
+    squares, whole = float(difference.square().sum()), float(b.double().square().sum()) if size is None else size**2 * num
+    return np.array([squares, whole, float(difference.max()) if num else 0.0, int((a == b).sum()), num])
 
 
-def _joined(name: str, parts: Sequence[_Part], limit: float) -> Operation:
-    over = tuple(rank for rank, part in enumerate(parts) if not part.relative <= limit)  # NaN is over
-    size, squares = sum(part.size for part in parts), sum(part.squares for part in parts)
+def _joined(name: str, parts: Sequence[np.ndarray], limit: float) -> Operation:
+    squares, sizes, largest, equal, num = np.array(parts).T
+    over = np.flatnonzero(~(_relative(squares, sizes) <= limit))  # NaN is over
     return Operation(
         name=name,
-        difference=math.sqrt(squares / size) if size else math.sqrt(squares),
-        largest=max(part.largest for part in parts),
-        equal=sum(part.num_equal for part in parts) / max(sum(part.num for part in parts), 1),
-        ranks=over,
+        difference=float(_relative(squares.sum(), sizes.sum())),
+        largest=float(largest.max()),
+        equal=float(equal.sum() / max(num.sum(), 1)),
+        ranks=tuple(over.tolist()),
     )
+
+
+def _relative(squares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Root mean square of a difference, by that of what it is measured by; where that is 0, by 1."""
+    return np.sqrt(squares / np.where(sizes == 0, 1.0, sizes))
 
 
 def _logits_of_all(mine: torch.Tensor | None, num: int) -> torch.Tensor:
@@ -235,8 +220,8 @@ def _logits_of_all(mine: torch.Tensor | None, num: int) -> torch.Tensor:
 # ---- why an operation differs: other weights or settings for it, or another computation with the same ones -----------------------------
 
 _ROWS = 1024  # of the identity at one time
-_LINEAR = {"qkv": "linear_qkv", "o proj": "linear_proj", "gate up": "linear_fc1", "down": "linear_fc2", "router": "router"}
-_THEIRS = {"qkv": "qkv_proj", "o proj": "o_proj", "gate up": "gate_up_proj", "down": "down_proj", "router": "gate"}
+_LINEAR = {"qkv": ("linear_qkv", "qkv_proj"), "o proj": ("linear_proj", "o_proj"), "gate up": ("linear_fc1", "gate_up_proj"),
+           "down": ("linear_fc2", "down_proj"), "router": ("router", "gate")}  # fmt: skip
 _NORMS = {"norm 1": ("input_layernorm", "input_layernorm"), "norm 2": ("pre_mlp_layernorm", "post_attention_layernorm"),
           "q norm": ("q_layernorm", "q_norm"), "k norm": ("k_layernorm", "k_norm")}  # fmt: skip
 SAME = "its weights are the same, so what it does with them differs"
@@ -263,9 +248,9 @@ def cause_of(name: str, engine: ColocatedEngine, model: PolicyModel) -> str:
         inside = kind in ("q norm", "k norm")
         return _norm(getattr(ours.self_attention if inside else ours, mine), getattr(theirs.self_attn if inside else theirs, its))
     if kind in _LINEAR:
-        of_attention = kind in ("qkv", "o proj")
-        linear = getattr(ours.self_attention if of_attention else ours.mlp, _LINEAR[kind])
-        its = getattr(theirs.self_attn if of_attention else vllm_traced.block_of(theirs), _THEIRS[kind])
+        (mine, its_name), of_attention = _LINEAR[kind], kind in ("qkv", "o proj")
+        linear = getattr(ours.self_attention if of_attention else ours.mlp, mine)
+        its = getattr(theirs.self_attn if of_attention else vllm_traced.block_of(theirs), its_name)
         weight = linear.merged() if hasattr(linear, "lora_a") else linear.weight
         bias = getattr(linear, "bias", None)
         if kind == "qkv":

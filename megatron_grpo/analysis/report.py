@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.analysis.args import Subject
+from megatron_grpo.analysis.args import MismatchArgs
 from megatron_grpo.analysis.operations import ASIDE, ComparedRow, Operation, first_over
 from megatron_grpo.metrics.draw import can_draw, new_figure, tidy, write_png
 
@@ -45,7 +45,7 @@ class Token:
 class Found:
     """Everything that was found. row: the one that was looked into. push: what is wrong with a push of the weights, or nothing."""
 
-    subject: Subject
+    asked: MismatchArgs
     dtype: str
     limit: float
     bound: float  # nats
@@ -105,7 +105,7 @@ def in_words(found: Found, picture: Path | None) -> list[str]:
     numbers = found.numbers
     ranks = "one rank" if found.num_ranks == 1 else f"{found.num_ranks} tensor-parallel ranks"
     lines = [
-        f"{found.subject.name}, step {found.subject.step}, {found.dtype}, {ranks}",
+        f"{found.asked.name}, step {found.asked.step}, {found.dtype}, {ranks}",
         f"{len(found.rows)} rows, {numbers['tokens']:,} tokens, {found.source}",
         "",
         "|trainer - sampler| in nats: "
@@ -156,8 +156,8 @@ def _shortened(operations: Sequence[Operation]) -> list[Operation]:
 
 def as_json(found: Found) -> dict[str, Any]:
     return {
-        "subject": found.subject.name,
-        "step": found.subject.step,
+        "subject": found.asked.name,
+        "step": found.asked.step,
         "dtype": found.dtype,
         "ranks": found.num_ranks,
         "source": found.source,

@@ -78,12 +78,15 @@ class LoadedModel:
     def __init__(self, chunks: SequenceOf[Any], scorer: ModelScorer, exchange: WeightExchange, adapters: Adapters | None):
         self.chunks, self.scorer, self.exchange, self.adapters = chunks, scorer, exchange, adapters
 
+    def tensors(self) -> dict[str, Any]:
+        """This rank's weights, by name."""
+        return self.exchange.tensors(self.chunks)
+
     def updates(self, version: int, *, has_base: bool) -> Iterator[WeightUpdate]:
-        tensors = self.exchange.tensors(self.chunks)
         if self.adapters is None:
-            yield WeightUpdate(kind="weights", version=version, tensors=self.exchange.stream(tensors, "weights"))
+            yield WeightUpdate(kind="weights", version=version, tensors=self.exchange.stream(self.tensors(), "weights"))
         else:
-            merged = self.exchange.stream(tensors, "merged", prepare=self.adapters.merged)
+            merged = self.exchange.stream(self.tensors(), "merged", prepare=self.adapters.merged)
             yield WeightUpdate(kind="merged", version=version, tensors=merged)
 
     def trial(self) -> AbstractContextManager[None]:

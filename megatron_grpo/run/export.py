@@ -39,11 +39,11 @@ from megatron_grpo.data.hub import find_model
 from megatron_grpo.metrics.card import CARD, CURVES, Card, write_card
 from megatron_grpo.metrics.records import Courtesy
 from megatron_grpo.parallel import collectives, state
-from megatron_grpo.policy.hf_export import WeightExchange
-from megatron_grpo.policy.lora import Adapters
+from megatron_grpo.policy.policy import Policy
+from megatron_grpo.policy.reference import LoadedModel
 from megatron_grpo.run.build.output import start_parallel
-from megatron_grpo.run.build.policy import choose_tuner, model_of, sharing_here
-from megatron_grpo.run.opened import layout_of, load_weights, settings_of_checkpoint
+from megatron_grpo.run.build.policy import build_loaded
+from megatron_grpo.run.opened import layout_of, settings_of_checkpoint
 from megatron_grpo.weights.adapters import from_file, merged, write_adapter
 from megatron_grpo.weights.lora import LoraSettings, own_sizes, peft_leaves_out, peft_name
 from megatron_grpo.weights.mapping import WeightMap
@@ -86,21 +86,14 @@ def export_adapter(named: Stream, out: str | Path, *, source: str | Path, config
 
 
 def export_model(
-    exchange: WeightExchange,
-    tensors: dict[str, torch.Tensor],
-    adapters: Adapters | None,
-    out: Path,
-    *,
-    cfg: Config,
-    source: str | Path,
-    card: Card,
-    merged: Path | None = None,
-) -> None:
+    model: Policy | LoadedModel, out: Path, *, cfg: Config, source: str | Path, card: Card, merged: Path | None = None
+) -> None:  # fmt: skip
     """Writes what was trained to `out`: a model, or an adapter. Collective.
 
     merged: where merge_lora puts the model that adapter and base make (default: `out`_merged); where that is `out`, it is written alone.
-    tensors: this rank's weights, complete. card: what their model cards say; its kind is filled in here.
+    card: what their model cards say; its kind is filled in here.
     """
+    exchange, tensors, adapters = model.exchange, model.tensors(), model.adapters
     dtype, expected = getattr(torch, cfg.model.torch_dtype), exchange.map.stored_names()
     if adapters is None:
         weights = exchange.stream(tensors, "weights")
@@ -246,17 +239,13 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
         raise ConfigError(problems)
     parallel = start_parallel(cfg, layout)
     try:
-        sharing_here(cfg, shape, parallel)
-        exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model)
-        chunks = loaded_chunks()
-        adapters = choose_tuner(cfg, chunks, exchange)
-        load_weights(chunks, Path(cfg.run.resume))
+        loaded = build_loaded(cfg, shape, parallel, model_path=model, checkpoint=Path(cfg.run.resume))
         out, card = Path(cfg.run.output_dir), card_of(Path(cfg.run.resume), model)
         repositories = open_repositories(cfg, [out])
-        export_model(exchange, exchange.tensors(chunks), adapters, out, cfg=cfg, source=model, card=card, merged=out)
+        export_model(loaded, out, cfg=cfg, source=model, card=card, merged=out)
         is_first = collectives.rank() == 0
         if is_first:
-            kind = "model" if adapters is None else "merged model" if cfg.tuner.merge_lora else "adapter"
+            kind = "model" if loaded.adapters is None else "merged model" if cfg.tuner.merge_lora else "adapter"
             print(f"Done: {out.resolve()} (the {kind})", flush=True)
     finally:
         state.stop()

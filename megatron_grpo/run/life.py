@@ -130,8 +130,8 @@ def train_and_export(
                 if best is not None and cfg.run.load_best_model_at_end:
                     policy.tensors()  # nothing of the last step is on its way
                     load_weights(policy.chunks, best)
-                export_model(policy.exchange, policy.tensors(), policy.adapters, exports(cfg)[0], cfg=cfg, source=inputs.model_path,
-                             card=Card(cfg=cfg, source=inputs.model_path, run=Path(cfg.run.output_dir)))  # fmt: skip
+                card = Card(cfg=cfg, source=inputs.model_path, run=Path(cfg.run.output_dir))
+                export_model(policy, exports(cfg)[0], cfg=cfg, source=inputs.model_path, card=card)
         if parallel.is_main:
             still_there(Path(cfg.run.output_dir))
         if nothing := collectives.from_first(run.journal.metrics.learnt.nothing(progress.step)):

@@ -74,7 +74,7 @@ def use(rank, world, model, cfg, adapters, out):
         policy = cases.build(model, own, world, parallel)
         found[kind] = cases.score_tokens(policy, TOKENS)
         card = Card(cfg=own, source=model)
-        export_model(policy.exchange, policy.tensors(), policy.adapters, out / kind, cfg=own, source=model, card=card)
+        export_model(policy, out / kind, cfg=own, source=model, card=card)
     return found
 
 
@@ -169,7 +169,7 @@ def export_and_listen(rank, world, model, adapters, out):
         own = cfg.with_values({"tuner_type": "lora", "adapters": str(adapter)})
         policy = cases.build(model, own, world, parallel)
         card = Card(cfg=own, source=model)
-        export_model(policy.exchange, policy.tensors(), policy.adapters, out / kind, cfg=own, source=model, card=card)
+        export_model(policy, out / kind, cfg=own, source=model, card=card)
         heard[kind], said[:] = list(said), []
     return heard
 

@@ -58,7 +58,7 @@ def test_a_run_without_a_checkpoint_is_the_model_it_began_with_and_what_is_typed
     cfg = parse(["--model", "somewhere", "--temperature", "0.7", "--tensor_model_parallel_size", "4", "--torch_dtype", "bfloat16"]).config
     write_config(cfg, tmp_path / "config.yaml")
     asked = read([str(tmp_path), "--dtype", "float32", "--row", "3"])
-    subject = asked.subject
+    subject = asked
     assert (asked.row, asked.num_rows, asked.dtype) == (3, 16, "float32")
     assert (subject.run, subject.checkpoint, subject.step) == (tmp_path, None, 0)
     assert (subject.cfg.model.model, subject.cfg.rollout.temperature, subject.cfg.model.torch_dtype) == ("somewhere", 0.7, "float32")
@@ -67,7 +67,7 @@ def test_a_run_without_a_checkpoint_is_the_model_it_began_with_and_what_is_typed
 
 def test_a_model_is_taken_by_its_files(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({}))
-    subject = read([str(tmp_path)]).subject
+    subject = read([str(tmp_path)])
     assert (subject.run, subject.checkpoint, subject.cfg.model.model) == (None, None, str(tmp_path))
 
 
