@@ -9,7 +9,6 @@ largest and the smallest of each number: one collective a group, 16 bytes a tens
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
@@ -269,7 +268,7 @@ def _numbers(policy: Any, batch: GlobalBatch, metrics: Mapping[str, float]) -> I
     for one in ("step", "num_sequences", "num_loss_tokens", "num_tokens", "num_contexts", "staleness", "lag"):
         yield "number", f"{one} of the batch", ("all",), _number_of(repr(getattr(batch, one)))
     for one in ("loss", "grad_norm", "learning_rate"):
-        yield "number", one, ("all",), _bits(metrics.get(one, 0.0))
+        yield "number", one, ("all",), _number_of(repr(float(metrics.get(one, 0.0))))
     counted = {router.num_routed_tokens for router in routers(policy.chunks)}
     yield "number", "the tokens that routers count", ("all",), _number_of(repr(counted)) if counted else _ABSENT
     yield "number", "the guard's memory", ("all",), _number_of(json.dumps(policy.guard_state(), sort_keys=True))
@@ -344,7 +343,3 @@ def _fingerprint(value: torch.Tensor | int, device: torch.device) -> torch.Tenso
 
 def _number_of(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-
-
-def _bits(number: float) -> int:
-    return struct.unpack("<q", struct.pack("<d", float(number)))[0]

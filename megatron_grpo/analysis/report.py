@@ -26,21 +26,6 @@ PANELS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
-    """One that was drawn. `place` counts the tokens of its row, the prompt's too; log-probs are in nats."""
-
-    row: int
-    place: int
-    text: str
-    sampler: float
-    trainer: float
-
-    @property
-    def difference(self) -> float:
-        return self.trainer - self.sampler
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Found:
     """Everything that was found. row: the one that was looked into. push: what is wrong with a push of the weights, or nothing."""
@@ -52,7 +37,7 @@ class Found:
     num_ranks: int
     source: str
     rows: Sequence[ComparedRow]
-    tokens: Sequence[Token]
+    tokens: Sequence[dict[str, Any]]  # `worst_tokens`
     row: int
     operations: Sequence[Operation]
     drift: Sequence[tuple[int, float, float]]
@@ -113,10 +98,7 @@ def in_words(found: Found, picture: Path | None) -> list[str]:
         + f"; beyond {found.bound:g}: {numbers['beyond']:.1%}",
         "",
         f"{'row':>5} {'place':>6}  {'sampler':>9} {'trainer':>9} {'difference':>11}  token",
-        *(
-            f"{one.row:>5} {one.place:>6}  {one.sampler:>9.4f} {one.trainer:>9.4f} {one.difference:>11.2e}  {one.text!r}"
-            for one in found.tokens
-        ),
+        *("{row:>5} {place:>6}  {sampler:>9.4f} {trainer:>9.4f} {difference:>11.2e}  {text!r}".format(**one) for one in found.tokens),
     ]
     if found.drift:
         (first, mean, _), (last, late, _) = found.drift[0], found.drift[-1]
@@ -164,7 +146,7 @@ def as_json(found: Found) -> dict[str, Any]:
         "rows": len(found.rows),
         "difference": found.numbers,
         "bound": found.bound,
-        "worst_tokens": [asdict(one) | {"difference": one.difference} for one in found.tokens],
+        "worst_tokens": list(found.tokens),
         "drift": [{"step": step, "mean": mean, "max": largest} for step, mean, largest in found.drift],
         "row": found.row,
         "limit": found.limit,
@@ -198,22 +180,19 @@ def worst_row(rows: Sequence[ComparedRow]) -> int:
     return int(np.argmax([np.nan_to_num(np.abs(row.differences), nan=np.inf).max() for row in rows]))
 
 
-def worst_tokens(rows: Sequence[ComparedRow], tokenizer: Any, most: int) -> list[Token]:
-    found = []
-    for number, row in enumerate(rows):
-        for place in np.flatnonzero(row.drawn):
-            found.append((abs(float(row.trainer[place]) - float(row.sampler[place])), number, int(place)))
-    found.sort(key=lambda one: (-np.nan_to_num(one[0], nan=np.inf), *one[1:]))
-    return [
-        Token(
-            row=number,
-            place=place,
-            text=tokenizer.decode([int(rows[number].tokens[place])]),
-            sampler=float(rows[number].sampler[place]),
-            trainer=float(rows[number].trainer[place]),
-        )
-        for _, number, place in found[:most]
+def worst_tokens(rows: Sequence[ComparedRow], tokenizer: Any, most: int) -> list[dict[str, Any]]:
+    """Drawn tokens that are furthest off; NaN is. `place` counts the tokens of a row, the prompt's too; log-probs are in nats."""
+    found = [
+        {"row": number, "place": int(place), "text": "", "sampler": float(row.sampler[place]), "trainer": float(row.trainer[place])}
+        for number, row in enumerate(rows)
+        for place in np.flatnonzero(row.drawn)
     ]
+    for one in found:
+        one["difference"] = one["trainer"] - one["sampler"]
+    found.sort(key=lambda one: -np.nan_to_num(abs(one["difference"]), nan=np.inf))
+    for one in found[:most]:
+        one["text"] = tokenizer.decode([int(rows[one["row"]].tokens[one["place"]])])
+    return found[:most]
 
 
 def drift_of(run: Path | None) -> list[tuple[int, float, float]]:

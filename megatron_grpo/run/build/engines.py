@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megatron_grpo import train
 from megatron_grpo.base.activity import Clock
-from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.base.errors import config_error
 from megatron_grpo.checkpoint.content import TEACHER
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.config.config import Config
@@ -102,7 +102,7 @@ def refuse_if_it_cannot_run_ahead(cfg: Config, sampler: Sampler) -> None:
             f"async_rollout_depth {cfg.rollout.async_rollout_depth} needs a sampler that answers while training goes on, and "
             f"{type(sampler).__name__} has no `begin` (rollout.engine.BackgroundSampler). Use async_rollout_depth 0."
         )
-        raise ConfigError([Problem(flags=("async_rollout_depth",), message=message)])
+        raise config_error("async_rollout_depth", message)
 
 
 def answering(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sampler:
@@ -112,7 +112,7 @@ def answering(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sampler:
     if not hasattr(sampler, "play"):
         flag = "rollout_func" if inputs.rollout_func else "environment" if cfg.turns.environment else "tools"
         message = f"{flag}: {type(sampler).__name__} has no `play` (rollout.turns.TurnEngine), and cannot draw turns. Leave {flag} out."
-        raise ConfigError([Problem(flags=(flag,), message=message)])
+        raise config_error(flag, message)
     engine = cast("TurnEngine", sampler)
     tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
     max_model_len = inputs.longest_prompt + longest_completion(cfg)
