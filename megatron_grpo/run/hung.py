@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base import activity
-from megatron_grpo.checkpoint.manifest import Folder
 
 FOLDER = "watchdog"  # in output_dir
 NAMED = 8  # culprits that are told one by one
@@ -81,6 +80,8 @@ def _of_other(one: Account) -> str:
 
 
 def where_to_look(output_dir: Path) -> str:
+    from megatron_grpo.checkpoint.manifest import Folder  # only now: a supervisor, which imports this, stays small
+
     steps = Folder(output_dir / "checkpoints").steps()
     saved = f"The newest checkpoint is that of optimizer step {steps[-1]}; the same command resumes from it." if steps else (
         "There is no checkpoint yet: the same command begins again.")  # fmt: skip
