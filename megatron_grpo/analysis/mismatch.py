@@ -155,8 +155,8 @@ def _rows_to_compare(
     probes = probe_sequences(tokenizer, vocab_size=shape.vocab_size, max_model_len=shape.max_position_embeddings)
     tokens = [probe.token_ids.tolist() for probe in probes]
     cut = [tokens[i % len(tokens)][: len(tokens[0]) * (i // len(tokens) + 1) // 4 + 1] for i in range(asked.num_rows)]
-    prompts = [_prompt(number, prompt) for number, prompt in enumerate(cut)]
-    return [], prompts, "drawn anew from random words, for no prompts are recorded", notes
+    source = "drawn anew from random words, for no prompts are recorded"
+    return [], [_prompt(number, prompt) for number, prompt in enumerate(cut)], source, notes
 
 
 def recorded(run: Path, *, version: int | None = None) -> list[ComparedRow]:

@@ -182,7 +182,7 @@ def worst_row(rows: Sequence[ComparedRow]) -> int:
 
 def worst_tokens(rows: Sequence[ComparedRow], tokenizer: Any, most: int) -> list[dict[str, Any]]:
     """Drawn tokens that are furthest off; NaN is. `place` counts the tokens of a row, the prompt's too; log-probs are in nats."""
-    found = [
+    found: list[dict[str, Any]] = [
         {"row": number, "place": int(place), "text": "", "sampler": float(row.sampler[place]), "trainer": float(row.trainer[place])}
         for number, row in enumerate(rows)
         for place in np.flatnonzero(row.drawn)
