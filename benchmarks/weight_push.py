@@ -57,7 +57,7 @@ def shards(weight_map: WeightMap, read, p) -> dict[str, torch.Tensor]:
     for name in weight_map.megatron_names():
         layer, _, expert = weight_map.place(name)
         stage = min(max(layer, 0) * p.pp_size // weight_map.shape.num_layers, p.pp_size - 1)
-        kind = weight_map.kind(name)
+        kind = weight_map.entry(name)
         if stage == p.pp_rank and (not kind.is_expert or expert * p.ep_size // weight_map.shape.num_experts == p.ep_rank):
             found[name] = weight_map.load(
                 name, read, tp_rank=p.tp_rank, tp_size=p.tp_size, expert_tp_rank=p.etp_rank, expert_tp_size=p.etp_size

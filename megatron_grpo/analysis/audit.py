@@ -200,7 +200,7 @@ def _over(policy: Any, name: str) -> tuple[str, ...]:
 
 def _kind(policy: Any, name: str) -> Any:
     exchange = policy.adapters.exchange if is_of_adapter(name) else policy.exchange
-    return exchange.map.kind(name)
+    return exchange.map.entry(name)
 
 
 def _data(batch: GlobalBatch) -> Iterator[Held]:

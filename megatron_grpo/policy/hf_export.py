@@ -74,7 +74,7 @@ class WeightExchange:
 
     def mark(self, name: str, tensor: Any) -> None:
         """Says how a parameter is shared, where Megatron's initialisation, which is skipped, would have said it."""
-        kind = self.map.kind(name)
+        kind = self.map.entry(name)
         if kind.cut is not ShardCut.REPLICATED or kind.is_expert:
             # Without it the gradient norm counts the shards of the first TP rank only; a whole bias is of this rank's expert alone.
             tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = True, int(kind.cut is ShardCut.ROW), 1
@@ -106,7 +106,7 @@ class WeightExchange:
         """Of the whole model, as it would be written. Collective."""
         p, total = self.parallel, 0
         for owned in self._catalogue(mine):
-            kind = self.map.kind(owned.name)
+            kind = self.map.entry(owned.name)
             pieces = 1 if kind.cut is ShardCut.REPLICATED else p.etp_size if kind.is_expert else p.tp_size
             total += owned.num_bytes * pieces
         return total
@@ -119,12 +119,12 @@ class WeightExchange:
     def _catalogue(self, mine: dict[str, torch.Tensor]) -> list[Owned]:
         """Every exported parameter of the model once, in the same order on every rank."""
         p = self.parallel
-        here = [self._owned(name, tensor) for name, tensor in mine.items() if self.map.kind(name).is_exported]
+        here = [self._owned(name, tensor) for name, tensor in mine.items() if not self.map.entry(name).is_copy]
         over_pp = [owned for rank in collectives.from_all(here, p.pp_group) for owned in rank]
         return list({owned.name: owned for rank in collectives.from_all(over_pp, p.ep_group) for owned in rank}.values())
 
     def _owned(self, name: str, tensor: torch.Tensor) -> Owned:
-        p, kind = self.parallel, self.map.kind(name)
+        p, kind = self.parallel, self.map.entry(name)
         layer, row, expert = self.map.place(name)
         on_rank, expert_rank = expert, 0
         if kind.is_expert:
@@ -192,7 +192,7 @@ class PushPlan:
             for slot in bucket.slots
             if (rank := p.ep_rank if slot.part is Part.EXPERTS else 0) in slot.names
         }
-        given = {name for name in mine if self.map.kind(name).is_exported}
+        given = {name for name in mine if not self.map.entry(name).is_copy}
         if wrong := sorted(planned ^ given):
             raise ValueError(f"{len(wrong)} tensors differ from those that this kind of push was planned for: {', '.join(wrong[:3])}")
 
@@ -236,7 +236,7 @@ class PushPlan:
         for slot in coming.bucket.slots:
             rows = coming.rows[slot.part]
             for expert_rank, name in slot.names.items():
-                shards = [own.tensor(name, slot)] if rows is None else self._shards(slot, rows, expert_rank, self.map.kind(name).cut)
+                shards = [own.tensor(name, slot)] if rows is None else self._shards(slot, rows, expert_rank, self.map.entry(name).cut)
                 yield from self.map.export(name, shards)
 
     def _shards(self, slot: Slot, rows: torch.Tensor, expert_rank: int, cut: ShardCut) -> list[torch.Tensor]:

@@ -235,7 +235,7 @@ class Adapters:
     def _adapted(self, linear: Any, stem: str, weights: WeightExchange, even: Sizes) -> Any:
         """The same layer, re-classed in place: its parameters, hooks and sharding stay."""
         linear.__class__, linear.lora_dropout = _adapted(linear.__class__), self.settings.dropout
-        kind = weights.map.kind(f"{stem}.lora_b")
+        kind = weights.map.entry(f"{stem}.lora_b")
         linear.lora_place = _Place(
             group=getattr(linear, "_tp_group", None) or linear.tp_group,  # Transformer Engine's layers have the first
             is_column=kind.cut is not ShardCut.REPLICATED,

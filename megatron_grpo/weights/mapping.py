@@ -25,16 +25,6 @@ _ADAPTER = re.compile(r"\.lora_[ab]\d*$")
 _UNTRAINED = re.compile(r".*\.rotary_emb\.inv_freq")  # a buffer that old checkpoints carry
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What a caller needs to know to bring the shards of one parameter together."""
-
-    cut: ShardCut
-    is_expert: bool  # gathered over expert tensor parallelism, and held by one expert-parallel rank
-    is_buffer: bool
-    is_exported: bool  # False for the last stage's copy of a tied embedding
-
-
 def with_global_numbers(name: str, *, first_layer: int = 0, first_expert: int = 0) -> str:
     """A parameter's name as this rank's module has it -> its name in the whole model. Numbers count from 0."""
     match = _LAYER.fullmatch(name)
@@ -109,7 +99,7 @@ class WeightMap:
 
     def buffer_names(self) -> frozenset[str]:
         """The members of `megatron_names` that are buffers: named_parameters() does not list them."""
-        return frozenset(name for name in self.megatron_names() if self.kind(name).is_buffer)
+        return frozenset(name for name in self.megatron_names() if self.entry(name).is_buffer)
 
     def check_held(self, names: Iterable[str]) -> None:
         """ValueError unless all ranks together hold every parameter of the model: one that no module owns would be lost without a word.
@@ -120,9 +110,9 @@ class WeightMap:
         if lost:
             raise ValueError(f"{self.shape.architecture} needs {len(lost)} parameters that no Megatron module holds: {', '.join(lost[:5])}")
 
-    def kind(self, name: str) -> Kind:
-        entry, _, _ = self._locate(name)
-        return Kind(entry.cut, entry.is_expert, entry.is_buffer, not entry.is_copy)
+    def entry(self, name: str) -> Entry:
+        """The row of the table that a parameter is of: what a caller needs to know to bring its shards together."""
+        return self._locate(name)[0]
 
     def place(self, name: str) -> tuple[int, int, int]:
         """Where a parameter stands in the model: layer, row of the table, expert. -1 is before the layers, their number behind them."""
@@ -172,7 +162,7 @@ class WeightMap:
     def export(self, name: str, shards: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """All shards of one Megatron parameter, in rank order -> (Hugging Face name, full tensor); vocabulary padding is cut off.
 
-        A replicated parameter needs only one shard. Yields nothing for a copy (`Kind.is_exported`). The tensors may be views of `shards`.
+        A replicated parameter needs only one shard. Yields nothing for a copy (`Entry.is_copy`). The tensors may be views of `shards`.
         """
         entry, prefix, expert = self._locate(name)
         if entry.is_copy:

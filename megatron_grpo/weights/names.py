@@ -43,7 +43,7 @@ class Entry:
     hf: tuple[tuple[str, tuple[int, ...]], ...]  # (name, full size)
     packing: Packing
     cut: ShardCut
-    is_expert: bool = False  # lives on one expert-parallel rank, cut over *expert* tensor parallelism
+    is_expert: bool = False  # lives on one expert-parallel rank, cut and gathered over *expert* tensor parallelism
     is_buffer: bool = False  # not among named_parameters()
     is_copy: bool = False  # a second home of a tensor that another entry exports
 

@@ -70,7 +70,7 @@ def by_hand(exchange, mine):
     dist.all_gather_object(everyone, (p.tp_rank, p.etp_rank, {name: tensor.detach().clone() for name, tensor in mine.items()}))
     found = {}
     for name in {name for *_, held in everyone for name in held}:
-        which = 1 if exchange.map.kind(name).is_expert else 0
+        which = 1 if exchange.map.entry(name).is_expert else 0
         shards = {ranks[which]: ranks[2][name] for ranks in everyone if name in ranks[2]}
         found.update(exchange.map.export(name, [shards[rank] for rank in sorted(shards)]))
     return found

@@ -173,7 +173,7 @@ def test_shards_of_a_real_model_come_together_again(tmp_path, name, tp, ep, etp)
         by_rank = {}  # data-parallel ranks hold copies: one of each shard will do
         for tp_rank, etp_rank, held in ranks:
             if parameter in held:
-                by_rank[etp_rank if weights.kind(parameter).is_expert else tp_rank] = held[parameter]
+                by_rank[etp_rank if weights.entry(parameter).is_expert else tp_rank] = held[parameter]
         exported.update(weights.export(parameter, [by_rank[rank] for rank in sorted(by_rank)]))
     assert exported.keys() == reader.names
     assert all(torch.equal(exported[hf_name], reader(hf_name)) for hf_name in exported)

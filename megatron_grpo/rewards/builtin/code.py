@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, said_by
-from megatron_grpo.config.config import Config
+from megatron_grpo.config.config import Config, RewardConfig
 from megatron_grpo.rewards.builtin.answers import right_answers
 from megatron_grpo.rewards.builtin.held import fault_of
 from megatron_grpo.rewards.builtin.jail import NO_LANDLOCK
@@ -29,15 +29,14 @@ _FENCE = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)(?:\n```|\Z)",
 class Code:
     needs = (COLUMNS,)
 
-    def __init__(self, *, seconds: float, memory_mb: int, workers: int, all_or_nothing: bool, batch_seconds: float, landlock: str):
-        self.seconds, self.memory_mb, self.workers, self.landlock = seconds, memory_mb, workers, landlock
-        self.all_or_nothing, self.batch_seconds = all_or_nothing, batch_seconds
+    def __init__(self, settings: RewardConfig, *, landlock: str):
+        self.settings, self.landlock = settings, landlock
 
     def __call__(self, completions: list[Any], **columns: Any) -> list[Score | RowFailure]:
-        deadline = time.monotonic() + self.batch_seconds
+        deadline = time.monotonic() + self.settings.reward_timeout
         tests = right_answers(columns, self.needs)
         rows = zip(completions, tests, columns.get("entry_point") or [None] * len(completions))
-        with ThreadPoolExecutor(self.workers, thread_name_prefix="reward-code") as pool:
+        with ThreadPoolExecutor(self.settings.code_num_workers, thread_name_prefix="reward-code") as pool:
             return list(pool.map(lambda row: self._score(text_of(row[0]), row[1], row[2], deadline), rows))
 
     def _score(self, text: str, tests: Any, entry_point: Any, deadline: float) -> Score | RowFailure:
@@ -67,13 +66,14 @@ class Code:
             outcome = self._run(program, left, standard_input=given, as_main=True)
             passed += outcome.clean and lines_of(outcome.output) == lines_of(expected)
         share = passed / (len(snippets) + len(pairs))
-        return float(share == 1) if self.all_or_nothing else share
+        return float(share == 1) if self.settings.code_all_or_nothing else share
 
     def _run(self, program: str, left: float, **options: Any) -> Outcome:
-        return run_program(program, seconds=min(self.seconds, left), memory_mb=self.memory_mb, landlock=self.landlock, **options)
+        seconds = min(self.settings.code_timeout, left)
+        return run_program(program, seconds=seconds, memory_mb=self.settings.code_memory_mb, landlock=self.landlock, **options)
 
     def _late(self) -> RowFailure:
-        return RowFailure(kind="timeout", reason=f"reached its reward_timeout of {self.batch_seconds:g} s before this row,")
+        return RowFailure(kind="timeout", reason=f"reached its reward_timeout of {self.settings.reward_timeout:g} s before this row,")
 
 
 def _unusable(fault: str) -> RowFailure:
@@ -127,19 +127,11 @@ def lines_of(output: str) -> list[str]:
 
 def build_code(config: Config) -> Code:
     """Raises ConfigError on a machine that cannot hold programs."""
-    settings = config.rewards
-    landlock = "may" if settings.code_without_landlock else "must"
+    landlock = "may" if config.rewards.code_without_landlock else "must"
     reason = why_unsafe(landlock=landlock)
     if reason is not None:
         raise ConfigError([_unheld(reason)])
-    return Code(
-        seconds=settings.code_timeout,
-        memory_mb=settings.code_memory_mb,
-        workers=settings.code_num_workers,
-        all_or_nothing=settings.code_all_or_nothing,
-        batch_seconds=settings.reward_timeout,
-        landlock=landlock,
-    )
+    return Code(config.rewards, landlock=landlock)
 
 
 def _unheld(reason: str) -> Problem:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, problem_with, said_by
-from megatron_grpo.config.config import Config
+from megatron_grpo.config.config import Config, RewardConfig
 from megatron_grpo.rewards.builtin.endpoint import Key, Unanswered, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
 
@@ -35,13 +35,10 @@ _SCORE = re.compile(r"score\W{0,8}?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 
 
 class LlmJudge:
-    def __init__(self, *, url: str, model: str, prompt: str, max_score: float, max_tokens: int, key: Key | None,
-                 answer_column: str | None, concurrency: int, seconds: float):  # fmt: skip
+    def __init__(self, settings: RewardConfig, url: str, prompt: str, key: Key | None):
+        self.settings, self.prompt, self.key = settings, prompt, key
         self.url = url.rstrip("/") + "/chat/completions"
-        self.model, self.prompt, self.max_score, self.max_tokens = model, prompt, max_score, max_tokens
-        self.key = key
-        self.answer_columns = (answer_column,) if answer_column else ("answer", "solution")
-        self.concurrency, self.seconds = concurrency, seconds
+        self.answer_columns = (settings.answer_column,) if settings.answer_column else ("answer", "solution")
 
     def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score | RowFailure]:
         per_row = {name: values for name, values in columns.items() if isinstance(values, list)}  # not trainer_state
@@ -49,19 +46,21 @@ class LlmJudge:
             self.question(prompt, completion, {name: values[row] for name, values in per_row.items()})
             for row, (prompt, completion) in enumerate(zip(prompts, completions))
         ]
-        return ask_all(self._ask, questions, concurrency=self.concurrency, seconds=self.seconds)
+        return ask_all(self._ask, questions, concurrency=self.settings.reward_concurrency, seconds=self.settings.reward_timeout)
 
     def question(self, prompt: Any, completion: Any, row: Mapping[str, Any]) -> str:
         """The instruction with its places filled in: {prompt}, {completion}, {answer}, {max_score}, and any column by its name."""
         answer = next((row[name] for name in self.answer_columns if row.get(name) is not None), "")
-        texts = {"prompt": prompt_text(prompt), "completion": text_of(completion), "answer": answer, "max_score": f"{self.max_score:g}"}
+        most = f"{self.settings.llm_judge_max_score:g}"
+        texts = {"prompt": prompt_text(prompt), "completion": text_of(completion), "answer": answer, "max_score": most}
         values = {**row, **texts}
         # One pass: braces in a completion are text, not places.
         return _PLACE.sub(lambda place: str(values.get(place[1], place[0])), self.prompt)
 
     def _ask(self, question: str, deadline: float) -> float:
         messages = [{"role": "user", "content": question}]
-        payload = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": self.max_tokens}
+        model, most = self.settings.llm_judge_model, self.settings.llm_judge_max_tokens
+        payload = {"model": model, "messages": messages, "temperature": 0, "max_tokens": most}
         answer = post_json(self.url, payload, deadline, key=self.key)
         try:
             verdict = answer["choices"][0]["message"]["content"]
@@ -73,7 +72,7 @@ class LlmJudge:
         if score is None:
             end = said_by(verdict or "", most=1 << 20)[-200:]
             raise Unanswered(f"found no `Score: <number>` in the verdict {end!r}")
-        return min(1.0, max(0.0, score / self.max_score))
+        return min(1.0, max(0.0, score / self.settings.llm_judge_max_score))
 
 
 def read_score(verdict: str) -> float | None:
@@ -116,14 +115,4 @@ def build_llm_judge(config: Config) -> LlmJudge:
     if problems or not url or not model:
         raise ConfigError(problems)
     warn_of_plain(url, "llm_judge_url", has_key=bool(key))
-    return LlmJudge(
-        url=url,
-        model=model,
-        prompt=prompt,
-        max_score=settings.llm_judge_max_score,
-        max_tokens=settings.llm_judge_max_tokens,
-        key=Key(key) if key else None,
-        answer_column=settings.answer_column,
-        concurrency=settings.reward_concurrency,
-        seconds=settings.reward_timeout,
-    )
+    return LlmJudge(settings, url, prompt, Key(key) if key else None)

@@ -21,8 +21,8 @@ from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
 class LocalClassifier:
     """One copy of the classifier in this process, loaded at the first batch. It takes a GPU where there is one."""
 
-    def __init__(self, path: str, *, batch_size: int, max_length: int):
-        self.path, self.batch_size, self.max_length = path, batch_size, max_length
+    def __init__(self, path: str, settings: RewardConfig):
+        self.path, self.batch_size, self.max_length = path, settings.reward_model_batch_size, settings.reward_model_max_length
         self._loaded: tuple[Any, Any, Any] | None = None
 
     def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score]:
@@ -89,13 +89,14 @@ class VllmShape:
 
 
 class RemoteClassifier:
-    def __init__(self, url: str, shape: PlainShape | VllmShape, *, batch_size: int, concurrency: int, seconds: float):
-        self.url, self.shape, self.batch_size, self.concurrency, self.seconds = url, shape, batch_size, concurrency, seconds
+    def __init__(self, url: str, shape: PlainShape | VllmShape, settings: RewardConfig):
+        self.url, self.shape, self.settings = url, shape, settings
 
     def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[Score | RowFailure]:
         rows = list(zip(prompts, completions))
-        parts = [rows[start : start + self.batch_size] for start in range(0, len(rows), self.batch_size)]
-        answers = ask_all(self._ask, parts, concurrency=self.concurrency, seconds=self.seconds)
+        size = self.settings.reward_model_batch_size
+        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        answers = ask_all(self._ask, parts, concurrency=self.settings.reward_concurrency, seconds=self.settings.reward_timeout)
         scores: list[Score | RowFailure] = []
         for part, answer in zip(parts, answers):
             scores += [answer] * len(part) if isinstance(answer, RowFailure) else answer
@@ -132,18 +133,12 @@ def build_reward_model(config: Config) -> LocalClassifier | RemoteClassifier:
         problems += _unusable(model)
     if url and not problems:
         warn_of_plain(url, "reward_model_url", has_key=False)
-        return RemoteClassifier(
-            url,
-            _shape(settings, url),
-            batch_size=settings.reward_model_batch_size,
-            concurrency=settings.reward_concurrency,
-            seconds=settings.reward_timeout,
-        )
+        return RemoteClassifier(url, _shape(settings, url), settings)
     if problems or not model:
         raise ConfigError(problems)
     here = Path(model)  # loaded later: another reward function may have changed the directory by then
     path = str(here.absolute()) if here.exists() else model
-    return LocalClassifier(path, batch_size=settings.reward_model_batch_size, max_length=settings.reward_model_max_length)
+    return LocalClassifier(path, settings)
 
 
 def _unusable(path: str) -> list[Problem]:

@@ -31,7 +31,7 @@ def reader(tmp_path_factory):
 
 
 def shards_of(weights: WeightMap, name: str, read, tp: int, expert_tp: int) -> list[torch.Tensor]:
-    ranks = expert_tp if weights.kind(name).is_expert else tp
+    ranks = expert_tp if weights.entry(name).is_expert else tp
     return [weights.load(name, read, tp_rank=rank, tp_size=tp, expert_tp_rank=rank, expert_tp_size=expert_tp) for rank in range(ranks)]
 
 
@@ -87,17 +87,17 @@ def test_tied_output_layer_is_a_copy_of_the_embedding_and_is_exported_once(reade
     last_stage = weights.load("output_layer.weight", source)
     assert torch.equal(last_stage, weights.load("embedding.word_embeddings.weight", source))
     assert list(weights.export("output_layer.weight", [last_stage])) == []
-    assert not weights.kind("output_layer.weight").is_exported and "lm_head.weight" not in weights.expected_hf_names()
+    assert weights.entry("output_layer.weight").is_copy and "lm_head.weight" not in weights.expected_hf_names()
 
 
 def test_kind_says_how_to_gather():
     shape = ModelShape.from_hf(config_of("deepseek_v3"))
     weights = WeightMap.for_shape(shape, padded_vocab_size=64)
-    expert = weights.kind("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight")
+    expert = weights.entry("decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight")
     assert (expert.is_expert, expert.cut) == (True, ShardCut.GATED_COLUMN)
-    shared = weights.kind("decoder.layers.1.mlp.shared_experts.linear_fc2.weight")
+    shared = weights.entry("decoder.layers.1.mlp.shared_experts.linear_fc2.weight")
     assert (shared.is_expert, shared.cut) == (False, ShardCut.ROW)
-    assert weights.kind("decoder.layers.1.mlp.router.expert_bias").is_buffer
+    assert weights.entry("decoder.layers.1.mlp.router.expert_bias").is_buffer
 
 
 def test_local_numbers_become_global_ones():
@@ -128,7 +128,7 @@ def test_local_numbers_become_global_ones():
 def test_a_parameter_that_the_model_does_not_have_is_refused(name):
     weights = WeightMap.for_shape(ModelShape.from_hf(config_of("qwen3_moe")), padded_vocab_size=64)
     with pytest.raises(LookupError, match="is not a parameter of Qwen3MoeForCausalLM"):
-        weights.kind(name)
+        weights.entry(name)
 
 
 def test_missing_and_unknown_tensors_are_named_together():
@@ -214,7 +214,7 @@ def test_expert_ranks_and_stages_together_hold_every_parameter_once(reader, nami
                 gate = source(f"model.layers.{stage}.mlp.experts.{2 * expert_rank + local}.gate_proj.weight")
                 assert torch.equal(weights.load(name, source)[: len(gate)], gate)
                 held.append(name)
-    assert sorted(held) == sorted(name for name in weights.megatron_names() if weights.kind(name).is_expert and "linear_fc1" in name)
+    assert sorted(held) == sorted(name for name in weights.megatron_names() if weights.entry(name).is_expert and "linear_fc1" in name)
 
 
 def test_a_parameter_that_no_module_holds_is_noticed():
