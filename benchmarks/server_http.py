@@ -29,7 +29,7 @@ from megatron_grpo.config.servers import Address
 from megatron_grpo.servers import http, wire
 from megatron_grpo.servers.asking import Question
 from megatron_grpo.servers.fleet import Fleet, Needs
-from megatron_grpo.weights.reader import HfReader
+from megatron_grpo.weights.hf_files import HfReader
 from tests.servers import TOKEN, Server, Trainer, push
 from tests.tiny_models import write_tiny
 

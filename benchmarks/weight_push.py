@@ -138,7 +138,7 @@ def into_engine(rank: int, world: int, path: Path, rounds: int, is_packed: bool)
     from megatron_grpo.rollout import vllm_patches
     from megatron_grpo.rollout.vllm_weights import WeightLoader
     from megatron_grpo.weights.buckets import WeightUpdate
-    from megatron_grpo.weights.reader import HfReader
+    from megatron_grpo.weights.hf_files import HfReader
 
     p, shape, read = start(Layout(world_size=1)), ModelShape.from_pretrained(path), HfReader(path)
     weight_map = WeightMap.for_shape(shape, padded_vocab_size=shape.vocab_size)

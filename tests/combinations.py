@@ -229,7 +229,7 @@ def measure(rank: int, world: int, made: Material, layout: Mapping, runs: Runs, 
     """This rank's errors of every legal run. For `run_ranks`. tamper(policy): breaks something first, to see it noticed."""
     from megatron_grpo.grpo.advantages import advantages
     from megatron_grpo.grpo.loss import GrpoLoss
-    from megatron_grpo.weights.reader import HfReader
+    from megatron_grpo.weights.hf_files import HfReader
 
     policy = cases.build(made.model, cases.settings(beta=0.3, **layout), world)
     policy.exchange.load(policy.reference.scorer.model, HfReader(made.reference))

@@ -236,7 +236,7 @@ def score_and_train(rank, world, path, cfg, batches, parallel=None, tamper=None)
     """(log-probs of the first batch before any step, what training comes to). What is exported then is the checkpoint, bit for bit."""
     import torch
 
-    from megatron_grpo.weights.reader import HfReader
+    from megatron_grpo.weights.hf_files import HfReader
 
     found = []
 

@@ -41,8 +41,8 @@ from megatron_grpo.trainer.pending import Pending
 from megatron_grpo.trainer.step_monitor import Moment
 from megatron_grpo.types import RowKey, Sample
 from megatron_grpo.weights.adapters import write_adapter
+from megatron_grpo.weights.hf_files import HfWriter
 from megatron_grpo.weights.lora import peft_name
-from megatron_grpo.weights.writer import HfWriter
 
 FORMAT, FACTS = 1, "capsule.json"
 MOST_PARTED = 64 * 1024**2  # bytes of copies that differ, of each rank

@@ -14,9 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo import __version__
+from megatron_grpo import __version__, installed_version
 from megatron_grpo.base.errors import Problem
-from megatron_grpo.base.packages import installed_version
 from megatron_grpo.checkpoint.continuity import FLAGS
 from megatron_grpo.checkpoint.manifest import MANIFEST
 from megatron_grpo.config.config import Config

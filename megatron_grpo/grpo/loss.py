@@ -6,11 +6,12 @@ float64. It costs little, for there is one number per trained token; and how the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from megatron_grpo.config.config import GrpoConfig
@@ -33,7 +34,6 @@ from megatron_grpo.grpo.ratios import (
     teacher_log_ratio,
     whole_sequences,
 )
-from megatron_grpo.grpo.token_weights import TokenWeights, token_weights
 
 # CISPO bounds the ratio itself; clipping at 1 + 0.2 style values there would flatten every weight.
 CISPO_EPSILON_HIGH = 5.0
@@ -72,6 +72,55 @@ OBJECTIVES: dict[str, Callable[[GrpoConfig], Objective]] = {
 }
 # Their token's loss needs other tokens of its sequence.
 _OF_A_SEQUENCE = ("vespo", "fipo")
+
+
+# ---- token weights: fixed once per global batch, before it is cut. The loss is a plain sum, so no reduction afterwards divides
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenWeights:
+    """of_rows: float64 [rows], what each trained token of a row counts. All zero without a loss token: the step is skipped."""
+
+    of_rows: np.ndarray
+    num_sequences: int  # N: completions that count, over the whole global batch
+    num_loss_tokens: int  # sum of the masks that are left
+
+
+def token_weights(
+    num_masked: Sequence[int],
+    *,
+    loss_type: str,
+    is_truncated: Sequence[bool],
+    is_dead: Sequence[bool],
+    max_completion_length: int,
+    overlong_filter: bool = False,
+    exclude_dead_groups: bool = False,
+) -> TokenWeights:
+    """`u` of every row of one global batch, all data-parallel ranks together: one number a row, from integers and flags alone.
+
+    num_masked: trained tokens of each row. `overlong_filter` empties the mask of a truncated completion, which still counts in N;
+    `exclude_dead_groups` takes the completions of dead groups out of N as well.
+    """
+    counts = [not (exclude_dead_groups and dead) for dead in is_dead]
+    trains = [count and not (overlong_filter and truncated) for count, truncated in zip(counts, is_truncated, strict=True)]
+    own = [int(num) * train for num, train in zip(num_masked, trains, strict=True)]
+    num_sequences, num_loss_tokens = sum(counts), sum(own)
+    norm = NORMALISATIONS[loss_type]
+    weights = [float(num > 0) / norm(max(num_sequences, 1), max(num_loss_tokens, 1), max(num, 1), max_completion_length) for num in own]
+    return TokenWeights(of_rows=np.array(weights, dtype=np.float64), num_sequences=num_sequences, num_loss_tokens=num_loss_tokens)
+
+
+# loss_type -> what a trained token's weight is one over: of (completions, trained tokens, those of its row, max_completion_length).
+NORMALISATIONS: dict[str, Callable[[int, int, int, int], float]] = {
+    **dict.fromkeys(("grpo", "sapo", "real"), lambda sequences, tokens, own, longest: sequences * own),  # a mean of means
+    **dict.fromkeys(("dapo", "bnpo", "cispo", "vespo", "fipo"), lambda sequences, tokens, own, longest: tokens),
+    "dr_grpo": lambda sequences, tokens, own, longest: sequences * longest,
+    # luspo: GSPO's loss of a sequence times its length
+    **dict.fromkeys(("sequence_sum", "luspo"), lambda sequences, tokens, own, longest: sequences),
+}
+
+
+# ---- the loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,7 +172,7 @@ class GrpoLoss:
     on its own log-prob alone, so `slope` can be asked.
     """
 
-    token_weights: Callable[..., TokenWeights]  # `token_weights.token_weights` with everything but the batch chosen
+    token_weights: Callable[..., TokenWeights]  # the function with everything but the batch chosen
     temperature: float
     ratio: Ratio
     objective: Objective

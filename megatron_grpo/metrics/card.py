@@ -16,9 +16,8 @@ from typing import Any
 
 import yaml
 
-from megatron_grpo import __version__
+from megatron_grpo import __version__, installed_version
 from megatron_grpo.base.files import write_whole
-from megatron_grpo.base.packages import installed_version
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.remote_code import problem_of
 from megatron_grpo.config.write import secrets_in

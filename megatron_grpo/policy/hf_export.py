@@ -19,9 +19,9 @@ from megatron_grpo.base import activity
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, Bucket, Owned, Part, Ranks, Slot, fill, most_bytes
+from megatron_grpo.weights.hf_files import as_stored
 from megatron_grpo.weights.mapping import WeightMap, is_of_adapter, with_global_numbers
 from megatron_grpo.weights.names import ShardCut
-from megatron_grpo.weights.reader import as_stored
 
 
 class WeightExchange:

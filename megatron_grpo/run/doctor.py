@@ -21,10 +21,9 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
-from megatron_grpo import __version__
+from megatron_grpo import __version__, installed_version
 from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError
-from megatron_grpo.base.packages import installed_version
 
 OURS = "megatron-grpo"
 # Distribution -> the module that is imported, for what a run cannot do without.

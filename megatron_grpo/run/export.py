@@ -45,11 +45,10 @@ from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.policy import build_loaded
 from megatron_grpo.run.opened import layout_of, settings_of_checkpoint
 from megatron_grpo.weights.adapters import from_file, merged, write_adapter
+from megatron_grpo.weights.hf_files import HfReader, HfWriter
 from megatron_grpo.weights.lora import LoraSettings, own_sizes, peft_leaves_out, peft_name
 from megatron_grpo.weights.mapping import WeightMap
-from megatron_grpo.weights.reader import HfReader
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.writer import HfWriter
 
 logger = logging.getLogger(__name__)
 _OF_THE_HUB = ("push_to_hub", "hub_model_id")

@@ -18,7 +18,7 @@ from megatron_grpo.batching.collate import collate_portions, collate_samples
 from megatron_grpo.batching.prefix_groups import FREE
 from megatron_grpo.batching.split import BatchCut, deal, deal_scored
 from megatron_grpo.batching.timetable import Step
-from megatron_grpo.grpo.token_weights import TokenWeights
+from megatron_grpo.grpo.loss import TokenWeights
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.types import Extent, GlobalBatch, MicroBatch, Rollout, Row, RowKey, Sample

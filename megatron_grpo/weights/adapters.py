@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.weights.hf_files import checkpoint_directory, save_tensors
 from megatron_grpo.weights.lora import (
     BASE,
     CONFIG,
@@ -34,7 +35,6 @@ from megatron_grpo.weights.lora import (
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.stored import adapter_problems
-from megatron_grpo.weights.writer import checkpoint_directory, save_tensors
 
 Read = Callable[[str], torch.Tensor]
 

@@ -14,8 +14,8 @@ import torch
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.weights.families import FAMILIES
+from megatron_grpo.weights.hf_files import stored_name
 from megatron_grpo.weights.names import NAMINGS, Entry, Packing, ShardCut, grouped_experts, hf_shapes, layer_entries, outer_entries
-from megatron_grpo.weights.reader import stored_name
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.towers import MEGATRON
 
@@ -76,7 +76,7 @@ class WeightMap:
         return frozenset(hf_shapes(self.shape))
 
     def stored_names(self) -> frozenset[str]:
-        """`expected_hf_names` as files have them: some families keep the experts of a layer in one tensor (`reader.stored_name`)."""
+        """`expected_hf_names` as files have them: some families keep the experts of a layer in one tensor (`hf_files.stored_name`)."""
         names = self.expected_hf_names()
         return frozenset(map(stored_name, names)) if FAMILIES[self.shape.architecture].are_experts_interleaved else names
 

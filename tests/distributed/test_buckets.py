@@ -24,9 +24,9 @@ from megatron_grpo.trainer import sync
 from megatron_grpo.weights import adapters as weights_adapters
 from megatron_grpo.weights.adapters import trimmed
 from megatron_grpo.weights.buckets import Part, fill, num_collectives
+from megatron_grpo.weights.hf_files import HfReader
 from megatron_grpo.weights.lora import A
 from megatron_grpo.weights.names import ShardCut
-from megatron_grpo.weights.reader import HfReader
 from megatron_grpo.weights.shape import ModelShape
 from tests import parity_cases as cases
 from tests.ranks import RanksFailed, run_ranks

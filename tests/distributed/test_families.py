@@ -100,7 +100,7 @@ def wanted(path, sequences, dtype: str = "float32") -> list[np.ndarray]:
 
 def logprobs_as_loaded(policy, path, sequences):
     """What a policy says that has not been trained; what it exports is the checkpoint, bit for bit."""
-    from megatron_grpo.weights.reader import HfReader
+    from megatron_grpo.weights.hf_files import HfReader
     from megatron_grpo.weights.stored import stored_names
 
     read, exported = HfReader(path), dict(policy.named_weights())
@@ -133,7 +133,7 @@ def test_logprobs_gradients_and_exports_are_those_of_transformers(prepared, name
 
 
 def load(path, name: str) -> np.ndarray:
-    from megatron_grpo.weights.reader import HfReader
+    from megatron_grpo.weights.hf_files import HfReader
 
     return HfReader(path)(name).numpy()
 

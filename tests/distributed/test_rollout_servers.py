@@ -137,7 +137,7 @@ def by_number(parts):
 
 def sample_versions(rank, world, paths, named, out, layout):
     """Three pushes of other weights, and what is sampled after each."""
-    from megatron_grpo.weights.reader import HfReader
+    from megatron_grpo.weights.hf_files import HfReader
 
     found = []
     with trainer(rank, world, paths[0], named, out, **layout) as (policy, engine, publisher):
@@ -589,7 +589,7 @@ def ask_rounds(rank, world, paths, named, out, folder):
     from collections import Counter
 
     from megatron_grpo.parallel import collectives
-    from megatron_grpo.weights.reader import HfReader
+    from megatron_grpo.weights.hf_files import HfReader
     from tests.unit.trainer.test_rollouts import generator_of
 
     (folder / f"pid_{rank}").write_text(str(os.getpid()))

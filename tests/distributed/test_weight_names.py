@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
+from megatron_grpo.weights.hf_files import HfReader
 from megatron_grpo.weights.mapping import WeightMap, with_global_numbers
-from megatron_grpo.weights.reader import HfReader
 from megatron_grpo.weights.shape import ModelShape
 from tests.ranks import run_ranks
 from tests.unit.weights.tiny import CHECKPOINTS, write_checkpoint

@@ -10,10 +10,9 @@ import torch
 
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo.entropy import entropy_threshold
-from megatron_grpo.grpo.loss import GrpoLoss, LossInputs
+from megatron_grpo.grpo.loss import GrpoLoss, LossInputs, TokenWeights
 from megatron_grpo.grpo.metrics import LossLogs, combine
 from megatron_grpo.grpo.objectives import Labels, classification
-from megatron_grpo.grpo.token_weights import TokenWeights
 from tests.reference.grpo_reference import Completion
 
 MAX_COMPLETION_LENGTH = 9

@@ -26,7 +26,7 @@ from megatron_grpo.batching.split import BatchCut
 from megatron_grpo.batching.timetable import Timetable
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo.advantages import advantages
-from megatron_grpo.grpo.token_weights import token_weights
+from megatron_grpo.grpo.loss import token_weights
 from megatron_grpo.policy.guard import Culprit, Refusal, Skips
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.scripted import ScriptedEngine

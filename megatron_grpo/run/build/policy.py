@@ -34,9 +34,9 @@ from megatron_grpo.run.build import PolicyParts
 from megatron_grpo.run.opened import begin_with, copy_weights, load_weights
 from megatron_grpo.weights.adapters import drawn, from_file
 from megatron_grpo.weights.buckets import MIB
+from megatron_grpo.weights.hf_files import HfReader, check_tied_head
 from megatron_grpo.weights.lora import AdapterPush, LoraSettings, lora_of, own_sizes
 from megatron_grpo.weights.mapping import WeightMap
-from megatron_grpo.weights.reader import HfReader, check_tied_head
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.trains import trains_tower
 

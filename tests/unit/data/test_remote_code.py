@@ -21,8 +21,7 @@ from megatron_grpo.cli import main
 from megatron_grpo.config.remote_code import files_named, files_that_run, problem_of, warning_of
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.tokens import tokenizer_fingerprint
-from megatron_grpo.weights.reader import HfReader
-from megatron_grpo.weights.writer import HfWriter
+from megatron_grpo.weights.hf_files import HfReader, HfWriter
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 

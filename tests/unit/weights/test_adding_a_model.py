@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from megatron_grpo.weights import families
+from megatron_grpo.weights.hf_files import HfReader
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.names import num_parameters
-from megatron_grpo.weights.reader import HfReader
 from megatron_grpo.weights.shape import ModelShape
 from tests.unit.weights.tiny import BASE
 

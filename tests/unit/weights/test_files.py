@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.base.files import MARK
+from megatron_grpo.weights.hf_files import HfReader, HfWriter, check_tied_head
 from megatron_grpo.weights.names import hf_shapes
-from megatron_grpo.weights.reader import HfReader, check_tied_head
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.writer import HfWriter
 from tests.unit.weights.tiny import write_checkpoint
 
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.weights.adapters import from_file, write_adapter
 from megatron_grpo.weights.families import FAMILIES
+from megatron_grpo.weights.hf_files import HfReader
 from megatron_grpo.weights.lora import LoraSettings, module_of, own_sizes, peft_name
 from megatron_grpo.weights.names import hf_shapes, num_parameters, tower_entries
-from megatron_grpo.weights.reader import HfReader
 from megatron_grpo.weights.shape import ModelShape, read_config
 from megatron_grpo.weights.sizes import RopeShape
 from megatron_grpo.weights.towers import part_of
