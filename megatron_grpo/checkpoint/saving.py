@@ -34,6 +34,7 @@ from megatron_grpo.types import Progress
 
 if TYPE_CHECKING:
     from megatron_grpo.batching.timetable import Step
+    from megatron_grpo.config.config import RunConfig
     from megatron_grpo.data.prompts import PromptStream
 
 __all__ = ["CheckpointError", "Checkpoints"]
@@ -60,31 +61,15 @@ GOES_ON, FAILED = 1, 2  # what a rank says of its part of a save; the largest co
 class Checkpoints:
     """Saves and restores a run under `output_dir`/checkpoints.
 
-    resume: how the run begins, as `resume.judge_resume` found it. save_steps: optimizer steps between checkpoints, 0 for none but those
-    asked for with `save`. save_interval_seconds: the same by the clock of rank 0. save_total_limit: how many are kept (None: all).
-    async_save: files are written while training goes on. replicas: the group of ranks that may hold what this rank holds, and share the
-    writing of it; None for all. records: rows that a checkpoint's
-    first step trains are kept beside it. say: how rank 0 tells a line (by default: prints it).
+    resume: how the run begins, as `resume.judge_resume` found it. cfg: when and how to save. replicas: the group of ranks that may hold
+    what this rank holds, and share the writing of it; None for all. say: how rank 0 tells a line (by default: prints it).
     """
 
-    def __init__(
-        self,
-        resume: Resume,
-        *,
-        save_steps: int,
-        save_interval_seconds: float = 0.0,
-        save_total_limit: int | None,
-        async_save: bool = False,
-        replicas: Any = None,
-        records: bool = False,
-        say: Callable[[str], None] | None = None,
-    ):
-        self.resume, self.say = resume, say or partial(print, flush=True)
+    def __init__(self, resume: Resume, cfg: RunConfig, *, replicas: Any = None, say: Callable[[str], None] | None = None):
+        self.resume, self.cfg, self.say = resume, cfg, say or partial(print, flush=True)
         self.folder = Folder(resume.output_dir / "checkpoints")
-        self.save_steps, self.save_total_limit, self.async_save = save_steps, save_total_limit, async_save
-        self.save_interval_seconds, self._saved_at = save_interval_seconds, time.monotonic()
-        self._sharded = ShardedWriter(replicas, staged=async_save)
-        self._records = records
+        self._saved_at = time.monotonic()
+        self._sharded = ShardedWriter(replicas, staged=cfg.async_save)
         self.best: Best | None = None  # hears which are published, and says which one stays whatever its age; set by who knows the metric
         self._chosen: Candidate | None = None
         self._saved_step: int | None = None  # the last that is complete
@@ -95,11 +80,11 @@ class Checkpoints:
 
     def are_due(self, step: int) -> bool:
         """After so many optimizer steps: every `save_steps` of them."""
-        return self.save_steps > 0 and step % self.save_steps == 0
+        return self.cfg.save_steps > 0 and step % self.cfg.save_steps == 0
 
     def is_time(self) -> bool:
         """Whether `save_interval_seconds` have passed since the last checkpoint, or since the run began to train: by this rank's clock."""
-        return 0 < self.save_interval_seconds <= time.monotonic() - self._saved_at
+        return 0 < self.cfg.save_interval_seconds <= time.monotonic() - self._saved_at
 
     def has_trained(self, version: int, step: int) -> None:
         """Optimizer step `step`, the last one, was trained on what weights of `version` had sampled: checkpoints up to it are good."""
@@ -113,7 +98,7 @@ class Checkpoints:
     def record(self, step: Step, pending: Pending) -> None:
         """Before an optimizer step is taken: if a checkpoint holds the weights that it starts from, its rows are written beside it, in the
         order of the step. The checkpoint is as whole without them. Collective, where rows are recorded at all."""
-        if not self._records or step.index != (self._underway.step if self._underway else self._saved_step):
+        if not self.cfg.record_rows or step.index != (self._underway.step if self._underway else self._saved_step):
             return
         rows = pending.of_step(step)
         if collectives.rank() > 0:
@@ -152,9 +137,9 @@ class Checkpoints:
                 others[f"{OURS}/{generators.FILE}"] = random
             with policy.resident("all"):
                 write = self._sharded.taken(policy.sharded_state_dict(is_loading=False), others)
-                task = Task(partial(write, self.folder.being_written(step)), beside=self.async_save)
+                task = Task(partial(write, self.folder.being_written(step)), beside=self.cfg.async_save)
                 self._underway = Underway(step, self._facts(progress, pending), task)
-        if not self.async_save:
+        if not self.cfg.async_save:
             self.finish()
         self._saved_at = time.monotonic()
         return True
@@ -191,7 +176,7 @@ class Checkpoints:
             with agreed(f"writing {self.folder.being_written(save.step)}"):
                 written = save.task.result()
             publish = self._sharded.told(written)
-            save.task = Task(partial(self._publish, save, publish), beside=self.async_save)
+            save.task = Task(partial(self._publish, save, publish), beside=self.cfg.async_save)
             save.publishes = True
 
     def _publish(self, save: Underway, describe: Callable[[Path], dict[str, Any]] | None) -> None:
@@ -202,7 +187,7 @@ class Checkpoints:
             mark(self.resume.output_dir, RUN, saved=save.step)
             if self.best is not None:
                 self.best.published(save.step)
-            self.folder.retain(self.save_total_limit, newest=save.step, best=self.best.step if self.best else None)
+            self.folder.retain(self.cfg.save_total_limit, newest=save.step, best=self.best.step if self.best else None)
 
     @contextmanager
     def _removed_if_it_fails(self, step: int) -> Iterator[None]:

@@ -187,8 +187,10 @@ class Policy:
 def checkpoints(folder, resume="auto", **settings):
     from megatron_grpo.checkpoint.resume import find_checkpoints
     from megatron_grpo.checkpoint.saving import Checkpoints
+    from megatron_grpo.config.config import RunConfig
 
-    return Checkpoints(find_checkpoints(folder, resume), **{"save_steps": 1, "save_total_limit": None} | settings)
+    say = settings.pop("say", None)
+    return Checkpoints(find_checkpoints(folder, resume), RunConfig(**{"save_steps": 1, "save_total_limit": None} | settings), say=say)
 
 
 def pending_samples():

@@ -42,11 +42,7 @@ def start_parallel(cfg: Config, layout: Layout, *, typed: Config | None = None, 
 def open_output(made: Plan, inputs: ValidatedInputs, parallel: ParallelState) -> Checkpoints:
     """The checkpoints of a run, with the one to continue chosen; and output_dir as a run begins with it. Collective."""
     cfg, out = made.checked.config, Path(made.checked.config.run.output_dir)
-    checkpoints = Checkpoints(
-        inputs.resume, save_steps=cfg.run.save_steps, save_interval_seconds=cfg.run.save_interval_seconds,
-        save_total_limit=cfg.run.save_total_limit, async_save=cfg.run.async_save, replicas=parallel.dp_cp_group,
-        records=cfg.run.record_rows,
-    )  # fmt: skip
+    checkpoints = Checkpoints(inputs.resume, cfg.run, replicas=parallel.dp_cp_group)
     if metric := metric_of(cfg):
         checkpoints.best = Best(out / "checkpoints", metric, greater=is_greater_better(cfg))
     checkpoints.choose()  # before anything in output_dir is overwritten
