@@ -1,4 +1,4 @@
-"""What must run however a block ends, without hiding why it ended; and processes that end with the one that started them."""
+"""What must run however a block ends, without hiding why it ended; and processes and threads that end with the one that started them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class CleanUp:
@@ -37,6 +42,23 @@ class CleanUp:
                     first.add_note(f"Cleaning up after this failed too: {type(error).__name__}: {error}")
         if first is not None and came_in is None:
             raise first
+
+
+def begun(work: Callable[[], T], *, name: str, beside: bool = True) -> Future[T]:
+    """What `work` gives, or raises: in a thread of its own, which does not keep this process alive; or, not `beside`, at once."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
+            future.set_exception(error)
+
+    if beside:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    else:
+        run()
+    return future
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -12,15 +12,13 @@ import hashlib
 import io
 import json
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Generic, Self, TypeVar, cast
+from typing import IO, Any, Self, cast
 
 import torch
 from megatron.core import dist_checkpointing
@@ -39,7 +37,6 @@ from megatron_grpo.parallel import collectives
 
 CHUNK = 256 << 20  # bytes of host memory that are asked for at once; torch rounds what it pins up to a power of two
 Entry = Mapping[str, Any]  # of one file: {"bytes": ..., "sha256": ...}, as a manifest has it
-T = TypeVar("T")
 # What writing and reading may raise. torch's CheckpointException is a BaseException; torch.save reports a full disk as RuntimeError.
 FAILURES = (OSError, RuntimeError, ValueError, KeyError, CheckpointException, CheckpointingException)
 
@@ -272,32 +269,3 @@ class Staging:
 
 def _aligned(size: int) -> int:
     return -(-size // 64) * 64
-
-
-class Task(Generic[T]):
-    """A function at work: at once, or beside what this process does next."""
-
-    def __init__(self, work: Callable[[], T], *, beside: bool):
-        self._future: Future[T] = Future()
-        if beside:
-            threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True).start()
-        else:
-            self._run(work)
-
-    def _run(self, work: Callable[[], T]) -> None:
-        try:
-            self._future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised again where somebody asks
-            self._future.set_exception(error)
-
-    @property
-    def is_under_way(self) -> bool:
-        return not self._future.done()
-
-    @property
-    def has_failed(self) -> bool:
-        return self._future.done() and self._future.exception() is not None
-
-    def result(self) -> T:
-        """Waits for the end; raises what the function raised."""
-        return self._future.result()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_grpo.base import activity
+from megatron_grpo.base.cleanup import begun
 from megatron_grpo.base.errors import ConfigError, config_error
 from megatron_grpo.base.files import mark, written_whole
 from megatron_grpo.checkpoint import generators
 from megatron_grpo.checkpoint.best import Best
 from megatron_grpo.checkpoint.continuity import Difference
-from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, Task, agreed, read_sharded
+from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, agreed, read_sharded
 from megatron_grpo.checkpoint.manifest import CONFIG, Folder, Manifest, damage, facts
 from megatron_grpo.checkpoint.resume import OURS, Candidate, Resume, several, unusable
 from megatron_grpo.checkpoint.samples import file_of, files_of_samples, read_samples
@@ -50,7 +52,7 @@ class Underway:
 
     step: int
     facts: Mapping[str, Any]
-    task: Task[Any]
+    task: Future[Any]
     publishes: bool = False
 
 
@@ -137,7 +139,7 @@ class Checkpoints:
                 others[f"{OURS}/{generators.FILE}"] = random
             with policy.resident("all"):
                 write = self._sharded.taken(policy.sharded_state_dict(is_loading=False), others)
-                task = Task(partial(write, self.folder.being_written(step)), beside=self.cfg.async_save)
+                task = self._begun(partial(write, self.folder.being_written(step)))
                 self._underway = Underway(step, self._facts(progress, pending), task)
         if not self.cfg.async_save:
             self.finish()
@@ -152,7 +154,7 @@ class Checkpoints:
         save = self._underway
         if save is None:
             return
-        mine = GOES_ON if save.task.is_under_way else FAILED if save.task.has_failed else 0
+        mine = GOES_ON if not save.task.done() else FAILED if save.task.exception() else 0
         if collectives.largest(mine) != GOES_ON:
             self._complete_part(save)
 
@@ -176,8 +178,11 @@ class Checkpoints:
             with agreed(f"writing {self.folder.being_written(save.step)}"):
                 written = save.task.result()
             publish = self._sharded.told(written)
-            save.task = Task(partial(self._publish, save, publish), beside=self.cfg.async_save)
+            save.task = self._begun(partial(self._publish, save, publish))
             save.publishes = True
+
+    def _begun(self, work: Callable[[], Any]) -> Future[Any]:
+        return begun(work, name="checkpoint", beside=self.cfg.async_save)
 
     def _publish(self, save: Underway, describe: Callable[[Path], dict[str, Any]] | None) -> None:
         """On rank 0, for which alone there is something to describe."""

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_grpo.base.cleanup import begun
 from megatron_grpo.base.errors import ConfigError, Problem, said_by
 from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data.album import COLUMNS, Album, num_places, shown_by
@@ -222,34 +223,28 @@ def tokenised(prompts: PromptRows, encode: Encode, flag: str, *, seconds: float 
     """
     found: list[np.ndarray] = []
     refused: dict[str, list[int]] = {}
-    at, unexpected = [0], list[BaseException]()
+    at, seen = [0], -1
 
     def work() -> None:
-        try:
-            for index in range(len(prompts)):
-                at[0] = index
-                try:
-                    found.append(np.asarray(encoded(prompts, encode, index), dtype=np.int32))
-                except Exception as error:  # noqa: BLE001 - what a template raises is about the row that it was given
-                    why = f"are refused by the model's tokenizer or chat template ({type(error).__name__}: {said_by(error)})"
-                    refused.setdefault(why, []).append(index)
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            unexpected.append(error)
+        for index in range(len(prompts)):
+            at[0] = index
+            try:
+                found.append(np.asarray(encoded(prompts, encode, index), dtype=np.int32))
+            except Exception as error:  # noqa: BLE001 - what a template raises is about the row that it was given
+                why = f"are refused by the model's tokenizer or chat template ({type(error).__name__}: {said_by(error)})"
+                refused.setdefault(why, []).append(index)
 
-    worker = threading.Thread(target=work, name="chat-template", daemon=True)
-    worker.start()
-    seen = -1
-    while worker.is_alive() and seen != at[0]:
+    worker = begun(work, name="chat-template")
+    while not worker.done() and seen != at[0]:
         seen = at[0]
-        worker.join(seconds)
-    if worker.is_alive():
+        wait([worker], seconds)
+    if not worker.done():
         message = (
             f"The model's chat template, or its tokenizer, has not come to an end after {seconds:g} s with "
             f"{prompts.rows.place(int(prompts.keep[seen]))}. Look at both: the template is a program that came with the model."
         )
         raise ConfigError([Problem(flags=("model", flag), message=message)])
-    if unexpected:
-        raise unexpected[0]
+    worker.result()
     if refused:
         raise ConfigError([_problem(flag, prompts.rows, prompts.keep[indices], fault) for fault, indices in refused.items()])
     return TokenTable.of(found)

@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from types import FrameType, TracebackType
 from typing import Any
 
+from megatron_grpo.base.cleanup import begun
 from megatron_grpo.base.errors import GivenUp, raised, said_by
 
 _OUTPUTS = {1: "stdout", 2: "stderr"}
@@ -191,9 +192,7 @@ def _call_in_main_thread(seconds: float, function: Callable[[], Any], gives_up: 
 
 def _call_in_own_thread(seconds: float, function: Callable[[], Any], gives_up: Callable[[], bool]) -> Any:
     """Away from the main thread nothing can be interrupted: a late function is left behind in a thread that ends with the process."""
-    future: Future[Any] = Future()
-    threading.Thread(target=_fulfil, args=(future, function), name="reward", daemon=True).start()
-    return _result_before(time.monotonic() + seconds, future, gives_up)
+    return _result_before(time.monotonic() + seconds, begun(function, name="reward"), gives_up)
 
 
 def _result_before(end: float, future: Future[Any], gives_up: Callable[[], bool]) -> Any:
@@ -213,13 +212,6 @@ def _result_before(end: float, future: Future[Any], gives_up: Callable[[], bool]
 
 def _given_up() -> GivenUp:
     return GivenUp("what was being judged is given up")
-
-
-def _fulfil(future: Future[Any], function: Callable[[], Any]) -> None:
-    try:
-        future.set_result(function())
-    except BaseException as error:  # noqa: BLE001 - handed to the waiting thread, which raises it
-        future.set_exception(error)
 
 
 class EventLoop:

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.checkpoint.distributed import Staging, Task, _write, write_file, write_pieces
+from megatron_grpo.base.cleanup import begun
+from megatron_grpo.checkpoint.distributed import Staging, _write, write_file, write_pieces
 from megatron_grpo.checkpoint.pieces import Piece, Placed, Uncovered, metadata_of, require_whole, shares
 from megatron_grpo.checkpoint.strangers import _Data
 from megatron_grpo.policy.sharded_state import boxes
@@ -142,10 +143,10 @@ def test_what_goes_wrong_beside_is_raised_where_somebody_asks():
         held.wait()
         raise OSError("disk")
 
-    task = Task(work, beside=True)
-    assert task.is_under_way and not task.has_failed
+    task = begun(work, name="writing")
+    assert not task.done()
     held.set()
     with pytest.raises(OSError, match="disk"):
         task.result()
-    assert task.has_failed and not task.is_under_way
-    assert Task(lambda: 3, beside=False).result() == 3
+    assert task.done() and isinstance(task.exception(), OSError)
+    assert begun(lambda: 3, name="at once", beside=False).result() == 3
