@@ -119,10 +119,6 @@ class Album:
 
         return np.array([len(shown_by(row)) for row in self.rows], dtype=np.int64)
 
-    def sources(self, row: int) -> tuple[Source, ...]:
-        """Raises PictureFault."""
-        return tuple(source_of(given, self.root) for given in shown_by(self.rows[row]))
-
     def pictures(self, row: int) -> tuple[FilePicture, ...]:
         """In the order in which they are shown. Raises ConfigError."""
         given = shown_by(self.rows[row])
@@ -162,8 +158,8 @@ class Album:
         return digest.hexdigest()
 
     def identity(self, row: int) -> list[str]:
-        """Of each picture of a row: its file's name, or a digest of what the row holds."""
-        sources = self.sources(row)
+        """Of each picture of a row: its file's name, or a digest of what the row holds. Raises PictureFault."""
+        sources = [source_of(given, self.root) for given in shown_by(self.rows[row])]
         return [str(one.path) if one.held is None else hashlib.sha256(one.held).hexdigest() for one in sources]
 
     def num_bytes(self, row: int) -> list[int]:

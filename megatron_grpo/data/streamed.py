@@ -165,7 +165,7 @@ class StreamedPrompts(PromptStream):
             raise RowsError(f"{where} Give every machine the same files, and start the same command again")
 
     def state(self) -> dict[str, Any]:
-        at = self._place_of(self.taken)
+        at = _place_among(self._marks, self.taken)
         marks = [asdict(mark) for mark in self._marks[max(0, at - REMEMBERED) :]]
         order = {"seed": self.seed, "shuffle": self.shuffle, "block_size": self._size}
         return {"streaming": True, "taken": self.taken, **order, "marks": marks}
@@ -195,7 +195,7 @@ class StreamedPrompts(PromptStream):
     # ---- blocks
 
     def _found(self, number: int) -> tuple[PromptRows, int, int]:
-        mark = self._marks[self._place_of(number)]
+        mark = self._marks[_place_among(self._marks, number)]
         try:
             while mark.end <= number:  # its place is not remembered
                 mark = self._next(mark)
@@ -206,9 +206,6 @@ class StreamedPrompts(PromptStream):
             count = mark.num_prompts
             self._order = (mark.first, permutation(count, self.seed, mark.epoch, mark.block) if self.shuffle else np.arange(count))
         return rows, int(self._order[1][number - mark.first]), mark.block * self._size
-
-    def _place_of(self, number: int) -> int:
-        return _place_among(self._marks, number)
 
     def _next(self, mark: Mark) -> Mark:
         """The block behind another one, read and looked at. Raises ConfigError."""

@@ -81,35 +81,29 @@ def _at_place(values: np.ndarray, place: int, over_ranks: Callable[[Counts], Cou
 class AdaptiveEntropy:
     """The coefficient of the entropy bonus after some optimizer steps (`--use_adaptive_entropy`): Skywork-OR1, arXiv 2505.22312, as in TRL.
 
-    It rises by `delta` after a step whose entropy was at the target or below, else it falls; and it is applied only after such a step.
-    entropy: of the last step, in nats; infinite before the first.
+    It rises by `entropy_coef_delta` after a step whose entropy was at the target or below, else it falls; and it is applied only after
+    such a step. entropy: of the last step, in nats; infinite before the first.
     """
 
+    cfg: GrpoConfig
     coef: float
-    lowest: float
-    highest: float
-    delta: float
-    target: float
     entropy: float = math.inf
 
     @classmethod
     def of(cls, cfg: GrpoConfig) -> AdaptiveEntropy | None:
         """None where the coefficient is constant."""
-        if not cfg.use_adaptive_entropy:
-            return None
-        return cls(coef=cfg.entropy_coef, lowest=cfg.entropy_coef_min, highest=cfg.entropy_coef_max, delta=cfg.entropy_coef_delta,
-                   target=cfg.entropy_target)  # fmt: skip
+        return cls(cfg=cfg, coef=cfg.entropy_coef) if cfg.use_adaptive_entropy else None
 
     @property
     def applied(self) -> float:
         """What the next step's bonus is multiplied by: the same in all of its micro-batches."""
-        return self.coef if self.entropy <= self.target else 0.0
+        return self.coef if self.entropy <= self.cfg.entropy_target else 0.0
 
     def after(self, entropy: float) -> AdaptiveEntropy:
         """entropy: mean over all tokens that an optimizer step trained, in nats."""
-        is_low = entropy <= self.target
-        coef = min(self.coef + self.delta, self.highest) if is_low else max(self.coef - self.delta, self.lowest)
-        return replace(self, coef=coef, entropy=entropy)
+        cfg, is_low = self.cfg, entropy <= self.cfg.entropy_target
+        up, down = self.coef + cfg.entropy_coef_delta, self.coef - cfg.entropy_coef_delta
+        return replace(self, coef=min(up, cfg.entropy_coef_max) if is_low else max(down, cfg.entropy_coef_min), entropy=entropy)
 
     def state(self) -> dict[str, Any]:
         """As JSON: what a checkpoint holds of it. The rest is settings."""
