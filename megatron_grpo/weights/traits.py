@@ -16,9 +16,12 @@ from megatron_grpo.weights.sizes import MlaShape, MoeShape, yarn_mscale
 Config = Mapping[str, Any]
 
 
+def _biases(config: Config) -> dict[str, Any]:
+    return dict.fromkeys(("qkv_bias", "attention_out_bias"), config["attention_bias"])
+
+
 def llama(config: Config, common: Config) -> dict[str, Any]:
-    bias = config["attention_bias"]
-    return {"qkv_bias": bias, "attention_out_bias": bias, "mlp_bias": config["mlp_bias"]}
+    return {**_biases(config), "mlp_bias": config["mlp_bias"]}
 
 
 def qwen2(config: Config, common: Config) -> dict[str, Any]:
@@ -26,8 +29,7 @@ def qwen2(config: Config, common: Config) -> dict[str, Any]:
 
 
 def qwen3(config: Config, common: Config) -> dict[str, Any]:
-    bias = config["attention_bias"]
-    return {"qkv_bias": bias, "attention_out_bias": bias, "qk_norm": True, "windows": _qwen_windows(config, common["num_layers"])}
+    return {**_biases(config), "qk_norm": True, "windows": _qwen_windows(config, common["num_layers"])}
 
 
 def mistral(config: Config, common: Config) -> dict[str, Any]:
@@ -36,11 +38,10 @@ def mistral(config: Config, common: Config) -> dict[str, Any]:
 
 
 def qwen3_moe(config: Config, common: Config) -> dict[str, Any]:
-    bias, layers = config["attention_bias"], common["num_layers"]
+    layers = common["num_layers"]
     step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or ()
     return {
-        "qkv_bias": bias,
-        "attention_out_bias": bias,
+        **_biases(config),
         "qk_norm": True,
         "windows": (config["sliding_window"] if config["use_sliding_window"] else None,) * layers,
         "moe": MoeShape(
@@ -54,15 +55,18 @@ def qwen3_moe(config: Config, common: Config) -> dict[str, Any]:
 
 
 def mixtral(config: Config, common: Config) -> dict[str, Any]:
-    return {
-        "windows": (config["sliding_window"],) * common["num_layers"],
-        "moe": MoeShape(
-            layers=(True,) * common["num_layers"],
-            num_experts=config["num_local_experts"],
-            topk=config["num_experts_per_tok"],
-            ffn_hidden_size=common["ffn_hidden_size"],
-        ),
-    }
+    return {"windows": (config["sliding_window"],) * common["num_layers"], "moe": _local_experts(config, common)}
+
+
+def _local_experts(config: Config, common: Config, *, has_biases: bool = False) -> MoeShape:
+    """In every layer, as wide as config.json says of an MLP."""
+    return MoeShape(
+        layers=(True,) * common["num_layers"],
+        num_experts=config["num_local_experts"],
+        topk=config["num_experts_per_tok"],
+        ffn_hidden_size=common["ffn_hidden_size"],
+        has_biases=has_biases,
+    )
 
 
 def deepseek_v3(config: Config, common: Config) -> dict[str, Any]:
@@ -114,22 +118,14 @@ def glm4_moe(config: Config, common: Config) -> dict[str, Any]:
 
 
 def gpt_oss(config: Config, common: Config) -> dict[str, Any]:
-    bias, layers = config["attention_bias"], common["num_layers"]
     return {
-        "qkv_bias": bias,
-        "attention_out_bias": bias,
+        **_biases(config),
         "mlp_bias": True,
         "sinks": True,
         "activation": "clamped",
         "clamp": (config["swiglu_alpha"], config["swiglu_limit"]),
-        "windows": windows_of(config, layers, lambda layer: layer % 2 == 0),
-        "moe": MoeShape(
-            layers=(True,) * layers,
-            num_experts=config["num_local_experts"],
-            topk=config["num_experts_per_tok"],
-            ffn_hidden_size=common["ffn_hidden_size"],
-            has_biases=True,
-        ),
+        "windows": windows_of(config, common["num_layers"], lambda layer: layer % 2 == 0),
+        "moe": _local_experts(config, common, has_biases=True),
     }
 
 
@@ -140,8 +136,7 @@ GPT_OSS_ROPE = {
 
 
 def olmo2(config: Config, common: Config) -> dict[str, Any]:
-    bias = config["attention_bias"]
-    return {"qkv_bias": bias, "attention_out_bias": bias, "pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_is_whole": True}
+    return {**_biases(config), "pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_is_whole": True}
 
 
 def olmo3(config: Config, common: Config) -> dict[str, Any]:
@@ -160,10 +155,9 @@ def olmo3_ropes(config: Config) -> tuple[Config, Config]:
 
 
 def gemma3(config: Config, common: Config) -> dict[str, Any]:
-    bias, pattern = config["attention_bias"], config["sliding_window_pattern"]
+    pattern = config["sliding_window_pattern"]
     return {
-        "qkv_bias": bias,
-        "attention_out_bias": bias,
+        **_biases(config),
         "post_norm": True,
         "norms_from_one": True,
         "qk_norm": True,
