@@ -2,7 +2,7 @@
 
 Megatron-Core keeps copies equal by doing the same to each of them; nothing looks whether they are. A gradient that is not summed over one
 group, data that differ over another, a bit that flips: the loss goes on falling, by another gradient than the one that is meant. So every
-so many steps, before the optimizer acts, each rank makes a number of every tensor (`parallel.fingerprint`), and each group takes the
+so many steps, before the optimizer acts, each rank makes a number of every tensor (`analysis.fingerprint`), and each group takes the
 largest and the smallest of each number: one collective a group, 16 bytes a tensor. Where all is the same nothing else travels.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_grpo.analysis.fingerprint import fingerprint
 from megatron_grpo.parallel import collectives
-from megatron_grpo.parallel.fingerprint import fingerprint
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.policy.router import routers
 from megatron_grpo.policy.sharded_state import chain, is_distributed, runs_of, steps_counted

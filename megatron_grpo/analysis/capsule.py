@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from megatron_grpo import __version__
+from megatron_grpo.analysis.fingerprint import fingerprint
 from megatron_grpo.base.files import write_whole, written_whole
 from megatron_grpo.batching.timetable import MicroStep, Step
 from megatron_grpo.checkpoint import generators
@@ -34,7 +35,6 @@ from megatron_grpo.checkpoint.distributed import CheckpointError, agreed
 from megatron_grpo.checkpoint.samples import file_of, read_samples
 from megatron_grpo.config.config import Config
 from megatron_grpo.parallel import collectives
-from megatron_grpo.parallel.fingerprint import fingerprint
 from megatron_grpo.policy.policy import Policy, Seen
 from megatron_grpo.run.export import drained
 from megatron_grpo.trainer.pending import Pending
