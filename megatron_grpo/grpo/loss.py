@@ -15,25 +15,11 @@ import numpy as np
 import torch
 
 from megatron_grpo.config.config import GrpoConfig
-from megatron_grpo.grpo import objectives
+from megatron_grpo.grpo import objectives, ratios
 from megatron_grpo.grpo.entropy import AdaptiveEntropy
 from megatron_grpo.grpo.metrics import LossLogs, clip_extremes, clip_logs, mismatch_logs, teacher_logs
 from megatron_grpo.grpo.objectives import Labels, Objective, PerToken, Tokens
-from megatron_grpo.grpo.ratios import (
-    KL_ESTIMATORS,
-    RATIOS,
-    Importance,
-    KlEstimator,
-    Ratio,
-    RolloutCorrection,
-    Sequences,
-    SumOverContext,
-    log_rho,
-    off_policy_mask,
-    rollout_correction,
-    teacher_log_ratio,
-    whole_sequences,
-)
+from megatron_grpo.grpo.ratios import Importance, RolloutCorrection, Sequences, SumOverContext, whole_sequences
 
 # CISPO bounds the ratio itself; clipping at 1 + 0.2 style values there would flatten every weight.
 CISPO_EPSILON_HIGH = 5.0
@@ -174,11 +160,11 @@ class GrpoLoss:
 
     token_weights: Callable[..., TokenWeights]  # the function with everything but the batch chosen
     temperature: float
-    ratio: Ratio
+    ratio: ratios.Ratio
     objective: Objective
     sequence_clip: bool  # a clip decision, or a weight that is told, is one per sequence, and counted so
     corrects_inside: bool  # the objective takes the rollout correction in, so it is no factor besides
-    kl: KlEstimator
+    kl: ratios.KlEstimator
     beta: float  # of the KL term in the loss; 0 where the KL is in the reward
     use_bias_correction_kl: bool
     teacher_kl_coef: float  # 0 without a teacher
@@ -205,11 +191,11 @@ class GrpoLoss:
                 exclude_dead_groups=cfg.exclude_dead_groups,
             ),
             temperature=temperature,
-            ratio=RATIOS[cfg.importance_sampling_level],
+            ratio=ratios.RATIOS[cfg.importance_sampling_level],
             objective=OBJECTIVES[cfg.loss_type](cfg),
             sequence_clip=cfg.importance_sampling_level != "token" or cfg.loss_type == "vespo",
             corrects_inside=cfg.loss_type == "vespo",
-            kl=KL_ESTIMATORS[cfg.kl_estimator],
+            kl=ratios.KL_ESTIMATORS[cfg.kl_estimator],
             beta=0.0 if cfg.kl_in_reward else cfg.beta,
             use_bias_correction_kl=cfg.use_bias_correction_kl and not cfg.kl_in_reward,
             teacher_kl_coef=cfg.teacher_kl_coef if cfg.teacher_flag else 0.0,
@@ -296,9 +282,9 @@ class GrpoLoss:
         u, advantages, sampler_logprobs = tensors.token_weights.double(), tensors.advantages.double(), tensors.sampler_logprobs.double()
         of_teacher = None
         if self.teacher_kl_coef and tensors.teacher_logprobs is not None:
-            of_teacher = teacher_log_ratio(tensors.teacher_logprobs.double(), old_logprobs)
+            of_teacher = ratios.teacher_log_ratio(tensors.teacher_logprobs.double(), old_logprobs)
             advantages = advantages + self.teacher_kl_coef * of_teacher
-        mismatch = log_rho(old_logprobs, sampler_logprobs)
+        mismatch = ratios.log_rho(old_logprobs, sampler_logprobs)
         importance = self.correction(mismatch, sequences) if self.correction is not None else None
         correction = None if importance is None else importance.factors
         ratio = self.ratio(logprobs, old_logprobs, sequences)
@@ -309,7 +295,7 @@ class GrpoLoss:
         # c: factors that are constants of the gradient and of every denominator.
         factor = torch.ones_like(constant) if correction is None or self.corrects_inside else correction
         if self.off_policy_delta is not None:
-            factor = factor * off_policy_mask(
+            factor = factor * ratios.off_policy_mask(
                 self.off_policy_delta, logprobs=constant, old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs,
                 advantages=advantages, sequences=sequences,
             )  # fmt: skip
@@ -340,7 +326,7 @@ class GrpoLoss:
 def _correction(cfg: GrpoConfig) -> RolloutCorrection | None:
     if cfg.rollout_importance_sampling_mode == "none":
         return None
-    return rollout_correction(
+    return ratios.rollout_correction(
         cfg.rollout_importance_sampling_mode,
         lowest=cfg.rollout_importance_sampling_min or 0.0,
         highest=cfg.rollout_importance_sampling_threshold,
