@@ -18,25 +18,14 @@ import numpy as np
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import DataConfig
 from megatron_grpo.config.evaluation import SPLIT
+from megatron_grpo.data import checks
 from megatron_grpo.data.album import places
 from megatron_grpo.data.chat import PromptEncoder
-from megatron_grpo.data.checks import (
-    Encode,
-    PromptRows,
-    check_for_episodes,
-    check_lengths,
-    check_pictures,
-    check_rows,
-    check_template,
-    encoded,
-    tokenised,
-)
+from megatron_grpo.data.checks import Encode, PromptRows
 from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.data.mixing import part_of_flag, permutation, read_sets
 from megatron_grpo.data.tokens import FEW, TokenTable, key_of, shared
 from megatron_grpo.types import Picture, Prompt
-
-__all__ = ["PromptRows", "PromptStream", "check_for_episodes", "check_lengths", "check_pictures", "load_rows", "open_stream"]
 
 
 def load_rows(
@@ -48,7 +37,7 @@ def load_rows(
     """
     names = names_of(cfg, dataset, flag)
     rows = read_sets(cfg, names, flag=flag, seed=seed, part=part_of_flag(flag, cfg))
-    return check_rows(rows, cfg, names, flag=flag, eyes=eyes, is_blind=is_blind)
+    return checks.check_rows(rows, cfg, names, flag=flag, eyes=eyes, is_blind=is_blind)
 
 
 def names_of(cfg: DataConfig, dataset: str | None, flag: str) -> list[str]:
@@ -77,13 +66,13 @@ def open_stream(
     """
     rows = load_rows(cfg, dataset=dataset, flag=flag, eyes=eyes, seed=seed if data_seed is None else data_seed)
     if tools is not None:
-        check_for_episodes(rows, flag)
-    check_template(rows, tokenizer, flag)
+        checks.check_for_episodes(rows, flag)
+    checks.check_template(rows, tokenizer, flag)
     encode = PromptEncoder.of(cfg, tokenizer, eyes, tools)
 
     def looked_at() -> TokenTable:
-        check_pictures(rows)
-        return tokenised(rows, encode, flag)
+        checks.check_pictures(rows)
+        return checks.tokenised(rows, encode, flag)
 
     if cfg.load_from_cache_file and len(rows) > FEW:
         rows = replace(rows, digest=rows.fingerprint())
@@ -91,7 +80,7 @@ def open_stream(
         tokens = shared(key_of(rows.fingerprint() + stamp, encode), looked_at)
     else:
         tokens = looked_at()
-    rows = check_lengths(rows, encode, cfg, flag=flag, tokens=tokens)
+    rows = checks.check_lengths(rows, encode, cfg, flag=flag, tokens=tokens)
     return PromptStream(rows, encode, seed=seed, shuffle=cfg.dataset_shuffle if shuffle is None else shuffle)
 
 
@@ -185,7 +174,7 @@ another output_dir."
     def _prompt(self, number: int) -> Prompt:
         rows, index, first = self._found(number)
         row = int(rows.keep[index])
-        token_ids = tuple(encoded(rows, self.encode, index)) if rows.tokens is None else rows.tokens[row]
+        token_ids = tuple(checks.encoded(rows, self.encode, index)) if rows.tokens is None else rows.tokens[row]
         columns, pictures = rows.columns(index), _placed(rows, index, token_ids)
         return Prompt(number=number, row=first + row, raw=rows.raw(index), token_ids=token_ids, columns=columns, pictures=pictures)
 

@@ -23,18 +23,9 @@ import numpy as np
 from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import ConfigError, Problem, RowsError, RunError, config_error, problem_with
 from megatron_grpo.config.config import DataConfig
+from megatron_grpo.data import checks
 from megatron_grpo.data.chat import PromptEncoder
-from megatron_grpo.data.checks import (
-    Encode,
-    PromptRows,
-    bytes_of,
-    check_for_episodes,
-    check_lengths,
-    check_rows,
-    check_template,
-    check_without_pictures,
-    tokenised,
-)
+from megatron_grpo.data.checks import Encode, PromptRows
 from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.data.files import NAMED_ROWS, Read, Rows, Source
 from megatron_grpo.data.mixing import open_sets, permutation
@@ -93,8 +84,8 @@ def rows_to_look_at(cfg: DataConfig, *, eyes: Eyes | None, is_blind: bool, seed:
     flag, names = "dataset", names_of(cfg, None, "dataset")
     read = list(islice(open_sets(cfg, names, flag)(None), max(1, cfg.shuffle_buffer_size)))
     with _named(0, len(read), flag):
-        prompts = check_rows(_rows_of(read, flag), cfg, names, eyes=eyes, is_blind=is_blind)
-        check_without_pictures(prompts, flag, _BLIND)
+        prompts = checks.check_rows(_rows_of(read, flag), cfg, names, eyes=eyes, is_blind=is_blind)
+        checks.check_without_pictures(prompts, flag, _BLIND)
     return replace(prompts, is_beginning=True)
 
 
@@ -106,12 +97,12 @@ def open_streamed(
     encode = PromptEncoder.of(cfg, tokenizer, eyes, tools)
 
     def look(rows: Rows) -> PromptRows:
-        prompts = check_rows(rows, cfg, names, eyes=eyes)
-        check_without_pictures(prompts, flag, _BLIND)
+        prompts = checks.check_rows(rows, cfg, names, eyes=eyes)
+        checks.check_without_pictures(prompts, flag, _BLIND)
         if tools is not None:
-            check_for_episodes(prompts, flag)
-        check_template(prompts, tokenizer, flag)
-        return check_lengths(prompts, encode, cfg, tokens=tokenised(prompts, encode, flag), may_be_none=True)
+            checks.check_for_episodes(prompts, flag)
+        checks.check_template(prompts, tokenizer, flag)
+        return checks.check_lengths(prompts, encode, cfg, tokens=checks.tokenised(prompts, encode, flag), may_be_none=True)
 
     return StreamedPrompts(open_sets(cfg, names, flag), look, encode, cfg=cfg, seed=seed)
 
@@ -290,7 +281,7 @@ def _digest(read: Sequence[Read]) -> int:
     """A checksum of rows: enough to notice other ones at the same place."""
     digest = 0
     for one in read:
-        digest = zlib.crc32(bytes_of(one.row) if isinstance(one.row, dict) else b"", digest)
+        digest = zlib.crc32(checks.bytes_of(one.row) if isinstance(one.row, dict) else b"", digest)
     return digest
 
 

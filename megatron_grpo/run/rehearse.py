@@ -23,7 +23,7 @@ from megatron_grpo.config import Parsed
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.album import num_tokens
 from megatron_grpo.data.chat import PromptEncoder, as_completion
-from megatron_grpo.data.prompts import PromptRows, check_pictures
+from megatron_grpo.data.checks import PromptRows, check_pictures
 from megatron_grpo.data.streamed import rows_to_look_at
 from megatron_grpo.rewards.loading import close_rewards
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score

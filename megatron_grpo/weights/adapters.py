@@ -16,22 +16,9 @@ import torch
 from safetensors import safe_open
 
 from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.weights import lora
 from megatron_grpo.weights.hf_files import checkpoint_directory, save_tensors
-from megatron_grpo.weights.lora import (
-    BASE,
-    CONFIG,
-    PREFIX,
-    WEIGHTS,
-    A,
-    B,
-    LoraSettings,
-    Sizes,
-    adapter_entries,
-    is_linear,
-    linear_modules,
-    module_of,
-    own_name,
-)
+from megatron_grpo.weights.lora import A, B, LoraSettings, Sizes
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.stored import adapter_problems
@@ -42,7 +29,7 @@ Read = Callable[[str], torch.Tensor]
 def adapter_map(base: WeightMap, rank: int) -> WeightMap:
     """The map of `lora_a` and `lora_b` beside every linear layer of `base`, all of `rank`; it packs, cuts and joins as that of weights."""
     layers = {
-        moe: {new.megatron: new for entry in entries.values() if is_linear(entry) for new in adapter_entries(entry, rank)}
+        moe: {new.megatron: new for entry in entries.values() if lora.is_linear(entry) for new in lora.adapter_entries(entry, rank)}
         for moe, entries in base.layers.items()
     }
     return WeightMap(base.shape, base.padded_vocab_size, {}, layers)
@@ -50,7 +37,7 @@ def adapter_map(base: WeightMap, rank: int) -> WeightMap:
 
 def even_sizes(shape: ModelShape, rank: int) -> Sizes:
     """As Megatron's linears hold them: of one rank, and of all modules."""
-    modules = list(linear_modules(shape))
+    modules = list(lora.linear_modules(shape))
     return {m.name + A: (rank, m.inner) for m in modules} | {m.name + B: (m.out, rank) for m in modules}
 
 
@@ -66,7 +53,7 @@ def drawn_far(settings: LoraSettings, sizes: Sizes, seed: int) -> Read:
     """An adapter far from zero, to try whether it is used: it moves each output by a third of its input's size."""
 
     def read(name: str) -> torch.Tensor:
-        return _uniform(name, sizes[name], seed, 1 / settings.scale_of(module_of(name)) if name.endswith(B) else 1.0)
+        return _uniform(name, sizes[name], seed, 1 / settings.scale_of(lora.module_of(name)) if name.endswith(B) else 1.0)
 
     return read
 
@@ -84,8 +71,8 @@ def from_file(directory: str | Path, settings: LoraSettings, shape: ModelShape, 
     """
     if problems := adapter_problems(directory, settings, shape, flag=flag):
         raise ConfigError(problems)
-    held = safe_open(Path(directory) / WEIGHTS, framework="pt")
-    stored = {own_name(name.removeprefix(PREFIX), shape): name for name in held.keys()}
+    held = safe_open(Path(directory) / lora.WEIGHTS, framework="pt")
+    stored = {lora.own_name(name.removeprefix(lora.PREFIX), shape): name for name in held.keys()}
     return lambda name: held.get_tensor(stored[name])
 
 
@@ -121,11 +108,11 @@ def write_adapter(
     named: by `peft_name`; consumed once; kept in memory, for an adapter is small. config: `LoraSettings.to_peft`. base: fingerprints of the
     base, by name.
     """
-    tensors = {PREFIX + name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named}
+    tensors = {lora.PREFIX + name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named}
     with checkpoint_directory(Path(directory)) as partial:
-        save_tensors(tensors, partial / WEIGHTS)
-        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        (partial / BASE).write_text(json.dumps(dict(base), indent=2) + "\n", encoding="utf-8")
+        save_tensors(tensors, partial / lora.WEIGHTS)
+        (partial / lora.CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (partial / lora.BASE).write_text(json.dumps(dict(base), indent=2) + "\n", encoding="utf-8")
 
 
 def merged(read: Read, adapter: Read, settings: LoraSettings, sizes: Sizes) -> Read:

@@ -15,10 +15,11 @@ from megatron_grpo.config.config import DataConfig
 from megatron_grpo.config.parse import resolve
 from megatron_grpo.data import pictures
 from megatron_grpo.data.album import Album, expanded, num_places, num_tokens, places, shortened, shown_by, with_parts
+from megatron_grpo.data.checks import check_for_episodes, check_pictures
 from megatron_grpo.data.eyes import Eyes, PatchCache, eyes_of, resized, said_of_bounds
 from megatron_grpo.data.files import Rows
 from megatron_grpo.data.pictures import PictureFault, Source, decoded, source_of
-from megatron_grpo.data.prompts import check_for_episodes, check_pictures, load_rows, open_stream
+from megatron_grpo.data.prompts import load_rows, open_stream
 from megatron_grpo.run.inputs import ValidatedInputs, rows_for_model_and_rewards
 from tests.seeing import as_bytes, picture
 

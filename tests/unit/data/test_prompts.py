@@ -10,8 +10,9 @@ import pytest
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.config import DataConfig
+from megatron_grpo.data.checks import check_lengths
 from megatron_grpo.data.mixing import permutation
-from megatron_grpo.data.prompts import PromptStream, check_lengths, load_rows
+from megatron_grpo.data.prompts import PromptStream, load_rows
 
 
 def rows_of(tmp_path, rows, name="data.jsonl", **settings):
