@@ -16,15 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+from torch.distributed.checkpoint import metadata  # noqa: TID251 - the file format
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: TID251 - the file format
-from torch.distributed.checkpoint.metadata import (  # noqa: TID251 - the file format
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from megatron_grpo.parallel import collectives
 
@@ -117,23 +110,23 @@ def _may_be_shared(leaf: Any) -> bool:
 def metadata_of(files: Iterable[tuple[str, Sequence[Placed]]]) -> bytes:
     """`.metadata`, as torch reads it. files: of each rank, the name of its file and what is in it. Raises Uncovered."""
     described: dict[str, Any] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
+    storage: dict[metadata.MetadataIndex, _StorageInfo] = {}
     for file, pieces in files:
         for (key, offset, shape, whole, dtype), start, length in pieces:
             if dtype is None:
-                index, described[key] = MetadataIndex(key), BytesStorageMetadata()
+                index, described[key] = metadata.MetadataIndex(key), metadata.BytesStorageMetadata()
             else:
-                index = MetadataIndex(key, offset)
+                index = metadata.MetadataIndex(key, offset)
                 if key not in described:
-                    described[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(whole), [])
-                described[key].chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
+                    described[key] = metadata.TensorStorageMetadata(metadata.TensorProperties(dtype=dtype), torch.Size(whole), [])
+                described[key].chunks.append(metadata.ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
             if index in storage:
                 raise Uncovered(f"{key} at {offset} was written by two ranks, in {storage[index].relative_path} and in {file}")
             storage[index] = _StorageInfo(file, start, length)
     for key, tensor in described.items():
-        if isinstance(tensor, TensorStorageMetadata):
+        if isinstance(tensor, metadata.TensorStorageMetadata):
             require_whole(key, tuple(tensor.size), [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks])
-    return pickle.dumps(Metadata(described, storage_data=storage))
+    return pickle.dumps(metadata.Metadata(described, storage_data=storage))
 
 
 def require_whole(key: str, whole: tuple[int, ...], boxes: Sequence[Box]) -> None:
