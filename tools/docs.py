@@ -25,7 +25,7 @@ COMMANDS = ("train", "plan", "rehearse", "doctor", "eval", "export", "serve", "m
 API = {
     "Training loop": ["train"],
     "Data types": ["types"],
-    "Loss and advantages": ["grpo.loss", "grpo.objectives", "grpo.advantages", "grpo.token_weights"],
+    "Loss and advantages": ["grpo.loss", "grpo.objectives", "grpo.advantages"],
     "Policy": ["policy.policy", "policy.reference", "policy.guard"],
     "Rollout engine": ["rollout.engine"],
     "Environments": ["environments.protocol"],
