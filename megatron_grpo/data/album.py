@@ -109,9 +109,6 @@ class Album:
         self._known: WeakValueDictionary[tuple[int, int], FilePicture] = WeakValueDictionary()
         _OPEN[self.name] = self
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     @cached_property
     def counts(self) -> np.ndarray:
         """Pictures of each row, int64 [rows]."""
