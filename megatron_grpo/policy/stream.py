@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatron_grpo.batching.pictures import num_tokens
-from megatron_grpo.parallel.layout import gathered_places, held_tokens
+from megatron_grpo.parallel.context import gathered_places, held_tokens
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import KeptWords
 from megatron_grpo.policy.kernels import Rotation

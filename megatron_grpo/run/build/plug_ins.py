@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.config.config import Config
-from megatron_grpo.types import Prompt
 from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
     from megatron_grpo.data.eyes import Eyes
     from megatron_grpo.environments.protocol import Environment
     from megatron_grpo.environments.rehearsal import Played
+    from megatron_grpo.types import Prompt
 
 
 def environment(cfg: Config, tokenizer: Any) -> type[Environment] | None:
