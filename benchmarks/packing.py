@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_grpo.batching.pack import pack
-from megatron_grpo.batching.prefix_groups import Alignment, Rows, pack_groups
+from megatron_grpo.batching.prefix_groups import Alignment, RowColumns, pack_groups
 
 NUM_COMPLETIONS = 1_000_000
 
@@ -37,7 +37,7 @@ def main() -> None:
         lengths = lengths.astype(np.int64)
         plain = lengths.tolist()
         sorting, _ = cpu_seconds(lambda plain=plain: sorted(plain))
-        packing, packed = cpu_seconds(lambda n=lengths, m=max_tokens: pack(n, max_tokens=m, dp_size=8, even_length=48_000.0))
+        packing, packed = cpu_seconds(lambda n=lengths, m=max_tokens: pack(n, max_tokens=m, dp_size=8, balance_length=48_000.0))
         efficiency = lengths.sum() / (sum(map(len, packed)) * max_tokens)
         table.add_row(name, f"{packing:.2f}", f"{sorting:.2f}", f"{packing / sorting:.1f}", f"{efficiency:.4f}")
     Console().print(table)
@@ -51,9 +51,9 @@ def groups(rng: np.random.Generator) -> Table:
     for size, prompt, budget in ((8, 200, 16_384), (16, 512, 16_384), (8, 1000, 65_536)):
         computed = prompt - 1 + np.clip(rng.lognormal(6.2, 0.9, NUM_COMPLETIONS), 1, 8192).astype(np.int64)
         start = time.process_time()
-        rows = Rows.of_columns(
+        rows = RowColumns.of_columns(
             group=np.arange(NUM_COMPLETIONS) // size, prefix=np.full(NUM_COMPLETIONS, prompt), num_contexts=np.ones_like(computed),
-            computed=computed, alignment=Alignment(), even_length=48_000.0,
+            computed=computed, alignment=Alignment(), balance_length=48_000.0,
         )  # fmt: skip
         packed = pack_groups(rows.worth(rows.group, 1 / 16), max_tokens=budget, dp_size=8)
         seconds = time.process_time() - start

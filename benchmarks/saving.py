@@ -28,7 +28,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatron_grpo.checkpoint.pieces import Piece, Placed, metadata_of, shares
+from megatron_grpo.checkpoint.shards import PlacedShard, Shard, metadata_of, shares
 from megatron_grpo.policy.sharded_state import boxes
 
 TO_HOST = 50e9  # bytes a second from a GPU to pinned memory; `plan` assumes the same
@@ -87,20 +87,20 @@ def expert_weights(m: dict, pp: int, ep: int, p: int, e: int) -> Iterator[Weight
                 yield f"experts.{name}", (1, 1, *shape), (m["layers"], m["experts"], *shape), (layer, expert, 0, 0)
 
 
-def of_replicas(weights: list[Weight], size: int, replicated: set[str]) -> list[list[Placed]]:
+def of_replicas(weights: list[Weight], size: int, replicated: set[str]) -> list[list[PlacedShard]]:
     """What each of `size` data-parallel ranks writes of these weights. replicated: names that another tensor-parallel rank writes."""
     own = [weight for weight in weights if weight[0] not in replicated]
     given = shares([[(number, 2 * prod(shape), rank == 0) for number, (_, shape, _, _) in enumerate(own)] for rank in range(size)])
     total = sum(prod(shape) for _, shape, _, _ in weights)
     length = -(-total // size)
-    found: list[list[Placed]] = []
+    found: list[list[PlacedShard]] = []
     starts, at = [], 0
     for _, shape, _, _ in weights:
         starts.append(at)
         at += prod(shape)
     first = 0
     for rank in range(size):
-        pieces = [Piece(own[n][0], own[n][3], own[n][1], own[n][2], torch.bfloat16) for n in given[rank]]
+        pieces = [Shard(own[n][0], own[n][3], own[n][1], own[n][2], torch.bfloat16) for n in given[rank]]
         begin, end = rank * length, min((rank + 1) * length, total)
         while first + 1 < len(weights) and starts[first + 1] <= begin:
             first += 1
@@ -110,25 +110,25 @@ def of_replicas(weights: list[Weight], size: int, replicated: set[str]) -> list[
             run = max(begin, starts[number]) - starts[number], min(end, starts[number] + prod(shape)) - starts[number]
             for offset, size_ in boxes(*run, shape) if name not in replicated else ():
                 place = tuple(a + b for a, b in zip(begins, offset, strict=True))
-                pieces += [Piece(f"optimizer.state.{state}.{name}", place, size_, whole, torch.float32) for state in STATES]
+                pieces += [Shard(f"optimizer.state.{state}.{name}", place, size_, whole, torch.float32) for state in STATES]
             number += 1
         found.append(placed(pieces))
     return found
 
 
-def placed(pieces: list[Piece]) -> list[Placed]:
+def placed(pieces: list[Shard]) -> list[PlacedShard]:
     result, at = [], 0
     for piece in pieces:
         length = HEADER + prod(piece.shape) * (2 if piece.dtype is torch.bfloat16 else 4)
-        result.append(Placed(piece, at, length))
+        result.append(PlacedShard(piece, at, length))
         at += length
     return result
 
 
-def grid(world: int, m: dict, tp: int, pp: int, ep: int) -> list[list[Placed]]:
+def grid(world: int, m: dict, tp: int, pp: int, ep: int) -> list[list[PlacedShard]]:
     """What each rank writes. Ranks that hold dense weights alike, and those that hold experts alike, are dealt to in turn."""
     dp, expert_dp = world // (tp * pp), world // (pp * ep)
-    ranks: list[list[Placed]] = [[] for _ in range(world)]
+    ranks: list[list[PlacedShard]] = [[] for _ in range(world)]
     norms = {"input_layernorm", "pre_mlp_layernorm", "q_layernorm", "k_layernorm", "router", "final_layernorm"}
     for p in range(pp):
         for t in range(tp):

@@ -27,8 +27,8 @@ from rich.table import Table
 
 from megatron_grpo.config.servers import Address
 from megatron_grpo.servers import http, wire
-from megatron_grpo.servers.asking import Question
-from megatron_grpo.servers.fleet import Fleet, Needs
+from megatron_grpo.servers.requests import GenerationRequest
+from megatron_grpo.servers.server_group import ServerRequirements, TrainingServerGroup
 from megatron_grpo.weights.hf_files import HfReader
 from tests.servers import TOKEN, Server, Trainer, push
 from tests.tiny_models import write_tiny
@@ -62,8 +62,9 @@ def main() -> None:
                     str(longest))  # fmt: skip
     try:
         server.wait()
-        fleet = Fleet(lambda: [Address(server.host, server.port, False)], partial(http.Server, token=TOKEN, incarnation="1"), run="a run",
-                      incarnation="1", needs=Needs(max_model_len=longest), timeout=240.0, say=print)  # fmt: skip
+        client = partial(http.Server, token=TOKEN, incarnation="1")
+        fleet = TrainingServerGroup(lambda: [Address(server.host, server.port, False)], client, run="a run",
+                      incarnation="1", needs=ServerRequirements(max_model_len=longest), timeout=240.0, say=print)  # fmt: skip
         fleet.gather()
         push(Trainer().link(server), [(name, read(name)) for name in read.names], server, bucket_bytes=16 << 20, version=1)
         fleet.gather()
@@ -78,7 +79,7 @@ def main() -> None:
                                 n=arguments.n, max_tokens=arguments.completion)
                 for i in range(arguments.prompts)
             }  # fmt: skip
-            question = Question(requests, wire.Sampling(), version=1)
+            question = GenerationRequest(requests, wire.Sampling(), version=1)
             before, begun = (time.process_time(), cpu_of(speakers), cpu_of(engines)), time.monotonic()
             question.ask(fleet)
             assert question.wait() == 0

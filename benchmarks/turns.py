@@ -35,9 +35,9 @@ def main() -> None:
 
 def measure(path: Path, args: argparse.Namespace) -> None:
     from megatron_grpo.config.config import RolloutConfig
-    from megatron_grpo.environments.play import Play, Stage
+    from megatron_grpo.environments.episode_runner import EpisodeRunner, EpisodeRunnerFactory
     from megatron_grpo.environments.protocol import Environment
-    from megatron_grpo.environments.transcript import ChatTemplate
+    from megatron_grpo.environments.trajectory import ChatTemplate
     from megatron_grpo.rollout.colocated import ColocatedEngine
     from megatron_grpo.rollout.engine import SamplingSettings
     from megatron_grpo.rollout.turns import EngineTurns, request_seed
@@ -65,12 +65,12 @@ def measure(path: Path, args: argparse.Namespace) -> None:
     ids = tuple(tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True)["input_ids"])
     prompts = [Prompt(number=i, row=i, raw=question, token_ids=ids, columns={}) for i in range(args.episodes // 8)]
     limits = dict(max_turns=args.turns, max_completion_length=800, max_model_len=1000, timeout=60.0, concurrency=64)
-    stage = Stage(environment=Again, template=ChatTemplate(tokenizer, end_ids=[2]), system=None, **limits)
+    stage = EpisodeRunnerFactory(environment=Again, template=ChatTemplate(tokenizer, end_ids=[2]), system=None, **limits)
     sampling = SamplingSettings(n=8, max_completion_length=args.tokens)
 
     def episodes() -> int:
         asked.clear()
-        play = Play(stage, prompts, n=8, seed_of=lambda number, place, turn: request_seed(number, number, place, turn, n=8))
+        play = EpisodeRunner(stage, prompts, n=8, seed_of=lambda number, place, turn: request_seed(number, number, place, turn, n=8))
         turns = Cut(engine._llm.llm_engine, sampling, version=0)
         while not play.advance(turns, 10.0, version=0):
             pass

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import start
-from megatron_grpo.policy.hf_export import WeightExchange
+from megatron_grpo.policy.hf_export import MegatronToHF
 from megatron_grpo.weights.buckets import num_collectives
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.names import hf_shapes
@@ -89,7 +89,7 @@ def measure(rank: int, world: int, config: dict, sizes: dict[str, int], rounds: 
     shape = ModelShape.from_hf(config)
     weight_map = WeightMap.for_shape(shape, padded_vocab_size=shape.vocab_size)
     held = {name: torch.randn(size, generator=torch.Generator().manual_seed(0)) for name, size in hf_shapes(shape).items()}
-    exchange, mine = WeightExchange(weight_map, p), shards(weight_map, held.__getitem__, p)
+    exchange, mine = MegatronToHF(weight_map, p), shards(weight_map, held.__getitem__, p)
     plan = exchange.plan(mine, "weights")
     num_bytes = sum(tensor.nbytes for tensor in held.values())
     source, target = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
@@ -142,7 +142,7 @@ def into_engine(rank: int, world: int, path: Path, rounds: int, is_packed: bool)
 
     p, shape, read = start(Layout(world_size=1)), ModelShape.from_pretrained(path), HfReader(path)
     weight_map = WeightMap.for_shape(shape, padded_vocab_size=shape.vocab_size)
-    exchange, mine = WeightExchange(weight_map, p), shards(weight_map, read, p)
+    exchange, mine = MegatronToHF(weight_map, p), shards(weight_map, read, p)
     num_bytes = sum(tensor.nbytes for tensor in mine.values())
     source, target = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
     spent: dict[str, list[float]] = {"memcpy": [], "reload": [], "table": [], "packing": []}

@@ -28,7 +28,7 @@ LEAST_FILES = 128  # that a process must be allowed to open: a rank that trains 
 
 
 class Analysis:
-    """`run.build.Analysis`."""
+    """`run.build.AnalysisHooks`."""
 
     def audit(self, every: int) -> Any:
         from megatron_grpo.analysis.audit import Audit
@@ -36,9 +36,9 @@ class Analysis:
         return Audit(every)
 
     def capsules(self, **facts: Any) -> Any:
-        from megatron_grpo.analysis.capsule import Capsules
+        from megatron_grpo.analysis.step_dump import StepDumps
 
-        return Capsules(**facts)
+        return StepDumps(**facts)
 
     def same_bits(self) -> None:
         from megatron_grpo.analysis.same_bits_switch import switch_on
@@ -64,7 +64,7 @@ def train(argv: list[str], **parts: Any) -> int:
 
         made, inputs = load_inputs(parsed, has_sampler="engine" in parts)
         from megatron_grpo.run.build import Parts
-        from megatron_grpo.run.life import run_training
+        from megatron_grpo.run.lifecycle import run_training
 
         return run_training(made, inputs, Parts(analysis=Analysis(), **parts))
 
@@ -138,7 +138,7 @@ def evaluate(argv: list[str]) -> int:
 def serve(argv: list[str]) -> int:
     """A rollout server: one vLLM engine that a run owns, pushes weights to and samples from (train --vllm_mode server)."""
     parsed = _parsed(argv, is_launched=False)
-    from megatron_grpo.servers.serve_life import serve as serve_until_stopped
+    from megatron_grpo.servers.serve_lifecycle import serve as serve_until_stopped
 
     return serve_until_stopped(parsed)
 
@@ -152,7 +152,7 @@ def doctor(argv: list[str]) -> int:
 
 def rehearse(argv: list[str]) -> int:
     """Tries data set, chat template and rewards of a training run on a few rows (--rows 8), with the flags of train. Loads no weights."""
-    from megatron_grpo.run.rehearse import run_rehearsal
+    from megatron_grpo.run.dry_run import run_rehearsal
 
     return run_rehearsal(argv, _parsed)
 
@@ -191,12 +191,12 @@ COMMANDS: dict[str, Command] = {
 }  # fmt: skip
 
 
-class ConfigShown(Exception):
+class _ConfigShown(Exception):
     """--print_config was typed, and has been answered."""
 
 
 def _parsed(argv: Sequence[str], *, is_launched: bool = True) -> Parsed:
-    """Settings, with what is wrong with them. is_launched: a launcher may have started this process. Raises ConfigShown."""
+    """Settings, with what is wrong with them. is_launched: a launcher may have started this process. Raises _ConfigShown."""
     parsed = _parse(argv, _launched_world_size() if is_launched else None)
     if parsed.print_config:
         _print_config(parsed.config)
@@ -220,7 +220,7 @@ def _print_config(config: Config) -> NoReturn:
         from megatron_grpo.config.show import print_config
 
         print_config(config)
-    raise ConfigShown
+    raise _ConfigShown
 
 
 def _problems_of_process(command: str) -> Iterator[Problem]:
@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
         return EXIT_DONE
     try:
         return _run(argv[0], list(argv[1:]), parts)
-    except ConfigShown:
+    except _ConfigShown:
         return EXIT_DONE
     except KeyboardInterrupt:
         return 128 + 2

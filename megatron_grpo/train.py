@@ -6,26 +6,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_grpo.base.errors import GivenUp, Interrupted, NobodySamples, RowsError, RunError
+from megatron_grpo.base.errors import CancelledError, NoRolloutServerError, RowsError, RunError, RunInterruptedError
 from megatron_grpo.parallel import collectives
-from megatron_grpo.trainer.pending import Pending
+from megatron_grpo.trainer.sample_buffer import SampleBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
-    from megatron_grpo.batching.timetable import Step, Timetable
+    from megatron_grpo.batching.schedule import ScheduledStep, TrainingSchedule
     from megatron_grpo.checkpoint.saving import Checkpoints
     from megatron_grpo.data.prompts import PromptStream
-    from megatron_grpo.metrics.journal import Journal
+    from megatron_grpo.metrics.metrics_logger import MetricsLogger
     from megatron_grpo.parallel.state import ParallelState
-    from megatron_grpo.policy.guard import Refusal
-    from megatron_grpo.policy.policy import Bystander, Policy, TrainedStep
+    from megatron_grpo.policy.guard import SkippedStep
+    from megatron_grpo.policy.policy import GradientHooks, Policy, TrainedStep
     from megatron_grpo.rollout.engine import Engine
     from megatron_grpo.trainer.evaluate import Evaluator
     from megatron_grpo.trainer.rollouts import Rollouts
-    from megatron_grpo.trainer.sync import Publisher
-    from megatron_grpo.types import GlobalBatch, Progress, Rollout, Row, RowKey
+    from megatron_grpo.trainer.weight_sync import WeightSyncManager
+    from megatron_grpo.types import GlobalBatch, Progress, Rollout, RowKey, TrainingRow
 
 
 class StopRequest(Protocol):
@@ -33,20 +33,20 @@ class StopRequest(Protocol):
 
     def agreed(self, all_reduce_max: Callable[[float], float]) -> bool: ...
 
-    def gives_up(self) -> bool:
+    def should_cancel(self) -> bool:
         """For whoever samples or judges: whether there is no time left to wait for it."""
 
     def why(self, from_all: Callable[[Any], list[Any]]) -> str:
         """What asked for it, in the same words on every rank. Collective."""
 
 
-class Onlooker(Protocol):
+class StepCallback(Protocol):
     """Looks on while steps are taken: it may end the run, and keeps what somebody will want to look at."""
 
-    def __call__(self, step: Step, pending: Pending) -> AbstractContextManager[Bystander | None]:
+    def __call__(self, step: ScheduledStep, pending: SampleBuffer) -> AbstractContextManager[GradientHooks | None]:
         """Around a step. pending: with its rows, where they are trained."""
 
-    def leave_behind(self, words: str) -> None:
+    def dump_on_hang(self, words: str) -> None:
         """Ranks hang, as `words` say: from another thread, without a collective."""
 
 
@@ -54,29 +54,29 @@ class Onlooker(Protocol):
 class Run:
     """What one run is made of; put together in `build`."""
 
-    timetable: Timetable
+    timetable: TrainingSchedule
     parallel: ParallelState
     policy: Policy
     engine: Engine
-    publisher: Publisher
+    publisher: WeightSyncManager
     rollouts: Rollouts
     prompts: PromptStream
     checkpoints: Checkpoints
     evaluator: Evaluator
-    journal: Journal
+    journal: MetricsLogger
     stop: StopRequest
     stop_drain_seconds: float  # once the run is to stop, how long what is being sampled is waited for
     max_skipped_steps: int  # so many steps in a row that the guard refuses end the run
-    witness: Onlooker
+    witness: StepCallback
 
 
 def train(run: Run) -> Progress:
     """One GRPO run. Every rank executes this same function; no rank is special in it.
 
-    Returns where it ended. Raises `Interrupted` where it was asked to stop, once the state is on disk.
+    Returns where it ended. Raises `RunInterruptedError` where it was asked to stop, once the state is on disk.
     """
     policy, rollouts, clock = run.policy, run.rollouts, run.journal.clock
-    progress, pending = run.checkpoints.restore(policy, run.prompts, Pending(parallel=run.parallel, cut=policy.cut))
+    progress, pending = run.checkpoints.restore(policy, run.prompts, SampleBuffer(parallel=run.parallel, cut=policy.cut))
     run.journal.start(progress)
 
     for step in run.timetable.from_step(progress.step, progress.num_rollouts):  # one row of the timetable per optimizer step
@@ -136,13 +136,13 @@ def agreed(run: Run) -> tuple[bool, bool]:
 
     def all_reduce_max(stop: float) -> float:
         nonlocal largest
-        largest = collectives.largest(2.0 * stop + is_time)
+        largest = collectives.all_reduce_max(2.0 * stop + is_time)
         return float(largest >= 2.0)
 
     return run.stop.agreed(all_reduce_max), largest == 1.0
 
 
-def tell(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedStep, rows: Mapping[RowKey, Row]) -> None:
+def tell(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedStep, rows: Mapping[RowKey, TrainingRow]) -> None:
     """What a step says of itself; of one that the guard refused, who made its gradient. rows: those that waited before it."""
     run.journal.step(progress, batch, trained.metrics, skipped=trained.skipped)
     if trained.refusal:
@@ -154,7 +154,7 @@ def tell(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedStep,
         run.journal.refusal(progress, trained.refusal.record(places), trained.refusal.lines(places))
 
 
-def end_if_skipped_too_often(run: Run, progress: Progress, refusal: Refusal | None) -> None:
+def end_if_skipped_too_often(run: Run, progress: Progress, refusal: SkippedStep | None) -> None:
     """Raises RunError after `max_skipped_steps` refusals in a row."""
     if refusal is None or refusal.skips.in_a_row < run.max_skipped_steps:
         return
@@ -182,7 +182,7 @@ def evaluate_if_due(run: Run, progress: Progress, steps: Iterable[int]) -> None:
         run.journal.evaluation(progress, evaluated)
 
 
-def save(run: Run, progress: Progress, pending: Pending, *, completely: bool) -> None:
+def save(run: Run, progress: Progress, pending: SampleBuffer, *, completely: bool) -> None:
     """completely: it is on the disk when this returns, also where checkpoints are written beside the steps."""
     with run.journal.clock("checkpoint"):
         run.checkpoints.save(progress, pending, run.policy, run.prompts)
@@ -190,9 +190,9 @@ def save(run: Run, progress: Progress, pending: Pending, *, completely: bool) ->
             run.checkpoints.finish()
 
 
-def stop_if_asked(run: Run, progress: Progress, pending: Pending, found: Collection[Rollout]) -> None:
+def stop_if_asked(run: Run, progress: Progress, pending: SampleBuffer, found: Collection[Rollout]) -> None:
     """Between sampling and the optimizer step, if anything was found: it waits in the checkpoint."""
-    if found and run.stop.agreed(collectives.largest):
+    if found and run.stop.agreed(collectives.all_reduce_max):
         if progress.step:
             run.journal.keep(progress)
             save(run, progress, pending, completely=True)
@@ -201,7 +201,7 @@ def stop_if_asked(run: Run, progress: Progress, pending: Pending, found: Collect
 
 @contextmanager
 def saved_if_sampling_ends(
-    run: Run, progress: Progress, pending: Pending, told: tuple[GlobalBatch, TrainedStep, Mapping[RowKey, Row]] | None = None
+    run: Run, progress: Progress, pending: SampleBuffer, told: tuple[GlobalBatch, TrainedStep, Mapping[RowKey, TrainingRow]] | None = None
 ) -> Iterator[None]:
     """Around sampling: if it ends because all rollout servers have gone for good, because the run is to stop and cannot wait for it, or
     because of rows that are read as the run goes, the run is saved as it was before, and ends. It can be resumed.
@@ -211,20 +211,20 @@ def saved_if_sampling_ends(
     before = run.prompts.state()
     try:
         yield
-    except (NobodySamples, GivenUp, RowsError) as end:
+    except (NoRolloutServerError, CancelledError, RowsError) as end:
         if told:
             tell(run, progress, *told)
         if progress.step:
             run.prompts.restore(before)
             save(run, progress, pending, completely=True)
-        if isinstance(end, GivenUp):
+        if isinstance(end, CancelledError):
             raise stopped(run, progress, f", and {end}") from end
         raise type(end)(f"{end}; {where_it_is_saved(run, progress)}") from end
 
 
-def stopped(run: Run, progress: Progress, more: str = "") -> Interrupted:
+def stopped(run: Run, progress: Progress, more: str = "") -> RunInterruptedError:
     """What a wish to stop ends in, once the state is on disk. Collective."""
-    return Interrupted(f"stopped by {run.stop.why(collectives.from_all)}{more}; {where_it_is_saved(run, progress)}")
+    return RunInterruptedError(f"stopped by {run.stop.why(collectives.all_gather_object)}{more}; {where_it_is_saved(run, progress)}")
 
 
 def where_it_is_saved(run: Run, progress: Progress) -> str:

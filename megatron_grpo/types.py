@@ -23,7 +23,7 @@ def _none() -> np.ndarray:
     return np.zeros(0, dtype=np.int64)
 
 
-class Kept(NamedTuple):
+class SamplingMask(NamedTuple):
     """The words that each of n tokens was drawn among, the token itself one of them. None of them: it was drawn among all."""
 
     at: NDArray[np.int64]  # [n + 1]: where each token's words begin in `ids`
@@ -35,24 +35,24 @@ class Kept(NamedTuple):
         return np.diff(self.at)
 
     @classmethod
-    def joined(cls, parts: SequenceOf[Kept]) -> Kept:
+    def joined(cls, parts: SequenceOf[SamplingMask]) -> SamplingMask:
         """Of tokens that follow each other."""
         counts = np.concatenate([np.zeros(1, dtype=np.int64), *(part.counts for part in parts)])
         return cls(np.cumsum(counts), np.concatenate([np.zeros(0, dtype=np.int32), *(part.ids for part in parts)]))
 
     @classmethod
-    def all_words(cls, count: int) -> Kept:
+    def all_words(cls, count: int) -> SamplingMask:
         """Of tokens that were drawn among all."""
         return cls(np.zeros(count + 1, dtype=np.int64), np.zeros(0, dtype=np.int32))
 
-    def taken(self, places: np.ndarray) -> Kept:
+    def taken(self, places: np.ndarray) -> SamplingMask:
         """Of these of the tokens, in this order."""
         counts = self.counts[places]
         at = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
-        return Kept(at, self.ids[np.repeat(self.at[:-1][places] - at[:-1], counts) + np.arange(at[-1])])
+        return SamplingMask(at, self.ids[np.repeat(self.at[:-1][places] - at[:-1], counts) + np.arange(at[-1])])
 
 
-class Extent(NamedTuple):
+class SequenceLengths(NamedTuple):
     """What packing knows of a row. Rows of one group begin alike."""
 
     contexts: tuple[int, ...]  # tokens of each
@@ -67,7 +67,7 @@ class TokensToScore(NamedTuple):
     first: int
 
 
-class Picture(Protocol):
+class Image(Protocol):
     """What a picture is. Its place is kept beside it, since several contexts may show one picture at several places."""
 
     @property
@@ -98,7 +98,7 @@ class Prompt:
     raw: str | SequenceOf[Mapping[str, Any]]  # what the data set holds: a string, or chat messages
     token_ids: tuple[int, ...]
     columns: Mapping[str, Any]  # every other column of the row, by name
-    pictures: tuple[tuple[int, Picture], ...] = ()  # (place in token_ids, picture)
+    pictures: tuple[tuple[int, Image], ...] = ()  # (place in token_ids, picture)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -112,7 +112,7 @@ class Sequence:
     token_ids: np.ndarray  # int64 [T]
     mask: np.ndarray  # bool [T]
     starts: tuple[int, ...] = (0,)
-    shown: tuple[tuple[int, Picture], ...] = ()  # (place in token_ids, picture), ascending
+    shown: tuple[tuple[int, Image], ...] = ()  # (place in token_ids, picture), ascending
     experts: np.ndarray | None = None  # int16 [T, MoE layers, k]: where the sampler routed each token; -1 routes freely
     kept_at: np.ndarray | None = None  # int64 [masked + 1]: where each masked token's kept words begin in kept_ids
     kept_ids: np.ndarray | None = None  # int32 [m]: the words that top-k, top-p and min-p left; None with kept_at: all of them
@@ -127,7 +127,7 @@ class Sequence:
         return int(self.mask.sum())
 
     @property
-    def kept(self) -> Kept | None:
+    def kept(self) -> SamplingMask | None:
         """What its masked tokens were drawn among. Raises ValueError where that is told of another number of tokens."""
         if self.kept_at is None or self.kept_ids is None:
             return None
@@ -135,7 +135,7 @@ class Sequence:
             raise ValueError(
                 f"kept words of {len(self.kept_at) - 1} tokens, {len(self.kept_ids)} in all, for {self.num_masked} masked ones"
             )
-        return Kept(self.kept_at, self.kept_ids)
+        return SamplingMask(self.kept_at, self.kept_ids)
 
     def spread(self, values: np.ndarray) -> np.ndarray:
         """One value per masked token -> float32 [T], 0 elsewhere."""
@@ -144,7 +144,7 @@ class Sequence:
         return spread
 
 
-def whole(tokens: SequenceOf[int], shown: tuple[tuple[int, Picture], ...] = ()) -> Sequence:
+def whole(tokens: SequenceOf[int], shown: tuple[tuple[int, Image], ...] = ()) -> Sequence:
     """A sequence of one context in which every token but the first is to be scored."""
     token_ids = np.asarray(tokens, dtype=np.int64)
     return Sequence(token_ids=token_ids, mask=np.arange(len(token_ids)) > 0, shown=shown)
@@ -222,8 +222,8 @@ def answered(
     ended: str,
     version: int,
     experts: np.ndarray | None = None,
-    shown: tuple[tuple[int, Picture], ...] = (),
-    kept: Kept | None = None,
+    shown: tuple[tuple[int, Image], ...] = (),
+    kept: SamplingMask | None = None,
 ) -> Completion:
     """The completion that is one answer to one prompt, which shows these pictures. kept: what each token was drawn among, where not all.
     Raises ValueError where tokens and log-probs are not as many."""
@@ -274,7 +274,7 @@ class ScoredGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class GroupMetadata:
     """What every rank knows of a scored group: numbers and flags. Its tokens and texts stay where it was judged."""
 
     prompt_number: int
@@ -296,7 +296,7 @@ class Verdict:
         return tuple(not (refused or failed) for refused, failed in zip(self.is_refused, is_failed, strict=True))
 
     @classmethod
-    def of(cls, scored: ScoredGroup) -> Verdict:
+    def of(cls, scored: ScoredGroup) -> GroupMetadata:
         group = scored.group
         kept = [one.sequence.kept for one in group.completions]
         return cls(
@@ -315,11 +315,11 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Harvest:
+class DynamicSamplingResult:
     """The verdicts of one rollout, in the order their groups are numbered; and what it took to get them."""
 
-    kept: list[Verdict]
-    sampled: list[Verdict]  # all that were sampled and judged, kept or not
+    kept: list[GroupMetadata]
+    sampled: list[GroupMetadata]  # all that were sampled and judged, kept or not
     num_rounds: int  # 1, and one more for each time dead groups were replaced
     num_dead_dropped: int  # their prompts count as used
     num_given_back: int  # prompts that will be asked again: more groups were alive than wanted
@@ -350,14 +350,14 @@ class Sample(Sequence):
     def key(self) -> RowKey:
         return self.rollout, self.row
 
-    def anchored(self, logprobs: np.ndarray, by: OldLogprobs) -> AnchoredSample:
+    def anchored(self, logprobs: np.ndarray, by: OldLogprobs) -> SampleWithOldLogprobs:
         """The sample with the log-probs (float32 [T]) that its ratio is taken against from now on."""
         values = {field.name: getattr(self, field.name) for field in fields(Sample)}
-        return AnchoredSample(**values, old_logprobs=logprobs, anchored_by=by)
+        return SampleWithOldLogprobs(**values, old_logprobs=logprobs, anchored_by=by)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AnchoredSample(Sample):
+class SampleWithOldLogprobs(Sample):
     """A sample with the log-probs that its ratio is taken against. A stale `Sample` without them cannot be collated.
 
     Raises ValueError where one is missing (NaN), which the loss would read as on-policy. Only a sampler may leave out single tokens.
@@ -379,7 +379,7 @@ OF_ROW_AND_SAMPLE = ("rollout", "row", "prompt_number", "version", "fresh_at", "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TrainingRow:
     """What every rank knows of a row that waits to be trained. Its `Sample` is with the ranks of one data-parallel share, its home."""
 
     rollout: int
@@ -400,13 +400,13 @@ class Row:
         return self.rollout, self.row
 
     @property
-    def extent(self) -> Extent:
-        return Extent(contexts=self.contexts, group=(self.rollout, self.prompt_number), prefix=self.prefix)
+    def extent(self) -> SequenceLengths:
+        return SequenceLengths(contexts=self.contexts, group=(self.rollout, self.prompt_number), prefix=self.prefix)
 
     @classmethod
-    def of(cls, sample: Sample, *, home: int) -> Row:
+    def of(cls, sample: Sample, *, home: int) -> TrainingRow:
         contexts = tuple(end - begin for begin, end in sample.contexts)
-        is_anchored = isinstance(sample, AnchoredSample) and sample.anchored_by == "recompute"
+        is_anchored = isinstance(sample, SampleWithOldLogprobs) and sample.anchored_by == "recompute"
         known = {name: getattr(sample, name) for name in (*OF_ROW_AND_SAMPLE, "num_masked")}
         return cls(**known, contexts=contexts, is_anchored=is_anchored, home=home)
 
@@ -416,7 +416,7 @@ class Rollout:
     """What one number of the timetable yields. `rows` is the same on every rank; `samples` are those whose home this rank is."""
 
     number: int
-    rows: tuple[Row, ...]
+    rows: tuple[TrainingRow, ...]
     samples: Mapping[RowKey, Sample]
     num_prompts: int  # drawn from the stream, less those given back
 
@@ -456,8 +456,8 @@ class MicroBatch:
     num_contexts: int
     places: np.ndarray  # int64 [tokens of all sequences, row by row]: where each lies in the stream; -1: it is not computed
     experts: np.ndarray | None = None  # int16 [T, MoE layers, k]: the experts that each token is to take; -1 routes freely
-    kept: Kept | None = None  # of the C trained positions: the words that their softmax runs over; None: all words everywhere
-    pictures: tuple[Picture, ...] = ()  # each once, however many contexts show it
+    kept: SamplingMask | None = None  # of the C trained positions: the words that their softmax runs over; None: all words everywhere
+    pictures: tuple[Image, ...] = ()  # each once, however many contexts show it
     picture_at: np.ndarray = field(default_factory=_none)  # int64 [n], ascending: places whose tokens are pictures'
     picture_token: np.ndarray = field(default_factory=_none)  # int64 [n]: which of the tokens of all `pictures` stands there
 

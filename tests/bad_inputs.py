@@ -84,10 +84,10 @@ def words_of(case: Case, at: Path, good: Mapping[str, str]) -> list[str]:
 def run(command: str, words: Sequence[str], environ: Mapping[str, str], at: Path) -> Outcome:
     """`megatron-grpo command words` in this process, up to where `train` would join the other ranks."""
     from megatron_grpo import cli
-    from megatron_grpo.run import life
+    from megatron_grpo.run import lifecycle
 
     launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "NNODES", "SLURM_NTASKS")
-    before, training, here, path = dict(os.environ), life.run_training, os.getcwd(), list(sys.path)
+    before, training, here, path = dict(os.environ), lifecycle.run_training, os.getcwd(), list(sys.path)
     out, err = io.StringIO(), io.StringIO()
     said = logging.StreamHandler(err)
     try:
@@ -95,13 +95,13 @@ def run(command: str, words: Sequence[str], environ: Mapping[str, str], at: Path
             os.environ.pop(name, None)
         os.environ.update({"HF_HUB_OFFLINE": "1", **environ})
         os.chdir(at)
-        life.run_training = lambda *args, **parts: ACCEPTED
+        lifecycle.run_training = lambda *args, **parts: ACCEPTED
         logging.getLogger().addHandler(said)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = cli.main([command, *words])
     finally:
         logging.getLogger().removeHandler(said)
-        life.run_training = training
+        lifecycle.run_training = training
         os.chdir(here)
         sys.path[:] = path
         os.environ.clear()

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from megatron_grpo.batching.timetable import MicroStep, Step
+from megatron_grpo.batching.schedule import MicroStep, ScheduledStep
 from tests import parity_cases as cases
 
 
-def step_of(samples, index: int, rows_per_slice: int) -> Step:
+def step_of(samples, index: int, rows_per_slice: int) -> ScheduledStep:
     """As `parity_cases.step_of`, of the timetable's own kind."""
     micro_steps = tuple(
         MicroStep(micro_step=n, optimizer_step=index, rollout=samples[first].rollout, pass_index=0, slice_index=n,
@@ -22,27 +22,27 @@ def step_of(samples, index: int, rows_per_slice: int) -> Step:
         for n, first in enumerate(range(0, len(samples), rows_per_slice))
     )  # fmt: skip
     no = range(0)
-    return Step(
+    return ScheduledStep(
         index=index, arriving=no, immediate=no, launches=no, evaluates=no, micro_steps=micro_steps, anchors=(), keeps=(), last_use=()
     )
 
 
 def witness_of(policy, cfg, path, folder: Path, *, audit: int = 0, ends_run: bool = True, said: list | None = None):
     from megatron_grpo.analysis.audit import Audit
-    from megatron_grpo.analysis.capsule import Capsules
+    from megatron_grpo.analysis.step_dump import StepDumps
     from megatron_grpo.run.build.output import gap_of
     from megatron_grpo.trainer.step_monitor import StepMonitor
 
     say = (said if said is not None else []).append
-    capsules = Capsules(folder=folder, cfg=cfg, model_path=Path(path), say=say)
+    capsules = StepDumps(folder=folder, cfg=cfg, model_path=Path(path), say=say)
     return StepMonitor(policy, lambda: capsules, audit=Audit(audit) if audit else None, ends_run=ends_run, gap=gap_of(cfg), say=say)
 
 
 def take(policy, witness, samples, index: int):
     """One step, as the loop takes it."""
-    from megatron_grpo.trainer.pending import Pending
+    from megatron_grpo.trainer.sample_buffer import SampleBuffer
 
-    pending = Pending(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_main else [])
+    pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_main else [])
     step = step_of(samples, index, policy.cut.rows_per_slice)
     pending, batch = pending.batch(step, weigh=policy.loss.token_weights)
     with witness(step, pending) as beside:

@@ -261,10 +261,10 @@ def measure(rank: int, world: int, made: Material, layout: Mapping, runs: Runs, 
 
 def kl_to_reference(policy, samples: Sequence[Sample], *, beta: float) -> np.ndarray:
     """What `--kl_in_reward` subtracts, of each row, as a run computes it. Collective."""
-    from megatron_grpo.trainer.pending import Pending
     from megatron_grpo.trainer.rollouts import KlPenalty
+    from megatron_grpo.trainer.sample_buffer import SampleBuffer
 
-    pending = Pending(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_main else [])
+    pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_main else [])
     found, _ = KlPenalty(policy=policy, reference=policy.reference, beta=beta)(pending.placed(pending.rows))
     return np.array([found[sample.key] for sample in samples])
 

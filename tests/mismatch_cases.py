@@ -120,7 +120,7 @@ def _sees_neighbours(bench: Bench) -> None:
     """The trainer's layers take all rows of a micro-batch for one."""
     import dataclasses
 
-    from megatron_grpo.policy.stream import Runs
+    from megatron_grpo.policy.packed_batch import Runs
 
     def hook(module: Any, inputs: Any, named: Any) -> Any:
         packed = named["packed_seq_params"]
@@ -303,7 +303,7 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
     from megatron_grpo.analysis.operations import LIMITS, ComparedRow, Side, alone, look_at, sequence_of
     from megatron_grpo.parallel import collectives
     from megatron_grpo.rollout.engine import SamplingSettings
-    from megatron_grpo.trainer.sync import Publisher
+    from megatron_grpo.trainer.weight_sync import WeightSyncManager
     from megatron_grpo.types import Prompt
 
     engine, policy, draw = bench.engine, bench.policy, random.Random(seed)
@@ -314,10 +314,10 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
 
     def drawn(length: int) -> list[Any]:
         groups = engine.generate(asked, SamplingSettings(n=1, max_completion_length=length), seed=seed)
-        return [found for part in collectives.from_all(groups) for found in part]
+        return [found for part in collectives.all_gather_object(groups) for found in part]
 
     def push() -> None:
-        Publisher(policy, engine, verify=False, starts_as_checkpoint=False).publish(1)
+        WeightSyncManager(policy, engine, verify=False, starts_as_checkpoint=False).publish(1)
 
     drawn(1)  # fills the prefix cache
     if fault.when == "before":

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from megatron_grpo.config.config import Config, OptimizerConfig
 from megatron_grpo.types import Sample
-from megatron_grpo.weights.towers import part_of
-from megatron_grpo.weights.trains import parameter_trains, trains
+from megatron_grpo.weights.trainable_parameters import parameter_trains, trains
+from megatron_grpo.weights.vision_towers import part_of
 
 # Groups as a rollout has them: (tokens of the prompt, tokens of each completion of it). Completions of 1 and 2 tokens, a prompt of 1, and
 # lengths that no layout divides. The completions of a group share the context of their first token, so its entropy too.
@@ -341,9 +341,9 @@ def train(rank: int, world: int, path: str | Path, cfg: Config, batches: Sequenc
 
 def batch_of(policy, samples: Sequence[Sample], index: int):
     """This rank's share of one global batch of these samples, as the loop cuts it."""
-    from megatron_grpo.trainer.pending import Pending
+    from megatron_grpo.trainer.sample_buffer import SampleBuffer
 
-    pending = Pending(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_main else [])
+    pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_main else [])
     step = step_of(samples, index, policy.cut.rows_per_slice)
     return pending.batch(step, weigh=policy.loss.token_weights)[1]
 

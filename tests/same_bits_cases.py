@@ -137,7 +137,7 @@ class Pair:
 
         sampling = SamplingSettings(n=1, max_completion_length=length, temperature=self.temperature)
         mine = {group.prompt.number: group.completions[0] for group in self.engine.generate(asked, sampling, seed=seed)}
-        found = {number: one for part in collectives.from_all(mine) for number, one in part.items()}
+        found = {number: one for part in collectives.all_gather_object(mine) for number, one in part.items()}
         return [found[prompt.number] for prompt in asked]
 
     def agreement(self, completions) -> Count:

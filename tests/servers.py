@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.link import LinkSender, Meeting
+from megatron_grpo.servers.weight_transfer import Rendezvous, WeightSender
 from tests.ranks import ENVIRONMENT
 
 TOKEN = "the-token-of-these-tests"
@@ -122,9 +122,9 @@ class Trainer:
     """Rank 0 of links to servers."""
 
     def __init__(self, seconds: float = 30.0):
-        self.meeting, self.seconds, self._number = Meeting(), seconds, 0
+        self.meeting, self.seconds, self._number = Rendezvous(), seconds, 0
 
-    def link(self, *servers: Server) -> LinkSender:
+    def link(self, *servers: Server) -> WeightSender:
         """Of all workers of these servers, which it owns."""
         self._number += 1
         name, first, joins = f"link {self._number}", 1, []
@@ -135,7 +135,7 @@ class Trainer:
             )
             joins.append(Asked(lambda server=server, join=join: server.call("/join", join)))
             first += size
-        link = LinkSender(self.meeting, name=name, world=1 + sum(sizes), near="127.0.0.1", seconds=self.seconds)
+        link = WeightSender(self.meeting, name=name, world=1 + sum(sizes), near="127.0.0.1", seconds=self.seconds)
         for join in joins:
             join.answer()
         return link
@@ -164,7 +164,7 @@ class Asked:
         return self._result
 
 
-def push(link: LinkSender, named: Iterable[tuple[str, Any]], *servers: Server, path: str = "/weights", bucket_bytes: int = 20_000,
+def push(link: WeightSender, named: Iterable[tuple[str, Any]], *servers: Server, path: str = "/weights", bucket_bytes: int = 20_000,
          **body: Any) -> list[wire.State]:  # fmt: skip
     """One push to all of them. Raises what the sender raised, else what a server said."""
     cls = wire.WeightPush if path == "/weights" else wire.AdapterPush

@@ -85,7 +85,7 @@ class World:
 
 
 class Scorer:
-    """The policy, as `Pending.anchored` sees it."""
+    """The policy, as `SampleBuffer.anchored` sees it."""
 
     def anchors(self, micro_batches):
         return [np.zeros(len(micro.targets), dtype=np.float32) for micro in micro_batches], None
@@ -126,15 +126,15 @@ class OneRank:
     """
 
     def __init__(self, world: World, folder: Any, *, length: int, groups: int, group_size: int = 2):
-        from megatron_grpo.batching.split import BatchCut
+        from megatron_grpo.batching.split import BatchPartitioner
         from megatron_grpo.parallel.layout import Layout
 
         self.world, self.folder, self.length, self.groups, self.group_size = world, folder, length, groups, group_size
         self.num_rows, self.me = groups * group_size, world.rank
-        self.cut = BatchCut(dp_size=world.size, micro_batch_size=1)
+        self.cut = BatchPartitioner(dp_size=world.size, micro_batch_size=1)
         layout = Layout(world_size=world.size)
         self.parallel: Any = SimpleNamespace(
-            layout=layout, rank=self.me, dp_rank=self.me, is_first_of_share=True, from_last_stage=lambda mine: mine
+            layout=layout, rank=self.me, dp_rank=self.me, is_model_parallel_src=True, from_last_stage=lambda mine: mine
         )
         self.drawn, self.logprobs = np.arange(100_000, 100_000 + length), -np.linspace(0.1, 0.9, length)
         self.judged: list[Any] = []
@@ -164,7 +164,7 @@ class OneRank:
         for row in range(self.num_rows):
             number, place = divmod(row, self.group_size)
             source = number % self.world.size
-            if self.cut.home_of(row) == self.me and source != self.me:
+            if self.cut.dp_rank_of(row) == self.me and source != self.me:
                 here.setdefault(source, []).append(((0, row), self.answer(prompt(number), place, 0)))
         return here
 
@@ -204,9 +204,9 @@ class OneRank:
         return spread
 
     def journal(self):
-        from megatron_grpo.base.activity import Clock
+        from megatron_grpo.base.activity import Timers
         from megatron_grpo.metrics import Metrics
-        from megatron_grpo.metrics.journal import Journal
+        from megatron_grpo.metrics.metrics_logger import MetricsLogger
         from megatron_grpo.metrics.rollout import Completions
         from megatron_grpo.parallel import collectives
 
@@ -221,9 +221,9 @@ class OneRank:
         number = self.me // self.world.per_node
         node = collectives.Node(first=number * self.world.per_node, number=number, count=-(-self.world.size // self.world.per_node))
         self.completions = Told(self.folder, reward_names=["right"], rank=self.me, node=node)
-        return Journal(
+        return MetricsLogger(
             Metrics(self.folder, rank=self.me), self.completions,
-            clock=Clock(), reward_weights=[1.0], tells_selection=False, from_all=collectives.from_all,
+            clock=Timers(), reward_weights=[1.0], tells_selection=False, from_all=collectives.all_gather_object,
         )  # fmt: skip
 
 
@@ -232,38 +232,38 @@ def a_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str
 
     sizes: as `OneRank` takes them.
     """
-    from megatron_grpo.base.activity import Clock
+    from megatron_grpo.base.activity import Timers
     from megatron_grpo.batching.batch_sizes import BatchSizes
-    from megatron_grpo.batching.timetable import Timetable
+    from megatron_grpo.batching.schedule import TrainingSchedule
     from megatron_grpo.config.config import GrpoConfig
     from megatron_grpo.rewards.protocol import RewardFunction
     from megatron_grpo.rollout.engine import SamplingSettings
     from megatron_grpo.rollout.scripted import ScriptedEngine
-    from megatron_grpo.trainer import pending as rows_that_wait
+    from megatron_grpo.trainer import sample_buffer as rows_that_wait
     from megatron_grpo.trainer.generation import RolloutGenerator
-    from megatron_grpo.trainer.judge import Judge
-    from megatron_grpo.trainer.pending import Pending
+    from megatron_grpo.trainer.reward_manager import RewardManager
     from megatron_grpo.trainer.rollouts import Rollouts
+    from megatron_grpo.trainer.sample_buffer import SampleBuffer
     from megatron_grpo.types import Progress
 
     one = OneRank(world, folder, **sizes)
     rows, cut, parallel, held = one.num_rows, one.cut, one.parallel, {}
-    table = Timetable(
+    table = TrainingSchedule(
         BatchSizes(layout=parallel.layout, global_batch_size=rows // 2, generation_batch_size=rows, num_generations=one.group_size)
     )
     with world.stands_in():
         journal = one.journal()
-        judge = Judge([RewardFunction(name="right", function=right, timeout=60, on_error="raise")])
+        judge = RewardManager([RewardFunction(name="right", function=right, timeout=60, on_error="raise")])
         sampling = SamplingSettings(n=one.group_size, max_completion_length=one.length)
         rollouts = Rollouts(
-            RolloutGenerator(ScriptedEngine(one.answer), judge, sampling=sampling, seed=0, clock=Clock(), again=lambda: None),
+            RolloutGenerator(ScriptedEngine(one.answer), judge, sampling=sampling, seed=0, clock=Timers(), again=lambda: None),
             Prompts(), cfg=GrpoConfig(), timetable=table, policy=SimpleNamespace(cut=cut, parallel=parallel), journal=journal,
         )  # fmt: skip
         real = rows_that_wait._spread
         rows_that_wait._spread = one.spread(real)
         try:
             with world.named("verdicts, and rows to their homes", others=one.verdicts_of, incoming=one.completions_sent_here):
-                pending = Pending(parallel=parallel, cut=cut).add(rollouts.sample([0]))
+                pending = SampleBuffer(parallel=parallel, cut=cut).add(rollouts.sample([0]))
             for number in (0, 1):
                 step = table.step(number)
                 with world.named("anchors"):

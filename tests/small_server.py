@@ -45,8 +45,10 @@ class Broken(Exception):
 def answer(request: wire.Request, version: int, **changes) -> wire.Answer:
     """Tokens that tell the prompt, the seed and the place."""
     drawn = [
-        wire.Drawn(tokens=np.array([int(request.key), request.seed % 1000, place], np.int32), logprobs=np.full(3, -1.0, np.float32),
-                   text=request.key, reason="stop", versions=((version, 0, 3),))
+        wire.SampledCompletion(
+            tokens=np.array([int(request.key), request.seed % 1000, place], np.int32), logprobs=np.full(3, -1.0, np.float32),
+            text=request.key, reason="stop", versions=((version, 0, 3),),
+        )
         for place in range(request.n)
     ]  # fmt: skip
     return wire.Answer(key=request.key, completions=tuple(replace(one, **changes) for one in drawn))

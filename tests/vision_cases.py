@@ -30,7 +30,7 @@ LAYOUTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Patches:
-    """A `types.Picture` that is nothing but its patches."""
+    """A `types.Image` that is nothing but its patches."""
 
     key: str
     grid: tuple[int, int, int]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_grpo.compat import DIALECTS
-from megatron_grpo.compat.foreign import Dialect
+from megatron_grpo.compat.foreign_args import Dialect
 from megatron_grpo.config.read import shown
 from megatron_grpo.config.table import names, table
 

@@ -130,7 +130,7 @@ def new_model(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0, draws_no
 def encoded_row(row: dict[str, Any], data: Path, words: Any, eyes: Any) -> dict[str, Any]:
     """A row's prompt as tokens, its patches, and the tokens of its right answer and of the mistaken ones."""
     from megatron_grpo.data.chat import PromptEncoder
-    from megatron_grpo.data.pictures import decoded
+    from megatron_grpo.data.images import decoded
 
     [picture] = row["images"]
     image = decoded((data / picture).read_bytes())
@@ -222,9 +222,9 @@ def make_model(data: Path, folder: Path, seed: int, warm_up_steps: int) -> dict[
     model.save_pretrained(folder)
     num_parameters, score = sum(p.numel() for p in model.parameters()), 0.0
     if warm_up_steps:
-        from megatron_grpo.data.eyes import Eyes
+        from megatron_grpo.data.image_processing import ImageProcessorSpec
 
-        eyes = Eyes.of(folder)
+        eyes = ImageProcessorSpec.of(folder)
         train, test = (read_rows(data, name, words, eyes) for name in ("train", "test"))
         print(f"[model] Qwen2.5-VL with {num_parameters:,} parameters; warm-up on {len(train)} pictures, one to two minutes", flush=True)
         score = warm_up(model, words, train, test, seed, {**WARM_UP, "steps": warm_up_steps})

@@ -1,6 +1,6 @@
 """Breaks one place of a module at a time, and asks whether the tests that mirror it notice.
 
-    python tools/mutate.py quick [--sample 150] [--seed 0] [--only metrics/journal.py]      # or ranks: a minute a mutant
+    python tools/mutate.py quick [--sample 150] [--seed 0] [--only metrics/metrics_logger.py]      # or ranks: a minute a mutant
 
 A mutation flips a comparison, swaps + and -, * and /, `and` and `or`, True and False, moves a whole number by 1, negates a condition, or
 takes out a call, a `raise` or an `x += y`, in a copy of the tree. Killed: a test fails, or takes five times as long. Those that
@@ -129,7 +129,7 @@ def main() -> int:
     parser.add_argument("rooms", choices=ROOMS)
     parser.add_argument("--sample", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="*", metavar="MODULES", help="such as metrics/journal.py or dialects/*.py")
+    parser.add_argument("--only", default="*", metavar="MODULES", help="such as metrics/metrics_logger.py or dialects/*.py")
     args = parser.parse_args()
     import torch, transformers  # noqa: E401, F401, I001 - takes seconds, and every mutant needs it
 

@@ -54,9 +54,9 @@ def answers(model_path: Path, rows: list[dict[str, Any]], data: Path) -> list[st
     from make_tiny_vlm import encoded_row
     from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-    from megatron_grpo.data.eyes import Eyes
+    from megatron_grpo.data.image_processing import ImageProcessorSpec
 
-    words, eyes = AutoTokenizer.from_pretrained(model_path), Eyes.of(model_path)
+    words, eyes = AutoTokenizer.from_pretrained(model_path), ImageProcessorSpec.of(model_path)
     model = AutoModelForImageTextToText.from_pretrained(model_path, dtype="float32").eval()
     found = []
     for row in rows:

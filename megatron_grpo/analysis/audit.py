@@ -45,7 +45,7 @@ Held = tuple[str, str, tuple[str, ...], torch.Tensor | int]  # kind, name, group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parted:
+class ReplicaMismatch:
     """Copies that are not the same. copies: (rank, fingerprint) of those that were compared; over: a key of GROUPS."""
 
     kind: str
@@ -81,7 +81,7 @@ class Finding:
 
     step: int  # the optimizer step that was about to be taken, from 1
     equal_at: int | None
-    parted: tuple[Parted, ...]
+    parted: tuple[ReplicaMismatch, ...]
     mine: Mapping[str, torch.Tensor] = field(default_factory=dict)  # this rank's copies of the first of them, by "kind name"
 
     def __str__(self) -> str:
@@ -114,10 +114,10 @@ class Audit:
         for name, group in groups.items():
             if collectives.num_ranks(group) > 1:
                 mine += self._compared(name, group, [one for one in held if name in one[2]], policy.parallel)
-        if not collectives.largest(len(mine)):
+        if not collectives.all_reduce_max(len(mine)):
             self._equal_at = batch.step + 1
             return None
-        found = dict.fromkeys(one for part in collectives.from_all(mine) for one in part)
+        found = dict.fromkeys(one for part in collectives.all_gather_object(mine) for one in part)
         parted = tuple(sorted(found, key=lambda one: KINDS.index(one.kind)))
         first = {f"{one.kind} {one.name}" for one in parted[:SHOWN]}
         tensors = {f"{kind} {name}": value for kind, name, _, value in held if isinstance(value, torch.Tensor)}
@@ -126,14 +126,14 @@ class Audit:
             mine={name: tensor for name, tensor in tensors.items() if name in first},
         )  # fmt: skip
 
-    def _compared(self, over: str, group: Any, held: Sequence[Held], parallel: ParallelState) -> list[Parted]:
+    def _compared(self, over: str, group: Any, held: Sequence[Held], parallel: ParallelState) -> list[ReplicaMismatch]:
         """What differs in one group. A rank that has no such tensor says nothing of it. Collective over the group."""
         if over not in self._lists:
             names = _number_of(json.dumps([one[:2] for one in held]))
-            told = collectives.from_all((parallel.rank, names), group)
+            told = collectives.all_gather_object((parallel.rank, names), group)
             self._lists[over] = len({names for _, names in told}) == 1
             if not self._lists[over]:
-                return [Parted(kind="list", name="the list of tensors", over=over, copies=tuple(told))]
+                return [ReplicaMismatch(kind="list", name="the list of tensors", over=over, copies=tuple(told))]
         if not held or not self._lists[over]:
             return []
         absent = torch.tensor([value is _ABSENT for *_, value in held], device=parallel.device)
@@ -145,9 +145,11 @@ class Audit:
         if not differs:
             return []
         mine = [None if bool(absent[place]) else int(numbers[place]) for place in differs]
-        told = collectives.from_all((parallel.rank, mine), group)
+        told = collectives.all_gather_object((parallel.rank, mine), group)
         return [
-            Parted(kind=held[at][0], name=held[at][1], over=over, copies=tuple((rank, its[n]) for rank, its in told if its[n] is not None))
+            ReplicaMismatch(
+                kind=held[at][0], name=held[at][1], over=over, copies=tuple((rank, its[n]) for rank, its in told if its[n] is not None)
+            )
             for n, at in enumerate(differs)
         ]
 
@@ -279,7 +281,7 @@ def _numbers(policy: Any, batch: GlobalBatch, metrics: Mapping[str, float]) -> I
 # ---- one rank alone --------------------------------------------------------------------------------------------------------------------
 
 
-def _strange_groups(policy: Any) -> list[Parted]:
+def _strange_groups(policy: Any) -> list[ReplicaMismatch]:
     """Process groups that modules of Megatron-Core hold and that are not the job's: a collective over one mixes data of other replicas."""
     p, found = policy.parallel, []
     groups = {"TP": p.tp_group, "CP": p.cp_group, "PP": p.pp_group, "EP": p.ep_group, "ETP": p.etp_group}
@@ -296,11 +298,11 @@ def _strange_groups(policy: Any) -> list[Parted]:
                     continue
                 seen.add((id(group), its))
                 if not isinstance(group, list) and collectives.members(group) != ranks[its]:
-                    found.append(Parted(kind="group", name=label, over=its, copies=((p.rank, 0),)))
+                    found.append(ReplicaMismatch(kind="group", name=label, over=its, copies=((p.rank, 0),)))
     return found
 
 
-def _unmarked(policy: Any) -> list[Parted]:
+def _unmarked(policy: Any) -> list[ReplicaMismatch]:
     """Weights that are cut over ranks and lack Megatron's mark for it (of adapters in experts it says something else)."""
     group = policy.parallel
     found = []
@@ -308,11 +310,11 @@ def _unmarked(policy: Any) -> list[Parted]:
         kind = _kind(policy, name)
         over, size = ("ETP", group.etp_size) if kind.is_expert else ("TP", group.tp_size)
         if size > 1 and kind.cut is not ShardCut.REPLICATED and not getattr(tensor, "tensor_model_parallel", False):
-            found.append(Parted(kind="mark", name=name, over=over, copies=()))
+            found.append(ReplicaMismatch(kind="mark", name=name, over=over, copies=()))
     return found
 
 
-def _rounded(policy: Any) -> list[Parted]:
+def _rounded(policy: Any) -> list[ReplicaMismatch]:
     """Weights in bfloat16 that are not what the optimizer's float32 weights round to."""
     names = {id(tensor): name for name, tensor in tensors_of(policy).items()}
     if is_distributed(policy.optimizer):
@@ -327,7 +329,7 @@ def _rounded(policy: Any) -> list[Parted]:
     rounded = [(mine, main.detach().to(mine.dtype).view_as(mine)) for _, mine, main in pairs]
     wrong = torch.stack([((mine != its) & ~(mine.isnan() & its.isnan())).any() for mine, its in rounded]).tolist()
     return [
-        Parted(kind="weight", name=names[id(p)], over="", copies=((policy.parallel.rank, 0),))
+        ReplicaMismatch(kind="weight", name=names[id(p)], over="", copies=((policy.parallel.rank, 0),))
         for (p, _, _), is_wrong in zip(pairs, wrong, strict=True)
         if is_wrong
     ]

@@ -13,7 +13,7 @@ import numpy as np
 from megatron_grpo.analysis import traced, vllm_traced
 from megatron_grpo.analysis.args import MismatchArgs, read_mismatch_args
 from megatron_grpo.analysis.operations import LIMITS, ComparedRow, Operation, Side, alone, look_at, sequence_of
-from megatron_grpo.analysis.report import Found, as_json, draw, drift_of, in_words, tell, worst_row, worst_tokens
+from megatron_grpo.analysis.report import MismatchReport, as_json, draw, drift_of, in_words, tell, worst_row, worst_tokens
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, config_error, problem_with
 from megatron_grpo.base.files import why_not_drawn
@@ -26,14 +26,14 @@ from megatron_grpo.metrics.summary import USUAL
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.policy.reference import LoadedModel
+from megatron_grpo.policy.reference import FrozenPolicy
 from megatron_grpo.rollout.colocated import ColocatedEngine
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.probes import probe_sequences
 from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.policy import build_loaded
 from megatron_grpo.run.opened import layout_of
-from megatron_grpo.trainer.sync import Publisher, WeightSyncError, check_weights
+from megatron_grpo.trainer.weight_sync import WeightSyncError, WeightSyncManager, check_weights
 from megatron_grpo.types import Prompt
 from megatron_grpo.weights.shape import ModelShape
 
@@ -72,7 +72,9 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) 
     return EXIT_CRASH if verdict else EXIT_DONE
 
 
-def look(asked: MismatchArgs, cfg: Config, shape: ModelShape, model_path: Path, parallel: ParallelState, clean_up: CleanUp) -> Found:
+def look(
+    asked: MismatchArgs, cfg: Config, shape: ModelShape, model_path: Path, parallel: ParallelState, clean_up: CleanUp
+) -> MismatchReport:
     """Collective. clean_up: gets what this opens."""
     dtype = cfg.model.torch_dtype
     tokenizer = load_tokenizer(str(model_path), trust_remote_code=cfg.model.trust_remote_code)
@@ -92,7 +94,7 @@ def look(asked: MismatchArgs, cfg: Config, shape: ModelShape, model_path: Path, 
     sampling = SamplingSettings(n=1, max_completion_length=answer, temperature=cfg.rollout.temperature)
     asked_for = prompts or [_prompt(number, row.prompt) for number, row in enumerate(rows)]
     engine.generate(asked_for, replace(sampling, max_completion_length=1), seed=cfg.run.seed)  # so that a cache that is kept shows
-    Publisher(model, engine, verify=False, starts_as_checkpoint=False).publish(asked.step)
+    WeightSyncManager(model, engine, verify=False, starts_as_checkpoint=False).publish(asked.step)
     rows = rows or _drawn(engine, prompts, sampling, seed=cfg.run.seed)
     scored = model.scorer.score([sequence_of(row.tokens.tolist(), row.opening) for row in rows])
     compared = [replace(row, trainer=np.where(row.drawn, trainer, 0).astype(np.float32)) for row, trainer in zip(rows, scored, strict=True)]
@@ -104,7 +106,7 @@ def look(asked: MismatchArgs, cfg: Config, shape: ModelShape, model_path: Path, 
     else:
         side = Side(engine=engine, model=model.chunks[0], score=alone(model.scorer), temperature=sampling.temperature, limit=limit)
         operations = look_at(side, compared[chosen])
-    return Found(
+    return MismatchReport(
         asked=asked,
         dtype=dtype,
         limit=limit,
@@ -121,7 +123,7 @@ def look(asked: MismatchArgs, cfg: Config, shape: ModelShape, model_path: Path, 
     )
 
 
-def _push_problem(model: LoadedModel, engine: ColocatedEngine, version: int, dtype: str) -> str:
+def _push_problem(model: FrozenPolicy, engine: ColocatedEngine, version: int, dtype: str) -> str:
     """What a run's own check of a push says of this one."""
     try:
         check_weights(model, engine, version=version, is_coarse=dtype != "float32")
@@ -205,7 +207,7 @@ def _prompt(number: int, tokens: Sequence[int]) -> Prompt:
 
 def _drawn(engine: ColocatedEngine, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[ComparedRow]:
     """Collective; all rows on every rank, in the order of the prompts."""
-    groups = [group for part in collectives.from_all(engine.generate(prompts, sampling, seed=seed)) for group in part]
+    groups = [group for part in collectives.all_gather_object(engine.generate(prompts, sampling, seed=seed)) for group in part]
     completions = [group.completions[0] for group in sorted(groups, key=lambda group: group.prompt.number)]
     return [ComparedRow.unscored(one.sequence.token_ids, np.where(one.sequence.mask, one.logprobs, np.nan)) for one in completions]
 

@@ -157,15 +157,15 @@ def _compared(side: Side, tokens: Sequence[int], opening: int) -> tuple[list[Ope
     scored: list[np.ndarray] = []
     forced = {name: rows for name, rows in theirs.items() if name not in ("logits", "log-prob")}
     ours = traced.trace(model, lambda: scored.extend(side.score([sequence_of(tokens, opening)])), forced=forced)
-    ours["log-prob"] = traced.Own(0, torch.from_numpy(scored[0][opening:])[:, None])
+    ours["log-prob"] = traced.OwnRows(0, torch.from_numpy(scored[0][opening:])[:, None])
     start = model.output_layer.vocab_start
     theirs["logits"] = logits[:, start : start + ours["logits"].rows.shape[1]]
     names = [name for name in order(len(model.decoder.layers)) if name in ours and name in theirs]
     mine = {name: _part(ours[name], theirs[name], size if name == "log-prob" else None) for name in names}
-    everyone: list[Mapping[str, np.ndarray]] = collectives.from_all(mine)
+    everyone: list[Mapping[str, np.ndarray]] = collectives.all_gather_object(mine)
     operations = [_joined(name, [part[name] for part in everyone], side.limit) for name in names]
     if (first := first_over(operations)) is not None:
-        causes = collectives.from_all(cause_of(first.name, side.engine, model))
+        causes = collectives.all_gather_object(cause_of(first.name, side.engine, model))
         cause = next((causes[rank] for rank in first.ranks if causes[rank]), "")
         operations = [replace(one, cause=cause) if one is first else one for one in operations]
     return operations, fresh, size
@@ -174,7 +174,7 @@ def _compared(side: Side, tokens: Sequence[int], opening: int) -> tuple[list[Ope
 def _aside(name: str, a: np.ndarray, b: np.ndarray, size: float, limit: float) -> Operation:
     """Log-probs of whole models, so the median counts, with ten times the room: a router may flip at a tie, and change a few of them."""
     differences = np.abs(a.astype(np.float64) - b)
-    middle = collectives.largest(float(np.median(differences)) / max(size, 1e-30))  # ranks may differ in the last bit
+    middle = collectives.all_reduce_max(float(np.median(differences)) / max(size, 1e-30))  # ranks may differ in the last bit
     ranks = () if middle <= 10 * limit else tuple(range(collectives.num_ranks()))
     return Operation(name=name, difference=middle, largest=float(differences.max()), equal=float((a == b).mean()), ranks=ranks)
 
@@ -184,7 +184,7 @@ def first_over(operations: Sequence[Operation]) -> Operation | None:
     return next((one for one in operations if one.is_over), None)
 
 
-def _part(own: traced.Own, theirs: torch.Tensor, size: float | None) -> np.ndarray:
+def _part(own: traced.OwnRows, theirs: torch.Tensor, size: float | None) -> np.ndarray:
     """Of this rank: sums of squares of the differences and of the sampler's numbers, the largest difference, how many are equal, how many
     there are. size: of a number that the difference is measured by; None for the root mean square of the sampler's."""
     b = theirs[own.start : own.start + len(own.rows)]  # the sampler never computes the last token
@@ -213,7 +213,7 @@ def _relative(squares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 def _logits_of_all(mine: torch.Tensor | None, num: int) -> torch.Tensor:
     """vLLM may give them to the first rank of an engine alone."""
-    found: list[Any] = collectives.from_all(None if mine is None else mine[-num:].numpy())
+    found: list[Any] = collectives.all_gather_object(None if mine is None else mine[-num:].numpy())
     return torch.from_numpy(next(one for one in found if one is not None))
 
 

@@ -12,25 +12,25 @@ import numpy as np
 import torch
 
 from megatron_grpo.analysis.audit import tensors_of
-from megatron_grpo.analysis.capsule import Capsule, marked, rows_of
-from megatron_grpo.analysis.poison import Diagnosis, LoneRow, diagnose
+from megatron_grpo.analysis.diagnosis import Diagnosis, LoneRow, diagnose
 from megatron_grpo.analysis.report import tell
+from megatron_grpo.analysis.step_dump import StepDump, marked, rows_of
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error, problem_with
-from megatron_grpo.checkpoint import generators
+from megatron_grpo.checkpoint import rng_state
 from megatron_grpo.config import Parsed
 from megatron_grpo.config.config import Config, ParallelConfig
 from megatron_grpo.config.optimizer import OF_THE_OPTIMIZER
-from megatron_grpo.config.table import BadValue, Setting, read_value, table
+from megatron_grpo.config.table import InvalidValueError, Setting, read_value, table
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.parallel import collectives, state
-from megatron_grpo.policy.culprits import wrong_rows
-from megatron_grpo.policy.policy import Policy, Seen
+from megatron_grpo.policy.bad_gradient_search import wrong_rows
+from megatron_grpo.policy.policy import Policy, SummedGradient
 from megatron_grpo.run.build import PolicyParts
 from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.policy import build_policy
 from megatron_grpo.run.opened import layout_of, load_weights, whole_checkpoint
-from megatron_grpo.trainer.pending import Pending
+from megatron_grpo.trainer.sample_buffer import SampleBuffer
 from megatron_grpo.types import GlobalBatch, MicroBatch, RowKey
 from megatron_grpo.weights.shape import ModelShape
 
@@ -47,7 +47,7 @@ def run_replay(words: Sequence[str], parsed: Parsed) -> int:
         problems.append(problem_with("replay", "replay needs one capsule: megatron-grpo replay OUTPUT_DIR/capsules/step_000012_not_finite"))
         raise ConfigError(problems)
     try:
-        capsule = Capsule(words[0])
+        capsule = StepDump(words[0])
     except ValueError as error:
         raise ConfigError([*problems, problem_with("replay", f"{error}. Name a folder of OUTPUT_DIR/capsules.")]) from None
     if problems:
@@ -60,7 +60,7 @@ def run_replay(words: Sequence[str], parsed: Parsed) -> int:
     return EXIT_DONE
 
 
-def _settings(capsule: Capsule, typed: Config) -> tuple[Config, Path, Path | None]:
+def _settings(capsule: StepDump, typed: Config) -> tuple[Config, Path, Path | None]:
     """The run's settings under what was typed; the model; and the checkpoint that its weights are in, if they are not in the capsule."""
     facts, known = capsule.facts, table()
     values = {name: _read(known[name], value) for name, value in facts["settings"].items() if name in known and name not in _OTHERS}
@@ -94,7 +94,7 @@ def _read(setting: Setting, value: Any) -> Any:
     """A run's setting as it is read from a file: a capsule may come from a stranger, or from another version."""
     try:
         return value if value == setting.default else read_value(setting, () if value == [] else value)
-    except BadValue as bad:
+    except InvalidValueError as bad:
         raise config_error("replay", f"of the capsule's settings, {setting.name} {bad}. Copy the capsule anew.") from None
 
 
@@ -119,7 +119,7 @@ def open_policy(
     return policy
 
 
-def replay(capsule: Capsule, cfg: Config, model: Path, checkpoint: Path | None = None) -> Diagnosis:
+def replay(capsule: StepDump, cfg: Config, model: Path, checkpoint: Path | None = None) -> Diagnosis:
     """Takes the step as far as its gradient, and every row of it alone. Collective; joins the job. The optimizer does not act."""
     samples = capsule.samples()
     missing = rows_of(capsule.step) - {sample.key for sample in samples}
@@ -131,14 +131,14 @@ def replay(capsule: Capsule, cfg: Config, model: Path, checkpoint: Path | None =
     content = {"capsule": capsule.path.name}
     policy = open_policy(cfg, model, checkpoint, content, num_steps=capsule.step.index + 1, parts=recorded)
     parallel = policy.parallel
-    pending = Pending(parallel=parallel, cut=policy.cut).restored(samples if parallel.is_main else [])
+    pending = SampleBuffer(parallel=parallel, cut=policy.cut).restored(samples if parallel.is_main else [])
     try:
         _, batch = pending.batch(capsule.step, weigh=policy.loss.token_weights)
     except ValueError as error:
         raise config_error("world_size", f"the step does not come out even over these ranks: {error}. Replay it on one.") from None
     policy.restore_entropy(capsule.facts.get("guard", {}))
-    if (capsule.path / generators.FILE).exists():
-        generators.restore(capsule.path / generators.FILE)
+    if (capsule.path / rng_state.FILE).exists():
+        rng_state.restore(capsule.path / rng_state.FILE)
     weights = _weights(capsule, policy)
     seen, first = _forward(policy, batch)
     rows = _rows(capsule, policy, batch, seen, {sample.key: sample.prompt_number for sample in samples})
@@ -173,19 +173,19 @@ class Recorded:
 class _Enough(Exception):
     """The gradient is summed: nothing more is wanted of the step."""
 
-    def __init__(self, seen: Seen):
+    def __init__(self, seen: SummedGradient):
         self.seen = seen
 
 
 class _Looks:
-    def summed(self, seen: Seen) -> None:
+    def summed(self, seen: SummedGradient) -> None:
         raise _Enough(seen)
 
-    def judged(self, seen: Seen, refusal: Any) -> None:
+    def judged(self, seen: SummedGradient, refusal: Any) -> None:
         raise AssertionError("never reached")
 
 
-def _forward(policy: Policy, batch: GlobalBatch) -> tuple[Seen, str | None]:
+def _forward(policy: Policy, batch: GlobalBatch) -> tuple[SummedGradient, str | None]:
     """What is known of the step when its gradient is summed; and the first module whose output was not finite. Collective."""
     with first_not_finite(policy.chunks) as names:
         try:
@@ -194,7 +194,7 @@ def _forward(policy: Policy, batch: GlobalBatch) -> tuple[Seen, str | None]:
             seen = enough.seen
         else:
             raise config_error("replay", "nothing in this step trains: all of its rows were filtered.")
-    return seen, next((found for found in collectives.from_all(names[0] if names else None) if found), None)
+    return seen, next((found for found in collectives.all_gather_object(names[0] if names else None) if found), None)
 
 
 @contextmanager
@@ -217,7 +217,7 @@ def first_not_finite(chunks: Sequence[torch.nn.Module]) -> Iterator[list[str]]:
         yield found
 
 
-def _weights(capsule: Capsule, policy: Policy) -> dict[str, Any]:
+def _weights(capsule: StepDump, policy: Policy) -> dict[str, Any]:
     """Whether the weights are those of the run, tensor by tensor; and which of them are not finite. Collective."""
     recorded: dict[str, str] = capsule.facts["weights"].get("fingerprints", {})
     marks: dict[str, str] = {}
@@ -237,7 +237,7 @@ def _weights(capsule: Capsule, policy: Policy) -> dict[str, Any]:
     return {"tensors": len(marks), "recorded": len(recorded), "same": len(same), "not_finite": wrong}
 
 
-def _rows(capsule: Capsule, policy: Policy, batch: GlobalBatch, seen: Seen, prompts: Mapping[RowKey, int]) -> list[LoneRow]:
+def _rows(capsule: StepDump, policy: Policy, batch: GlobalBatch, seen: SummedGradient, prompts: Mapping[RowKey, int]) -> list[LoneRow]:
     """Every row of the step, taken alone, on every rank. Collective."""
     recorded = capsule.forward("logprobs")
     mine: dict[RowKey, LoneRow] = {}
@@ -255,7 +255,7 @@ def _rows(capsule: Capsule, policy: Policy, batch: GlobalBatch, seen: Seen, prom
                 gap=_largest(gap)[0], token=_largest(gap)[1], prompt_number=prompts[key],
             )  # fmt: skip
     found: dict[RowKey, LoneRow] = {}
-    for rows, its in collectives.from_all((mine, norms)):
+    for rows, its in collectives.all_gather_object((mine, norms)):
         for key, row in rows.items():
             found.setdefault(key, row)
         for key, norm in its.items():
@@ -272,7 +272,7 @@ def _largest(values: np.ndarray) -> tuple[float, int]:
     return float(values[at]), at
 
 
-def _copies(capsule: Capsule, policy: Policy, batch: GlobalBatch) -> list[dict[str, Any]]:
+def _copies(capsule: StepDump, policy: Policy, batch: GlobalBatch) -> list[dict[str, Any]]:
     """Loss and gradient norm with each rank's own copy of a weight that had parted, where this layout holds it whole. Collective."""
     found = []
     held = tensors_of(policy)

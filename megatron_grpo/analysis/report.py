@@ -27,7 +27,7 @@ PANELS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Found:
+class MismatchReport:
     """Everything that was found. row: the one that was looked into. push: what is wrong with a push of the weights, or nothing."""
 
     asked: MismatchArgs
@@ -86,7 +86,7 @@ def logged_by(run: Path) -> list[dict[str, Any]]:
     return [one for one in found if isinstance(one, dict)]
 
 
-def in_words(found: Found, picture: Path | None) -> list[str]:
+def in_words(found: MismatchReport, picture: Path | None) -> list[str]:
     numbers = found.numbers
     ranks = "one rank" if found.num_ranks == 1 else f"{found.num_ranks} tensor-parallel ranks"
     lines = [
@@ -136,7 +136,7 @@ def _shortened(operations: Sequence[Operation]) -> list[Operation]:
     return [one for one in operations if one.name in kept]
 
 
-def as_json(found: Found) -> dict[str, Any]:
+def as_json(found: MismatchReport) -> dict[str, Any]:
     return {
         "subject": found.asked.name,
         "step": found.asked.step,
@@ -207,7 +207,7 @@ def drift_of(run: Path | None) -> list[tuple[int, float, float]]:
 # ---- pictures --------------------------------------------------------------------------------------------------------------------------
 
 
-def draw(path: Path, found: Found) -> bool:
+def draw(path: Path, found: MismatchReport) -> bool:
     """Writes a PNG of what `mismatch` found; whether matplotlib is there to draw it."""
     if not can_draw():
         return False
@@ -243,7 +243,7 @@ def draw_variants(told: Sequence[Any], path: Path, step: int) -> str:
 BLUE, RED, GREY = "#2f6f9f", "#c0392b", "#8a949e"
 
 
-def _histogram(axes: Any, found: Found) -> None:
+def _histogram(axes: Any, found: MismatchReport) -> None:
     away = np.abs(np.concatenate([row.differences for row in found.rows]))
     there = away[np.isfinite(away) & (away > 0)]
     if len(there):
@@ -255,7 +255,7 @@ def _histogram(axes: Any, found: Found) -> None:
     axes.set(title=f"{len(away):,} tokens, {same:,} of them equal", xlabel="|trainer - sampler|, nats", ylabel="tokens")
 
 
-def _tokens(axes: Any, found: Found) -> None:
+def _tokens(axes: Any, found: MismatchReport) -> None:
     sampler = np.concatenate([row.sampler[row.drawn] for row in found.rows])
     trainer = np.concatenate([row.trainer[row.drawn] for row in found.rows])
     low = float(min(np.nanmin(sampler), np.nanmin(trainer)))
@@ -264,7 +264,7 @@ def _tokens(axes: Any, found: Found) -> None:
     axes.set(title="log-prob of each token", xlabel="sampler, nats", ylabel="trainer, nats")
 
 
-def _operations(axes: Any, found: Found) -> None:
+def _operations(axes: Any, found: MismatchReport) -> None:
     operations = found.operations
     values = [max(one.difference, 1e-9) for one in operations]
     colours = [RED if one.is_over else BLUE for one in operations]
@@ -280,7 +280,7 @@ def _operations(axes: Any, found: Found) -> None:
     axes.set(title="each operation on the sampler's inputs", xlabel="operation, in order (equal bits: at the bottom)", ylabel="of its size")
 
 
-def _drift(axes: Any, found: Found) -> None:
+def _drift(axes: Any, found: MismatchReport) -> None:
     steps, means, largest = zip(*found.drift, strict=True)
     axes.plot(steps, means, "o-", color=BLUE, markersize=3, label="mean")
     axes.plot(steps, largest, "o-", color=RED, markersize=3, label="largest")

@@ -21,7 +21,7 @@ from megatron_grpo.analysis import vllm_same_bits as kernels
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.vocab import TokenScores
 from megatron_grpo.policy import layers, model
-from megatron_grpo.policy.stream import PackedStream, sequences
+from megatron_grpo.policy.packed_batch import PackedBatch, sequences
 
 
 class _Instead(torch.autograd.Function):
@@ -51,12 +51,12 @@ def _rotate(real, x, rotation):
     return _instead(lambda: real(x, rotation), kernels.rotated(x, cos, sin))
 
 
-def _attention(real, q, k, v, packed: PackedStream, scale, sinks=None):
+def _attention(real, q, k, v, packed: PackedBatch, scale, sinks=None):
     value = _attended(q, k, v, packed, 1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     return _instead(lambda: real(q, k, v, packed, scale, sinks), value)
 
 
-def _attended(q, k, v, packed: PackedStream, scale: float) -> torch.Tensor:
+def _attended(q, k, v, packed: PackedBatch, scale: float) -> torch.Tensor:
     q, k, v = (x.detach().contiguous() for x in (q, k, v))
     out, runs = torch.zeros_like(q), list(sequences(packed))
     if runs:

@@ -23,7 +23,7 @@ from megatron_grpo.policy.model import PolicyModel
 BY_TOKENS = ("embedding", "norm 1", "o proj", "residual 1", "norm 2", "router", "experts", "down", "residual 2", "final norm")
 
 
-class Own(NamedTuple):
+class OwnRows(NamedTuple):
     """Rows [tokens, channels] of this rank; `start` is the token of the first one."""
 
     start: int
@@ -44,7 +44,7 @@ def not_traced(model: PolicyModel) -> str | None:
 
 
 @torch.no_grad()
-def trace(model: PolicyModel, score: Callable[[], Any], *, forced: Mapping[str, torch.Tensor]) -> dict[str, Own]:
+def trace(model: PolicyModel, score: Callable[[], Any], *, forced: Mapping[str, torch.Tensor]) -> dict[str, OwnRows]:
     """score: makes the model score one sequence, which it has whole (no pipeline, no context parallelism). Collective over TP.
 
     forced: by operation, rows [tokens, channels of this rank] from token 0; empty for a pass of the model's own. `log-prob` is not here:
@@ -59,7 +59,7 @@ def trace(model: PolicyModel, score: Callable[[], Any], *, forced: Mapping[str, 
 class _Tracer:
     def __init__(self, model: PolicyModel, forced: Mapping[str, torch.Tensor]):
         self.model, self.forced = model, forced
-        self.found: dict[str, Own] = {}
+        self.found: dict[str, OwnRows] = {}
         self.rank = model.pg_collection.tp.rank()
         cfg, tp = model.config, model.pg_collection.tp.size()
         self.groups, self.heads, self.channels = cfg.num_query_groups // tp, cfg.num_attention_heads // tp, cfg.kv_channels
@@ -69,7 +69,7 @@ class _Tracer:
         rows = own.detach().reshape(len(own), -1).clone()  # what is forced is often written over it
         cut = self.model.config.sequence_parallel and name.split(" ", name.startswith("L"))[-1] in BY_TOKENS
         start = self.rank * len(rows) if cut else 0
-        self.found[name] = Own(start, rows.cpu())
+        self.found[name] = OwnRows(start, rows.cpu())
         if name not in self.forced:
             return None
         theirs = self.forced[name][start : start + len(rows)]
@@ -185,4 +185,4 @@ class _Tracer:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=head.tp_group)
         words = (head.weight if weight is None else weight)[: head.num_valid_rows]
         hidden, words = (x.float() if head.in_float32 else x for x in (hidden.squeeze(1)[batch.predict_at], words))
-        self.found["logits"] = Own(0, (hidden @ words.t()).float().cpu())
+        self.found["logits"] = OwnRows(0, (hidden @ words.t()).float().cpu())

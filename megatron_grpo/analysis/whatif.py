@@ -35,7 +35,7 @@ from megatron_grpo.policy.optimizer import gradient_norm
 from megatron_grpo.policy.policy import Policy
 from megatron_grpo.run.build import PolicyParts
 from megatron_grpo.run.opened import load_weights
-from megatron_grpo.trainer.pending import Pending, score_rows
+from megatron_grpo.trainer.sample_buffer import SampleBuffer, score_rows
 from megatron_grpo.types import GlobalBatch, RowKey, Sample
 from megatron_grpo.weights.shape import ModelShape
 
@@ -126,18 +126,20 @@ def _anchored(policy: Policy, samples: Sequence[Sample]) -> list[Sample]:
     for key, sample in scored.rows.sequences.items():
         routed = sample if scored.experts is None else replace(sample, experts=scored.experts[key])
         mine[key] = sample if hasattr(sample, "old_logprobs") else routed.anchored(scored.logprobs[key], "recompute")
-    found = {key: one for part in collectives.exchange({0: mine if policy.parallel.is_first_of_share else {}}) for key, one in part.items()}
+    found = {
+        key: one for part in collectives.exchange({0: mine if policy.parallel.is_model_parallel_src else {}}) for key, one in part.items()
+    }
     return [found[sample.key] for sample in samples] if found else []
 
 
-def _pending(policy: Policy, samples: Sequence[Sample]) -> Pending:
-    return Pending(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_main else [])
+def _pending(policy: Policy, samples: Sequence[Sample]) -> SampleBuffer:
+    return SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_main else [])
 
 
 def _batch(policy: Policy, samples: Sequence[Sample], index: int) -> GlobalBatch:
     """This rank's share of a step that trains these rows, in their order."""
     pending = _pending(policy, samples)
-    order = collectives.from_first([sample.key for sample in samples])
+    order = collectives.broadcast_object([sample.key for sample in samples])
     micro_steps = [SimpleNamespace(rollout=r, rows=(row, row + 1), fresh_at=pending.rows[r, row].fresh_at) for r, row in order]
     step: Any = SimpleNamespace(index=index, micro_steps=micro_steps)
     return pending.batch(step, weigh=policy.loss.token_weights)[1]
@@ -195,7 +197,7 @@ def _off_policy(policy: Policy, batch: GlobalBatch, logprobs: Any) -> tuple[floa
             log_rho = log_rho[~np.isnan(log_rho)].clip(-20, 20)
             rho = np.exp(log_rho)
             sums += [len(rho), (rho - log_rho - 1).sum(), rho.sum(), (rho * rho).sum()]
-    count, kl, first, second = np.sum(collectives.from_all(sums), axis=0)
+    count, kl, first, second = np.sum(collectives.all_gather_object(sums), axis=0)
     return (float(kl / count), float(first**2 / (count * second))) if count else (0.0, 1.0)
 
 

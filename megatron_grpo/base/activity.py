@@ -111,7 +111,7 @@ def _with_count(one: Phase) -> str:
     return f"{one.name} {one.done:,} of {one.total:,} {one.unit}".rstrip()
 
 
-class Clock:
+class Timers:
     """`with clock("rollout"): ...` adds to `time/rollout`. Blocks of a name add up; a block inside another takes its time from that one.
 
     `clock.beside("rollout_overlapped", 2.5)` tells of seconds in which something else was done too: they are no part of the sum.

@@ -70,17 +70,17 @@ class RowsError(RunError):
     is saved before it ends."""
 
 
-class Interrupted(Exception):
+class RunInterruptedError(Exception):
     """The run was asked to stop, by a signal or because its time is up; its state is on disk. `cli.main` exits with 3: safe to resume."""
 
     is_final = False  # whether this machine's launcher should not start the job again
 
 
-class NobodySamples(Interrupted):
+class NoRolloutServerError(RunInterruptedError):
     """No rollout server is left, and none came back in time. Raised on every rank; what the run has is saved before it ends."""
 
 
-class GivenUp(Interrupted):
+class CancelledError(RunInterruptedError):
     """The run was asked to stop, and what is being sampled or judged takes longer than it may wait. Raised on every rank; what the run
     has is saved before it ends."""
 

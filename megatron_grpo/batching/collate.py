@@ -9,17 +9,17 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from megatron_grpo.batching.pictures import Shown, positions, seen, shown_in
-from megatron_grpo.batching.prefix_groups import FREE, Alignment, Context, Family, common_prefix, contexts_of, num_shared
-from megatron_grpo.batching.split import Portion
-from megatron_grpo.types import AnchoredSample, Kept, MicroBatch, Sample, Segment, Sequence, TrainingMicroBatch
+from megatron_grpo.batching.images import Shown, positions, seen, shown_in
+from megatron_grpo.batching.prefix_groups import FREE, Alignment, ContextSpan, PrefixGroup, common_prefix, contexts_of, num_shared
+from megatron_grpo.batching.split import MicroBatchSpec
+from megatron_grpo.types import MicroBatch, Sample, SampleWithOldLogprobs, SamplingMask, Segment, Sequence, TrainingMicroBatch
 
 
 class _Tree(NamedTuple):
     """Contexts whose first `shared` computed tokens are a trunk; without one (0), a single context."""
 
     shared: int
-    contexts: tuple[Context, ...]
+    contexts: tuple[ContextSpan, ...]
 
 
 class _Place(NamedTuple):
@@ -79,11 +79,12 @@ def collate(
     number: int = 0,
     alignment: Alignment | None = None,
     at_least: int = 0,
-    families: SequenceOf[Family] = (),
+    families: SequenceOf[PrefixGroup] = (),
 ) -> MicroBatch:
     """Packs sequences end to end, so that they can be scored. What contexts of a family begin with alike stands in the stream once.
 
-    number: the micro-batch's place in its pass. at_least: tokens in the stream, itself aligned. families: see `batching.split.Portion`.
+    number: the micro-batch's place in its pass. at_least: tokens in the stream, itself aligned. families: see
+    `batching.split.MicroBatchSpec`.
     Padding goes behind a segment, where causal attention cannot see it, and behind the last one as a segment of its own.
 
     Raises ValueError where a family does not begin with as many equal tokens as was said.
@@ -116,7 +117,9 @@ def collate(
     )
 
 
-def collate_portions(sequences: SequenceOf[Sequence | None], portions: SequenceOf[Portion], alignment: Alignment) -> list[MicroBatch]:
+def collate_portions(
+    sequences: SequenceOf[Sequence | None], portions: SequenceOf[MicroBatchSpec], alignment: Alignment
+) -> list[MicroBatch]:
     """Micro-batches that can be scored. sequences: by their place in the list that was dealt; None where no portion here has one."""
     return [
         collate(
@@ -128,17 +131,17 @@ def collate_portions(sequences: SequenceOf[Sequence | None], portions: SequenceO
 
 
 def _trees(
-    sequences: SequenceOf[Sequence], contexts: SequenceOf[Context], families: SequenceOf[Family], alignment: Alignment
+    sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextSpan], families: SequenceOf[PrefixGroup], alignment: Alignment
 ) -> list[_Tree]:
     """Every context in one of them."""
     family_of = {row: family for family in families for row in family.members}
-    by_family: dict[object, list[Context]] = {}
+    by_family: dict[object, list[ContextSpan]] = {}
     for context in contexts:
         by_family.setdefault(family_of.get(context.row, context), []).append(context)
     trees = []
     for family, members in by_family.items():
         shared = 0
-        if isinstance(family, Family) and len(members) > 1:
+        if isinstance(family, PrefixGroup) and len(members) > 1:
             common = common_prefix(sequences, members)
             if common < family.prefix:
                 raise ValueError(f"rows {family.members} were said to begin with {family.prefix} equal tokens; {common} of them are equal")
@@ -147,13 +150,13 @@ def _trees(
     return trees
 
 
-def _lay(stream: _Stream, sequences: SequenceOf[Sequence], trees: SequenceOf[_Tree]) -> dict[Context, _Place]:
+def _lay(stream: _Stream, sequences: SequenceOf[Sequence], trees: SequenceOf[_Tree]) -> dict[ContextSpan, _Place]:
     """Trunks, then the children of each, then what has no relatives; in each class by length, so that equal lengths lie side by side."""
     families = sorted((tree for tree in trees if tree.shared), key=lambda tree: tree.shared)
     apart = sorted((tree.contexts[0] for tree in trees if not tree.shared), key=lambda context: context.num_computed)
-    places: dict[Context, _Place] = {}
+    places: dict[ContextSpan, _Place] = {}
 
-    def of(context: Context, part: slice) -> tuple[np.ndarray, np.ndarray]:
+    def of(context: ContextSpan, part: slice) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, positions): those of the whole context, cut. What stands behind a picture is placed by it."""
         sequence = sequences[context.row]
         at = stream.positions_of(context.num_computed, shown_in(sequence, context.first, context.end))
@@ -170,7 +173,7 @@ def _lay(stream: _Stream, sequences: SequenceOf[Sequence], trees: SequenceOf[_Tr
 
 
 def _trained(
-    sequences: SequenceOf[Sequence], contexts: SequenceOf[Context], places: dict[Context, _Place]
+    sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextSpan], places: dict[ContextSpan, _Place]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """(places in the stream, targets, rows) of each context's masked tokens. Contexts come row by row, so trained positions do too."""
     for context in contexts:
@@ -179,12 +182,12 @@ def _trained(
         yield places[context].of(at - 1), sequence.token_ids[context.first + at], np.full(len(at), context.row)
 
 
-def _kept(sequences: SequenceOf[Sequence]) -> Kept | None:
+def _kept(sequences: SequenceOf[Sequence]) -> SamplingMask | None:
     """Of all trained positions. None if every token of all sequences was drawn among all words."""
     found = [sequence.kept for sequence in sequences]
     if all(kept is None for kept in found):
         return None
-    return Kept.joined([kept or Kept.all_words(one.num_masked) for kept, one in zip(found, sequences, strict=True)])
+    return SamplingMask.joined([kept or SamplingMask.all_words(one.num_masked) for kept, one in zip(found, sequences, strict=True)])
 
 
 def _experts(sequences: SequenceOf[Sequence], places: np.ndarray, length: int) -> np.ndarray | None:
@@ -208,7 +211,7 @@ def collate_samples(
     number: int = 0,
     alignment: Alignment | None = None,
     at_least: int = 0,
-    families: SequenceOf[Family] = (),
+    families: SequenceOf[PrefixGroup] = (),
 ) -> TrainingMicroBatch:
     """As `collate`, with what the loss needs.
 
@@ -245,7 +248,7 @@ def _of_teacher(sample: Sample) -> np.ndarray:
 def _old_logprobs(sample: Sample, trained_at: int) -> np.ndarray:
     if sample.fresh_at == trained_at:
         return np.full(len(sample.token_ids), np.nan)
-    if not isinstance(sample, AnchoredSample):
+    if not isinstance(sample, SampleWithOldLogprobs):
         raise ValueError(
             f"row {sample.row} of rollout {sample.rollout} was sampled by version {sample.version} and is trained at version "
             f"{trained_at} without old log-probs"
@@ -255,4 +258,4 @@ def _old_logprobs(sample: Sample, trained_at: int) -> np.ndarray:
 
 def _is_compared(sample: Sample, trained_at: int) -> bool:
     """False if the old log-probs are the sampler's own: compared with themselves they say nothing."""
-    return sample.fresh_at == trained_at or not (isinstance(sample, AnchoredSample) and sample.anchored_by == "rollout")
+    return sample.fresh_at == trained_at or not (isinstance(sample, SampleWithOldLogprobs) and sample.anchored_by == "rollout")

@@ -7,13 +7,13 @@ from itertools import islice
 from math import gcd, isqrt, lcm
 
 from megatron_grpo.batching.rules import lower_bounds, minimum, rules
-from megatron_grpo.batching.sizes import Rule, TypedSizes
+from megatron_grpo.batching.sizes import SizeRule, TypedSizes
 
 # Rules that are not about multiples (uneven pipeline stages) cannot narrow the search; past this many misses a side counts as empty.
 MOST_CANDIDATES = 5_000
 
 
-def broken_rules(inputs: TypedSizes) -> list[Rule]:
+def broken_rules(inputs: TypedSizes) -> list[SizeRule]:
     """The rules that these inputs break, without those that only follow from another broken one.
 
     A size that is too small hides only the rules it has a part in: the others are judged with the least it may be in its place.
@@ -22,7 +22,7 @@ def broken_rules(inputs: TypedSizes) -> list[Rule]:
     too_small = {flag for rule in below for flag in rule.flags}
     for flag in too_small:
         inputs = inputs.with_value(flag, minimum(inputs, flag))
-    broken: dict[str, Rule] = {}
+    broken: dict[str, SizeRule] = {}
     for rule in rules(inputs):
         if rule.broken and not any(key in broken for key in rule.after):
             broken[rule.key] = rule

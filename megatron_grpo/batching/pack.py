@@ -23,7 +23,7 @@ def pack(
     max_tokens: int,
     dp_size: int = 1,
     multiple: int = 1,
-    even_length: float = math.inf,
+    balance_length: float = math.inf,
     costs: np.ndarray | None = None,
 ) -> list[list[list[int]]]:
     """[data-parallel rank][micro-batch] -> rows, every row exactly once.
@@ -40,7 +40,7 @@ def pack(
     unit = dp_size * multiple
     if len(lengths) < unit:
         raise ValueError(f"{len(lengths)} sequences cannot fill {dp_size} ranks x {multiple} micro-batches")
-    cost_of_row = lengths + lengths / even_length * lengths if costs is None else costs
+    cost_of_row = lengths + lengths / balance_length * lengths if costs is None else costs
     bins: list[list[int]] = []
     cost_of_bins: list[np.ndarray] = []
     for rows in _full_bins(lengths, max_tokens):

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from megatron_grpo.batching.pack import pack
-from megatron_grpo.types import Completion, Extent, Sequence
+from megatron_grpo.types import Completion, Sequence, SequenceLengths
 
 Tokens = TypeVar("Tokens", int, np.ndarray)
 # A group is cut into pieces no dearer than an even share of a micro-batch on every rank; or than these parts of it, until ranks are even.
@@ -44,7 +44,7 @@ class Alignment:
         return max(-(-total // self.grain), 1) * self.grain
 
 
-class Context(NamedTuple):
+class ContextSpan(NamedTuple):
     """One context of a sequence: the sequence's row in the micro-batch, and where the context begins and ends in its tokens."""
 
     row: int
@@ -53,12 +53,12 @@ class Context(NamedTuple):
     num_computed: int  # the last token predicts nothing, so it is not computed
 
 
-def contexts_of(sequences: SequenceOf[Sequence]) -> list[Context]:
+def contexts_of(sequences: SequenceOf[Sequence]) -> list[ContextSpan]:
     """Row by row."""
-    return [Context(row, first, end, end - first - 1) for row, sequence in enumerate(sequences) for first, end in sequence.contexts]
+    return [ContextSpan(row, first, end, end - first - 1) for row, sequence in enumerate(sequences) for first, end in sequence.contexts]
 
 
-class Family(NamedTuple):
+class PrefixGroup(NamedTuple):
     """Rows of one group that meet in a micro-batch.
 
     members: their places in it. prefix: tokens that packing counts once, 0 if it counts each row by itself. least_saving: in that case they
@@ -67,7 +67,7 @@ class Family(NamedTuple):
 
     members: tuple[int, ...]
     prefix: int
-    least_saving: float
+    min_saving_ratio: float
 
 
 def num_tokens(computed: SequenceOf[int], shared: int, alignment: Alignment) -> int:
@@ -75,7 +75,7 @@ def num_tokens(computed: SequenceOf[int], shared: int, alignment: Alignment) -> 
     return alignment.of_segment(shared) + sum(alignment.of_segment(tokens - shared) for tokens in computed)
 
 
-def num_shared(computed: SequenceOf[int], common: int, family: Family, alignment: Alignment) -> int:
+def num_shared(computed: SequenceOf[int], common: int, family: PrefixGroup, alignment: Alignment) -> int:
     """Counts the tokens that a micro-batch computes once for a family of contexts of so many computed tokens, of which `common` are equal.
 
     Never in a way that takes more tokens than packing counted. More than packing knew of if that takes no more tokens.
@@ -83,11 +83,11 @@ def num_shared(computed: SequenceOf[int], common: int, family: Family, alignment
     apart, packed = (num_tokens(computed, shared, alignment) for shared in (0, family.prefix))
     chosen, fewest = (family.prefix, packed) if packed < apart else (0, apart)
     found = num_tokens(computed, common, alignment)
-    most = fewest if family.prefix else (1 - family.least_saving) * apart
+    most = fewest if family.prefix else (1 - family.min_saving_ratio) * apart
     return common if found < apart and found <= most else chosen
 
 
-def common_prefix(sequences: SequenceOf[Sequence], contexts: SequenceOf[Context]) -> int:
+def common_prefix(sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextSpan]) -> int:
     """Computed tokens that all these contexts begin with: equal tokens, equal pictures, equal forced experts."""
     length = max(min(context.num_computed for context in contexts), 0)
     differs = np.zeros(length, dtype=bool)
@@ -108,7 +108,7 @@ def _routes(sequence: Sequence, first: int, length: int) -> np.ndarray:
     return FREE if sequence.experts is None else sequence.experts[first : first + length]
 
 
-def _shown(sequence: Sequence, context: Context) -> set[tuple[int, str]]:
+def _shown(sequence: Sequence, context: ContextSpan) -> set[tuple[int, str]]:
     return {(place - context.first, picture.key) for place, picture in sequence.shown if context.first <= place < context.end}
 
 
@@ -122,7 +122,7 @@ def prefix_of(completions: SequenceOf[Completion]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class RowColumns:
     """Columns over rows: all that packing knows of them. Tokens include alignment; costs are tokens and, in their measure, attention.
 
     A row by itself takes `apart`. A piece of a group, which computes the group's prefix once, takes `trunk` and the `tails` of its rows.
@@ -141,32 +141,34 @@ class Rows:
         return len(self.group)
 
     @classmethod
-    def of(cls, extents: SequenceOf[Extent], alignment: Alignment, *, even_length: float, least_saving: float | None) -> Rows:
+    def of(
+        cls, extents: SequenceOf[SequenceLengths], alignment: Alignment, *, balance_length: float, min_saving_ratio: float | None
+    ) -> RowColumns:
         """even_length: see `pack`. least_saving: None if nothing is to be shared."""
         numbers: dict[object, int] = {}
-        names = (extent.group if least_saving is not None and extent.group is not None else -1 - i for i, extent in enumerate(extents))
+        names = (extent.group if min_saving_ratio is not None and extent.group is not None else -1 - i for i, extent in enumerate(extents))
         group = np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
         return cls.of_columns(
             group=group,
-            prefix=np.array([extent.prefix for extent in extents], dtype=np.int64) * (least_saving is not None),
+            prefix=np.array([extent.prefix for extent in extents], dtype=np.int64) * (min_saving_ratio is not None),
             num_contexts=np.array([len(extent.contexts) for extent in extents], dtype=np.int64),
             computed=np.array([tokens - 1 for extent in extents for tokens in extent.contexts], dtype=np.int64),
             alignment=alignment,
-            even_length=even_length,
+            balance_length=balance_length,
         )
 
     @classmethod
     def of_columns(
         cls, *, group: np.ndarray, prefix: np.ndarray, num_contexts: np.ndarray, computed: np.ndarray, alignment: Alignment,
-        even_length: float,
-    ) -> Rows:  # fmt: skip
+        balance_length: float,
+    ) -> RowColumns:  # fmt: skip
         """computed: of each context, row by row."""
         row = np.repeat(np.arange(len(group)), num_contexts)
         # Attention pairs every query with every key before it: half of length^2, and for a child all of the trunk besides.
         apart, trunk = alignment.of_segment(computed), alignment.of_segment(prefix)
         tail = alignment.of_segment(computed - prefix[row])
-        apart_cost = apart + apart / even_length * apart
-        tail_cost = tail + (tail + 2 * trunk[row]) / even_length * tail
+        apart_cost = apart + apart / balance_length * apart
+        tail_cost = tail + (tail + 2 * trunk[row]) / balance_length * tail
 
         def of_rows(values: np.ndarray) -> np.ndarray:
             return np.bincount(row, weights=values, minlength=len(group)) if len(row) > len(group) else values
@@ -177,17 +179,17 @@ class Rows:
             apart=of_rows(apart).astype(np.int64),
             apart_cost=of_rows(apart_cost),
             trunk=trunk,
-            trunk_cost=trunk + trunk / even_length * trunk,
+            trunk_cost=trunk + trunk / balance_length * trunk,
             tail=of_rows(tail).astype(np.int64),
             tail_cost=of_rows(tail_cost),
         )
 
-    def worth(self, together: np.ndarray, least_saving: float) -> Rows:
+    def worth(self, together: np.ndarray, min_saving_ratio: float) -> RowColumns:
         """The same rows; those with one number in `together` share their prefix only if that part of their tokens need not be computed."""
         apart, shared = _sums(together, self.apart), _sums(together, self.tail)
         trunk = np.zeros_like(shared)
         trunk[together] = self.trunk
-        pays = ((trunk + shared < apart) & (trunk + shared <= (1 - least_saving) * apart))[together]
+        pays = ((trunk + shared < apart) & (trunk + shared <= (1 - min_saving_ratio) * apart))[together]
         return replace(
             self,
             prefix=np.where(pays, self.prefix, 0),
@@ -211,7 +213,7 @@ def _sums(number: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.bincount(number, weights=values).astype(np.int64)  # exact: token counts are far below 2^53
 
 
-def pack_groups(rows: Rows, *, max_tokens: int, dp_size: int = 1, multiple: int = 1) -> list[list[list[int]]]:
+def pack_groups(rows: RowColumns, *, max_tokens: int, dp_size: int = 1, multiple: int = 1) -> list[list[list[int]]]:
     """As `pack`, where rows of a group that meet in a micro-batch share their prefix: [data-parallel rank][micro-batch] -> rows.
 
     A group stays together if the budget, the number of micro-batches and the balance of ranks allow it; each piece computes the prefix
@@ -237,7 +239,7 @@ def pack_groups(rows: Rows, *, max_tokens: int, dp_size: int = 1, multiple: int 
     return best
 
 
-def _pack_pieces(rows: Rows, piece: np.ndarray, **sizes: int) -> tuple[np.ndarray, list[list[list[int]]]]:
+def _pack_pieces(rows: RowColumns, piece: np.ndarray, **sizes: int) -> tuple[np.ndarray, list[list[list[int]]]]:
     """(piece of each row, [rank][micro-batch] -> pieces). The dearest are halved while they are too few, half of the missing at once."""
     unit = sizes["dp_size"] * sizes["multiple"]
     while True:
@@ -261,7 +263,7 @@ def _rows_of(piece: np.ndarray, dealt: list[list[list[int]]]) -> list[list[list[
     return [[[row for i in pieces for row in order[begin[i] : end[i]]] for pieces in mine] for mine in dealt]
 
 
-def _within_budget(rows: Rows, max_tokens: int) -> np.ndarray:
+def _within_budget(rows: RowColumns, max_tokens: int) -> np.ndarray:
     """The piece of each row: groups, and in as few pieces as fit where a group takes more than the budget."""
     shares = rows.prefix > 0
     key = np.where(shares, rows.group, rows.group.max() + 1 + np.arange(len(rows)))
@@ -292,7 +294,7 @@ def _within_budget(rows: Rows, max_tokens: int) -> np.ndarray:
     return np.unique(key, return_inverse=True)[1]
 
 
-def _no_dearer_than(limit: float, rows: Rows, piece: np.ndarray) -> np.ndarray:
+def _no_dearer_than(limit: float, rows: RowColumns, piece: np.ndarray) -> np.ndarray:
     while True:
         _, cost = rows.sizes(piece)
         dear = (cost > limit) & (np.bincount(piece) > 1)
@@ -301,7 +303,7 @@ def _no_dearer_than(limit: float, rows: Rows, piece: np.ndarray) -> np.ndarray:
         piece = _halved(rows, piece, dear)
 
 
-def _halved(rows: Rows, piece: np.ndarray, which: np.ndarray) -> np.ndarray:
+def _halved(rows: RowColumns, piece: np.ndarray, which: np.ndarray) -> np.ndarray:
     """The piece of each row, where each of `which` has become two. Both get long and short rows."""
     cut = np.flatnonzero(which[piece])
     cut = cut[np.lexsort((rows.tail[cut], piece[cut]))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 
+from megatron_grpo.batching.messages import Messages, remainder
 from megatron_grpo.batching.sizes import (
     ACCUMULATION,
     CP,
@@ -25,13 +26,12 @@ from megatron_grpo.batching.sizes import (
     Derived,
     Fraction,
     Model,
-    Rule,
+    SizeRule,
     TypedSizes,
     cross,
     derive,
 )
 from megatron_grpo.batching.stages import ACCOUNTS, counted_layers
-from megatron_grpo.batching.words import Words, remainder
 from megatron_grpo.config.config import Origin
 
 
@@ -42,7 +42,7 @@ def minimum(inputs: TypedSizes, flag: str) -> int:
     return 2 if flag == GROUP and inputs.needs_group else 1
 
 
-def lower_bounds(inputs: TypedSizes) -> Iterator[Rule]:
+def lower_bounds(inputs: TypedSizes) -> Iterator[SizeRule]:
     """Python's -32 % 8 == 0 is why these come first, and why nothing else is checked while one is broken."""
     for flag, value in inputs.values.items():
         yield _lower_bound(flag, value, minimum(inputs, flag), inputs.origins.get(flag))
@@ -54,17 +54,17 @@ _WHY = {
 }
 
 
-def _lower_bound(flag: str, value: int, least: int, origin: Origin | None) -> Rule:
+def _lower_bound(flag: str, value: int, least: int, origin: Origin | None) -> SizeRule:
     typed = f" ({origin.text})" if origin and origin.text and origin.name != flag else ""
     text = f"{flag} must be at least {least}, not {value}{typed}{_WHY[flag] if least == 2 else ''}"
-    return Rule(key=f"least {flag}", flags=(flag,), holds=value >= least, text=lambda: text)
+    return SizeRule(key=f"least {flag}", flags=(flag,), holds=value >= least, text=lambda: text)
 
 
-def rules(inputs: TypedSizes) -> Iterator[Rule]:
+def rules(inputs: TypedSizes) -> Iterator[SizeRule]:
     """Every rule between sizes; assumes that `lower_bounds` hold."""
     v, d = inputs.values, derive(inputs)
-    words = Words(inputs, d)
-    yield Rule(
+    words = Messages(inputs, d)
+    yield SizeRule(
         key="ranks",
         flags=(WORLD, TP, PP, CP),
         ratio=(v[WORLD], d.ranks_per_replica),
@@ -72,13 +72,13 @@ def rules(inputs: TypedSizes) -> Iterator[Rule]:
     )
     expert = v[ETP] * v[EP] * v[PP]
     if v[ETP] * v[EP] > 1:  # otherwise "ranks" has said it
-        yield Rule(
+        yield SizeRule(
             key="expert ranks",
             flags=(WORLD, ETP, EP, PP),
             ratio=(v[WORLD], expert),
             text=lambda: f"{words.flag(WORLD)} must be a multiple of {words.product((ETP, EP, PP))}: {remainder(v[WORLD], expert)}",
         )
-    yield Rule(
+    yield SizeRule(
         key="engine ranks",
         flags=(WORLD, VLLM_TP),
         ratio=(v[WORLD], v[VLLM_TP]),
@@ -96,7 +96,7 @@ def rules(inputs: TypedSizes) -> Iterator[Rule]:
     if inputs.model.teacher is not None:
         yield from _teacher_layer_rule(inputs, words, inputs.model.teacher)
         yield from _model_rules(inputs, words, inputs.model.teacher, "teacher")
-    yield Rule(
+    yield SizeRule(
         key="sequence parallel",
         flags=("sequence_parallel", TP),
         holds=inputs.values[TP] > 1 or not inputs.sequence_parallel,
@@ -104,10 +104,10 @@ def rules(inputs: TypedSizes) -> Iterator[Rule]:
     )
 
 
-def _global_batch_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
+def _global_batch_rules(inputs: TypedSizes, d: Derived, words: Messages) -> Iterator[SizeRule]:
     v, unit, glob = inputs.values, d.unit, d.global_batch
     if MICRO not in v:
-        yield Rule(
+        yield SizeRule(
             key="micro",
             flags=(*inputs.flags(GLOBAL), ACCUMULATION, WORLD, TP, PP, CP),
             ratio=(d.micro.top, d.micro.bottom),
@@ -118,7 +118,7 @@ def _global_batch_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterato
             ),
         )
     elif GLOBAL in v and ACCUMULATION in v:
-        yield Rule(
+        yield SizeRule(
             key="batch",
             equal=True,
             ratio=cross(glob, Fraction(v[ACCUMULATION] * unit.top, unit.bottom)),
@@ -127,7 +127,7 @@ def _global_batch_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterato
             text=lambda: f"{words.flag(GLOBAL)} must equal {words.accumulated()}. Leave one of the two out, or let them agree",
         )
     elif GLOBAL in v:
-        yield Rule(
+        yield SizeRule(
             key="batch",
             ratio=cross(glob, unit),
             after=("ranks",),
@@ -136,10 +136,10 @@ def _global_batch_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterato
         )
 
 
-def _rollout_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
+def _rollout_rules(inputs: TypedSizes, d: Derived, words: Messages) -> Iterator[SizeRule]:
     v, unit, gen = inputs.values, d.unit, d.generation
     is_product = GENERATION in v or (GLOBAL in v and not inputs.counts(STEPS, "micro-steps"))
-    yield Rule(
+    yield SizeRule(
         key="group",
         ratio=cross(gen, Fraction(d.group)),
         flags=(*words.generation_flags(), GROUP),
@@ -148,7 +148,7 @@ def _rollout_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rul
     )
     if GENERATION not in v:
         return
-    yield Rule(
+    yield SizeRule(
         key="window",
         ratio=cross(gen, unit),
         after=("ranks", "micro"),
@@ -158,12 +158,12 @@ def _rollout_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rul
     yield from _rollout_of_steps_rules(inputs, d, words)
 
 
-def _rollout_of_steps_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
+def _rollout_of_steps_rules(inputs: TypedSizes, d: Derived, words: Messages) -> Iterator[SizeRule]:
     """Between a rollout that is given as such and the optimizer steps that it is trained in."""
     v, glob, gen = inputs.values, d.global_batch, d.generation
     global_after = () if GLOBAL in v else ("ranks", "micro")
     if inputs.counts(STEPS, "micro-steps"):
-        yield Rule(
+        yield SizeRule(
             key="conflict",
             holds=False,
             needs_removal=True,
@@ -172,7 +172,7 @@ def _rollout_of_steps_rules(inputs: TypedSizes, d: Derived, words: Words) -> Ite
         )
     elif STEPS in v:
         of_steps = Fraction(glob.top * v[STEPS], glob.bottom)
-        yield Rule(
+        yield SizeRule(
             key="steps",
             equal=True,
             ratio=cross(gen, of_steps),
@@ -183,7 +183,7 @@ def _rollout_of_steps_rules(inputs: TypedSizes, d: Derived, words: Words) -> Ite
             flags=(*words.generation_flags(), *words.global_flags(), STEPS),
         )
     elif inputs.aligned:
-        yield Rule(
+        yield SizeRule(
             key="aligned",
             ratio=cross(gen, glob),
             after=global_after,
@@ -196,17 +196,17 @@ def _rollout_of_steps_rules(inputs: TypedSizes, d: Derived, words: Words) -> Ite
         )
 
 
-def _interleaving_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterator[Rule]:
+def _interleaving_rules(inputs: TypedSizes, d: Derived, words: Messages) -> Iterator[SizeRule]:
     v = inputs.values
     if VPP not in v:
         return
-    yield Rule(
+    yield SizeRule(
         key="chunks",
         flags=(VPP, PP),
         holds=v[PP] > 1,
         text=lambda: f"{words.flag(VPP)} needs {words.name(PP)} above 1: one stage has nothing to interleave with",
     )
-    yield Rule(
+    yield SizeRule(
         key="interleave",
         ratio=(d.accumulation.top, d.accumulation.bottom * v[PP]),
         after=("ranks", "batch", "micro", "chunks"),
@@ -218,20 +218,20 @@ def _interleaving_rules(inputs: TypedSizes, d: Derived, words: Words) -> Iterato
     )
 
 
-def _layer_rules(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
+def _layer_rules(inputs: TypedSizes, words: Messages) -> Iterator[SizeRule]:
     """How the model's layers divide into stages and chunks of stages; the ends may be of a size of their own."""
     v, layers = inputs.values, inputs.model.num_layers
     if inputs.parallel.pipeline_model_parallel_layout:  # says it all (`batching.stages`)
         return
     if accounts := [name for name in ACCOUNTS if getattr(inputs.parallel, name)]:
         text = f"{' and '.join(accounts)} {'need' if len(accounts) > 1 else 'needs'} {words.name(PP)} above 1"
-        yield Rule(key="accounts", flags=(*accounts, PP), holds=v[PP] > 1, text=lambda: text)
+        yield SizeRule(key="accounts", flags=(*accounts, PP), holds=v[PP] > 1, text=lambda: text)
     own = layers
     layers = counted_layers(inputs.parallel, layers) if layers else layers
     what = f"the model's {own} layers" + (f" and {layers - own} at its ends" if layers and own and layers > own else "")
     ends, chunks = [flag for flag in (FIRST, LAST) if flag in v], v.get(VPP, 1)
     if ends:
-        yield Rule(key="ends", flags=(*ends, PP), holds=v[PP] > 1, text=lambda: f"{words.flag(ends[0])} needs {words.name(PP)} above 1")
+        yield SizeRule(key="ends", flags=(*ends, PP), holds=v[PP] > 1, text=lambda: f"{words.flag(ends[0])} needs {words.name(PP)} above 1")
     if chunks > 1:
         yield from (_chunked_end(flag, v[flag], chunks, words) for flag in ends)
     if not layers:
@@ -241,7 +241,7 @@ def _layer_rules(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
         return
     middle, stages = layers - sum(v[flag] for flag in ends), v[PP] - len(ends)
     fits = middle % (stages * chunks) == 0 and middle > 0 if stages > 0 else middle == 0
-    yield Rule(
+    yield SizeRule(
         key="layers",
         flags=(*ends, PP, VPP),
         holds=fits,
@@ -253,10 +253,10 @@ def _layer_rules(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
     )
 
 
-def _even_layers(key: str, what: str, layers: int, v: Mapping[str, int], words: Words) -> Rule:
+def _even_layers(key: str, what: str, layers: int, v: Mapping[str, int], words: Messages) -> SizeRule:
     """The same number of them for each chunk of each stage. what: whose they are, and how many."""
     chunks = v.get(VPP, 1)
-    return Rule(
+    return SizeRule(
         key=key,
         flags=(PP, VPP),
         ratio=(layers, v[PP] * chunks),
@@ -266,8 +266,8 @@ def _even_layers(key: str, what: str, layers: int, v: Mapping[str, int], words: 
     )
 
 
-def _chunked_end(flag: str, layers: int, chunks: int, words: Words) -> Rule:
-    return Rule(
+def _chunked_end(flag: str, layers: int, chunks: int, words: Messages) -> SizeRule:
+    return SizeRule(
         key=f"chunked {flag}",
         flags=(flag, VPP),
         ratio=(layers, chunks),
@@ -275,19 +275,19 @@ def _chunked_end(flag: str, layers: int, chunks: int, words: Words) -> Rule:
     )
 
 
-def _teacher_layer_rule(inputs: TypedSizes, words: Words, teacher: Model) -> Iterator[Rule]:
+def _teacher_layer_rule(inputs: TypedSizes, words: Messages, teacher: Model) -> Iterator[SizeRule]:
     layers = teacher.num_layers
     if layers is not None and layers != inputs.model.num_layers:
         yield _even_layers("teacher layers", f"the teacher's {layers} layers", layers, inputs.values, words)
 
 
-def _dense_rule(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
+def _dense_rule(inputs: TypedSizes, words: Messages) -> Iterator[SizeRule]:
     """Ranks that share out experts need a model that has some."""
     v, teacher = inputs.values, inputs.model.teacher
     if inputs.model.num_experts != 0 or (teacher is not None and teacher.num_experts != 0):
         return
     whose = "the model has no experts" if teacher is None else "neither the model nor the teacher has experts"
-    yield Rule(
+    yield SizeRule(
         key="dense",
         flags=(EP, ETP),
         holds=v[EP] == 1 and v[ETP] == 1,
@@ -295,18 +295,18 @@ def _dense_rule(inputs: TypedSizes, words: Words) -> Iterator[Rule]:
     )
 
 
-def _model_rules(inputs: TypedSizes, words: Words, model: Model, name: str) -> Iterator[Rule]:
+def _model_rules(inputs: TypedSizes, words: Messages, model: Model, name: str) -> Iterator[SizeRule]:
     """name: what it is called in sentences, model or teacher."""
     v, experts = inputs.values, model.num_experts
     if experts:
         verb = "trains" if name == "model" else "scores"
-        yield Rule(
+        yield SizeRule(
             key=f"{name} experts",
             flags=(EP,),
             ratio=(experts, v[EP]),
             text=lambda: f"the {name}'s {experts} experts must be a multiple of {words.flag(EP)}: {remainder(experts, v[EP])}",
         )
-        yield Rule(
+        yield SizeRule(
             key=f"{name} expert sequence",
             flags=(TP, "sequence_parallel"),
             holds=v[TP] == 1 or inputs.sequence_parallel,
@@ -314,4 +314,4 @@ def _model_rules(inputs: TypedSizes, words: Words, model: Model, name: str) -> I
         )
     for number, (flag, sentence) in enumerate(model.misfits(v[TP], v[EP], v[ETP]) if model.misfits else ()):
         said = sentence.replace("the model's", f"the {name}'s")
-        yield Rule(key=f"{name} {number}", flags=(flag,), holds=False, text=partial(str, said), after=(f"{name} experts", "dense"))
+        yield SizeRule(key=f"{name} {number}", flags=(flag,), holds=False, text=partial(str, said), after=(f"{name} experts", "dense"))

@@ -69,7 +69,7 @@ class TypedSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class SizeRule:
     """The first of `ratio` must be a whole multiple of the second (equal to it where `equal`), or, without them, `holds` must be true.
 
     after: rules that must hold before this one means anything. needs_removal: no value mends it, one of the flags has to go.

@@ -31,8 +31,8 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: TID251 - the file format
 
 from megatron_grpo.base.errors import RunError
-from megatron_grpo.checkpoint.pieces import Contents, Piece, Placed, dealt, metadata_of, pieces_of
-from megatron_grpo.checkpoint.strangers import nothing_runs, refuse_extra_state
+from megatron_grpo.checkpoint.safe_unpickle import nothing_runs, refuse_extra_state
+from megatron_grpo.checkpoint.shards import Contents, PlacedShard, Shard, dealt, metadata_of, pieces_of
 from megatron_grpo.parallel import collectives
 
 CHUNK = 256 << 20  # bytes of host memory that are asked for at once; torch rounds what it pins up to a power of two
@@ -56,8 +56,8 @@ def agreed(what: str) -> Iterator[None]:
         yield
     except FAILURES as error:
         problem, cause = _describe(error), error
-    if collectives.largest(problem is not None):
-        problems = collectives.from_all(problem)
+    if collectives.all_reduce_max(problem is not None):
+        problems = collectives.all_gather_object(problem)
         # What torch has already brought to all ranks names its rank and reads alike everywhere: once is enough.
         texts = [text if text.startswith("rank ") else f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
         raise CheckpointError(f"{what}: {'; '.join(dict.fromkeys(texts))}") from cause
@@ -69,7 +69,7 @@ class Written:
 
     files: dict[str, Entry]
     file: str
-    placed: list[Placed]
+    placed: list[PlacedShard]
 
 
 class ShardedWriter:
@@ -83,7 +83,7 @@ class ShardedWriter:
         self._group = group
         self._staging = Staging() if staged else None
         self._mine: frozenset[int] | None = None  # of what others hold too; the same for the whole run
-        self._known: list[Placed] | None = None  # what rank 0 has been told of
+        self._known: list[PlacedShard] | None = None  # what rank 0 has been told of
         self._metadata = b""
 
     def taken(self, state: dict[str, Any], others: dict[str, bytes]) -> Callable[[Path], Written]:
@@ -108,13 +108,13 @@ class ShardedWriter:
 
     def told(self, written: Written) -> Callable[[Path], dict[str, Entry]] | None:
         """On rank 0, a function that writes `.metadata` and returns the files of all ranks; None elsewhere. Collective."""
-        is_new = bool(collectives.largest(written.placed != self._known))
-        parts = collectives.to_first((written.files, written.file, written.placed) if is_new else (written.files, "", ()))
+        is_new = bool(collectives.all_reduce_max(written.placed != self._known))
+        parts = collectives.gather_object((written.files, written.file, written.placed) if is_new else (written.files, "", ()))
         self._known = written.placed
         return None if parts is None else partial(self._publish, parts, is_new=is_new)
 
     def _publish(
-        self, parts: Sequence[tuple[dict[str, Entry], str, Sequence[Placed]]], directory: Path, *, is_new: bool
+        self, parts: Sequence[tuple[dict[str, Entry], str, Sequence[PlacedShard]]], directory: Path, *, is_new: bool
     ) -> dict[str, Entry]:
         if is_new:
             self._metadata = metadata_of([(file, placed) for _, file, placed in parts])
@@ -123,8 +123,8 @@ class ShardedWriter:
         }
 
 
-def _write(pieces: Sequence[tuple[Piece, Contents]], others: dict[str, bytes], directory: Path, *, rank: int) -> Written:
-    files, file, placed = {}, f"__{rank}_0.distcp" if pieces else "", list[Placed]()
+def _write(pieces: Sequence[tuple[Shard, Contents]], others: dict[str, bytes], directory: Path, *, rank: int) -> Written:
+    files, file, placed = {}, f"__{rank}_0.distcp" if pieces else "", list[PlacedShard]()
     try:
         if pieces:
             files[file], placed = write_pieces(directory / file, pieces)
@@ -142,11 +142,11 @@ def read_sharded(state: dict[str, Any], directory: Path, *, partly: bool = False
     with agreed(f"loading {directory} into this model"), nothing_runs(directory):
         mine = {leaf.key for leaf in nested_values(load_preprocess(state)[0]) if isinstance(leaf, ShardedBase)}
         held = sorted({part.key for part in load_sharded_metadata(str(directory)).values()})
-    if collectives.largest(not mine <= set(held)):
-        raise CheckpointError(f"it lacks {_some(set().union(*collectives.from_all(mine - set(held))))}")
+    if collectives.all_reduce_max(not mine <= set(held)):
+        raise CheckpointError(f"it lacks {_some(set().union(*collectives.all_gather_object(mine - set(held))))}")
     # "_extra_state" is what Transformer Engine's layers keep beside their weights: nothing, unless they compute in FP8.
     wanted = [name in mine or name.endswith("_extra_state") for name in held]
-    left_over = {name for name, is_wanted in zip(held, collectives.any_of_all(wanted), strict=True) if not is_wanted}
+    left_over = {name for name, is_wanted in zip(held, collectives.all_reduce_any(wanted), strict=True) if not is_wanted}
     if left_over and not partly:
         raise CheckpointError(f"it holds {_some(left_over)}, which this run has no use for")
     with agreed(f"loading {directory} into this model"), nothing_runs(directory):
@@ -218,7 +218,7 @@ def write_file(path: Path, contents: bytes) -> Entry:
     return file.entry
 
 
-def write_pieces(path: Path, pieces: Sequence[tuple[Piece, Contents]]) -> tuple[Entry, list[Placed]]:
+def write_pieces(path: Path, pieces: Sequence[tuple[Shard, Contents]]) -> tuple[Entry, list[PlacedShard]]:
     """One rank's file of a sharded state dict: its pieces one behind the other, as torch's own writer has them."""
     placed = []
     with HashedFile(path) as file:
@@ -228,7 +228,7 @@ def write_pieces(path: Path, pieces: Sequence[tuple[Piece, Contents]]) -> tuple[
                 file.write(contents)
             else:
                 torch.save(_alone(contents), cast(IO[bytes], file))
-            placed.append(Placed(piece, start, file.tell() - start))
+            placed.append(PlacedShard(piece, start, file.tell() - start))
     return file.entry, placed
 
 
@@ -244,7 +244,7 @@ class Staging:
     def __init__(self) -> None:
         self._chunks: list[torch.Tensor] = []
 
-    def copies(self, pieces: Sequence[tuple[Piece, Contents]]) -> list[tuple[Piece, Contents]]:
+    def copies(self, pieces: Sequence[tuple[Shard, Contents]]) -> list[tuple[Shard, Contents]]:
         """The pieces as they are now, bit for bit; they stay so whatever happens to the model. The copies are done when this returns.
 
         Valid until it is called again.

@@ -36,7 +36,7 @@ WRITING, TRASH = ".writing_", ".trash_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class RunOrigin:
     """What a run is made of: its checkpoints say so, and a run that continues one is compared with it.
 
     settings: every setting by name; a checkpoint of format 1 lacks those that followed from others. content: fingerprints of what the
@@ -61,7 +61,7 @@ class Manifest:
     progress: Progress
     num_pending: int
     save_number: int
-    origin: Origin
+    origin: RunOrigin
     files: Mapping[str, Mapping[str, Any]]
     is_good: bool = False
 
@@ -80,7 +80,7 @@ _OWN = (
 )
 
 
-def facts(origin: Origin, progress: Progress, **more: Any) -> dict[str, Any]:
+def facts(origin: RunOrigin, progress: Progress, **more: Any) -> dict[str, Any]:
     """What a new manifest says besides its step, number and files."""
     return {
         "format": FORMAT,
@@ -130,7 +130,7 @@ def read_manifest(directory: Path) -> Manifest | str:
         progress=Progress(**found["progress"]),
         num_pending=found["num_pending"],
         save_number=found.get("save_number", 0),
-        origin=Origin(settings=settings, content=found.get("content", {}), sizes=found["batch"], job=found.get("job", {})),
+        origin=RunOrigin(settings=settings, content=found.get("content", {}), sizes=found["batch"], job=found.get("job", {})),
         files=found["files"],
         is_good=(directory / GOOD).is_file(),
     )

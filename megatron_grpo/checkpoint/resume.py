@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with
-from megatron_grpo.checkpoint.content import settings_of, vocabulary_fingerprint
-from megatron_grpo.checkpoint.continuity import FREEZING, Difference, changes_since, problems_of
-from megatron_grpo.checkpoint.manifest import FORMAT, MANIFEST, POINTER, Folder, Manifest, Origin, damage, read_manifest
+from megatron_grpo.checkpoint.fingerprints import settings_of, vocabulary_fingerprint
+from megatron_grpo.checkpoint.manifest import FORMAT, MANIFEST, POINTER, Folder, Manifest, RunOrigin, damage, read_manifest
+from megatron_grpo.checkpoint.resume_compatibility import FREEZING, Difference, changes_since, problems_of
 from megatron_grpo.checkpoint.samples import files_of_samples, unreadable
 from megatron_grpo.checkpoint.written import holds_run, why_not_begun_again, why_not_written
 
 if TYPE_CHECKING:
-    from megatron_grpo.batching.timetable import Timetable
+    from megatron_grpo.batching.schedule import TrainingSchedule
     from megatron_grpo.config.config import Config
     from megatron_grpo.data.prompts import PromptStream
 
@@ -51,7 +51,7 @@ class Resume:
 
     output_dir: Path
     candidates: tuple[Candidate, ...] = ()
-    origin: Origin = Origin()
+    origin: RunOrigin = RunOrigin()
     wipes: bool = False
     asked: str = ""
     num_steps: int | None = None
@@ -91,7 +91,7 @@ class Resume:
 
 def judge_resume(
     cfg: Config,
-    timetable: Timetable,
+    timetable: TrainingSchedule,
     content: Mapping[str, str],
     prompts: PromptStream | None = None,
     environ: Mapping[str, str] = os.environ,
@@ -100,7 +100,7 @@ def judge_resume(
 
     content: `content.content_of` this run. prompts: its stream, where the data set has been read.
     """
-    origin = Origin(settings=settings_of(cfg), content=dict(content), sizes=timetable.sizes.stream_sizes, job=launcher.job_ids(environ))
+    origin = RunOrigin(settings=settings_of(cfg), content=dict(content), sizes=timetable.sizes.stream_sizes, job=launcher.job_ids(environ))
     resume = find_checkpoints(cfg.run.output_dir, cfg.run.resume, overwrites=cfg.run.overwrite_output_dir, origin=origin, environ=environ)
     judged = []
     for candidate in resume.candidates:
@@ -122,14 +122,14 @@ def find_checkpoints(
     resume: str = "auto",
     *,
     overwrites: bool = False,
-    origin: Origin | None = None,
+    origin: RunOrigin | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Resume:
     """The checkpoints that `--resume` names, those with missing or cut files left out. Raises ConfigError if it names one in vain.
 
     What is to be cleared, or must not be continued, is not: at a restart, a job continues what it has written itself.
     """
-    out, origin = Path(output_dir), origin or Origin(job=launcher.job_ids(environ))
+    out, origin = Path(output_dir), origin or RunOrigin(job=launcher.job_ids(environ))
     in_the_way = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
     if in_the_way:
         where = "is a file" if in_the_way == out else f"cannot be made: {in_the_way} is a file"

@@ -27,7 +27,7 @@ RENAMED, DERIVED = {"loss_mask": "mask"}, {"fresh_at": "version"}
 _SCALARS = {int: np.int64, float: np.float64, bool: np.bool_, str: np.str_}
 
 
-class UnknownSamples(ValueError):
+class UnknownSamplesError(ValueError):
     """The file is whole, and says something that this version does not know."""
 
 
@@ -48,7 +48,7 @@ def file_of(samples: Sequence[Any]) -> bytes:
 
 
 def read_samples(path: Path, kind: type = Sample) -> list[Any]:
-    """What `file_of` made, in the same order: samples of `kind` and of the kinds below it. Raises UnknownSamples."""
+    """What `file_of` made, in the same order: samples of `kind` and of the kinds below it. Raises UnknownSamplesError."""
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
     header = _header(path, arrays, kind)
@@ -63,7 +63,7 @@ def unreadable(path: Path, kind: type = Sample) -> str | None:
     try:
         with np.load(path, allow_pickle=False) as file:
             _header(path, dict.fromkeys(file.files) | {name: file[name] for name in (HEADER, "kinds") if name in file}, kind)
-    except UnknownSamples as error:
+    except UnknownSamplesError as error:
         return str(error)
     return None
 
@@ -153,17 +153,17 @@ def _header(path: Path, arrays: Mapping[str, Any], kind: type) -> dict[str, Any]
         header = {"format": 1, "written_by": "megatron_grpo 0.1.0", "kinds": {name: dict.fromkeys(names[name], "") for name in kinds}}
     says, this = f"{path} was written by {header['written_by']} and has", f"megatron_grpo {__version__}"
     if header["format"] not in (1, FORMAT):
-        raise UnknownSamples(f"{says} format {header['format']}; {this} reads formats 1 and {FORMAT}")
+        raise UnknownSamplesError(f"{says} format {header['format']}; {this} reads formats 1 and {FORMAT}")
     known = {one.__name__: one for one in _kinds(kind)}
     for name, columns in header["kinds"].items():
         if name not in known:
-            raise UnknownSamples(f"{says} samples of the kind {name}, which {this} does not know")
+            raise UnknownSamplesError(f"{says} samples of the kind {name}, which {this} does not know")
         mine = column_types(known[name])
         for column, its_type in columns.items():
             if (column if header["format"] > 1 else RENAMED.get(column, column)) not in mine and column not in mine:
-                raise UnknownSamples(f"{says} the field {name}.{column}, which {this} does not know")
+                raise UnknownSamplesError(f"{says} the field {name}.{column}, which {this} does not know")
             if its_type and mine[column] not in (its_type, f"{its_type}?"):
-                raise UnknownSamples(f"{says} {name}.{column} as {its_type}; in {this} it is {mine[column]}")
+                raise UnknownSamplesError(f"{says} {name}.{column} as {its_type}; in {this} it is {mine[column]}")
     return header
 
 
@@ -196,7 +196,7 @@ def _rows_of_format_1(path: Path, kind: type, arrays: Mapping[str, np.ndarray]) 
 def _made(path: Path, kind: type, columns: Mapping[str, Sequence[Any]]) -> Iterator[Any]:
     for field in fields(kind):
         if field.name not in columns and field.default is MISSING and field.default_factory is MISSING:
-            raise UnknownSamples(f"{path} lacks {kind.__name__}.{field.name}, which has no default in megatron_grpo {__version__}")
+            raise UnknownSamplesError(f"{path} lacks {kind.__name__}.{field.name}, which has no default in megatron_grpo {__version__}")
     for row in zip(*columns.values(), strict=True):
         yield kind(**dict(zip(columns, row, strict=True)))
 

@@ -23,19 +23,19 @@ from megatron_grpo.base import activity
 from megatron_grpo.base.cleanup import begun
 from megatron_grpo.base.errors import ConfigError, config_error
 from megatron_grpo.base.files import mark, written_whole
-from megatron_grpo.checkpoint import generators
+from megatron_grpo.checkpoint import rng_state
 from megatron_grpo.checkpoint.best import Best
-from megatron_grpo.checkpoint.continuity import Difference
 from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, agreed, read_sharded
 from megatron_grpo.checkpoint.manifest import CONFIG, Folder, Manifest, damage, facts
 from megatron_grpo.checkpoint.resume import OURS, Candidate, Resume, several, unusable
+from megatron_grpo.checkpoint.resume_compatibility import Difference
 from megatron_grpo.checkpoint.samples import file_of, files_of_samples, read_samples
 from megatron_grpo.checkpoint.written import RUN
 from megatron_grpo.parallel import collectives
 from megatron_grpo.types import Progress
 
 if TYPE_CHECKING:
-    from megatron_grpo.batching.timetable import Step
+    from megatron_grpo.batching.schedule import ScheduledStep
     from megatron_grpo.config.config import RunConfig
     from megatron_grpo.data.prompts import PromptStream
 
@@ -43,7 +43,7 @@ __all__ = ["CheckpointError", "Checkpoints"]
 
 
 Policy = Any  # policy.policy.Policy, a room beside this one
-Pending = Any  # the rows that wait to be trained: trainer.pending.Pending, of a room above
+SampleBuffer = Any  # the rows that wait to be trained: trainer.pending.SampleBuffer, of a room above
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class Checkpoints:
         except OSError as error:  # the step is as good as it was
             self.say(f"WARNING: that a checkpoint is good cannot be written down ({error.strerror}); the next step tries again")
 
-    def record(self, step: Step, pending: Pending) -> None:
+    def record(self, step: ScheduledStep, pending: SampleBuffer) -> None:
         """Before an optimizer step is taken: if a checkpoint holds the weights that it starts from, its rows are written beside it, in the
         order of the step. The checkpoint is as whole without them. Collective, where rows are recorded at all."""
         if not self.cfg.record_rows or step.index != (self._underway.step if self._underway else self._saved_step):
@@ -118,9 +118,9 @@ class Checkpoints:
 
     def last_good(self, step: int) -> Path | None:
         """The last checkpoint up to `step` whose weights are known to have trained. Rank 0 looks. Collective."""
-        return collectives.from_first(self.folder.last_good(step) if collectives.rank() == 0 else None)
+        return collectives.broadcast_object(self.folder.last_good(step) if collectives.rank() == 0 else None)
 
-    def save(self, progress: Progress, pending: Pending, policy: Policy, prompts: PromptStream) -> bool:
+    def save(self, progress: Progress, pending: SampleBuffer, policy: Policy, prompts: PromptStream) -> bool:
         """One checkpoint, unless this step has just been saved. With `async_save` it is complete after `finish`, or after some `advance`.
 
         Waits for the one before. Raises CheckpointError on every rank, and leaves no partial directory, when any rank cannot write.
@@ -130,13 +130,13 @@ class Checkpoints:
             return False
         self.finish()
         with self._removed_if_it_fails(step):
-            random = generators.collect()
+            random = rng_state.collect()
             with agreed(f"creating {self.folder.being_written(step)}"):
                 if first:
                     self.folder.begin(step)
                 others = self._others(progress, pending, policy, prompts)
             if random is not None:
-                others[f"{OURS}/{generators.FILE}"] = random
+                others[f"{OURS}/{rng_state.FILE}"] = random
             with policy.resident("all"):
                 write = self._sharded.taken(policy.sharded_state_dict(is_loading=False), others)
                 task = self._begun(partial(write, self.folder.being_written(step)))
@@ -155,7 +155,7 @@ class Checkpoints:
         if save is None:
             return
         mine = GOES_ON if not save.task.done() else FAILED if save.task.exception() else 0
-        if collectives.largest(mine) != GOES_ON:
+        if collectives.all_reduce_max(mine) != GOES_ON:
             self._complete_part(save)
 
     def finish(self) -> None:
@@ -205,7 +205,7 @@ class Checkpoints:
             kept = f"the last complete one is of step {self._saved_step}" if self._saved_step else "this run has written none before"
             raise CheckpointError(f"The checkpoint of step {step} failed and was removed; {kept}. {error}") from error
 
-    def _others(self, progress: Progress, pending: Pending, policy: Policy, prompts: PromptStream) -> dict[str, bytes]:
+    def _others(self, progress: Progress, pending: SampleBuffer, policy: Policy, prompts: PromptStream) -> dict[str, bytes]:
         """Files of this rank that are not sharded, by name: its rows, and on rank 0 what is the same for all."""
         files = {}
         if rows := pending.to_save():
@@ -219,7 +219,7 @@ class Checkpoints:
                 files[CONFIG] = config.read_bytes()
         return files
 
-    def _facts(self, progress: Progress, pending: Pending) -> dict[str, Any]:
+    def _facts(self, progress: Progress, pending: SampleBuffer) -> dict[str, Any]:
         """The manifest; `versions` is the ledger of what is pending, by rollout."""
         versions = {str(row.rollout): row.version for row in pending.rows.values()}
         return facts(self.resume.origin, progress, world_size=collectives.num_ranks(), torch=torch.__version__, num_pending=len(pending),
@@ -232,7 +232,7 @@ class Checkpoints:
 
         Before any model loads. Says what was chosen. Raises ConfigError on every rank if all are damaged.
         """
-        resume = collectives.from_first(self.resume)  # one view of the directory, where a file system may show files late
+        resume = collectives.broadcast_object(self.resume)  # one view of the directory, where a file system may show files late
         first, refused = collectives.rank() == 0, []
         for line in resume.notes if first else ():
             self.say(line)
@@ -264,7 +264,7 @@ class Checkpoints:
         if before != fingerprint and collectives.rank() == 0:
             self.say(f"Changed since that checkpoint:\n  {Difference(name=name, was=before, now=fingerprint, verdict='said')}")
 
-    def restore(self, policy: Policy, prompts: PromptStream, nothing: Pending) -> tuple[Progress, Pending]:
+    def restore(self, policy: Policy, prompts: PromptStream, nothing: SampleBuffer) -> tuple[Progress, SampleBuffer]:
         """Puts the run back to where the chosen checkpoint was taken; a fresh run is at step 0 with nothing pending.
 
         nothing: what is pending then.
@@ -296,9 +296,9 @@ class Checkpoints:
             if "rng" in self.resume.without:
                 pass
             elif self._chosen.manifest.format < 3:
-                generators.restore_from_own_file(ours / "rng" / f"rank_{collectives.rank():05d}.pt")
+                rng_state.restore_from_own_file(ours / "rng" / f"rank_{collectives.rank():05d}.pt")
             else:
-                generators.restore(ours / generators.FILE)
+                rng_state.restore(ours / rng_state.FILE)
             files = files_of_samples(ours)[collectives.rank() :: collectives.num_ranks()]
             mine = [replace(one, shown=prompts.pictures_of(one.prompt_number)) for path in files for one in read_samples(path)]
         pending = nothing.restored(mine)
@@ -322,5 +322,5 @@ def damage_of(manifest: Manifest) -> list[str]:
     """Checks every byte of a checkpoint, the files dealt out over the ranks; the same answer on all of them. Collective."""
     files = manifest.files
     mine = sorted(files)[collectives.rank() :: collectives.num_ranks()]
-    found = collectives.from_all(damage(manifest.directory, {name: files[name] for name in mine}))
+    found = collectives.all_gather_object(damage(manifest.directory, {name: files[name] for name in mine}))
     return [sentence for sentences in found for sentence in sentences]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_grpo.base.errors import Problem
-from megatron_grpo.compat.foreign import UNKNOWN, Dialect
+from megatron_grpo.compat.foreign_args import UNKNOWN, Dialect
 from megatron_grpo.config.read import Read, TypedSetting, words_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class _Dialects(Mapping[str, Dialect]):
 
     def unknown(self, found: Mapping[str, Sequence[str]], translation: Translation | None) -> list[Problem]:
         """What to type instead of names, by source, that nobody knows."""
-        from megatron_grpo.compat.remedies import problems_of_unknown
+        from megatron_grpo.compat.suggestions import problems_of_unknown
 
         return list(problems_of_unknown(found, translation.dialect if translation else None, self))
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_grpo.compat.foreign import OFF, Change, Given, Reader
+from megatron_grpo.compat.foreign_args import OFF, Change, Given, Reader
 from megatron_grpo.config.servers import OF_THE_ENGINE
-from megatron_grpo.config.table import TRUE, BadValue
+from megatron_grpo.config.table import TRUE, InvalidValueError
 
 BUILT_IN_REWARDS = (
     "environment",
@@ -26,7 +26,7 @@ def no_token(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """The sentence does not repeat what was typed."""
     if " ".join(words).lower() in OFF:
         return {}
-    raise BadValue("is a secret, and settings are written to files: the environment variable HF_TOKEN holds it")
+    raise InvalidValueError("is a secret, and settings are written to files: the environment variable HF_TOKEN holds it")
 
 
 def listed(words: Sequence[str]) -> list[str]:
@@ -51,7 +51,9 @@ def best(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         return {"metric_for_best_model": f"eval/{re.split('[.:]', by_function[1])[-1]}"}
     if asked in _LENGTHS:
         return {"metric_for_best_model": f"eval/{asked.partition('/')[2]}"}
-    raise BadValue(f"({name}) is nothing that an evaluation tells here. Use eval_reward, eval_rewards/NAME/mean, eval_{_LENGTHS[0]}")
+    raise InvalidValueError(
+        f"({name}) is nothing that an evaluation tells here. Use eval_reward, eval_rewards/NAME/mean, eval_{_LENGTHS[0]}"
+    )
 
 
 def datasets(words: Sequence[str], given: Given) -> Mapping[str, Any]:
@@ -71,7 +73,7 @@ def held_out(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 def betas(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     found = [part for word in words for part in listed([word])]
     if len(found) != 2:
-        raise BadValue(f"needs two numbers, not {' '.join(words)!r}")
+        raise InvalidValueError(f"needs two numbers, not {' '.join(words)!r}")
     return {"adam_beta1": found[0], "adam_beta2": found[1]}
 
 
@@ -80,7 +82,7 @@ def own_rewards(what: str) -> Reader:
 
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         if not given.get("reward_funcs"):
-            raise BadValue(f"({' '.join(words)}) is {what}, and not there: rewards come from reward_funcs. Add --reward_funcs")
+            raise InvalidValueError(f"({' '.join(words)}) is {what}, and not there: rewards come from reward_funcs. Add --reward_funcs")
         return {}
 
     return read
@@ -134,12 +136,12 @@ def of_vllm(values: Mapping[str, Any], given: Given, *, prefix: str, apart: Sequ
     flow = _FLOW.sub(r"\1: ", given.text(prefix, "{}"))
     whole_of_it = {} if flow.lower() in OFF else yaml.safe_load(flow)
     if not isinstance(whole_of_it, dict):
-        raise BadValue(f"{prefix} ({given.text(prefix, '')}) needs a mapping, such as {{max_model_len: 4096}}")
+        raise InvalidValueError(f"{prefix} ({given.text(prefix, '')}) needs a mapping, such as {{max_model_len: 4096}}")
     names = [name for name in given if name.startswith(f"{prefix}.") and name not in apart]
     words = {**whole_of_it, **{name.removeprefix(f"{prefix}."): yaml.safe_load(" ".join(given[name])) for name in names}}
     ours = {_OF_THE_ENGINE[name]: value for name, value in words.items() if name in _OF_THE_ENGINE and value is not None}
     if clash := [name for name, value in ours.items() if values.get(name, value) != value]:
-        raise BadValue(f"{prefix} says {clash[0]} {ours[clash[0]]}, which is {values[clash[0]]} elsewhere. Keep one of them")
+        raise InvalidValueError(f"{prefix} says {clash[0]} {ours[clash[0]]}, which is {values[clash[0]]} elsewhere. Keep one of them")
     more = _nested({name: value for name, value in words.items() if name not in _OF_THE_ENGINE and value is not None})
     if ours or more:
         note = f"{prefix} is handed to vLLM's EngineArgs: {', '.join([*ours, *(['vllm_engine_kwargs'] if more else [])])}."
@@ -156,7 +158,7 @@ def template(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     except yaml.YAMLError:
         found = None
     if not isinstance(found, dict):
-        raise BadValue(f"needs a mapping, such as {{enable_thinking: false}}, not {text!r}")
+        raise InvalidValueError(f"needs a mapping, such as {{enable_thinking: false}}, not {text!r}")
     return {"chat_template_kwargs": found} if found else {}
 
 
@@ -202,7 +204,7 @@ def loggers(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """The terminal and files are told anyway."""
     found = [name.lower() for word in words for name in listed([word]) if name.lower() not in ("console", "file", *OFF)]
     if unknown := [name for name in found if name not in SERVICES]:
-        raise BadValue(f"({', '.join(unknown)}) is not there. There are: {', '.join(SERVICES)}")
+        raise InvalidValueError(f"({', '.join(unknown)}) is not there. There are: {', '.join(SERVICES)}")
     return {"report_to": found} if found else {}
 
 

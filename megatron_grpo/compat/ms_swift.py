@@ -7,9 +7,9 @@ from typing import Any
 
 from megatron_grpo.compat import swift, trl
 from megatron_grpo.compat.common import drops_last
-from megatron_grpo.compat.foreign import OFF, Change, Given
+from megatron_grpo.compat.foreign_args import OFF, Change, Given
 from megatron_grpo.compat.tables import sentence
-from megatron_grpo.config.table import BadValue
+from megatron_grpo.config.table import InvalidValueError
 
 _DEEPSPEED = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
@@ -19,7 +19,7 @@ def _settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     kind = given.text("deepspeed", "none")
     if kind not in (*_DEEPSPEED, *OFF):
         there = ", ".join(_DEEPSPEED)
-        raise BadValue(f"deepspeed ({kind}) is a file that is not read: {sentence('SHARDED_ELSEWHERE')}. There are: {there}")
+        raise InvalidValueError(f"deepspeed ({kind}) is a file that is not read: {sentence('SHARDED_ELSEWHERE')}. There are: {there}")
     if kind not in ("zero0", *OFF):
         note = f"deepspeed {kind}: optimizer state is sharded here (use_distributed_optimizer, optimizer_cpu_offload for the host), and a "
         yield Change(note=f"{note}rank holds weights whole but for tensor_model_parallel_size and its like.")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_grpo.base.errors import Problem
-from megatron_grpo.compat.foreign import UNKNOWN
+from megatron_grpo.compat.foreign_args import UNKNOWN
 from megatron_grpo.config.read import TypedSetting
 
 # PEFT's words, as TRL's command line has them.

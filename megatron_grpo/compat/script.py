@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.base.files import read_text
-from megatron_grpo.compat.foreign import UNKNOWN
+from megatron_grpo.compat.foreign_args import UNKNOWN
 from megatron_grpo.config.read import Read, TypedSetting, read_file, read_words
 
 _PLAIN_DOLLAR = "\x00"  # a dollar sign that quotes keep from being a variable

@@ -21,9 +21,9 @@ from megatron_grpo.compat.common import (
     of_vllm,
     soft_overlong,
 )
-from megatron_grpo.compat.foreign import OFF, Change, Given
+from megatron_grpo.compat.foreign_args import OFF, Change, Given
 from megatron_grpo.compat.tables import sentence
-from megatron_grpo.config.table import TRUE, BadValue
+from megatron_grpo.config.table import TRUE, InvalidValueError
 
 _ALGORITHM, _POLICY, _ENGINE, _LORA = "algorithm.", "policy.megatron_config.", "inference_engine.", "policy.model.lora."
 # (policy_loss_type, loss_reduction) -> what it is here. All other pairs are refused.
@@ -47,7 +47,7 @@ _COUNTED_IN_ROLLOUTS = {"max_steps": "max_training_steps", "save_steps": "ckpt_i
 def ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     numbers = [(given.get(f"placement.policy_{name}") or ["1"])[0] for name in ("num_nodes", "num_gpus_per_node")]
     if not all(number.isdigit() for number in numbers):
-        raise BadValue(f"needs a whole number, not {' '.join(words)!r}")
+        raise InvalidValueError(f"needs a whole number, not {' '.join(words)!r}")
     return {"world_size": int(numbers[0]) * int(numbers[1])}
 
 
@@ -59,7 +59,7 @@ def turns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     if list(words) == ["1"]:
         return {}
     if not {"environment", "tools"} & set(given):
-        raise BadValue(f"({' '.join(words)}): {sentence('TURNS')}")
+        raise InvalidValueError(f"({' '.join(words)}): {sentence('TURNS')}")
     return {"max_turns": list(words)}
 
 
@@ -85,14 +85,14 @@ def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         loss = {"loss_type": "dr_grpo"}
         by, longest = given.whole(f"{_ALGORITHM}max_seq_len", 0), given.whole("sampling_params.max_generate_length", 1024)
         if by != longest:
-            raise BadValue(
+            raise InvalidValueError(
                 f"algorithm.loss_reduction (seq_mean_token_sum_norm) divides by algorithm.max_seq_len ({by or 'unsaid'}), and dr_grpo by "
                 f"max_completion_length ({longest}). Give algorithm.max_seq_len {longest}, or loss_type dr_grpo"
             )
     elif f"{_ALGORITHM}max_seq_len" in given:
         yield Change(note="max_seq_len does nothing without loss_reduction seq_mean_token_sum_norm, here as there.")
     if loss is None:
-        raise BadValue(
+        raise InvalidValueError(
             f"algorithm.policy_loss_type ({kind}) with algorithm.loss_reduction ({reduction}) is not there. "
             f"There are: {', '.join(f'{a} with {b}' for a, b in _LOSSES)}"
         )
@@ -144,9 +144,9 @@ def _layout(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         )
         values = {name: value for name, value in values.items() if name not in unread}
     elif strategy not in ("", "megatron"):
-        raise BadValue(f"trainer.strategy ({strategy}) is not there. There are: megatron, fsdp, fsdp2")
+        raise InvalidValueError(f"trainer.strategy ({strategy}) is not there. There are: megatron, fsdp, fsdp2")
     elif given.text("policy.sequence_parallel_size", "1") != "1":
-        raise BadValue("policy.sequence_parallel_size cuts sequences with FSDP alone, in SkyRL too: give context_parallel_size")
+        raise InvalidValueError("policy.sequence_parallel_size cuts sequences with FSDP alone, in SkyRL too: give context_parallel_size")
     if not given.is_true("gradient_checkpointing", "true"):
         yield Change(values=dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers")))
     yield from layout(values, given.text(f"{_POLICY}expert_tensor_parallel_size", "none"), shards_norms_by_itself="SkyRL")
@@ -169,7 +169,7 @@ def _asked(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
             yield Change(note="max_input_length bounds what goes into each turn in SkyRL; here max_completion_length is of the "
                                          "whole episode after its prompt, the environment's words included.")  # fmt: skip
     elif bound not in ("", longest) and given.text("max_turns", "1") == "1":  # which SkyRL refuses too, in one turn
-        raise BadValue(
+        raise InvalidValueError(
             f"max_input_length ({bound}) differs from max_prompt_length ({longest}), which bounds what "
             f"goes in. In one turn they are one number, in SkyRL too: give generator.max_input_length {longest}"
         )
@@ -183,10 +183,12 @@ def _asked(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     ):
         theirs, ours = given.text(name, "none"), given.text(of, "1.0" if "temperature" in of else "")
         if theirs.lower() not in OFF and not _is_same(theirs, ours):
-            raise BadValue(f"{name} ({theirs}) differs from {of} ({ours}), and {why}")
+            raise InvalidValueError(f"{name} ({theirs}) differs from {of} ({ours}), and {why}")
     stop, eval_stop = (listed(given.get(f"{name}sampling_params.stop", ())) for name in ("", "eval_"))
     if eval_stop not in ([], ["none"], ["null"], stop):
-        raise BadValue(f"eval_sampling_params.stop ({' '.join(eval_stop)}) differs from sampling_params.stop, which is of both here")
+        raise InvalidValueError(
+            f"eval_sampling_params.stop ({' '.join(eval_stop)}) differs from sampling_params.stop, which is of both here"
+        )
     yield from of_template(values, given, prefix="chat_template_kwargs")
     yield from of_vllm(values, given, prefix=f"{_ENGINE}engine_init_kwargs")
     yield from of_vllm(values, given, prefix="engine_init_kwargs")
@@ -214,7 +216,7 @@ def _correction(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         cap = float(given.text(f"{section}{level}_tis_ratio_clip_high", "2.0" if level == "token" else "5.0"))
         yield Change(values={"rollout_importance_sampling_mode": f"{level}_truncate", "rollout_importance_sampling_threshold": cap})
     elif level not in ("none", "null"):
-        raise BadValue(f"{section}tis_ratio_type ({level}) is not there. It is token or sequence")
+        raise InvalidValueError(f"{section}tis_ratio_type ({level}) is not there. It is token or sequence")
     elif given.is_true(f"{_ALGORITHM}use_tis"):
         cap = given.number(f"{_ALGORITHM}tis_imp_ratio_cap", 2.0)
         yield Change(values={"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_threshold": cap})

@@ -19,9 +19,9 @@ from megatron_grpo.compat.common import (
     of_servers,
     own_rewards,
 )
-from megatron_grpo.compat.foreign import Change, Given
+from megatron_grpo.compat.foreign_args import Change, Given
 from megatron_grpo.compat.tables import sentence
-from megatron_grpo.config.table import BadValue
+from megatron_grpo.config.table import InvalidValueError
 
 _KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 
@@ -32,7 +32,9 @@ def ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 def _whole_files(words: Sequence[str]) -> None:
     if parts := [word for word in words if re.search(r"@\[.*\]$", word)]:
-        raise BadValue(f"({' '.join(parts)}) takes a part of a file; rows of files are used whole. Write that part to a file of its own")
+        raise InvalidValueError(
+            f"({' '.join(parts)}) takes a part of a file; rows of files are used whole. Write that part to a file of its own"
+        )
 
 
 def prompts(words: Sequence[str], given: Given) -> Mapping[str, Any]:
@@ -54,7 +56,7 @@ def held_out(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     if len(words) == 1:
         return {"eval_dataset": words[0]}
     if len(words) % 2:
-        raise BadValue(f"({' '.join(words)}) needs a name and a path for each set")
+        raise InvalidValueError(f"({' '.join(words)}) needs a name and a path for each set")
     return {"eval_datasets": dict(zip(words[::2], words[1::2]))}
 
 
@@ -80,15 +82,17 @@ def pictures(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     try:
         found = dict(json.loads(" ".join(words)))
     except ValueError:
-        raise BadValue(f'needs a mapping as JSON, such as {{"image": "images"}}, not {" ".join(words)!r}') from None
+        raise InvalidValueError(f'needs a mapping as JSON, such as {{"image": "images"}}, not {" ".join(words)!r}') from None
     if others := [kind for kind in found if kind != "image"]:
-        raise BadValue(f"({', '.join(others)}): of what models see and hear pictures alone are there")
+        raise InvalidValueError(f"({', '.join(others)}): of what models see and hear pictures alone are there")
     return {} if found.get("image", "images") == "images" else {"columns": {found["image"]: "images"}}
 
 
 def environment(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     if re.search(r"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\W+1", " ".join(words)):
-        raise BadValue(f"sets OPEN_TRAINING_INT4_FAKE_QAT_FLAG, with which slime trains as if weights were INT4: {sentence('QUANTIZED')}")
+        raise InvalidValueError(
+            f"sets OPEN_TRAINING_INT4_FAKE_QAT_FLAG, with which slime trains as if weights were INT4: {sentence('QUANTIZED')}"
+        )
     return {}
 
 
@@ -130,9 +134,13 @@ def _sizes(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if "num_steps_per_rollout" in given and prompts:
         steps = given.whole("num_steps_per_rollout", 1)
         if not steps or prompts * n % steps:
-            raise BadValue(f"num_steps_per_rollout ({steps}) does not divide rollout_batch_size x n_samples_per_prompt = {prompts * n}")
+            raise InvalidValueError(
+                f"num_steps_per_rollout ({steps}) does not divide rollout_batch_size x n_samples_per_prompt = {prompts * n}"
+            )
         if batch and batch != prompts * n // steps:
-            raise BadValue(f"global_batch_size ({batch}) is not {prompts} x {n} / num_steps_per_rollout ({steps}) = {prompts * n // steps}")
+            raise InvalidValueError(
+                f"global_batch_size ({batch}) is not {prompts} x {n} / num_steps_per_rollout ({steps}) = {prompts * n // steps}"
+            )
         batch = prompts * n // steps
         yield Change(values={"global_batch_size": batch})
     if not batch:
@@ -148,7 +156,7 @@ def _sizes(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if given.is_true("use_dynamic_batch_size"):
         tokens = given.whole("max_tokens_per_gpu", 0) * values.get("context_parallel_size", 1)
         if not tokens:
-            raise BadValue("use_dynamic_batch_size needs max_tokens_per_gpu, in slime too")
+            raise InvalidValueError("use_dynamic_batch_size needs max_tokens_per_gpu, in slime too")
         note = f"use_dynamic_batch_size: micro-batches of up to {tokens} tokens, and micro_batch_size is not read."
         yield Change(values={"max_tokens_per_micro_batch": tokens, "micro_batch_size": 1}, note=note)
     if "over_sampling_batch_size" in given and prompts:
@@ -156,7 +164,7 @@ def _sizes(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if "dynamic_sampling_filter_path" in given:
         path = given.text("dynamic_sampling_filter_path", "")
         if not path.endswith("check_reward_nonzero_std"):
-            raise BadValue(f"dynamic_sampling_filter_path ({path}) is not there: {sentence('PLUGIN_PATHS')}")
+            raise InvalidValueError(f"dynamic_sampling_filter_path ({path}) is not there: {sentence('PLUGIN_PATHS')}")
         yield Change(values={"dynamic_sample": True}, note="dynamic_sampling_filter_path check_reward_nonzero_std is dynamic_sample.")
 
 
@@ -169,13 +177,13 @@ def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         found["importance_sampling_level"] = "sequence"
     elif kind == "cispo":
         if values.get("epsilon", 0.2) < 1 or average != "dapo":
-            raise BadValue(
+            raise InvalidValueError(
                 "advantage_estimator (cispo) bounds the ratio from below by 1 - eps_clip, and is a mean over tokens here, without "
                 "a lower bound. Use eps_clip 1.0 and calculate_per_token_loss"
             )
         found = {"loss_type": "cispo", "epsilon_high": 1 + high, "epsilon": None}
     elif kind != "grpo":
-        raise BadValue(f"advantage_estimator ({kind}) is not there. There are: grpo, gspo, cispo")
+        raise InvalidValueError(f"advantage_estimator ({kind}) is not there. There are: grpo, gspo, cispo")
     said = ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
     yield Change(
         values=found, note=f"advantage_estimator {kind}, averaged by {'token' if average == 'dapo' else 'sample'}, is {said} here."
@@ -188,7 +196,7 @@ def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         return
     beta, kind = given.number("kl_loss_coef", 0), given.text("kl_loss_type", "k1")
     if kind not in _KL:
-        raise BadValue(f"kl_loss_type ({kind}) is not there. There are: {', '.join(_KL)}")
+        raise InvalidValueError(f"kl_loss_type ({kind}) is not there. There are: {', '.join(_KL)}")
     if beta:
         yield Change(
             values={"beta": beta, "kl_estimator": _KL[kind]}, note=f"kl_loss_coef {beta:g} of {kind} is beta with {_KL[kind]} here."
@@ -206,12 +214,12 @@ def _teacher(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         return
     kind, where = given.text("opd_type", "none"), given.text("opd_teacher_load", "none")
     if kind != "megatron":
-        raise BadValue(
+        raise InvalidValueError(
             f"opd_type ({kind}): an SGLang server is no teacher here. Start megatron-grpo serve --frozen true --model TEACHER, and name it "
             "with teacher_model_server"
         )
     if not (Path(where) / "config.json").is_file():
-        raise BadValue(
+        raise InvalidValueError(
             f"opd_teacher_load ({where}) is a checkpoint of Megatron-LM. Name the Hugging Face checkpoint that it was made of with "
             "teacher_model"
         )

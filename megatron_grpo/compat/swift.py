@@ -13,9 +13,9 @@ from typing import Any
 
 from megatron_grpo.base.files import read_text
 from megatron_grpo.compat.common import BUILT_IN_REWARDS, as_in_training, holds_out, idle_schedule, not_left, of_servers, of_the_hub
-from megatron_grpo.compat.foreign import Change, Given, Reader
+from megatron_grpo.compat.foreign_args import Change, Given, Reader
 from megatron_grpo.compat.tables import sentence
-from megatron_grpo.config.table import BadValue
+from megatron_grpo.config.table import InvalidValueError
 
 _REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetition": "repetition", "soft_overlong": "soft_overlong"}
 _ONLY_OURS = tuple(name for name in BUILT_IN_REWARDS if name not in (*_REWARDS, "math"))  # its `math` is another one
@@ -38,7 +38,7 @@ def reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     if unread:
         plugins = given.get("external_plugins", ())
         where = f"no file of external_plugins ({', '.join(plugins)}) that can be read here registers it as orms['{unread[0]}'] = Class. "
-        raise BadValue(
+        raise InvalidValueError(
             f"({', '.join(unread)}) is a reward function of Megatron-SWIFT or of a plugin of its own, and not there: "
             f"{where if plugins else ''}Name a function or a class as {(*plugins, 'path/to/file.py')[0]}:name; {', '.join(_REWARDS)} "
             "are translated"
@@ -50,17 +50,19 @@ def plugins(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """Refused where nothing of it is used; what is named of it and not there has a sentence of its own."""
     others = [word for word in given.get("reward_funcs", ()) if word not in (*_REWARDS, *_ONLY_OURS)]
     if not others and not {"gym_env", "multi_turn_scheduler"} & set(given):
-        raise BadValue(f"({' '.join(words)}): {sentence('PLUGINS')}")
+        raise InvalidValueError(f"({' '.join(words)}): {sentence('PLUGINS')}")
     return {}
 
 
 def dataset(native: str) -> Reader:
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         if len(words) != 1 and native != "dataset":
-            raise BadValue(f"({' '.join(words)}) names {len(words)} data sets; give each a name in eval_datasets")
+            raise InvalidValueError(f"({' '.join(words)}) names {len(words)} data sets; give each a name in eval_datasets")
         names = [one if Path(one).exists() else one.removeprefix("hf::").removeprefix("HF::") for one in words]
         if strange := [one for one in names if ":" in one and not Path(one).exists() and not re.match(r"[^:/]+/[^:/]+:[^:/]+$", one)]:
-            raise BadValue(f"({strange[0]}) names another hub; a file, a directory, or a Hub name (owner/name:subset) is taken here")
+            raise InvalidValueError(
+                f"({strange[0]}) names another hub; a file, a directory, or a Hub name (owner/name:subset) is taken here"
+            )
         return {native: names[0]} | ({"further_datasets": names[1:]} if names[1:] else {})
 
     return read
@@ -69,7 +71,7 @@ def dataset(native: str) -> Reader:
 def one_adapter(native: str) -> Reader:
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         if len(words) != 1:
-            raise BadValue(f"({' '.join(words)}) names {len(words)} adapters; one is trained, and one is the reference")
+            raise InvalidValueError(f"({' '.join(words)}) names {len(words)} adapters; one is trained, and one is the reference")
         return {native: words[0]}
 
     return read
@@ -79,7 +81,7 @@ def minutes(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     try:
         return {"distributed_timeout_minutes": float(words[0]) / 60}
     except (ValueError, IndexError):
-        raise BadValue(f"needs seconds, not {' '.join(words)!r}") from None
+        raise InvalidValueError(f"needs seconds, not {' '.join(words)!r}") from None
 
 
 def columns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
@@ -88,9 +90,9 @@ def columns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     try:
         found = json.loads(text) if text.startswith("{") else dict(word.rsplit("=", 1) for word in words)
     except ValueError:
-        raise BadValue(f'needs a mapping as JSON, such as {{"question": "query"}}, not {text!r}') from None
+        raise InvalidValueError(f'needs a mapping as JSON, such as {{"question": "query"}}, not {text!r}') from None
     if "history" in found.values():
-        raise BadValue("(history): earlier turns of a conversation stand in a column messages here")
+        raise InvalidValueError("(history): earlier turns of a conversation stand in a column messages here")
     return {"columns": {theirs: "prompt" if name == "query" else name for theirs, name in found.items()}}
 
 
@@ -108,7 +110,9 @@ GYM = "gym_scheduler"  # Megatron-SWIFT's scheduler that plays an `Env`
 def _of_a_class(words: Sequence[str], what: str) -> Mapping[str, Any]:
     (name,) = words
     if ":" not in name:
-        raise BadValue(f"({name}) is {what} that Megatron-SWIFT knows by name, and not there. Name a class as path/to/file.py:Class")
+        raise InvalidValueError(
+            f"({name}) is {what} that Megatron-SWIFT knows by name, and not there. Name a class as path/to/file.py:Class"
+        )
     return {"environment": name}
 
 
@@ -135,8 +139,10 @@ def of_turns(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """What Megatron-SWIFT makes of several of them together."""
     if not (values.get("environment") or values.get("tools")):
         if list(given.get("use_gym_env", ())) == ["true"] and not {"gym_env", "multi_turn_scheduler"} & set(given):
-            raise BadValue("use_gym_env (true) rewards what an environment says, and none is named: give gym_env path/to/file.py:Class. "
-                           "What a row says of it (env_config) is not read")  # fmt: skip
+            raise InvalidValueError(
+                "use_gym_env (true) rewards what an environment says, and none is named: give gym_env path/to/file.py:Class. "
+                "What a row says of it (env_config) is not read"
+            )
         return
     if list(given.get("use_gym_env", ())) == ["true"] and "environment" not in values.get("reward_funcs", ()):
         yield Change(
@@ -274,7 +280,7 @@ def _advantages(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         said = ", ".join(f"{name} {value}" for name, value in to.items())
         yield Change(values=to, note=f"advantage_estimator reinforce_plus_plus of Megatron-SWIFT is {said} here.")
     elif estimator == "rloo" and scale not in (None, "none"):
-        raise BadValue(
+        raise InvalidValueError(
             f"advantage_estimator rloo with scale_rewards {scale} divides by a std; rloo is not scaled here. Use scale_rewards none"
         )
 

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_grpo.batching.sizes import SIZES
-from megatron_grpo.compat.foreign import OFF, Default, Dialect, Foreign
+from megatron_grpo.compat.foreign_args import OFF, Default, Dialect, Foreign
 from megatron_grpo.config.read import shown
 from megatron_grpo.config.table import Setting
 

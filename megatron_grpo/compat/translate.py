@@ -9,12 +9,12 @@ from typing import Any
 
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.compat.explain import explain, length_there
-from megatron_grpo.compat.foreign import UNKNOWN, Change, Dialect, Foreign, Given, OtherTask
+from megatron_grpo.compat.foreign_args import UNKNOWN, Change, Dialect, Foreign, Given, OtherTaskError
 from megatron_grpo.compat.script import plain
 from megatron_grpo.config.config import Origin
 from megatron_grpo.config.parsed import ForeignDefault, System
 from megatron_grpo.config.read import TypedSetting, shown, words_of
-from megatron_grpo.config.table import BadValue, names, read_value, table
+from megatron_grpo.config.table import InvalidValueError, names, read_value, table
 
 _LABELS = ("run_name", "project")  # nothing depends on them
 
@@ -85,10 +85,10 @@ class Translation:
                     is_text = isinstance(raw, str) and setting.kind == "str" and not setting.choices and not setting.is_list
                     value = raw if is_text else read_value(setting, raw)
                     yield TypedSetting(name=native, raw=value, source=entry.source, typed=entry.name, is_read=True)
-            except BadValue as bad:
+            except InvalidValueError as bad:
                 yield TypedSetting(name=entry.name, raw=bad, source=entry.source)
             except (TypeError, ValueError, KeyError, AttributeError):
-                strange = BadValue(f"({' '.join(words)}) has another form than its system gives it")
+                strange = InvalidValueError(f"({' '.join(words)}) has another form than its system gives it")
                 yield TypedSetting(name=entry.name, raw=strange, source=entry.source)
         elif row.refuses(words, self.given):
             self._lacking.setdefault(row.lacks, []).append((entry.name, " ".join(words)))
@@ -168,10 +168,10 @@ class Translation:
                             values[name] = table()[name].default if value is None else value
                             sources[name] = f"{dialect.title}'s reading"
                     self._told(change)
-            except OtherTask as bad:
+            except OtherTaskError as bad:
                 self.tasks.add(str(bad))
                 yield Problem(flags=("dialect",), message=f"{bad}.")
-            except (BadValue, ValueError) as bad:  # ValueError: a number that is none, of names that are read together
+            except (InvalidValueError, ValueError) as bad:  # ValueError: a number that is none, of names that are read together
                 yield Problem(flags=("dialect",), message=f"{bad}.")
         self._take_defaults(dialect, values, sources)
         for name, setting in self.sizes.items():

@@ -16,9 +16,9 @@ from megatron_grpo.compat.common import (
     of_servers,
     of_the_hub,
 )
-from megatron_grpo.compat.foreign import OFF, Change, Given, Reader
+from megatron_grpo.compat.foreign_args import OFF, Change, Given, Reader
 from megatron_grpo.config.read import shown
-from megatron_grpo.config.table import FALSE, TRUE, BadValue
+from megatron_grpo.config.table import FALSE, TRUE, InvalidValueError
 
 ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
 _REWARDS = {"accuracy_reward": "math", "get_soft_overlong_punishment": "soft_overlong"}
@@ -28,7 +28,7 @@ _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recomp
 def _is_on(words: Sequence[str]) -> bool:
     word = (words[0] if words else "true").lower()
     if word not in (*TRUE, *FALSE):
-        raise BadValue(f"needs true or false, not {word!r}")
+        raise InvalidValueError(f"needs true or false, not {word!r}")
     return word in TRUE
 
 
@@ -51,7 +51,7 @@ def correction(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 def reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     unread = [word for word in words if word not in (*_REWARDS, *BUILT_IN_REWARDS) and not {".", ":"} & set(word)]
     if unread:
-        raise BadValue(
+        raise InvalidValueError(
             f"({', '.join(unread)}) is a reward function of TRL that is not there. Name a function as path/to/file.py:function or "
             f"package.module:function; {', '.join(_REWARDS)} are translated"
         )
@@ -77,10 +77,12 @@ def of_model(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     try:
         found = {} if " ".join(words).lower() in OFF else dict(json.loads(" ".join(words)))
     except ValueError:
-        raise BadValue(f'needs a mapping as JSON, such as {{"dtype": "bfloat16"}}, not {" ".join(words)!r}') from None
+        raise InvalidValueError(f'needs a mapping as JSON, such as {{"dtype": "bfloat16"}}, not {" ".join(words)!r}') from None
     ours = {"torch_dtype": "torch_dtype", "dtype": "torch_dtype", "trust_remote_code": "trust_remote_code"}
     if others := [name for name in found if name not in (*ours, *_IDLE_OF_MODEL)]:
-        raise BadValue(f"({', '.join(others)}): the model is read as its config.json says; dtype and trust_remote_code are translated")
+        raise InvalidValueError(
+            f"({', '.join(others)}): the model is read as its config.json says; dtype and trust_remote_code are translated"
+        )
     return {ours[name]: shown(value) for name, value in found.items() if name in ours}
 
 
@@ -91,7 +93,7 @@ def no_limit(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 def steps(name: str) -> Reader:
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         if re.fullmatch(r"0?\.\d+", " ".join(words)):
-            raise BadValue(f"({' '.join(words)}) is a share of the run in TRL, and here a number of optimizer steps. Give that")
+            raise InvalidValueError(f"({' '.join(words)}) is a share of the run in TRL, and here a number of optimizer steps. Give that")
         return {name: list(words)}
 
     return read
@@ -108,7 +110,9 @@ def lowest_lr(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     found |= {name.removeprefix(prefix): " ".join(word) for name, word in given.items() if name.startswith(prefix)}
     style = " ".join(given.get("lr_scheduler_type", ["linear"]))
     if others := [name for name in found if name not in ("min_lr", "min_lr_rate") or style != "cosine_with_min_lr"]:
-        raise BadValue(f"lr_scheduler_kwargs ({', '.join(others)}) of {style}: min_lr and min_lr_rate of cosine_with_min_lr are translated")
+        raise InvalidValueError(
+            f"lr_scheduler_kwargs ({', '.join(others)}) of {style}: min_lr and min_lr_rate of cosine_with_min_lr are translated"
+        )
     lr = float(values.get("lr", 1e-6))
     lowest = float(found["min_lr"]) if found.get("min_lr") else lr * float(found.get("min_lr_rate") or 0)
     if lowest:
@@ -119,7 +123,7 @@ def iterations(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     try:
         return {"max_turns": int(words[0]) + 1}
     except (ValueError, IndexError):
-        raise BadValue(f"needs a number of rounds of tool calls, not {' '.join(words)!r}") from None
+        raise InvalidValueError(f"needs a number of rounds of tool calls, not {' '.join(words)!r}") from None
 
 
 def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:

@@ -21,14 +21,14 @@ from megatron_grpo.compat.common import (
     of_vllm,
     soft_overlong,
 )
-from megatron_grpo.compat.foreign import OFF, Change, Given, OtherTask, Reader
+from megatron_grpo.compat.foreign_args import OFF, Change, Given, OtherTaskError, Reader
 from megatron_grpo.compat.tables import sentence
-from megatron_grpo.config.table import TRUE, BadValue
+from megatron_grpo.config.table import TRUE, InvalidValueError
 
 
 def resumed(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     if given.text("resume_mode", "auto") == "resume_path":
-        raise BadValue(f"({' '.join(words)}): {sentence('RESUMED_ELSEWHERE')}")
+        raise InvalidValueError(f"({' '.join(words)}): {sentence('RESUMED_ELSEWHERE')}")
     return {}
 
 
@@ -98,7 +98,7 @@ _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3"
 def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     mode, average = given.text("actor.policy_loss.loss_mode", "vanilla"), given.text("actor.loss_agg_mode", "token-mean")
     if average not in _AVERAGED:
-        raise BadValue(f"actor.loss_agg_mode ({average}) is not there. There are: {', '.join(_AVERAGED)}")
+        raise InvalidValueError(f"actor.loss_agg_mode ({average}) is not there. There are: {', '.join(_AVERAGED)}")
     high = given.number("actor.clip_ratio_high", 0.2)
     found: dict[str, Any] = {"loss_type": _AVERAGED[average], "epsilon_high": high}
     if mode == "vanilla":
@@ -109,13 +109,13 @@ def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         found = {"loss_type": "sapo"}
     elif mode == "cispo":
         if average != "token-mean" or values.get("epsilon", 0.2) < 1:
-            raise BadValue(
+            raise InvalidValueError(
                 "actor.policy_loss.loss_mode (cispo) bounds the ratio from below by 1 - clip_ratio_low, and is a mean over tokens here: "
                 "there is no lower bound here. Use clip_ratio_low 1 and loss_agg_mode token-mean"
             )
         found = {"loss_type": "cispo", "epsilon_high": 1 + high, "epsilon": None}
     else:
-        raise BadValue(f"actor.policy_loss.loss_mode ({mode}) is not there. There are: vanilla, gspo, sapo, cispo")
+        raise InvalidValueError(f"actor.policy_loss.loss_mode ({mode}) is not there. There are: vanilla, gspo, sapo, cispo")
     typed = {"actor.policy_loss.loss_mode", "actor.loss_agg_mode"} & set(given)
     said = ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
     yield Change(
@@ -137,7 +137,9 @@ def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     loss, reward = given.number("actor.kl_loss_coef", 0.001), given.number("algorithm.kl_ctrl.kl_coef", 0.001)
     in_loss, in_reward = in_loss and loss > 0, in_reward and reward > 0
     if in_loss and in_reward:
-        raise BadValue("actor.use_kl_loss and algorithm.use_kl_in_reward are both true; the KL is in the loss or in the reward here")
+        raise InvalidValueError(
+            "actor.use_kl_loss and algorithm.use_kl_in_reward are both true; the KL is in the loss or in the reward here"
+        )
     if not in_loss:
         yield from idle(given, {"actor.kl_loss_coef": "0.001", "actor.kl_loss_type": "low_var_kl"}, without="actor.use_kl_loss")
     if not in_loss and not in_reward:
@@ -145,7 +147,7 @@ def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     name = "algorithm.kl_penalty" if in_reward else "actor.kl_loss_type"
     kind = given.text(name, "kl" if in_reward else "low_var_kl")
     if kind not in _KL or (in_reward and _KL[kind] != "k1"):
-        raise BadValue(f"{name} ({kind}) is not there. There are: {'kl' if in_reward else ', '.join(_KL)}")
+        raise InvalidValueError(f"{name} ({kind}) is not there. There are: {'kl' if in_reward else ', '.join(_KL)}")
     beta = reward if in_reward else loss
     found = {"beta": beta, "kl_in_reward": in_reward} | ({} if in_reward else {"kl_estimator": _KL[kind]})
     yield Change(values=found, note=f"{name} {kind} with its coefficient is beta {beta:g}, {'in the reward' if in_reward else _KL[kind]}.")
@@ -156,10 +158,10 @@ def _advantages(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if "advantage_estimator" in values and name != "gae":
         return
     if name == "gae":
-        raise OtherTask(f"algorithm.adv_estimator (gae): {sentence('CRITIC')}")
+        raise OtherTaskError(f"algorithm.adv_estimator (gae): {sentence('CRITIC')}")
     if name not in _ESTIMATORS:
         own = f". verl whitens over tokens; advantage_estimator {name} does so over completions" if name in _OVER_TOKENS else ""
-        raise BadValue(f"algorithm.adv_estimator ({name}) is not there. There are: {', '.join(_ESTIMATORS)}{own}")
+        raise InvalidValueError(f"algorithm.adv_estimator ({name}) is not there. There are: {', '.join(_ESTIMATORS)}{own}")
     if _ESTIMATORS[name]:
         yield Change(values=_ESTIMATORS[name])
 
@@ -169,7 +171,7 @@ def _correction(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if level in ("token", "sequence"):
         yield Change(values={"rollout_importance_sampling_mode": f"{level}_truncate"})
     elif level not in ("none", "null"):
-        raise BadValue(f"algorithm.rollout_correction.rollout_is ({level}) is not there. It is token or sequence")
+        raise InvalidValueError(f"algorithm.rollout_correction.rollout_is ({level}) is not there. It is token or sequence")
 
 
 def _packing(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
@@ -181,7 +183,9 @@ def _packing(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         ranks = values.get("world_size", 8) // max(1, shared)
         each = given.whole("actor.ppo_micro_batch_size", 1) // max(1, ranks)
         if not each:
-            raise BadValue(f"actor.ppo_micro_batch_size ({of_all}) is divided by the data-parallel size, and {ranks} is more than that")
+            raise InvalidValueError(
+                f"actor.ppo_micro_batch_size ({of_all}) is divided by the data-parallel size, and {ranks} is more than that"
+            )
         note = f"ppo_micro_batch_size {of_all} is of all {ranks} data-parallel ranks: ppo_micro_batch_size_per_gpu {each}."
         yield Change(values={"ppo_micro_batch_size_per_gpu": each}, note=note)
     if not given.is_true("actor.use_dynamic_bsz"):
@@ -220,7 +224,7 @@ def _data(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if given.is_true("filter_overlong_prompts"):
         strategy = "delete"
     if strategy is None:
-        raise BadValue(f"data.truncation ({how}) is not there. There are: error, left")
+        raise InvalidValueError(f"data.truncation ({how}) is not there. There are: error, left")
     if "truncation_strategy" not in values and strategy != "raise":
         yield Change(values={"truncation_strategy": strategy})
     buffer = "reward_model.reward_kwargs.overlong_buffer_cfg."
@@ -241,7 +245,7 @@ def _schedule(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     values = {name: value for name, value in values.items() if not any(name in change.values for change in unread)}
     prompts = given.whole("gen_batch_size", given.whole("train_batch_size", 1024))
     if prompts != given.whole("train_batch_size", 1024):
-        raise BadValue(
+        raise InvalidValueError(
             f"data.gen_batch_size ({prompts}) is what verl's loader draws for one rollout, in place of train_batch_size "
             f"({given.whole('train_batch_size', 1024)}): give it as train_batch_size, and leave gen_batch_size out"
         )

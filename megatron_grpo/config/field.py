@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-OnResume = Literal["refused", "between", "said", "free"]  # `checkpoint.continuity` says what they mean
+OnResume = Literal["refused", "between", "said", "free"]  # `checkpoint.resume_compatibility` says what they mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ FP8_NEEDS = {"tensorwise": ((8, 9), 16), "blockwise": ((9, 0), 128), "mxfp8": ((
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class LRSchedule:
     """In optimizer steps. The decay ends after `decay` of them, and its last `anneal` are those of WSD."""
 
     warmup: int
@@ -32,14 +32,14 @@ class Course:
     end_wd: float
 
 
-def course_of(cfg: OptimizerConfig, num_steps: int) -> Course:
+def course_of(cfg: OptimizerConfig, num_steps: int) -> LRSchedule:
     """num_steps: length of the run."""
     warmup = cfg.lr_warmup_iters if cfg.lr_warmup_fraction is None else round(cfg.lr_warmup_fraction * num_steps)
     start = cfg.weight_decay if cfg.start_weight_decay is None else cfg.start_weight_decay
     end = cfg.weight_decay if cfg.end_weight_decay is None else cfg.end_weight_decay
     # Megatron-Core wants a decay that is longer than the warm-up, also where the run ends before it.
     decay = max(cfg.lr_decay_iters or num_steps, warmup + 1)
-    return Course(warmup=warmup, decay=decay, anneal=cfg.lr_wsd_decay_iters, start_wd=start, end_wd=end)
+    return LRSchedule(warmup=warmup, decay=decay, anneal=cfg.lr_wsd_decay_iters, start_wd=start, end_wd=end)
 
 
 def length_problems(cfg: OptimizerConfig, num_steps: int | None) -> list[Problem]:

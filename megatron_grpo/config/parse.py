@@ -10,10 +10,10 @@ from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.parsed import Parsed
 from megatron_grpo.config.read import COMMAND_LINE, Read, TypedSetting, read_file, read_words, shown, spread
-from megatron_grpo.config.table import BadValue, Setting, names, read_value, table
+from megatron_grpo.config.table import InvalidValueError, Setting, names, read_value, table
 
 
-class Others(Protocol):
+class ForeignNames(Protocol):
     """What `compat` does for whoever parses: it knows the names of other systems, and reads programs."""
 
     def read_program(self, text: str, path: str) -> Read: ...
@@ -25,7 +25,7 @@ class Others(Protocol):
         """What to type instead of names, by source, that nobody knows."""
 
 
-def resolve(argv: Sequence[str], *, launcher_world_size: int | None = None, dialects: Others | None = None) -> Config:
+def resolve(argv: Sequence[str], *, launcher_world_size: int | None = None, dialects: ForeignNames | None = None) -> Config:
     """The configuration that a command line, its `--config` files and the defaults make together; the command line wins.
 
     Raises ConfigError with everything that cannot be read: unknown names, wrong types, words outside the choices.
@@ -36,7 +36,7 @@ def resolve(argv: Sequence[str], *, launcher_world_size: int | None = None, dial
     return parsed.config
 
 
-def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialects: Others | None = None) -> Parsed:
+def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialects: ForeignNames | None = None) -> Parsed:
     """As `resolve`, but hands the problems back, so that a caller can add those it finds later."""
     typed_entries, problems = read_words(argv)
     own = ("config", "print_config", "help")  # flags of the program, not settings
@@ -80,7 +80,7 @@ class _Builder:
 
     def take(self, entry: TypedSetting) -> None:
         name = entry.typed or entry.name
-        if isinstance(entry.raw, BadValue):
+        if isinstance(entry.raw, InvalidValueError):
             self._bad(name, name, entry.source, entry.raw)
             return
         setting, value = self._find(entry)
@@ -96,7 +96,7 @@ class _Builder:
         elif value is None:
             try:
                 value = read_value(setting, raw)
-            except BadValue as bad:
+            except InvalidValueError as bad:
                 self._bad(name, setting.name, entry.source, bad)
                 return
         self._set(setting, value, source=entry.source, typed=name)
@@ -116,7 +116,7 @@ class _Builder:
         is_hidden = setting is not None and self.translation is not None and setting.name in self.translation.hides
         return None if is_hidden else setting, None
 
-    def _bad(self, name: str, setting: str, source: str, bad: BadValue) -> None:
+    def _bad(self, name: str, setting: str, source: str, bad: InvalidValueError) -> None:
         where = "" if source == COMMAND_LINE else f" ({source})"
         nearest = {name: bad.suggestions} if bad.suggestions else {}
         self.parsed.problems.append(Problem(flags=(name,), message=f"{name}{where} {bad}.", nearest=nearest))

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.base.files import read_text
 from megatron_grpo.config.field import Setting
-from megatron_grpo.config.table import MAPS, BadValue, canonical, keys, names, read_value, table
+from megatron_grpo.config.table import MAPS, InvalidValueError, canonical, keys, names, read_value, table
 
 COMMAND_LINE = "command line"
 _FLAG = re.compile(r"--[A-Za-z]")
@@ -26,7 +26,7 @@ class TypedSetting:
     """One setting as it was typed. `raw`: words of a command line, or what YAML made of it, () of an empty list."""
 
     name: str  # canonical, dots and all: "micro_batch_size", "trainer.train_batch_size"
-    raw: Any  # or the BadValue that it is
+    raw: Any  # or the InvalidValueError that it is
     source: str  # "command line" or the file's name
     typed: str = ""  # the name as it was typed, of a name of another system that is this setting
     is_read: bool = False  # `raw` is the value
@@ -122,8 +122,8 @@ def spread(entry: TypedSetting) -> list[TypedSetting]:
     try:
         values = read_value(Setting(name=name, kind="Any", is_map=True), entry.raw)
         if unknown := [one for one in values if one not in keys()[name]]:
-            raise BadValue(f"has no {unknown[0]}: its keys are {', '.join(keys()[name])}")
-    except BadValue as bad:
+            raise InvalidValueError(f"has no {unknown[0]}: its keys are {', '.join(keys()[name])}")
+    except InvalidValueError as bad:
         return [replace(entry, raw=bad)]
     return [replace(entry, name=one, raw=value) for one, value in values.items()]
 

@@ -75,7 +75,7 @@ def names() -> Mapping[str, Setting]:
     return {**table()} | {alias: setting for setting in table().values() for alias in setting.aliases}
 
 
-class BadValue(ValueError):
+class InvalidValueError(ValueError):
     """A value that a setting cannot have. `suggestions` are values that it can have."""
 
     def __init__(self, message: str, suggestions: Sequence[Any] = ()):
@@ -86,7 +86,7 @@ class BadValue(ValueError):
 def read_value(setting: Setting, raw: Any) -> Any:
     """The value of a setting from what stood after a flag (a list of words) or after a YAML key (anything).
 
-    No words are `true` after a flag; () is a list that holds nothing. Raises BadValue with a phrase that completes "<name> ...".
+    No words are `true` after a flag; () is a list that holds nothing. Raises InvalidValueError with a phrase that completes "<name> ...".
     """
     words = list(raw) if isinstance(raw, (list, tuple)) else [raw]
     if setting.is_map:
@@ -95,7 +95,7 @@ def read_value(setting: Setting, raw: Any) -> Any:
         if words in ([None], ["none"]) and "none" not in setting.choices and setting.default != ["none"]:
             words = []
         if "" in words:
-            raise BadValue(
+            raise InvalidValueError(
                 f"has an empty word among {len(words)}: leave it out" if len(words) > 1 else "is given an empty word: leave it out"
             )
         return [_scalar(setting, word) for word in words]
@@ -103,13 +103,13 @@ def read_value(setting: Setting, raw: Any) -> Any:
         return True
     if len(words) != 1:
         given = " ".join(map(str, words))
-        raise BadValue(f"takes one value, not {len(words)} ({given})" if words else "needs a value")
+        raise InvalidValueError(f"takes one value, not {len(words)} ({given})" if words else "needs a value")
     word = words[0]
     if word is None or (isinstance(word, str) and word.lower() in NONE and word not in setting.choices):
         if setting.optional:
             return None
         if word is None or setting.kind != "str":
-            raise BadValue(f"cannot be none: it needs {_article(setting)}")
+            raise InvalidValueError(f"cannot be none: it needs {_article(setting)}")
     return _scalar(setting, word)
 
 
@@ -123,15 +123,15 @@ def _map(setting: Setting, words: Sequence[Any]) -> dict[str, Any]:
             try:
                 word = json.loads(word)
             except ValueError as error:
-                raise BadValue(f"is not JSON: {error}") from error
+                raise InvalidValueError(f"is not JSON: {error}") from error
         if not isinstance(word, dict):
             # A path may hold the sign, and so may a pattern: the one is behind it, the other before.
             name, equals, value = str(word).partition("=") if setting.kind in ("str", "Any") else str(word).rpartition("=")
             if not equals or not name:
-                raise BadValue(f"needs name=value, or a mapping as JSON, not {word!r}")
+                raise InvalidValueError(f"needs name=value, or a mapping as JSON, not {word!r}")
             word = {name: _as_json(value) if setting.kind == "Any" else value}
         if twice := found.keys() & word.keys():
-            raise BadValue(f"names {', '.join(sorted(map(str, twice)))} more than once")
+            raise InvalidValueError(f"names {', '.join(sorted(map(str, twice)))} more than once")
         found.update({str(name): value if setting.kind == "Any" else _scalar(setting, value) for name, value in word.items()})
     return found
 
@@ -150,23 +150,23 @@ def _article(setting: Setting) -> str:
 
 def _scalar(setting: Setting, word: Any) -> Any:
     if isinstance(word, (dict, list, tuple)) or word is None:
-        raise BadValue(f"needs {_article(setting)}, not {word!r}")
+        raise InvalidValueError(f"needs {_article(setting)}, not {word!r}")
     text = ("true" if word else "false") if isinstance(word, bool) else str(word).strip()
     if setting.kind == "bool":
         if text.lower() in TRUE:
             return True
         if text.lower() in FALSE:
             return False
-        raise BadValue(f"needs true or false, not {text!r}", [True, False])
+        raise InvalidValueError(f"needs true or false, not {text!r}", [True, False])
     if setting.kind in ("int", "float"):
         return _number(setting, word, text)
     if not text and setting.default != "" and setting.name != "system":
-        raise BadValue("is given an empty word: leave it out, or name what is meant")
+        raise InvalidValueError("is given an empty word: leave it out, or name what is meant")
     if text in setting.refused:
-        raise BadValue(f"cannot be {text!r}: {setting.refused[text]}. It is one of: {', '.join(setting.choices)}")
+        raise InvalidValueError(f"cannot be {text!r}: {setting.refused[text]}. It is one of: {', '.join(setting.choices)}")
     if setting.choices and text not in setting.choices:
         close = close_to(text, setting.choices)
-        raise BadValue(f"cannot be {text!r}. It is one of: {', '.join(setting.choices)}", close)
+        raise InvalidValueError(f"cannot be {text!r}. It is one of: {', '.join(setting.choices)}", close)
     return _text_or_file(text) if setting.name == "system" else text
 
 
@@ -174,17 +174,19 @@ def _text_or_file(text: str) -> str:
     """As in Megatron-SWIFT, a name that ends in .txt is a file, and all else is the text itself."""
     if not text.endswith(".txt"):
         if os.path.isfile(text):
-            raise BadValue(f"({text}) is the name of a file, and would be said as it stands: a file is read where its name ends in .txt")
+            raise InvalidValueError(
+                f"({text}) is the name of a file, and would be said as it stands: a file is read where its name ends in .txt"
+            )
         return text
     try:
         return read_text(text)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise BadValue(f"({text}) names a file, for it ends in .txt, which cannot be read: {reason}") from None
+        raise InvalidValueError(f"({text}) names a file, for it ends in .txt, which cannot be read: {reason}") from None
 
 
 def _number(setting: Setting, word: Any, text: str) -> int | float:
-    bad = BadValue(f"needs {_article(setting)}, not {text!r}")
+    bad = InvalidValueError(f"needs {_article(setting)}, not {text!r}")
     if isinstance(word, bool):
         raise bad
     try:

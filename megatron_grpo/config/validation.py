@@ -13,9 +13,9 @@ from typing import Any
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.base.files import why_not_drawn
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.engine_kwargs import PASSED_ON
 from megatron_grpo.config.evaluation import BEST, EVALUATION, longest_completion
 from megatron_grpo.config.optimizer import DTYPES
-from megatron_grpo.config.passed_on import PASSED_ON
 from megatron_grpo.config.rules import Rule, Rules, broken, changed, given, in_typed_names, settings_of
 from megatron_grpo.config.sampling_mask import GRAMMAR
 from megatron_grpo.config.servers import SERVERS

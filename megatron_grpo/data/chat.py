@@ -21,12 +21,12 @@ from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import ConfigError, Problem, config_error, first_line, said_by
 from megatron_grpo.base.files import only_one
 from megatron_grpo.config import remote_code
-from megatron_grpo.data.album import TAG, expanded, with_parts
+from megatron_grpo.data.image_dataset import TAG, expanded, with_parts
 
 if TYPE_CHECKING:
     from megatron_grpo.config.config import DataConfig
-    from megatron_grpo.data.eyes import Eyes
-    from megatron_grpo.types import Picture
+    from megatron_grpo.data.image_processing import ImageProcessorSpec
+    from megatron_grpo.types import Image
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,9 @@ def unread_options(tokenizer: Any, options: Mapping[str, Any]) -> list[Problem]:
     ]
 
 
-def opening_of(raw: Sequence[Mapping[str, Any]], *, system: str | None = None, eyes: Eyes | None = None) -> list[Mapping[str, Any]]:
+def opening_of(
+    raw: Sequence[Mapping[str, Any]], *, system: str | None = None, eyes: ImageProcessorSpec | None = None
+) -> list[Mapping[str, Any]]:
     """Chat messages as the template is to get them. `system` is put before those that have no system message of their own."""
     content_of = with_parts if eyes else text_of_parts
     messages: list[Mapping[str, Any]] = [dict(message) | {"content": content_of(message["content"])} for message in raw]
@@ -126,15 +128,17 @@ class PromptEncoder:
     options: Mapping[str, Any] = field(default_factory=dict)
     keep_last: int | None = None
     tools: Sequence[Mapping[str, Any]] = ()
-    eyes: Eyes | None = None
+    eyes: ImageProcessorSpec | None = None
 
     @classmethod
-    def of(cls, cfg: DataConfig, tokenizer: Any, eyes: Eyes | None, tools: Sequence[Mapping[str, Any]] | None) -> PromptEncoder:
+    def of(
+        cls, cfg: DataConfig, tokenizer: Any, eyes: ImageProcessorSpec | None, tools: Sequence[Mapping[str, Any]] | None
+    ) -> PromptEncoder:
         """As a run's settings ask for. tools: None and none are the same to a template."""
         keep_last = cfg.max_prompt_length if cfg.truncation_strategy == "left" else None
         return cls(tokenizer, cfg.system, cfg.template_options, keep_last, tools or (), eyes)
 
-    def __call__(self, raw: Raw, pictures: Sequence[Picture] = ()) -> tuple[int, ...]:
+    def __call__(self, raw: Raw, pictures: Sequence[Image] = ()) -> tuple[int, ...]:
         token_ids = self.short(raw)
         if self.eyes is not None:
             token_ids = tuple(expanded(token_ids, pictures, self.eyes.image_token))

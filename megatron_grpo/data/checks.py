@@ -19,13 +19,13 @@ import numpy as np
 from megatron_grpo.base.cleanup import begun
 from megatron_grpo.base.errors import ConfigError, Problem, said_by
 from megatron_grpo.config.config import DataConfig
-from megatron_grpo.data.album import COLUMNS, Album, num_places, shown_by
 from megatron_grpo.data.chat import Raw
-from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.data.files import NAMED_ROWS, Rows, plain_name
-from megatron_grpo.data.pictures import require_pillow
+from megatron_grpo.data.image_dataset import COLUMNS, ImageStore, num_places, shown_by
+from megatron_grpo.data.image_processing import ImageProcessorSpec
+from megatron_grpo.data.images import require_pillow
 from megatron_grpo.data.tokens import TokenTable
-from megatron_grpo.types import Picture
+from megatron_grpo.types import Image
 
 SLOWEST = 60.0  # seconds for one prompt; the longest take some hundredths
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # columns that mean this wherever rows with them are trained on
@@ -43,7 +43,7 @@ class PromptRows:
     longest_prompt: int | None  # tokens, after truncation; None before `check_lengths`
     tokens: TokenTable | None = None  # of every row of the file; None before `check_lengths`
     digest: str | None = None  # the fingerprint, where it is known
-    album: Album | None = None  # of the file's rows, where the model sees and some of them show something
+    album: ImageStore | None = None  # of the file's rows, where the model sees and some of them show something
     is_beginning: bool = False  # more rows follow, which are read as the run goes
     named: Mapping[str, int] = field(default_factory=dict)  # how many rows of the file have a column, by its name
 
@@ -53,7 +53,7 @@ class PromptRows:
     def raw(self, index: int) -> Raw:
         return raw_prompt(self.rows[int(self.keep[index])])
 
-    def pictures(self, index: int) -> tuple[Picture, ...]:
+    def pictures(self, index: int) -> tuple[Image, ...]:
         """Raises ConfigError where one cannot be used any more."""
         return self.album.pictures(int(self.keep[index])) if self.album is not None else ()
 
@@ -115,7 +115,13 @@ def _described(value: Any) -> str:
 
 
 def check_rows(
-    rows: Rows, cfg: DataConfig, names: Sequence[str], *, flag: str = "dataset", eyes: Eyes | None = None, is_blind: bool = True
+    rows: Rows,
+    cfg: DataConfig,
+    names: Sequence[str],
+    *,
+    flag: str = "dataset",
+    eyes: ImageProcessorSpec | None = None,
+    is_blind: bool = True,
 ) -> PromptRows:
     """Checks that every row holds a prompt; no tokenizer needed, and no picture opened.
 
@@ -148,7 +154,7 @@ def check_rows(
             message = f"{len(names)} data sets show pictures, and paths are inside one directory: name it with data_root."
             problems.append(Problem(flags=("data_root", flag), message=message))
         root = cfg.data_root or (name if Path(name).is_dir() else Path(name).parent if Path(name).exists() else ".")
-        album = Album(rows, eyes, root=Path(root).absolute(), flag=flag)
+        album = ImageStore(rows, eyes, root=Path(root).absolute(), flag=flag)
     if problems:
         raise ConfigError(problems)
     return PromptRows(rows=rows, keep=np.arange(len(rows)), longest_prompt=None, album=album, named=named)

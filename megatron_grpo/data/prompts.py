@@ -19,17 +19,23 @@ from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import DataConfig
 from megatron_grpo.config.evaluation import SPLIT
 from megatron_grpo.data import checks
-from megatron_grpo.data.album import places
 from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.data.checks import Encode, PromptRows
-from megatron_grpo.data.eyes import Eyes
+from megatron_grpo.data.image_dataset import places
+from megatron_grpo.data.image_processing import ImageProcessorSpec
 from megatron_grpo.data.mixing import part_of_flag, permutation, read_sets
 from megatron_grpo.data.tokens import FEW, TokenTable, key_of, shared
-from megatron_grpo.types import Picture, Prompt
+from megatron_grpo.types import Image, Prompt
 
 
 def load_rows(
-    cfg: DataConfig, *, dataset: str | None = None, flag: str = "dataset", eyes: Eyes | None = None, is_blind: bool = True, seed: int = 0
+    cfg: DataConfig,
+    *,
+    dataset: str | None = None,
+    flag: str = "dataset",
+    eyes: ImageProcessorSpec | None = None,
+    is_blind: bool = True,
+    seed: int = 0,
 ) -> PromptRows:
     """Reads the data set and checks that every row holds a prompt (`check_rows`).
 
@@ -54,7 +60,7 @@ def open_stream(
     dataset: str | None = None,
     shuffle: bool | None = None,
     flag: str = "dataset",
-    eyes: Eyes | None = None,
+    eyes: ImageProcessorSpec | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     data_seed: int | None = None,
 ) -> PromptStream:
@@ -178,7 +184,7 @@ another output_dir."
         columns, pictures = rows.columns(index), _placed(rows, index, token_ids)
         return Prompt(number=number, row=first + row, raw=rows.raw(index), token_ids=token_ids, columns=columns, pictures=pictures)
 
-    def pictures_of(self, number: int) -> tuple[tuple[int, Picture], ...]:
+    def pictures_of(self, number: int) -> tuple[tuple[int, Image], ...]:
         """((place, picture), ...) of prompt `number` of the run, without drawing it: what a checkpoint of its rows leaves out."""
         return () if self.rows.album is None else self._prompt(number).pictures
 
@@ -188,6 +194,6 @@ another output_dir."
         return zlib.crc32(json.dumps([self.rows.raw(index) for index in picked], default=str).encode())
 
 
-def _placed(rows: PromptRows, index: int, token_ids: Sequence[int]) -> tuple[tuple[int, Picture], ...]:
+def _placed(rows: PromptRows, index: int, token_ids: Sequence[int]) -> tuple[tuple[int, Image], ...]:
     album = rows.album
     return () if album is None else places(token_ids, rows.pictures(index), album.eyes.image_token)

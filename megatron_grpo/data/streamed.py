@@ -26,11 +26,11 @@ from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data import checks
 from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.data.checks import Encode, PromptRows
-from megatron_grpo.data.eyes import Eyes
 from megatron_grpo.data.files import NAMED_ROWS, Read, Rows, Source
+from megatron_grpo.data.image_processing import ImageProcessorSpec
 from megatron_grpo.data.mixing import open_sets, permutation
 from megatron_grpo.data.prompts import PromptStream, load_rows, names_of, open_stream
-from megatron_grpo.types import Picture, Prompt
+from megatron_grpo.types import Image, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +70,14 @@ NOTHING = Mark(epoch=-1, block=0, begin=None, after=None, first=0, num_prompts=0
 
 
 def open_prompts(
-    cfg: DataConfig, tokenizer: Any, *, seed: int, eyes: Eyes | None = None, tools: Sequence[Mapping[str, Any]] | None = None
+    cfg: DataConfig, tokenizer: Any, *, seed: int, eyes: ImageProcessorSpec | None = None, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> PromptStream:
     """The training set's stream: read whole and checked (`open_stream`), or as the run goes. Raises ConfigError."""
     opened = open_streamed if cfg.streaming else open_stream
     return opened(cfg, tokenizer, seed=seed, eyes=eyes, tools=tools)
 
 
-def rows_to_look_at(cfg: DataConfig, *, eyes: Eyes | None, is_blind: bool, seed: int) -> PromptRows:
+def rows_to_look_at(cfg: DataConfig, *, eyes: ImageProcessorSpec | None, is_blind: bool, seed: int) -> PromptRows:
     """Rows of the training set, no tokenizer needed: all of them, or the first block. Raises ConfigError."""
     if not cfg.streaming:
         return load_rows(cfg, eyes=eyes, is_blind=is_blind, seed=seed)
@@ -90,7 +90,7 @@ def rows_to_look_at(cfg: DataConfig, *, eyes: Eyes | None, is_blind: bool, seed:
 
 
 def open_streamed(
-    cfg: DataConfig, tokenizer: Any, *, seed: int, eyes: Eyes | None = None, tools: Sequence[Mapping[str, Any]] | None = None
+    cfg: DataConfig, tokenizer: Any, *, seed: int, eyes: ImageProcessorSpec | None = None, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> StreamedPrompts:
     """Reads the first block, and no more. eyes, tools: as for `open_stream`. Raises ConfigError."""
     flag, names = "dataset", names_of(cfg, None, "dataset")
@@ -166,7 +166,7 @@ class StreamedPrompts(PromptStream):
         known = {(mark.epoch, mark.block): mark for mark in (*self._marks, *_marks_of(state))}
         self._marks = [known[key] for key in sorted(known)]
 
-    def pictures_of(self, number: int) -> tuple[tuple[int, Picture], ...]:
+    def pictures_of(self, number: int) -> tuple[tuple[int, Image], ...]:
         return ()  # rows that show some are refused
 
     def _of_other_rows(self, state: Mapping[str, Any]) -> list[Problem]:

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Generic, TypeVar
 
-from megatron_grpo.environments.play import Play, Stage
-from megatron_grpo.rollout.engine import SamplingSettings, WeightsLost
+from megatron_grpo.environments.episode_runner import EpisodeRunner, EpisodeRunnerFactory
+from megatron_grpo.rollout.engine import SamplingSettings, WeightsLostError
 from megatron_grpo.rollout.turns import Player, TurnEngine, request_seed
 from megatron_grpo.types import Group, Prompt
 
@@ -30,7 +30,7 @@ class PlayedSampler(Generic[OnePlayer]):
         raise NotImplementedError  # each has its own
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        """Asked the same after WeightsLost, it goes on where it was."""
+        """Asked the same after WeightsLostError, it goes on where it was."""
         asked = ([prompt.number for prompt in prompts], sampling, seed)
         if asked != self._asked:
             self._drop()
@@ -38,7 +38,7 @@ class PlayedSampler(Generic[OnePlayer]):
         try:
             groups = self.engine.play(prompts, sampling, partial(self._begin, sampling=sampling, seed=seed))
             self._check()
-        except WeightsLost:
+        except WeightsLostError:
             raise
         except BaseException:
             self._drop()
@@ -63,16 +63,16 @@ class PlayedSampler(Generic[OnePlayer]):
         self._asked = self._player = None
 
 
-class Episodes(PlayedSampler[Play]):
+class Episodes(PlayedSampler[EpisodeRunner]):
     """A `Sampler` whose completions are episodes."""
 
-    def __init__(self, engine: TurnEngine, stage: Stage):
+    def __init__(self, engine: TurnEngine, stage: EpisodeRunnerFactory):
         super().__init__(engine)
         self.stage = stage
         self._told: set[str] = set()
 
-    def new_player(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> Play:
-        return Play(self.stage, prompts, n=sampling.n, seed_of=partial(request_seed, seed, n=sampling.n))
+    def new_player(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> EpisodeRunner:
+        return EpisodeRunner(self.stage, prompts, n=sampling.n, seed_of=partial(request_seed, seed, n=sampling.n))
 
     def _drop(self) -> None:
         play = self._player

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.base.errors import shown
-from megatron_grpo.environments.protocol import Environment, Message, Nonsense, Reply, Turn
+from megatron_grpo.environments.protocol import Environment, InvalidReplyError, Message, Reply, Turn
 from megatron_grpo.environments.tools import ToolEnvironment, schema_of
 
 
@@ -42,7 +42,7 @@ class TrlEnvironment(ToolEnvironment):
             if said is None:
                 return prompt
             if not isinstance(said, str):
-                raise Nonsense(f"reset returned {shown(said)}, where a string or None should be")
+                raise InvalidReplyError(f"reset returned {shown(said)}, where a string or None should be")
             return [*prompt[:-1], dict(prompt[-1], content=prompt[-1]["content"] + said)]
 
         return _then(self._object.reset(prompt=prompt, **self.columns), opening)
@@ -140,7 +140,7 @@ class VerifiersEnvironment(Environment):
 
 
 def adapted(cls: type) -> type[Environment] | None:
-    """Theirs as ours; None for a class of nobody that is known. Raises UnusableTool."""
+    """Theirs as ours; None for a class of nobody that is known. Raises InvalidToolError."""
     if issubclass(cls, Environment):
         return cls
     name = cls.__name__

@@ -12,8 +12,8 @@ from megatron_grpo.base.errors import ConfigError, Problem, config_error, proble
 from megatron_grpo.config.config import Config
 from megatron_grpo.environments.foreign_environments import adapted
 from megatron_grpo.environments.protocol import Environment, Message
-from megatron_grpo.environments.tools import ToolEnvironment, UnusableTool, reader, schema_of, tool_set
-from megatron_grpo.environments.transcript import ChatTemplate, History
+from megatron_grpo.environments.tools import InvalidToolError, ToolEnvironment, reader, schema_of, tool_set
+from megatron_grpo.environments.trajectory import ChatTemplate, History
 from megatron_grpo.rewards.loading import user_object
 
 _QUESTION: Message = {"role": "user", "content": "What is it?"}
@@ -54,7 +54,7 @@ def load_environment(cfg: Config, tokenizer: Any = None) -> type[Environment] | 
         schemas = [schema_of(function) for function in functions.values()]
         read = reader(turns.tool_call_parser if tokenizer is not None else "hermes", tokenizer, schemas)
         return tool_set(functions, inner=inner, read=read)
-    except UnusableTool as error:
+    except InvalidToolError as error:
         raise config_error("tools", f"tools: one of {' '.join(turns.tools)} {error}") from error
 
 
@@ -62,7 +62,7 @@ def _environment(spec: str) -> type[Environment]:
     found = user_object(spec, flag="environment")
     try:
         made = adapted(found) if isinstance(found, type) else None
-    except UnusableTool as error:
+    except InvalidToolError as error:
         raise config_error("environment", f"environment {spec}: one of its methods {error}") from error
     if made is None:
         raise config_error(

@@ -64,20 +64,20 @@ class Environment:
         """Called once, however the episode ended; but not after a timeout, when a thread may still be inside."""
 
 
-class Nonsense(ValueError):
+class InvalidReplyError(ValueError):
     """The environment answered what is no answer. The end of a sentence about it."""
 
 
 def as_reply(value: Any) -> Reply:
-    """What `reply` returned, checked. Raises Nonsense."""
+    """What `reply` returned, checked. Raises InvalidReplyError."""
     if isinstance(value, tuple) and len(value) == 3:
         value = Reply(messages=() if value[0] is None else value[0], reward=value[1], done=value[2])
     if not isinstance(value, Reply):
-        raise Nonsense(f"reply returned {shown(value)}, where Reply or (messages, reward, done) should be")
+        raise InvalidReplyError(f"reply returned {shown(value)}, where Reply or (messages, reward, done) should be")
     if not (type(value.done) is bool or type(value.done).__name__ == "bool"):  # numpy's too
-        raise Nonsense(f"reply returned done = {shown(value.done)}, where True or False should be")
+        raise InvalidReplyError(f"reply returned done = {shown(value.done)}, where True or False should be")
     if not isinstance(value.metrics, Mapping):
-        raise Nonsense(f"reply returned metrics = {shown(value.metrics)}, where a dict of numbers should be")
+        raise InvalidReplyError(f"reply returned metrics = {shown(value.metrics)}, where a dict of numbers should be")
     return Reply(
         messages=as_messages(value.messages, who="reply"),
         reward=None if value.reward is None else _number(value.reward, "the reward"),
@@ -92,30 +92,32 @@ def _number(value: Any, what: str) -> float:
             return found
     except OverflowError:  # Python's integers have no end
         pass
-    raise Nonsense(f"reply returned {shown(value)} as {what}, where a finite number should be")
+    raise InvalidReplyError(f"reply returned {shown(value)} as {what}, where a finite number should be")
 
 
 def as_messages(value: Any, *, who: str) -> tuple[Message, ...]:
-    """Messages of text, copied. who: the method that returned them. Raises Nonsense."""
+    """Messages of text, copied. who: the method that returned them. Raises InvalidReplyError."""
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
-        raise Nonsense(f"{who} returned {shown(value)}, where a list of messages should be")
+        raise InvalidReplyError(f"{who} returned {shown(value)}, where a list of messages should be")
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise Nonsense(f"{who} returned {shown(message)}, where {{'role': str, 'content': str}} should be")
+            raise InvalidReplyError(f"{who} returned {shown(message)}, where {{'role': str, 'content': str}} should be")
         if isinstance(message.get("content"), (list, tuple)):
-            raise Nonsense(f"{who} returned {shown(message)}: its content is a list, and environments answer with text alone")
+            raise InvalidReplyError(f"{who} returned {shown(message)}: its content is a list, and environments answer with text alone")
         if not isinstance(message.get("content"), str):
-            raise Nonsense(f"{who} returned {shown(message)}, where {{'role': str, 'content': str}} should be")
+            raise InvalidReplyError(f"{who} returned {shown(message)}, where {{'role': str, 'content': str}} should be")
     return tuple(_plain(message, who) for message in value)
 
 
 def _plain(message: Message, who: str) -> Message:
-    """A copy of plain values: it travels to the rank that judges, into a template and into files. Raises Nonsense."""
+    """A copy of plain values: it travels to the rank that judges, into a template and into files. Raises InvalidReplyError."""
     try:
         text = json.dumps(dict(message), ensure_ascii=False)
         text.encode()
     except UnicodeEncodeError as error:
-        raise Nonsense(f"{who} returned {shown(message)}, which is no text: {error.reason}") from error
+        raise InvalidReplyError(f"{who} returned {shown(message)}, which is no text: {error.reason}") from error
     except (TypeError, ValueError, RecursionError) as error:
-        raise Nonsense(f"{who} returned {shown(message)}, of which {error}: a message holds text, numbers, lists and dicts") from error
+        raise InvalidReplyError(
+            f"{who} returned {shown(message)}, of which {error}: a message holds text, numbers, lists and dicts"
+        ) from error
     return json.loads(text)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.config.config import Config
-from megatron_grpo.environments.play import Play, Stage
+from megatron_grpo.environments.episode_runner import EpisodeRunner, EpisodeRunnerFactory
 from megatron_grpo.environments.protocol import Environment
 from megatron_grpo.environments.tools import ToolEnvironment
-from megatron_grpo.rollout.turns import Drawn, Key
+from megatron_grpo.rollout.turns import Key, SampledTurn
 from megatron_grpo.types import FAULTS, Group, Prompt
 
 MADE_UP: Mapping[str, Any] = {"string": "7", "integer": 7, "number": 0.5, "boolean": True, "array": [], "object": {}}  # by type
@@ -48,23 +48,23 @@ class _Scripted:
 
     num_running = 0
 
-    def __init__(self, stage: Stage, texts: Mapping[int, str]):
+    def __init__(self, stage: EpisodeRunnerFactory, texts: Mapping[int, str]):
         self._stage, self._texts = stage, texts
         self._asked: list[tuple[Key, int]] = []
 
     def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int) -> None:
         self._asked.append((key, max_tokens))
 
-    def poll(self) -> list[tuple[Key, Drawn]]:
+    def poll(self) -> list[tuple[Key, SampledTurn]]:
         asked, self._asked = self._asked, []
         return [(key, self._drawn(self._texts[key[0]], most)) for key, most in asked]
 
-    def _drawn(self, text: str, most: int) -> Drawn:
+    def _drawn(self, text: str, most: int) -> SampledTurn:
         template = self._stage.template
         tokens = [*template.tokenizer(text, add_special_tokens=False)["input_ids"], min(template.end_ids)]
         if template.tokenizer.eos_token_id is not None:
             tokens[-1] = template.tokenizer.eos_token_id
-        return Drawn(token_ids=tuple(tokens[:most]), logprobs=(0.0,) * min(most, len(tokens)), is_cut=len(tokens) > most, version=0)
+        return SampledTurn(token_ids=tuple(tokens[:most]), logprobs=(0.0,) * min(most, len(tokens)), is_cut=len(tokens) > most, version=0)
 
 
 def play_rows(
@@ -77,10 +77,12 @@ def play_rows(
 ) -> dict[str, Played]:
     """An episode a prompt and kind. kinds: what the model says at every turn, by prompt; calls of the environment's tools come to them."""
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    stage = Stage.of(cfg, environment, tokenizer, model_path=model_path, max_model_len=longest + cfg.rollout.max_completion_length)
+    stage = EpisodeRunnerFactory.of(
+        cfg, environment, tokenizer, model_path=model_path, max_model_len=longest + cfg.rollout.max_completion_length
+    )
     played = {}
     for kind, texts in {**kinds, **_calls(environment, len(prompts))}.items():
-        play, turns = Play(stage, prompts, n=1, seed_of=lambda *place: 0), _Scripted(stage, dict(enumerate(texts)))
+        play, turns = EpisodeRunner(stage, prompts, n=1, seed_of=lambda *place: 0), _Scripted(stage, dict(enumerate(texts)))
         while not play.advance(turns, 1.0, version=0):
             pass
         played[kind] = Played.of(play.groups())

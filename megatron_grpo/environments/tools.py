@@ -22,22 +22,22 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
 
 
-class UnusableTool(ValueError):
+class InvalidToolError(ValueError):
     """A function that cannot be shown to a model. The end of a sentence about it."""
 
 
 def schema_of(function: Function) -> dict[str, Any]:
-    """Its JSON schema, from annotations and a docstring as Google writes it. Raises UnusableTool, which names what is missing."""
+    """Its JSON schema, from annotations and a docstring as Google writes it. Raises InvalidToolError, which names what is missing."""
     from transformers.utils import get_json_schema
 
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise UnusableTool(f"({function.__name__}) yields, and a tool returns its answer")
+        raise InvalidToolError(f"({function.__name__}) yields, and a tool returns its answer")
     if unnamed := [one.name for one in inspect.signature(function).parameters.values() if one.kind in _UNNAMED]:
-        raise UnusableTool(f"({function.__name__}) takes {unnamed[0]} by its place alone, and a call names its arguments")
+        raise InvalidToolError(f"({function.__name__}) takes {unnamed[0]} by its place alone, and a call names its arguments")
     try:
         return get_json_schema(function)
     except Exception as error:
-        raise UnusableTool(f"has no schema: {said_by(error)}") from error
+        raise InvalidToolError(f"has no schema: {said_by(error)}") from error
 
 
 # ---- calls in the text of a turn
@@ -262,7 +262,7 @@ def tool_set(
 ) -> type[ToolEnvironment]:
     """An environment with these tools. functions: by the name that their schemas have. inner: who answers turns without a call.
 
-    Raises UnusableTool.
+    Raises InvalidToolError.
     """
     from pydantic import validate_call
     from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
@@ -271,6 +271,6 @@ def tool_set(
     try:
         checked = {name: validate_call(function) for name, function in functions.items()}
     except (PydanticUserError, PydanticUndefinedAnnotation) as error:
-        raise UnusableTool(f"has arguments that cannot be checked: {said_by(error)}") from error
+        raise InvalidToolError(f"has arguments that cannot be checked: {said_by(error)}") from error
     values = {"functions": checked, "tools": [*(inner.tools if inner else ()), *schemas], "inner": inner, "read": staticmethod(read)}
     return type("Tools" if inner is None else f"{inner.__name__}WithTools", (ToolEnvironment,), values)

@@ -12,16 +12,16 @@ from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_grpo.rewards.contained import contained
+from megatron_grpo.rewards.process_isolation import contained
 
 LINGER, MOST_LINGERED = 0.001, 0.02  # seconds: for the next call that ends, and for all of them
 
 
-class OutOfTime(Exception):
+class CallTimeoutError(Exception):
     """The call did not end within its time."""
 
 
-class Outcome(NamedTuple):
+class CallResult(NamedTuple):
     """Of a call: what it returned, or what it raised; and what it took."""
 
     key: Hashable
@@ -53,7 +53,7 @@ class Workers:
         self.told: list[str] = []  # what calls did to the process, as the end of a sentence
         self._waiting: deque[_Call] = deque()
         self._running: set[_Call] = set()
-        self._ended: queue.SimpleQueue[tuple[_Call, Outcome]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[_Call, CallResult]] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._num_free = 0  # threads that wait for a job
         self._lock = threading.Lock()  # of what threads change: that number, and whether a call is given up
@@ -69,9 +69,9 @@ class Workers:
         self._waiting.append(_Call(key, work))
         self._fill()
 
-    def take(self, seconds: float) -> list[Outcome]:
+    def take(self, seconds: float) -> list[CallResult]:
         """What has ended since; waits at most so long for the first, and a little for those that end with it: they join the same step."""
-        found: list[Outcome] = []
+        found: list[CallResult] = []
         until = time.monotonic() + seconds
         while True:
             try:
@@ -108,7 +108,7 @@ class Workers:
         deadlines = [call.began + self.timeout for call in self._running]
         return max(0.0, min([until, *deadlines]) - time.monotonic())
 
-    def _late(self) -> list[Outcome]:
+    def _late(self) -> list[CallResult]:
         now = time.monotonic()
         late = [call for call in self._running if call.began + self.timeout <= now]
         with self._lock:
@@ -117,7 +117,7 @@ class Workers:
         self._running.difference_update(late)
         if any(call.is_awaited for call in late) and self._loop is not None and not self._is_alive(self._loop):
             self._loop = None
-        return [Outcome(call.key, None, OutOfTime(), self.timeout) for call in late]
+        return [CallResult(call.key, None, CallTimeoutError(), self.timeout) for call in late]
 
     @staticmethod
     def _is_alive(loop: asyncio.AbstractEventLoop) -> bool:
@@ -185,9 +185,9 @@ class Workers:
                 found = await asyncio.wait_for(value, max(0.0, call.began + self.timeout - time.monotonic()))
         except BaseException as error:  # noqa: BLE001 - as above
             is_late = isinstance(error, (TimeoutError, asyncio.CancelledError)) and time.monotonic() >= call.began + self.timeout
-            self._end(call, None, OutOfTime() if is_late else error)
+            self._end(call, None, CallTimeoutError() if is_late else error)
         else:
             self._end(call, found, None)
 
     def _end(self, call: _Call, value: Any, error: BaseException | None) -> None:
-        self._ended.put((call, Outcome(call.key, value, error, time.monotonic() - call.began)))
+        self._ended.put((call, CallResult(call.key, value, error, time.monotonic() - call.began)))

@@ -65,7 +65,7 @@ def advantages(
     return Advantages(advantages=np.nan_to_num(values, nan=0.0), rewards=totals, rewards_per_func=per_func, is_dead=is_dead)
 
 
-def dead_groups(rewards: Sequence[Rewards], cfg: GrpoConfig, reward_weights: Sequence[float]) -> np.ndarray:
+def zero_std_groups(rewards: Sequence[Rewards], cfg: GrpoConfig, reward_weights: Sequence[float]) -> np.ndarray:
     """bool [num_groups]: `is_dead` of these groups' advantages, without them; each group is judged alone. Arguments as of `advantages`."""
     per_func = rewards_per_func(rewards, len(reward_weights))
     return _is_dead(per_func, total_rewards(per_func, reward_weights), name_of_estimator(cfg), reward_weights)

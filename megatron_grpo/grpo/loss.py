@@ -114,7 +114,7 @@ class LossInputs:
     """What the loss knows of one packed micro-batch: C trained positions of S sequences (or a context-parallel rank's part of them).
 
     old_logprobs is NaN where a position is on-policy: there the current log-prob, held constant, is the old one. A stale position never
-    has NaN, because `batching.collate` refuses a stale sample that is no `AnchoredSample`.
+    has NaN, because `batching.collate` refuses a stale sample that is no `SampleWithOldLogprobs`.
     """
 
     token_weights: torch.Tensor  # float [C], `u`; 0 where a filter took the completion out

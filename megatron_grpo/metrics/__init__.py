@@ -17,9 +17,9 @@ from megatron_grpo.config.evaluation import curve_of
 from megatron_grpo.metrics import draw
 from megatron_grpo.metrics.display import Display
 from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, compared, curves_in, in_words, score_in
-from megatron_grpo.metrics.records import Courtesy, Records, plain
+from megatron_grpo.metrics.records import BestEffort, Records, plain
 from megatron_grpo.metrics.reporters import REPORTERS, Begin, InBackground, Table, report_to_problems, services
-from megatron_grpo.metrics.summary import Learnt, TimeSpent
+from megatron_grpo.metrics.summary import Learnt, TimeSummary
 from megatron_grpo.types import Progress
 
 __all__ = ["Metrics", "report_to_problems"]
@@ -58,7 +58,7 @@ class Metrics:
         self._reporters: dict[str, InBackground] = {}
         self._completions: Table | None = None  # of a rollout that the next step trains
         self._display = Display(console, total=total_steps)
-        self._courtesy = Courtesy()
+        self._courtesy = BestEffort()
         self._heard = heard or (lambda step, numbers: None)
         self._steps = Records(self.output_dir / "metrics.jsonl")
         self.evaluations = Evaluations(self.output_dir, writes_completions=bool(self.config.get("log_completions_steps", 1)))
@@ -163,7 +163,7 @@ class Metrics:
         if self.tells:
             self._display.say(text)
 
-    def close(self, *, summary: bool = True, spent: TimeSpent | None = None) -> None:
+    def close(self, *, summary: bool = True, spent: TimeSummary | None = None) -> None:
         """The end of the run, good or bad: last plots, and the page at the end: before and after, where there is something to compare, and
         where the time went.
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.config.evaluation import ALONE, curve_of, ks
-from megatron_grpo.metrics.records import Courtesy, Records, plain, write_table
+from megatron_grpo.metrics.records import BestEffort, Records, plain, write_table
 
 logger = logging.getLogger(__name__)
 Numbers = Mapping[str, Any]
@@ -156,7 +156,7 @@ class Evaluations:
         self.folder, self.replaces, self.writes_completions = folder, replaces, writes_completions
         self.records: list[dict[str, Any]] = []
         self._file = Records(folder / "evaluations.jsonl")
-        self._courtesy = Courtesy()
+        self._courtesy = BestEffort()
 
     def start(self, step: int = sys.maxsize) -> None:
         """Reads what is there; forgets what is beyond so many optimizer steps; warns where a line has been lost."""

@@ -131,7 +131,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
-class Courtesy:
+class BestEffort:
     """`with courtesy("plots"): ...` never raises. The first failure of each kind is a warning; `missed` counts them all."""
 
     def __init__(self) -> None:

@@ -73,7 +73,7 @@ class Tensorboard(Reporter):
         self.writer.close()
 
 
-class LikeWandb(Reporter):
+class WandbReporter(Reporter):
     """A service with the interface of Weights & Biases: init, log, finish. Its own environment variables (WANDB_MODE, ...) apply.
 
     as_table: (its module, rows by column) -> what it logs as a table; None for one without tables. further: arguments of `init`.
@@ -94,19 +94,19 @@ class LikeWandb(Reporter):
         self.service.finish()
 
 
-def wandb(begin: Begin) -> LikeWandb:
+def wandb(begin: Begin) -> WandbReporter:
     def as_table(service: Any, table: Table) -> Any:
         return service.Table(columns=list(table), data=[list(row) for row in zip(*table.values(), strict=True)])
 
     name, settings = begin.name_or("WANDB_NAME"), {"init_timeout": SECONDS_TO_CLOSE}
-    return LikeWandb(begin, "wandb", as_table, name=name, dir=str(begin.output_dir), resume="allow", settings=settings)
+    return WandbReporter(begin, "wandb", as_table, name=name, dir=str(begin.output_dir), resume="allow", settings=settings)
 
 
-def swanlab(begin: Begin) -> LikeWandb:
-    return LikeWandb(begin, "swanlab", experiment_name=begin.name_or("SWANLAB_EXP_NAME"), logdir=str(begin.output_dir / "swanlab"))
+def swanlab(begin: Begin) -> WandbReporter:
+    return WandbReporter(begin, "swanlab", experiment_name=begin.name_or("SWANLAB_EXP_NAME"), logdir=str(begin.output_dir / "swanlab"))
 
 
-def trackio(begin: Begin) -> LikeWandb:
+def trackio(begin: Begin) -> WandbReporter:
     """On this machine, or on a Space of the Hub (TRACKIO_SPACE_ID)."""
 
     def as_table(service: Any, table: Table) -> Any:
@@ -115,7 +115,7 @@ def trackio(begin: Begin) -> LikeWandb:
         return service.Table(dataframe=pandas.DataFrame(dict(table)))  # it takes `columns` too, and ignores them
 
     space = os.environ.get("TRACKIO_SPACE_ID")
-    return LikeWandb(begin, "trackio", as_table, name=begin.name_or("TRACKIO_NAME"), resume="allow", space_id=space)
+    return WandbReporter(begin, "trackio", as_table, name=begin.name_or("TRACKIO_NAME"), resume="allow", space_id=space)
 
 
 class Mlflow(Reporter):

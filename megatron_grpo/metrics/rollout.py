@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.data.album import num_tokens
+from megatron_grpo.data.image_dataset import num_tokens
 from megatron_grpo.grpo.advantages import Advantages, mean, reward_metrics, rewards_per_func, total_rewards
-from megatron_grpo.metrics.records import Courtesy, write_table
+from megatron_grpo.metrics.records import BestEffort, write_table
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.collectives import Node
-from megatron_grpo.types import FAULTS, EpisodeRecord, Group, Harvest, Progress, Prompt, ScoredGroup, Verdict
+from megatron_grpo.types import FAULTS, DynamicSamplingResult, EpisodeRecord, Group, GroupMetadata, Progress, Prompt, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -24,7 +24,7 @@ class JudgedRollout:
     """One rollout as the journal hears of it. `held`: {place among the kept groups: scored group} of those that this rank judged."""
 
     number: int
-    harvest: Harvest
+    harvest: DynamicSamplingResult
     advantages: Advantages
     penalty: np.ndarray | None  # float64 [num_groups, G]: what `kl_in_reward` subtracted
     held: Mapping[int, ScoredGroup]
@@ -53,7 +53,7 @@ def rollout_stats(rollouts: Sequence[JudgedRollout], reward_names: Sequence[str]
     return stats | ({"kl_in_reward": float(np.concatenate(penalties).mean())} if penalties else {})
 
 
-def episode_stats(verdicts: Sequence[Verdict]) -> dict[str, float]:
+def episode_stats(verdicts: Sequence[GroupMetadata]) -> dict[str, float]:
     """Means over episodes, those that failed among them; `episodes/failed` counts. With tools, TRL's names beside ours."""
     episodes = [episode for verdict in verdicts for episode in verdict.episodes]
     contexts = [tokens for verdict in verdicts for tokens in verdict.contexts]
@@ -123,7 +123,7 @@ class Completions:
         self.most_nodes = most_nodes or node.count
         self._tell = tell
         self._latest = (-1, 0)  # version, and how many rollouts of it were due
-        self._courtesy = Courtesy()
+        self._courtesy = BestEffort()
 
     def start(self, progress: Progress) -> None:
         """Forgets what a resumed run has not sampled yet."""

@@ -70,7 +70,7 @@ _NO_PARTS = ("time/step", _BESIDE)
 BEFORE = "loading and restoring"
 
 
-class TimeSpent:
+class TimeSummary:
     """Adds up what the clock took, from the start of this process's run; a resumed run tells of itself alone."""
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ class Node:
 def node(host: str | None = None) -> Node:
     """The machine that this rank runs on. Collective. host: what it is called (default: its own name)."""
     name = (socket.gethostname() if host is None else host).encode()
-    names = from_all(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big"))
+    names = all_gather_object(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big"))
     firsts = {name: names.index(name) for name in dict.fromkeys(names)}
     mine = names[rank()]
     return Node(first=firsts[mine], number=list(firsts).index(mine), count=len(firsts))
@@ -73,7 +73,7 @@ def store(name: str) -> Any:
 _patient: Group = None
 
 
-def patient_group() -> Group:
+def long_timeout_group() -> Group:
     """All ranks, for what one of them may wait for without a limit: NCCL, and a job's own group, would end the run. Collective at the first
     call in a job; None where there is one rank."""
     global _patient
@@ -82,17 +82,17 @@ def patient_group() -> Group:
     return _patient if num_ranks() > 1 else None
 
 
-def wait_patiently() -> None:
+def barrier_with_timeout() -> None:
     """Until every rank is here, however long one of them takes: before a collective behind work that ranks end at different times, such as
     sampling. NCCL would count those minutes against `distributed_timeout_minutes`, and end the run. Collective."""
     if num_ranks() > 1:
-        dist.barrier(group=patient_group())
+        dist.barrier(group=long_timeout_group())
 
 
 # ---- objects ---------------------------------------------------------------------------------------------------------------------------
 
 
-def from_all(value: Any, group: Group = None) -> list[Any]:
+def all_gather_object(value: Any, group: Group = None) -> list[Any]:
     """Every rank's `value`, in rank order of the group, on every rank of it. For integers, flags, rewards and sentences."""
     size = num_ranks(group)
     if size == 1:
@@ -102,7 +102,7 @@ def from_all(value: Any, group: Group = None) -> list[Any]:
     return values
 
 
-def to_first(value: Any) -> list[Any] | None:
+def gather_object(value: Any) -> list[Any] | None:
     """Every rank's `value`, in rank order, on rank 0; None elsewhere. For what a file will hold: texts, records."""
     if num_ranks() == 1:
         return [value]
@@ -111,7 +111,7 @@ def to_first(value: Any) -> list[Any] | None:
     return values
 
 
-def from_first(value: Any) -> Any:
+def broadcast_object(value: Any) -> Any:
     """Rank 0's `value`, on every rank."""
     return from_rank(value, 0)
 
@@ -127,7 +127,7 @@ def from_rank(value: Any, source: int, group: Group = None) -> Any:
 
 def told(work: Callable[[], Value], failures: tuple[type[Exception], ...]) -> Value:
     """What `work` gives on rank 0, on every rank; or what it raises, if that is one of `failures`. Others wait as long as it takes."""
-    group = patient_group()  # the first call makes it, which waits no longer than a job's own group does
+    group = long_timeout_group()  # the first call makes it, which waits no longer than a job's own group does
     value: Value | None = None
     failure: Exception | None = None
     if rank() == 0:
@@ -176,7 +176,7 @@ def device_of_messages() -> torch.device:
 # ---- numbers ---------------------------------------------------------------------------------------------------------------------------
 
 
-def largest(number: float) -> float:
+def all_reduce_max(number: float) -> float:
     """Over all ranks."""
     if num_ranks() == 1:
         return number
@@ -185,7 +185,7 @@ def largest(number: float) -> float:
     return float(tensor)
 
 
-def any_of_all(flags: Sequence[bool]) -> list[bool]:
+def all_reduce_any(flags: Sequence[bool]) -> list[bool]:
     """For each of as many flags on every rank: whether it is set on any."""
     if num_ranks() == 1 or not flags:
         return list(flags)

@@ -66,7 +66,7 @@ class ParallelState:
         return self.pp_rank == self.pp_size - 1
 
     @property
-    def is_first_of_share(self) -> bool:
+    def is_model_parallel_src(self) -> bool:
         """One rank per data-parallel share: it sends and saves the rows whose home the share is."""
         return self.is_first_stage and self.tp_rank == 0 and self.cp_rank == 0
 
@@ -117,7 +117,7 @@ def start(
             "nccl" if has_gpu else "gloo", store=store, rank=launched.rank, world_size=launched.world_size, timeout=timeout
         )
 
-    _refuse_differences(facts or {}, collectives.patient_group())  # made here, where all ranks come at one time
+    _refuse_differences(facts or {}, collectives.long_timeout_group())  # made here, where all ranks come at one time
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
 
@@ -136,9 +136,9 @@ def start(
 
 def _refuse_differences(facts: Mapping[str, str], group: collectives.Group) -> None:
     """Raises one ConfigError on all ranks where a fact is not the same on all: by name, with a rank and both values. Collective."""
-    if len(set(collectives.from_all(hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).digest(), group))) == 1:
+    if len(set(collectives.all_gather_object(hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).digest(), group))) == 1:
         return
-    ranks, problems = collectives.from_all(dict(facts), group), []
+    ranks, problems = collectives.all_gather_object(dict(facts), group), []
     for name in dict.fromkeys(name for one in ranks for name in one):
         found = [one.get(name, "none") for one in ranks]
         if other := next((rank for rank, value in enumerate(found) if value != found[0]), None):

@@ -30,7 +30,7 @@ _CPU_CHUNK, _CPU_ROWS = 2**23, 2**18
 _LEFT_OUT = -1e30
 
 
-class KeptWords(NamedTuple):
+class VocabMask(NamedTuple):
     """The words of the whole vocabulary that the softmax of each of the C positions runs over; of one that has none, over all of them."""
 
     at: np.ndarray  # int64 [C + 1], on the host: where each position's words begin
@@ -39,7 +39,7 @@ class KeptWords(NamedTuple):
     is_some: torch.Tensor  # bool [C]: has words
 
     @classmethod
-    def of(cls, at: np.ndarray, ids: np.ndarray, device: torch.device) -> KeptWords:
+    def of(cls, at: np.ndarray, ids: np.ndarray, device: torch.device) -> VocabMask:
         counts = np.diff(at)
         of_ids = torch.from_numpy(np.stack([ids.astype(np.int64), np.repeat(np.arange(len(counts)), counts)])).to(device)
         return cls(at, of_ids[0], of_ids[1], torch.from_numpy(counts > 0).to(device))
@@ -91,7 +91,7 @@ def linear_logprobs(
     chunk_size: int = 1024,
     with_entropy: bool = False,
     slope: Slope | None = None,
-    kept: KeptWords | None = None,
+    kept: VocabMask | None = None,
 ) -> TokenScores:
     """Log-prob of each target, and the entropy of the distribution it was drawn from, under softmax(hidden @ weight.T / temperature).
 
@@ -212,7 +212,7 @@ def _sums(logits, columns, owned, highest, with_entropy: bool) -> torch.Tensor:
     return sums
 
 
-def _leave_out(logits: torch.Tensor, kept: KeptWords, chunk: slice, vocab_start: int) -> None:
+def _leave_out(logits: torch.Tensor, kept: VocabMask, chunk: slice, vocab_start: int) -> None:
     """All but the kept words of each row of a chunk's logits, of those that this shard has. In place."""
     words = slice(int(kept.at[chunk.start]), int(kept.at[chunk.stop]))
     columns, owned = _own_columns(kept.ids[words], vocab_start, logits.shape[1])

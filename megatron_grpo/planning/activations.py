@@ -22,7 +22,7 @@ READ_ATTENTION_INPUT = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "li
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class StoredActivations:
     """What linear layers keep for the backward in some of the model's layers, on average over them.
 
     inputs: share of the layers in which a linear, by its Megatron name, keeps its input: its weight trains, or it has an adapter. One with
@@ -39,7 +39,7 @@ class Kept:
         return max((self.inputs.get(linear, 0.0) for linear in linears), default=0.0)
 
 
-def kept_by_linears(shape: ModelShape, sizes: BatchSizes, tuning: Tuning, layers: Sequence[int]) -> Kept:
+def kept_by_linears(shape: ModelShape, sizes: BatchSizes, tuning: Tuning, layers: Sequence[int]) -> StoredActivations:
     """Over these layers, the experts of all ranks taken together."""
     kept: dict[str, float] = defaultdict(float)
     there: dict[str, int] = defaultdict(int)
@@ -55,7 +55,7 @@ def kept_by_linears(shape: ModelShape, sizes: BatchSizes, tuning: Tuning, layers
             inner += share * width * (shape.moe.topk if shape.moe and row.entry.is_expert else 1)
             copies += share * _copies(row.entry, shape, sizes, width)
     count = max(1, len(layers))
-    return Kept(inputs={name: kept[name] / there[name] for name in there}, inner=inner / count, copies=copies / count)
+    return StoredActivations(inputs={name: kept[name] / there[name] for name in there}, inner=inner / count, copies=copies / count)
 
 
 def _copies(entry: Entry, shape: ModelShape, sizes: BatchSizes, width: int) -> float:
@@ -66,7 +66,14 @@ def _copies(entry: Entry, shape: ModelShape, sizes: BatchSizes, width: int) -> f
 
 
 def layer_bytes(
-    shape: ModelShape, sizes: BatchSizes, cfg: Config, kept: Kept, tokens: int, *, without: tuple[str, ...] = (), adapter_size: int = 0
+    shape: ModelShape,
+    sizes: BatchSizes,
+    cfg: Config,
+    kept: StoredActivations,
+    tokens: int,
+    *,
+    without: tuple[str, ...] = (),
+    adapter_size: int = 0,
 ) -> float:
     """What the backward of one layer needs of so many tokens: inputs of its matrix products, norms and attention (flash: no scores).
 
@@ -85,7 +92,7 @@ def layer_bytes(
     return tokens * channels * BYTES[cfg.model.torch_dtype] + adapter_size * (kept.inner * tokens + kept.copies)
 
 
-def _mlp_channels(shape: ModelShape, sizes: BatchSizes, kept: Kept) -> float:
+def _mlp_channels(shape: ModelShape, sizes: BatchSizes, kept: StoredActivations) -> float:
     """Three of the gated activation, and what linear_fc2 reads."""
     if not shape.moe:
         return (3 + kept.input_of("mlp.linear_fc2")) * shape.ffn_hidden_size / sizes.layout.tp
@@ -153,7 +160,7 @@ def logits_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, completion: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tower:
+class TowerCost:
     """What sees, whole on each rank of the first stage. activations: while it trains, of all micro-batches that the stage has in flight."""
 
     parameters: int
@@ -162,7 +169,7 @@ class Tower:
     activations: Activations
 
 
-def tower_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, picture_tokens: int) -> Tower | None:
+def tower_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, picture_tokens: int) -> TowerCost | None:
     """None for a model that does not see. picture_tokens: of one micro-batch."""
     vision = shape.vision
     if vision is None:
@@ -175,7 +182,7 @@ def tower_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, 
         kept = vision.depth * begin + layer if cfg.model.vit_gradient_checkpointing else vision.depth * layer
         kept *= min(sizes.gradient_accumulation_steps, sizes.layout.pp)
     activations = Activations(training=kept, forward=layer)
-    return Tower(parameters=sum(numel for numel, _ in numels), trainable_parameters=trained, patches=patches, activations=activations)
+    return TowerCost(parameters=sum(numel for numel, _ in numels), trainable_parameters=trained, patches=patches, activations=activations)
 
 
 def fewer_layers(shape: ModelShape, sizes: BatchSizes, rows: Sequence[Mapping[str, Any]], tower_bytes: int) -> dict[str, Any]:

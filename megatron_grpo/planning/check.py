@@ -19,7 +19,7 @@ from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter, wit
 from megatron_grpo.planning.models import read_shape, read_teacher, rules_of, teacher_problems
 from megatron_grpo.policy import same_bits_validation
 from megatron_grpo.policy import validation as policy_validation
-from megatron_grpo.weights.fit import engine_problems, length_problems
+from megatron_grpo.weights.layout_validation import engine_problems, length_problems
 from megatron_grpo.weights.shape import ModelShape
 
 

@@ -12,7 +12,7 @@ from megatron_grpo.config.parsed import ForeignDefault, Parsed
 from megatron_grpo.config.read import shown
 from megatron_grpo.config.tuner import are_names_readable
 from megatron_grpo.rollout.adapters import lora_push
-from megatron_grpo.weights import trains
+from megatron_grpo.weights import trainable_parameters
 from megatron_grpo.weights.lora import LoraSettings, linear_modules
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.stored import adapter_problems
@@ -54,7 +54,7 @@ def tuner_problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
         return found
     if is_lora and not tuner.adapters:
         found += LoraSettings.of(tuner, shape).problems(shape)
-    found += trains.problems(tuner, shape)
+    found += trainable_parameters.problems(tuner, shape)
     return found or _of_push(cfg, shape)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.base.files import write_whole
-from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.batching.schedule import TrainingSchedule
 from megatron_grpo.config.servers import CALLS, FROM_FILE, addresses_of, chunk_size
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.sharing import Sharing, decide, suggest_budget
@@ -18,8 +18,8 @@ from megatron_grpo.planning.summary import as_long_as_there, bubble_fraction, ep
 from megatron_grpo.planning.warnings import defaults_of, warnings_of
 
 if TYPE_CHECKING:
+    from megatron_grpo.planning.images import PictureFacts
     from megatron_grpo.planning.parameters import Tuning
-    from megatron_grpo.planning.pictures import PictureFacts
     from megatron_grpo.planning.token_counts import Lengths
 
 MOST_WAYS = 3  # in which a run would fit, that are named
@@ -31,7 +31,7 @@ class Plan:
     """Everything that `plan` shows."""
 
     checked: Checked
-    timetable: Timetable  # as long as the run, where that is known
+    timetable: TrainingSchedule  # as long as the run, where that is known
     num_prompts: int | None  # of the data set
     memory: dict[str, Any] | None
     cost: dict[str, Any] | None
@@ -104,7 +104,7 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None, pictures: Pic
         num_prompts = checked.config.plan.num_prompts
     checked, notes = as_long_as_there(checked, num_prompts)
     cfg = checked.config
-    timetable = Timetable.of_length(
+    timetable = TrainingSchedule.of_length(
         checked.sizes, max_steps=cfg.run.max_steps, num_train_epochs=cfg.run.num_train_epochs, num_prompts=num_prompts,
         drops_last=cfg.data.dataset_drop_last,
     )  # fmt: skip
@@ -127,16 +127,16 @@ def _estimates(checked: Checked, sharing: Sharing) -> tuple[dict[str, Any] | Non
     from megatron_grpo.planning.cost import estimate_cost
     from megatron_grpo.planning.memory import estimate_memory
     from megatron_grpo.planning.parameters import Tuning
-    from megatron_grpo.planning.token_counts import Step, read_lengths
+    from megatron_grpo.planning.token_counts import StepTokens, read_lengths
 
     lengths = read_lengths(cfg.plan.lengths) if cfg.plan.lengths else None
     memory = tuning = None
     if shape is not None:
         tuning = Tuning.of(cfg, shape)
-        memory = estimate_memory(checked, tuning, lengths, shares=sharing.least_saving is not None)
+        memory = estimate_memory(checked, tuning, lengths, shares=sharing.min_saving_ratio is not None)
         if memory["fits"] is False:
             memory["would_fit"] = ways_to_fit(checked, lengths)
-    step = Step.of(sharing.least_saving, checked.sizes, cfg, lengths)
+    step = StepTokens.of(sharing.min_saving_ratio, checked.sizes, cfg, lengths)
     cost = estimate_cost(checked, tuning, lengths, sharing, step)
     cost["sharing"]["budget"] = suggest_budget(cfg, shape, sharing, step, memory)
     return memory, cost, tuning
@@ -157,7 +157,7 @@ def ways_to_fit(checked: Checked, lengths: Lengths | None) -> list[dict[str, Any
         except ConfigError:  # not a layout of this model, or not with these sizes
             continue
         assert changed.shape is not None
-        shares = decide(changed.config, changed.shape).least_saving is not None
+        shares = decide(changed.config, changed.shape).min_saving_ratio is not None
         memory = estimate_memory(changed, Tuning.of(changed.config, changed.shape), lengths, shares=shares)
         if memory["fits"]:
             found.append({"settings": changes, "peak_bytes": memory["peak_bytes"], "peak_phase": memory["peak_phase"]})

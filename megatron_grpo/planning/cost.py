@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_grpo.batching.batch_sizes import BatchSizes
-from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.batching.schedule import TrainingSchedule
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.sampling_mask import is_cut, words_at_most
 from megatron_grpo.planning.check import Checked
 from megatron_grpo.planning.models import config_of_teacher
-from megatron_grpo.planning.parameters import FP32, Row, Tuning, elements, padded_vocab, rows_and_channels
+from megatron_grpo.planning.parameters import FP32, Tuning, WeightRow, elements, padded_vocab, rows_and_channels
 from megatron_grpo.planning.sampler import push_of, stays
 from megatron_grpo.planning.sharing import Sharing
 from megatron_grpo.planning.summary import most_waiting_rows, old_logprobs_summary
-from megatron_grpo.planning.token_counts import Computed, Lengths, Step, packing, sequence_tokens
+from megatron_grpo.planning.token_counts import Computed, Lengths, StepTokens, packing, sequence_tokens
 from megatron_grpo.weights.names import Entry, ShardCut, num_parameters, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
 
 
-def estimate_cost(checked: Checked, tuning: Tuning | None, lengths: Lengths | None, sharing: Sharing, step: Step) -> dict[str, Any]:
+def estimate_cost(checked: Checked, tuning: Tuning | None, lengths: Lengths | None, sharing: Sharing, step: StepTokens) -> dict[str, Any]:
     """The `cost` object of `plan --json`. Without a model, only what the lengths say."""
     shape, sizes, cfg, teacher = checked.shape, checked.sizes, checked.config, checked.teacher
     cost: dict[str, Any] = {}
@@ -37,7 +37,7 @@ def estimate_cost(checked: Checked, tuning: Tuning | None, lengths: Lengths | No
         if is_cut(cfg.rollout):  # at most: ids, and where they begin, of the words that tokens are drawn among. top_p and min_p leave fewer
             cost["kept"] = _beside_rows(sizes, 8 + 4 * words_at_most(cfg.rollout), completion)
     if lengths is not None:
-        cost["packing"] = packing(sizes, cfg, lengths, sharing.least_saving)
+        cost["packing"] = packing(sizes, cfg, lengths, sharing.min_saving_ratio)
     return cost | both
 
 
@@ -51,11 +51,11 @@ def _beside_rows(sizes: BatchSizes, of_token: int, tokens: int) -> dict[str, int
     }
 
 
-def _sharing(sharing: Sharing, cfg: Config, step: Step) -> dict[str, Any]:
+def _sharing(sharing: Sharing, cfg: Config, step: StepTokens) -> dict[str, Any]:
     """One optimizer step, packed with a prompt for every completion and with each prompt once, alignment included."""
     return {
         "setting": cfg.batch.share_prompts,
-        "shares": sharing.least_saving is not None,
+        "shares": sharing.min_saving_ratio is not None,
         "why": sharing.why,
         "sequences": step.shared.sequences,
         "tokens_apart": step.apart.tokens,
@@ -130,7 +130,7 @@ def _products(shape: ModelShape, tuning: Tuning) -> tuple[int, int]:
     return total, round(trained)
 
 
-def _adapter_products(shape: ModelShape, rank: int, found: Sequence[tuple[Row, Sequence[Sequence[int]]]]) -> int:
+def _adapter_products(shape: ModelShape, rank: int, found: Sequence[tuple[WeightRow, Sequence[Sequence[int]]]]) -> int:
     """As `_products`, of the matrices of adapters. A fused linear's rows are multiplied by the inner channels of all its modules."""
     total = 0.0
     for row, adapters in found:
@@ -157,7 +157,7 @@ def _trained(
     taught = of(teacher, Tuning.of(config_of_teacher(cfg, teacher, shape), teacher)).forward if teacher is not None else 0
     rows, sequences = sizes.generation_batch_size, computed.sequences
     period = min(1000, sizes.gradient_accumulation_steps)  # after so many rollouts the timetable repeats
-    summary = old_logprobs_summary(Timetable(sizes), period)
+    summary = old_logprobs_summary(TrainingSchedule(sizes), period)
     recompute = work.forward if cfg.model.recompute_granularity == "full" else 0
     return {
         "old_logprobs": rows * summary["slices_recomputed"] * work.forward // (summary["slices_total"] * sequences),

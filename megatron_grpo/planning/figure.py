@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.base.files import PAINTER
 from megatron_grpo.batching.batch_sizes import BatchSizes
-from megatron_grpo.batching.timetable import MicroStep, Timetable
+from megatron_grpo.batching.schedule import MicroStep, TrainingSchedule
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -25,7 +25,7 @@ PAPER, INK, FAINT = "#14181d", "#e6e6e6", "#8a929b"
 HEAD, TAIL = 3, 1  # micro-steps shown of a long stretch that belongs to one optimizer step and one pass of a rollout
 
 
-def shown_rows(timetable: Timetable, num_rollouts: int, *, most: int = MOST_ROWS) -> list[MicroStep | range]:
+def shown_rows(timetable: TrainingSchedule, num_rollouts: int, *, most: int = MOST_ROWS) -> list[MicroStep | range]:
     """Micro-steps of the first rollouts; of long stretches only the ends, and at most about `most` rows in all. Ranges are not shown."""
     sizes = timetable.sizes
     total = num_rollouts * sizes.micro_steps_per_rollout * sizes.num_iterations
@@ -44,7 +44,7 @@ def shown_rows(timetable: Timetable, num_rollouts: int, *, most: int = MOST_ROWS
     return rows
 
 
-def _stretches(timetable: Timetable, total: int) -> Iterator[range]:
+def _stretches(timetable: TrainingSchedule, total: int) -> Iterator[range]:
     """Runs of micro-steps of one optimizer step and one pass over one rollout."""
     w, begin = timetable.sizes.micro_steps_per_rollout, 0
     while begin < total:
@@ -80,7 +80,7 @@ def widest_cell(sizes: BatchSizes, rows: Sequence[MicroStep | range], ranks: Seq
     return max(len(text) for text in (*cells, str(sizes.dp_size - 1)))
 
 
-def draw(timetable: Timetable, num_rollouts: int, *, width: int = 80) -> list[Text]:
+def draw(timetable: TrainingSchedule, num_rollouts: int, *, width: int = 80) -> list[Text]:
     """The figure as styled lines, none wider than `width` columns."""
     from rich.text import Text
 
@@ -107,7 +107,7 @@ def draw(timetable: Timetable, num_rollouts: int, *, width: int = 80) -> list[Te
     return lines
 
 
-def _line(timetable: Timetable, index: int, row: MicroStep, ranks: Sequence[int | None], widest: int, left: int) -> Text:
+def _line(timetable: TrainingSchedule, index: int, row: MicroStep, ranks: Sequence[int | None], widest: int, left: int) -> Text:
     from rich.text import Text
 
     sizes, step = timetable.sizes, row.optimizer_step
@@ -155,7 +155,7 @@ def legend(sizes: BatchSizes) -> list[str]:
     ]
 
 
-def draw_png(timetable: Timetable, num_rollouts: int, path: str) -> None:
+def draw_png(timetable: TrainingSchedule, num_rollouts: int, path: str) -> None:
     """Writes the figure of the terminal as a picture: the same lines in the same colours. Its format follows the file's suffix.
 
     Raises ConfigError without matplotlib, or for a suffix it does not know.

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.optimizer import BLOCK
-from megatron_grpo.planning.activations import Activations, Tower, activations_of, fewer_layers, logits_bytes, tower_of
+from megatron_grpo.planning.activations import Activations, TowerCost, activations_of, fewer_layers, logits_bytes, tower_of
 from megatron_grpo.planning.check import Checked
 from megatron_grpo.planning.cost import checkpoint_bytes
 from megatron_grpo.planning.models import config_of_teacher
@@ -103,7 +103,7 @@ def held_stages(teacher: ModelShape | None, student: ModelShape, sizes: BatchSiz
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class StageMemory:
     """What one pipeline stage needs while the policy works, by the tokens of a micro-batch on one rank."""
 
     static: Static
@@ -139,11 +139,11 @@ def estimate_memory(checked: Checked, tuning: Tuning, lengths: Lengths | None, *
     prompt, completion = sequence_tokens(cfg, lengths, longest=True)
     apart, tokens = (-(-stream_tokens(sizes, cfg, prompt, completion, shares=one) // sizes.layout.cp) for one in (False, shares))
     sampler = sampler_memory(shape, sizes, cfg, tuning, prompt + completion)
-    stages, rows, pushed = list[Stage](), list[dict[str, Any]](), push_memory(shape, sizes, cfg, tuning)
+    stages, rows, pushed = list[StageMemory](), list[dict[str, Any]](), push_memory(shape, sizes, cfg, tuning)
     tower = tower_of(shape, sizes, cfg, tuning, min(tokens, prompt * sizes.micro_batch_size))
     held = held_stages(checked.teacher, shape, sizes, cfg, completion)
     for number in range(sizes.layout.pp):
-        stage = Stage(
+        stage = StageMemory(
             teacher=held[number],
             static=static_memory(shape, sizes, cfg, tuning, number),
             logits=logits_bytes(shape, sizes, cfg, completion) if number == sizes.layout.pp - 1 else 0,
@@ -184,11 +184,11 @@ def estimate_memory(checked: Checked, tuning: Tuning, lengths: Lengths | None, *
     }
 
 
-def _with_tower(found: Callable[[int], Activations], tower: Tower | None) -> Callable[[int], Activations]:
+def _with_tower(found: Callable[[int], Activations], tower: TowerCost | None) -> Callable[[int], Activations]:
     return found if tower is None else lambda tokens: found(tokens) + tower.activations
 
 
-def _tower(shape: ModelShape, sizes: BatchSizes, size: int, tower: Tower, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _tower(shape: ModelShape, sizes: BatchSizes, size: int, tower: TowerCost, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of the `memory` object. Each parameter is as many bytes as one of the language model that trains, or does not, as it does."""
     own, activations = rows[0], tower.activations.training
     per_trained = (own["gradients_bytes"] + own["optimizer_bytes"]) / max(own["num_trainable_parameters"], 1)
@@ -213,7 +213,7 @@ def stream_tokens(sizes: BatchSizes, cfg: Config, prompt: int, completion: int, 
     return min(prompts, rows) * prompt + rows * completion
 
 
-def _most_tokens(stages: Sequence[Stage], gpu: int, asleep: int, *, teacher_leaves: bool) -> int:
+def _most_tokens(stages: Sequence[StageMemory], gpu: int, asleep: int, *, teacher_leaves: bool) -> int:
     """Of a micro-batch on one rank, so that training and scoring fit on every stage; 0 if none does."""
 
     def fits(tokens: int) -> bool:
@@ -233,7 +233,7 @@ def _teacher_leaves(cfg: Config, offload: Offload) -> bool:
     return cfg.grpo.offload_teacher_model or offload.model
 
 
-def _offload(cfg: Config, chosen: Offload, sampler: Mapping[str, int], stages: Sequence[Stage]) -> dict[str, Any]:
+def _offload(cfg: Config, chosen: Offload, sampler: Mapping[str, int], stages: Sequence[StageMemory]) -> dict[str, Any]:
     """What is given away between training and sampling, of the rank that has most of it; and what all of it would be."""
     on_host = sampler["weights_bytes"] + sampler["adapters_bytes"] if cfg.rollout.sleep_level == 1 else 0
 
@@ -259,7 +259,7 @@ def _staged(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, s
 
 
 def _phases(
-    cfg: Config, tuning: Tuning, stage: Stage, tokens: int, offload: Offload, sampler: Mapping[str, int], pushed: int
+    cfg: Config, tuning: Tuning, stage: StageMemory, tokens: int, offload: Offload, sampler: Mapping[str, int], pushed: int
 ) -> dict[str, int]:
     """What is there at the same time. Of the policy, while the sampler works, what was not given away; log-probs of later steps of a
     rollout are computed with everything there. pushed: what is on its way in a push. A teacher scores before the policy is back, unless

@@ -19,7 +19,7 @@ from megatron_grpo.batching.sizes import Model
 from megatron_grpo.config.config import Config
 from megatron_grpo.policy import same_bits_validation, validation
 from megatron_grpo.weights.families import FAMILIES, NOT_YET_BY_NAME
-from megatron_grpo.weights.fit import layout_problems, length_problems
+from megatron_grpo.weights.layout_validation import layout_problems, length_problems
 from megatron_grpo.weights.shape import ModelShape
 
 FLAG = "teacher_model"

@@ -18,7 +18,7 @@ from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.weights.lora import LoraSettings, adapter_entries, is_linear, lora_of
 from megatron_grpo.weights.names import Entry, ShardCut, layer_entries, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.trains import trains
+from megatron_grpo.weights.trainable_parameters import trains
 
 BYTES = {"float32": 4, "bfloat16": 2}
 FP32 = 4
@@ -27,7 +27,7 @@ FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class WeightRow:
     """A row of the table of weights in one layer. Sequences have an item for each expert; of what is no expert's, one."""
 
     entry: Entry
@@ -42,7 +42,7 @@ class Tuning:
     """What a run trains, and which adapters it needs besides. size: bytes of an element of the model's own weights."""
 
     trains: Callable[[str], bool]  # the model's own weights, by Hugging Face name
-    layers: Sequence[Sequence[Row]]
+    layers: Sequence[Sequence[WeightRow]]
     size: int
     adapter_size: int = 0  # bytes of an element of adapters; 0 where none train
     has_second_model: bool = False  # the reference is a model of its own
@@ -68,7 +68,7 @@ class Tuning:
         )
 
     @property
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[WeightRow]:
         return (row for layer in self.layers for row in layer)
 
     @property
@@ -103,8 +103,8 @@ class Tuning:
 
 def _layers(
     shape: ModelShape, rule: Callable[[str], bool], adapters: LoraSettings | None, reference: LoraSettings | None
-) -> list[list[Row]]:
-    def row(entry: Entry, layer: int) -> Row:
+) -> list[list[WeightRow]]:
+    def row(entry: Entry, layer: int) -> WeightRow:
         experts = range(shape.num_experts) if entry.is_expert else (0,)
         names = [[f"{shape.text_prefix}layers.{layer}.{name.format(e=expert)}" for name, _ in entry.hf] for expert in experts]
 
@@ -114,7 +114,7 @@ def _layers(
             return [[settings.rank_of(name.removesuffix(".weight")) for name in modules] for modules in names]
 
         trained = [rule(modules[0]) for modules in names]
-        return Row(entry=entry, layer=layer, trains=trained, adapters=ranks(adapters), reference=ranks(reference))
+        return WeightRow(entry=entry, layer=layer, trains=trained, adapters=ranks(adapters), reference=ranks(reference))
 
     numbers = range(shape.num_layers)
     return [[row(entry, layer) for entry in layer_entries(shape, moe=shape.is_moe_layer(layer))] for layer in numbers]
@@ -167,7 +167,7 @@ class Held:
     trained: int = 0  # of these, what trains and no expert has
     trained_experts: int = 0
 
-    def add(self, row: Row, sizes: BatchSizes, ep_rank: int, *, rank: int, reference_rank: int) -> None:
+    def add(self, row: WeightRow, sizes: BatchSizes, ep_rank: int, *, rank: int, reference_rank: int) -> None:
         entry, numel = row.entry, numel_of(row.entry, sizes)
         count = len(row.trains) // sizes.layout.ep if entry.is_expert else 1
         mine = slice(ep_rank * count, (ep_rank + 1) * count) if entry.is_expert else slice(1)

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config.config import Config
-from megatron_grpo.planning.parameters import BYTES, FP32, Row, Tuning, layers_of_stage, numel_of, padded_vocab
+from megatron_grpo.planning.parameters import BYTES, FP32, Tuning, WeightRow, layers_of_stage, numel_of, padded_vocab
 from megatron_grpo.rollout.adapters import LoraPush
-from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, Bucket, Owned, Part, Ranks, fill, most_bytes, num_collectives
+from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, Bucket, BucketPart, Owned, Ranks, fill, most_bytes, num_collectives
 from megatron_grpo.weights.lora import adapter_entries, is_linear, linear_modules
 from megatron_grpo.weights.names import Entry, ShardCut, num_parameters, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.towers import MEGATRON
+from megatron_grpo.weights.vision_towers import MEGATRON
 
 
 def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, sequence: int) -> dict[str, int]:
@@ -82,7 +82,7 @@ def _received(bucket: Bucket, ranks: Ranks, stage: int, to_first: bool) -> int:
     """By a rank of that stage. Of another stage's bucket rank 0 is sent every shard; elsewhere one shard, and the rest is gathered."""
     if not to_first or stage == bucket.stage:
         return bucket.received_bytes(ranks, stage)
-    return sum(bucket.sizes[part] * ranks.sharing(part) for part in Part)
+    return sum(bucket.sizes[part] * ranks.sharing(part) for part in BucketPart)
 
 
 def push_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> int:
@@ -91,7 +91,7 @@ def push_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tunin
     Of weights, which are pushed before adapters too.
     """
     ranks, buckets = ranks_of(sizes), buckets_of(weights(shape, sizes, cfg, tuning), sizes, cfg)
-    joined = max(slot.num_bytes * ranks.sharing(slot.part) // (sizes.layout.ep if slot.part is Part.EXPERTS else 1)
+    joined = max(slot.num_bytes * ranks.sharing(slot.part) // (sizes.layout.ep if slot.part is BucketPart.EXPERTS else 1)
                  for bucket in buckets for slot in bucket.slots)  # fmt: skip
     link = bucket_bytes(cfg) if cfg.rollout.vllm_mode == "server" else 0  # what rank 0 sends on is packed once more
     return most_bytes(buckets, ranks) + joined + link
@@ -144,10 +144,10 @@ def adapters(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) 
                         yield _owned(entry, (row.layer, 2 * number + which, expert), stage, num_bytes)
 
 
-def _layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> Iterator[tuple[int, Sequence[Row]]]:
+def _layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> Iterator[tuple[int, Sequence[WeightRow]]]:
     """Stages and the rows of their layers."""
     return ((stage, tuning.layers[layer]) for stage in range(sizes.layout.pp) for layer in layers_of_stage(shape.num_layers, cfg, stage))
 
 
 def _owned(entry: Entry, place: tuple[int, int, int], stage: int, num_bytes: int) -> Owned:
-    return Owned(entry.megatron, (), None, num_bytes, Part.of(entry.cut, entry.is_expert), place, stage)
+    return Owned(entry.megatron, (), None, num_bytes, BucketPart.of(entry.cut, entry.is_expert), place, stage)

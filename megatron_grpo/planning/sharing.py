@@ -14,7 +14,7 @@ from megatron_grpo.policy.validation import attention_channels, flash_obstacle, 
 from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
-    from megatron_grpo.planning.token_counts import Computed, Step
+    from megatron_grpo.planning.token_counts import Computed, StepTokens
 
 FLAG = "max_tokens_per_micro_batch"
 TRIES = 4  # packings, until a budget leaves enough micro-batches
@@ -25,13 +25,13 @@ _PLAIN = "attention with parents is plain matrix products, and every score of a 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """The decision. least_saving: as in `BatchCut`, None if nothing is shared. why: a phrase."""
+    """The decision. least_saving: as in `BatchPartitioner`, None if nothing is shared. why: a phrase."""
 
-    least_saving: float | None
+    min_saving_ratio: float | None
     why: str
 
     def __str__(self) -> str:
-        return f"{'off' if self.least_saving is None else 'on'}: {self.why}"
+        return f"{'off' if self.min_saving_ratio is None else 'on'}: {self.why}"
 
 
 def decide(cfg: Config, shape: ModelShape | None, *, has_gpu: bool | None = None, gpu_lacks: str | None = None) -> Sharing:
@@ -44,17 +44,17 @@ def decide(cfg: Config, shape: ModelShape | None, *, has_gpu: bool | None = None
     if has_gpu is None:
         lacks = flash_obstacle(cfg.model.torch_dtype, attention_channels(shape) if shape else 8)
     if cfg.batch.share_prompts == "false":
-        return Sharing(least_saving=None, why="share_prompts false")
+        return Sharing(min_saving_ratio=None, why="share_prompts false")
     if cfg.batch.share_prompts == "true":
         kernel = _kernel(has_gpu, f"{_PLAIN}: {lacks}" if lacks else None)
-        return Sharing(least_saving=0.0, why="share_prompts true, wherever a token is saved" + kernel)
+        return Sharing(min_saving_ratio=0.0, why="share_prompts true, wherever a token is saved" + kernel)
     reason = sharing_obstacle(cfg, shape) or _nothing_to_gain(cfg)
     if reason is None and lacks and (has_gpu or cfg.plan.gpu_memory_gb):
         reason = f"{lacks}; share_prompts true takes plain matrix products"
     if reason is not None:
-        return Sharing(least_saving=None, why=reason)
+        return Sharing(min_saving_ratio=None, why=reason)
     why = "each group in which 1/16 of the tokens or more need not be computed again"
-    return Sharing(least_saving=LEAST_SAVING, why=why + _kernel(has_gpu, f"it would be off: {lacks}" if lacks else None))
+    return Sharing(min_saving_ratio=LEAST_SAVING, why=why + _kernel(has_gpu, f"it would be off: {lacks}" if lacks else None))
 
 
 def _kernel(has_gpu: bool | None, otherwise: str | None) -> str:
@@ -92,14 +92,14 @@ def _tokens(extents: Sequence[Any]) -> tuple[int, int]:
 
 
 def suggest_budget(
-    cfg: Config, shape: ModelShape | None, sharing: Sharing, step: Step, memory: Mapping[str, Any] | None
+    cfg: Config, shape: ModelShape | None, sharing: Sharing, step: StepTokens, memory: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
     """{max_tokens_per_micro_batch, why, tokens, micro_batches_of_rank, bubble}: of the step if it were packed so, prompts shared.
 
     None where prompts would not be shared with a budget either, where none fits, and where the one that is given will do.
     """
     given = cfg.batch.max_tokens_per_micro_batch
-    saving = (sharing if given or sharing.least_saving is not None else decide(cfg.with_values({FLAG: 1}), shape)).least_saving
+    saving = (sharing if given or sharing.min_saving_ratio is not None else decide(cfg.with_values({FLAG: 1}), shape)).min_saving_ratio
     if saving is None:
         return None
     if given:
@@ -130,7 +130,7 @@ def suggest_budget(
     }
 
 
-def largest_group(step: Step) -> int:
+def largest_group(step: StepTokens) -> int:
     """Tokens of the stream that holds the step's largest group whole: its prompt once, and all its completions."""
     size, of_segment, largest = step.sizes.num_generations, step.cut.alignment.of_segment, 0
     for begin in range(0, len(step.pairs), size):
@@ -145,7 +145,7 @@ def wanted_micro_batches(sizes: BatchSizes) -> int:
     return max(1, -(-4 * (sizes.layout.pp - 1) // (sizes.layout.num_chunks * multiple))) * multiple
 
 
-def budget_for_pipeline(step: Step, computed: Computed, least_saving: float) -> tuple[int, Computed] | None:
+def budget_for_pipeline(step: StepTokens, computed: Computed, min_saving_ratio: float) -> tuple[int, Computed] | None:
     """The largest budget found that leaves a rank `wanted_micro_batches`; None if the rows are too few. computed: under a larger one."""
     sizes, grain, wanted = step.sizes, step.cut.alignment.grain, wanted_micro_batches(step.sizes)
     whole = computed.tokens * sizes.global_batch_size // computed.sequences
@@ -153,7 +153,7 @@ def budget_for_pipeline(step: Step, computed: Computed, least_saving: float) -> 
     for _ in range(TRIES):
         if budget < grain:
             return None
-        computed = step.with_budget(budget, least_saving)
+        computed = step.with_budget(budget, min_saving_ratio)
         found = step.micro_batches_of_rank(computed)
         if found >= wanted:
             return budget, computed

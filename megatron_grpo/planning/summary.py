@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.batching.batch_sizes import BatchSizes
-from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.batching.schedule import TrainingSchedule
 from megatron_grpo.config import table
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.read import words_of
@@ -30,7 +30,7 @@ def sizes_object(sizes: BatchSizes) -> dict[str, dict[str, Any]]:
     return {"parallel": {name: getattr(sizes.layout, name) for name in parallel}, "batch": {name: getattr(sizes, name) for name in batch}}
 
 
-def plan_object(timetable: Timetable, num_rollouts: int) -> dict[str, Any]:
+def plan_object(timetable: TrainingSchedule, num_rollouts: int) -> dict[str, Any]:
     """The first part of `plan --json`: sizes, old log-probs, epochs, and the timetable of so many rollouts."""
     found: dict[str, Any] = {**sizes_object(timetable.sizes), "old_logprobs": old_logprobs_summary(timetable, num_rollouts)}
     if epochs := epochs_object(timetable):
@@ -38,7 +38,7 @@ def plan_object(timetable: Timetable, num_rollouts: int) -> dict[str, Any]:
     return found | {"timetable": list(timetable_rows(timetable, num_rollouts))}
 
 
-def timetable_rows(timetable: Timetable, num_rollouts: int) -> Iterator[dict[str, Any]]:
+def timetable_rows(timetable: TrainingSchedule, num_rollouts: int) -> Iterator[dict[str, Any]]:
     """One object per micro-step of the first rollouts, in micro-step order."""
     sizes = timetable.sizes
     slices, size, group = sizes.micro_steps_per_rollout, sizes.micro_batch_size, sizes.num_generations
@@ -60,14 +60,14 @@ def timetable_rows(timetable: Timetable, num_rollouts: int) -> Iterator[dict[str
             }  # fmt: skip
 
 
-def old_logprobs_summary(timetable: Timetable, num_rollouts: int) -> dict[str, Any]:
+def old_logprobs_summary(timetable: TrainingSchedule, num_rollouts: int) -> dict[str, Any]:
     """rollouts[r]: some slice of it is trained by another version than sampled it. slices_recomputed: forward-only passes, in slices."""
     sizes = timetable.sizes
     slices, passes = sizes.micro_steps_per_rollout, sizes.num_iterations
     is_stale = [timetable.step_of((r + 1) * slices * passes - 1) > timetable.sampled_by(r) for r in range(num_rollouts)]
     recomputed = 0
     if sizes.old_logprobs != "rollout":
-        decides = passes - 1 if sizes.old_logprobs == "always" else 0  # the pass whose uses need it (`Timetable.needs_anchor`)
+        decides = passes - 1 if sizes.old_logprobs == "always" else 0  # the pass whose uses need it (`TrainingSchedule.needs_old_logprobs`)
         for r in range(num_rollouts):
             # Slices are used in order; those from the next optimizer step on need a pass.
             fresh = timetable.first_of(timetable.version_of(r) + 1) - (r * passes + decides) * slices
@@ -77,7 +77,7 @@ def old_logprobs_summary(timetable: Timetable, num_rollouts: int) -> dict[str, A
 
 def staleness(sizes: BatchSizes) -> tuple[float, int]:
     """(mean, largest) over the rows that a long run trains, in optimizer steps, once it has left its beginning behind."""
-    timetable, length = Timetable(sizes), sizes.micro_steps_per_rollout * sizes.num_iterations
+    timetable, length = TrainingSchedule(sizes), sizes.micro_steps_per_rollout * sizes.num_iterations
     # Rollouts lie alike in optimizer steps again after so many of them; of very odd sizes a part will do.
     period = min(sizes.gradient_accumulation_steps // gcd(sizes.gradient_accumulation_steps, length), 1000)
     ages = [timetable.micro_step(s).staleness for s in range(2 * period * length, 3 * period * length)]
@@ -90,7 +90,7 @@ def most_waiting_rows(sizes: BatchSizes) -> int:
     begun = {(k + 1) * a % (slices * passes) for k in range(min(slices * passes, 1000))} - {0}  # micro-steps of a rollout that is under way
     waiting = max((slices - max(0, done - (passes - 1) * slices) for done in begun), default=0)
     if sizes.async_rollout_depth:  # a checkpoint waits for what is being sampled, and holds it
-        waiting += slices * max(len(Timetable(sizes).new_rollouts(k)) for k in range(min(slices * passes, 1000)))
+        waiting += slices * max(len(TrainingSchedule(sizes).new_rollouts(k)) for k in range(min(slices * passes, 1000)))
     return waiting * sizes.completions_per_micro_step
 
 
@@ -158,7 +158,7 @@ def as_long_as_there(checked: Checked, rows: int | None) -> tuple[Checked, list[
     return replace(checked, config=cfg.with_values({"max_steps": steps, "num_train_epochs": None}, sources=source)), notes
 
 
-def epoch_problems(checked: Checked, timetable: Timetable) -> list[Problem]:
+def epoch_problems(checked: Checked, timetable: TrainingSchedule) -> list[Problem]:
     """What is wrong with a data set of this size: it fills no rollout, or the last step of an epoch does not suit interleaved stages."""
     cfg, sizes, rows = checked.config, timetable.sizes, timetable.num_prompts
     last, pp = last_micro_steps(timetable), sizes.layout.pp
@@ -175,13 +175,13 @@ a multiple of pipeline_model_parallel_size ({pp}). Use dataset_drop_last false, 
     return [in_typed_names(cfg, Problem(flags=flags, message=message))]
 
 
-def last_micro_steps(timetable: Timetable) -> int:
+def last_micro_steps(timetable: TrainingSchedule) -> int:
     """Micro-steps of the last optimizer step of an epoch."""
     a = timetable.sizes.gradient_accumulation_steps
     return (timetable.whole_epoch[0] - 1) % a + 1 if timetable.whole_epoch else a
 
 
-def epochs_object(timetable: Timetable) -> dict[str, Any] | None:
+def epochs_object(timetable: TrainingSchedule) -> dict[str, Any] | None:
     """Where epochs end, of a data set of known size. ends_after_steps: optimizer steps done then, of the first MOST_EPOCHS."""
     prompts, sizes = timetable.prompts_per_epoch, timetable.sizes
     if not prompts or timetable.num_steps is None:

@@ -15,12 +15,12 @@ from megatron_grpo.base.errors import config_error
 from megatron_grpo.base.files import read_text
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.prefix_groups import Alignment, num_tokens
-from megatron_grpo.batching.split import BatchCut, Portion, deal_filled
+from megatron_grpo.batching.split import BatchPartitioner, MicroBatchSpec, partition_padded
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.optimizer import rank_multiple
 from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.planning.summary import bubble_fraction
-from megatron_grpo.types import Extent
+from megatron_grpo.types import SequenceLengths
 
 MOST_ROWS = 65_536  # of an optimizer step whose packing is tried
 ASSUMED_PROMPT = 512  # tokens, where neither max_prompt_length nor a file says
@@ -63,7 +63,7 @@ def sequence_tokens(cfg: Config, lengths: Lengths | None, *, longest: bool) -> t
     return round(sum(p for p, _ in lengths) / count), round(sum(c for _, c in lengths) / count)
 
 
-def extents_of(pairs: Sequence[tuple[int, int]], num_generations: int) -> list[Extent]:
+def extents_of(pairs: Sequence[tuple[int, int]], num_generations: int) -> list[SequenceLengths]:
     """Rows of these (prompt, completion) lengths, as packing sees them: so many in a row of one prompt length are a group."""
     extents = []
     for begin in range(0, len(pairs), num_generations):
@@ -71,18 +71,18 @@ def extents_of(pairs: Sequence[tuple[int, int]], num_generations: int) -> list[E
         is_group = len({prompt for prompt, _ in group}) == 1
         # The last token of a sequence predicts nothing and is not computed.
         prefix = min(min(prompt, prompt + completion - 1) for prompt, completion in group) if is_group else 0
-        extents += [Extent((sum(pair),), (0, begin if is_group else begin + i), prefix) for i, pair in enumerate(group)]
+        extents += [SequenceLengths((sum(pair),), (0, begin if is_group else begin + i), prefix) for i, pair in enumerate(group)]
     return extents
 
 
-def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths, least_saving: float | None) -> dict[str, Any]:
+def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths, min_saving_ratio: float | None) -> dict[str, Any]:
     """How these lengths, taken in order as the rows of the run, fill micro-batches: cut as training cuts them.
 
     packing_efficiency: computed tokens without the alignment that CP and sequence parallelism need, and with it. padded_efficiency: what
     it would be if each micro-batch were padded to its longest sequence instead. balance: mean / slowest of the DP ranks in a micro-step,
-    by tokens. least_saving: as in `BatchCut`.
+    by tokens. least_saving: as in `BatchPartitioner`.
     """
-    cut = cut_of(sizes, cfg, least_saving)
+    cut = cut_of(sizes, cfg, min_saving_ratio)
     full: list[list[int]] = []  # [micro-step][DP rank] tokens, the last of each sequence included
     padded = streams = sequences = 0  # tokens if padded, tokens in the streams, rows
     unit = cut.rows_per_slice * cut.multiple
@@ -91,7 +91,7 @@ def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths, least_saving: floa
         if len(rows) < unit and full:
             break  # the file's last lines are too few for a step of their own
         filled = [*rows, *[rows[0]] * unit]
-        for together in zip(*deal_filled(rows, cut), strict=True):
+        for together in zip(*partition_padded(rows, cut), strict=True):
             full.append([_computed(portion, filled) + len(portion.rows) for portion in together])
             sequences += sum(len(portion.rows) for portion in together)
             streams += sum(portion.num_tokens for portion in together)
@@ -109,23 +109,23 @@ def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths, least_saving: floa
     }
 
 
-def _computed(portion: Portion, rows: Sequence[Extent]) -> int:
+def _computed(portion: MicroBatchSpec, rows: Sequence[SequenceLengths]) -> int:
     """Tokens of a micro-batch that are computed, alignment left out."""
     computed = [rows[i].contexts[0] - 1 for i in portion.rows]
     return sum(computed) - sum((len(family.members) - 1) * family.prefix for family in portion.families)
 
 
-def cut_of(sizes: BatchSizes, cfg: Config, least_saving: float | None) -> BatchCut:
+def cut_of(sizes: BatchSizes, cfg: Config, min_saving_ratio: float | None) -> BatchPartitioner:
     """As `policy.policy.cut_for` makes it, but that costs are tokens alone."""
     layout = sizes.layout
     sequence, stream = sequence_alignment(layout, cfg.parallel.sequence_parallel, rank_multiple(cfg))
-    return BatchCut(
+    return BatchPartitioner(
         dp_size=sizes.dp_size,
         micro_batch_size=sizes.micro_batch_size,
         alignment=Alignment(sequence=sequence, stream=stream),
         multiple=layout.pp if layout.vpp else 1,
         max_tokens=cfg.batch.max_tokens_per_micro_batch,
-        least_saving=least_saving,
+        min_saving_ratio=min_saving_ratio,
     )
 
 
@@ -147,34 +147,34 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepTokens:
     """One optimizer step, or the first MOST_ROWS rows of a larger one. `shared` is as the run does it: `apart`, if nothing is shared."""
 
     sizes: BatchSizes
-    cut: BatchCut
+    cut: BatchPartitioner
     pairs: Sequence[tuple[int, int]]  # (prompt, completion) tokens of its rows
-    extents: Sequence[Extent]
+    extents: Sequence[SequenceLengths]
     apart: Computed
     shared: Computed
 
     @classmethod
-    def of(cls, least_saving: float | None, sizes: BatchSizes, cfg: Config, lengths: Lengths | None) -> Step:
+    def of(cls, min_saving_ratio: float | None, sizes: BatchSizes, cfg: Config, lengths: Lengths | None) -> StepTokens:
         """A file of fewer rows than a step is taken again from its first line; without a file, all sequences are as long as may be."""
-        cut = cut_of(sizes, cfg, least_saving)
+        cut = cut_of(sizes, cfg, min_saving_ratio)
         unit = cut.rows_per_slice * cut.multiple
         most = min(sizes.global_batch_size, max(MOST_ROWS // unit, 1) * unit)
         given = lengths if lengths else [sequence_tokens(cfg, None, longest=True)]
         pairs = [given[i % len(given)] for i in range(most)]
         extents = extents_of(pairs, sizes.num_generations)
-        apart = packed(pairs, extents, replace(cut, least_saving=None))
-        shared = packed(pairs, extents, cut) if least_saving is not None else apart
+        apart = packed(pairs, extents, replace(cut, min_saving_ratio=None))
+        shared = packed(pairs, extents, cut) if min_saving_ratio is not None else apart
         return cls(sizes=sizes, cut=cut, pairs=pairs, extents=extents, apart=apart, shared=shared)
 
-    def with_budget(self, max_tokens: int, least_saving: float) -> Computed:
+    def with_budget(self, max_tokens: int, min_saving_ratio: float) -> Computed:
         """The same rows under another token budget, prompts shared."""
         # A budget beyond all rows together changes nothing, and packing needs room for every length up to it.
         max_tokens = min(max_tokens, self.cut.alignment.of_stream(self.apart.tokens))
-        return packed(self.pairs, self.extents, replace(self.cut, max_tokens=max_tokens, least_saving=least_saving))
+        return packed(self.pairs, self.extents, replace(self.cut, max_tokens=max_tokens, min_saving_ratio=min_saving_ratio))
 
     def micro_batches_of_rank(self, computed: Computed) -> int:
         """Of the whole step, where only its first rows were packed too."""
@@ -184,9 +184,9 @@ class Step:
         return bubble_fraction(self.sizes, self.micro_batches_of_rank(computed))
 
 
-def packed(pairs: Sequence[tuple[int, int]], extents: Sequence[Extent], cut: BatchCut) -> Computed:
+def packed(pairs: Sequence[tuple[int, int]], extents: Sequence[SequenceLengths], cut: BatchPartitioner) -> Computed:
     """Rows that do not come out even are filled up with the first one again, as in passes that train nothing."""
-    portions = [portion for mine in deal_filled(extents, cut) for portion in mine]
+    portions = [portion for mine in partition_padded(extents, cut) for portion in mine]
     rows = [i if i < len(pairs) else 0 for portion in portions for i in portion.rows]
     return Computed(
         sequences=len(rows),
@@ -200,7 +200,7 @@ def packed(pairs: Sequence[tuple[int, int]], extents: Sequence[Extent], cut: Bat
     )
 
 
-def _squares_saved(portion: Portion, extents: Sequence[Extent], alignment: Alignment) -> int:
+def _squares_saved(portion: MicroBatchSpec, extents: Sequence[SequenceLengths], alignment: Alignment) -> int:
     """A child attends to all of its trunk: P^2 + sum (2 P t + t^2) is sum (P + t)^2 less P^2 for every copy of the trunk but one."""
     saved = 0
     for family in portion.families:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.batching.schedule import TrainingSchedule
 from megatron_grpo.config.optimizer import course_of, lost
 from megatron_grpo.config.rules import Rule, Rules, broken, settings_of
 from megatron_grpo.config.servers import addresses_of
-from megatron_grpo.data.eyes import said_of_bounds
+from megatron_grpo.data.image_processing import said_of_bounds
 from megatron_grpo.grpo import validation as grpo_validation
 from megatron_grpo.planning.check import Checked
 from megatron_grpo.planning.sharing import wanted_micro_batches
@@ -23,7 +23,7 @@ BUBBLE = 0.3
 
 
 def warnings_of(
-    checked: Checked, timetable: Timetable, memory: dict[str, Any] | None, cost: dict[str, Any] | None, push: LoraPush | None = None
+    checked: Checked, timetable: TrainingSchedule, memory: dict[str, Any] | None, cost: dict[str, Any] | None, push: LoraPush | None = None
 ) -> list[str]:
     """All warnings of a configuration that passes. push: how its adapters reach the sampler, where that is known."""
     cfg, shape = checked.config, checked.shape
@@ -62,7 +62,7 @@ def defaults_of(checked: Checked) -> list[str]:
 # ---- what the rows look at: further words of a sentence, nothing where it does not apply ------------------------------------------------
 
 
-def _worst_staleness(timetable: Timetable) -> int:
+def _worst_staleness(timetable: TrainingSchedule) -> int:
     """In optimizer steps, over every row that the run trains."""
     sizes, last = timetable.sizes, math.inf if timetable.num_steps is None else timetable.num_steps - 1
     # Staleness repeats after lcm(A, W * mu) micro-steps; the first rollouts show the worst case.

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from megatron_grpo.policy.stream import PackedStream, Part, Places, packed_stream
+from megatron_grpo.policy.packed_batch import PackedBatch, Part, Places, packed_stream
 from megatron_grpo.policy.validation import flash_obstacle
 from megatron_grpo.types import Segment
 
@@ -33,7 +33,7 @@ class Kernel(Protocol):
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedStream, scale: float | None, sinks: torch.Tensor | None = None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedBatch, scale: float | None, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
     """q [t, heads, c], k and v [keys, groups, c] -> [t, heads, c]. scale: of the scores; None for 1 / sqrt(c). 0 where padding asks.
 
@@ -88,7 +88,7 @@ def fault_of(kernel: Kernel, dtype: torch.dtype, channels: int, device: torch.de
     return None
 
 
-def _by_torch(q, k, v, packed: PackedStream, scale: float | None) -> torch.Tensor:
+def _by_torch(q, k, v, packed: PackedBatch, scale: float | None) -> torch.Tensor:
     """Where there is one part there is nothing to merge, and torch's own kernels and their backward will do."""
     out = torch.zeros_like(q)
     if (part := packed.causal) is not None:
@@ -193,7 +193,7 @@ class _Attention(torch.autograd.Function):
     """Kernels do not differentiate the log-sum-exp that they give, so the merge and the parts are one function with one backward."""
 
     @staticmethod
-    def forward(ctx, q, k, v, packed: PackedStream, scale, kernel: Kernel, sinks=None):
+    def forward(ctx, q, k, v, packed: PackedBatch, scale, kernel: Kernel, sinks=None):
         if packed.causal is None:
             out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1::-1])
         else:

@@ -27,7 +27,7 @@ class Gradient:
     norm: float  # over all parameters; infinite if any number of it, or the loss, is not finite on any rank
 
 
-class Guard(Protocol):
+class GradientCheck(Protocol):
     """One whose answers depend on earlier gradients has `state()` (JSON, the same on every rank) and `restore(state)` besides: a checkpoint
     holds what it remembers."""
 
@@ -38,7 +38,7 @@ class Guard(Protocol):
         """
 
 
-class PlausibleGuard:
+class GradNormSpikeCheck:
     """Refuses a gradient that is not finite; and one that is far too large, where a bound is given.
 
     above: the largest norm. factor: the largest multiple of the median of the last WINDOW norms, once there are FEWEST. Refused norms count
@@ -75,18 +75,18 @@ class PlausibleGuard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Skips:
+class SkipCounter:
     """Optimizer steps of the run that its guard refused."""
 
     total: int = 0
     in_a_row: int = 0  # up to now
 
-    def after(self, *, refused: bool) -> Skips:
-        return Skips(total=self.total + refused, in_a_row=self.in_a_row + 1 if refused else 0)
+    def after(self, *, refused: bool) -> SkipCounter:
+        return SkipCounter(total=self.total + refused, in_a_row=self.in_a_row + 1 if refused else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Culprit:
+class BadMicroBatch:
     """A micro-batch that makes such a gradient when it is run alone.
 
     rows: those with a number that is not finite, `what` says which; or all of the micro-batch, where all numbers of its rows are finite and
@@ -101,7 +101,7 @@ class Culprit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class SkippedStep:
     """Why a step was skipped, and who made its gradient.
 
     ranks: whose own gradient was not finite, before anything was summed. weights: (rank, parameter) that are not finite themselves; then no
@@ -109,10 +109,10 @@ class Refusal:
     """
 
     why: str
-    skips: Skips
+    skips: SkipCounter
     ranks: tuple[int, ...] = ()
     weights: tuple[tuple[int, str], ...] = ()
-    culprits: tuple[Culprit, ...] = ()
+    culprits: tuple[BadMicroBatch, ...] = ()
     more: int = 0
 
     @property
@@ -146,7 +146,7 @@ class Refusal:
                 "more": self.more}  # fmt: skip
 
 
-def _in_words(culprit: Culprit, places: Places) -> str:
+def _in_words(culprit: BadMicroBatch, places: Places) -> str:
     named = "row {row} of rollout {rollout} (prompt {prompt_number}, row {dataset_row} of the data set)"
     rows = ", ".join(named.format(**places[row]) for row in culprit.rows[:SHOWN]) + (", ..." if len(culprit.rows) > SHOWN else "")
     norm = f", norm {culprit.norm:.4g} alone" if math.isfinite(culprit.norm) else ""

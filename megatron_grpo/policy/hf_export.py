@@ -18,13 +18,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron_grpo.base import activity
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, Bucket, Owned, Part, Ranks, Slot, fill, most_bytes
+from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, Bucket, BucketPart, BucketSlot, Owned, Ranks, fill, most_bytes
 from megatron_grpo.weights.hf_files import as_stored
 from megatron_grpo.weights.mapping import WeightMap, is_of_adapter, with_global_numbers
 from megatron_grpo.weights.names import ShardCut
 
 
-class WeightExchange:
+class MegatronToHF:
     """Loads, and streams out, the weights of the model chunks of one pipeline; or, of the same chunks, the adapters beside the weights."""
 
     def __init__(
@@ -98,7 +98,7 @@ class WeightExchange:
         """Made at the first push of a kind, which is collective. By the caller's word for it: where one stage has nothing of two kinds,
         its own list could not tell them apart, and it would not take part when the others plan the second."""
         if kind not in self._plans:
-            make = PushToFirst if self.to_first else PushPlan
+            make = Rank0WeightGather if self.to_first else PushPlan
             self._plans[kind] = make(self._catalogue(mine), self.map, self.parallel, bucket_bytes=self.bucket_bytes)
         return self._plans[kind]
 
@@ -120,8 +120,8 @@ class WeightExchange:
         """Every exported parameter of the model once, in the same order on every rank."""
         p = self.parallel
         here = [self._owned(name, tensor) for name, tensor in mine.items() if not self.map.entry(name).is_copy]
-        over_pp = [owned for rank in collectives.from_all(here, p.pp_group) for owned in rank]
-        return list({owned.name: owned for rank in collectives.from_all(over_pp, p.ep_group) for owned in rank}.values())
+        over_pp = [owned for rank in collectives.all_gather_object(here, p.pp_group) for owned in rank]
+        return list({owned.name: owned for rank in collectives.all_gather_object(over_pp, p.ep_group) for owned in rank}.values())
 
     def _owned(self, name: str, tensor: torch.Tensor) -> Owned:
         p, kind = self.parallel, self.map.entry(name)
@@ -131,7 +131,7 @@ class WeightExchange:
             expert_rank, on_rank = divmod(expert, self.map.shape.num_experts // p.ep_size)
         place = (layer, row, on_rank)
         return Owned(
-            name, tuple(tensor.shape), tensor.dtype, tensor.nbytes, Part.of(kind.cut, kind.is_expert), place, p.pp_rank, expert_rank
+            name, tuple(tensor.shape), tensor.dtype, tensor.nbytes, BucketPart.of(kind.cut, kind.is_expert), place, p.pp_rank, expert_rank
         )
 
 
@@ -144,8 +144,8 @@ class PushPlan:
     def __init__(self, owned: Iterable[Owned], weight_map: WeightMap, parallel: ParallelState, *, bucket_bytes: int):
         """owned: what is pushed, over all ranks."""
         self.map, self.parallel = weight_map, parallel
-        self._groups = {Part.DENSE: parallel.tp_group, Part.EXPERTS: parallel.expert_group}
-        places = collectives.from_all((parallel.ep_rank, parallel.etp_rank), parallel.expert_group)
+        self._groups = {BucketPart.DENSE: parallel.tp_group, BucketPart.EXPERTS: parallel.expert_group}
+        places = collectives.all_gather_object((parallel.ep_rank, parallel.etp_rank), parallel.expert_group)
         self._row = {place: row for row, place in enumerate(places)}  # in a gather of experts
         self.ranks = Ranks(parallel.pp_size, parallel.tp_size, len(places))
         self.buckets = fill(owned, self.ranks, bucket_bytes)
@@ -160,7 +160,7 @@ class PushPlan:
         """
         self._check(mine)
         own = self._own(mine, prepare)
-        rest, coming = iter(self.buckets), deque[Coming]()
+        rest, coming = iter(self.buckets), deque[PendingBucket]()
 
         def send_next() -> None:
             coming.extend(self._send(bucket, own) for bucket in islice(rest, 1))
@@ -180,8 +180,8 @@ class PushPlan:
                 self._send(bucket, own).wait()
             raise
 
-    def _own(self, mine: Mapping[str, torch.Tensor], prepare: Prepare) -> Own:
-        return Own(mine, prepare, self.memory)
+    def _own(self, mine: Mapping[str, torch.Tensor], prepare: Prepare) -> LocalTensors:
+        return LocalTensors(mine, prepare, self.memory)
 
     def _check(self, mine: Mapping[str, torch.Tensor]) -> None:
         p = self.parallel
@@ -190,16 +190,16 @@ class PushPlan:
             for bucket in self.buckets
             if bucket.stage == p.pp_rank
             for slot in bucket.slots
-            if (rank := p.ep_rank if slot.part is Part.EXPERTS else 0) in slot.names
+            if (rank := p.ep_rank if slot.part is BucketPart.EXPERTS else 0) in slot.names
         }
         given = {name for name in mine if not self.map.entry(name).is_copy}
         if wrong := sorted(planned ^ given):
             raise ValueError(f"{len(wrong)} tensors differ from those that this kind of push was planned for: {', '.join(wrong[:3])}")
 
-    def _send(self, bucket: Bucket, own: Own) -> Coming:
-        p, sizes = self.parallel, [size if self.ranks.travels(part) else 0 for part, size in zip(Part, bucket.sizes, strict=True)]
+    def _send(self, bucket: Bucket, own: LocalTensors) -> PendingBucket:
+        p, sizes = self.parallel, [size if self.ranks.travels(part) else 0 for part, size in zip(BucketPart, bucket.sizes, strict=True)]
         if not any(sizes):
-            return Coming(bucket, [None, None, None], [], None)
+            return PendingBucket(bucket, [None, None, None], [], None)
         run = self._pack(bucket, sizes, own)
         parts = run.split(sizes)
         # Shards cross the stages, not full tensors: of the slow links a rank needs its share alone.
@@ -211,15 +211,17 @@ class PushPlan:
                 at_once = bucket.at_once(self.ranks.sharing(part))
                 rows[part], started = collectives.start_gather(parts[part], group, at_once=at_once, memory=own.memory.take)
                 works += started
-        if sizes[Part.WHOLE]:
-            rows[Part.WHOLE] = parts[Part.WHOLE][None]
-        return Coming(bucket, rows, works, torch.cuda.current_stream() if p.device.type == "cuda" else None)
+        if sizes[BucketPart.WHOLE]:
+            rows[BucketPart.WHOLE] = parts[BucketPart.WHOLE][None]
+        return PendingBucket(bucket, rows, works, torch.cuda.current_stream() if p.device.type == "cuda" else None)
 
-    def _pack(self, bucket: Bucket, sizes: list[int], own: Own) -> torch.Tensor:
+    def _pack(self, bucket: Bucket, sizes: list[int], own: LocalTensors) -> torch.Tensor:
         """This rank's run, uint8; of another stage's bucket, memory for it."""
         is_own, p = self.parallel.pp_rank == bucket.stage, self.parallel
         held = [
-            (slot, slot.names.get(p.ep_rank if slot.part is Part.EXPERTS else 0)) for slot in bucket.slots if is_own and sizes[slot.part]
+            (slot, slot.names.get(p.ep_rank if slot.part is BucketPart.EXPERTS else 0))
+            for slot in bucket.slots
+            if is_own and sizes[slot.part]
         ]
         if len(held) == 1 and held[0][1] is not None and held[0][0].num_bytes == sum(sizes):
             # Alone, as the embedding often is: it is sent from where it lives.
@@ -231,7 +233,7 @@ class PushPlan:
                 _view(parts[slot.part], slot).copy_(own.tensor(name, slot))
         return run
 
-    def _unpack(self, coming: Coming, own: Own) -> Iterator[tuple[str, torch.Tensor]]:
+    def _unpack(self, coming: PendingBucket, own: LocalTensors) -> Iterator[tuple[str, torch.Tensor]]:
         coming.wait()
         for slot in coming.bucket.slots:
             rows = coming.rows[slot.part]
@@ -239,9 +241,9 @@ class PushPlan:
                 shards = [own.tensor(name, slot)] if rows is None else self._shards(slot, rows, expert_rank, self.map.entry(name).cut)
                 yield from self.map.export(name, shards)
 
-    def _shards(self, slot: Slot, rows: torch.Tensor, expert_rank: int, cut: ShardCut) -> list[torch.Tensor]:
+    def _shards(self, slot: BucketSlot, rows: torch.Tensor, expert_rank: int, cut: ShardCut) -> list[torch.Tensor]:
         """rows: uint8 [ranks of the gather, bytes]."""
-        if slot.part is Part.EXPERTS:
+        if slot.part is BucketPart.EXPERTS:
             copies = 1 if cut is ShardCut.REPLICATED else self.parallel.etp_size
             return [_view(rows[self._row[expert_rank, rank]], slot) for rank in range(copies)]
         if slot.num_bytes == rows.shape[1] and cut in (ShardCut.COLUMN, ShardCut.VOCAB):
@@ -284,13 +286,13 @@ def _is_idle(tensor: torch.Tensor) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) <= 2
 
 
-class Own:
+class LocalTensors:
     """This rank's tensors, each prepared when its turn comes; and memory for what of them travels."""
 
     def __init__(self, mine: Mapping[str, torch.Tensor], prepare: Prepare, memory: Memory):
         self._mine, self._prepare, self.memory = mine, prepare, memory
 
-    def tensor(self, name: str, slot: Slot) -> torch.Tensor:
+    def tensor(self, name: str, slot: BucketSlot) -> torch.Tensor:
         with torch.no_grad():
             tensor = self._prepare(self._mine[name]).detach()
         if tuple(tensor.shape) != slot.shape or tensor.dtype != slot.dtype:  # a copy into the bucket would stretch and round it
@@ -298,7 +300,7 @@ class Own:
         return tensor
 
 
-class Coming:
+class PendingBucket:
     """A bucket on its way."""
 
     def __init__(self, bucket: Bucket, rows: list[torch.Tensor | None], works: list[Any], packed_on: Any):
@@ -318,11 +320,11 @@ class Coming:
                 rows.record_stream(now)
 
 
-def _view(run: torch.Tensor, slot: Slot) -> torch.Tensor:
+def _view(run: torch.Tensor, slot: BucketSlot) -> torch.Tensor:
     return run[slot.start : slot.start + slot.num_bytes].view(slot.dtype).view(slot.shape)
 
 
-class PushToFirst(PushPlan):
+class Rank0WeightGather(PushPlan):
     """As `PushPlan`, but every rank other than 0 has an empty stream. It runs it to its end all the same, and sends in it.
 
     On rank 0 a bucket is on its way while the receiver has the one before. A sender holds one bucket.
@@ -332,15 +334,19 @@ class PushToFirst(PushPlan):
         super().__init__(owned, weight_map, parallel, bucket_bytes=bucket_bytes)
         p = parallel
         # Of ranks that hold the same shard the first sends: rank 0 is the first of all, and reads its own where they live.
-        first: dict[tuple[Part, int, Any], int] = {}
-        for rank, (stage, tp, expert) in enumerate(collectives.from_all((p.pp_rank, p.tp_rank, (p.ep_rank, p.etp_rank)))):
-            first.setdefault((Part.DENSE, stage, tp), rank)
-            first.setdefault((Part.EXPERTS, stage, expert), rank)
-            first.setdefault((Part.WHOLE, stage, 0), rank)
-        places = {Part.WHOLE: [0], Part.DENSE: list(range(p.tp_size)), Part.EXPERTS: sorted(self._row, key=self._row.__getitem__)}
+        first: dict[tuple[BucketPart, int, Any], int] = {}
+        for rank, (stage, tp, expert) in enumerate(collectives.all_gather_object((p.pp_rank, p.tp_rank, (p.ep_rank, p.etp_rank)))):
+            first.setdefault((BucketPart.DENSE, stage, tp), rank)
+            first.setdefault((BucketPart.EXPERTS, stage, expert), rank)
+            first.setdefault((BucketPart.WHOLE, stage, 0), rank)
+        places = {
+            BucketPart.WHOLE: [0],
+            BucketPart.DENSE: list(range(p.tp_size)),
+            BucketPart.EXPERTS: sorted(self._row, key=self._row.__getitem__),
+        }
         # By part and stage, in the order of the rows of a gather.
         self._senders = {
-            (part, stage): [first[part, stage, place] for place in places[part]] for part in Part for stage in range(p.pp_size)
+            (part, stage): [first[part, stage, place] for place in places[part]] for part in BucketPart for stage in range(p.pp_size)
         }
 
     def stream(self, mine: Mapping[str, torch.Tensor], prepare: Prepare) -> Iterator[tuple[str, torch.Tensor]]:
@@ -352,17 +358,17 @@ class PushToFirst(PushPlan):
         for bucket in self.buckets:
             self._send(bucket, own)
 
-    def _send(self, bucket: Bucket, own: Own) -> Coming:
+    def _send(self, bucket: Bucket, own: LocalTensors) -> PendingBucket:
         """Rank 0 begins to receive, all others send what is theirs to send."""
         me, stage = self.parallel.rank, bucket.stage
-        senders = {part: self._senders[part, stage] for part in Part if bucket.sizes[part] and self._senders[part, stage] != [0]}
-        sizes = [bucket.sizes[part] if me in senders.get(part, ()) else 0 for part in Part]
+        senders = {part: self._senders[part, stage] for part in BucketPart if bucket.sizes[part] and self._senders[part, stage] != [0]}
+        sizes = [bucket.sizes[part] if me in senders.get(part, ()) else 0 for part in BucketPart]
         packed = self._pack(bucket, sizes, own).split(sizes) if any(sizes) else None
         if me != 0:
             for part in senders:
                 if sizes[part] and packed is not None:
                     collectives.send(packed[part].contiguous(), 0)
-            return Coming(bucket, [None, None, None], [], None)
+            return PendingBucket(bucket, [None, None, None], [], None)
         rows: list[torch.Tensor | None] = [None, None, None]
         works = []
         for part, ranks in senders.items():
@@ -373,4 +379,4 @@ class PushToFirst(PushPlan):
                 else:
                     works.append(collectives.start_receive(row, rank))
             rows[part] = found
-        return Coming(bucket, rows, works, torch.cuda.current_stream() if self.parallel.device.type == "cuda" else None)
+        return PendingBucket(bucket, rows, works, torch.cuda.current_stream() if self.parallel.device.type == "cuda" else None)

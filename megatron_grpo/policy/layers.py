@@ -19,7 +19,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from megatron_grpo.parallel.autograd import all_gather, copy_to_ranks, sum_over_ranks
 from megatron_grpo.policy.attention import attention
 from megatron_grpo.policy.kernels import Norm, rotate
-from megatron_grpo.policy.stream import PackedStream
+from megatron_grpo.policy.packed_batch import PackedBatch
 from megatron_grpo.weights.shape import ModelShape
 
 
@@ -47,7 +47,7 @@ class PackedAttention(MegatronModule):
         self.window, self.softmax_scale = shape.window(layer), shape.softmax_scale_of(layer)
         self.rope = int(shape.rope_of(layer) is not shape.rope)
 
-    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, *, packed_seq_params: PackedStream):
+    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, *, packed_seq_params: PackedBatch):
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         if rotations := packed_seq_params.rotations:
             q, k = (rotate(x, rotations[self.rope]) for x in (q, k))
@@ -80,7 +80,7 @@ class FusedAttention(PackedAttention):
             config=config, layer_number=layer_number, softmax_scale=softmax_scale, pg_collection=pg_collection, **more
         )
 
-    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, *, packed_seq_params: PackedStream):
+    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, *, packed_seq_params: PackedBatch):
         if packed_seq_params.has_parents or query.dtype not in self.DTYPES:
             return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
@@ -179,7 +179,7 @@ def of_biased_experts(linear: type) -> type:
     return Linear
 
 
-def te_packed(packed: PackedStream) -> PackedSeqParams:
+def te_packed(packed: PackedBatch) -> PackedSeqParams:
     """The same stream in the words of Transformer Engine's attention, which knows no parents. Under context parallelism too: it cuts each
     segment into the chunks that `parallel.layout` says."""
     cu = packed.cu_seqlens
@@ -192,7 +192,7 @@ def te_packed(packed: PackedStream) -> PackedSeqParams:
 multi_latent_attention.HAVE_TE = HAVE_TE
 
 
-class LatentAttention(multi_latent_attention.MLASelfAttention):
+class PackedMLAttention(multi_latent_attention.MLASelfAttention):
     """Megatron's module with a forward of its own: parameters, sharding and checkpoints stay Megatron's. Local spec only.
 
     Megatron's forward counts positions from the start of the tensor, where ours are given as angles, token by token. And it leaves the

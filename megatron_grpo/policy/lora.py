@@ -34,7 +34,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_grpo.parallel.autograd import copy_to_ranks
-from megatron_grpo.policy.hf_export import WeightExchange
+from megatron_grpo.policy.hf_export import MegatronToHF
 from megatron_grpo.policy.model import let_gradients_in
 from megatron_grpo.weights.adapters import Read, adapter_map, drawn_far, even_sizes, padded, trimmed
 from megatron_grpo.weights.lora import AdapterPush, B, LoraSettings, Sizes, linear_modules, module_of, own_sizes, widest_rank
@@ -136,7 +136,7 @@ class Adapters:
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
-        base: WeightExchange,
+        base: MegatronToHF,
         settings: LoraSettings,
         read: Read,
         *,
@@ -184,7 +184,7 @@ class Adapters:
         return self.trimmed(self.tensors(), "adapter")
 
     def trimmed(self, mine: dict[str, torch.Tensor], kind: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `named`, of this rank's matrices or of what is sharded as they are: their gradients, say. kind: as `WeightExchange.stream`."""
+        """As `named`, of this rank's matrices or of what is sharded as they are: their gradients, say. kind: as `MegatronToHF.stream`."""
         return trimmed(self.exchange.stream(mine, kind), self.sizes)
 
     @property
@@ -216,7 +216,7 @@ class Adapters:
 
     # ---- how they are put there --------------------------------------------------------------------------------------------------
 
-    def _add(self, use: str, settings: LoraSettings, read: Read, weights: WeightExchange) -> None:
+    def _add(self, use: str, settings: LoraSettings, read: Read, weights: MegatronToHF) -> None:
         names, even = {id(tensor): name for name, tensor in self.base.tensors(self.chunks).items()}, self._even(settings)
         read = padded(read, own_sizes(settings, self.base.map.shape), even)
         for module in [module for chunk in self.chunks for module in chunk.modules()]:
@@ -232,7 +232,7 @@ class Adapters:
             linear.register_buffer(f"{use}_scale", scale, persistent=False)
         self._by_weight = {id(linear.weight): linear for linear in self.linears.values() if hasattr(linear, "lora_a")}
 
-    def _adapted(self, linear: Any, stem: str, weights: WeightExchange, even: Sizes) -> Any:
+    def _adapted(self, linear: Any, stem: str, weights: MegatronToHF, even: Sizes) -> Any:
         """The same layer, re-classed in place: its parameters, hooks and sharding stay."""
         linear.__class__, linear.lora_dropout = _adapted(linear.__class__), self.settings.dropout
         kind = weights.map.entry(f"{stem}.lora_b")
@@ -252,7 +252,7 @@ class Adapters:
         linear.register_buffer("lora_part", part, persistent=False)
         return linear
 
-    def _register(self, linear: Any, stem: str, use: str, read: Read, weights: WeightExchange) -> None:
+    def _register(self, linear: Any, stem: str, use: str, read: Read, weights: MegatronToHF) -> None:
         for which in "ab":
             shard = self._shard(weights, f"{stem}.lora_{which}", read).to(linear.weight.device, linear.weight.dtype)
             if use == REFERENCE:
@@ -273,17 +273,15 @@ class Adapters:
             # Megatron takes an unmarked parameter for a copy wherever the rank in *dense* TP is not 0. So it is said who counts it.
             shared.tensor_model_parallel, shared.shared = place.group.rank() == 0, place.group.rank() != 0
 
-    def _exchange_of(self, settings: LoraSettings) -> WeightExchange:
+    def _exchange_of(self, settings: LoraSettings) -> MegatronToHF:
         weights = adapter_map(self.base.map, widest_rank(settings, self.base.map.shape))
-        return WeightExchange(
-            weights, self.base.parallel, of_adapters=True, bucket_bytes=self.base.bucket_bytes, to_first=self.base.to_first
-        )
+        return MegatronToHF(weights, self.base.parallel, of_adapters=True, bucket_bytes=self.base.bucket_bytes, to_first=self.base.to_first)
 
     def _even(self, settings: LoraSettings) -> Sizes:
         """All matrices of the whole model as Megatron's linears hold them."""
         return even_sizes(self.base.map.shape, widest_rank(settings, self.base.map.shape))
 
-    def _shard(self, weights: WeightExchange, name: str, read: Read) -> torch.Tensor:
+    def _shard(self, weights: MegatronToHF, name: str, read: Read) -> torch.Tensor:
         p = weights.parallel
         return weights.map.load(name, read, tp_rank=p.tp_rank, tp_size=p.tp_size, expert_tp_rank=p.etp_rank, expert_tp_size=p.etp_size)
 

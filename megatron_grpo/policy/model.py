@@ -22,8 +22,8 @@ from megatron_grpo.parallel.vocab import Slope, linear_logprobs
 from megatron_grpo.policy.kernels import ACTIVATIONS, Rotation
 from megatron_grpo.policy.layers import PackedAttention
 from megatron_grpo.policy.model_config import layer_specs, padded_vocab_size, transformer_config
+from megatron_grpo.policy.packed_batch import LocalBatch
 from megatron_grpo.policy.router import replace_routers
-from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.policy.vision import Vision
 from megatron_grpo.weights.rope import rope_inverse_frequencies
 from megatron_grpo.weights.shape import ModelShape

@@ -19,9 +19,9 @@ from megatron_grpo.policy.kernels import Norm, NormFromOne
 from megatron_grpo.policy.layers import (
     AddNormed,
     FusedAttention,
-    LatentAttention,
     LatentNorm,
     PackedAttention,
+    PackedMLAttention,
     SinkAttention,
     WholeNorm,
     of_biased_experts,
@@ -203,7 +203,7 @@ def layer_specs(
             layer.submodules.self_attn_bda = layer.submodules.mlp_bda = ModuleSpec(AddNormed, {"config": config, "norm": norm})
         attention.core_attention = SinkAttention if shape.sinks else PackedAttention
         if shape.mla:
-            layer.submodules.self_attention.module = LatentAttention
+            layer.submodules.self_attention.module = PackedMLAttention
             layer.submodules.self_attention.params |= {"rope_scale": shape.rope.attention_scaling, "interleaved": shape.mla.interleaved}
             attention.kv_layernorm = LatentNorm
             attention.q_layernorm = LatentNorm if shape.mla.q_lora_rank else IdentityOp

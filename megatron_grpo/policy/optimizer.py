@@ -20,14 +20,14 @@ from megatron_grpo.config.config import OptimizerConfig, TunerConfig
 from megatron_grpo.config.optimizer import course_of
 from megatron_grpo.parallel import collectives
 from megatron_grpo.policy.adamw import AdamW
-from megatron_grpo.policy.hf_export import WeightExchange
+from megatron_grpo.policy.hf_export import MegatronToHF
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.policy.model import let_gradients_in
 from megatron_grpo.policy.sharded_state import rounding, share_rounded
-from megatron_grpo.weights.trains import parameter_trains, trains
+from megatron_grpo.weights.trainable_parameters import parameter_trains, trains
 
 
-def choose_what_trains(chunks: Sequence[GPTModel], exchange: WeightExchange, cfg: TunerConfig) -> None:
+def choose_what_trains(chunks: Sequence[GPTModel], exchange: MegatronToHF, cfg: TunerConfig) -> None:
     """Freezes what the settings freeze. chunks: of this stage, not yet wrapped."""
     rule = trains(cfg)
     for name, tensor in exchange.tensors(chunks).items():
@@ -192,7 +192,7 @@ def gradient_norm(optimizer: Any, *others: float) -> float:
     `step` prepares the gradient again, to the same values: copying and measuring it twice is what judging it first costs.
     """
     found = math.inf if optimizer.prepare_grads() else float(optimizer.get_grad_norm())
-    return collectives.largest(found if all(map(math.isfinite, (found, *others))) else math.inf)
+    return collectives.all_reduce_max(found if all(map(math.isfinite, (found, *others))) else math.inf)
 
 
 def _overrides(cfg: OptimizerConfig) -> dict:

@@ -14,14 +14,14 @@ from megatron.core.utils import get_model_config
 
 from megatron_grpo.base import activity
 from megatron_grpo.batching.collate import collate_portions
-from megatron_grpo.batching.split import BatchCut, deal_scored
+from megatron_grpo.batching.split import BatchPartitioner, partition_for_scoring
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import Slope
-from megatron_grpo.policy.room import refuse_if_away
+from megatron_grpo.policy.memory_offload import refuse_if_away
+from megatron_grpo.policy.packed_batch import LocalBatch, to_local
 from megatron_grpo.policy.router import RouterPass, routed, routers
-from megatron_grpo.policy.stream import LocalBatch, to_local
-from megatron_grpo.types import Extent, MicroBatch, Sequence
+from megatron_grpo.types import MicroBatch, Sequence, SequenceLengths
 
 # (micro-batch, its place) -> what the head may know of the loss before it is computed; None: nothing.
 SlopeOf = Callable[[MicroBatch, LocalBatch], "Slope | None"]
@@ -116,7 +116,7 @@ class ModelScorer:
         self,
         model: SequenceOf[torch.nn.Module],
         parallel: ParallelState,
-        cut: BatchCut,
+        cut: BatchPartitioner,
         *,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         replay: str = "disabled",
@@ -132,7 +132,7 @@ class ModelScorer:
         """
         if not sequences:
             return []
-        filled = deal_scored([Extent(tuple(end - begin for begin, end in one.contexts)) for one in sequences], self.cut)
+        filled = partition_for_scoring([SequenceLengths(tuple(end - begin for begin, end in one.contexts)) for one in sequences], self.cut)
         portions = filled[self.parallel.dp_rank]
         whole = [*sequences, *[sequences[0]] * sum(len(portion.rows) for mine in filled for portion in mine)]
         micro_batches = collate_portions(whole, portions, self.cut.alignment)
@@ -140,7 +140,9 @@ class ModelScorer:
         scores = self.last_stage_logprobs(micro_batches, temperature=temperature)
         for portion, micro, values in zip(portions, micro_batches, scores, strict=False):
             found |= dict(zip(portion.rows, micro.by_sequence(values), strict=True))
-        scored = {i: v for part in collectives.from_all(found if self.parallel.speaks_for_its_rows else {}) for i, v in part.items()}
+        scored = {
+            i: v for part in collectives.all_gather_object(found if self.parallel.speaks_for_its_rows else {}) for i, v in part.items()
+        }
         return [sequence.spread(scored[i]) for i, sequence in enumerate(sequences)]
 
     def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:

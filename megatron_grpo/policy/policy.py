@@ -14,26 +14,26 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
-from megatron_grpo.base.activity import Clock
+from megatron_grpo.base.activity import Timers
 from megatron_grpo.batching.prefix_groups import Alignment
-from megatron_grpo.batching.split import BatchCut
+from megatron_grpo.batching.split import BatchPartitioner
 from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.grpo.metrics import combine, finish
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.policy import culprits, passes, sharded_state
-from megatron_grpo.policy.guard import Gradient, Guard, Refusal, Skips
-from megatron_grpo.policy.hf_export import WeightExchange
+from megatron_grpo.policy import bad_gradient_search, passes, sharded_state
+from megatron_grpo.policy.guard import Gradient, GradientCheck, SkipCounter, SkippedStep
+from megatron_grpo.policy.hf_export import MegatronToHF
+from megatron_grpo.policy.memory_offload import Part, PolicyOffloader, Role, tensors_of
 from megatron_grpo.policy.optimizer import Trainable, gradient_norm, own_norm, reload_main_params
 from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.policy.reference import Reference
-from megatron_grpo.policy.room import Part, Role, Room, tensors_of
 from megatron_grpo.policy.router import routers
 from megatron_grpo.policy.step_loss import StepLoss
 from megatron_grpo.types import GlobalBatch, RowKey, TrainingMicroBatch
 from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
-from megatron_grpo.weights.towers import MEGATRON as TOWER
+from megatron_grpo.weights.vision_towers import MEGATRON as TOWER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,11 +43,11 @@ class TrainedStep:
     metrics: dict[str, float]
     logprobs: Mapping[RowKey, np.ndarray]  # none of a refused step: what it says of its rows may be what was wrong with it
     skipped: str | None = None  # why the optimizer did not act
-    refusal: Refusal | None = None  # where it was the guard that kept it from acting
+    refusal: SkippedStep | None = None  # where it was the guard that kept it from acting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Seen:
+class SummedGradient:
     """What is known of a step when its gradient is summed: no weight has moved. logprobs, references: by row, of the rows of this rank's
     share, on ranks of the last stage; empty elsewhere."""
 
@@ -57,13 +57,13 @@ class Seen:
     references: Mapping[RowKey, np.ndarray]
 
 
-class Bystander(Protocol):
+class GradientHooks(Protocol):
     """Looks on while a step is taken. May raise: the run ends, its weights unharmed. Collective."""
 
-    def summed(self, seen: Seen) -> None:
+    def summed(self, seen: SummedGradient) -> None:
         """The gradient is in the buffers, and nobody has judged it."""
 
-    def judged(self, seen: Seen, refusal: Refusal | None) -> None:
+    def judged(self, seen: SummedGradient, refusal: SkippedStep | None) -> None:
         """The guard has spoken, and the optimizer has not acted. Of a refused step the buffers hold nothing that means anything."""
 
 
@@ -73,24 +73,24 @@ def cut_for(
     *,
     micro_batch_size: int,
     max_tokens: int | None,
-    least_saving: float | None = None,
+    min_saving_ratio: float | None = None,
     rank_multiple: int = 1,
-) -> BatchCut:
+) -> BatchPartitioner:
     """How this layout and this model want batches cut. megatron: Megatron-Core's configuration of the model; rank_multiple: see
-    `sequence_alignment`; others: see `BatchCut`."""
+    `sequence_alignment`; others: see `BatchPartitioner`."""
     sequence, stream = sequence_alignment(parallel.layout, parallel.sequence_parallel, rank_multiple)
-    return BatchCut(
+    return BatchPartitioner(
         dp_size=parallel.dp_size,
         micro_batch_size=micro_batch_size,
         alignment=Alignment(sequence=sequence, stream=stream),
         # Megatron-Core's interleaved schedule runs micro-batches in groups of PP.
         multiple=parallel.pp_size if parallel.layout.vpp else 1,
         max_tokens=max_tokens,
-        least_saving=least_saving,
+        min_saving_ratio=min_saving_ratio,
         # Per token and layer: 24 hidden^2 operations in matrices, 2 * length * hidden in causal attention.
-        even_length=12.0 * megatron.hidden_size,
+        balance_length=12.0 * megatron.hidden_size,
         # The all-gather dispatcher takes as many tokens from every expert-parallel rank.
-        even_streams=parallel.ep_size > 1 and megatron.moe_token_dispatcher_type == "allgather",
+        pad_to_longest=parallel.ep_size > 1 and megatron.moe_token_dispatcher_type == "allgather",
     )
 
 
@@ -104,21 +104,21 @@ class Policy:
         *,
         loss: GrpoLoss,
         reference: Reference | None,
-        guard: Guard,
-        exchange: WeightExchange,
-        clock: Clock | None = None,
+        guard: GradientCheck,
+        exchange: MegatronToHF,
+        clock: Timers | None = None,
         offload: Collection[Role] = (),
     ):
         """scorer: of the model that trains. reference: None where neither loss nor reward asks for one. clock: told what the parts of a
         step take. offload: what leaves the device while the sampler works."""
         self.chunks, self.wrapped, self.optimizer, self.scheduler = model.chunks, model.wrapped, model.optimizer, model.scheduler
-        self.loss, self.reference, self.guard, self.skips = loss, reference, guard, Skips()
+        self.loss, self.reference, self.guard, self.skips = loss, reference, guard, SkipCounter()
         self.entropy = loss.adaptive  # as it is now; None where the coefficient is constant
         self.sums = model.sums
         self.adapters, self.trains_tower = model.adapters, model.trains_tower
         self.scorer, self.parallel, self.cut = scorer, scorer.parallel, scorer.cut
-        self.exchange, self.clock = exchange, clock or Clock()
-        self.room = Room(partial(tensors_of, self), offload, self.parallel.device, self.clock)
+        self.exchange, self.clock = exchange, clock or Timers()
+        self.room = PolicyOffloader(partial(tensors_of, self), offload, self.parallel.device, self.clock)
 
     # ---- training ------------------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class Policy:
         """Of its weights: the number of optimizer steps behind them, counting those in which the optimizer did not act."""
         return self.scheduler.num_steps
 
-    def train_step(self, batch: GlobalBatch, beside: Bystander | None = None) -> TrainedStep:
+    def train_step(self, batch: GlobalBatch, beside: GradientHooks | None = None) -> TrainedStep:
         """One optimizer step on this rank's share of a global batch. beside: is told of it before the optimizer acts.
 
         A batch in which no token trains (everything filtered) and one that the guard refuses change nothing: no weight, no moment, no count
@@ -149,13 +149,13 @@ class Policy:
         if self.room.movable:
             metrics["memory/given_away_gb"] = self.room.given_bytes / 1e9
         skipped: str | None = "all completions were filtered, nothing was left to train"
-        refusal: Refusal | None = None
+        refusal: SkippedStep | None = None
         logprobs = _by_row((micro, values) for _, micro, values in kept)
         if batch.num_loss_tokens > 0:
             own = self.sums.own
             metrics["grad_norm"] = gradient_norm(self.optimizer, float(own), metrics["loss"])
             references = _by_row(zip(batch.micro_batches, reference))
-            seen = Seen(batch=batch, metrics=metrics, logprobs=logprobs, references=references)
+            seen = SummedGradient(batch=batch, metrics=metrics, logprobs=logprobs, references=references)
             if beside is not None:
                 beside.summed(seen)
             allowed = self.guard.allows(Gradient(step=batch.step, norm=metrics["grad_norm"]))
@@ -178,7 +178,7 @@ class Policy:
         """Once the optimizer has acted: the coefficient of the next step, and what this one's was applied as. Collective."""
         if self.entropy is None or "entropy" not in metrics:
             return {}
-        found = collectives.largest(metrics["entropy"])  # the very same number on every rank, on either side of the target
+        found = collectives.all_reduce_max(metrics["entropy"])  # the very same number on every rank, on either side of the target
         applied, self.entropy = self.entropy.applied, self.entropy.after(found)
         return {"entropy_coef": self.entropy.coef, "entropy_coef/applied": applied}
 
@@ -186,18 +186,18 @@ class Policy:
         """The reference's log-probs by micro-batch, on ranks of the last stage, if the loss asks for them. Collective."""
         return self.reference.last_stage_logprobs(batch.micro_batches) if self.loss.needs_reference and self.reference else []
 
-    def _refusal(self, loss: StepLoss, norm: float, own: torch.Tensor) -> Refusal:
+    def _refusal(self, loss: StepLoss, norm: float, own: torch.Tensor) -> SkippedStep:
         """Who made the gradient of this norm, which the guard has refused. own: norm of this rank's own part. Collective."""
         why = getattr(self.guard, "refusal", None) or f"the gradient was refused (norm {norm:.4g})"
         finite = math.isfinite(norm)
-        ranks = () if finite else culprits.ranks_not_finite(own)
-        weights = () if finite else culprits.weights_not_finite(self.chunks)
-        found, more = ((), 0) if weights else culprits.search(
+        ranks = () if finite else bad_gradient_search.ranks_not_finite(own)
+        weights = () if finite else bad_gradient_search.weights_not_finite(self.chunks)
+        found, more = ((), 0) if weights else bad_gradient_search.search(
             self.wrapped, loss.batch.micro_batches, self._run_alone(loss), self.parallel, references=loss.reference, finite=finite
         )  # fmt: skip
-        return Refusal(why=why, skips=self.skips, ranks=ranks, weights=weights, culprits=found, more=more)
+        return SkippedStep(why=why, skips=self.skips, ranks=ranks, weights=weights, culprits=found, more=more)
 
-    def _run_alone(self, loss: StepLoss) -> culprits.RunAlone:
+    def _run_alone(self, loss: StepLoss) -> bad_gradient_search.RunAlone:
         def run_alone(micro: TrainingMicroBatch) -> np.ndarray | None:
             kept = passes.train(self.wrapped, [micro] * self.cut.multiple, loss, self.parallel, self.scorer.router_pass())
             return kept[0][2] if kept else None
@@ -208,7 +208,7 @@ class Policy:
         """Every micro-batch of this rank's share by itself: its log-probs, on ranks of the last stage, and the norm of what it adds to this
         rank's gradient. The optimizer does not act. Collective."""
         alone = self._run_alone(StepLoss(self.loss, batch, self.scorer, self._references(batch), self.entropy))
-        for micro, logprobs in culprits.each_alone(self.wrapped, batch.micro_batches, alone):
+        for micro, logprobs in bad_gradient_search.each_alone(self.wrapped, batch.micro_batches, alone):
             yield micro, logprobs, float(own_norm(self.wrapped))
 
     def guard_state(self) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class Policy:
         return state | ({"entropy": self.entropy.state()} if self.entropy else {})
 
     def restore_guard(self, state: Mapping[str, Any]) -> None:
-        self.skips = Skips(**state["skips"])
+        self.skips = SkipCounter(**state["skips"])
         if state["guard"] and (restore := getattr(self.guard, "restore", None)):
             restore(state["guard"])
         self.restore_entropy(state)

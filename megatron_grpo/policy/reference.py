@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from megatron_grpo.policy.hf_export import WeightExchange
+from megatron_grpo.policy.hf_export import MegatronToHF
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.types import MicroBatch
@@ -54,7 +54,7 @@ class FrozenReference:
         """Stays."""
 
 
-class FollowingReference(FrozenReference):
+class SyncedReference(FrozenReference):
     """reference = alpha * policy + (1 - alpha) * reference, weight by weight, every so many steps (TR-DPO, arXiv:2404.09656)."""
 
     def __init__(self, scorer: ModelScorer, *, tensors: Tensors, every: int, alpha: float):
@@ -72,10 +72,10 @@ class FollowingReference(FrozenReference):
             theirs.lerp_(ours[name].to(theirs.dtype), self._alpha)
 
 
-class LoadedModel:
+class FrozenPolicy:
     """What `sync.PushedPolicy` asks for. Every method is collective. adapters: beside the chunks; they are pushed merged."""
 
-    def __init__(self, chunks: SequenceOf[Any], scorer: ModelScorer, exchange: WeightExchange, adapters: Adapters | None):
+    def __init__(self, chunks: SequenceOf[Any], scorer: ModelScorer, exchange: MegatronToHF, adapters: Adapters | None):
         self.chunks, self.scorer, self.exchange, self.adapters = chunks, scorer, exchange, adapters
 
     def tensors(self) -> dict[str, Any]:

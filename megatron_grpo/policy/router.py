@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.policy.stream import LocalBatch
+from megatron_grpo.policy.packed_batch import LocalBatch
 from megatron_grpo.types import MicroBatch
 
 

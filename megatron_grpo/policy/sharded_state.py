@@ -63,7 +63,9 @@ def sharded_state(
         else:
             described = optimizer.sharded_state_dict(whole, is_loading=is_loading, metadata=dict(how))
             state["optimizer"] = dict_list_map_inplace(_local_unless_sharded, described)
-        state["optimizer_step"] = int(collectives.largest(steps_counted(optimizer)))  # a stage without anything that trains counts none
+        state["optimizer_step"] = int(
+            collectives.all_reduce_max(steps_counted(optimizer))
+        )  # a stage without anything that trains counts none
     if scheduler is not None:
         state["scheduler"] = scheduler.state_dict()
     for name, chunk in _named(reference or ()):
@@ -113,7 +115,7 @@ def _load_weights(module: Any, values: dict[str, Any], *, everything: bool) -> N
 
 def _all_train(chunks: Sequence[Any]) -> bool:
     """Whether every weight of the model trains, on all stages. Collective."""
-    return not collectives.largest(any(not parameter.requires_grad for chunk in chunks for parameter in chunk.parameters()))
+    return not collectives.all_reduce_max(any(not parameter.requires_grad for chunk in chunks for parameter in chunk.parameters()))
 
 
 def _what_trains(module: Any, described: dict[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.autograd import sum_over_ranks
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import Slope
+from megatron_grpo.policy.packed_batch import LocalBatch
 from megatron_grpo.policy.passes import ModelScorer
-from megatron_grpo.policy.stream import LocalBatch
 from megatron_grpo.types import GlobalBatch, RowKey, TrainingMicroBatch
 
 OfSequences = tuple[np.ndarray, np.ndarray]  # values and slopes of `classification`, float64 [S]
@@ -99,9 +99,9 @@ def _entropy_threshold(batch: GlobalBatch, scorer: ModelScorer, quantile: float)
 def _labels(batch: GlobalBatch, scorer: ModelScorer, tau: float) -> SequenceOf[OfSequences] | None:
     """The rows of a group may lie on several ranks. What is on-policy has a score of 0: without a stale row there is nothing to compute."""
     is_stale = any((~np.isnan(micro.old_logprobs)).any() for micro in batch.micro_batches)
-    scores = scorer.last_stage_logprobs(batch.micro_batches) if collectives.largest(int(is_stale)) else []
+    scores = scorer.last_stage_logprobs(batch.micro_batches) if collectives.all_reduce_max(int(is_stale)) else []
     mine = _scores_of_rows(batch.micro_batches, scores, scorer.parallel)
-    rows = {row: said for part in collectives.from_all(mine) for row, said in part.items()}
+    rows = {row: said for part in collectives.all_gather_object(mine) for row, said in part.items()}
     if not scorer.parallel.is_last_stage:
         return None
     groups, values, advantages, trains = zip(*rows.values(), strict=True)

@@ -21,7 +21,7 @@ RECOMPUTABLE = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "moe_a
 
 
 def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
-    """Everything that stands between this configuration and this model, besides divisions (`weights.fit`) and batch sizes."""
+    """Everything that stands between this configuration and this model, besides divisions (`weights.layout_validation`) and batch sizes."""
     return [*broken(RULES, _settings(cfg, shape)), *sharing_problems(cfg, shape)]
 
 

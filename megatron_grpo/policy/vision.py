@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_grpo.batching.pictures import num_tokens
-from megatron_grpo.policy.stream import LocalBatch, LocalPictures
-from megatron_grpo.types import Picture
+from megatron_grpo.batching.images import num_tokens
+from megatron_grpo.policy.packed_batch import LocalBatch, LocalPictures
+from megatron_grpo.types import Image
 from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.towers import part_of
+from megatron_grpo.weights.vision_towers import part_of
 
 KEPT_BYTES = 512 << 20  # of outputs of a tower that does not change
 Features = list[torch.Tensor]  # [tokens, hidden]; and where the model has DeepStack one more for each of its first layers
@@ -129,7 +129,7 @@ class Vision(torch.nn.Module):
         hidden, *others = output
         return hidden + self._added[number], *others
 
-    def _features(self, pictures: Sequence[Picture]) -> Features:
+    def _features(self, pictures: Sequence[Image]) -> Features:
         """Of all pictures, one behind the other."""
         if not self.keeps_outputs:
             return self._encode(pictures)
@@ -146,7 +146,7 @@ class Vision(torch.nn.Module):
         while sum(one.nbytes for kept in self._kept.values() for one in kept) > KEPT_BYTES:
             self._kept.popitem(last=False)
 
-    def _encode(self, pictures: Sequence[Picture]) -> Features:
+    def _encode(self, pictures: Sequence[Image]) -> Features:
         first = next(self.tower.parameters())
         patches = torch.from_numpy(np.concatenate([picture.patches() for picture in pictures]))
         grids = torch.tensor([picture.grid for picture in pictures], dtype=torch.int64)

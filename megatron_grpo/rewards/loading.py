@@ -24,7 +24,7 @@ from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, said_by
 from megatron_grpo.config.config import Config
-from megatron_grpo.rewards.contained import AskedToEnd, contained
+from megatron_grpo.rewards.process_isolation import ExitRequestedError, contained
 from megatron_grpo.rewards.protocol import RewardFunction, accepted_names, positional_names, text_of
 
 _LOG = logging.getLogger(__name__)
@@ -190,9 +190,9 @@ def _users(call: Callable[[], Any], what: str) -> Any:
     try:
         with contained(told):
             return call()
-    except AskedToEnd as error:
+    except ExitRequestedError as error:
         raise _fail(f"{what}: it asks the process to end with {said_by(error)}.") from error
-    except KeyboardInterrupt:  # Ctrl-C: the code's own is an AskedToEnd
+    except KeyboardInterrupt:  # Ctrl-C: the code's own is an ExitRequestedError
         raise
     except BaseException as error:
         raise _fail(f"{what}: {type(error).__name__}: {said_by(error)}.") from error

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_grpo.base import activity
-from megatron_grpo.base.errors import Interrupted, RewardError, raised, said_by
-from megatron_grpo.rewards.contained import AskedToEnd, EventLoop, OutOfTime, call_before, contained, never
+from megatron_grpo.base.errors import RewardError, RunInterruptedError, raised, said_by
+from megatron_grpo.rewards.process_isolation import EventLoop, ExitRequestedError, RewardTimeoutError, call_before, contained, never
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, RowFailure, Score, as_scores, text_of
 
 _LOOP = EventLoop()
@@ -34,25 +34,25 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
+class RewardScores:
     """rows: [completions][functions]."""
 
     rows: tuple[tuple[Score, ...], ...]
     notices: tuple[Notice, ...]
 
 
-def score(functions: Sequence[RewardFunction], batch: RewardBatch, gives_up: Callable[[], bool] = never) -> Scores:
+def score(functions: Sequence[RewardFunction], batch: RewardBatch, should_cancel: Callable[[], bool] = never) -> RewardScores:
     """Scores of every completion by every function. The asynchronous ones all run at the same time, while the others take their turns.
 
-    Raises RewardError, about all functions that failed, where one that failed is not to be treated as None; GivenUp soon after
-    `gives_up()` is true.
+    Raises RewardError, about all functions that failed, where one that failed is not to be treated as None; CancelledError soon after
+    `should_cancel()` is true.
     """
     if not len(batch):
-        return Scores(rows=(), notices=())
+        return RewardScores(rows=(), notices=())
     told: list[list[str]] = [[] for _ in functions]
-    waiting = {place: _start(function, batch, told[place], gives_up) for place, function in enumerate(functions) if function.is_async}
+    waiting = {place: _start(function, batch, told[place], should_cancel) for place, function in enumerate(functions) if function.is_async}
     outcomes = {
-        place: _counted(_call(function, batch, told[place], gives_up, function.timeout), batch)
+        place: _counted(_call(function, batch, told[place], should_cancel, function.timeout), batch)
         for place, function in enumerate(functions)
         if place not in waiting
     }
@@ -60,7 +60,7 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch, gives_up: Cal
     columns, errors, notices = [], [], []
     for place, function in enumerate(functions):
         outcome = outcomes[place]
-        rows = _search(function, batch, outcome, told[place], gives_up) if isinstance(outcome, RowFailure) else outcome
+        rows = _search(function, batch, outcome, told[place], should_cancel) if isinstance(outcome, RowFailure) else outcome
         notices += [Notice(function=function.name, kind=did, message=f"Reward `{function.name}` {did}.") for did in set(told[place])]
         failures = [(row, value) for row, value in enumerate(rows) if isinstance(value, RowFailure)]
         if failures and function.on_error == "raise":
@@ -72,7 +72,7 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch, gives_up: Cal
         columns.append([None if isinstance(value, RowFailure) else value for value in rows])
     if errors:
         raise RewardError("\n".join(errors))
-    return Scores(rows=tuple(zip(*columns)) if columns else ((),) * len(batch), notices=tuple(notices))
+    return RewardScores(rows=tuple(zip(*columns)) if columns else ((),) * len(batch), notices=tuple(notices))
 
 
 def _counted(outcome: list[Score | RowFailure] | RowFailure, batch: RewardBatch) -> list[Score | RowFailure] | RowFailure:
@@ -81,20 +81,20 @@ def _counted(outcome: list[Score | RowFailure] | RowFailure, batch: RewardBatch)
 
 
 def _call(
-    function: RewardFunction, batch: RewardBatch, told: list[str], gives_up: Callable[[], bool], seconds: float
+    function: RewardFunction, batch: RewardBatch, told: list[str], should_cancel: Callable[[], bool], seconds: float
 ) -> list[Score | RowFailure] | RowFailure:
     """One call of a function on a batch: its scores, or the failure of the whole call. told: gets what else it did."""
     if function.is_async:
-        return _start(function, batch, told, gives_up, seconds)()
+        return _start(function, batch, told, should_cancel, seconds)()
 
     def call():
         with contained(told):
             return function.function(**function.arguments(batch))
 
-    return _outcome(function, batch, seconds, lambda: call_before(seconds, call, gives_up))
+    return _outcome(function, batch, seconds, lambda: call_before(seconds, call, should_cancel))
 
 
-def _start(function: RewardFunction, batch: RewardBatch, told: list[str], gives_up: Callable[[], bool], seconds: float | None = None):
+def _start(function: RewardFunction, batch: RewardBatch, told: list[str], should_cancel: Callable[[], bool], seconds: float | None = None):
     """Starts an asynchronous function; the returned callable waits for what `_call` would return."""
     limit = function.timeout if seconds is None else seconds
 
@@ -102,18 +102,18 @@ def _start(function: RewardFunction, batch: RewardBatch, told: list[str], gives_
         with contained(told):
             return await function.function(**function.arguments(batch))
 
-    wait = _LOOP.start(call(), limit, gives_up)
+    wait = _LOOP.start(call(), limit, should_cancel)
     return lambda: _outcome(function, batch, limit, wait)
 
 
 def _outcome(function: RewardFunction, batch: RewardBatch, seconds: float, call) -> list[Score | RowFailure] | RowFailure:
     try:
         return as_scores(call(), len(batch))
-    except OutOfTime:
+    except RewardTimeoutError:
         return RowFailure(kind="timeout", reason=f"did not answer within {seconds:g} s")
-    except (Interrupted, RewardError, KeyboardInterrupt):
+    except (RunInterruptedError, RewardError, KeyboardInterrupt):
         raise
-    except AskedToEnd as error:
+    except ExitRequestedError as error:
         return RowFailure(kind="end", reason=f"asked the process to end with {said_by(error)}{_where(error.__cause__ or error)}")
     except BaseException as error:  # noqa: BLE001 - the sandbox: whatever the user's function raises is reported about that function
         return RowFailure(kind=type(error).__name__, reason=raised(error) + _where(error))
@@ -127,7 +127,7 @@ def _where(error: BaseException) -> str:
 
 
 def _search(
-    function: RewardFunction, batch: RewardBatch, failure: RowFailure, told: list[str], gives_up: Callable[[], bool]
+    function: RewardFunction, batch: RewardBatch, failure: RowFailure, told: list[str], should_cancel: Callable[[], bool]
 ) -> list[Score | RowFailure]:
     """Scores row by row after the whole call failed, found by halving. With `raise` it stops at the first it finds.
 
@@ -144,7 +144,7 @@ def _search(
     while ranges and time.monotonic() < ends:
         first, end = ranges.popleft()
         share = max(min(_SHORTEST_CALL, function.timeout / 10), function.timeout * (end - first) / len(batch))
-        outcome = _call(function, batch.part(first, end), told, gives_up, share)
+        outcome = _call(function, batch.part(first, end), told, should_cancel, share)
         activity.advance(0)
         if not isinstance(outcome, RowFailure):
             found[first:end] = outcome

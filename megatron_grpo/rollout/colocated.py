@@ -21,9 +21,9 @@ import torch
 
 from megatron_grpo.base import activity, launcher
 from megatron_grpo.base.cleanup import CleanUp
-from megatron_grpo.base.errors import ConfigError, GivenUp, Problem, RunError
+from megatron_grpo.base.errors import CancelledError, ConfigError, Problem, RunError
 from megatron_grpo.config.config import RolloutConfig
-from megatron_grpo.data.eyes import Eyes
+from megatron_grpo.data.image_processing import ImageProcessorSpec
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout import vllm_patches, vllm_requests
 from megatron_grpo.rollout.adapters import LoraPush
@@ -54,15 +54,15 @@ class ColocatedEngine:
         self._sleep_level = sleep_level
         self._weights = WeightLoader()
         self.version, self.has_base = 0, True
-        self._eyes: Eyes | None = None  # of a model that sees
+        self._eyes: ImageProcessorSpec | None = None  # of a model that sees
         self._has_tower = True  # its weights that see pictures are those of the trainer, also where they are not pushed
         self._asleep: set[str] = set()  # of "weights" and "kv_cache": vLLM's names for what sleep takes away
         self._buffers: list[Any] = []  # of its workers, as they were before it slept
-        self.gives_up: Callable[[], bool] = lambda: False
+        self.should_cancel: Callable[[], bool] = lambda: False
 
     @classmethod
     def build(cls, cfg: RolloutConfig, *, model_path: str | Path, dtype: str, max_model_len: int, seed: int, rank: int, world_size: int,
-              lora: LoraPush | None = None, experts: ExpertLayers | None = None, eyes: Eyes | None = None,
+              lora: LoraPush | None = None, experts: ExpertLayers | None = None, eyes: ImageProcessorSpec | None = None,
               most_pictures: int = 0, trust_remote_code: bool = False,
               patch: Callable[[], None] = lambda: None) -> ColocatedEngine:  # fmt: skip
         """Loads the model at `model_path` (version 0: nothing needs to be pushed before the first rollout). Collective over all ranks.
@@ -98,7 +98,7 @@ class ColocatedEngine:
                 seed=(seed + rank // tp) % 2**32,  # equal on the ranks of one engine; requests carry their own
                 disable_log_stats=True, **options,
             )  # fmt: skip
-        collectives.wait_patiently()  # one that compiles for the first time takes minutes more than the others
+        collectives.barrier_with_timeout()  # one that compiles for the first time takes minutes more than the others
         vllm_patches.tell_of_steps(llm)
         engine = cls(llm, rank=rank, world_size=world_size, tensor_parallel_size=tp, max_model_len=max_model_len,
                      sleep_level=cfg.sleep_level if on_gpu else 0, adapter=AdapterSlot(llm, room.modules) if room else None,
@@ -128,11 +128,11 @@ class ColocatedEngine:
                 outputs = self._run(requests)
             fault = _fault(mine, outputs)
             answers = [self._completions(prompt, answer.outputs, sampling) for prompt, answer in zip(mine, outputs, strict=True)]
-        except GivenUp:
+        except CancelledError:
             answers = None
         except ConfigError as error:  # a picture that has changed, a grammar without a way on: who draws others hears of it too
             answers, fault = [], str(error)
-        collectives.wait_patiently()  # one engine may have much longer answers than another
+        collectives.barrier_with_timeout()  # one engine may have much longer answers than another
         answers = self._agreed((prompts, sampling, seed), answers, fault)
         # The ranks of one engine hold the same groups, and judge every so many of them.
         share = slice(self._rank_in_engine, None, self._tensor_parallel_size)
@@ -142,7 +142,7 @@ class ColocatedEngine:
         """See `rollout.turns.TurnEngine`. The first rank of each engine plays."""
         self._require_weights()
         self._check_lengths(prompts, sampling)
-        _refuse_different(collectives.from_all(_question(prompts, sampling)), "play")
+        _refuse_different(collectives.all_gather_object(_question(prompts, sampling)), "play")
         mine = prompts[self._replica :: self._num_replicas]
         adapter = self._adapter.request if self._adapter is not None else None
         player = begin(mine) if self._rank_in_engine == 0 else None
@@ -150,13 +150,13 @@ class ColocatedEngine:
         with CleanUp(turns.abort), activity.phase("playing episodes"), vllm_patches.trainer_untouched():
             while True:
                 if player is not None:
-                    state = lead(player, turns, self.gives_up, version=self.version)
+                    state = lead(player, turns, self.should_cancel, version=self.version)
                     turns.rest(state)
                 else:
                     state, digest = follow(turns, lambda: self._tell(None), digest)
-                collectives.wait_patiently()
-                if (worst := collectives.largest(state)) == GIVES_UP:
-                    raise GivenUp
+                collectives.barrier_with_timeout()
+                if (worst := collectives.all_reduce_max(state)) == GIVES_UP:
+                    raise CancelledError
                 if worst == DONE:
                     break
         # The first rank of an engine has its groups; all of its ranks judge some of them.
@@ -324,7 +324,7 @@ class ColocatedEngine:
     def _agreed_to_give_up(self) -> Callable[[], bool]:
         """Asked before every step of the engine. Its ranks step together, so they give up together."""
         if self._tensor_parallel_size == 1:
-            return lambda: self.gives_up()
+            return lambda: self.should_cancel()
         from vllm.distributed.parallel_state import get_tp_group
 
         group, num_steps = get_tp_group().cpu_group, count()
@@ -332,23 +332,24 @@ class ColocatedEngine:
         def asked() -> bool:
             if next(num_steps) % STEPS_BETWEEN_AGREEMENTS:
                 return False
-            return bool(collectives.max_(torch.tensor(int(self.gives_up())), group))
+            return bool(collectives.max_(torch.tensor(int(self.should_cancel())), group))
 
         return asked
 
     def _agreed(
         self, asked: tuple[Sequence[Prompt], SamplingSettings, int], answers: list[list[Completion]] | None, fault: str | None
     ) -> list[list[Completion]]:
-        """The answers; but GivenUp where a rank has None, and RunError where one has a fault. All ranks asked for the same, and the ranks
+        """The answers; but CancelledError where a rank has None, and RunError where one has a fault. All ranks asked for the same, and
+        the ranks
         of one engine drew the same tokens. Log-probs may differ in their last bit."""
         question = _question(*asked)
         drawn = "" if answers is None else _digest(*(one.sequence.token_ids.tobytes() for found in answers for one in found))
-        everyone, faults = zip(*((told[:2], told[2]) for told in collectives.from_all((question, drawn, fault))), strict=True)
+        everyone, faults = zip(*((told[:2], told[2]) for told in collectives.all_gather_object((question, drawn, fault))), strict=True)
         if found := next((one for one in faults if one), None):
             raise RunError(found)
         _refuse_different((question for question, _ in everyone), "generate")
         if answers is None or not all(drawn for _, drawn in everyone):
-            raise GivenUp
+            raise CancelledError
         for first in range(0, len(everyone), self._tensor_parallel_size):
             if len({drawn for _, drawn in everyone[first : first + self._tensor_parallel_size]}) > 1:
                 raise RuntimeError(

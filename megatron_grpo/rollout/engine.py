@@ -28,11 +28,11 @@ class WeightSyncError(RuntimeError):
     """The engine does not hold the weights that the trainer holds. Sampling on would train on another policy's data."""
 
 
-class HolderChanged(Exception):
+class ReceiverChangedError(Exception):
     """Who held the weights is not there any more, and who is left holds none: push again, from the beginning. Raised on every rank."""
 
 
-class WeightsLost(Exception):
+class WeightsLostError(Exception):
     """Nobody who samples holds weights any more. Once they are pushed again, the same question goes on where it was. On every rank."""
 
 
@@ -78,7 +78,7 @@ class Sampler(Protocol):
 
     One that can stop in the middle of a question, because the run was asked to stop and has no time left for it, has an attribute
     `gives_up: Callable[[], bool]`, which is set once, before the first question. Where it is true on some rank that still waits for
-    answers, `generate` and a flight's `groups`, and its `wait` without a limit, raise GivenUp within seconds, on every rank.
+    answers, `generate` and a flight's `groups`, and its `wait` without a limit, raise CancelledError within seconds, on every rank.
     """
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
@@ -86,7 +86,7 @@ class Sampler(Protocol):
 
         Each group is whole and on one rank; a rank's groups keep the order of the prompts. `seed` is the run's; each prompt derives its own
         (`prompt_seed`), so a group does not depend on how many engines share the work, nor on the rank that it ends on.
-        Raises ConfigError where a prompt and its completion cannot fit, WeightSyncError where the engine holds no weights, WeightsLost
+        Raises ConfigError where a prompt and its completion cannot fit, WeightSyncError where the engine holds no weights, WeightsLostError
         where it lost them on the way.
         """
 
@@ -94,7 +94,7 @@ class Sampler(Protocol):
         """Around `generate`: the engine takes the memory it needs to sample, and gives it back."""
 
 
-class Flight(Protocol):
+class GenerationFuture(Protocol):
     """Prompts that are being answered while the trainer does something else. Every rank holds one of these objects."""
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -103,7 +103,7 @@ class Flight(Protocol):
     def groups(self) -> list[Group]:
         """What `Sampler.generate` would have returned; waits for it. Collective; raises what `generate` raises, on every rank.
 
-        After WeightsLost it may be asked again, once there are weights, perhaps newer ones: what is left is answered by those.
+        After WeightsLostError it may be asked again, once there are weights, perhaps newer ones: what is left is answered by those.
         """
 
     def drop(self) -> None:
@@ -117,14 +117,14 @@ class Flight(Protocol):
 class BackgroundSampler(Sampler, Protocol):
     """A sampler that needs nothing of the trainer's ranks while it answers. It can then sample while they train."""
 
-    def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> Flight:
+    def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> GenerationFuture:
         """As `generate`, by the weights that it holds now; returns at once. Collective.
 
-        No update may come while something is under way (`WeightHolder.take`): a completion has one version.
+        No update may come while something is under way (`WeightReceiver.take`): a completion has one version.
         """
 
 
-class WeightHolder(Protocol):
+class WeightReceiver(Protocol):
     """Holds weights of a version, takes updates, and proves what it holds."""
 
     @property
@@ -144,12 +144,12 @@ class WeightHolder(Protocol):
     def prepare(self) -> bool:
         """Comes before every push: whoever is to take it is there afterwards. Whether some of them are new. Collective over all ranks.
 
-        A new one was never seen to take an adapter. Raises NobodySamples; GivenUp, as `generate` does.
+        A new one was never seen to take an adapter. Raises NoRolloutServerError; CancelledError, as `generate` does.
         """
 
     def take(self, update: WeightUpdate) -> None:
         """Holds the update's version from now on. All weights take the place of an earlier adapter too; an adapter that of the one before.
-        Raises WeightSyncError, or HolderChanged.
+        Raises WeightSyncError, or ReceiverChangedError.
 
         Nearly all of a layer's tensors are held until the layer is complete, so memory stays bounded when they come layer by layer.
         """
@@ -160,13 +160,13 @@ class WeightHolder(Protocol):
 
     def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
         """Of each engine that this rank speaks for, by its name: log p(token t | tokens before t) at temperature 1, for t = 1, 2, ... of
-        each sequence. Raises HolderChanged.
+        each sequence. Raises ReceiverChangedError.
 
         The last one is computed the way that sampling does, reading the prefix cache; the others never come from a cache.
         """
 
 
-class Engine(Sampler, WeightHolder, Protocol):
+class Engine(Sampler, WeightReceiver, Protocol):
     """Both jobs in one."""
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from megatron_grpo.types import Sequence as Tokens
 from megatron_grpo.weights.shape import ModelShape
 
 
-class WrongExperts(RuntimeError):
+class InvalidRoutingError(RuntimeError):
     """The sampler named experts that the model cannot have taken, or none. Replaying them would train another model."""
 
 
@@ -40,20 +40,22 @@ class ExpertLayers:
     def read(self, routed: np.ndarray | None) -> np.ndarray:
         """vLLM's `CompletionOutput.routed_experts` -> int16 [tokens, MoE layers, k].
 
-        vLLM has a row of zeros for a layer without experts; and no row for the last token, which it never ran. Raises WrongExperts.
+        vLLM has a row of zeros for a layer without experts; and no row for the last token, which it never ran. Raises InvalidRoutingError.
         """
         if routed is None:
-            raise WrongExperts("vLLM returned no experts; it does with enable_return_routed_experts.")
+            raise InvalidRoutingError("vLLM returned no experts; it does with enable_return_routed_experts.")
         if routed.ndim != 3 or routed.shape[1] <= self.layers[-1]:
-            raise WrongExperts(f"vLLM returned experts of the form {routed.shape}, and the last layer with experts is {self.layers[-1]}.")
+            raise InvalidRoutingError(
+                f"vLLM returned experts of the form {routed.shape}, and the last layer with experts is {self.layers[-1]}."
+            )
         return routed[:, self.layers].astype(np.int16)
 
     def check(self, sequence: Tokens) -> None:
-        """Each token takes k different experts in every layer, or routes freely in all of them. Raises WrongExperts."""
+        """Each token takes k different experts in every layer, or routes freely in all of them. Raises InvalidRoutingError."""
         experts, form = sequence.experts, (len(sequence.token_ids), len(self.layers), self.topk)
         if experts is None or experts.shape != form:
             found = "no experts" if experts is None else f"experts of the form {experts.shape}"
-            raise WrongExperts(
+            raise InvalidRoutingError(
                 f"the sampler returned {found} for {form[0]} tokens; {form[1]} layers have experts, and a token takes {form[2]} in each."
             )
         ids = np.sort(experts, axis=-1)
@@ -61,7 +63,7 @@ class ExpertLayers:
         is_wrong &= ~(experts == FREE).all(axis=(1, 2))[:, None]
         if is_wrong.any():
             token, layer = np.argwhere(is_wrong)[0]
-            raise WrongExperts(
+            raise InvalidRoutingError(
                 f"the sampler routed token {token} of a sequence to experts {experts[token, layer].tolist()} in layer "
                 f"{self.layers[layer]}. It must be {self.topk} different ones of {self.num_experts}, or -1 in all layers."
             )

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_grpo.data.album import key_of
-from megatron_grpo.data.pictures import decoded
+from megatron_grpo.data.image_dataset import key_of
+from megatron_grpo.data.images import decoded
 from megatron_grpo.types import Sequence, whole
 
 if TYPE_CHECKING:
-    from megatron_grpo.data.eyes import Eyes, Grid
+    from megatron_grpo.data.image_processing import Grid, ImageProcessorSpec
 
 BLOCK = 32  # tokens: the largest block of the prefix cache
 LENGTH = 2 * BLOCK + 2  # two full blocks, then the token that is read through the cache
@@ -26,7 +26,7 @@ FEWEST_WORDS = 3  # around a picture
 class DrawnPicture:
     """A `Picture` of waves of colour: the same pixels wherever it is drawn."""
 
-    eyes: Eyes
+    eyes: ImageProcessorSpec
     height: int  # pixels
     width: int
 
@@ -63,7 +63,7 @@ class DrawnPicture:
         return self._patches
 
 
-def probe_sequences(tokenizer: Any, *, vocab_size: int, max_model_len: int, eyes: Eyes | None = None) -> list[Sequence]:
+def probe_sequences(tokenizer: Any, *, vocab_size: int, max_model_len: int, eyes: ImageProcessorSpec | None = None) -> list[Sequence]:
     """Ordinary tokens at random. vocab_size: of the model; a tokenizer may know more words, or fewer.
 
     eyes: of a model that sees; then half of them show a picture, for what a tower makes of it shows in no other. Where `max_model_len` is

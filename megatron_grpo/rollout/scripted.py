@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from threading import Event, Thread
 
 from megatron_grpo.base import activity
-from megatron_grpo.base.errors import GivenUp
+from megatron_grpo.base.errors import CancelledError
 from megatron_grpo.parallel import collectives
-from megatron_grpo.rollout.engine import Flight, SamplingSettings, WeightSyncError
+from megatron_grpo.rollout.engine import GenerationFuture, SamplingSettings, WeightSyncError
 from megatron_grpo.rollout.turns import wait_together
 from megatron_grpo.types import Completion, Group, Prompt, whole
 from megatron_grpo.types import Sequence as Scored
@@ -24,10 +24,10 @@ Answer = Callable[[Prompt, int, int], Completion]
 class _Flight:
     """Each rank's share of the answers, in a thread of its own, which does not keep the process alive."""
 
-    def __init__(self, work: Callable[[Event], list[Group]], gives_up: Callable[[], bool]):
+    def __init__(self, work: Callable[[Event], list[Group]], should_cancel: Callable[[], bool]):
         """work: is given an event, and should end soon once that is set. Nothing collective may be in it."""
         self._future: Future[list[Group]] = Future()
-        self._dropped, self._gives_up = Event(), gives_up
+        self._dropped, self._gives_up = Event(), should_cancel
         self.seconds, self.has_ended = 0.0, False
         Thread(target=self._run, args=(work,), name="scripted answers", daemon=True).start()
 
@@ -43,7 +43,7 @@ class _Flight:
 
     def wait(self, seconds: float | None = None) -> bool:
         return wait_together(
-            lambda most: bool(wait([self._future], most).done), seconds, gives_up=self._gives_up if seconds is None else None
+            lambda most: bool(wait([self._future], most).done), seconds, should_cancel=self._gives_up if seconds is None else None
         )
 
     def groups(self) -> list[Group]:
@@ -68,28 +68,30 @@ class ScriptedEngine:
         self._answer, self._score = answer, score
         self.version, self.has_base = 0, True
         self._flights: list[_Flight] = []
-        self.gives_up: Callable[[], bool] = lambda: False
+        self.should_cancel: Callable[[], bool] = lambda: False
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
         if self.version == NO_VERSION:
             raise WeightSyncError("the scripted engine holds no weights: a weight push failed.")
-        groups = self._answered(prompts, sampling, self.version, self.gives_up)
-        if collectives.largest(float(self.gives_up())):
-            raise GivenUp
+        groups = self._answered(prompts, sampling, self.version, self.should_cancel)
+        if collectives.all_reduce_max(float(self.should_cancel())):
+            raise CancelledError
         return groups
 
-    def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> Flight:
+    def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> GenerationFuture:
         version = self.version
-        flight = _Flight(lambda dropped: self._answered(prompts, sampling, version, dropped.is_set), self.gives_up)
+        flight = _Flight(lambda dropped: self._answered(prompts, sampling, version, dropped.is_set), self.should_cancel)
         self._flights.append(flight)
         return flight
 
-    def _answered(self, prompts: Sequence[Prompt], sampling: SamplingSettings, version: int, gives_up: Callable[[], bool]) -> list[Group]:
+    def _answered(
+        self, prompts: Sequence[Prompt], sampling: SamplingSettings, version: int, should_cancel: Callable[[], bool]
+    ) -> list[Group]:
         mine = prompts[collectives.rank() :: collectives.num_ranks()]
         return [
             Group(prompt=prompt, completions=tuple(self._told(prompt, place, version) for place in range(sampling.n)))
             for prompt in mine
-            if not gives_up()
+            if not should_cancel()
         ]
 
     def _told(self, prompt: Prompt, place: int, version: int) -> Completion:

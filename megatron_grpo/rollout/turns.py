@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from megatron_grpo.base.errors import GivenUp
+from megatron_grpo.base.errors import CancelledError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings, prompt_seed
-from megatron_grpo.types import Group, Kept, Prompt
+from megatron_grpo.types import Group, Prompt, SamplingMask
 
 Key = tuple[int, int]  # (prompt's number, place in its group)
 
@@ -25,14 +25,14 @@ DONE, WAITS, GIVES_UP = 0.0, 1.0, 2.0  # where a rank has come to in its waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class SampledTurn:
     """One turn."""
 
     token_ids: tuple[int, ...]  # with the one that ended it
     logprobs: tuple[float, ...]
     is_cut: bool  # by max_tokens
     version: int  # of the weights
-    kept: Kept | None = None  # what each token was drawn among, where that is told
+    kept: SamplingMask | None = None  # what each token was drawn among, where that is told
 
 
 class TurnSampler(Protocol):
@@ -40,7 +40,7 @@ class TurnSampler(Protocol):
 
     def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int) -> None: ...
 
-    def poll(self) -> Sequence[tuple[Key, Drawn]]:
+    def poll(self) -> Sequence[tuple[Key, SampledTurn]]:
         """A step of the engine, or what has come over the wire; what has ended in it."""
 
     @property
@@ -66,7 +66,8 @@ class TurnEngine(Sampler, Protocol):
     def play(self, prompts: Sequence[Prompt], sampling: SamplingSettings, begin: Callable[[Sequence[Prompt]], Player]) -> list[Group]:
         """As `generate`: collective, and each group is whole and on one rank.
 
-        begin: called on the ranks that play, with their share of the prompts. After WeightsLost it may be asked again, with a `begin` that
+        begin: called on the ranks that play, with their share of the prompts. After WeightsLostError it may be asked again, with a
+        `begin` that
         gives the same player: its open turns are then drawn by whatever weights are there.
         """
 
@@ -106,7 +107,7 @@ class EngineTurns:
         self._keys[name] = key
         self._engine.add_request(name, {"prompt_token_ids": list(token_ids)}, params, lora_request=self._adapter)
 
-    def poll(self) -> list[tuple[Key, Drawn]]:
+    def poll(self) -> list[tuple[Key, SampledTurn]]:
         if not self._keys:
             return []
         ended = [output for output in self._engine.step() if output.finished]
@@ -124,12 +125,12 @@ class EngineTurns:
         self._keys.clear()
         self._engine.abort_request(list(self._engine.output_processor.request_states), internal=True)
 
-    def _drawn(self, output: Any) -> Drawn:
+    def _drawn(self, output: Any) -> SampledTurn:
         from megatron_grpo.rollout.vllm_requests import sampled
 
         logprobs, kept = sampled(output, self._sampling, self._vocab_size)
         is_cut = output.finish_reason == "length"
-        return Drawn(token_ids=tuple(output.token_ids), logprobs=tuple(logprobs), is_cut=is_cut, version=self._version, kept=kept)
+        return SampledTurn(token_ids=tuple(output.token_ids), logprobs=tuple(logprobs), is_cut=is_cut, version=self._version, kept=kept)
 
 
 class LeadingTurns(EngineTurns):
@@ -148,7 +149,7 @@ class LeadingTurns(EngineTurns):
     def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int) -> None:
         self._joining.append((key, tuple(token_ids), seed, max_tokens))
 
-    def poll(self) -> list[tuple[Key, Drawn]]:
+    def poll(self) -> list[tuple[Key, SampledTurn]]:
         joining, self._joining = self._joining, []
         self._tell((joining, self._digest))
         for key, token_ids, seed, max_tokens in joining:
@@ -181,48 +182,50 @@ def follow(turns: EngineTurns, hear: Callable[[], Any], digest: bytes) -> tuple[
     return heard, digest
 
 
-def _digest(found: Sequence[tuple[Key, Drawn]]) -> bytes:
+def _digest(found: Sequence[tuple[Key, SampledTurn]]) -> bytes:
     if not found:
         return b""
     return hashlib.blake2b(repr([(key, drawn.token_ids) for key, drawn in found]).encode(), digest_size=8).digest()
 
 
-def lead(player: Player, turns: TurnSampler, gives_up: Callable[[], bool], *, version: int) -> float:
+def lead(player: Player, turns: TurnSampler, should_cancel: Callable[[], bool], *, version: int) -> float:
     """Plays until all have ended, the run gives up, or ranks that have nothing left to play must hear that this one lives."""
     until = time.monotonic() + SECONDS_BETWEEN_AGREEMENTS
     while not player.advance(turns, SECONDS_BETWEEN_LOOKS, version=version):
-        if gives_up():
+        if should_cancel():
             return GIVES_UP
         if time.monotonic() >= until:
             return WAITS
     return DONE
 
 
-def wait_together(is_done: Callable[[float], bool], seconds: float | None = None, *, gives_up: Callable[[], bool] | None = None) -> bool:
+def wait_together(
+    is_done: Callable[[float], bool], seconds: float | None = None, *, should_cancel: Callable[[], bool] | None = None
+) -> bool:
     """Until every rank is done, at most so long; says whether they are, the same on every rank. Collective.
 
     is_done: waits on this rank for at most the seconds that it is given, and says whether there is nothing left to wait for.
-    gives_up: asked now and then; where it is true on a rank that is not done, GivenUp is raised on every rank.
+    gives_up: asked now and then; where it is true on a rank that is not done, CancelledError is raised on every rank.
     """
     left = seconds
     while True:
         part = SECONDS_BETWEEN_AGREEMENTS if left is None else min(SECONDS_BETWEEN_AGREEMENTS, left)
-        worst = collectives.largest(_waited(is_done, part, gives_up))
+        worst = collectives.all_reduce_max(_waited(is_done, part, should_cancel))
         if worst == DONE:
             return True
         if worst == GIVES_UP:
-            raise GivenUp
+            raise CancelledError
         if left is not None and (left := left - part) <= 0:  # counted, not measured: the same on every rank
             return False
 
 
-def _waited(is_done: Callable[[float], bool], seconds: float, gives_up: Callable[[], bool] | None) -> float:
+def _waited(is_done: Callable[[float], bool], seconds: float, should_cancel: Callable[[], bool] | None) -> float:
     """What became of this rank's wait of at most so long."""
-    if gives_up is None:
+    if should_cancel is None:
         return DONE if is_done(seconds) else WAITS
     end = time.monotonic() + seconds
     while not is_done(min(SECONDS_BETWEEN_LOOKS, max(0.0, end - time.monotonic()))):
-        if gives_up():
+        if should_cancel():
             return GIVES_UP
         if time.monotonic() >= end:
             return WAITS

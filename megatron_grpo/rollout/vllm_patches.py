@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from megatron_grpo.base import activity, launcher
-from megatron_grpo.base.errors import GivenUp
+from megatron_grpo.base.errors import CancelledError
 
 # Warnings without a consequence, by logger: anything else that vLLM warns of is shown. Filters sit on these loggers and not on a handler,
 # because vLLM replaces its handlers whenever it builds an engine.
@@ -256,7 +256,7 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def given_up_where(engine: Any, has_no_time: Callable[[], bool]) -> Iterator[None]:
-    """Inside, `engine` (vLLM's LLMEngine) asks before every step; where it is told so, it forgets its requests and raises GivenUp.
+    """Inside, `engine` (vLLM's LLMEngine) asks before every step; where it is told so, it forgets its requests and raises CancelledError.
 
     `LLM.generate` steps until all is answered, and has no way to be asked to end.
     """
@@ -265,7 +265,7 @@ def given_up_where(engine: Any, has_no_time: Callable[[], bool]) -> Iterator[Non
     def step_unless_given_up() -> Any:
         if has_no_time():
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
-            raise GivenUp
+            raise CancelledError
         return step()
 
     engine.step = step_unless_given_up

@@ -17,12 +17,12 @@ import numpy as np
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import RolloutConfig
 from megatron_grpo.config.sampling_mask import FIELD, MOST
-from megatron_grpo.data.album import num_tokens, shortened
-from megatron_grpo.data.eyes import Eyes
-from megatron_grpo.data.pictures import decoded
+from megatron_grpo.data.image_dataset import num_tokens, shortened
+from megatron_grpo.data.image_processing import ImageProcessorSpec
+from megatron_grpo.data.images import decoded
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.types import Kept, Picture
+from megatron_grpo.types import Image, SamplingMask
 
 # vLLM keeps every word that is as likely as the last of the top_k. So many of these travel besides; of more (logits that were rounded to
 # bfloat16 may be equal) the first ones do, and the token counts as drawn among them: `whole_or_cut`.
@@ -92,7 +92,7 @@ def num_asked(top_k: int, vocab_size: int) -> int:
     return min(top_k + TIES, vocab_size)
 
 
-def whole_or_cut(ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> tuple[np.ndarray, Kept]:
+def whole_or_cut(ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> tuple[np.ndarray, SamplingMask]:
     """What vLLM told of n tokens -> (float32 [n]: each one's log-prob, what it was drawn among).
 
     ids, logprobs: [n, 1 + words]; the drawn token first, then the likeliest words, it among them or not; -inf was left out. A set that may
@@ -105,7 +105,7 @@ def whole_or_cut(ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> tupl
     of_cut = np.where(is_left, logprobs, -np.inf).astype(np.float64)
     told = logprobs[:, 0] - np.where(is_cut, np.log(np.exp(of_cut).sum(axis=1)), 0.0)
     at = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(is_left.sum(axis=1))])
-    return told.astype(np.float32), Kept(at, ids[is_left].astype(np.int32))
+    return told.astype(np.float32), SamplingMask(at, ids[is_left].astype(np.int32))
 
 
 def sampled_logprobs(output: Any) -> list[float]:
@@ -118,7 +118,7 @@ def sampled_logprobs(output: Any) -> list[float]:
     return logprobs
 
 
-def sampled(output: Any, sampling: SamplingSettings, vocab_size: int) -> tuple[list[float], Kept | None]:
+def sampled(output: Any, sampling: SamplingSettings, vocab_size: int) -> tuple[list[float], SamplingMask | None]:
     """(as `sampled_logprobs`; what was left of the vocabulary for each token, where that was asked). Raises RuntimeError as that does,
     and ConfigError where a grammar has no way on in the model's vocabulary."""
     if output.finish_reason == "error" and sampling.more.get(FIELD):
@@ -174,10 +174,10 @@ def whole_scores(ids: Sequence[int], output: Any) -> list[float]:
 # ---- a prompt with pictures ----------------------------------------------------------------------------------------------------------
 
 
-Shown = Sequence[tuple[int, Picture]]  # (place of its first token, picture)
+Shown = Sequence[tuple[int, Image]]  # (place of its first token, picture)
 
 
-def picture_options(eyes: Eyes | None, most_pictures: int, *, on_gpu: bool) -> dict[str, Any]:
+def picture_options(eyes: ImageProcessorSpec | None, most_pictures: int, *, on_gpu: bool) -> dict[str, Any]:
     """Of an engine whose prompts show at most so many pictures each; nothing for a model of text."""
     if eyes is None:
         return {}
@@ -248,7 +248,7 @@ def difference(output: Any, token_ids: Sequence[int]) -> str | None:
 
 
 def engine_options(
-    cfg: RolloutConfig, *, dtype: str, trust_remote_code: bool, eyes: Eyes | None, most_pictures: int, lora: LoraPush | None,
+    cfg: RolloutConfig, *, dtype: str, trust_remote_code: bool, eyes: ImageProcessorSpec | None, most_pictures: int, lora: LoraPush | None,
     tells_experts: bool, on_gpu: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """What every engine is started with, inside the ranks and behind HTTP. After `vllm_patches.apply_patches`.

@@ -16,7 +16,7 @@ import torch
 from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.rollout.engine import WeightSyncError
-from megatron_grpo.rollout.vllm_layout import Lesson, Named, Pack, Table, same_bits
+from megatron_grpo.rollout.vllm_weight_layout import Named, Pack, Table, WeightLayoutRecorder, same_bits
 from megatron_grpo.weights.buckets import WeightUpdate
 from megatron_grpo.weights.lora import A, B, module_of
 
@@ -65,7 +65,7 @@ class WeightLoader:
         return _unless_there(missing, has_tower, is_tower_there)
 
     def _learn(self, worker: Any, model: torch.nn.Module, named: Named, *, has_tower: bool, is_tower_there: bool) -> list[str]:
-        lesson = Lesson(model, self.pack)
+        lesson = WeightLayoutRecorder(model, self.pack)
         with vllm_patches.layers_watched(lesson.layer), lesson:
             missing = self._reload(worker, model, lesson.heard(named))
         vllm_patches.pack_experts((module for module in model.modules() if module not in lesson.packed), self.pack)

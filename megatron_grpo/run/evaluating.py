@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.activity import Clock
+from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError, problem_with
 from megatron_grpo.base.files import mark
@@ -22,18 +22,18 @@ from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, in_words
 from megatron_grpo.parallel import state
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter
-from megatron_grpo.policy.reference import LoadedModel
+from megatron_grpo.policy.reference import FrozenPolicy
 from megatron_grpo.rewards.loading import close_rewards
 from megatron_grpo.run.build.engines import ENGINES, answering
 from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.policy import build_loaded
 from megatron_grpo.run.build.run import build_evaluator, generator_of
 from megatron_grpo.run.inputs import OF_A_RUN, ValidatedInputs, read_inputs
-from megatron_grpo.run.life import take_output_dir
+from megatron_grpo.run.lifecycle import take_output_dir
 from megatron_grpo.run.opened import layout_of, settings_of_checkpoint
-from megatron_grpo.trainer.judge import Judge
-from megatron_grpo.trainer.sync import Publisher
-from megatron_grpo.weights.fit import engine_problems
+from megatron_grpo.trainer.reward_manager import RewardManager
+from megatron_grpo.trainer.weight_sync import WeightSyncManager
+from megatron_grpo.weights.layout_validation import engine_problems
 
 _OF_A_RUN, _EVAL = ("metrics.jsonl", "checkpoints", "plan.json"), "eval"
 
@@ -98,16 +98,16 @@ def evaluate(
     step, model = loaded(cfg, looked, parallel)
     engine = ENGINES[cfg.rollout.vllm_mode](cfg, looked, parallel, same_bits=same_bits)
     clean_up.add(engine.close)
-    sampler, judge = answering(cfg, looked, engine), Judge(looked.rewards, cfg.rewards.reward_weights)
+    sampler, judge = answering(cfg, looked, engine), RewardManager(looked.rewards, cfg.rewards.reward_weights)
     if model is not None:
         is_coarse = cfg.model.torch_dtype != "float32"
-        publisher = Publisher(model, engine, verify=cfg.rollout.verify_weight_push, is_coarse=is_coarse, starts_as_checkpoint=False)
+        publisher = WeightSyncManager(model, engine, verify=cfg.rollout.verify_weight_push, is_coarse=is_coarse, starts_as_checkpoint=False)
         publisher.publish(step)
-        sampler = generator_of(cfg, looked, sampler, judge, Clock(), again=partial(publisher.publish, step))
+        sampler = generator_of(cfg, looked, sampler, judge, Timers(), again=partial(publisher.publish, step))
     return step, build_evaluator(cfg, looked, sampler, judge, last_step=0).run()
 
 
-def loaded(cfg: Config, looked: ValidatedInputs, parallel: ParallelState) -> tuple[int, LoadedModel | None]:
+def loaded(cfg: Config, looked: ValidatedInputs, parallel: ParallelState) -> tuple[int, FrozenPolicy | None]:
     """(optimizer steps, the model that the sampler must be given); None where it reads the model's files by itself. Collective."""
     is_of_checkpoint = _is_of_checkpoint(cfg)
     if not is_of_checkpoint and not cfg.tuner.adapters and cfg.rollout.vllm_mode == "colocate":

@@ -30,17 +30,17 @@ from megatron_grpo.base.errors import (
     said_by,
 )
 from megatron_grpo.base.files import MARK, mark, mark_of, why_not_replaced
-from megatron_grpo.checkpoint.content import base_problems, model_fingerprint
+from megatron_grpo.checkpoint.fingerprints import base_problems, model_fingerprint
 from megatron_grpo.checkpoint.manifest import read_manifest
 from megatron_grpo.config import Parsed
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.table import bytes_of, table
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.metrics.card import CARD, CURVES, Card, write_card
-from megatron_grpo.metrics.records import Courtesy
+from megatron_grpo.metrics.records import BestEffort
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.policy.policy import Policy
-from megatron_grpo.policy.reference import LoadedModel
+from megatron_grpo.policy.reference import FrozenPolicy
 from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.policy import build_loaded
 from megatron_grpo.run.opened import layout_of, settings_of_checkpoint
@@ -85,7 +85,7 @@ def export_adapter(named: Stream, out: str | Path, *, source: str | Path, config
 
 
 def export_model(
-    model: Policy | LoadedModel, out: Path, *, cfg: Config, source: str | Path, card: Card, merged: Path | None = None
+    model: Policy | FrozenPolicy, out: Path, *, cfg: Config, source: str | Path, card: Card, merged: Path | None = None
 ) -> None:  # fmt: skip
     """Writes what was trained to `out`: a model, or an adapter. Collective.
 
@@ -119,7 +119,7 @@ def merged_folder(out: Path) -> Path:
 def describe(out: Path, card: Card) -> None:
     """The model card of an export. The main rank writes; without it an export is whole all the same."""
     if collectives.rank() == 0:
-        with Courtesy()(f"the model card in {out}"):
+        with BestEffort()(f"the model card in {out}"):
             mark(out, "export", files=[*mark_of(out)["files"], CARD, CURVES])
             write_card(out, card)
 
@@ -167,7 +167,7 @@ def open_repositories(cfg: Config, folders: Sequence[Path]) -> dict[Path, str]:
             found = {folder: _repository(cfg, suffix) for folder, suffix in zip(folders, ("", "-merged"), strict=False)}
         except ConfigError as error:
             found = error
-    found = collectives.from_first(found)
+    found = collectives.broadcast_object(found)
     if isinstance(found, ConfigError):
         raise found
     return found

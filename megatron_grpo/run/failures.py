@@ -21,7 +21,16 @@ from pathlib import Path
 from types import TracebackType
 
 from megatron_grpo.base import launcher
-from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_CRASH, EXIT_INTERRUPTED, ConfigError, Interrupted, RewardError, RunError, said_by
+from megatron_grpo.base.errors import (
+    EXIT_CONFIG,
+    EXIT_CRASH,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    RewardError,
+    RunError,
+    RunInterruptedError,
+    said_by,
+)
 
 PREFIX = "megatron-grpo: "
 
@@ -29,7 +38,7 @@ PREFIX = "megatron-grpo: "
 def report(error: BaseException) -> int:
     """Says why this process ends and returns its exit code. What all ranks know alike is said once; a crash by each rank that has one."""
     text, code = told(error)
-    if code == EXIT_CONFIG or (isinstance(error, Interrupted) and error.is_final):
+    if code == EXIT_CONFIG or (isinstance(error, RunInterruptedError) and error.is_final):
         launcher.note_end(code)
     if text is not None:
         tell(text)
@@ -59,7 +68,7 @@ def told(error: BaseException) -> tuple[str | None, int]:
         lines = [f"{PREFIX}{count} problem{'s' if count > 1 else ''} in the configuration; nothing was started."]
         lines += [f"  {number}. {problem}" for number, problem in enumerate(error.problems, 1)]
         return "\n".join(lines), EXIT_CONFIG
-    if isinstance(error, Interrupted):
+    if isinstance(error, RunInterruptedError):
         return f"{PREFIX}{error}", EXIT_INTERRUPTED
     if isinstance(error, RewardError):
         return f"{PREFIX}a reward function failed, and the run ends.\n{error}", EXIT_CRASH
@@ -142,13 +151,13 @@ _BY_TEXT = {  # how libraries spell them that raise something else than OSError
 _NO_ROOM_ON_GPU = re.compile(r"CUDA ([Ee]rror: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure 2 ")
 # By the innermost module of ours that the error passed: what was being done, and what takes less.
 _ON_GPU = (
-    ("rollout/vllm_weights|rollout/vllm_layout|policy/hf_export|trainer/sync.py",
+    ("rollout/vllm_weights|rollout/vllm_weight_layout|policy/hf_export|trainer/weight_sync.py",
      "pushing weights", "a lower weight_sync_bucket_mb, offload_model true and offload_optimizer true, or sleep_level 2"),
     ("rollout/|analysis/vllm_|servers/vllm_worker",
      "sampling or starting vLLM", "a lower vllm_gpu_memory_utilization, vllm_max_num_seqs or vllm_max_model_len, "
      "offload_optimizer true and offload_model true"),
     ("parallel/vocab", "computing log-probs", "a lower logprob_chunk_size"),
-    ("policy/|analysis/(audit|traced)|train.py|trainer/pending.py",
+    ("policy/|analysis/(audit|traced)|train.py|trainer/sample_buffer.py",
      "training", "sleep_level 1, a lower max_tokens_per_micro_batch or micro_batch_size, "
      "recompute_granularity full, more ranks for tensor_model_parallel_size or context_parallel_size, or optimizer_cpu_offload true"),
     ("", "building the model", "more ranks for tensor_model_parallel_size or pipeline_model_parallel_size, or optimizer_cpu_offload true"),

@@ -29,7 +29,7 @@ NAMED = 8  # culprits that are told one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
+class RankReport:
     """What is found of a rank after an alarm, by itself or by a neighbour. waits: in which collective, "" if in none."""
 
     words: str
@@ -42,7 +42,7 @@ class Account:
     where: str = ""
 
 
-def culprits(accounts: Mapping[int, Account]) -> list[int]:
+def culprits(accounts: Mapping[int, RankReport]) -> list[int]:
     """Whom the others wait for: who is silent; or stuck alone; or waits in no collective; or is behind; [] if all wait for each other."""
     for is_one in (lambda one: one.is_silent, lambda one: one.is_stuck, lambda one: not one.waits):
         if found := [rank for rank, account in accounts.items() if is_one(account)]:
@@ -52,7 +52,7 @@ def culprits(accounts: Mapping[int, Account]) -> list[int]:
     return [rank for rank, one in accounts.items() if one.step == first] if first < last else []
 
 
-def verdict(accounts: Mapping[int, Account], hosts: Mapping[int, str], timeout: float) -> str:
+def verdict(accounts: Mapping[int, RankReport], hosts: Mapping[int, str], timeout: float) -> str:
     """The sentences that name the culprits, and say what the others do."""
     named = culprits(accounts)
     lines = [_of_culprit(rank, hosts[rank], accounts[rank]) for rank in named[:NAMED]]
@@ -68,14 +68,14 @@ def verdict(accounts: Mapping[int, Account], hosts: Mapping[int, str], timeout: 
     return "\n  ".join([*lines, f"That has lasted for rank_heartbeat_timeout ({timeout:g} s), so the run ends."])
 
 
-def _of_culprit(rank: int, host: str, one: Account) -> str:
+def _of_culprit(rank: int, host: str, one: RankReport) -> str:
     doing = f", {one.words}" if one.words else ""
     place = f", at {one.where}" if one.where else ""
     how = one.state or f"it has made no progress for {one.age:.0f} s"
     return f"rank {rank} on {host} hangs in optimizer step {one.step + 1}{doing}{place}: {how}."
 
 
-def _of_other(one: Account) -> str:
+def _of_other(one: RankReport) -> str:
     return f"{one.words}, in {one.waits}" if one.waits else one.words
 
 
@@ -96,12 +96,12 @@ def keep(output_dir: Path, name: str, text: str) -> str:
     return text
 
 
-def look_from_outside(pid: int, rank: int, output_dir: Path, *, age: float, death: str | None = None) -> Account:
+def look_from_outside(pid: int, rank: int, output_dir: Path, *, age: float, death: str | None = None) -> RankReport:
     """Of a silent process of this machine; its stacks go into its file. death: how it died, where it did."""
     state = f"it {death}" if death else state_of(pid)
     note, text = note_of(pid), "" if death else collect(pid)
     keep(output_dir, f"rank_{rank:05d}.txt", text or f"{state}; it could not say where it is\n")
-    return Account(words=note.get("words", ""), step=note.get("step", 0), age=age, is_silent=True, state=state, where=innermost(text))
+    return RankReport(words=note.get("words", ""), step=note.get("step", 0), age=age, is_silent=True, state=state, where=innermost(text))
 
 
 # ---- where the threads of a process are: this one's, and those of one that can no longer speak for itself -------------------------------

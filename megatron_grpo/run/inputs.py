@@ -23,13 +23,13 @@ from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rew
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.rollout.grammar import unreadable
 from megatron_grpo.run.build import plug_ins
-from megatron_grpo.weights.fit import length_problems
+from megatron_grpo.weights.layout_validation import length_problems
 from megatron_grpo.weights.shape import ModelShape, read_config
 from megatron_grpo.weights.stored import stored_names
 
 if TYPE_CHECKING:
     from megatron_grpo.checkpoint.resume import Resume
-    from megatron_grpo.data.eyes import Eyes
+    from megatron_grpo.data.image_processing import ImageProcessorSpec
     from megatron_grpo.data.prompts import PromptRows, PromptStream
     from megatron_grpo.run.build.plug_ins import Environment
 
@@ -54,7 +54,7 @@ class ValidatedInputs:
     model_path: Path = _UNREAD
     shape: ModelShape = _UNREAD
     tokenizer: Any = None
-    eyes: Eyes | None = None
+    eyes: ImageProcessorSpec | None = None
     is_blind: bool = False
     environment: type[Environment] | None = None
     rollout_func: Callable[..., Any] | None = None
@@ -129,7 +129,7 @@ def grammar(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
 
 def bases_of_adapters(cfg: Config, found: ValidatedInputs) -> Iterator[Problem]:
     """Adapters that were trained beside another model than this one."""
-    from megatron_grpo.checkpoint.content import base_problems
+    from megatron_grpo.checkpoint.fingerprints import base_problems
 
     for flag in ADAPTERS if cfg.tuner.tuner_type == "lora" else ():
         if directory := getattr(cfg.tuner, flag):
@@ -145,7 +145,7 @@ def template_options(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
 
 
 def eyes(cfg: Config, found: ValidatedInputs) -> None:
-    from megatron_grpo.data.eyes import eyes_of, sees
+    from megatron_grpo.data.image_processing import eyes_of, sees
 
     found.is_blind = not sees(read_config(found.model_path))
     is_config_alone = "weights" in found.left_out and not (found.model_path / "preprocessor_config.json").exists()
@@ -161,7 +161,7 @@ def _refuse_word(name: str, flags: Sequence[str]) -> None:
 
 def reference(cfg: Config, found: ValidatedInputs) -> None:
     """It is looked at as the model is: it has the same shape and the same vocabulary."""
-    from megatron_grpo.checkpoint.content import vocabulary_fingerprint
+    from megatron_grpo.checkpoint.fingerprints import vocabulary_fingerprint
 
     name, shape, flags = cfg.grpo.ref_model or "", found.shape, ("ref_model", "model")
     _refuse_word(name, flags)
@@ -354,7 +354,7 @@ def services(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class InputPart:
     """Some of what settings name. look: reads it into the inputs, and gives, or raises, what is wrong with it.
 
     settings: it is looked at where one of them is set; "": always. needs: what must have been read before.
@@ -367,31 +367,31 @@ class Part:
 
 
 PARTS = (
-    Part("report_to", services, "report_to"),
-    Part("model", model),
-    Part("the architecture", architecture, needs="model_path"),
-    Part("mcore_model", weights_to_begin_with, "mcore_model"),
-    Part("weights", weights, needs="shape"),
-    Part("the grammar", grammar),
-    Part("the bases of adapters", bases_of_adapters, "adapters ref_adapters", "shape"),
-    Part("tokenizer", tokenizer, needs="shape"),
-    Part("the options of the template", template_options, needs="tokenizer"),
-    Part("ref_model", reference, "ref_model"),
-    Part("teacher_model", teacher_model, "teacher_model"),
-    Part("the eyes", eyes, needs="shape"),
-    Part("environment", environment, "environment tools"),
-    Part("the template", template, needs="environment tokenizer"),
-    Part("dataset", training_set),
-    Part("the held-out sets", held_out_sets),
-    Part("rewards", rewards),  # the user's own code comes last: it may change the directory
-    Part("rollout_func", rollout_function, "rollout_func"),
-    Part("rows for model and rewards", rows_for_model_and_rewards),
-    Part("servers", servers, needs="shape"),
-    Part("teacher", teacher_servers, "teacher_model_server", "shape tokenizer"),
+    InputPart("report_to", services, "report_to"),
+    InputPart("model", model),
+    InputPart("the architecture", architecture, needs="model_path"),
+    InputPart("mcore_model", weights_to_begin_with, "mcore_model"),
+    InputPart("weights", weights, needs="shape"),
+    InputPart("the grammar", grammar),
+    InputPart("the bases of adapters", bases_of_adapters, "adapters ref_adapters", "shape"),
+    InputPart("tokenizer", tokenizer, needs="shape"),
+    InputPart("the options of the template", template_options, needs="tokenizer"),
+    InputPart("ref_model", reference, "ref_model"),
+    InputPart("teacher_model", teacher_model, "teacher_model"),
+    InputPart("the eyes", eyes, needs="shape"),
+    InputPart("environment", environment, "environment tools"),
+    InputPart("the template", template, needs="environment tokenizer"),
+    InputPart("dataset", training_set),
+    InputPart("the held-out sets", held_out_sets),
+    InputPart("rewards", rewards),  # the user's own code comes last: it may change the directory
+    InputPart("rollout_func", rollout_function, "rollout_func"),
+    InputPart("rows for model and rewards", rows_for_model_and_rewards),
+    InputPart("servers", servers, needs="shape"),
+    InputPart("teacher", teacher_servers, "teacher_model_server", "shape tokenizer"),
 )
 
 
-def read_inputs(cfg: Config, left_out: Collection[str] = (), parts: Sequence[Part] = PARTS) -> ValidatedInputs:
+def read_inputs(cfg: Config, left_out: Collection[str] = (), parts: Sequence[InputPart] = PARTS) -> ValidatedInputs:
     """Looks at one part after the other. Raises ConfigError with the problems of all of them. left_out: names of parts."""
     problems, found = Problems(), ValidatedInputs(left_out=left_out)
     values = {name: value for section in cfg.groups().values() for name, value in vars(section).items()}

@@ -30,7 +30,7 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class StopReason:
     """What asked a run to stop. why: ends the sentence "stopped by ...". is_time: the job's time is up, so that it may be queued again."""
 
     why: str

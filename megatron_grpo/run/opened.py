@@ -20,7 +20,7 @@ from megatron_grpo.config.optimizer import OF_THE_OPTIMIZER
 from megatron_grpo.config.table import table
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.policy import sharded_state
-from megatron_grpo.weights.fit import layout_problems
+from megatron_grpo.weights.layout_validation import layout_problems
 from megatron_grpo.weights.shape import ModelShape
 
 # Of a checkpoint's settings these are not wanted: an export has a layout of its own, needs no reference, and is no run.

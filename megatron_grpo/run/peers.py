@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.run.limits import Asked
+from megatron_grpo.run.limits import StopReason
 
 # What gloo, NCCL and the store say when the other end has gone.
 _LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|gloo|nccl|socket timeout|\brecv\b", re.IGNORECASE)
@@ -70,17 +70,17 @@ class Peers:
         self._store, self._rank, self.processes = store, rank, processes
         self.seconds_between_looks = max(1.0, len(processes) / LOOKS_PER_SECOND)
 
-    def pass_on(self, asked: Asked) -> None:
+    def pass_on(self, asked: StopReason) -> None:
         """This rank was asked to stop."""
         with suppress(RuntimeError):  # the store has gone, and the others with it
             self._store.set("stop", f"{int(asked.is_time)}{asked.why}")
 
-    def asked(self) -> Asked | None:
+    def asked(self) -> StopReason | None:
         """What asked another rank to stop."""
         with suppress(RuntimeError):
             if self._store.check(["stop"]):
                 told = self._store.get("stop").decode()
-                return Asked(told[1:], is_time=told[0] == "1")
+                return StopReason(told[1:], is_time=told[0] == "1")
         return None
 
     def report_failure(self, rank: int | None = None) -> None:

@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_grpo.base import activity
-from megatron_grpo.base.errors import Interrupted
+from megatron_grpo.base.errors import RunInterruptedError
 from megatron_grpo.run.failures import note, report
-from megatron_grpo.run.limits import Asked, Limit
+from megatron_grpo.run.limits import Limit, StopReason
 from megatron_grpo.run.peers import Peers
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -42,7 +42,7 @@ def heard_before_the_run() -> Iterator[None]:
             os.kill(os.getpid(), number)
             return
         when = "the run had ended" if activity.step else "nothing was trained yet"
-        stopped = Interrupted(f"stopped by {signal.Signals(number).name}; {when}")
+        stopped = RunInterruptedError(f"stopped by {signal.Signals(number).name}; {when}")
         stopped.is_final = number != signal.SIGTERM
         note(f"{stopped}", seconds_later=1)  # torchrun may send it because another rank has failed, which is the reason then
         os._exit(report(stopped))
@@ -77,7 +77,7 @@ class StopSignal:
     ):
         self._leaves_unasked, self._doomed_since = leaves_unasked and others is not None, float("inf")
         self.received: signal.Signals | None = None
-        self.asked: Asked | None = None
+        self.asked: StopReason | None = None
         # Asked here, not only elsewhere; and not by SIGTERM, with which torchrun also ends ranks that it starts again with other machines.
         self.is_final = False
         self._leave_if_doomed, self._patience, self._limits, self._others = leave_if_doomed, patience, limits, others
@@ -102,7 +102,7 @@ class StopSignal:
             self._lose_patience()
         return stops
 
-    def gives_up(self) -> bool:
+    def should_cancel(self) -> bool:
         """Whether this rank knows that the run is to stop, and has waited for what is being sampled as long as it may."""
         if self.asked is None:
             return False
@@ -151,7 +151,7 @@ class StopSignal:
     def _look(self) -> None:
         over = next((limit for limit in self._limits if time.monotonic() >= limit.at), None) if self.asked is None else None
         if over is not None:
-            self._take(Asked(over.why, is_time=True), is_final=True)
+            self._take(StopReason(over.why, is_time=True), is_final=True)
         elif self._others is not None:
             self.asked = self.asked or self._others.asked()
         if self._leaves_unasked:
@@ -171,11 +171,11 @@ class StopSignal:
             self._leave_if_doomed()
         if self.received is None or (self.received in _NOTICES and number not in _NOTICES):
             self.received, self._since = number, time.monotonic()
-            self._take(Asked(number.name, is_time=number == signal.SIGUSR1), is_final=number != signal.SIGTERM)
+            self._take(StopReason(number.name, is_time=number == signal.SIGUSR1), is_final=number != signal.SIGTERM)
         elif time.monotonic() - self._since >= ECHO_SECONDS and number not in _NOTICES:
             os._exit(128 + number)
 
-    def _take(self, asked: Asked, *, is_final: bool) -> None:
+    def _take(self, asked: StopReason, *, is_final: bool) -> None:
         is_first, self.is_final = self.asked is None, self.is_final or is_final
         self.asked = self.asked or asked
         if is_first and self._others is not None:

@@ -15,7 +15,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.optimizer import length_problems
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
-from megatron_grpo.planning.pictures import PictureFacts, learns_nothing
+from megatron_grpo.planning.images import PictureFacts, learns_nothing
 from megatron_grpo.rewards.loading import close_rewards
 from megatron_grpo.run.inputs import ADAPTERS, Problems, ValidatedInputs, read_inputs
 from megatron_grpo.run.left_out import left_out_of_plan, user_code
@@ -93,7 +93,7 @@ def _plan_of(parsed: Parsed, checked: Checked, found: ValidatedInputs, paths: Ma
         made = replace(made, warnings=[*made.warnings, *filter(None, [remote_code.warning_of(found.model_path)])])
     if not is_asked_to_train and _begins_anew(cfg):
         return made
-    from megatron_grpo.checkpoint.content import content_of
+    from megatron_grpo.checkpoint.fingerprints import content_of
     from megatron_grpo.checkpoint.resume import judge_resume
 
     if found.prompts is not None and cfg.data.dataset_drop_last:

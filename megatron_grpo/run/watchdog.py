@@ -31,7 +31,7 @@ from megatron_grpo.base import activity, launcher
 from megatron_grpo.base.errors import EXIT_CRASH
 from megatron_grpo.run import hung
 from megatron_grpo.run.failures import PREFIX, tell
-from megatron_grpo.run.hung import Account, keep
+from megatron_grpo.run.hung import RankReport, keep
 from megatron_grpo.run.peers import Process
 
 LONGEST_PERIOD = 10.0  # seconds between two pulses
@@ -226,7 +226,7 @@ class Watchdog:
                 self._end(reason or "")
                 return
 
-    def _write(self, key: str, found: Pulse | Account) -> None:
+    def _write(self, key: str, found: Pulse | RankReport) -> None:
         self._store.set(key, json.dumps(asdict(found)))
 
     def _has(self, key: str) -> bool:
@@ -301,11 +301,11 @@ class Watchdog:
         except Exception as error:  # noqa: BLE001 - whatever it is, who hangs must be named all the same
             print(f"{PREFIX}rank {self.rank} could keep nothing of its step: {error}", file=sys.stderr, flush=True)
 
-    def _my_account(self) -> Account:
+    def _my_account(self) -> RankReport:
         phases = activity.current()
         stuck = any(one.is_alone for one in phases) and self._alarms.mine.seconds > self.timeout + sum(one.pause for one in phases)
         text = keep(self.output_dir, f"rank_{self.rank:05d}.txt", hung.mine())
-        return Account(
+        return RankReport(
             words=activity.in_words(phases), step=activity.step, age=self._alarms.mine.seconds, is_stuck=stuck,
             waits=waits_in(self._main), where=hung.innermost(text),
         )  # fmt: skip
@@ -337,7 +337,7 @@ class Watchdog:
             self._write(f"found/{rank}", self._look_at(rank, age=self._pulse_of(rank).age))
         return mine
 
-    def _look_at(self, rank: int, *, age: float) -> Account:
+    def _look_at(self, rank: int, *, age: float) -> RankReport:
         """Of a silent rank of this machine."""
         process = self.processes[rank]
         return hung.look_from_outside(process.pid, rank, self.output_dir, age=age, death=process.death())
@@ -346,19 +346,19 @@ class Watchdog:
         """Of what ranks say of themselves, and of what is found of the silent ones; those may come back to life when they are looked at."""
         pulses, silent = self._pulses(), set(silent)
         missing = [rank for rank, pulse in enumerate(pulses) if rank in silent or not pulse.has_left]
-        accounts: dict[int, Account] = {}
+        accounts: dict[int, RankReport] = {}
         end = time.monotonic() + SECONDS_TO_ANSWER
         while missing and time.monotonic() < end:
             keys = {rank: f"{'found' if rank in silent else 'account'}/{rank}" for rank in missing}
-            accounts |= {rank: Account(**json.loads(self._store.get(key))) for rank, key in keys.items() if self._has(key)}
+            accounts |= {rank: RankReport(**json.loads(self._store.get(key))) for rank, key in keys.items() if self._has(key)}
             missing = [rank for rank in missing if rank not in accounts]
             time.sleep(0.1 if missing else 0.0)
         for rank in missing:
             pulse, state = pulses[rank], "nobody on its machine answers"
-            accounts[rank] = Account(words=pulse.words, step=pulse.step, age=pulse.age, is_silent=True, state=state)
+            accounts[rank] = RankReport(words=pulse.words, step=pulse.step, age=pulse.age, is_silent=True, state=state)
         return self._told(accounts)
 
-    def _told(self, accounts: Mapping[int, Account]) -> str:
+    def _told(self, accounts: Mapping[int, RankReport]) -> str:
         hosts = {rank: process.host for rank, process in enumerate(self.processes)}
         text = f"{PREFIX}{hung.verdict(accounts, hosts, self.timeout)}\n{hung.where_to_look(self.output_dir)}"
         return keep(self.output_dir, "report.txt", text)
@@ -377,6 +377,6 @@ class Watchdog:
         if self.rank != 0 and 0 in self._here() and self._is_first_here([0]) and not launcher.read().launcher_holds_store:
             mine, first = [0], self._look_at(0, age=self.timeout)
             text = self._told(
-                {0: first, self.rank: Account(words=self._pulse.words, step=activity.step, age=0.0, waits=waits_in(self._main))}
+                {0: first, self.rank: RankReport(words=self._pulse.words, step=activity.step, age=0.0, waits=waits_in(self._main))}
             )
         self._leave(text, [0], mine)

@@ -33,7 +33,7 @@ NOT_HTTP = 0  # the status of a refusal that is ours
 RUN_FILE = "server_run"  # in output_dir: the name by which servers know the run
 
 
-class Gone(Exception):
+class ServerGoneError(Exception):
     """The server did not answer, or stopped in the middle. The end of a sentence.
 
     is_silent: nobody closed the connection, so its machine or the way to it stands still, and the next call would wait as long.
@@ -44,7 +44,7 @@ class Gone(Exception):
         self.is_silent = is_silent
 
 
-class Refused(Exception):
+class ServerRefusedError(Exception):
     """The server answered, and said no. status: of HTTP."""
 
     def __init__(self, status: int, sentence: str):
@@ -107,7 +107,7 @@ class Server:
         with _as_gone():
             async with self._client.stream(method, self.name + path, content=content, headers=headers, timeout=timeout) as answer:
                 if answer.status_code != http.HTTPStatus.OK:
-                    raise Refused(answer.status_code, wire.decode_error(await _beginning(answer)))
+                    raise ServerRefusedError(answer.status_code, wire.decode_error(await _beginning(answer)))
                 yield answer
 
     @cached_property
@@ -136,16 +136,16 @@ def _as_gone() -> Iterator[None]:
     try:
         yield
     except httpx2.TimeoutException as error:
-        raise Gone("it said nothing for too long", is_silent=True) from error
+        raise ServerGoneError("it said nothing for too long", is_silent=True) from error
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         root = _root(error)
         if isinstance(root, ssl.SSLCertVerificationError):
             who = f"its certificate is not vouched for ({root.verify_message}); vllm_server_ca names who does"
-            raise Refused(NOT_HTTP, who) from error
+            raise ServerRefusedError(NOT_HTTP, who) from error
         number = root.errno if isinstance(root, OSError) and not isinstance(root, ssl.SSLError) else None
         if number is not None and number > 0:  # asyncio has other words, with the address in them
-            raise Gone(f"[Errno {number}] {os.strerror(number)}") from error
-        raise Gone(str(root) or type(root).__name__) from error
+            raise ServerGoneError(f"[Errno {number}] {os.strerror(number)}") from error
+        raise ServerGoneError(str(root) or type(root).__name__) from error
 
 
 def _root(error: BaseException) -> BaseException:
@@ -204,8 +204,8 @@ def answer_of(call: Future[Answered], seconds: float) -> Answered:
         raise _late(seconds) from error
 
 
-def _late(seconds: float) -> Gone:
-    return Gone(f"it has not answered within {seconds:.0f} s", is_silent=True)
+def _late(seconds: float) -> ServerGoneError:
+    return ServerGoneError(f"it has not answered within {seconds:.0f} s", is_silent=True)
 
 
 # ---- who is asked in whose name

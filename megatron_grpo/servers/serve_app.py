@@ -24,17 +24,17 @@ from starlette.routing import Route
 from megatron_grpo.base.errors import keep_secret, said_by
 from megatron_grpo.config.sampling_mask import MOST
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.serve_engine import PushFailed, ServedEngine
-from megatron_grpo.servers.serve_state import Metrics, Ownership, Refused, SentPictures
+from megatron_grpo.servers.serve_engine import ServedEngine, WeightPushError
+from megatron_grpo.servers.serve_state import Ownership, RequestRefusedError, SentPictures, ServerMetrics
 
 Done = TypeVar("Done")
 Line = TypeVar("Line", bound=Struct)
 
 
-class Door:
+class AuthenticationMiddleware:
     """The outermost layer: without the token nothing is answered but 401, whatever the path or the method."""
 
-    def __init__(self, app: Any, token: str, metrics: Metrics, let_in: Callable[[tuple[str, int]], None]):
+    def __init__(self, app: Any, token: str, metrics: ServerMetrics, let_in: Callable[[tuple[str, int]], None]):
         """let_in: is told from where the token has come."""
         self._app, self._metrics, self._let_in = app, metrics, let_in
         keep_secret(token)
@@ -63,7 +63,14 @@ class App:
     """One server's state and its routes."""
 
     def __init__(
-        self, engine: ServedEngine, *, model: str, shape: dict[str, Any], metrics: Metrics, tells_metrics: bool, say: Callable[[str], None]
+        self,
+        engine: ServedEngine,
+        *,
+        model: str,
+        shape: dict[str, Any],
+        metrics: ServerMetrics,
+        tells_metrics: bool,
+        say: Callable[[str], None],
     ):
         """shape: `weights.shape.flat` of the model. tells_metrics: whether /metrics answers. say: tells a person what happens."""
         self.ownership = Ownership()
@@ -81,13 +88,13 @@ class App:
         """Requests in the engine."""
         return len(self._work)
 
-    def asgi(self, token: str, let_in: Callable[[tuple[str, int]], None]) -> Door:
+    def asgi(self, token: str, let_in: Callable[[tuple[str, int]], None]) -> AuthenticationMiddleware:
         asked = (self.state, self.metrics)
         routes = [Route(f"/{route.__name__}", route, methods=["GET"]) for route in asked]
         routes += [Route(f"/{route.__name__}", route, methods=["POST"]) for route in self.served()]
         known = (*_STATUS, self._engine.Dead, HTTPException, Exception)
         app = Starlette(routes=routes, exception_handlers={kind: _failed for kind in known})
-        return Door(app, token, self._metrics, let_in)
+        return AuthenticationMiddleware(app, token, self._metrics, let_in)
 
     def served(self) -> tuple[Callable[[Request], Awaitable[Response]], ...]:
         """What is asked by POST, by the name of its route."""
@@ -172,7 +179,7 @@ class App:
         async with self._changing:
             self._require_owner(request)
             if kind == "adapter" and not self.ownership.has_base:
-                raise Refused("this server holds no base weights of this run; push them before an adapter")
+                raise RequestRefusedError("this server holds no base weights of this run; push them before an adapter")
             tenure = self.ownership.begin_push(keeps_base=kind == "adapter")
             await self._end_tenure()
             try:
@@ -239,12 +246,12 @@ class App:
         self._require_owner(request)
         version = self.ownership.version
         if version is None:
-            raise Refused("this server holds no weights of a version; push them first")
+            raise RequestRefusedError("this server holds no weights of a version; push them first")
         task, over = self._start(self._engine.score(asked)), self._over
         await _first([task, over])
         if over.done():
-            raise Refused("the weights or the owner changed while this was scored")
-        return _json(wire.Scores(version=version, logprobs=task.result()))
+            raise RequestRefusedError("the weights or the owner changed while this was scored")
+        return _json(wire.ScoreResponse(version=version, logprobs=task.result()))
 
     async def metrics(self, request: Request) -> Response:
         if not self._tells_metrics:
@@ -295,7 +302,7 @@ class FrozenApp(App):
     async def prompt_logprobs(self, request: Request) -> Response:
         asked = await body_of(request, wire.PromptLogprobs)
         if fault := asked.fault(self._engine.max_model_len, self._engine.vocab_size):
-            raise wire.Malformed(fault)
+            raise wire.MalformedMessageError(fault)
 
         async def scored(place: int) -> wire.Scored:
             logprobs = await self._engine.prompt_logprobs(asked.sequences[place], place)
@@ -306,7 +313,7 @@ class FrozenApp(App):
 
 def _refused(name: str) -> Callable[[Request], Awaitable[Response]]:
     async def route(request: Request) -> Response:
-        raise Refused(
+        raise RequestRefusedError(
             f"/{name} is refused: this server is frozen (serve --frozen true). It keeps the weights that it was started with, nobody may "
             "claim it or push to it, and it scores tokens for runs whose teacher_model_server it is"
         )
@@ -334,7 +341,7 @@ def _error(status: int, sentence: str) -> Response:
 
 
 # ValueError: of a body that has the right form, and cannot be done.
-_STATUS: dict[type[Exception], int] = {Refused: 409, wire.Malformed: 400, ValueError: 400, PushFailed: 500}
+_STATUS: dict[type[Exception], int] = {RequestRefusedError: 409, wire.MalformedMessageError: 400, ValueError: 400, WeightPushError: 500}
 
 
 async def _failed(request: Request, error: Exception) -> Response:

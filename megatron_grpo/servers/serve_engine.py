@@ -11,31 +11,33 @@ import msgspec
 import numpy as np
 
 from megatron_grpo.base.errors import ConfigError, config_error
-from megatron_grpo.data.eyes import Eyes
-from megatron_grpo.data.pictures import decoded
+from megatron_grpo.data.image_processing import ImageProcessorSpec
+from megatron_grpo.data.images import decoded
 from megatron_grpo.rollout import vllm_patches, vllm_requests
 from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.experts import ExpertLayers, told
 from megatron_grpo.servers import wire
 from megatron_grpo.servers.serve_settings import Serving
-from megatron_grpo.types import Kept
+from megatron_grpo.types import SamplingMask
 
 DEFAULT_IMAGES = 8  # of a prompt, where limit_images does not say
-WORKER = "megatron_grpo.servers.vllm_worker.LinkedWorker"
+WORKER = "megatron_grpo.servers.vllm_worker.WeightTransferWorker"
 # By its path, since vLLM takes its name for another one on a CPU: no worker process besides the engine's.
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 TOLD_WORKERS = "megatron_grpo.rollout.vllm_executor.ToldWorkers"
 
 
-class PushFailed(Exception):
+class WeightPushError(Exception):
     """The weights did not come, or not all of them. A sentence."""
 
 
 class ServedEngine:
     """Build it in the main thread: what it starts ends when that thread does."""
 
-    def __init__(self, llm: Any, room: LoraPush | None, experts: ExpertLayers | None, eyes: Eyes | None = None, limit_images: int = 0):
+    def __init__(
+        self, llm: Any, room: LoraPush | None, experts: ExpertLayers | None, eyes: ImageProcessorSpec | None = None, limit_images: int = 0
+    ):
         """llm: vLLM's AsyncLLM. room: for adapters. experts: if they are told with the answers. eyes: of a model that sees.
 
         limit_images: pictures of a prompt.
@@ -192,7 +194,7 @@ class ServedEngine:
         await self._all_workers("join_link", msgspec.structs.asdict(join))
 
     async def take_weights(self, push: wire.WeightPush, has_base: bool = False) -> None:
-        """Returns when every worker has every weight. Raises PushFailed. Earlier adapters are gone.
+        """Returns when every worker has every weight. Raises WeightPushError. Earlier adapters are gone.
 
         has_base: this owner has pushed all weights before, so those that see need not come again.
         """
@@ -200,11 +202,13 @@ class ServedEngine:
         await self._take(push.version, "take_weights", push.link, push.moves_tower, has_base)
 
     async def take_adapter(self, push: wire.AdapterPush) -> None:
-        """Returns when every worker has the adapter. Raises PushFailed."""
+        """Returns when every worker has the adapter. Raises WeightPushError."""
         from megatron_grpo.rollout.vllm_weights import adapter_request
 
         if self._room is None:
-            raise PushFailed("this server has no room for an adapter; start it with --tuner_type lora and the ranks and modules of the run")
+            raise WeightPushError(
+                "this server has no room for an adapter; start it with --tuner_type lora and the ranks and modules of the run"
+            )
         self._adapter = None
         self._num_adapters += 1
         await self._take(push.version, "take_adapter", push.link, self._num_adapters, push.config, list(push.modules))
@@ -217,7 +221,7 @@ class ServedEngine:
             await self._all_workers(method, *args)
             await self._llm.update_weight_version(str(version))
             if not await self._llm.reset_prefix_cache():
-                raise PushFailed("vLLM could not reset its prefix cache: some request is still running")
+                raise WeightPushError("vLLM could not reset its prefix cache: some request is still running")
             if self.limit_images:
                 await self._llm.reset_encoder_cache()  # what an older tower made of pictures
         finally:
@@ -228,7 +232,7 @@ class ServedEngine:
         answers = await self._llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
         said = {sentence for engine in answers for sentence in engine if sentence}
         if said:
-            raise PushFailed("; ".join(sorted(said)))
+            raise WeightPushError("; ".join(sorted(said)))
 
     # ---- life
 
@@ -277,8 +281,8 @@ def _options(serving: Serving, room: LoraPush | None, *, on_gpu: bool) -> dict[s
     }
 
 
-def _drawn(output: Any, logprobs: list[float], kept: Kept | None, experts: np.ndarray | None) -> wire.Drawn:
-    return wire.Drawn(
+def _drawn(output: Any, logprobs: list[float], kept: SamplingMask | None, experts: np.ndarray | None) -> wire.SampledCompletion:
+    return wire.SampledCompletion(
         logprobs=np.array(logprobs, np.float32),
         kept=kept,
         tokens=np.array(output.token_ids, np.int32),

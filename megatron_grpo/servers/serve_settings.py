@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 from megatron_grpo.base.errors import ConfigError, config_error, problem_with
 from megatron_grpo.config import Parsed, remote_code
 from megatron_grpo.config.config import Config, RolloutConfig, ServeConfig, TunerConfig
-from megatron_grpo.config.passed_on import PASSED_ON
+from megatron_grpo.config.engine_kwargs import PASSED_ON
 from megatron_grpo.config.read import COMMAND_LINE
 from megatron_grpo.config.rules import Rule, broken, changed, given, in_typed_names, settings_of
 from megatron_grpo.config.servers import TOKEN_VARIABLE, default_token_file, read_private
 from megatron_grpo.config.table import table
 from megatron_grpo.config.validation import RANGE
-from megatron_grpo.data.eyes import Eyes, eyes_of
 from megatron_grpo.data.hub import find_model
-from megatron_grpo.weights.fit import engine_problems, length_problems
+from megatron_grpo.data.image_processing import ImageProcessorSpec, eyes_of
+from megatron_grpo.weights.layout_validation import engine_problems, length_problems
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.stored import stored_names
 
@@ -49,7 +49,7 @@ class Serving:
     max_model_len: int | None  # tokens of prompt and completion; None: as many as the model was made for
     token: str = field(repr=False)
     token_place: str  # where it can be found
-    eyes: Eyes | None = None  # of a model that sees
+    eyes: ImageProcessorSpec | None = None  # of a model that sees
 
     @property
     def dtype(self) -> str:

@@ -17,7 +17,7 @@ MOST_BYTES = 1 << 30  # of pictures that stay
 PREFIX = "megatron_grpo_server_"  # of our metrics
 
 
-class Refused(Exception):
+class RequestRefusedError(Exception):
     """The caller does not own the server, or means other weights than it has. A sentence (HTTP 409)."""
 
 
@@ -48,11 +48,11 @@ class Ownership:
         if owner is not None and claim != owner:
             if claim.run != owner.run and not self._has_lapsed():
                 silent = self._clock() - self._heard
-                raise Refused(
+                raise RequestRefusedError(
                     f"run {owner.run!r} owns this server (heard of {silent:.0f} s ago; the server is free {LEASE_SECONDS:.0f} s after)"
                 )
             if claim.run == owner.run and claim.incarnation < owner.incarnation:
-                raise Refused(f"a later process of run {owner.run!r} owns this server")
+                raise RequestRefusedError(f"a later process of run {owner.run!r} owns this server")
         self._heard = self._clock()
         if claim == owner:
             return False
@@ -69,14 +69,14 @@ class Ownership:
         """Renews the lease, also one that has lapsed and that nobody took. Raises Refused where the caller does not own the server."""
         if self._owner is None or incarnation != self._owner.incarnation:
             whose = f"run {self._owner.run!r}" if self._owner else "nobody"
-            raise Refused(f"this server belongs to {whose}; claim it first")
+            raise RequestRefusedError(f"this server belongs to {whose}; claim it first")
         self._heard = self._clock()
 
     def require_version(self, version: int) -> None:
         if self.version is None:
-            raise Refused(f"this server holds no weights of a version, and version {version} was asked for; push them first")
+            raise RequestRefusedError(f"this server holds no weights of a version, and version {version} was asked for; push them first")
         if version != self.version:
-            raise Refused(f"this server holds version {self.version}, and version {version} was asked for")
+            raise RequestRefusedError(f"this server holds version {self.version}, and version {version} was asked for")
 
     def heard(self, tenure: int) -> None:
         """The owner is still reading what it asked for in this tenure."""
@@ -93,7 +93,7 @@ class Ownership:
     def end_push(self, tenure: int, version: int | None, *, is_base: bool) -> int:
         """All of it has come. version None: an adapter is still to come. Raises Refused where somebody has claimed the server since."""
         if tenure != self.tenure:
-            raise Refused("the server was claimed anew while the push ran, and holds no version")
+            raise RequestRefusedError("the server was claimed anew while the push ran, and holds no version")
         self.version, self.has_base = version, is_base
         return self.tenure
 
@@ -134,7 +134,7 @@ class SentPictures:
         return found
 
 
-class Metrics:
+class ServerMetrics:
     """What it counts about itself, as Prometheus reads it: on prometheus_client's own registry, where vLLM's numbers are."""
 
     def __init__(self) -> None:

@@ -11,16 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from megatron_grpo.base.errors import RunError
-from megatron_grpo.rollout.turns import Drawn, Key
+from megatron_grpo.rollout.turns import Key, SampledTurn
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.asking import MOST_DEATHS, generate
-from megatron_grpo.servers.fleet import Fleet, Member
 from megatron_grpo.servers.http import begun
+from megatron_grpo.servers.requests import MOST_DEATHS, generate
+from megatron_grpo.servers.server_group import ServerHandle, TrainingServerGroup
 
 BETWEEN_CALLS = 0.02  # seconds
 
 
-class NoServer(Exception):
+class NoServerError(Exception):
     """Turns are open, none is in flight any more, and no server is left that has the weights."""
 
 
@@ -28,16 +28,22 @@ class ServerTurns:
     """See `rollout.turns.TurnSampler`."""
 
     def __init__(
-        self, fleet: Fleet, sampling: wire.Sampling, *, version: int, deaths: dict[Key, list[str]], name_of: Callable[[Key], str] = str
+        self,
+        fleet: TrainingServerGroup,
+        sampling: wire.Sampling,
+        *,
+        version: int,
+        deaths: dict[Key, list[str]],
+        name_of: Callable[[Key], str] = str,
     ):
         """version: of the weights that are to draw. deaths: of servers with the same turn in flight before. name_of: an episode, for
         people."""
         self._fleet, self._sampling, self._version, self._deaths, self._name_of = fleet, sampling, version, deaths, name_of
         self._count = 0
         self._open: dict[Key, wire.Request] = {}  # asked for, and not drawn
-        self._flying: dict[Key, Member] = {}  # of those, the ones in a call
+        self._flying: dict[Key, ServerHandle] = {}  # of those, the ones in a call
         self._homes: dict[Key, str] = {}  # server of each episode, by name
-        self._found: list[tuple[Key, Drawn]] = []
+        self._found: list[tuple[Key, SampledTurn]] = []
         self._changed = asyncio.Event()  # since the last poll
         self._refusal: Exception | None = None
         self._calls: set[asyncio.Task[None]] = set()
@@ -51,8 +57,8 @@ class ServerTurns:
     def num_running(self) -> int:
         return len(self._open) + len(self._found)
 
-    def poll(self) -> list[tuple[Key, Drawn]]:
-        """Raises NoServer; RunError where a turn cannot be drawn by anybody."""
+    def poll(self) -> list[tuple[Key, SampledTurn]]:
+        """Raises NoServerError; RunError where a turn cannot be drawn by anybody."""
         return begun(self._polled()).result()
 
     def abandon(self) -> None:
@@ -67,7 +73,7 @@ class ServerTurns:
             task.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
 
-    async def _polled(self) -> list[tuple[Key, Drawn]]:
+    async def _polled(self) -> list[tuple[Key, SampledTurn]]:
         self._send()
         if self._open and not self._found:
             with suppress(TimeoutError):
@@ -84,7 +90,7 @@ class ServerTurns:
         if not members:
             # A server that one call lost may still answer others, and a push would end those.
             if waiting and not self._flying and not self._found:
-                raise NoServer
+                raise NoServerError
             return
         by_member: dict[str, dict[Key, wire.Request]] = {}
         for key in waiting:
@@ -99,7 +105,7 @@ class ServerTurns:
             self._calls.add(task)
             task.add_done_callback(self._calls.discard)
 
-    async def _call(self, member: Member, asked: Mapping[Key, wire.Request]) -> None:
+    async def _call(self, member: ServerHandle, asked: Mapping[Key, wire.Request]) -> None:
         keys = {request.key: key for key, request in asked.items()}
         body = wire.Generate(version=self._version, sampling=self._sampling, requests=tuple(asked.values()))
 
@@ -118,7 +124,7 @@ class ServerTurns:
         if answer.error is not None:
             raise RunError(f"{self._name_of(key)} cannot be answered: {answer.error}")
         [one] = answer.completions
-        drawn = Drawn(
+        drawn = SampledTurn(
             token_ids=tuple(one.tokens.tolist()),
             logprobs=tuple(one.logprobs.tolist()),
             is_cut=one.reason == "length",
@@ -132,7 +138,7 @@ class ServerTurns:
             self._found.append((key, drawn))
             self._changed.set()
 
-    def _ended(self, member: Member, asked: Mapping[Key, wire.Request], *, died: bool) -> None:
+    def _ended(self, member: ServerHandle, asked: Mapping[Key, wire.Request], *, died: bool) -> None:
         """A call is over; what it has not answered is asked again. Of an episode whose turn it has answered the next may be in flight."""
         for key, request in asked.items():
             if self._flying.get(key) is not member or self._open.get(key) is not request:

@@ -19,29 +19,36 @@ import torch
 
 from megatron_grpo.base import activity
 from megatron_grpo.base.cleanup import CleanUp
-from megatron_grpo.base.errors import ConfigError, GivenUp, NobodySamples, RunError
+from megatron_grpo.base.errors import CancelledError, ConfigError, NoRolloutServerError, RunError
 from megatron_grpo.config.config import RolloutConfig
 from megatron_grpo.config.servers import addresses_of, read_token
 from megatron_grpo.data.chat import load_tokenizer
-from megatron_grpo.data.eyes import Eyes
+from megatron_grpo.data.image_processing import ImageProcessorSpec
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.adapters import LoraPush
-from megatron_grpo.rollout.engine import HolderChanged, SamplingSettings, WeightsLost, WeightSyncError, prompt_seed
-from megatron_grpo.rollout.experts import WrongExperts, of_group
+from megatron_grpo.rollout.engine import ReceiverChangedError, SamplingSettings, WeightsLostError, WeightSyncError, prompt_seed
+from megatron_grpo.rollout.experts import InvalidRoutingError, of_group
 from megatron_grpo.rollout.probes import probe_sequences
 from megatron_grpo.rollout.turns import SECONDS_BETWEEN_LOOKS, Key, Player, wait_together
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.asking import Question, ToSend, on_the_wire
-from megatron_grpo.servers.fleet import Fleet, Needs
 from megatron_grpo.servers.http import Server, named_run, new_incarnation, run_name, trust_of
-from megatron_grpo.servers.pushing import Pusher
-from megatron_grpo.servers.server_turns import NoServer, ServerTurns
+from megatron_grpo.servers.requests import GenerationRequest, ToSend, on_the_wire
+from megatron_grpo.servers.server_group import ServerRequirements, TrainingServerGroup
+from megatron_grpo.servers.server_turns import NoServerError, ServerTurns
+from megatron_grpo.servers.weight_broadcast import WeightBroadcaster
 from megatron_grpo.types import Completion, Group, Prompt, answered
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, NO_VERSION, WeightUpdate
 from megatron_grpo.weights.shape import ModelShape
 
-TOLD = (ConfigError, RunError, NobodySamples, GivenUp, WeightSyncError, HolderChanged)  # what rank 0 may end with, on behalf of all
+TOLD = (
+    ConfigError,
+    RunError,
+    NoRolloutServerError,
+    CancelledError,
+    WeightSyncError,
+    ReceiverChangedError,
+)  # what rank 0 may end with, on behalf of all
 
 Value = TypeVar("Value")
 
@@ -50,18 +57,24 @@ class ServerEngine:
     """An `Engine`. See `megatron_grpo.rollout.engine` for what its methods promise."""
 
     def __init__(
-        self, pusher: Callable[[], Pusher], *, tokenizer: Any, vocab_size: int, tells_experts: bool = False, eyes: Eyes | None = None
+        self,
+        pusher: Callable[[], WeightBroadcaster],
+        *,
+        tokenizer: Any,
+        vocab_size: int,
+        tells_experts: bool = False,
+        eyes: ImageProcessorSpec | None = None,
     ):
         """pusher: makes the one who speaks to the servers, with their fleet; called on rank 0. Collective, and waits for servers: raises
         what `prepare` does. tells_experts: completions have the experts that their tokens were routed to. eyes: of a model that sees."""
         self._tokenizer, self._vocab_size, self.tells_experts, self._eyes = tokenizer, vocab_size, tells_experts, eyes
-        self._pusher: Pusher | None = None  # on rank 0
+        self._pusher: WeightBroadcaster | None = None  # on rank 0
         # What a server was started with is never version 0: nobody knows which files it read.
         self.version, self.has_base = NO_VERSION, False
-        self._questions = WeakSet[Question]()  # that somebody may still wait for; on rank 0 alone
-        self._answering: tuple[object, ServerFlight] | None = None  # what was asked, and its answers so far
+        self._questions = WeakSet[GenerationRequest]()  # that somebody may still wait for; on rank 0 alone
+        self._answering: tuple[object, ServerGenerationFuture] | None = None  # what was asked, and its answers so far
         self._deaths: dict[Key, list[str]] = {}  # of servers with a turn in flight, while one question is played
-        self.gives_up: Callable[[], bool] = lambda: False
+        self.should_cancel: Callable[[], bool] = lambda: False
 
         def begin() -> None:
             self._pusher = pusher()
@@ -70,36 +83,39 @@ class ServerEngine:
         self.prepare()
 
     @classmethod
-    def build(cls, cfg: RolloutConfig, *, model_path: Path, shape: ModelShape, output_dir: Path, needs: Needs, device: torch.device,
-              lora: LoraPush | None = None, eyes: Eyes | None = None, trust_remote_code: bool = False) -> ServerEngine:  # fmt: skip
+    def build(cls, cfg: RolloutConfig, *, model_path: Path, shape: ModelShape, output_dir: Path, needs: ServerRequirements,
+              device: torch.device, lora: LoraPush | None = None, eyes: ImageProcessorSpec | None = None,
+              trust_remote_code: bool = False) -> ServerEngine:  # fmt: skip
         """Claims the servers that the settings name, in the name of the run that writes to `output_dir`. Collective.
 
         lora: how adapters are pushed, where they train. eyes: of a model that sees. Raises what `prepare` does, and ConfigError where
         there is no token.
         """
 
-        def pusher() -> Pusher:
+        def pusher() -> WeightBroadcaster:
             incarnation, token, trust = new_incarnation(), read_token(cfg), trust_of(cfg.vllm_server_ca)
             is_new = run_name(output_dir) is None
-            fleet = Fleet(
+            fleet = TrainingServerGroup(
                 partial(addresses_of, cfg), partial(Server, token=token, incarnation=incarnation, trust=trust), run=named_run(output_dir),
                 incarnation=incarnation, needs=needs, timeout=cfg.vllm_server_timeout, waits_for_all=is_new,
             )  # fmt: skip
             bucket_bytes = (cfg.weight_sync_bucket_mb or DEFAULT_BUCKET_MB[device.type]) * MIB
-            return Pusher(fleet, device=device, bucket_bytes=bucket_bytes, modules=lora.modules if lora is not None else frozenset())
+            return WeightBroadcaster(
+                fleet, device=device, bucket_bytes=bucket_bytes, modules=lora.modules if lora is not None else frozenset()
+            )
 
         tokenizer = load_tokenizer(str(model_path), trust_remote_code=trust_remote_code)
         return cls(pusher, tokenizer=tokenizer, vocab_size=shape.vocab_size, tells_experts=needs.tells_experts, eyes=eyes)
 
-    def _told(self, work: Callable[[Pusher], Value]) -> Value:
+    def _told(self, work: Callable[[WeightBroadcaster], Value]) -> Value:
         """What rank 0 gets of it, or fails with, on every rank. Collective."""
-        return collectives.told(lambda: work(cast(Pusher, self._pusher)), TOLD)
+        return collectives.told(lambda: work(cast(WeightBroadcaster, self._pusher)), TOLD)
 
     # ---- weights
 
     def prepare(self) -> bool:
-        def gathered(pusher: Pusher) -> tuple[str, int, bool, bool]:
-            pusher.fleet.gives_up = self.gives_up
+        def gathered(pusher: WeightBroadcaster) -> tuple[str, int, bool, bool]:
+            pusher.fleet.should_cancel = self.should_cancel
             members = pusher.fleet.gather()
             states = [member.state for member in members if member.state is not None]
             dtype = next((state.dtype for state in states if state.dtype != "float32"), "float32")
@@ -119,7 +135,7 @@ class ServerEngine:
         if self._pusher is None:
             use_up()  # nothing comes; but this rank may have to send
 
-        def push(pusher: Pusher) -> None:
+        def push(pusher: WeightBroadcaster) -> None:
             # What is left of the stream is taken before anybody hears of an error: others send it, and would wait for this rank.
             with CleanUp(use_up):
                 pusher.push(update)
@@ -156,7 +172,7 @@ class ServerEngine:
         self.require_weights()
         parts: dict[int, Sequence[Group]] = {}
 
-        def played(pusher: Pusher) -> int:
+        def played(pusher: WeightBroadcaster) -> int:
             """Fills `parts` with the groups of each rank; or returns how many turns are open, and no server is left."""
             player, rows = begin(prompts), {prompt.number: prompt.row for prompt in prompts}
             turns = ServerTurns(
@@ -166,9 +182,9 @@ class ServerEngine:
             try:
                 with activity.phase("playing episodes"):
                     while not player.advance(turns, SECONDS_BETWEEN_LOOKS, version=self.version):
-                        if self.gives_up():
-                            raise GivenUp
-            except NoServer:
+                        if self.should_cancel():
+                            raise CancelledError
+            except NoServerError:
                 return turns.num_running
             except BaseException:
                 turns.abandon()
@@ -180,45 +196,45 @@ class ServerEngine:
         self._require_all(played, "{} turns are open", "{} turns are not drawn")
         return [group for part in collectives.exchange(parts) for group in part]
 
-    def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> ServerFlight:
+    def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> ServerGenerationFuture:
         self.require_weights()
         question = None
         if self._pusher is not None:
             names = {prompt.number: f"prompt {prompt.number} (data-set row {prompt.row})" for prompt in prompts}
             requests = {prompt.number: _request(prompt, sampling, seed) for prompt in prompts}
             album = ToSend.of((prompt.pictures for prompt in prompts), self._eyes)
-            question = Question(requests, _on_the_wire(sampling), version=self.version, name_of=names.__getitem__, album=album)
+            question = GenerationRequest(requests, _on_the_wire(sampling), version=self.version, name_of=names.__getitem__, album=album)
             self._questions.add(question)
             question.ask(self._pusher.fleet)
-        return ServerFlight(self, prompts, question)
+        return ServerGenerationFuture(self, prompts, question)
 
     def require_weights(self) -> None:
         if self.version == NO_VERSION:
             raise WeightSyncError("the rollout servers hold no weights of a version: a weight push failed. Push them first.")
 
-    def hear(self, question: Question | None, *, is_anew: bool) -> None:
-        """Waits until all is answered, on every rank. Raises WeightsLost. is_anew: after that, what is left is asked again."""
+    def hear(self, question: GenerationRequest | None, *, is_anew: bool) -> None:
+        """Waits until all is answered, on every rank. Raises WeightsLostError. is_anew: after that, what is left is asked again."""
 
-        def wait(pusher: Pusher) -> int:
+        def wait(pusher: WeightBroadcaster) -> int:
             assert question is not None
             if is_anew:
                 question.version = self.version
                 question.ask(pusher.fleet)
-            return question.wait(self.gives_up)
+            return question.wait(self.should_cancel)
 
         self._require_all(wait, "{} prompts are left", "{} prompts are not answered")
 
-    def _require_all(self, work: Callable[[Pusher], int], left: str, lost: str) -> None:
-        """work: how much is left, though no server is. Raises WeightsLost for that. left, lost: what it is, for people."""
+    def _require_all(self, work: Callable[[WeightBroadcaster], int], left: str, lost: str) -> None:
+        """work: how much is left, though no server is. Raises WeightsLostError for that. left, lost: what it is, for people."""
 
-        def counted(pusher: Pusher) -> int:
+        def counted(pusher: WeightBroadcaster) -> int:
             if count := work(pusher):
                 pusher.fleet.say(f"{left.format(count)}, and no rollout server: the weights are pushed again as soon as one is there")
             return count
 
         if count := self._told(counted):
             version, self.version, self.has_base = self.version, NO_VERSION, False
-            raise WeightsLost(f"no rollout server is left that has the weights of version {version}, and {lost.format(count)}")
+            raise WeightsLostError(f"no rollout server is left that has the weights of version {version}, and {lost.format(count)}")
 
     def close(self) -> None:
         if self._pusher is not None:
@@ -229,16 +245,16 @@ class ServerEngine:
             self._pusher = None
 
 
-class ServerFlight:
+class ServerGenerationFuture:
     """A `Flight`: one question. Rank 0 has it, and hands out its answers."""
 
-    def __init__(self, engine: ServerEngine, prompts: Sequence[Prompt], question: Question | None):
+    def __init__(self, engine: ServerEngine, prompts: Sequence[Prompt], question: GenerationRequest | None):
         self._engine, self._prompts, self._question = engine, prompts, question
         self._was_heard = False
 
     def wait(self, seconds: float | None = None) -> bool:
-        gives_up = self._engine.gives_up if seconds is None else None
-        return wait_together(lambda part: self._question is None or self._question.rests(part), seconds, gives_up=gives_up)
+        should_cancel = self._engine.should_cancel if seconds is None else None
+        return wait_together(lambda part: self._question is None or self._question.rests(part), seconds, should_cancel=should_cancel)
 
     def groups(self) -> list[Group]:
         """Each group goes to the one rank that judges it."""
@@ -277,16 +293,16 @@ def _on_the_wire(sampling: SamplingSettings) -> wire.Sampling:
     return wire.Sampling(**{name: getattr(sampling, name) for name in wire.Sampling.__struct_fields__})
 
 
-def _group(prompt: Prompt, answers: Sequence[wire.Drawn], *, tells_experts: bool) -> Group:
+def _group(prompt: Prompt, answers: Sequence[wire.SampledCompletion], *, tells_experts: bool) -> Group:
     experts: Sequence[np.ndarray | None] = [None] * len(answers)
     if tells_experts:
         if not all(one.experts is not None for one in answers):
-            raise WrongExperts("a rollout server answered without the experts that it took.")
+            raise InvalidRoutingError("a rollout server answered without the experts that it took.")
         experts = of_group([cast(np.ndarray, one.experts) for one in answers], len(prompt.token_ids))
     return Group(prompt=prompt, completions=tuple(_completion(prompt, one, routes) for one, routes in zip(answers, experts, strict=True)))
 
 
-def _completion(prompt: Prompt, drawn: wire.Drawn, experts: np.ndarray | None) -> Completion:
+def _completion(prompt: Prompt, drawn: wire.SampledCompletion, experts: np.ndarray | None) -> Completion:
     [version] = {span[0] for span in drawn.versions}  # more are refused
     return answered(
         prompt.token_ids, drawn.tokens.tolist(), drawn.logprobs.tolist(),

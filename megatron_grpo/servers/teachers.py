@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.base import activity
-from megatron_grpo.base.errors import ConfigError, NobodySamples, Problem, RunError, config_error, problem_with
+from megatron_grpo.base.errors import ConfigError, NoRolloutServerError, Problem, RunError, config_error, problem_with
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import longest_completion
 from megatron_grpo.config.servers import read_token, teacher_addresses
 from megatron_grpo.data.chat import vocabulary_of
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.asking import Calls, Chunk
-from megatron_grpo.servers.fleet import Member, ServerGroup, look_at, named
-from megatron_grpo.servers.http import CONNECT, Gone, Server, together, trust_of, within
+from megatron_grpo.servers.http import CONNECT, Server, ServerGoneError, together, trust_of, within
+from megatron_grpo.servers.requests import Calls, Chunk
+from megatron_grpo.servers.server_group import ServerGroup, ServerHandle, look_at, named
 from megatron_grpo.types import TokensToScore
 from megatron_grpo.weights.shape import ModelShape
 
@@ -32,7 +32,7 @@ LARGEST = 1e-3  # of a log-prob: what is left of 0 after rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
+class TeacherRequirements:
     """What a teacher's server must have for this run."""
 
     max_model_len: int  # tokens of prompt and completion, and the one that vLLM always draws
@@ -40,7 +40,7 @@ class Needs:
     vocab_size: int  # ids that the policy may draw
 
     @classmethod
-    def of(cls, cfg: Config, shape: ModelShape, tokenizer: Any, longest_prompt: int) -> Needs:
+    def of(cls, cfg: Config, shape: ModelShape, tokenizer: Any, longest_prompt: int) -> TeacherRequirements:
         """shape, tokenizer: of the policy. longest_prompt: of the data, in tokens."""
         longest = longest_prompt + cfg.rollout.max_completion_length
         if (
@@ -72,7 +72,7 @@ class Needs:
         return None
 
 
-class Teacher(ServerGroup):
+class TeacherServerGroup(ServerGroup):
     """The servers of one teacher. On rank 0 alone."""
 
     WHOM, NONE = "the teacher", "no server of the teacher"
@@ -80,18 +80,24 @@ class Teacher(ServerGroup):
     REFUSAL = "the teacher's server {} cannot score what was drawn: {}."
     SAYS_WHO_IS_MISSING = False
 
-    def __init__(self, *where: Any, needs: Needs, gives_up: Callable[[], bool] = lambda: False, **more: Any):
+    def __init__(self, *where: Any, needs: TeacherRequirements, should_cancel: Callable[[], bool] = lambda: False, **more: Any):
         """where, more: as `ServerGroup`. gives_up: the run is to stop."""
         super().__init__(*where, **more)
-        self._needs, self.gives_up = needs, gives_up
+        self._needs, self.should_cancel = needs, should_cancel
         self._fingerprint: str | None = None  # of the teacher, as the first server told it
 
     @classmethod
-    def build(cls, cfg: Config, needs: Needs, gives_up: Callable[[], bool] = lambda: False) -> Teacher:
+    def build(cls, cfg: Config, needs: TeacherRequirements, should_cancel: Callable[[], bool] = lambda: False) -> TeacherServerGroup:
         """Raises ConfigError where there is no token."""
         token, trust = read_token(cfg.rollout), trust_of(cfg.rollout.vllm_server_ca)
         server_at = partial(Server, token=token, incarnation="", trust=trust)
-        return cls(partial(teacher_addresses, cfg.grpo), server_at, needs=needs, timeout=cfg.rollout.vllm_server_timeout, gives_up=gives_up)
+        return cls(
+            partial(teacher_addresses, cfg.grpo),
+            server_at,
+            needs=needs,
+            timeout=cfg.rollout.vllm_server_timeout,
+            should_cancel=should_cancel,
+        )
 
     def fingerprint(self) -> str:
         """Of the teacher, once it is there; waits for it as `gather` does."""
@@ -117,11 +123,11 @@ class Teacher(ServerGroup):
         if wrong and not self._has_begun:
             raise ConfigError(wrong)
 
-    async def _look_at(self, member: Member) -> Member | None:
+    async def _look_at(self, member: ServerHandle) -> ServerHandle | None:
         """The member, if it answered."""
         try:
             state, member.trouble = await within(2 * CONNECT, look_at(member.server))
-        except Gone as error:
+        except ServerGoneError as error:
             member.trouble = str(error)
             return None
         if state is not None:
@@ -139,7 +145,8 @@ class Teacher(ServerGroup):
     def logprobs(self, asked: Sequence[TokensToScore]) -> list[np.ndarray]:
         """float32 [tokens from `first` on] of each, at temperature 1, by whichever server has room.
 
-        Raises RunError where the teacher cannot score one of them, NobodySamples where all that live have scored nothing for `timeout`, and
+        Raises RunError where the teacher cannot score one of them, NoRolloutServerError where all that live have scored nothing for
+        `timeout`, and
         what `gather` raises.
         """
         question = _Question(asked, timeout=self.timeout)
@@ -148,7 +155,7 @@ class Teacher(ServerGroup):
             self.gather()
             question.ask(self)
             if question.hangs and question.num_answered == before:
-                raise NobodySamples(
+                raise NoRolloutServerError(
                     f"no server of the teacher has scored anything for {self.timeout:g} s (vllm_server_timeout): "
                     f"{named(list(self.members.values()))}"
                 )
@@ -173,16 +180,16 @@ class _Question(Calls[np.ndarray]):
     def answers(self) -> list[np.ndarray]:
         return [self._dealing.answers[place] for place in range(len(self._asked))]
 
-    def ask(self, teacher: Teacher) -> None:
+    def ask(self, teacher: TeacherServerGroup) -> None:
         """Until all is answered, or all that are used now are lost."""
         self._begin(teacher)
         with activity.phase("asking the teacher", total=len(self._asked), unit="completions") as phase:
-            self._wait(phase, lambda: self.num_answered, teacher.gives_up)
+            self._wait(phase, lambda: self.num_answered, teacher.should_cancel)
 
     def _of_deadly(self, numbers: Sequence[int]) -> str:
         return "a completion was with three of the teacher's servers as they died: their logs say of what."
 
-    async def _hear(self, member: Member, chunk: Chunk) -> None:
+    async def _hear(self, member: ServerHandle, chunk: Chunk) -> None:
         asked = [self._asked[place] for place in chunk]
         body = wire.PromptLogprobs(sequences=tuple(one.ids for one in asked), first=tuple(one.first for one in asked))
         left, heard = set(chunk), time.monotonic()
@@ -192,12 +199,12 @@ class _Question(Calls[np.ndarray]):
             activity.advance(0)
             if time.monotonic() - heard > self._timeout:
                 self.hangs = True
-                raise Gone(f"it lives, and has scored nothing for {self._timeout:g} s (vllm_server_timeout)", is_silent=True)
+                raise ServerGoneError(f"it lives, and has scored nothing for {self._timeout:g} s (vllm_server_timeout)", is_silent=True)
             if not (found := wire.decode_line(wire.Scored, line)):
                 return
             place, logprobs = found.place, found.logprobs
             if not 0 <= place < len(chunk) or len(logprobs) != len(asked[place].ids) - asked[place].first:
-                raise wire.Malformed(f"it gave {len(logprobs)} log-probs for sequence {place} of {len(chunk)}")
+                raise wire.MalformedMessageError(f"it gave {len(logprobs)} log-probs for sequence {place} of {len(chunk)}")
             if not (np.isfinite(logprobs) & (logprobs <= LARGEST)).all():
                 raise RunError(f"the teacher ({member}) gives a drawn token a log-prob that no distribution has.")
             left.discard(chunk[place])
@@ -206,4 +213,4 @@ class _Question(Calls[np.ndarray]):
 
         await member.server.hear("/prompt_logprobs", body, hear)
         if left:
-            raise Gone(f"its answer ended with {len(left)} of {len(chunk)} sequences left")
+            raise ServerGoneError(f"its answer ended with {len(left)} of {len(chunk)} sequences left")

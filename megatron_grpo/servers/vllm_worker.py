@@ -16,17 +16,17 @@ from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.engine import WeightSyncError
 from megatron_grpo.rollout.experts import wire_cpu_runner
 from megatron_grpo.rollout.vllm_weights import WeightLoader, drop_adapters, missing_sentence, take_adapter
-from megatron_grpo.servers.link import LinkError, LinkReceiver
+from megatron_grpo.servers.weight_transfer import LinkError, WeightReceiverWorker
 
 vllm_patches.patch_worker(on_gpu=torch.cuda.is_available())
 if not torch.cuda.is_available():
     wire_cpu_runner()
 
 
-class LinkedWorker:
+class WeightTransferWorker:
     """vLLM's worker class inherits these. Each returns the end of a sentence that says what is wrong, or "" where all is well."""
 
-    linked: LinkReceiver | None = None
+    linked: WeightReceiverWorker | None = None
     loader: WeightLoader | None = None
 
     def join_link(self: Any, join: Mapping[str, Any]) -> str:
@@ -35,7 +35,7 @@ class LinkedWorker:
         parallel = self.vllm_config.parallel_config
         place = parallel.data_parallel_index * parallel.world_size + self.rank
         try:
-            self.linked = LinkReceiver(
+            self.linked = WeightReceiverWorker(
                 address=join["address"], port=join["port"], rank=join["first_rank"] + place, world=join["world"], name=join["name"],
                 seconds=join["seconds"], device=self.device,
             )  # fmt: skip
@@ -70,7 +70,7 @@ class LinkedWorker:
             return str(error)
         return f"did not arrive whole: {wrong}" if wrong else ""
 
-    def linked_as(self: Any, link: str) -> LinkReceiver:
+    def linked_as(self: Any, link: str) -> WeightReceiverWorker:
         """Raises LinkError for another link than the last one joined."""
         if self.linked is None or self.linked.name != link:
             raise LinkError(f"this worker is not a member of the link {link!r}; join it first")

@@ -15,7 +15,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from megatron_grpo.base.errors import said_by
-from megatron_grpo.types import Kept
+from megatron_grpo.types import SamplingMask
 
 INCARNATION = "X-Incarnation"  # header: the incarnation that claimed the server; 409 where another one has it now
 AUTHORIZATION = "Authorization"  # header: "Bearer <token>"
@@ -28,29 +28,29 @@ STREAM_TYPE = "application/x-ndjson"
 Kind = Literal["weights", "merged"]
 
 
-class Malformed(ValueError):
+class MalformedMessageError(ValueError):
     """What came is not of the form that was expected. A sentence."""
 
     def __init__(self, sentence: str):
         super().__init__(said_by(sentence))
 
 
-class Form(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is written and read as a JSON object."""
 
 
-class Claim(Form, frozen=True):
+class Claim(Message, frozen=True):
     """POST /claim: a run takes a server."""
 
     run: str  # lies in the run's output_dir, so it outlives a restart
     incarnation: str  # new in every process
 
 
-class Nothing(Form, frozen=True):
+class Nothing(Message, frozen=True):
     """POST /release."""
 
 
-class Join(Form, frozen=True):
+class Join(Message, frozen=True):
     """POST /join: all workers of the server become members of a link (`parallel.link`), from rank `first_rank` on."""
 
     address: str  # of the trainer's store, as this server can reach it
@@ -61,7 +61,7 @@ class Join(Form, frozen=True):
     seconds: float  # the longest wait for a member, at most LONGEST_JOIN
 
 
-class WeightPush(Form, frozen=True):
+class WeightPush(Message, frozen=True):
     """POST /weights: the server takes all weights from the link. version None: an adapter follows, and makes the version."""
 
     version: int | None
@@ -70,7 +70,7 @@ class WeightPush(Form, frozen=True):
     moves_tower: bool = False  # the weights that see pictures are among them; else the server has them already
 
 
-class AdapterPush(Form, frozen=True):
+class AdapterPush(Message, frozen=True):
     """POST /adapter: the server takes an adapter alone, for the base weights that this owner pushed before."""
 
     version: int
@@ -79,7 +79,7 @@ class AdapterPush(Form, frozen=True):
     modules: tuple[str, ...]  # Hugging Face names of those that have an adapter in this run
 
 
-class Sampling(Form, frozen=True):
+class Sampling(Message, frozen=True):
     """How the tokens of all requests of one body are drawn."""
 
     temperature: float = 1.0  # 0 is greedy
@@ -92,14 +92,14 @@ class Sampling(Form, frozen=True):
     more: dict[str, Any] = {}  # of vLLM's SamplingParams
 
 
-class SentPicture(Form, frozen=True):
+class SentPicture(Message, frozen=True):
     """The file of a picture. It is sent once, and known by its key until the server has forgotten it."""
 
     key: str
     data: bytes
 
 
-class ShownPicture(Form, frozen=True):
+class ShownPicture(Message, frozen=True):
     """Where a prompt shows a picture."""
 
     key: str
@@ -107,7 +107,7 @@ class ShownPicture(Form, frozen=True):
     tokens: int
 
 
-class Request(Form, frozen=True):
+class Request(Message, frozen=True):
     """One group: a prompt that is answered n times."""
 
     key: str  # comes back with the answer
@@ -118,14 +118,14 @@ class Request(Form, frozen=True):
     shown: tuple[ShownPicture, ...] = ()
 
 
-class Bounds(Form, frozen=True):
+class Bounds(Message, frozen=True):
     """How large pictures become before they are cut into patches, in pixels."""
 
     min_pixels: int
     max_pixels: int
 
 
-class Generate(Form, frozen=True):
+class Generate(Message, frozen=True):
     """POST /generate: one line comes back for each request, in the order in which they end."""
 
     version: int
@@ -135,7 +135,7 @@ class Generate(Form, frozen=True):
     bounds: Bounds | None = None  # where a request shows some
 
 
-class Score(Form, frozen=True):
+class Score(Message, frozen=True):
     """POST /score: log-probs of each token after the first, at temperature 1; the last is read through the prefix cache."""
 
     sequences: tuple[tuple[int, ...], ...]
@@ -144,14 +144,14 @@ class Score(Form, frozen=True):
     bounds: Bounds | None = None
 
 
-class Scores(Form, frozen=True):
+class ScoreResponse(Message, frozen=True):
     """What POST /score answers."""
 
     version: int | None
     logprobs: tuple[tuple[float, ...], ...]
 
 
-class State(Form, frozen=True):
+class State(Message, frozen=True):
     """What GET /state says; POST /claim, /release, /weights and /adapter answer it too."""
 
     boot: str  # another one after every start of the server
@@ -176,7 +176,7 @@ class State(Form, frozen=True):
     vocab_size: int = 0  # of a frozen one's model: token ids below it have log-probs
 
 
-class Drawn(Form, frozen=True, omit_defaults=True, eq=False):
+class SampledCompletion(Message, frozen=True, omit_defaults=True, eq=False):
     """One completion of T tokens."""
 
     tokens: NDArray[np.int32]  # [T]
@@ -185,7 +185,7 @@ class Drawn(Form, frozen=True, omit_defaults=True, eq=False):
     reason: str  # "stop" or "length"; any other is no answer
     versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) in tokens of the completion
     experts: NDArray[np.int16] | None = None  # [tokens, MoE layers, k]: what `experts.told` hands on
-    kept: Kept | None = None  # what each token was drawn among
+    kept: SamplingMask | None = None  # what each token was drawn among
 
     def __post_init__(self) -> None:
         count = len(self.tokens)
@@ -198,14 +198,14 @@ class Drawn(Form, frozen=True, omit_defaults=True, eq=False):
                 raise ValueError(f"{len(ids)} kept words of {len(counts)} tokens, {by_counts} by their counts, for {count} tokens")
 
 
-class Answer(Form, frozen=True, omit_defaults=True, eq=False):
+class Answer(Message, frozen=True, omit_defaults=True, eq=False):
     """One line of /generate. error: what is wrong with this request; no other server would answer it either.
 
     lacks: keys of pictures that the server has not, or no more; the request is to be sent again with them.
     """
 
     key: str
-    completions: tuple[Drawn, ...] = ()
+    completions: tuple[SampledCompletion, ...] = ()
     error: str | None = None
     lacks: tuple[str, ...] = ()
 
@@ -214,7 +214,7 @@ class Answer(Form, frozen=True, omit_defaults=True, eq=False):
             msgspec.structs.force_setattr(self, "error", said_by(self.error, most=LONGEST_REFUSAL))
 
 
-class PromptLogprobs(Form, frozen=True):
+class PromptLogprobs(Message, frozen=True):
     """POST /prompt_logprobs, of a frozen server: one line comes back for each sequence, in the order in which they end."""
 
     sequences: tuple[tuple[int, ...], ...]
@@ -235,7 +235,7 @@ class PromptLogprobs(Form, frozen=True):
         return None
 
 
-class Scored(Form, frozen=True, eq=False):
+class Scored(Message, frozen=True, eq=False):
     """One line of /prompt_logprobs."""
 
     place: int  # of the sequence in the body
@@ -247,7 +247,7 @@ class Scored(Form, frozen=True, eq=False):
 Body = TypeVar("Body", bound=Struct)
 
 
-class _Shaped(Form, frozen=True):
+class _Shaped(Message, frozen=True):
     """An array of more than one dimension."""
 
     shape: tuple[int, ...]
@@ -264,9 +264,9 @@ def decode(cls: type[Body], body: bytes | str) -> Body:
     try:
         return msgspec.json.decode(body, type=cls, dec_hook=_array)
     except msgspec.ValidationError as error:
-        raise Malformed(f"{cls.__name__} has another form: {error}") from error
+        raise MalformedMessageError(f"{cls.__name__} has another form: {error}") from error
     except (msgspec.DecodeError, RecursionError) as error:
-        raise Malformed(f"{cls.__name__} comes as a body that is not JSON: {error}") from error
+        raise MalformedMessageError(f"{cls.__name__} comes as a body that is not JSON: {error}") from error
 
 
 def encode_line(line: Struct) -> bytes:
@@ -277,7 +277,7 @@ def encode_line(line: Struct) -> bytes:
 def decode_line(cls: type[Body], line: bytes) -> Body | None:
     """None for an empty line, which only says that the server is alive. Raises Malformed, also where a line was cut off."""
     if not line.endswith(b"\n"):
-        raise Malformed("the stream of answers ends in the middle of a line")
+        raise MalformedMessageError("the stream of answers ends in the middle of a line")
     return decode(cls, line) if line.strip() else None
 
 
@@ -295,7 +295,7 @@ def _array(kind: Any, form: Any) -> np.ndarray:
     return np.frombuffer(shaped.ids, dtype.newbyteorder("<")).astype(dtype).reshape(shaped.shape)
 
 
-for _form in Form.__subclasses__():  # msgspec looks at a class when it first reads one, and crashes where two threads do so at once
+for _form in Message.__subclasses__():  # msgspec looks at a class when it first reads one, and crashes where two threads do so at once
     msgspec.json.Decoder(_form, dec_hook=_array)
 
 
@@ -335,5 +335,5 @@ def decode_error(body: bytes) -> str:
     """The sentence, or what came instead of one: another program may listen at that address."""
     try:
         return said_by(decode(_Error, body).error, most=LONGEST_REFUSAL)
-    except Malformed:
+    except MalformedMessageError:
         return said_by(body.decode(errors="replace"), most=200) or "no reason was given"

@@ -19,12 +19,12 @@ from megatron_grpo.metrics.evaluations import EACH, Evaluated
 from megatron_grpo.metrics.rollout import counted_in, joined, said_in
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings
-from megatron_grpo.trainer.judge import Judge, verdicts_of
-from megatron_grpo.types import FAULTS, Group, Prompt, ScoredGroup, Verdict
+from megatron_grpo.trainer.reward_manager import RewardManager, verdicts_of
+from megatron_grpo.types import FAULTS, Group, GroupMetadata, Prompt, ScoredGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class EvaluationSpec:
     """What is asked at each evaluation, and what counts. seed: of evaluations alone, and not the run's."""
 
     sets: Mapping[str, Sequence[Prompt]]  # by name
@@ -59,7 +59,7 @@ class Evaluator:
     sampler: the one that answers training's prompts, so what plays episodes there plays them here.
     """
 
-    def __init__(self, question: Question, sampler: Sampler, judge: Judge, *, every: int = 0, last_step: int = 0):
+    def __init__(self, question: EvaluationSpec, sampler: Sampler, judge: RewardManager, *, every: int = 0, last_step: int = 0):
         """every: optimizer steps between evaluations, 0 for only the first and the last."""
         self.question, self.sampler, self.judge = question, sampler, judge
         self.every, self.last_step = every, last_step
@@ -105,7 +105,7 @@ class Evaluator:
 
     def _table(self, mine: Mapping[int, ScoredGroup]) -> dict[str, list[Any]]:
         """All completions by column, in the order of the prompts, on rank 0. Collective."""
-        parts = collectives.to_first({place: self._columns(one) for place, one in mine.items()})
+        parts = collectives.gather_object({place: self._columns(one) for place, one in mine.items()})
         groups = {place: columns for part in parts or [] for place, columns in part.items()}
         return joined([groups[place] for place in sorted(groups)])
 
@@ -117,7 +117,7 @@ class Evaluator:
         return {**said_in(scored.group), **rewards, **counted_in(scored.group)}
 
 
-def _means(names: Sequence[str], rewards: np.ndarray, rows: Sequence[Verdict]) -> dict[str, float]:
+def _means(names: Sequence[str], rewards: np.ndarray, rows: Sequence[GroupMetadata]) -> dict[str, float]:
     """Means over completions: of every reward that applies anywhere, of lengths, and of those that ran into their limit. Of episodes also
     their turns, and how many failed. Of several rewards also how often each is 1 or more."""
     given = {name: values[~np.isnan(values)] for name, values in zip(names, np.moveaxis(rewards, -1, 0), strict=True)}

@@ -11,15 +11,15 @@ from typing import cast
 
 import numpy as np
 
-from megatron_grpo.base.activity import Clock
+from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.errors import RunError
 from megatron_grpo.batching.prefix_groups import prefix_of
 from megatron_grpo.parallel import collectives
-from megatron_grpo.rollout.engine import ROUNDING, BackgroundSampler, Flight, Sampler, SamplingSettings, WeightsLost
+from megatron_grpo.rollout.engine import ROUNDING, BackgroundSampler, GenerationFuture, Sampler, SamplingSettings, WeightsLostError
 from megatron_grpo.rollout.experts import ExpertLayers
 from megatron_grpo.rollout.vllm_requests import TIES
-from megatron_grpo.trainer.judge import Judge, verdicts_of
-from megatron_grpo.types import Completion, Group, Prompt, ScoredGroup, Verdict
+from megatron_grpo.trainer.reward_manager import RewardManager, verdicts_of
+from megatron_grpo.types import Completion, Group, GroupMetadata, Prompt, ScoredGroup
 from megatron_grpo.types import Sequence as Tokens
 
 logger = logging.getLogger(__name__)
@@ -36,11 +36,11 @@ class RolloutGenerator:
     def __init__(
         self,
         sampler: Sampler,
-        judge: Judge,
+        judge: RewardManager,
         *,
         sampling: SamplingSettings,
         seed: int,
-        clock: Clock,
+        clock: Timers,
         again: Callable[[], object],
         before: Callable[[], object] = lambda: None,
         experts: ExpertLayers | None = None,
@@ -49,7 +49,7 @@ class RolloutGenerator:
         for the sampler, each time before it wakes. Both are collective. experts: if the sampler must tell which ones it took."""
         self.sampler, self.judge, self.sampling, self.seed, self.clock = sampler, judge, sampling, seed, clock
         self._again, self._before, self._experts = again, before, experts
-        self._flights: list[Flight] = []
+        self._flights: list[GenerationFuture] = []
         self._begun: set[int] = set()  # numbers of prompts: the same on every rank
         self._landed: dict[int, Group] = {}  # of this rank
         self._held: dict[int, ScoredGroup] = {}  # by the prompt's number
@@ -66,7 +66,7 @@ class RolloutGenerator:
         while True:
             try:
                 return self.sampler.generate(prompts, sampling, seed=seed)
-            except WeightsLost:
+            except WeightsLostError:
                 self._again()
 
     def begin(self, prompts: Sequence[Prompt]) -> None:
@@ -80,7 +80,7 @@ class RolloutGenerator:
         deadline, took = time.monotonic() + (seconds or 0.0), 0.0
         with self.clock("rollout"):
             for flight in self._flights:
-                left = None if seconds is None else max(0.0, collectives.from_first(deadline - time.monotonic()))
+                left = None if seconds is None else max(0.0, collectives.broadcast_object(deadline - time.monotonic()))
                 groups = self._groups_of(flight, left)
                 if groups is None:
                     return False
@@ -91,12 +91,12 @@ class RolloutGenerator:
             self.clock.beside("rollout_overlapped", max(0.0, took - (time.perf_counter() - began)))
         return True
 
-    def _groups_of(self, flight: Flight, seconds: float | None) -> list[Group] | None:
+    def _groups_of(self, flight: GenerationFuture, seconds: float | None) -> list[Group] | None:
         """None if they take longer. With a limit, lost weights mean that the answers do not come in time."""
         while flight.wait(seconds):
             try:
                 return flight.groups()
-            except WeightsLost:
+            except WeightsLostError:
                 if seconds is not None:
                     break
                 self._again()
@@ -115,11 +115,11 @@ class RolloutGenerator:
         found = self._landed | {group.prompt.number: group for group in asked}
         return [found[prompt.number] for prompt in prompts if prompt.number in found]
 
-    def __call__(self, prompts: Sequence[Prompt]) -> list[Verdict]:
-        """In the order of the prompts. Collective; raises RewardError, or ImpossibleLogprobs, on every rank."""
+    def __call__(self, prompts: Sequence[Prompt]) -> list[GroupMetadata]:
+        """In the order of the prompts. Collective; raises RewardError, or InvalidLogprobsError, on every rank."""
         with self.clock("rollout"):
             groups, impossible = refuse_impossible(self.groups(prompts))
-            impossible = [sentence for part in collectives.from_all(impossible) for sentence in part]
+            impossible = [sentence for part in collectives.all_gather_object(impossible) for sentence in part]
             warning = warning_of(impossible, self.sampling.n * len(prompts))
             if warning and collectives.rank() == 0:
                 logger.warning(warning)
@@ -137,7 +137,7 @@ class RolloutGenerator:
         self._held |= {one.group.prompt.number: one for one in scored}
         return [verdicts[prompt.number] for prompt in prompts]
 
-    def take(self, verdicts: Sequence[Verdict]) -> dict[int, ScoredGroup]:
+    def take(self, verdicts: Sequence[GroupMetadata]) -> dict[int, ScoredGroup]:
         """{place among the verdicts: scored group} of those that this rank has judged. What else it held is forgotten."""
         held, self._held = self._held, {}
         return {place: held[verdict.prompt_number] for place, verdict in enumerate(verdicts) if verdict.prompt_number in held}
@@ -146,7 +146,7 @@ class RolloutGenerator:
 # ---- log-probs that no distribution has ------------------------------------------------------------------------------------------------
 
 
-class ImpossibleLogprobs(RuntimeError):
+class InvalidLogprobsError(RuntimeError):
     """The sampler's log-probs are those of no distribution: its weights, or its arithmetic, are broken."""
 
 
@@ -182,33 +182,39 @@ def refuse_impossible(groups: Sequence[Group]) -> tuple[list[Group], list[str]]:
 def warning_of(found: Sequence[str], total: int) -> str | None:
     """What a person should be told of the completions refused, of all that were sampled together; None where there are none.
 
-    Raises ImpossibleLogprobs where that leaves no completion.
+    Raises InvalidLogprobsError where that leaves no completion.
     """
     if not found:
         return None
     said = f"{len(found)} of {total} completions have a log-prob that no distribution has (the first: {found[0]})"
     if len(found) == total:
-        raise ImpossibleLogprobs(f"{said}. The sampler's weights or its arithmetic are broken.")
+        raise InvalidLogprobsError(f"{said}. The sampler's weights or its arithmetic are broken.")
     return f"{said}: nothing of them is trained"
 
 
 # ---- what was left of the vocabulary -----------------------------------------------------------------------------------------------------
 
 
-class WrongKept(RunError):
+class InvalidSamplingMaskError(RunError):
     """The sampler did not say what it left of the vocabulary, or what cannot be. The trainer's softmax would be another one's."""
 
 
 def check_kept(sequence: Tokens, top_k: int) -> None:
-    """Each masked token is one of the different words that it was drawn among, no more of them than may travel. Raises WrongKept."""
+    """Each masked token is one of the different words that it was drawn among, no more of them than may travel. Raises
+    InvalidSamplingMaskError.
+    """
     try:
         kept = sequence.kept
     except ValueError as error:
-        raise WrongKept(f"the sampler does not say of each token of a completion among which words it drew it: {error}.") from error
+        raise InvalidSamplingMaskError(
+            f"the sampler does not say of each token of a completion among which words it drew it: {error}."
+        ) from error
     if kept is None and not sequence.num_masked:
         return
     if kept is None:
-        raise WrongKept(f"the sampler did not say among which words it drew the {sequence.num_masked} tokens of a completion.")
+        raise InvalidSamplingMaskError(
+            f"the sampler did not say among which words it drew the {sequence.num_masked} tokens of a completion."
+        )
     tokens, counts = sequence.token_ids[sequence.mask], kept.counts
     owners = np.repeat(np.arange(len(tokens)), counts)
     has_itself = np.zeros(len(tokens), dtype=bool)
@@ -217,7 +223,7 @@ def check_kept(sequence: Tokens, top_k: int) -> None:
     num_different = len(np.unique(owners << 32 | kept.ids))
     if not has_itself.all() or counts.max(initial=0) > most or num_different < len(kept.ids):
         place = int(np.argmin(has_itself)) if not has_itself.all() else int(np.argmax(counts))
-        raise WrongKept(
+        raise InvalidSamplingMaskError(
             f"the sampler says that it drew token {place} of a completion ({tokens[place]}) among {counts[place]} words: the token itself "
             f"must be one of them, each once, and there are at most {most} with top_k {top_k}."
         )

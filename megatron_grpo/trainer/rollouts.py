@@ -14,19 +14,31 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.batching.schedule import TrainingSchedule
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.data.prompts import PromptStream
-from megatron_grpo.grpo.advantages import Advantages, advantages, dead_groups
+from megatron_grpo.grpo.advantages import Advantages, advantages, zero_std_groups
 from megatron_grpo.metrics.rollout import JudgedRollout
 from megatron_grpo.parallel import collectives
 from megatron_grpo.trainer.generation import RolloutGenerator
-from megatron_grpo.trainer.judge import check_failures
-from megatron_grpo.trainer.pending import PlacedRows, at_home, deliver, score_rows, without_experts
-from megatron_grpo.types import OF_ROW_AND_SAMPLE, Completion, Extent, Harvest, Prompt, Rollout, Row, RowKey, Sample, ScoredGroup, Verdict
+from megatron_grpo.trainer.reward_manager import check_failures
+from megatron_grpo.trainer.sample_buffer import PlacedRows, deliver, local_samples, score_rows, without_experts
+from megatron_grpo.types import (
+    OF_ROW_AND_SAMPLE,
+    Completion,
+    DynamicSamplingResult,
+    GroupMetadata,
+    Prompt,
+    Rollout,
+    RowKey,
+    Sample,
+    ScoredGroup,
+    SequenceLengths,
+    TrainingRow,
+)
 
 if TYPE_CHECKING:
-    from megatron_grpo.metrics.journal import Journal
+    from megatron_grpo.metrics.metrics_logger import MetricsLogger
     from megatron_grpo.policy.policy import Policy
     from megatron_grpo.policy.reference import Reference
 
@@ -36,14 +48,14 @@ logger = logging.getLogger(__name__)
 def harvest(
     take: Callable[[int], list[Prompt]],
     give_back: Callable[[int], None],
-    ask: Callable[[Sequence[Prompt]], Iterable[Verdict]],
-    are_dead: Callable[[Sequence[Verdict]], Iterable[bool]],
+    ask: Callable[[Sequence[Prompt]], Iterable[GroupMetadata]],
+    are_dead: Callable[[Sequence[GroupMetadata]], Iterable[bool]],
     *,
     num_groups: int,
     oversample_ratio: float = 1.0,
     dynamic_sample: bool = False,
     max_resample_times: int = 3,
-) -> Harvest:
+) -> DynamicSamplingResult:
     """Samples and scores until there are `num_groups` groups to train on. They keep the order of their prompts.
 
     dynamic_sample: groups whose rewards are all equal are replaced by groups of further prompts, in at most `max_resample_times` rounds
@@ -52,9 +64,9 @@ def harvest(
     is cut, dead groups before live ones; from the first live group that is cut on, prompts go back to the stream, so that they are asked
     again by the next rollout: none that can teach something is lost.
     """
-    sampled: list[Verdict] = []
-    live: list[Verdict] = []
-    dead: list[Verdict] = []
+    sampled: list[GroupMetadata] = []
+    live: list[GroupMetadata] = []
+    dead: list[GroupMetadata] = []
     num_rounds = 0
     while num_rounds == 0 or (dynamic_sample and len(live) < num_groups and num_rounds <= max_resample_times):
         found = list(ask(take(num_asked(num_groups - len(live), oversample_ratio))))
@@ -66,7 +78,7 @@ def harvest(
     num_given_back = sampled[-1].prompt_number + 1 - first_cut
     give_back(num_given_back)
     kept = sorted([*live[:num_groups], *dead[: max(0, num_groups - len(live))]], key=lambda verdict: verdict.prompt_number)
-    return Harvest(
+    return DynamicSamplingResult(
         kept=kept,
         sampled=sampled,
         num_rounds=num_rounds,
@@ -98,8 +110,10 @@ class KlPenalty:
             )
         ours, theirs = scored.logprobs, held_to.logprobs
         mine = {key: self.beta * float((ours[key].astype(np.float64) - theirs[key]).sum()) for key in ours}
-        everyone = collectives.from_all(mine if parallel.is_first_of_share else {})
-        return {key: value for part in everyone for key, value in part.items()}, at_home(ours, scored.rows.homes, rows.homes, parallel)
+        everyone = collectives.all_gather_object(mine if parallel.is_model_parallel_src else {})
+        return {key: value for part in everyone for key, value in part.items()}, local_samples(
+            ours, scored.rows.homes, rows.homes, parallel
+        )
 
 
 class Teacher(Protocol):
@@ -126,9 +140,9 @@ class Rollouts:
         prompts: PromptStream,
         *,
         cfg: GrpoConfig,
-        timetable: Timetable,
+        timetable: TrainingSchedule,
         policy: Policy,
-        journal: Journal,
+        journal: MetricsLogger,
         penalty: KlPenalty | None = None,
         teacher: Teacher | None = None,
     ):
@@ -197,13 +211,13 @@ class Rollouts:
         self.generator.forget()
         return [self._finish(number, *one, drained_at=drained_at) for number, one in zip(numbers, found, strict=True)]
 
-    def _harvest(self) -> tuple[Harvest, dict[int, ScoredGroup]]:
+    def _harvest(self) -> tuple[DynamicSamplingResult, dict[int, ScoredGroup]]:
         cfg = self.cfg
         reaped = harvest(
             self.prompts.take,
             self.prompts.give_back,
             self.generator,
-            lambda verdicts: dead_groups([verdict.rewards for verdict in verdicts], cfg, self.generator.judge.reward_weights),
+            lambda verdicts: zero_std_groups([verdict.rewards for verdict in verdicts], cfg, self.generator.judge.reward_weights),
             num_groups=self.num_groups,
             oversample_ratio=cfg.oversample_ratio,
             dynamic_sample=cfg.dynamic_sample,
@@ -212,7 +226,7 @@ class Rollouts:
         check_failures(reaped.sampled, self.generator.judge.most_failed_episodes)
         return reaped, self.generator.take(reaped.kept)
 
-    def _finish(self, number: int, reaped: Harvest, mine: Mapping[int, ScoredGroup], *, drained_at: int | None) -> Rollout:
+    def _finish(self, number: int, reaped: DynamicSamplingResult, mine: Mapping[int, ScoredGroup], *, drained_at: int | None) -> Rollout:
         """drained_at: optimizer steps done, where the rollout comes in before its own step."""
         table, kept, came_in = self.timetable, reaped.kept, self.timetable.version_of(number)
         _check_versions(number, reaped.sampled, at_least=table.sampled_by(number), at_most=came_in)
@@ -232,7 +246,7 @@ class Rollouts:
         rows = self._rows(number, kept, found, placed.homes, came_in)
         # The policy's log-probs are those that stale slices need, if the weights are those of the rollout's own step.
         if logprobs is not None and drained_at in (None, came_in) and table.sizes.old_logprobs != "always":
-            needed = {place: table.needs_anchor(number, place) for place in {row.row // self.cut.rows_per_slice for row in rows}}
+            needed = {place: table.needs_old_logprobs(number, place) for place in {row.row // self.cut.rows_per_slice for row in rows}}
             rows = [replace(row, is_anchored=needed[row.row // self.cut.rows_per_slice]) for row in rows]
         samples = {}
         for key, completion in held.items():
@@ -246,15 +260,17 @@ class Rollouts:
             samples[key] = sample
         return Rollout(number=number, rows=tuple(rows), samples=samples, num_prompts=reaped.num_prompts)
 
-    def _placed(self, number: int, kept: Sequence[Verdict], mine: Mapping[int, ScoredGroup]) -> tuple[PlacedRows, dict[RowKey, Completion]]:
+    def _placed(
+        self, number: int, kept: Sequence[GroupMetadata], mine: Mapping[int, ScoredGroup]
+    ) -> tuple[PlacedRows, dict[RowKey, Completion]]:
         """The rows of a rollout, brought to their homes; and the completions whose home this rank is. Collective."""
         group_size = len(kept[0].rewards)
         extents = {
-            (number, place * group_size + i): Extent(contexts, (number, verdict.prompt_number), verdict.prefix)
+            (number, place * group_size + i): SequenceLengths(contexts, (number, verdict.prompt_number), verdict.prefix)
             for place, verdict in enumerate(kept)
             for i, contexts in enumerate(verdict.contexts)
         }
-        homes = {key: self.cut.home_of(key[1]) for key in extents}
+        homes = {key: self.cut.dp_rank_of(key[1]) for key in extents}
         drawn = {
             (number, place * group_size + i): completion
             for place, scored in mine.items()
@@ -264,16 +280,18 @@ class Rollouts:
         held = {key: held[key] for key in sorted(held)}
         return PlacedRows(extents=extents, homes=homes, sequences={key: one.sequence for key, one in held.items()}), held
 
-    def _rows(self, number: int, kept: Sequence[Verdict], found: Advantages, homes: Mapping[RowKey, int], came_in: int) -> list[Row]:
+    def _rows(
+        self, number: int, kept: Sequence[GroupMetadata], found: Advantages, homes: Mapping[RowKey, int], came_in: int
+    ) -> list[TrainingRow]:
         """came_in: the version at which the rollout comes in, where a ratio against the trainer's log-probs is 1; against the sampler's own
         it is 1 at its weights."""
-        rows: list[Row] = []
+        rows: list[TrainingRow] = []
         for place, verdict in enumerate(kept):
             fresh_at = verdict.version if self.timetable.sizes.old_logprobs == "rollout" else came_in
             for contexts, num_drawn, trains, is_truncated in zip(
                 verdict.contexts, verdict.num_drawn, verdict.trains, verdict.is_truncated, strict=True
             ):
-                rows.append(Row(
+                rows.append(TrainingRow(
                     rollout=number, row=len(rows), prompt_number=verdict.prompt_number, version=verdict.version, fresh_at=fresh_at,
                     prefix=verdict.prefix, contexts=contexts, num_masked=num_drawn if trains else 0, is_dead=bool(found.is_dead[place]),
                     is_truncated=is_truncated, home=homes[number, len(rows)],
@@ -281,7 +299,7 @@ class Rollouts:
         return rows
 
 
-def _sample(row: Row, completion: Completion, advantage: float, of_teacher: np.ndarray | None, *, trains: bool) -> Sample:
+def _sample(row: TrainingRow, completion: Completion, advantage: float, of_teacher: np.ndarray | None, *, trains: bool) -> Sample:
     sequence = completion.sequence
     return Sample(
         **{name: getattr(row, name) for name in OF_ROW_AND_SAMPLE},
@@ -298,7 +316,7 @@ def _sample(row: Row, completion: Completion, advantage: float, of_teacher: np.n
     )
 
 
-def _check_versions(number: int, verdicts: Sequence[Verdict], *, at_least: int, at_most: int) -> None:
+def _check_versions(number: int, verdicts: Sequence[GroupMetadata], *, at_least: int, at_most: int) -> None:
     """Raises ValueError where a group was drawn by other weights than the timetable says.
 
     They may be newer than planned: a resumed run samples what was dropped, and servers that were lost answer with the weights they get.

@@ -12,20 +12,20 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megatron_grpo.base.activity import Clock
-from megatron_grpo.base.errors import ConfigError, GivenUp, NobodySamples, RunError
+from megatron_grpo.base.activity import Timers
+from megatron_grpo.base.errors import CancelledError, ConfigError, NoRolloutServerError, RunError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.policy.memory_offload import PolicyOffloader, Role
 from megatron_grpo.policy.passes import ModelScorer
-from megatron_grpo.policy.room import Role, Room
-from megatron_grpo.trainer.pending import PlacedRows, at_home, deliver, score_rows, without_experts
+from megatron_grpo.trainer.sample_buffer import PlacedRows, deliver, local_samples, score_rows, without_experts
 from megatron_grpo.types import RowKey, TokensToScore
 from megatron_grpo.types import Sequence as Scored
 
 Ask = Callable[[SequenceOf[TokensToScore]], SequenceOf[np.ndarray]]
 """Tokens -> the log-probs of each from its `first` on, float32. What a teacher's servers say."""
 
-TOLD = (ConfigError, RunError, NobodySamples, GivenUp)  # what rank 0 may end with, on behalf of all
+TOLD = (ConfigError, RunError, NoRolloutServerError, CancelledError)  # what rank 0 may end with, on behalf of all
 
 
 class ServedTeacher:
@@ -39,7 +39,7 @@ class ServedTeacher:
 
     def __call__(self, rows: PlacedRows) -> dict[RowKey, np.ndarray]:
         """See `rollouts.Teacher`. At temperature 1, of the whole softmax. Raises what `Teacher.logprobs` does, on every rank."""
-        mine = dict(rows.sequences) if self._parallel.is_first_of_share else {}
+        mine = dict(rows.sequences) if self._parallel.is_model_parallel_src else {}
         held = {key: sequence for part in collectives.exchange({0: mine}) for key, sequence in part.items()}
         found: dict[RowKey, np.ndarray] = {}
 
@@ -69,11 +69,11 @@ class HeldTeacher:
     """A model that the training ranks hold beside the policy and that nobody trains. It scores as old log-probs are made: by the same pass,
     over the sampling temperature, among the words that sampling left; experts are its own choice."""
 
-    def __init__(self, name: str, scorer: ModelScorer, clock: Clock, *, leaves: bool):
+    def __init__(self, name: str, scorer: ModelScorer, clock: Timers, *, leaves: bool):
         """name: for sentences. leaves: it is on the host between scorings."""
         self._name, self._scorer = name, scorer
         movable: tuple[Role, ...] = ("weights",) if leaves else ()
-        self._room = Room(self._tensors, movable, scorer.parallel.device, clock)
+        self._room = PolicyOffloader(self._tensors, movable, scorer.parallel.device, clock)
         self._make_room()
 
     def __call__(self, rows: PlacedRows) -> dict[RowKey, np.ndarray]:
@@ -84,9 +84,9 @@ class HeldTeacher:
             found = score_rows(replace(rows, sequences=bare), score=without_experts(scorer.logprobs), cut=scorer.cut, parallel=parallel)
         self._make_room()
         senseless = sum(not np.isfinite(values).all() for values in found.logprobs.values())
-        if collectives.largest(senseless):
+        if collectives.all_reduce_max(senseless):
             raise RunError(f"the teacher ({self._name}) gives a drawn token a log-prob that no distribution has.")
-        return at_home(found.logprobs, found.rows.homes, rows.homes, parallel)
+        return local_samples(found.logprobs, found.rows.homes, rows.homes, parallel)
 
     def _make_room(self) -> None:
         if self._room.movable:

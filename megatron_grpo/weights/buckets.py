@@ -24,7 +24,7 @@ MIB = 2**20
 DEFAULT_BUCKET_MB = {"cuda": 512, "cpu": 16}
 
 
-class Part(IntEnum):
+class BucketPart(IntEnum):
     """The parts of a rank's run of bytes, by who has the other shards of what lies there."""
 
     WHOLE = 0  # nobody
@@ -32,7 +32,7 @@ class Part(IntEnum):
     EXPERTS = 2  # the ranks that share a stage's experts: expert tensor parallel x expert parallel
 
     @classmethod
-    def of(cls, cut: ShardCut, is_expert: bool) -> Part:
+    def of(cls, cut: ShardCut, is_expert: bool) -> BucketPart:
         return cls.EXPERTS if is_expert else cls.WHOLE if cut is ShardCut.REPLICATED else cls.DENSE
 
 
@@ -44,10 +44,10 @@ class Ranks:
     tensor: int
     experts: int  # expert tensor parallel x expert parallel
 
-    def sharing(self, part: Part) -> int:
+    def sharing(self, part: BucketPart) -> int:
         return (1, self.tensor, self.experts)[part]
 
-    def travels(self, part: Part) -> bool:
+    def travels(self, part: BucketPart) -> bool:
         """Whether other ranks need, or have, what one holds of it. If not it is read where it lives."""
         return self.stages > 1 or self.sharing(part) > 1
 
@@ -60,17 +60,17 @@ class Owned:
     shape: tuple[int, ...]
     dtype: Any
     num_bytes: int
-    part: Part
+    part: BucketPart
     place: tuple[int, int, int]  # layer, row of the table, expert on its rank
     stage: int
     expert_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class BucketSlot:
     """A place in the run of every rank that holds something there, for parameters that are alike."""
 
-    part: Part
+    part: BucketPart
     start: int  # bytes from the beginning of its part
     num_bytes: int
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class Bucket:
 
     stage: int
     full_bytes: int  # of full tensors: what it may hold, and what one gather may bring, if a parameter is larger
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[BucketSlot] = field(default_factory=list)
     sizes: list[int] = field(default_factory=lambda: [0, 0, 0])  # bytes of a rank's run, by part
     whole: int = 0  # bytes of all shards
 
@@ -94,17 +94,17 @@ class Bucket:
 
     def num_collectives(self, ranks: Ranks) -> int:
         """One over stages, and for each part that several ranks share one, or as many as a parameter takes that is larger than a bucket."""
-        shared = [(self.sizes[part], ranks.sharing(part)) for part in Part if ranks.sharing(part) > 1]
+        shared = [(self.sizes[part], ranks.sharing(part)) for part in BucketPart if ranks.sharing(part) > 1]
         return (ranks.stages > 1) + sum(-(-size // self.at_once(sharing)) for size, sharing in shared)
 
     def received_bytes(self, ranks: Ranks, stage: int) -> int:
         """By a rank of that stage."""
-        return (sum(self.sizes) if stage != self.stage else 0) + sum(self.sizes[part] * (ranks.sharing(part) - 1) for part in Part)
+        return (sum(self.sizes) if stage != self.stage else 0) + sum(self.sizes[part] * (ranks.sharing(part) - 1) for part in BucketPart)
 
     def memory_bytes(self, ranks: Ranks) -> int:
         """On its way: a rank's run, what is gathered of it, and a piece of what is gathered in pieces."""
-        packed = sum(self.sizes[part] for part in Part if ranks.travels(part))
-        gathered = sum(self.sizes[part] * ranks.sharing(part) for part in Part if ranks.sharing(part) > 1)
+        packed = sum(self.sizes[part] for part in BucketPart if ranks.travels(part))
+        gathered = sum(self.sizes[part] * ranks.sharing(part) for part in BucketPart if ranks.sharing(part) > 1)
         return packed + gathered + (self.full_bytes if gathered > self.full_bytes else 0)
 
 
@@ -128,7 +128,7 @@ def fill(owned: Iterable[Owned], ranks: Ranks, bucket_bytes: int) -> list[Bucket
         if not buckets or buckets[-1].stage != stage or buckets[-1].whole + whole > bucket_bytes:
             buckets.append(Bucket(stage, bucket_bytes))
         bucket = buckets[-1]
-        bucket.slots.append(Slot(first.part, bucket.sizes[first.part], first.num_bytes, first.shape, first.dtype, names))
+        bucket.slots.append(BucketSlot(first.part, bucket.sizes[first.part], first.num_bytes, first.shape, first.dtype, names))
         bucket.sizes[first.part] += length
         bucket.whole += whole
     return buckets

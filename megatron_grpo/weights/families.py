@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.weights import traits
-from megatron_grpo.weights.towers import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, Tower
+from megatron_grpo.weights.vision_towers import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, VisionTower
 
 Config = Mapping[str, Any]
 
@@ -37,7 +37,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelFamily:
     """What sets one architecture apart.
 
     traits: (config.json, common fields) -> the fields of `ModelShape` that this family reads in its own way.
@@ -57,7 +57,7 @@ class Family:
     # config.json -> as layers that see everything read it for their rope, and as layers with a window do; None: all of them alike.
     turns_a_part: bool = False  # of each head, where config.json says a partial_rotary_factor
     ropes: Callable[[Config], tuple[Config, Config]] | None = None
-    tower: Tower | None = None
+    tower: VisionTower | None = None
 
     @property
     def text_prefix(self) -> str:
@@ -65,22 +65,22 @@ class Family:
         return self.tower.text_prefix if self.tower else "model."
 
 
-FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(traits=traits.llama),
-    "MistralForCausalLM": Family(traits=traits.mistral),
-    "Qwen2ForCausalLM": Family(traits=traits.qwen2),
-    "Qwen3ForCausalLM": Family(traits=traits.qwen3),
-    "Qwen3MoeForCausalLM": Family(traits=traits.qwen3_moe),
-    "MixtralForCausalLM": Family(traits=traits.mixtral, moe_block="block_sparse_moe", expert_names=("w1", "w3", "w2")),
-    "DeepseekV3ForCausalLM": Family(traits=traits.deepseek_v3, has_prediction_layers=True),
-    "Glm4MoeForCausalLM": Family(traits=traits.glm4_moe, has_prediction_layers=True, turns_a_part=True),
-    "GptOssForCausalLM": Family(traits=traits.gpt_oss, rope=traits.GPT_OSS_ROPE, router="router", are_experts_interleaved=True),
-    "Olmo2ForCausalLM": Family(traits=traits.olmo2),
-    "Olmo3ForCausalLM": Family(traits=traits.olmo3, ropes=traits.olmo3_ropes),
-    "Gemma3ForCausalLM": Family(traits=traits.gemma3, ropes=traits.gemma3_ropes),
-    "Qwen2VLForConditionalGeneration": Family(traits=traits.qwen2, tower=QWEN2_VL),
-    "Qwen2_5_VLForConditionalGeneration": Family(traits=traits.qwen2, tower=QWEN2_5_VL),
-    "Qwen3VLForConditionalGeneration": Family(traits=traits.qwen3, tower=QWEN3_VL),
+FAMILIES: dict[str, ModelFamily] = {
+    "LlamaForCausalLM": ModelFamily(traits=traits.llama),
+    "MistralForCausalLM": ModelFamily(traits=traits.mistral),
+    "Qwen2ForCausalLM": ModelFamily(traits=traits.qwen2),
+    "Qwen3ForCausalLM": ModelFamily(traits=traits.qwen3),
+    "Qwen3MoeForCausalLM": ModelFamily(traits=traits.qwen3_moe),
+    "MixtralForCausalLM": ModelFamily(traits=traits.mixtral, moe_block="block_sparse_moe", expert_names=("w1", "w3", "w2")),
+    "DeepseekV3ForCausalLM": ModelFamily(traits=traits.deepseek_v3, has_prediction_layers=True),
+    "Glm4MoeForCausalLM": ModelFamily(traits=traits.glm4_moe, has_prediction_layers=True, turns_a_part=True),
+    "GptOssForCausalLM": ModelFamily(traits=traits.gpt_oss, rope=traits.GPT_OSS_ROPE, router="router", are_experts_interleaved=True),
+    "Olmo2ForCausalLM": ModelFamily(traits=traits.olmo2),
+    "Olmo3ForCausalLM": ModelFamily(traits=traits.olmo3, ropes=traits.olmo3_ropes),
+    "Gemma3ForCausalLM": ModelFamily(traits=traits.gemma3, ropes=traits.gemma3_ropes),
+    "Qwen2VLForConditionalGeneration": ModelFamily(traits=traits.qwen2, tower=QWEN2_VL),
+    "Qwen2_5_VLForConditionalGeneration": ModelFamily(traits=traits.qwen2, tower=QWEN2_5_VL),
+    "Qwen3VLForConditionalGeneration": ModelFamily(traits=traits.qwen3, tower=QWEN3_VL),
 }
 _GATED_DELTA = "no layer for its linear attention (the gated delta rule) is built here yet"
 _SPARSE = "its sparse attention (a lightning indexer that chooses keys) is not in the attention over packed streams here"
@@ -144,7 +144,7 @@ def text_config(config: Config) -> Config:
     return {**config, **dict.fromkeys(_ROPES[1:]), **{key: value for key, value in inner.items() if key not in _OF_THE_WHOLE}}
 
 
-def family_of(config: Config) -> Family:
+def family_of(config: Config) -> ModelFamily:
     """The family of a parsed config.json; an unknown one is refused by name."""
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

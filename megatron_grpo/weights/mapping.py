@@ -17,7 +17,7 @@ from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.hf_files import stored_name
 from megatron_grpo.weights.names import NAMINGS, Entry, Packing, ShardCut, grouped_experts, hf_shapes, layer_entries, outer_entries
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.towers import MEGATRON
+from megatron_grpo.weights.vision_towers import MEGATRON
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(mlp\.experts\.local_experts\.|mlp\.experts\.linear_fc[12]\.(?:weight|lora_a|lora_b))(\d+)(.*)")

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from megatron_grpo.weights.families import FAMILIES, Family
+from megatron_grpo.weights.families import FAMILIES, ModelFamily
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import MlaShape, MoeShape
-from megatron_grpo.weights.towers import MEGATRON
+from megatron_grpo.weights.vision_towers import MEGATRON
 
 
 class Packing(Enum):
@@ -157,7 +157,7 @@ def _gated_mlp(
         yield Entry(f"{megatron}.linear_fc2.bias", ((f"{down}.bias", (hidden,)),), Packing.PLAIN, ShardCut.REPLICATED, expert)
 
 
-def _experts(shape: ModelShape, moe: MoeShape, family: Family) -> Iterator[Entry]:
+def _experts(shape: ModelShape, moe: MoeShape, family: ModelFamily) -> Iterator[Entry]:
     hidden, block = shape.hidden_size, family.moe_block
     yield _plain("mlp.router.weight", f"{block}.{family.router}.weight", (moe.num_experts, hidden), ShardCut.REPLICATED)
     if moe.has_biases:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error
-from megatron_grpo.weights.families import FAMILIES, Family, as_the_class_reads, family_of, text_config
+from megatron_grpo.weights.families import FAMILIES, ModelFamily, as_the_class_reads, family_of, text_config
 from megatron_grpo.weights.sizes import Activation, MlaShape, MoeShape, RopeShape, VisionShape, yarn_mscale
-from megatron_grpo.weights.towers import vision_of, with_axes, without_axes
 from megatron_grpo.weights.traits import KINDS
+from megatron_grpo.weights.vision_towers import vision_of, with_axes, without_axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +226,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     return config
 
 
-def rope_from_hf(config: Mapping[str, Any], channels: int, family: Family, read: _Config) -> RopeShape | None:
+def rope_from_hf(config: Mapping[str, Any], channels: int, family: ModelFamily, read: _Config) -> RopeShape | None:
     """The rope settings of either generation of config; `None` with the problem in `read` where they cannot be served.
 
     channels: of a head.
@@ -273,7 +273,7 @@ def rope_from_hf(config: Mapping[str, Any], channels: int, family: Family, read:
     )
 
 
-def _rotated_channels(partial: float | None, kind: str, channels: int, family: Family, read: _Config) -> int:
+def _rotated_channels(partial: float | None, kind: str, channels: int, family: ModelFamily, read: _Config) -> int:
     partial = 1.0 if partial is None else partial
     is_known = partial == 1.0 or family.turns_a_part
     read.require(is_known, f"partial_rotary_factor is {partial}; only heads that are rotated whole are supported.")

@@ -95,7 +95,7 @@ def test_what_was_begun_is_what_would_have_been_answered_then(model):
 @pytest.mark.parametrize(("name", "tensor_parallel_size"), [("scripted", 1), ("colocated", 1), ("colocated", 2)])
 def test_a_question_is_given_up_on_all_ranks_where_one_has_no_time_left_and_the_next_one_is_answered(model, name, tensor_parallel_size):
     def body(rank, world_size):
-        from megatron_grpo.base.errors import GivenUp
+        from megatron_grpo.base.errors import CancelledError
 
         engine, asked, steps = build(name, model, rank, world_size, tensor_parallel_size), [], []
         if name == "colocated":
@@ -109,11 +109,11 @@ def test_a_question_is_given_up_on_all_ranks_where_one_has_no_time_left_and_the_
             first = engine.generate(prompts(0, 1, 2, 3), sampling(), seed=1)
             of_all = len(steps)
             steps.clear()
-            engine.gives_up = lambda: rank == 1 and asked.append(1) or len(asked) > 1  # in the middle
-            with pytest.raises(GivenUp, match="what was being sampled is given up"):
+            engine.should_cancel = lambda: rank == 1 and asked.append(1) or len(asked) > 1  # in the middle
+            with pytest.raises(CancelledError, match="what was being sampled is given up"):
                 engine.generate(prompts(0, 1, 2, 3), sampling(), seed=1)
             given_up_after = len(steps)
-            engine.gives_up = lambda: False
+            engine.should_cancel = lambda: False
             again = engine.generate(prompts(0, 1, 2, 3), sampling(), seed=1)
         told = [{g.prompt.number: [c.answer_ids for c in g.completions] for g in groups} for groups in (first, again)]
         assert told[0] == told[1]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from megatron_grpo.config.config import Config, ModelConfig, RolloutConfig, TunerConfig
 from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.run.build.policy import build_policy
-from megatron_grpo.trainer.sync import Publisher, WeightSyncError, check_weights, push
+from megatron_grpo.trainer.weight_sync import WeightSyncError, WeightSyncManager, check_weights, push
 from megatron_grpo.types import whole
 from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 from megatron_grpo.weights.lora import lora_of
@@ -254,15 +254,15 @@ def test_trial_notices_an_engine_that_ignores_adapters(model_path):
         policy.draw(0, std=0.0)  # as a run begins: B A is zero, and who ignores it agrees
         real = engine._run
         engine._run = without_adapter(engine)
-        Publisher(policy, engine, verify=False).publish(0)
+        WeightSyncManager(policy, engine, verify=False).publish(0)
         check_weights(policy, engine, version=0)
         assert push(policy, engine, version=1, verify=True).logp_difference_max < 1e-4
         with pytest.raises(WeightSyncError, match="(?s)does not sample from the trial adapter.*or the adapter is ignored"):
-            Publisher(policy, engine, verify=True).publish(1)
+            WeightSyncManager(policy, engine, verify=True).publish(1)
         assert engine.version == NO_VERSION
 
         engine._run = real
-        publisher = Publisher(policy, engine, verify=True)
+        publisher = WeightSyncManager(policy, engine, verify=True)
         stats = publisher.publish(1)  # the trial is out again: what is pushed after it is the policy
         assert engine.version == 1 and stats.num_tensors == 2 and stats.logp_difference_max < 1e-4
         np.testing.assert_allclose(engine.score(engine.probes()), [p[1:] for p in policy.scorer.score(sequences(engine))], atol=1e-4)
@@ -283,13 +283,13 @@ def test_trial_notices_an_engine_that_ignores_adapters(model_path):
         for _, parameter in weak.adapter_parameters():
             parameter.zero_()
         with pytest.raises(WeightSyncError, match="the trial of the adapter proves nothing: it moves"):
-            Publisher(weak, engine, verify=True).publish(5)
+            WeightSyncManager(weak, engine, verify=True).publish(5)
 
         # A run that began with an adapter: the checkpoint, which the engine read by itself, is not its version 0.
         policy.draw(5)
         fresh = engine_for(policy, rank, world_size)
-        assert Publisher(policy, fresh, verify=False).publish(0) is None
-        publisher = Publisher(policy, fresh, verify=False, starts_as_checkpoint=False)
+        assert WeightSyncManager(policy, fresh, verify=False).publish(0) is None
+        publisher = WeightSyncManager(policy, fresh, verify=False, starts_as_checkpoint=False)
         assert (
             publisher.publish(0).num_tensors == 2
             and publisher.publish(0) is None
@@ -325,7 +325,7 @@ def test_megatron_policy_and_its_engine_agree_on_the_trial_and_on_every_push(mod
         pushes = lora_push(cfg, shape, on_gpu=False)
         policy = build_policy(cfg, join(cfg, world_size), model_path=model_path, num_steps=1, push=pushes.kind)
         engine = engine_for(SimpleNamespace(path=model_path, dtype="float32", pushes=pushes), rank, world_size)
-        publisher = Publisher(policy, engine, verify=True)
+        publisher = WeightSyncManager(policy, engine, verify=True)
         first = publisher.publish(0)
         assert engine.version == 0 and first.logp_difference_max < 1e-4
         before = engine.score(engine.probes())

@@ -150,7 +150,7 @@ def test_generators_of_all_ranks_are_in_one_file_and_those_that_are_alike_stand_
 
         import torch
 
-        from megatron_grpo.checkpoint import generators
+        from megatron_grpo.checkpoint import rng_state
 
         policy = Policy(world_size, tp=2)
         random.seed(5)
@@ -158,10 +158,10 @@ def test_generators_of_all_ranks_are_in_one_file_and_those_that_are_alike_stand_
         torch.manual_seed(rank if rank == 3 else 7)  # one rank drew where the others did not
         keeper = checkpoints(tmp_path)
         keeper.save(Progress(step=1), Waiting(), policy, Prompts())
-        before = generators.states()
+        before = rng_state.states()
         random.random(), np.random.random(), torch.rand(3)
-        generators.restore(run_of(tmp_path, 1) / "grpo" / generators.FILE)
-        assert generators.states() == before
+        rng_state.restore(run_of(tmp_path, 1) / "grpo" / rng_state.FILE)
+        assert rng_state.states() == before
         return {name: hash(state) for name, state in before.items()}
 
     found = run_ranks(run, 4, env={"PYTHONHASHSEED": "0"})

@@ -54,9 +54,9 @@ def test_a_fault_is_named_and_what_was_before_it_is_not(found, name):
 
 
 def test_a_copy_of_its_own_is_named_by_its_ranks_fewest_first():
-    from megatron_grpo.analysis.audit import Finding, Parted
+    from megatron_grpo.analysis.audit import Finding, ReplicaMismatch
 
-    one = Parted(kind="gradient", name="w", over="DP", copies=((0, 7), (1, 7), (2, 9), (3, 7)))
+    one = ReplicaMismatch(kind="gradient", name="w", over="DP", copies=((0, 7), (1, 7), (2, 9), (3, 7)))
     assert str(one) == "the gradient of w is not the same on the data and context parallel ranks 2 and 0, 1, 3"
     finding = str(Finding(step=41, equal_at=21, parted=(one,) * 6))
     assert finding.startswith("audit before optimizer step 41 (at step 21 all was equal): the gradient of w") and finding.endswith(

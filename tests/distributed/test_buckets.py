@@ -19,11 +19,11 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.planning import sampler as push
 from megatron_grpo.planning.parameters import Tuning
 from megatron_grpo.policy import hf_export
-from megatron_grpo.policy.hf_export import WeightExchange
-from megatron_grpo.trainer import sync
+from megatron_grpo.policy.hf_export import MegatronToHF
+from megatron_grpo.trainer import weight_sync
 from megatron_grpo.weights import adapters as weights_adapters
 from megatron_grpo.weights.adapters import trimmed
-from megatron_grpo.weights.buckets import Part, fill, num_collectives
+from megatron_grpo.weights.buckets import BucketPart, fill, num_collectives
 from megatron_grpo.weights.hf_files import HfReader
 from megatron_grpo.weights.lora import A
 from megatron_grpo.weights.names import ShardCut
@@ -105,7 +105,7 @@ def look(rank, world, path, model, layout, tamper=None):
     mine, p, read = policy.tensors(), policy.parallel, HfReader(path)
     plans = []
     for bucket_bytes in BUCKETS:
-        exchange = WeightExchange(policy.exchange.map, p, bucket_bytes=bucket_bytes)
+        exchange = MegatronToHF(policy.exchange.map, p, bucket_bytes=bucket_bytes)
         plan = exchange.plan(mine, "weights")
         with wire() as counted:
             found = collected(exchange.stream(mine, "weights"))
@@ -113,7 +113,7 @@ def look(rank, world, path, model, layout, tamper=None):
         assert counted.received == sum(bucket.received_bytes(plan.ranks, p.pp_rank) for bucket in plan.buckets)
         assert all(bucket.whole <= bucket_bytes or len(bucket.slots) == 1 for bucket in plan.buckets)
         same(found, {name: read(name) for name in read.names})
-        first = WeightExchange(policy.exchange.map, p, bucket_bytes=bucket_bytes, to_first=True)
+        first = MegatronToHF(policy.exchange.map, p, bucket_bytes=bucket_bytes, to_first=True)
         same(collected(first.stream(mine, "weights")), found if rank == 0 else {})
         # A sampler packs a layer when it is complete: whoever holds the experts, no layer is begun before the one before is done.
         layers = [int(match[1]) for name in found if (match := re.match(r"model\.layers\.(\d+)\.", name))]
@@ -150,7 +150,7 @@ def test_every_rank_gets_every_tensor_bit_for_bit_in_the_planned_collectives(mod
 def to_the_first(rank, world, path, layout):
     """Bytes that each rank sends and receives where rank 0 alone gets the tensors; it stops after three the second time."""
     policy = build(path, "dense", layout, world)
-    exchange = WeightExchange(policy.exchange.map, policy.parallel, bucket_bytes=BUCKETS[0], to_first=True)
+    exchange = MegatronToHF(policy.exchange.map, policy.parallel, bucket_bytes=BUCKETS[0], to_first=True)
     mine, moved = policy.tensors(), {"sent": 0, "received": 0}
     exchange.plan(mine, "weights")
     send, receive = collectives.send, collectives.start_receive
@@ -218,8 +218,8 @@ def plan_kinds(rank, world, path, model, layout, modules, tamper=None):
     adapters = build(path, model, layout, world, tuner_type="lora", target_regex=modules).adapters
     if tamper is not None:
         tamper()
-    spoken, from_all = [], collectives.from_all
-    collectives.from_all = lambda value, group=None: spoken.append(value) or [value]
+    spoken, from_all = [], collectives.all_gather_object
+    collectives.all_gather_object = lambda value, group=None: spoken.append(value) or [value]
     mine = adapters.tensors()
     for _ in range(2):
         adapters.exchange.plan(mine, "adapter")
@@ -260,7 +260,7 @@ def stop_early(rank, world, path, tamper=None):
     plan = policy.exchange.plan(policy.tensors(), "weights")
     with wire() as counted:
         with pytest.raises(OSError) if rank == 0 else contextlib.nullcontext():
-            sync.push(policy, holder, version=1, verify=False)
+            weight_sync.push(policy, holder, version=1, verify=False)
         stream = policy.named_weights()
         next(stream)
         if rank == world - 1:
@@ -327,7 +327,7 @@ def arrives_late():
 
 def nobody_waits():
     arrives_late()
-    hf_export.Coming.wait = lambda self: None
+    hf_export.PendingBucket.wait = lambda self: None
 
 
 def a_bucket_is_filled_again():
@@ -351,7 +351,7 @@ def parts_that_are_whole_are_gathered_too():
 
     def over_everyone(self, *args, **kwargs):
         start(self, *args, **kwargs)
-        self._groups = {Part.WHOLE: None, **self._groups}
+        self._groups = {BucketPart.WHOLE: None, **self._groups}
 
     hf_export.PushPlan.__init__ = over_everyone
 
@@ -367,13 +367,13 @@ def expert_ranks_in_another_order():
 
 
 def experts_one_rank_after_the_other():
-    in_order = hf_export.WeightExchange._owned
+    in_order = hf_export.MegatronToHF._owned
 
     def by_rank(self, name, tensor):
         one = in_order(self, name, tensor)
         return dataclasses.replace(one, place=(one.expert_rank * 1000 + one.place[0], *one.place[1:]))
 
-    hf_export.WeightExchange._owned = by_rank
+    hf_export.MegatronToHF._owned = by_rank
 
 
 def alone_whatever_the_cut():
@@ -383,17 +383,17 @@ def alone_whatever_the_cut():
 
 
 def merging_is_left_out():
-    hf_export.Own.tensor = lambda self, name, slot: self._mine[name].detach()
+    hf_export.LocalTensors.tensor = lambda self, name, slot: self._mine[name].detach()
 
 
 def all_are_merged():
-    stream = hf_export.WeightExchange.stream
-    hf_export.WeightExchange.stream = lambda self, mine, kind, prepare=None: stream(self, mine, kind, prepare=lambda t: t * 1.01)
+    stream = hf_export.MegatronToHF.stream
+    hf_export.MegatronToHF.stream = lambda self, mine, kind, prepare=None: stream(self, mine, kind, prepare=lambda t: t * 1.01)
 
 
 def planned_by_what_this_rank_has():
-    plan = hf_export.WeightExchange.plan
-    hf_export.WeightExchange.plan = lambda self, mine, kind: plan(self, mine, str(sorted((n, t.dtype) for n, t in mine.items())))
+    plan = hf_export.MegatronToHF.plan
+    hf_export.MegatronToHF.plan = lambda self, mine, kind: plan(self, mine, str(sorted((n, t.dtype) for n, t in mine.items())))
 
 
 def who_stops_leaves():
@@ -406,7 +406,7 @@ def who_stops_leaves():
 
 
 def who_fails_leaves():
-    sync._Counted.finish = lambda self: None
+    weight_sync._Counted.finish = lambda self: None
 
 
 def sent_before_there_is_room():

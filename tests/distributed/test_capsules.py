@@ -199,13 +199,13 @@ def test_what_living_ranks_leave_behind_replays_if_it_is_all_there(dense, batche
         witness = kept.witness_of(policy, cfg, dense, tmp_path)
 
         def hang(batch, beside=None):
-            witness.leave_behind("a rank hangs (rank_heartbeat_timeout 300 s)")
+            witness.dump_on_hang("a rank hangs (rank_heartbeat_timeout 300 s)")
             raise Hangs
 
         policy.train_step = hang
         with pytest.raises(Hangs):
             kept.take(policy, witness, kept.fresh(batches[0]), 0)
-        witness.leave_behind("between two steps nothing is left behind")
+        witness.dump_on_hang("between two steps nothing is left behind")
 
     run_ranks(body, 2, timeout=120)
     [path] = tmp_path.glob("step_*")

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_grpo.types import AnchoredSample, Progress, Sample
+from megatron_grpo.types import Progress, Sample, SampleWithOldLogprobs
 from tests.ranks import run_ranks
 
 LAYERS = 4
@@ -213,7 +213,7 @@ def pending_samples():
 
     return [
         Sample(**fields(0, 5)),
-        AnchoredSample(**fields(1, 9), old_logprobs=-rng.random(9, dtype=np.float32), anchored_by="recompute"),
+        SampleWithOldLogprobs(**fields(1, 9), old_logprobs=-rng.random(9, dtype=np.float32), anchored_by="recompute"),
         Sample(**fields(2, 4)),
     ]
 

@@ -42,5 +42,5 @@ def test_a_process_without_a_job_is_a_job_of_one():
     from megatron_grpo.parallel import collectives
 
     assert (collectives.rank(), collectives.num_ranks(), collectives.has_job()) == (0, 1, False)
-    assert collectives.from_all("x") == ["x"] and collectives.from_first("x") == "x"
-    assert collectives.exchange({0: "x"}) == ["x"] and collectives.largest(2.0) == 2.0
+    assert collectives.all_gather_object("x") == ["x"] and collectives.broadcast_object("x") == "x"
+    assert collectives.exchange({0: "x"}) == ["x"] and collectives.all_reduce_max(2.0) == 2.0

@@ -148,14 +148,14 @@ def engine_at(path, rank, world_size, *, tp=1):
 
 
 def stage(environment, *, template=TEMPLATE, history="template", max_turns=3, timeout=1.0):
-    from megatron_grpo.environments.play import Stage
-    from megatron_grpo.environments.transcript import ChatTemplate
+    from megatron_grpo.environments.episode_runner import EpisodeRunnerFactory
+    from megatron_grpo.environments.trajectory import ChatTemplate
 
     tokenizer = chat_tokenizer(template)
     limits = dict(
         max_turns=max_turns, max_completion_length=300, max_model_len=800, timeout=timeout, concurrency=64, history=history,
     )  # fmt: skip
-    return Stage(environment=environment, template=ChatTemplate(tokenizer, end_ids=[2, 0]), system=None, **limits)
+    return EpisodeRunnerFactory(environment=environment, template=ChatTemplate(tokenizer, end_ids=[2, 0]), system=None, **limits)
 
 
 def prompts(count: int, template: str = TEMPLATE, **columns) -> list[Prompt]:

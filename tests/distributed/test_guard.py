@@ -154,7 +154,7 @@ def test_rows_are_named_by_the_number_that_is_wrong_with_them_and_spikes_by_thei
     layout, (first, second) = cases.LAYOUTS["DP2"], batches["qwen3"]
 
     def body(rank, world):
-        from megatron_grpo.policy.guard import PlausibleGuard
+        from megatron_grpo.policy.guard import GradNormSpikeCheck
 
         found = []
         policy = cases.build(models["qwen3"], cases.settings(micro_batch_size=2, **layout.settings), world)
@@ -165,7 +165,7 @@ def test_rows_are_named_by_the_number_that_is_wrong_with_them_and_spikes_by_thei
 
         policy = cases.build(models["qwen3"], cases.settings(**layout.settings), world, policy.parallel)
         usual = policy.train_step(cases.batch_of(policy, first, 0)).metrics["grad_norm"]
-        policy.guard = PlausibleGuard(above=10 * usual)
+        policy.guard = GradNormSpikeCheck(above=10 * usual)
         with spoilt(policy, BAD_RANK, lambda gradient: 1e6 * gradient):
             trained, same, _ = nothing_moved(policy, lambda: policy.train_step(cases.batch_of(policy, second, 1)))
         assert same and 10 * usual < trained.metrics["grad_norm"] < math.inf
@@ -210,13 +210,13 @@ def test_a_row_that_the_policy_cannot_score_trains_nothing_more(models, batches)
     def body(rank, world):
         from types import SimpleNamespace
 
-        from megatron_grpo.trainer.pending import Pending
-        from megatron_grpo.types import Row
+        from megatron_grpo.trainer.sample_buffer import SampleBuffer
+        from megatron_grpo.types import TrainingRow
 
         policy = cases.build(models["qwen3"], cases.settings(**layout.settings), world)
-        rows = {sample.key: Row.of(sample, home=policy.cut.home_of(sample.row)) for sample in first}
+        rows = {sample.key: TrainingRow.of(sample, home=policy.cut.dp_rank_of(sample.row)) for sample in first}
         mine = {sample.key: sample for sample in first if rows[sample.key].home == policy.parallel.dp_rank}
-        pending = Pending(parallel=policy.parallel, cut=policy.cut, rows=rows, samples=mine)
+        pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut, rows=rows, samples=mine)
         score = policy.scorer.anchors
 
         def without_numbers(micro_batches):

@@ -73,12 +73,12 @@ def scored(rank: int, world: int, models, samples, settings: dict, teachers: tup
     """{(teacher, which of `more`): {row: what it says}} of the rows whose home this rank is. For `run_ranks`."""
     from dataclasses import replace
 
-    from megatron_grpo.base.activity import Clock
+    from megatron_grpo.base.activity import Timers
     from megatron_grpo.batching.batch_sizes import BatchSizes
     from megatron_grpo.planning.memory import held_stages
     from megatron_grpo.planning.models import rules_of
     from megatron_grpo.run.build.engines import build_held_teacher
-    from megatron_grpo.trainer.pending import Pending
+    from megatron_grpo.trainer.sample_buffer import SampleBuffer
     from megatron_grpo.weights.shape import ModelShape
 
     parallel, found = cases.join(cases.settings(**settings), world), {}
@@ -87,8 +87,8 @@ def scored(rank: int, world: int, models, samples, settings: dict, teachers: tup
         shape = ModelShape.from_pretrained(models[student])
         for number, others in enumerate(more):
             cfg = cases.settings(temperature=TEMPERATURE, teacher_model=str(models[name]), **settings | others)
-            teacher = build_held_teacher(cfg, shape, parallel, teacher_path=models[name], clock=Clock())
-            pending = Pending(parallel=parallel, cut=teacher._scorer.cut).restored(samples if parallel.is_main else [])
+            teacher = build_held_teacher(cfg, shape, parallel, teacher_path=models[name], clock=Timers())
+            pending = SampleBuffer(parallel=parallel, cut=teacher._scorer.cut).restored(samples if parallel.is_main else [])
             for _ in range(2):  # the second time it comes back from the host, where it goes there
                 found[name, number] = teacher(pending.placed(pending.rows))
             weights = [parameter for chunk in teacher._scorer.model for parameter in chunk.parameters()]

@@ -20,7 +20,7 @@ def test_steps_from_cumulative_lengths_equal_float64(tmp_path, name):
         import megatron.core.extensions.transformer_engine as extensions
         import torch
 
-        from megatron_grpo.policy import layers, model, stream
+        from megatron_grpo.policy import layers, model, packed_batch
         from megatron_grpo.types import Segment
 
         local, calls = layers.PackedAttention, []
@@ -38,7 +38,7 @@ def test_steps_from_cumulative_lengths_equal_float64(tmp_path, name):
                 segments = [Segment(start=a, end=b, length=b - a) for a, b in zip(cu, cu[1:], strict=False)]
                 assert packed_seq_params.max_seqlen_q == max(segment.length for segment in segments)
                 group = self.local.cp_group
-                packed = stream.packed_stream(segments, group.size(), group.rank(), torch.from_numpy)
+                packed = packed_batch.packed_stream(segments, group.size(), group.rank(), torch.from_numpy)
                 calls.append(len(segments))
                 return self.local(query[:, None], key[:, None], value[:, None], None, packed_seq_params=packed).squeeze(1)
 

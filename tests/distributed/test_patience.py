@@ -20,12 +20,12 @@ def test_ranks_wait_for_a_slow_one_longer_than_a_collective_may_take():
         short = dist.new_group(timeout=datetime.timedelta(seconds=1.0))
         if rank == 1:
             time.sleep(3.0)  # above the group's limit of one second
-        collectives.wait_patiently()
-        assert collectives.from_all(rank, short) == [0, 1]
+        collectives.barrier_with_timeout()
+        assert collectives.all_gather_object(rank, short) == [0, 1]
         if rank == 1:  # and without it
             time.sleep(3.0)  # above the group's limit of one second
         try:
-            collectives.from_all(rank, short)
+            collectives.all_gather_object(rank, short)
         except RuntimeError:
             return "ended"
         return "went on"

@@ -26,7 +26,7 @@ def measured(rank, world, path, cfg):
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 
-    from megatron_grpo.policy.room import ROLES
+    from megatron_grpo.policy.memory_offload import ROLES
     from megatron_grpo.run.build.policy import build_policy
 
     policy = build_policy(cfg, join(cfg, world), model_path=path, num_steps=100, offload=ROLES)

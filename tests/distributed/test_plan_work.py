@@ -8,7 +8,7 @@ from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.planning.activations import kept_by_linears, layer_bytes
 from megatron_grpo.planning.cost import work_of
 from megatron_grpo.planning.parameters import Tuning
-from megatron_grpo.planning.token_counts import Step
+from megatron_grpo.planning.token_counts import StepTokens
 from megatron_grpo.weights.shape import ModelShape
 from tests import parity_cases as cases
 from tests.ranks import run_ranks
@@ -36,7 +36,7 @@ def measured(rank, world, path, runs):
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from megatron_grpo.policy.stream import to_local
+    from megatron_grpo.policy.packed_batch import to_local
 
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -102,7 +102,7 @@ def test_flops_are_those_that_are_counted(model, found, run):
 
 def test_flops_of_a_prompt_that_is_computed_once_are_those_that_are_counted(model, found):
     cfg, shape, tuning, sizes = told(model, SHARED)
-    step = Step.of(0.0, sizes, cfg, [(PROMPT, COMPLETION)] * 8)
+    step = StepTokens.of(0.0, sizes, cfg, [(PROMPT, COMPLETION)] * 8)
     *_, tokens, trained = found["shared"]
     assert step.shared.tokens == tokens == PROMPT + 8 * (COMPLETION - 1)
     work = work_of(shape, tuning, tokens, squares=step.shared.squares, head_positions=trained)

@@ -88,7 +88,7 @@ def trainer(rank, world, path, named, out, *, timeout=60.0, parallel=None, **cha
     """(policy, engine, publisher) of one rank, as `build` makes them. parallel: of the first one in this process."""
     from megatron_grpo.rollout.adapters import lora_push
     from megatron_grpo.run.build.run import build_publisher
-    from megatron_grpo.servers.fleet import needs_of
+    from megatron_grpo.servers.server_group import needs_of
     from megatron_grpo.servers.servers import ServerEngine
     from megatron_grpo.weights.shape import ModelShape
     from tests.parity_cases import build, settings
@@ -208,10 +208,10 @@ ENDS = tuple(range(4, 128, 3))
 
 def play_on(engine):
     """A sampler of episodes over this engine; its environment says the number of the turn."""
+    from megatron_grpo.environments.episode_runner import EpisodeRunnerFactory
     from megatron_grpo.environments.episodes import Episodes
-    from megatron_grpo.environments.play import Stage
     from megatron_grpo.environments.protocol import Environment
-    from megatron_grpo.environments.transcript import ChatTemplate
+    from megatron_grpo.environments.trajectory import ChatTemplate
     from tests.tiny_models import word_tokenizer
 
     class Counts(Environment):
@@ -221,7 +221,9 @@ def play_on(engine):
     tokenizer = word_tokenizer(128)
     tokenizer.chat_template = CHAT
     limits = dict(max_turns=3, max_completion_length=40, max_model_len=60, timeout=10.0, concurrency=8)
-    return Episodes(engine, Stage(environment=Counts, template=ChatTemplate(tokenizer, end_ids=[2, *ENDS]), system=None, **limits))
+    return Episodes(
+        engine, EpisodeRunnerFactory(environment=Counts, template=ChatTemplate(tokenizer, end_ids=[2, *ENDS]), system=None, **limits)
+    )
 
 
 def questions(count):
@@ -249,7 +251,7 @@ def play_inside(rank, world, path):
 
 def play_and_lose(rank, world, path, named, out):
     """The same episodes on all servers; then with one whose connection breaks in mid-episode; then with all, which are taken up again."""
-    from megatron_grpo.servers.http import Gone
+    from megatron_grpo.servers.http import ServerGoneError
     from tests.unit.trainer.test_rollouts import generator_of
 
     found = []
@@ -259,7 +261,7 @@ def play_and_lose(rank, world, path, named, out):
             losses = []
             if rank == 0:
                 for member in engine._pusher.fleet.used[:num_lost]:
-                    break_after(member, 5, Gone, losses)
+                    break_after(member, 5, ServerGoneError, losses)
             how = dataclasses.replace(cut(n=4, length=40), stop_token_ids=ENDS)
             sampler = generator_of(play_on(engine), again=lambda version=version: publisher.publish(version))
             groups = sampler.generate(questions(8), how, seed=SEED)
@@ -336,11 +338,11 @@ def run_of(rank, world, flags):
     import sys
 
     from megatron_grpo.cli import main
-    from megatron_grpo.servers import http, pushing
+    from megatron_grpo.servers import http, weight_broadcast
 
     if "server" in flags:
         sys.modules["vllm"] = None
-    http.SILENCE, pushing.LINK_SECONDS = 3.0, 5.0
+    http.SILENCE, weight_broadcast.LINK_SECONDS = 3.0, 5.0
     return main(["train", *flags])
 
 
@@ -390,7 +392,7 @@ def push_wrong_tensors(rank, world, path, named, out):
     """A tensor that does not come, and one that comes wrong: the run hears which, and of which server; the next push is right."""
     from dataclasses import replace
 
-    from megatron_grpo.trainer.sync import WeightSyncError
+    from megatron_grpo.trainer.weight_sync import WeightSyncError
 
     with trainer(rank, world, path, named, out) as (policy, engine, publisher):
         publisher.publish(0)
@@ -438,9 +440,9 @@ def test_one_run_has_a_server_and_its_latest_process_is_that_run(models, servers
 
 def when_answered(rank, count, act):
     """On rank 0: acts once so many prompts were answered from now on; returns their lines."""
-    from megatron_grpo.servers import asking
+    from megatron_grpo.servers import requests
 
-    heard, decode = [], asking.wire.decode_line
+    heard, decode = [], requests.wire.decode_line
 
     def listen(cls, line):
         answer = decode(cls, line)
@@ -451,15 +453,15 @@ def when_answered(rank, count, act):
         return answer
 
     if rank == 0:
-        asking.wire.decode_line = listen
+        requests.wire.decode_line = listen
     return heard
 
 
 def freeze(rank, world, path, named, out, pid):
     """A server stands still in the middle of a question, and thaws: it is used again after the next push."""
-    from megatron_grpo.servers import fleet, http
+    from megatron_grpo.servers import http, server_group
 
-    http.SILENCE, fleet.SECONDS_BETWEEN_SIGNS = 4.0, 0.5
+    http.SILENCE, server_group.SECONDS_BETWEEN_SIGNS = 4.0, 0.5
     with trainer(rank, world, path, named, out) as (policy, engine, publisher):
         publisher.publish(0)
         when_answered(rank, 5, lambda: os.killpg(pid, signal.SIGSTOP))
@@ -601,7 +603,7 @@ def ask_rounds(rank, world, paths, named, out, folder):
             publisher.publish(number)
 
         restoring = generator_of(engine, again=restore)
-        while not collectives.from_first((folder / "stop").exists()):
+        while not collectives.broadcast_object((folder / "stop").exists()):
             which, start = number % len(paths), time.monotonic()
             counts.clear()
             policy.exchange.load(policy.chunks, HfReader(paths[which]))
@@ -609,7 +611,7 @@ def ask_rounds(rank, world, paths, named, out, folder):
             groups = restoring.generate(prompts(PROMPTS_OF_FAULTS), sampling(4, 32), seed=SEED)
             assert {group.version for group in groups} <= {number}
             mine = dict(zip((group.prompt.number for group in groups), tokens_of(groups), strict=True))
-            parts = collectives.from_all([(number, tokens) for number, tokens in mine.items()])
+            parts = collectives.all_gather_object([(number, tokens) for number, tokens in mine.items()])
             if rank == 0:
                 all_of_them = [pair for part in parts for pair in part]
                 found, known = dict(all_of_them), folder / f"answers_{which}.json"

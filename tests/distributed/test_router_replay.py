@@ -71,13 +71,13 @@ def test_r2_records_what_every_token_took_and_replaying_it_changes_nothing(made,
     layout = cases.LAYOUTS[layout]
 
     def body(rank, world):
-        from megatron_grpo.trainer.pending import Pending
+        from megatron_grpo.trainer.sample_buffer import SampleBuffer
 
         cfg = cases.settings(**layout.settings, micro_batch_size=2, router_replay_mode="R2")
         policy = cases.build(path, cfg, world)
         [samples] = cases.stored_rollout(path, vocab=125, groups=GROUPS, stale=0)
         stale = [dataclasses.replace(sample, version=-1, fresh_at=-1) for sample in samples]
-        pending = Pending(parallel=policy.parallel, cut=policy.cut).restored(stale if rank == 0 else [])
+        pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(stale if rank == 0 else [])
         slices = tuple((0, number) for number in range(len(stale) // policy.cut.rows_per_slice))
         pending = pending.anchored(policy.scorer, SimpleNamespace(anchors=slices))
         step = cases.step_of(stale, 0, policy.cut.rows_per_slice)
@@ -193,7 +193,7 @@ def test_replay_brings_the_trainer_nearer_to_the_sampler_in_bfloat16(tmp_path):
 @contextlib.contextmanager
 def experts_otherwise(change):
     """Micro-batches whose experts are `change(experts, batch)`."""
-    from megatron_grpo.trainer import pending
+    from megatron_grpo.trainer import sample_buffer as pending
 
     right = pending.collate_samples
 

@@ -49,7 +49,7 @@ def long_answers(length, server, body):
     for request in body.requests:
         rng = np.random.default_rng(request.seed)
         drawn = [
-            wire.Drawn(tokens=rng.integers(4, 128, length, np.int32), logprobs=-rng.random(length, np.float32),
+            wire.SampledCompletion(tokens=rng.integers(4, 128, length, np.int32), logprobs=-rng.random(length, np.float32),
                        text="x" * 8, reason="length", versions=((1, 0, length),))
             for _ in range(request.n)
         ]  # fmt: skip
@@ -63,20 +63,20 @@ def deliver_answers(rank, world, path, groups, length):
     from megatron_grpo.parallel.layout import Layout
     from megatron_grpo.parallel.state import start
     from megatron_grpo.rollout.engine import SamplingSettings
-    from megatron_grpo.servers.fleet import Fleet, Needs
     from megatron_grpo.servers.http import Server
-    from megatron_grpo.servers.pushing import Pusher
+    from megatron_grpo.servers.server_group import ServerRequirements, TrainingServerGroup
     from megatron_grpo.servers.servers import ServerEngine
-    from megatron_grpo.trainer.pending import deliver
+    from megatron_grpo.servers.weight_broadcast import WeightBroadcaster
+    from megatron_grpo.trainer.sample_buffer import deliver
     from megatron_grpo.types import Prompt
 
     parallel = start(Layout(world_size=world, tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1))
     server = SmallServer(partial(long_answers, length), max_num_seqs=64, max_model_len=length + 8) if rank == 0 else None
 
     def pusher():
-        fleet = Fleet(lambda: [server.address], partial(Server, token=TOKEN, incarnation="1"), run="ours", incarnation="1",
-                      needs=Needs(max_model_len=length + 8), timeout=20.0)  # fmt: skip
-        return Pusher(fleet, device=parallel.device, bucket_bytes=1 << 20)
+        fleet = TrainingServerGroup(lambda: [server.address], partial(Server, token=TOKEN, incarnation="1"), run="ours", incarnation="1",
+                      needs=ServerRequirements(max_model_len=length + 8), timeout=20.0)  # fmt: skip
+        return WeightBroadcaster(fleet, device=parallel.device, bucket_bytes=1 << 20)
 
     engine = ServerEngine(pusher, tokenizer=AutoTokenizer.from_pretrained(path), vocab_size=128)
     if server is not None:

@@ -35,7 +35,7 @@ def written(at, kind):
 def opened(folder, **settings):
     from megatron_grpo.config.config import DataConfig
     from megatron_grpo.data.chat import load_tokenizer
-    from megatron_grpo.data.eyes import eyes_of
+    from megatron_grpo.data.image_processing import eyes_of
     from megatron_grpo.data.prompts import open_stream
 
     cfg = DataConfig(dataset=str(folder / "rows.jsonl"), dataset_shuffle=False, **settings)
@@ -140,7 +140,7 @@ def told(folder):
 def traps(engine, model, folder, prompts, sampling):
     """What each wrong way of asking comes to; a sentence, or a difference in nats."""
     from megatron_grpo.base.errors import RunError
-    from megatron_grpo.data.eyes import Eyes
+    from megatron_grpo.data.image_processing import ImageProcessorSpec
     from megatron_grpo.rollout import vllm_requests
 
     found = {}
@@ -160,12 +160,15 @@ def traps(engine, model, folder, prompts, sampling):
     from transformers import AutoImageProcessor
 
     theirs = AutoImageProcessor.from_pretrained(folder / "model", backend="torchvision")
-    made, Eyes.patches = Eyes.patches, lambda self, image: theirs(images=[image], return_tensors="np")["pixel_values"]
+    made, ImageProcessorSpec.patches = (
+        ImageProcessorSpec.patches,
+        lambda self, image: theirs(images=[image], return_tensors="np")["pixel_values"],
+    )
     for prompt in prompts:
         for _, picture_ in prompt.pictures:
             picture_.album.cache = type(picture_.album.cache)()
     found["torchvision"] = worst(model, engine, prompts[3:])[0]
-    Eyes.patches = made
+    ImageProcessorSpec.patches = made
     found["processor"] = type(theirs).__name__
     return found
 

@@ -35,9 +35,9 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
     from megatron_grpo.parallel.layout import Layout
     from megatron_grpo.parallel.state import start
     from megatron_grpo.rollout.engine import SamplingSettings
-    from megatron_grpo.servers import asking, wire
-    from megatron_grpo.servers.fleet import Needs
+    from megatron_grpo.servers import requests, wire
     from megatron_grpo.servers.http import begun
+    from megatron_grpo.servers.server_group import ServerRequirements
     from megatron_grpo.servers.servers import ServerEngine
     from megatron_grpo.weights.buckets import WeightUpdate
     from megatron_grpo.weights.shape import ModelShape
@@ -49,7 +49,7 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
     engine = ServerEngine.build(
         RolloutConfig(vllm_mode="server", vllm_server_host=[f"@{address_file}"], vllm_server_timeout=60.0), model_path=folder / "model",
         shape=ModelShape.from_pretrained(folder / "model"), output_dir=Path(out), device=torch.device("cpu"), eyes=eyes,
-        needs=Needs(max_model_len=192, limit_images=2, max_pixels=eyes.max_pixels),
+        needs=ServerRequirements(max_model_len=192, limit_images=2, max_pixels=eyes.max_pixels),
     )  # fmt: skip
     engine.score = lambda probes: next(iter(engine.scores(probes).values()))
     named = load_file(folder / "model" / "model.safetensors")
@@ -59,7 +59,7 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
         engine.take(WeightUpdate(kind="weights", version=version, tensors=iter(tensors.items()), moves_tower=tower))
 
     sent = []
-    but = asking.ToSend.but
+    but = requests.ToSend.but
 
     def counted(self, known, keys):
         found = but(self, known, keys)
@@ -67,7 +67,7 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
             sent[-1] += len(found)
         return found
 
-    asking.ToSend.but = counted
+    requests.ToSend.but = counted
     told = {}
     try:
         push(named, 1, True)
@@ -109,7 +109,7 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
         told["damaged"] = by_key["1"].error
         assert by_key["2"].lacks == ("who",)
     finally:
-        asking.ToSend.but = but
+        requests.ToSend.but = but
         engine.close()
     assert np.isfinite(told["pushed"]).all()
     return told

@@ -102,10 +102,10 @@ def test_adapters_train_alike_where_prompts_are_computed_once(made, tmp_path):
 @contextlib.contextmanager
 def collated_otherwise(change):
     """Micro-batches as `change(batch)` makes them. TrainingMicroBatches alone: the reference scores the same ones."""
-    from megatron_grpo.trainer import pending
+    from megatron_grpo.trainer import sample_buffer
 
-    right = pending.collate_samples
-    with mock.patch.object(pending, "collate_samples", lambda *args, **how: change(right(*args, **how))):
+    right = sample_buffer.collate_samples
+    with mock.patch.object(sample_buffer, "collate_samples", lambda *args, **how: change(right(*args, **how))):
         yield
 
 

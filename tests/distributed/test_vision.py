@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_grpo.checkpoint.distributed import read_sharded
-from megatron_grpo.weights.towers import part_of
+from megatron_grpo.weights.vision_towers import part_of
 from tests import parity_cases as cases
 from tests import vision_cases as vision
 from tests.checkpoint_files import write_sharded

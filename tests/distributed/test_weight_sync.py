@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.vllm_weights import WeightLoader
-from megatron_grpo.trainer.sync import Publisher, WeightSyncError, check_weights, push
+from megatron_grpo.trainer.weight_sync import WeightSyncError, WeightSyncManager, check_weights, push
 from megatron_grpo.weights.buckets import WeightUpdate
 from tests.distributed.test_rollout import PROMPTS, SAMPLING, engine_at, tokens_of
 from tests.parity_cases import build, settings
@@ -274,7 +274,7 @@ def test_without_a_table_the_reload_stays_and_says_why(checkpoints):
     paths = checkpoints("qwen3_moe")
 
     def body(rank, world_size):
-        from megatron_grpo.rollout import vllm_layout, vllm_weights
+        from megatron_grpo.rollout import vllm_weight_layout, vllm_weights
 
         with engine_at(paths[0], rank, world_size) as engine:
             policies, said = [HfPolicy(path) for path in paths], []
@@ -287,15 +287,15 @@ def test_without_a_table_the_reload_stays_and_says_why(checkpoints):
                     assert push(policies[version % 2], engine, version=version, verify=True).logp_difference_max < 1e-4
                 assert engine._weights.table is None and engine._weights.reason == said.pop() == why and not said
 
-            plain, vllm_layout.PLAIN = vllm_layout.PLAIN, ("UnquantizedLinearMethod",)
+            plain, vllm_weight_layout.PLAIN = vllm_weight_layout.PLAIN, ("UnquantizedLinearMethod",)
             refused("lm_head is loaded by vLLM's UnquantizedEmbeddingMethod")
-            vllm_layout.PLAIN = plain
+            vllm_weight_layout.PLAIN = plain
 
-            of, vllm_layout.Place.of = vllm_layout.Place.of, classmethod(shifted)  # the lesson is learnt wrong
+            of, vllm_weight_layout.Place.of = vllm_weight_layout.Place.of, classmethod(shifted)  # the lesson is learnt wrong
             refused("model.layers.0.self_attn.qkv_proj has other bits when it is loaded without vLLM")
-            vllm_layout.Place.of = of
+            vllm_weight_layout.Place.of = of
 
-            class Deaf(vllm_layout.Lesson):  # vLLM transforms a tensor on its way
+            class Deaf(vllm_weight_layout.WeightLayoutRecorder):  # vLLM transforms a tensor on its way
                 def heard(self, named):
                     return ((name, tensor * 1 if "q_norm" in name else tensor) for name, tensor in super().heard(named))
 
@@ -335,12 +335,12 @@ def test_nothing_is_pushed_that_the_engine_has(checkpoints):
 
     def body(rank, world_size):
         with engine_at(paths[0], rank, world_size) as engine:
-            assert Publisher(None, engine, verify=False).publish(0) is None  # no policy is asked for anything
-            first = Publisher(HfPolicy(paths[0]), engine, verify=True)
+            assert WeightSyncManager(None, engine, verify=False).publish(0) is None  # no policy is asked for anything
+            first = WeightSyncManager(HfPolicy(paths[0]), engine, verify=True)
             assert first.publish(0).num_tensors == 0 and engine.version == 0  # the engine read the checkpoint by itself: looked at once
             assert first.publish(0) is None
             with pytest.raises(WeightSyncError, match="does not sample from the weights of version 0"):
-                Publisher(HfPolicy(paths[1]), engine, verify=True).publish(0)
+                WeightSyncManager(HfPolicy(paths[1]), engine, verify=True).publish(0)
             with engine.awake():
                 assert engine.generate([], SAMPLING, seed=0) == []
             pushed = push(HfPolicy(paths[1]), engine, version=7, verify=False)
@@ -395,10 +395,10 @@ def test_an_engine_holds_one_moe_layer_at_most_whoever_has_the_experts(tmp_path)
     def body(rank, world_size):
         from vllm.model_executor.model_loader.reload import layerwise
 
-        from megatron_grpo.rollout.vllm_layout import Lesson, Unit
+        from megatron_grpo.rollout.vllm_weight_layout import Unit, WeightLayoutRecorder
 
         policy, lessons, filling = build(path, settings(expert_model_parallel_size=2), world_size), [], {}
-        listen, targets, finish = Lesson.__init__, Unit.targets, Unit.finish
+        listen, targets, finish = WeightLayoutRecorder.__init__, Unit.targets, Unit.finish
 
         def listened(lesson, *arguments):
             listen(lesson, *arguments)
@@ -413,7 +413,7 @@ def test_an_engine_holds_one_moe_layer_at_most_whoever_has_the_experts(tmp_path)
             finish(unit, *arguments)
             del filling[unit]
 
-        Lesson.__init__, Unit.targets, Unit.finish = listened, begun, finished
+        WeightLayoutRecorder.__init__, Unit.targets, Unit.finish = listened, begun, finished
 
         def held():
             """Bytes that wait in the engine for the rest of their layer."""

@@ -1,6 +1,7 @@
 """Whole runs whose answers come from a table, in seconds and without vLLM; and the same runs by transformers in float64.
 
-The other side shares with the package the prompts' order and the rows of each step (`Timetable`, walked by tests of its own), and nothing
+The other side shares with the package the prompts' order and the rows of each step (`TrainingSchedule`, walked by tests of its own), and
+nothing
 else: it computes old log-probs itself, when a rollout is sampled, for every row.
 """
 
@@ -62,7 +63,7 @@ def train(rank: int, world_size: int, flags: list[str], *, draws: bool = False) 
 def expected(flags: list[str], world_size: int, score: Callable[[Completion, Prompt], float]) -> Any:
     """`tests.parity_cases.Trained` of the run that these flags describe, with one reward function: `score`."""
     from megatron_grpo.batching.batch_sizes import BatchSizes
-    from megatron_grpo.batching.timetable import Timetable
+    from megatron_grpo.batching.schedule import TrainingSchedule
     from megatron_grpo.config.parse import resolve
     from megatron_grpo.data.chat import load_tokenizer
     from megatron_grpo.data.prompts import open_stream
@@ -71,7 +72,7 @@ def expected(flags: list[str], world_size: int, score: Callable[[Completion, Pro
     cfg = resolve(flags, launcher_world_size=world_size)
     stream = open_stream(cfg.data, load_tokenizer(cfg.model.model), seed=cfg.run.seed)
     sizes = BatchSizes.from_config(cfg)
-    table = Timetable(sizes, cfg.run.max_steps, len(stream), cfg.data.dataset_drop_last)
+    table = TrainingSchedule(sizes, cfg.run.max_steps, len(stream), cfg.data.dataset_drop_last)
     stream.whole = sizes.num_rollout_prompts if cfg.data.dataset_drop_last else 1
     answer = answers_of(cfg, cfg.model.model)
 

@@ -27,7 +27,7 @@ def engine(cfg, inputs, parallel):
             return False
 
     def slowly(prompt, place, version):
-        while waits(version) and not made.gives_up():
+        while waits(version) and not made.should_cancel():
             (pace / f"waits.{parallel.rank}").touch()
             time.sleep(0.02)
         return answer(prompt, place, version)

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.link import LinkError
+from megatron_grpo.servers.weight_transfer import LinkError
 from tests.servers import TOKEN, Asked, Refusal, Server, Trainer, push
 from tests.small_server import certificate_in
 from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
@@ -110,7 +110,7 @@ def gap_of_samples(answers: dict[str, wire.Answer], model) -> float:
 
 
 def gap_of_scores(server: Server, model) -> float:
-    found = wire.decode(wire.Scores, server.call("/score", wire.Score(sequences=tuple(prompts(4, 66)))))
+    found = wire.decode(wire.ScoreResponse, server.call("/score", wire.Score(sequences=tuple(prompts(4, 66)))))
     return max(float(np.abs(hf_logprobs(model, list(ids)).numpy() - np.array(row)).max())
                for ids, row in zip(prompts(4, 66), found.logprobs, strict=True))  # fmt: skip
 
@@ -203,7 +203,7 @@ def test_a_stranger_with_the_token_is_told_to_claim_and_changes_nothing(plain):
 # ---- weights
 
 
-class GivenUp(Exception):
+class CancelledError(Exception):
     pass
 
 
@@ -213,10 +213,10 @@ def give_up(link, server: Server, named) -> None:
     def source():
         for name, tensor in named:
             yield name, torch.randn_like(tensor)
-        raise GivenUp
+        raise CancelledError
 
     told = Asked(lambda: server.state("/weights", wire.WeightPush(version=1, link=link.name)))
-    with pytest.raises(GivenUp):
+    with pytest.raises(CancelledError):
         link.send(source(), 5000)
     status, says = refusal(told.answer)
     assert status == 500 and "the trainer gave up this push" in says

@@ -20,21 +20,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_grpo.base.activity import Clock
-from megatron_grpo.base.errors import Interrupted, NobodySamples, RunError
-from megatron_grpo.batching.split import BatchCut
-from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.base.activity import Timers
+from megatron_grpo.base.errors import NoRolloutServerError, RunError, RunInterruptedError
+from megatron_grpo.batching.schedule import TrainingSchedule
+from megatron_grpo.batching.split import BatchPartitioner
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo.advantages import advantages
 from megatron_grpo.grpo.loss import token_weights
-from megatron_grpo.policy.guard import Culprit, Refusal, Skips
+from megatron_grpo.policy.guard import BadMicroBatch, SkipCounter, SkippedStep
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.scripted import ScriptedEngine
 from megatron_grpo.train import Run, agreed, train
-from megatron_grpo.trainer.evaluate import Evaluator, Question
+from megatron_grpo.trainer.evaluate import EvaluationSpec, Evaluator
 from megatron_grpo.trainer.generation import RolloutGenerator
 from megatron_grpo.trainer.rollouts import Rollouts, harvest
-from megatron_grpo.types import Progress, ScoredGroup, Verdict, answered
+from megatron_grpo.types import GroupMetadata, Progress, ScoredGroup, answered
 from megatron_grpo.weights.buckets import WeightUpdate
 from tests.unit.batching.test_timetable import Walk, table_of
 from tests.unit.trainer.test_rollouts import OneRank, Stream
@@ -77,12 +77,12 @@ class Killed(Exception):
 class Policy:
     """Its weights are the number of steps in which its optimizer has acted. refuses: steps in which the guard forbids it."""
 
-    cut: BatchCut
+    cut: BatchPartitioner
     version: int = 0
     ends: dict[int, str] = field(default_factory=dict)  # step -> how the process ends in it
     refuses: Collection[int] = ()
     weights: int = 0
-    skips: Skips = Skips()
+    skips: SkipCounter = SkipCounter()
     has_trained: bool = False  # since somebody asked whether the run is to stop
     trained: dict[int, dict] = field(default_factory=dict)
 
@@ -124,15 +124,15 @@ class Policy:
         refused = batch.step in self.refuses
         self.skips = self.skips.after(refused=refused)
         if refused:
-            refusal = Refusal(why="this is a test", skips=self.skips, culprits=(culprit_of(batch),))
+            refusal = SkippedStep(why="this is a test", skips=self.skips, culprits=(culprit_of(batch),))
             return SimpleNamespace(metrics={}, logprobs={}, skipped=refusal.why, refusal=refusal)
         logprobs = {row: np.full(2, logprob(self.weights)) for micro in batch.micro_batches for row in micro.rows}
         self.weights += 1
         return SimpleNamespace(metrics={}, logprobs=logprobs, skipped=None, refusal=None)
 
 
-def culprit_of(batch) -> Culprit:
-    return Culprit(micro_batch=0, ranks=(0,), norm=math.inf, rows=batch.micro_batches[0].rows)
+def culprit_of(batch) -> BadMicroBatch:
+    return BadMicroBatch(micro_batch=0, ranks=(0,), norm=math.inf, rows=batch.micro_batches[0].rows)
 
 
 class Publisher:
@@ -146,7 +146,7 @@ class Publisher:
 
 class Journal:
     def __init__(self):
-        self.clock, self.evaluated, self.batches, self.refused = Clock(), {}, [], {}
+        self.clock, self.evaluated, self.batches, self.refused = Timers(), {}, [], {}
 
     def start(self, progress):
         pass
@@ -226,7 +226,7 @@ class Case:
     epoch: int = 0  # rollouts of an epoch, with whose last one an optimizer step ends
 
     @property
-    def table(self) -> Timetable:
+    def table(self) -> TrainingSchedule:
         table = table_of(self.sizes, self.num_steps, epoch=self.epoch, old_logprobs=self.old_logprobs)
         return replace(table, sizes=replace(table.sizes, async_rollout_depth=self.depth))
 
@@ -251,11 +251,11 @@ def run_to_its_end(case: Case) -> tuple[dict, dict, list]:
     trained, evaluated, batches = {}, {}, []
     for _ in range(len(ends) + 1):
         last, how = min(ends.items(), default=(case.num_steps, ""))
-        policy, journal = Policy(BatchCut(dp_size=1, micro_batch_size=2), ends=ends, refuses=case.refused), Journal()
+        policy, journal = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2), ends=ends, refuses=case.refused), Journal()
         try:
             train(run_of(case, policy, journal, disk, is_dropped_at=last if how == "drop" else None,
                          is_given_up_at=last if how == "give up" and last in case.comes_in else None))  # fmt: skip
-        except (Interrupted, Killed):
+        except (RunInterruptedError, Killed):
             del ends[last]
         disk.opened.set()
         for step, rows in policy.trained.items():
@@ -276,7 +276,7 @@ class Stop:
         has_trained, self.policy.has_trained = self.policy.has_trained, False
         return self.policy.ends.get(self.policy.version - has_trained) in (("stop", "drop") * has_trained + ("rest", "give up"))
 
-    def gives_up(self) -> bool:
+    def should_cancel(self) -> bool:
         is_sampling = len(self.journal.batches) == len(self.policy.trained)  # and not saving the step before
         return is_sampling and self.policy.ends.get(self.policy.version) == "give up"
 
@@ -298,15 +298,16 @@ def run_of(
 
     disk.stuck, disk.opened = stuck, threading.Event()
     engine, stream, stop = ScriptedEngine(slow), Stream(), Stop(policy, journal)
-    engine.gives_up = stop.gives_up
+    engine.should_cancel = stop.should_cancel
     generator = RolloutGenerator(engine, Judge(), sampling=SAMPLING, seed=0, clock=journal.clock, again=lambda: pytest.fail("pushed again"))
     return Run(
         timetable=case.table, parallel=OneRank(), policy=policy, engine=engine, publisher=Publisher(engine), prompts=stream,
         rollouts=Rollouts(generator, stream, cfg=case.grpo, timetable=case.table, policy=policy, journal=journal),
         checkpoints=disk, journal=journal, stop_drain_seconds=600.0 if is_dropped_at is None else 0.0,
         max_skipped_steps=case.max_skipped_steps, stop=stop, witness=lambda step, pending: nullcontext(),
-        evaluator=Evaluator(Question(sets={"eval": Stream().take(3)} if case.eval_every else {}, sampling=SAMPLING.greedy(), score="r"),
-                            engine, Judge(), every=case.eval_every, last_step=case.num_steps),
+        evaluator=Evaluator(EvaluationSpec(sets={"eval": Stream().take(3)} if case.eval_every else {},
+                                           sampling=SAMPLING.greedy(), score="r"), engine, Judge(),
+                            every=case.eval_every, last_step=case.num_steps),
     )  # fmt: skip
 
 
@@ -316,7 +317,7 @@ def slowly(case: Case) -> dict:
     stream, engine, rows, fresh, by = Stream(), ScriptedEngine(partial(answer, refused=case.refused)), {}, {}, {}
 
     def ask(prompts):
-        return [Verdict.of(one) for one in Judge()(engine.generate(prompts, SAMPLING, seed=0), places=[])]
+        return [GroupMetadata.of(one) for one in Judge()(engine.generate(prompts, SAMPLING, seed=0), places=[])]
 
     def are_dead(verdicts):  # one by one; the run itself asks for all of a round at once
         return [bool(advantages([verdict.rewards], case.grpo, [1.0]).is_dead[0]) for verdict in verdicts]
@@ -398,7 +399,7 @@ def test_a_run_may_go_on_at_another_depth_and_may_be_made_longer(size, parts, ol
     for depth, steps in parts:
         end += steps
         case = Case(size, end, depth=depth, old_logprobs=old)
-        policy = Policy(BatchCut(dp_size=1, micro_batch_size=2))
+        policy = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2))
         train(run_of(case, policy, Journal(), disk, is_dropped_at=None))
         trained |= policy.trained
     once = slowly(Case(size, end, depth=0, old_logprobs=old))
@@ -421,20 +422,20 @@ def test_a_run_may_go_on_at_another_depth_and_may_be_made_longer(size, parts, ol
 def test_where_nobody_samples_any_more_the_run_is_saved_without_what_was_being_sampled(save_every):
     """The flight that was launched at step 2 finds no servers; the next process samples its rollout anew."""
     case, disk = Case((2, 4, 1), 8, save_every=save_every), Disk(every=save_every)
-    policy, journal = Policy(BatchCut(dp_size=1, micro_batch_size=2)), Journal()
+    policy, journal = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2)), Journal()
     run = run_of(case, policy, journal, disk, is_dropped_at=None)
     answers, run.engine._answer = run.engine._answer, lambda *asked: lost(*asked)
 
     def lost(prompt, place, version):
         if version == 2:
-            raise NobodySamples("no rollout server answered")
+            raise NoRolloutServerError("no rollout server answered")
         return answers(prompt, place, version)
 
-    with pytest.raises(NobodySamples, match=f"no rollout server answered; saved after optimizer step {4 - save_every} in out"):
+    with pytest.raises(NoRolloutServerError, match=f"no rollout server answered; saved after optimizer step {4 - save_every} in out"):
         train(run)
     assert len(journal.batches) == disk.saved[0].step == 4 - save_every
     assert disk.saved[0].num_prompts == disk.saved[3]["taken"] == 8
-    again = Policy(BatchCut(dp_size=1, micro_batch_size=2))
+    again = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2))
     train(run_of(case, again, Journal(), disk, is_dropped_at=None))
     assert policy.trained | again.trained == slowly(replace(case, ends=((2, "drop"),), save_every=0))
 
@@ -442,7 +443,7 @@ def test_where_nobody_samples_any_more_the_run_is_saved_without_what_was_being_s
 def test_what_is_under_way_is_all_that_the_rollouts_of_a_sampling_step_need_and_nothing_of_it_is_kept():
     """Three rollouts to two steps: sometimes two come in together, and neither asks a prompt when it does."""
     case, journal = Case((3, 2, 1), 8), Journal()
-    run = run_of(case, Policy(BatchCut(dp_size=1, micro_batch_size=2)), journal, Disk(every=0), is_dropped_at=None)
+    run = run_of(case, Policy(BatchPartitioner(dp_size=1, micro_batch_size=2)), journal, Disk(every=0), is_dropped_at=None)
     asked, generate = [], run.engine.generate
     run.engine.generate = lambda prompts, *rest, **more: asked.append(len(prompts)) or generate(prompts, *rest, **more)
     train(run)
@@ -463,7 +464,7 @@ def test_rows_of_a_refused_step_that_are_trained_again_are_held_against_the_vers
 def test_so_many_refusals_in_a_row_end_the_run_and_it_names_who_and_the_last_good_checkpoint():
     """Steps 2, 4, 5 and 6 are refused: the third in a row is step 6, the seventh. Rollout r has prompts 2r and 2r + 1, two rows each."""
     case, disk, journal = Case((1, 2, 1), 9, depth=0, refused=frozenset({2, 4, 5, 6}), max_skipped_steps=3), Disk(every=1), Journal()
-    policy = Policy(BatchCut(dp_size=1, micro_batch_size=2), refuses=case.refused)
+    policy = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2), refuses=case.refused)
     with pytest.raises(
         RunError, match=r"3 optimizer steps in a row were skipped .*step 7, this is a test.*checkpoint 2: --resume checkpoint 2"
     ):
@@ -497,7 +498,7 @@ class Penalty:
 @pytest.mark.parametrize(("depth", "save_every"), [(0, 0), (1, 0), (1, 1), (1, 4)])
 def test_scores_for_the_penalty_are_the_anchors_if_they_are_those_of_the_rollouts_own_step(depth, save_every):
     case = Case((2, 8, 1), 12, depth=depth, save_every=save_every)
-    policy = Policy(BatchCut(dp_size=1, micro_batch_size=2))
+    policy = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2))
     run = run_of(case, policy, Journal(), Disk(every=save_every), is_dropped_at=None)
     run.rollouts.penalty = Penalty(policy)
     scored = []
@@ -523,7 +524,7 @@ def test_scores_for_the_penalty_are_the_anchors_if_they_are_those_of_the_rollout
 def test_a_signal_to_any_rank_and_the_main_ranks_clock_are_agreed_on_in_one_number(monkeypatch, is_main, is_time, stops, others, found):
     """others: the largest number that another rank says."""
     said = []
-    monkeypatch.setattr("megatron_grpo.parallel.collectives.largest", lambda mine: said.append(mine) or max(mine, others))
+    monkeypatch.setattr("megatron_grpo.parallel.collectives.all_reduce_max", lambda mine: said.append(mine) or max(mine, others))
     run = SimpleNamespace(
         parallel=SimpleNamespace(is_main=is_main),
         checkpoints=SimpleNamespace(is_time=lambda: is_time),

@@ -209,7 +209,7 @@ STEPS: tuple[Step, ...] = (
     Step(name="layers_te", shows="the same of Transformer Engine's", seconds=120, needs=("transformer_engine",),
          commands=_layers("transformer_engine")),
     Step(name="room", shows="memory that is given away is the driver's again, and comes back bit for bit", seconds=180,
-         commands=_tests("tests/gpu/test_room.py")),
+         commands=_tests("tests/gpu/test_memory_offload.py")),
     Step(name="gap", shows="thirty rollouts: trainer and sampler", seconds=120, needs=("vllm",),
          commands=(Of(folder="gap", flags={"max_steps": 30, "sleep_level": 0}),), judge=gap("gap", 30)),
     Step(name="sleep1_graphs", shows="CUDA graphs read pushed weights; sleep 1", seconds=120, needs=("vllm",),

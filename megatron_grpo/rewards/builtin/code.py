@@ -17,9 +17,9 @@ from typing import Any
 from megatron_grpo.base.errors import ConfigError, Problem, said_by
 from megatron_grpo.config.config import Config, RewardConfig
 from megatron_grpo.rewards.builtin.answers import right_answers
-from megatron_grpo.rewards.builtin.held import fault_of
+from megatron_grpo.rewards.builtin.hidden_tests import fault_of
 from megatron_grpo.rewards.builtin.jail import NO_LANDLOCK
-from megatron_grpo.rewards.builtin.sandbox import Outcome, run_program, why_unsafe
+from megatron_grpo.rewards.builtin.sandbox import SandboxResult, run_program, why_unsafe
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
 
 COLUMNS = ("tests", "test_list", "test_cases")
@@ -68,7 +68,7 @@ class Code:
         share = passed / (len(snippets) + len(pairs))
         return float(share == 1) if self.settings.code_all_or_nothing else share
 
-    def _run(self, program: str, left: float, **options: Any) -> Outcome:
+    def _run(self, program: str, left: float, **options: Any) -> SandboxResult:
         seconds = min(self.settings.code_timeout, left)
         return run_program(program, seconds=seconds, memory_mb=self.settings.code_memory_mb, landlock=self.landlock, **options)
 

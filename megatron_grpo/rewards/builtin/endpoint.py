@@ -34,7 +34,7 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
-class Unanswered(Exception):
+class UnansweredError(Exception):
     """No usable answer came; the message ends the sentence "reward `name` ..."."""
 
     def __init__(self, why: str):
@@ -48,7 +48,7 @@ def ask_all(ask: Callable[[Item, float], Answer], items: Sequence[Item], *, conc
     def one(item: Item) -> Answer | RowFailure:
         try:
             return ask(item, deadline)
-        except Unanswered as error:
+        except UnansweredError as error:
             return RowFailure(kind="endpoint", reason=str(error))
 
     with ThreadPoolExecutor(max(1, min(concurrency, len(items))), thread_name_prefix="reward-endpoint") as pool:
@@ -92,7 +92,7 @@ def post_json(url: str, payload: Any, deadline: float, *, key: Key | None = None
             reason = _refusal(error)
             if error.code not in _WORTH_A_RETRY:
                 break
-        except TooLong:
+        except AnswerTooLongError:
             reason = f"answered more than {_LONGEST >> 20} MiB"
             break
         except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
@@ -102,7 +102,7 @@ def post_json(url: str, payload: Any, deadline: float, *, key: Key | None = None
             break
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(2 * pause, _LONGEST_PAUSE)
-    raise Unanswered(f"got no score: {url} {reason}")
+    raise UnansweredError(f"got no score: {url} {reason}")
 
 
 def _refusal(error: urllib.error.HTTPError) -> str:
@@ -111,12 +111,12 @@ def _refusal(error: urllib.error.HTTPError) -> str:
         return f"answered {error.code}: it sends us on to {where}. Redirects are not followed; give the address that answers"
     try:
         said = said_by(error.read(_READ).decode(errors="replace"), most=_SHOWN)
-    except (OSError, http.client.HTTPException, TooLong):
+    except (OSError, http.client.HTTPException, AnswerTooLongError):
         said = ""
     return f"answered {error.code} {error.reason}{': ' + said if said else ''}"
 
 
-class TooLong(Exception):
+class AnswerTooLongError(Exception):
     """An answer has more bytes than any answer needs."""
 
 
@@ -138,7 +138,7 @@ class _Bounded(io.RawIOBase):
         count = self.stream.readinto(buffer) or 0
         self.left -= count
         if self.left < 0:
-            raise TooLong
+            raise AnswerTooLongError
         return count
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, problem_with, said_by
 from megatron_grpo.config.config import Config, RewardConfig
-from megatron_grpo.rewards.builtin.endpoint import Key, Unanswered, ask_all, post_json, url_fault, warn_of_plain
+from megatron_grpo.rewards.builtin.endpoint import Key, UnansweredError, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
 
 DEFAULT_PROMPT = """Judge how well the response answers the question.
@@ -67,11 +67,11 @@ class LlmJudge:
         except (KeyError, IndexError, TypeError):
             verdict = answer
         if not isinstance(verdict, str | None):
-            raise Unanswered(f"got an answer without choices[0].message.content from {self.url}: {said_by(answer, most=200)}")
+            raise UnansweredError(f"got an answer without choices[0].message.content from {self.url}: {said_by(answer, most=200)}")
         score = read_score(verdict or "")
         if score is None:
             end = said_by(verdict or "", most=1 << 20)[-200:]
-            raise Unanswered(f"found no `Score: <number>` in the verdict {end!r}")
+            raise UnansweredError(f"found no `Score: <number>` in the verdict {end!r}")
         return min(1.0, max(0.0, score / self.settings.llm_judge_max_score))
 
 

@@ -62,7 +62,7 @@ class Math:
             return RowFailure(kind="timeout", reason=f"reached its reward_timeout of {self.batch_seconds:g} s before this row,")
         try:
             return self.child.ask({"text": text, "given": given, "answers": answers}, min(seconds, left))
-        except ChildDied:
+        except ChildDiedError:
             return _SLOW
 
     def close(self) -> None:
@@ -114,11 +114,11 @@ def _prepare() -> Callable[[Any], float]:
 # ---- the child: it answers one JSON line with another, and is killed when it does not
 
 
-class ChildDied(Exception):
+class ChildDiedError(Exception):
     """The child ended, or had to be killed, before it answered; the message says which. The next request gets a new child."""
 
 
-class ChildBroken(Exception):
+class ChildBrokenError(Exception):
     """The child cannot even start; the message is its own."""
 
 
@@ -132,7 +132,9 @@ class Child:
         self._unread = b""
 
     def ask(self, request: Any, seconds: float) -> Any:
-        """The child's answer to `request` (both JSON). Raises ChildDied where it takes longer than `seconds`; its start does not count."""
+        """The child's answer to `request` (both JSON). Raises ChildDiedError where it takes longer than `seconds`; its start does not
+        count.
+        """
         process = self._ensure_started()
         line = json.dumps({"seconds": seconds, "request": request}).encode() + b"\n"
         try:
@@ -140,7 +142,7 @@ class Child:
             _pipe(process.stdin).flush()
         except BrokenPipeError:
             self.close()
-            raise ChildDied("the checking process ended") from None
+            raise ChildDiedError("the checking process ended") from None
         return self._read(process, seconds)
 
     def close(self) -> None:
@@ -166,11 +168,11 @@ class Child:
         )
         try:
             ready = self._read(process, _STARTUP)
-        except ChildDied as error:
-            raise ChildBroken(f"python -m {_MODULE} did not start: {error}") from error
+        except ChildDiedError as error:
+            raise ChildBrokenError(f"python -m {_MODULE} did not start: {error}") from error
         if ready != "ready":
             self.close()
-            raise ChildBroken(f"python -m {_MODULE} did not start: {ready}")
+            raise ChildBrokenError(f"python -m {_MODULE} did not start: {ready}")
         return process
 
     def _read(self, process: subprocess.Popen[bytes], seconds: float) -> Any:
@@ -180,11 +182,11 @@ class Child:
             readable, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
             if not readable:
                 self.close()
-                raise ChildDied(f"no answer within {seconds:g} s")
+                raise ChildDiedError(f"no answer within {seconds:g} s")
             received = os.read(descriptor, 1 << 16)
             if not received:
                 self.close()
-                raise ChildDied("the checking process ended")
+                raise ChildDiedError("the checking process ended")
             self._unread += received
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)

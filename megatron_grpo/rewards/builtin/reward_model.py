@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, first_line, problem_with, said_by
 from megatron_grpo.config.config import Config, RewardConfig
-from megatron_grpo.rewards.builtin.endpoint import Unanswered, ask_all, post_json, url_fault, warn_of_plain
+from megatron_grpo.rewards.builtin.endpoint import UnansweredError, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
 
 
@@ -107,9 +107,9 @@ class RemoteClassifier:
         try:
             scores = self.shape.scores(answer)
         except (KeyError, TypeError, ValueError, IndexError):
-            raise Unanswered(f"got an answer without scores from {self.url}: {said_by(answer, most=200)}") from None
+            raise UnansweredError(f"got an answer without scores from {self.url}: {said_by(answer, most=200)}") from None
         if len(scores) != len(rows):
-            raise Unanswered(f"got {len(scores)} scores for {len(rows)} completions from {self.url}")
+            raise UnansweredError(f"got {len(scores)} scores for {len(rows)} completions from {self.url}")
         return scores
 
 

@@ -36,7 +36,7 @@ _PREFIX = "megatron_grpo_code_"  # of directories; then the id of the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SandboxResult:
     """passed: a verdict for each test that came to its end, or, as the end of a sentence, why there can be none. clean: the program, or
     the process of its tests, ended by itself, without an error. exceeded: what one of them used too much of, "" for nothing.
     """
@@ -58,7 +58,7 @@ def run_program(
     seconds: float,
     memory_mb: int,
     landlock: str = "must",
-) -> Outcome:
+) -> SandboxResult:
     """Runs `program` in a process that can reach nothing else, and `tests` in another such process, which calls what the program defines.
 
     as_main: `__name__` is "__main__", for programs that read and print. landlock: "must" runs nothing on a kernel without it, "may" does,
@@ -94,7 +94,7 @@ def run_program(
         started.close()
         timed_out = not exceeded and last.returncode in (-signal.SIGALRM, -signal.SIGXCPU, -signal.SIGKILL)
         passed = tuple(json.loads(line) for line in _head(report).splitlines())
-        return Outcome(passed=passed, clean=last.returncode == 0, output=_head(output), errors=_head(errors), timed_out=timed_out,
+        return SandboxResult(passed=passed, clean=last.returncode == 0, output=_head(output), errors=_head(errors), timed_out=timed_out,
                        exceeded=exceeded)  # fmt: skip
 
 

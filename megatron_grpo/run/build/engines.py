@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_grpo import train
-from megatron_grpo.base.activity import Clock
+from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.errors import config_error
-from megatron_grpo.checkpoint.content import TEACHER
+from megatron_grpo.checkpoint.fingerprints import TEACHER
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import longest_completion
 from megatron_grpo.data.chat import PromptEncoder
-from megatron_grpo.metrics.journal import Journal
+from megatron_grpo.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.models import config_of_teacher
+from megatron_grpo.policy.memory_offload import Role
 from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.policy.policy import Policy, cut_for
-from megatron_grpo.policy.room import Role
 from megatron_grpo.rollout.adapters import LoraPush, lora_push
 from megatron_grpo.rollout.engine import Engine, Sampler
 from megatron_grpo.rollout.experts import ExpertLayers
@@ -29,7 +29,7 @@ from megatron_grpo.trainer.rollouts import Teacher
 from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
-    from megatron_grpo.environments.own import OwnRollout
+    from megatron_grpo.environments.rollout_func import RolloutFunc
     from megatron_grpo.rollout.turns import TurnEngine
 
 MakeEngine = Callable[[Config, ValidatedInputs, ParallelState], Engine]
@@ -62,7 +62,7 @@ def build_servers(
     cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, same_bits: Callable[[], None], lora: LoraPush | None = None
 ) -> Engine:
     """Rollout servers, which are waited for. Collective. They refuse the setting same_bits."""
-    from megatron_grpo.servers.fleet import needs_of
+    from megatron_grpo.servers.server_group import needs_of
     from megatron_grpo.servers.servers import ServerEngine
 
     return ServerEngine.build(
@@ -91,8 +91,8 @@ def started(make: MakeEngine, cfg: Config, inputs: ValidatedInputs, parallel: Pa
 
 def patient(sampler: Engine, stop: train.StopRequest) -> Engine:
     """The same one; if it can stop in the middle of a question, it hears that the run is to stop."""
-    if hasattr(sampler, "gives_up"):
-        sampler.gives_up = stop.gives_up
+    if hasattr(sampler, "should_cancel"):
+        sampler.should_cancel = stop.should_cancel
     return sampler
 
 
@@ -117,21 +117,23 @@ def answering(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sampler:
     tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
     max_model_len = inputs.longest_prompt + longest_completion(cfg)
     if inputs.rollout_func is not None:
-        from megatron_grpo.environments.own import OwnRollouts
+        from megatron_grpo.environments.rollout_func import RolloutFuncSampler
 
-        return OwnRollouts(engine, own_rollout(cfg, inputs, inputs.rollout_func, tokenizer, max_model_len=max_model_len))
+        return RolloutFuncSampler(engine, own_rollout(cfg, inputs, inputs.rollout_func, tokenizer, max_model_len=max_model_len))
+    from megatron_grpo.environments.episode_runner import EpisodeRunnerFactory
     from megatron_grpo.environments.episodes import Episodes
-    from megatron_grpo.environments.play import Stage
 
     assert inputs.environment is not None
-    return Episodes(engine, Stage.of(cfg, inputs.environment, tokenizer, model_path=inputs.model_path, max_model_len=max_model_len))
+    return Episodes(
+        engine, EpisodeRunnerFactory.of(cfg, inputs.environment, tokenizer, model_path=inputs.model_path, max_model_len=max_model_len)
+    )
 
 
-def own_rollout(cfg: Config, inputs: ValidatedInputs, function: Callable[..., Any], tokenizer: Any, *, max_model_len: int) -> OwnRollout:
+def own_rollout(cfg: Config, inputs: ValidatedInputs, function: Callable[..., Any], tokenizer: Any, *, max_model_len: int) -> RolloutFunc:
     """max_model_len: of prompt and completion, unless `vllm_max_model_len` says it."""
     from megatron_grpo.environments.loading import end_ids_of
-    from megatron_grpo.environments.own import OwnRollout
-    from megatron_grpo.environments.own_answers import Limits
+    from megatron_grpo.environments.rollout_func import RolloutFunc
+    from megatron_grpo.environments.rollout_func_output import Limits
 
     limits = Limits(
         vocab_size=inputs.shape.vocab_size,
@@ -140,11 +142,11 @@ def own_rollout(cfg: Config, inputs: ValidatedInputs, function: Callable[..., An
         end_ids=end_ids_of(inputs.model_path, tokenizer, cfg.rollout.stop_token_ids),
     )
     name, timeout = cfg.rollout.rollout_func or "", cfg.rollout.rollout_func_timeout
-    return OwnRollout(name=name, function=function, tokenizer=tokenizer, limits=limits, timeout=timeout)
+    return RolloutFunc(name=name, function=function, tokenizer=tokenizer, limits=limits, timeout=timeout)
 
 
 def how_adapters_travel(
-    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, journal: Journal, *, sampler_is_known: bool
+    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, journal: MetricsLogger, *, sampler_is_known: bool
 ) -> LoraPush | None:
     """Whether adapters are pushed alone or merged; None where weights train. Raises ConfigError where what was asked for cannot be.
 
@@ -183,8 +185,8 @@ def build_served_teacher(
     from megatron_grpo.trainer.teacher import ServedTeacher
 
     tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
-    needs = teachers.Needs.of(cfg, inputs.shape, tokenizer, inputs.longest_prompt)
-    servers = teachers.Teacher.build(cfg, needs, stop.gives_up) if parallel.is_main else None
+    needs = teachers.TeacherRequirements.of(cfg, inputs.shape, tokenizer, inputs.longest_prompt)
+    servers = teachers.TeacherServerGroup.build(cfg, needs, stop.should_cancel) if parallel.is_main else None
     told = (servers.fingerprint, servers.logprobs) if servers else ()
     teacher = ServedTeacher(parallel, *told)
     checkpoints.learned(TEACHER, teacher.fingerprint)
@@ -192,7 +194,7 @@ def build_served_teacher(
 
 
 def build_held_teacher(
-    cfg: Config, student: ModelShape, parallel: ParallelState, *, teacher_path: Path, clock: Clock, offload: Collection[Role] = ()
+    cfg: Config, student: ModelShape, parallel: ParallelState, *, teacher_path: Path, clock: Timers, offload: Collection[Role] = ()
 ) -> Teacher:
     """A frozen model of any shape in the run's layout. Collective.
 
@@ -209,7 +211,7 @@ def build_held_teacher(
         chunks[0].config,
         micro_batch_size=cfg.batch.micro_batch_size,
         max_tokens=cfg.batch.max_tokens_per_micro_batch,
-        least_saving=sharing_of(own, shape, parallel).least_saving,
+        min_saving_ratio=sharing_of(own, shape, parallel).min_saving_ratio,
     )
     leaves = cfg.grpo.offload_teacher_model or "reference" in offload
     return HeldTeacher(cfg.grpo.teacher_model or str(teacher_path), ModelScorer(chunks, parallel, cut), clock, leaves=leaves)

@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.activity import Clock
+from megatron_grpo.base.activity import Timers
 from megatron_grpo.checkpoint.best import Best
-from megatron_grpo.checkpoint.content import facts_of
+from megatron_grpo.checkpoint.fingerprints import facts_of
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.checkpoint.written import claim, start_afresh, still_there
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import is_greater_better, metric_of
 from megatron_grpo.config.write import write_config
 from megatron_grpo.metrics import Metrics
-from megatron_grpo.metrics.journal import Journal
+from megatron_grpo.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.metrics.summary import DriftWatch
 from megatron_grpo.parallel import collectives, state
@@ -25,7 +25,7 @@ from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan
 from megatron_grpo.run.inputs import ValidatedInputs
-from megatron_grpo.trainer.judge import Judge
+from megatron_grpo.trainer.reward_manager import RewardManager
 
 
 def start_parallel(cfg: Config, layout: Layout, *, typed: Config | None = None, content: Mapping[str, str] | None = None) -> ParallelState:
@@ -57,8 +57,8 @@ def open_output(made: Plan, inputs: ValidatedInputs, parallel: ParallelState) ->
 
 
 def build_journal(
-    made: Plan, judge: Judge, parallel: ParallelState, clock: Clock, *, heard: Callable[[int, Mapping[str, Any]], None] | None
-) -> Journal:
+    made: Plan, judge: RewardManager, parallel: ParallelState, clock: Timers, *, heard: Callable[[int, Mapping[str, Any]], None] | None
+) -> MetricsLogger:
     """What the run tells, and to whom. heard: who else is given its numbers."""
     cfg, out, run_cfg = made.checked.config, Path(made.checked.config.run.output_dir), made.checked.config.run
     metrics = Metrics(
@@ -71,7 +71,7 @@ def build_journal(
         heard=heard,
     )
     gap = gap_of(cfg)
-    return Journal(
+    return MetricsLogger(
         metrics,
         Completions(
             out,
@@ -85,7 +85,7 @@ def build_journal(
         clock=clock,
         reward_weights=judge.reward_weights,
         tells_selection=cfg.grpo.dynamic_sample or cfg.grpo.oversample_ratio > 1,
-        from_all=partial(collectives.from_all, group=parallel.dp_group),
+        from_all=partial(collectives.all_gather_object, group=parallel.dp_group),
         watches=[lambda progress, found: gap(found), *([lambda *_: still_there(out)] if parallel.is_main else [])],
     )
 

@@ -11,7 +11,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
-    from megatron_grpo.data.eyes import Eyes
+    from megatron_grpo.data.image_processing import ImageProcessorSpec
     from megatron_grpo.environments.protocol import Environment
     from megatron_grpo.environments.rehearsal import Played
     from megatron_grpo.types import Prompt
@@ -53,10 +53,12 @@ def rollout_function(cfg: Config) -> Callable[..., Any] | None:
     return load_rollout_func(cfg)
 
 
-def problems_of_servers(cfg: Config, shape: ModelShape, longest_prompt: int, eyes: Eyes | None, most_pictures: int) -> Sequence[Problem]:
+def problems_of_servers(
+    cfg: Config, shape: ModelShape, longest_prompt: int, eyes: ImageProcessorSpec | None, most_pictures: int
+) -> Sequence[Problem]:
     """Of rollout servers that answer already. longest_prompt: tokens. most_pictures: of a prompt."""
     from megatron_grpo.rollout.adapters import lora_push
-    from megatron_grpo.servers.fleet import needs_of, problems_with_servers
+    from megatron_grpo.servers.server_group import needs_of, problems_with_servers
 
     lora = lora_push(cfg, shape, on_gpu=None)
     return problems_with_servers(cfg, needs_of(cfg, shape, longest_prompt, lora, eyes=eyes, most_pictures=most_pictures))
@@ -64,6 +66,6 @@ def problems_of_servers(cfg: Config, shape: ModelShape, longest_prompt: int, eye
 
 def problems_of_teacher(cfg: Config, shape: ModelShape, tokenizer: Any, longest_prompt: int) -> Sequence[Problem]:
     """Of servers of a teacher that answer already. longest_prompt: tokens."""
-    from megatron_grpo.servers.teachers import Needs, Teacher
+    from megatron_grpo.servers.teachers import TeacherRequirements, TeacherServerGroup
 
-    return Teacher.build(cfg, Needs.of(cfg, shape, tokenizer, longest_prompt)).problems()
+    return TeacherServerGroup.build(cfg, TeacherRequirements.of(cfg, shape, tokenizer, longest_prompt)).problems()

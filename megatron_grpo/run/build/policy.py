@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_grpo.base.activity import Clock
+from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.config import Config, GrpoConfig
 from megatron_grpo.config.optimizer import rank_multiple
@@ -18,16 +18,16 @@ from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.policy.attention import gpu_kernel
-from megatron_grpo.policy.guard import PlausibleGuard
-from megatron_grpo.policy.hf_export import WeightExchange
+from megatron_grpo.policy.guard import GradNormSpikeCheck
+from megatron_grpo.policy.hf_export import MegatronToHF
 from megatron_grpo.policy.lora import Adapters
+from megatron_grpo.policy.memory_offload import Role
 from megatron_grpo.policy.model import PolicyModel, build_chunks
 from megatron_grpo.policy.model_config import padded_vocab_size
 from megatron_grpo.policy.optimizer import Trainable, choose_what_trains
 from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.policy.policy import Policy, cut_for
-from megatron_grpo.policy.reference import FollowingReference, FrozenReference, LoadedModel, Reference
-from megatron_grpo.policy.room import Role
+from megatron_grpo.policy.reference import FrozenPolicy, FrozenReference, Reference, SyncedReference
 from megatron_grpo.policy.validation import attention_channels, machine_problems, needs_local_layers, sharing_problems
 from megatron_grpo.policy.vision import build_tower, keep_outputs
 from megatron_grpo.run.build import PolicyParts
@@ -38,7 +38,7 @@ from megatron_grpo.weights.hf_files import HfReader, check_tied_head
 from megatron_grpo.weights.lora import AdapterPush, LoraSettings, lora_of, own_sizes
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.trains import trains_tower
+from megatron_grpo.weights.trainable_parameters import trains_tower
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def build_frozen(cfg: GrpoConfig, initial: ModelScorer, tensors: Tensors) -> Ref
 
 
 def build_following(cfg: GrpoConfig, initial: ModelScorer, tensors: Tensors) -> Reference:
-    return FollowingReference(initial, tensors=tensors, every=cfg.ref_model_sync_steps, alpha=cfg.ref_model_mixup_alpha)
+    return SyncedReference(initial, tensors=tensors, every=cfg.ref_model_sync_steps, alpha=cfg.ref_model_mixup_alpha)
 
 
 REFERENCES: dict[bool, MakeReference] = {False: build_frozen, True: build_following}  # by sync_ref_model
@@ -76,7 +76,7 @@ def sharing_here(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sha
         raise ConfigError(lacking)
     sharing = sharing_of(cfg, shape, parallel)
     planned = decide(cfg, shape)  # `plan`, and the sizes shown at the start, know nothing of the machine
-    if parallel.is_main and sharing != planned and (has_gpu or sharing.least_saving != planned.least_saving):
+    if parallel.is_main and sharing != planned and (has_gpu or sharing.min_saving_ratio != planned.min_saving_ratio):
         logger.warning("Shared prompts are %s.", sharing)
     return sharing
 
@@ -88,7 +88,7 @@ def sharing_of(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Shari
     return decide(cfg, shape, has_gpu=has_gpu, gpu_lacks=lacks)
 
 
-def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: WeightExchange, push: AdapterPush | None = None) -> Adapters | None:
+def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: MegatronToHF, push: AdapterPush | None = None) -> Adapters | None:
     """Sets what trains: weights of `chunks`, or adapters that are put beside them, which are returned."""
     tuner, shape = cfg.tuner, exchange.map.shape
     settings = lora_of(tuner, shape)
@@ -108,7 +108,7 @@ def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: WeightExchange, p
 
 def model_of(
     cfg: Config, shape: ModelShape, parallel: ParallelState, *, model_path: str | Path
-) -> tuple[WeightExchange, Callable[..., list[PolicyModel]]]:
+) -> tuple[MegatronToHF, Callable[..., list[PolicyModel]]]:
     """Who exchanges the weights of this model in this layout; and a function that makes its chunks, with the checkpoint's weights or those
     of another checkpoint of the same shape.
 
@@ -119,7 +119,7 @@ def model_of(
     naming = "transformer_engine" if use_te and not plain_linears else "local"
     weight_map = WeightMap.for_shape(shape, padded_vocab_size=padded_vocab_size(shape, cfg), naming=naming)
     bucket_bytes = (cfg.rollout.weight_sync_bucket_mb or 0) * MIB or None
-    exchange = WeightExchange(weight_map, parallel, bucket_bytes=bucket_bytes, to_first=cfg.rollout.vllm_mode == "server")
+    exchange = MegatronToHF(weight_map, parallel, bucket_bytes=bucket_bytes, to_first=cfg.rollout.vllm_mode == "server")
 
     def reader_of(directory: str | Path) -> HfReader:
         reader = HfReader(directory)
@@ -143,7 +143,7 @@ def model_of(
 
 def build_loaded(
     cfg: Config, shape: ModelShape, parallel: ParallelState, *, model_path: str | Path, checkpoint: Path | None, micro_batch_size: int = 1
-) -> LoadedModel:
+) -> FrozenPolicy:
     """A model that only answers and is pushed: of the files, or of a checkpoint of any layout. Collective."""
     sharing_here(cfg, shape, parallel)
     exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
@@ -152,7 +152,7 @@ def build_loaded(
     if checkpoint is not None:
         load_weights(chunks, checkpoint)
     cut = cut_for(parallel, frozen(chunks)[0].config, micro_batch_size=micro_batch_size, max_tokens=None)
-    return LoadedModel(chunks, ModelScorer(chunks, parallel, cut), exchange, adapters)
+    return FrozenPolicy(chunks, ModelScorer(chunks, parallel, cut), exchange, adapters)
 
 
 def frozen(chunks: list[PolicyModel]) -> list[PolicyModel]:
@@ -166,7 +166,7 @@ def build_policy(
     *,
     model_path: str | Path,
     num_steps: int,
-    clock: Clock | None = None,
+    clock: Timers | None = None,
     parts: PolicyParts | None = None,
     push: AdapterPush | None = None,
     offload: Collection[Role] = (),
@@ -193,7 +193,7 @@ def build_policy(
         model.chunks[0].config,
         micro_batch_size=cfg.batch.micro_batch_size,
         max_tokens=cfg.batch.max_tokens_per_micro_batch,
-        least_saving=sharing.least_saving,
+        min_saving_ratio=sharing.min_saving_ratio,
         rank_multiple=rank_multiple(cfg),
     )
     held_to = None
@@ -212,7 +212,7 @@ def build_policy(
         ModelScorer(model.wrapped, parallel, cut, replay=cfg.grpo.router_replay_mode),
         loss=loss,
         reference=held_to,
-        guard=parts.guard or PlausibleGuard(above=cfg.optimizer.skip_grad_norm_above, factor=cfg.optimizer.skip_grad_norm_factor),
+        guard=parts.guard or GradNormSpikeCheck(above=cfg.optimizer.skip_grad_norm_above, factor=cfg.optimizer.skip_grad_norm_factor),
         exchange=exchange,
         clock=clock,
         offload=offload,

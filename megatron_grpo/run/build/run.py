@@ -11,23 +11,23 @@ from pathlib import Path
 import torch
 
 from megatron_grpo import train
-from megatron_grpo.base.activity import Clock
+from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.config.config import Config, GrpoConfig
 from megatron_grpo.config.evaluation import how_evaluated, most_of, rules_in_words, score_of
 from megatron_grpo.data.prompts import PromptStream
 from megatron_grpo.data.streamed import StreamedPrompts
-from megatron_grpo.metrics.journal import Journal
+from megatron_grpo.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.report import room_in_words
+from megatron_grpo.policy.memory_offload import Role
 from megatron_grpo.policy.policy import Policy
-from megatron_grpo.policy.room import Role
 from megatron_grpo.policy.validation import sampler_problems
-from megatron_grpo.rollout.engine import Sampler, SamplingSettings, WeightHolder
-from megatron_grpo.run.build import Analysis, Parts
+from megatron_grpo.rollout.engine import Sampler, SamplingSettings, WeightReceiver
+from megatron_grpo.run.build import AnalysisHooks, Parts
 from megatron_grpo.run.build.engines import (
     ENGINES,
     answering,
@@ -41,12 +41,12 @@ from megatron_grpo.run.build.engines import (
 from megatron_grpo.run.build.output import build_journal, gap_of, open_output, where_they_part
 from megatron_grpo.run.build.policy import build_policy
 from megatron_grpo.run.inputs import ValidatedInputs
-from megatron_grpo.trainer.evaluate import Evaluator, Question, sampling_of
+from megatron_grpo.trainer.evaluate import EvaluationSpec, Evaluator, sampling_of
 from megatron_grpo.trainer.generation import RolloutGenerator
-from megatron_grpo.trainer.judge import Judge
+from megatron_grpo.trainer.reward_manager import RewardManager
 from megatron_grpo.trainer.rollouts import KlPenalty, Rollouts
 from megatron_grpo.trainer.step_monitor import StepMonitor
-from megatron_grpo.trainer.sync import Publisher
+from megatron_grpo.trainer.weight_sync import WeightSyncManager
 from megatron_grpo.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -65,8 +65,10 @@ def build_run(
     if parts.engine is None and (lacking := sampler_problems(inputs.shape)):
         raise ConfigError(lacking)
     checkpoints = open_output(made, inputs, parallel)
-    judge = Judge(inputs.rewards, cfg.rewards.reward_weights, gives_up=stop.gives_up, most_failed_episodes=cfg.turns.max_failed_episodes)
-    clock = Clock()
+    judge = RewardManager(
+        inputs.rewards, cfg.rewards.reward_weights, should_cancel=stop.should_cancel, most_failed_episodes=cfg.turns.max_failed_episodes
+    )
+    clock = Timers()
     heard = checkpoints.best.hear if checkpoints.best else None
     # Before any model loads: a service that is not installed is an error.
     journal = build_journal(made, judge, parallel, clock, heard=heard)
@@ -75,7 +77,7 @@ def build_run(
         for note in inputs.notes:
             journal.metrics.say(note)
         if isinstance(inputs.prompts, StreamedPrompts):
-            inputs.prompts.agree_by(collectives.from_all)
+            inputs.prompts.agree_by(collectives.all_gather_object)
         return put_together(made, inputs, parallel, stop, checkpoints, judge, journal, parts)
     except BaseException:
         journal.close(summary=False)
@@ -88,8 +90,8 @@ def put_together(
     parallel: ParallelState,
     stop: train.StopRequest,
     checkpoints: Checkpoints,
-    judge: Judge,
-    journal: Journal,
+    judge: RewardManager,
+    journal: MetricsLogger,
     parts: Parts,
 ) -> train.Run:
     """As `build_run`, once the output is open: what loads models. Collective."""
@@ -141,7 +143,7 @@ def put_together(
 
 
 def generator_of(
-    cfg: Config, inputs: ValidatedInputs, sampler: Sampler, judge: Judge, clock: Clock, *, again: Callable[[], object],
+    cfg: Config, inputs: ValidatedInputs, sampler: Sampler, judge: RewardManager, clock: Timers, *, again: Callable[[], object],
     before: Callable[[], object] = lambda: None,
 ) -> RolloutGenerator:  # fmt: skip
     """What asks the sampler. again, before: see `RolloutGenerator`."""
@@ -158,7 +160,7 @@ def generator_of(
 
 
 def build_monitor(
-    cfg: Config, inputs: ValidatedInputs, policy: Policy, checkpoints: Checkpoints, analysis: Analysis, *, say: Callable[[str], None]
+    cfg: Config, inputs: ValidatedInputs, policy: Policy, checkpoints: Checkpoints, analysis: AnalysisHooks, *, say: Callable[[str], None]
 ) -> StepMonitor:
     """Who looks on while steps are taken. say: heard on the main rank."""
     capsules = partial(
@@ -169,10 +171,10 @@ def build_monitor(
     return StepMonitor(policy, capsules, audit=audit, ends_run=cfg.run.audit_action == "stop", gap=gap_of(cfg), say=say)
 
 
-def build_evaluator(cfg: Config, inputs: ValidatedInputs, sampler: Sampler, judge: Judge, *, last_step: int) -> Evaluator:
+def build_evaluator(cfg: Config, inputs: ValidatedInputs, sampler: Sampler, judge: RewardManager, *, last_step: int) -> Evaluator:
     """sampler: that of training's prompts, or one that stands for it."""
     training = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
-    question = Question(
+    question = EvaluationSpec(
         sets={name: held_out_prompts(stream, cfg.eval.eval_num_prompts) for name, stream in inputs.held_out.items()},
         sampling=sampling_of(training, how_evaluated(cfg)), score=score_of(cfg, judge.names), pass_threshold=cfg.eval.eval_pass_threshold,
         most=most_of(cfg), seed=cfg.eval.eval_seed, episodes=rules_in_words(cfg),
@@ -193,7 +195,7 @@ def what_makes_room(made: Plan, parallel: ParallelState) -> tuple[Role, ...]:
     elif parallel.device.type == "cpu":
         model, optimizer = cfg.rollout.offload_model == "true", cfg.rollout.offload_optimizer == "true"
     else:
-        smallest = -collectives.largest(-torch.cuda.mem_get_info(parallel.device)[1])
+        smallest = -collectives.all_reduce_max(-torch.cuda.mem_get_info(parallel.device)[1])
         here = cfg.with_values({"gpu_memory_gb": cfg.plan.gpu_memory_gb or smallest / 1e9})
         memory = make_plan(replace(made.checked, config=here)).memory
         assert memory is not None  # the model is here
@@ -203,8 +205,8 @@ def what_makes_room(made: Plan, parallel: ParallelState) -> tuple[Role, ...]:
     return (("weights", "reference", "gradients") if model else ()) + (("optimizer",) if optimizer else ())
 
 
-def build_publisher(cfg: Config, policy: Policy, holder: WeightHolder, *, say: Callable[[str], None] | None = None) -> Publisher:
-    return Publisher(
+def build_publisher(cfg: Config, policy: Policy, holder: WeightReceiver, *, say: Callable[[str], None] | None = None) -> WeightSyncManager:
+    return WeightSyncManager(
         policy,
         holder,
         verify=cfg.rollout.verify_weight_push,
@@ -215,7 +217,7 @@ def build_publisher(cfg: Config, policy: Policy, holder: WeightHolder, *, say: C
     )
 
 
-def publish_again(policy: Policy, publisher: Publisher, clock: Clock) -> None:
+def publish_again(policy: Policy, publisher: WeightSyncManager, clock: Timers) -> None:
     """What `train.publish` does, in the middle of a question."""
     with clock("weight_sync"):
         publisher.publish(policy.version)

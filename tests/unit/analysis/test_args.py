@@ -18,7 +18,7 @@ from megatron_grpo.config.write import write_config
 from megatron_grpo.metrics.rollout import drawn_in
 from megatron_grpo.metrics.summary import DriftWatch
 from megatron_grpo.rollout.engine import WeightSyncError
-from megatron_grpo.trainer.sync import Publisher
+from megatron_grpo.trainer.weight_sync import WeightSyncManager
 from megatron_grpo.types import Completion, Group, Prompt, Sequence, answered
 
 read = partial(read_mismatch_args, parse=partial(parse, dialects=DIALECTS))
@@ -112,4 +112,4 @@ def test_a_drift_and_a_failed_push_say_what_to_type():
 
     holder = SimpleNamespace(prepare=refuses, version=0)
     with pytest.raises(WeightSyncError, match="the engine is wrong\nTo see: megatron-grpo mismatch out"):
-        Publisher(None, holder, verify=True, hint="To see: megatron-grpo mismatch out").publish(1)
+        WeightSyncManager(None, holder, verify=True, hint="To see: megatron-grpo mismatch out").publish(1)

@@ -12,11 +12,11 @@ import pytest
 
 from megatron_grpo.base.errors import RewardError, first_line, keep_secret, said_by
 from megatron_grpo.config.servers import Address
-from megatron_grpo.rewards.builtin.endpoint import Key, Unanswered, post_json
+from megatron_grpo.rewards.builtin.endpoint import Key, UnansweredError, post_json
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction
 from megatron_grpo.rewards.scoring import score
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.http import Gone, Refused, Server, begun
+from megatron_grpo.servers.http import Server, ServerGoneError, ServerRefusedError, begun
 
 TOKEN = "a-token-that-nobody-may-read"
 NASTY = "\x1b[2J\x1b]0;title\x07\x00\u202eback\x9b1m\ud800\n\r\tend"
@@ -72,10 +72,10 @@ ECHO = b"you came with {token} " + ESCAPES + b"z" * (1 << 20)
 @pytest.mark.parametrize(
     ("raw", "kind"),
     [
-        (b"HTTP/1.1 401 No\r\n\r\n" + ECHO, Refused),
-        (b'HTTP/1.1 500 No\r\n\r\n{"error": "{token} \\u001b[2J' + b"z" * 9999 + b'"}', Refused),
-        (b"HTTP/1.1 401 No\r\n\r\n" + b"[" * 10**6, Refused), (ECHO[:5000], Gone),
-        (b'HTTP/1.1 200 OK\r\n\r\n{"{token} \\u001b[2J' + b"z" * 9999 + b'": 1}', wire.Malformed),
+        (b"HTTP/1.1 401 No\r\n\r\n" + ECHO, ServerRefusedError),
+        (b'HTTP/1.1 500 No\r\n\r\n{"error": "{token} \\u001b[2J' + b"z" * 9999 + b'"}', ServerRefusedError),
+        (b"HTTP/1.1 401 No\r\n\r\n" + b"[" * 10**6, ServerRefusedError), (ECHO[:5000], ServerGoneError),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"{token} \\u001b[2J' + b"z" * 9999 + b'": 1}', wire.MalformedMessageError),
     ],
 )  # fmt: skip
 def test_what_a_server_answers_shows_no_token_no_escape_and_no_megabyte(raw, kind):
@@ -87,7 +87,7 @@ def test_what_a_server_answers_shows_no_token_no_escape_and_no_megabyte(raw, kin
 def test_what_a_judge_answers_shows_no_key_not_even_half_of_one():
     for length in (150, 160, 170, 180, 190, 200):
         raw = b"HTTP/1.1 401 " + ESCAPES.replace(b"\n", b"").replace(b"\r", b"") + b"\r\n\r\n" + b"z" * length + b"{token}" + b"z" * 9999
-        with answers(raw) as port, pytest.raises(Unanswered) as caught:
+        with answers(raw) as port, pytest.raises(UnansweredError) as caught:
             post_json(f"http://127.0.0.1:{port}", {}, deadline=time.monotonic() + 20, key=Key(TOKEN))
         assert is_fit(str(caught.value), 1000) and "401" in str(caught.value) and TOKEN[:7] not in str(caught.value)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.batching.collate import collate
-from megatron_grpo.batching.prefix_groups import Alignment, Family
+from megatron_grpo.batching.prefix_groups import Alignment, PrefixGroup
 from megatron_grpo.types import Segment, Sequence
 
 
@@ -64,7 +64,7 @@ def test_every_computed_token_finds_its_experts_at_its_place_and_all_else_routes
         rows.append(
             Sequence(token_ids=tokens, mask=np.zeros(len(tokens), bool), starts=starts, experts=draw(st.sampled_from([experts, None])))
         )
-    batch = collate(rows, alignment=alignment, families=[Family(tuple(range(len(rows))), 0, 0.0)])
+    batch = collate(rows, alignment=alignment, families=[PrefixGroup(tuple(range(len(rows))), 0, 0.0)])
     of_rows = np.split(batch.places, np.cumsum([len(row.token_ids) for row in rows])[:-1])
     used = np.zeros(batch.num_tokens, dtype=int)
     for row, places in zip(rows, of_rows, strict=True):

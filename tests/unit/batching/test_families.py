@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.batching.collate import collate
-from megatron_grpo.batching.prefix_groups import Alignment, Context, Family, common_prefix, contexts_of, prefix_of
-from megatron_grpo.batching.split import BatchCut, Portion, deal, deal_filled, deal_scored
-from megatron_grpo.types import Extent, MicroBatch, Segment, Sequence, answered
+from megatron_grpo.batching.prefix_groups import Alignment, ContextSpan, PrefixGroup, common_prefix, contexts_of, prefix_of
+from megatron_grpo.batching.split import BatchPartitioner, MicroBatchSpec, partition, partition_for_scoring, partition_padded
+from megatron_grpo.types import MicroBatch, Segment, Sequence, SequenceLengths, answered
 
 ANY_SAVING = 0.0
 
@@ -22,8 +22,8 @@ def sequence(*token_ids: int, prompt: int = 1) -> Sequence:
     return Sequence(token_ids=np.array(token_ids), mask=np.arange(len(token_ids)) >= prompt)
 
 
-def shared(*sequences: Sequence, prefix: int = 0, least_saving: float = ANY_SAVING, **more) -> MicroBatch:
-    return collate(sequences, families=[Family(tuple(range(len(sequences))), prefix, least_saving)], **more)
+def shared(*sequences: Sequence, prefix: int = 0, min_saving_ratio: float = ANY_SAVING, **more) -> MicroBatch:
+    return collate(sequences, families=[PrefixGroup(tuple(range(len(sequences))), prefix, min_saving_ratio)], **more)
 
 
 def test_a_prompt_stands_once_before_what_follows_it_and_its_last_token_predicts_every_first_token():
@@ -61,7 +61,7 @@ def test_pictures_and_forced_experts_end_what_is_shared_too():
     def routed(*experts):
         return dataclasses.replace(sequence(1, 2, 3, 4, 5), experts=np.array(experts, dtype=np.int16).reshape(5, 1, 1))
 
-    both = [Context(0, 0, 5, 4), Context(1, 0, 5, 4)]
+    both = [ContextSpan(0, 0, 5, 4), ContextSpan(1, 0, 5, 4)]
     assert common_prefix([with_picture("a"), with_picture("a")], both) == 4
     assert (
         common_prefix([with_picture("a"), with_picture("b")], both)
@@ -74,7 +74,7 @@ def test_pictures_and_forced_experts_end_what_is_shared_too():
 
 def test_a_group_is_left_apart_where_sharing_saves_too_little():
     rows = [sequence(1, *range(10, 30)), sequence(1, *range(40, 60))]
-    assert len(shared(*rows, least_saving=1 / 16).segments) == 2  # 39 tokens for 40
+    assert len(shared(*rows, min_saving_ratio=1 / 16).segments) == 2  # 39 tokens for 40
     assert len(shared(*rows).segments) == 3
     aligned = shared(sequence(1, 2, 3, 4), sequence(1, 2, 5, 6), alignment=Alignment(sequence=4))
     assert [segment.parent for segment in aligned.segments] == [-1, -1]  # 4 + 4 + 4 for 4 + 4
@@ -112,7 +112,7 @@ def batches(draw):
         prefix = common_prefix(members, contexts_of(members))
         prefix *= draw(st.booleans())  # 0 where nobody knows it
         rows += members
-        extents += [Extent(tuple(end - begin for begin, end in one.contexts), (0, group), prefix) for one in members]
+        extents += [SequenceLengths(tuple(end - begin for begin, end in one.contexts), (0, group), prefix) for one in members]
     return rows, extents
 
 
@@ -127,11 +127,11 @@ def seen_from(batch: MicroBatch, place: int) -> list[tuple[int, int]]:
     return [(int(batch.token_ids[at]), int(batch.positions[at])) for at in places]
 
 
-def cut_of(data, **more) -> BatchCut:
+def cut_of(data, **more) -> BatchPartitioner:
     cp, tp = data.draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2)]))
     alignment = Alignment(sequence=2 * cp if cp > 1 else 1, stream=cp * tp)
-    least_saving = data.draw(st.sampled_from([ANY_SAVING, 1 / 16, 0.3]))
-    return BatchCut(alignment=alignment, least_saving=least_saving, **more)
+    min_saving_ratio = data.draw(st.sampled_from([ANY_SAVING, 1 / 16, 0.3]))
+    return BatchPartitioner(alignment=alignment, min_saving_ratio=min_saving_ratio, **more)
 
 
 @given(data=st.data(), batch=batches(), is_packed=st.booleans(), dp_size=st.integers(1, 2))
@@ -140,7 +140,7 @@ def test_every_trained_token_sees_what_it_sees_alone_and_no_budget_breaks(data, 
     rows, extents = batch
     budget = data.draw(st.integers(4, 60)) if is_packed else None
     cut = cut_of(data, dp_size=dp_size, micro_batch_size=data.draw(st.integers(1, 4)), max_tokens=budget)
-    dealt = deal_filled(extents, cut)
+    dealt = partition_padded(extents, cut)
     filled = [*rows, *[rows[0]] * (sum(len(portion.rows) for mine in dealt for portion in mine) - len(rows))]
     assert sorted(i for mine in dealt for portion in mine for i in portion.rows) == list(range(len(filled)))
     for portion in (portion for mine in dealt for portion in mine):
@@ -167,11 +167,11 @@ def _assert_same_trained_tokens(found: MicroBatch, alone: MicroBatch) -> None:
 # ---- groups in micro-batches -------------------------------------------------------------------------------------------------------------
 
 
-def extents_of(groups, prompt: int) -> list[Extent]:
-    return [Extent((prompt + tokens,), (0, number), prompt) for number, group in enumerate(groups) for tokens in group]
+def extents_of(groups, prompt: int) -> list[SequenceLengths]:
+    return [SequenceLengths((prompt + tokens,), (0, number), prompt) for number, group in enumerate(groups) for tokens in group]
 
 
-def pieces(dealt: list[list[Portion]], extents: list[Extent]) -> dict[object, int]:
+def pieces(dealt: list[list[MicroBatchSpec]], extents: list[SequenceLengths]) -> dict[object, int]:
     """group -> in how many micro-batches it is."""
     counts: dict[object, int] = {}
     for portion in (portion for mine in dealt for portion in mine):
@@ -182,45 +182,49 @@ def pieces(dealt: list[list[Portion]], extents: list[Extent]) -> dict[object, in
 
 def test_a_group_stays_together_where_the_budget_allows_it():
     extents = extents_of([[20, 30, 10, 40]] * 6, prompt=100)  # 200 - 4 tokens and alignment each; 500 unshared
-    dealt = deal(extents, BatchCut(dp_size=1, micro_batch_size=1, max_tokens=420, least_saving=1 / 16))
+    dealt = partition(extents, BatchPartitioner(dp_size=1, micro_batch_size=1, max_tokens=420, min_saving_ratio=1 / 16))
     assert set(pieces(dealt, extents).values()) == {1} and [portion.num_tokens for portion in dealt[0]] == [392] * 3
 
 
 def test_a_group_beyond_the_budget_is_in_as_few_pieces_as_fit_and_a_long_prompt_takes_no_more_than_alone():
     extents = extents_of([[50] * 8], prompt=100)
-    dealt = deal(extents, BatchCut(dp_size=1, micro_batch_size=1, max_tokens=300, least_saving=1 / 16))
+    dealt = partition(extents, BatchPartitioner(dp_size=1, micro_batch_size=1, max_tokens=300, min_saving_ratio=1 / 16))
     assert sorted(len(portion.rows) for portion in dealt[0]) == [4, 4] and max(portion.num_tokens for portion in dealt[0]) == 296
     long = extents_of([[5, 40, 5, 5]], prompt=100)
-    dealt = deal(long, BatchCut(dp_size=1, micro_batch_size=1, max_tokens=30, least_saving=1 / 16))
+    dealt = partition(long, BatchPartitioner(dp_size=1, micro_batch_size=1, max_tokens=30, min_saving_ratio=1 / 16))
     assert max(portion.num_tokens for portion in dealt[0]) == 139  # 100 + 40 - 1, what the longest takes by itself
 
 
 def test_groups_are_cut_where_ranks_would_wait_or_have_nothing():
     extents = extents_of([[400] * 8, [100] * 8], prompt=100)
-    cut = BatchCut(dp_size=4, micro_batch_size=1, max_tokens=8192, least_saving=1 / 16)
-    loads = [sum(portion.num_tokens for portion in mine) for mine in deal(extents, cut)]
+    cut = BatchPartitioner(dp_size=4, micro_batch_size=1, max_tokens=8192, min_saving_ratio=1 / 16)
+    loads = [sum(portion.num_tokens for portion in mine) for mine in partition(extents, cut)]
     assert min(loads) > 0.8 * max(loads)
     few = extents_of([[5, 5]], prompt=100)
-    dealt = deal(few, BatchCut(dp_size=2, micro_batch_size=1, max_tokens=8192, least_saving=1 / 16))
+    dealt = partition(few, BatchPartitioner(dp_size=2, micro_batch_size=1, max_tokens=8192, min_saving_ratio=1 / 16))
     assert [[portion.rows for portion in mine] for mine in dealt] in ([[(0,)], [(1,)]], [[(1,)], [(0,)]])
 
 
 def test_without_sharing_groups_are_dealt_as_rows():
     extents = extents_of([[20, 30, 10, 40], [7, 8, 9, 50]], prompt=100)
-    cut = BatchCut(dp_size=2, micro_batch_size=1, max_tokens=300)
+    cut = BatchPartitioner(dp_size=2, micro_batch_size=1, max_tokens=300)
     alone = [extent._replace(group=None, prefix=0) for extent in extents]
-    sharing = dataclasses.replace(cut, least_saving=1 / 16)
+    sharing = dataclasses.replace(cut, min_saving_ratio=1 / 16)
     rows = [
-        [[portion.rows for portion in mine] for mine in dealt] for dealt in (deal(extents, cut), deal(alone, cut), deal(alone, sharing))
+        [[portion.rows for portion in mine] for mine in dealt]
+        for dealt in (partition(extents, cut), partition(alone, cut), partition(alone, sharing))
     ]
     assert rows[0] == rows[1] == rows[2]
 
 
 def test_what_is_only_scored_is_packed_where_training_cuts_smaller():
-    rows = [Extent((31,))] * 12  # the last token is a target alone
+    rows = [SequenceLengths((31,))] * 12  # the last token is a target alone
 
     def streams(**cut):
-        return [[portion.num_tokens for portion in mine] for mine in deal_scored(rows, BatchCut(dp_size=2, scored_tokens=100, **cut))]
+        return [
+            [portion.num_tokens for portion in mine]
+            for mine in partition_for_scoring(rows, BatchPartitioner(dp_size=2, scored_tokens=100, **cut))
+        ]
 
     assert streams(micro_batch_size=1) == [[90, 90], [90, 90]]
     assert streams(micro_batch_size=2, max_tokens=60) == [[90, 90], [90, 90]]

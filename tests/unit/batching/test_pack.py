@@ -29,7 +29,7 @@ def rows_of(packed):
 def test_a_million_completions_waste_two_in_a_thousand(name):
     lengths, max_tokens = LENGTHS[name](np.random.default_rng(0), 1_000_000)
     lengths = lengths.astype(np.int64)
-    packed = pack(lengths, max_tokens=max_tokens, dp_size=8, even_length=48_000.0)
+    packed = pack(lengths, max_tokens=max_tokens, dp_size=8, balance_length=48_000.0)
     assert lengths.sum() / (sum(map(len, packed)) * max_tokens) >= 0.998
     assert rows_of(packed) == list(range(len(lengths)))
 
@@ -52,7 +52,7 @@ def test_every_row_is_in_one_micro_batch_within_the_budget(data, dp_size, multip
 @pytest.mark.parametrize("num_rows", [256, 4_096, 100_000])
 def test_ranks_get_the_same_cost_attention_included(num_rows):
     lengths = np.clip(np.random.default_rng(1).lognormal(7, 0.8, num_rows), 1, 32_768).astype(np.int64)
-    packed = pack(lengths, max_tokens=32_768, dp_size=8, even_length=12_000.0)
+    packed = pack(lengths, max_tokens=32_768, dp_size=8, balance_length=12_000.0)
     cost = [sum(lengths[row] + lengths[row] ** 2 / 12_000 for rows in rank for row in rows) for rank in packed]
     assert max(cost) / np.mean(cost) < 1.02
 
@@ -60,7 +60,7 @@ def test_ranks_get_the_same_cost_attention_included(num_rows):
 def test_the_nth_micro_batches_of_all_ranks_cost_about_the_same():
     """Ranks wait for each other there, where experts exchange tokens."""
     lengths = np.clip(np.random.default_rng(2).lognormal(6, 1.2, 1_000), 1, 4096).astype(np.int64)
-    packed = pack(lengths, max_tokens=16_384, dp_size=4, even_length=20_000.0)
+    packed = pack(lengths, max_tokens=16_384, dp_size=4, balance_length=20_000.0)
     cost = np.array([[sum(lengths[row] + lengths[row] ** 2 / 20_000 for row in rows) for rows in rank] for rank in packed])
     assert (cost.max(axis=0) / cost.min(axis=0)).max() < 1.1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.checkpoint.manifest import Folder, Origin, facts
+from megatron_grpo.checkpoint.manifest import Folder, RunOrigin, facts
 from megatron_grpo.checkpoint.resume import beginning_of, problems_of_beginning, resolved
 from megatron_grpo.config.parse import resolve
 from megatron_grpo.config.validation import validate
@@ -17,7 +17,7 @@ def checkpoint(path, step=3, **settings):
     writing = folder.begin(step)
     (writing / "weights").write_bytes(b"1234")
     files = {"weights": {"bytes": 4, "sha256": "x"}}
-    folder.commit(step, facts(Origin(settings=settings), Progress(step=step), world_size=1, torch="", num_pending=0, versions={}), files)
+    folder.commit(step, facts(RunOrigin(settings=settings), Progress(step=step), world_size=1, torch="", num_pending=0, versions={}), files)
     return folder.directory(step)
 
 

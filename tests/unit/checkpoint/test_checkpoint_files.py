@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.checkpoint.manifest import Folder, Origin, damage, facts, read_manifest
+from megatron_grpo.checkpoint.manifest import Folder, RunOrigin, damage, facts, read_manifest
 from megatron_grpo.types import Progress
 from tests.checkpoint_files import fingerprints
 
@@ -17,7 +17,7 @@ def write(folder: Folder, step: int, content: bytes = b"weights") -> Path:
     writing = folder.begin(step)
     (writing / "inner").mkdir()
     (writing / "inner" / "file").write_bytes(content)
-    said = facts(Origin(), Progress(step=step), world_size=1, torch="2", num_pending=0, versions={})
+    said = facts(RunOrigin(), Progress(step=step), world_size=1, torch="2", num_pending=0, versions={})
     folder.commit(step, said, fingerprints(writing, ["inner/file"]))
     return folder.directory(step)
 
@@ -175,7 +175,7 @@ def test_every_flipped_bit_of_a_manifest_is_found_and_one_without_a_checksum_is_
     folder = Folder(tmp_path)
     writing = folder.begin(5)
     (writing / "file").write_bytes(b"weights")
-    said = facts(Origin(settings={"lr": 1e-3, "beta": None}), Progress(step=5, num_tokens=972), world_size=1, torch="2", num_pending=0,
+    said = facts(RunOrigin(settings={"lr": 1e-3, "beta": None}), Progress(step=5, num_tokens=972), world_size=1, torch="2", num_pending=0,
                  versions={9: 3, 10: 4})  # fmt: skip
     folder.commit(5, said, fingerprints(writing, ["file"]))
     path = folder.directory(5) / "manifest.json"

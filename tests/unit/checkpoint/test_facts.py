@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_grpo.checkpoint.content import facts_of
+from megatron_grpo.checkpoint.fingerprints import facts_of
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.table import table
 

@@ -12,11 +12,11 @@ import pytest
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.batch_sizes import settled as with_sizes
-from megatron_grpo.batching.timetable import Timetable
-from megatron_grpo.checkpoint.content import settings_of
-from megatron_grpo.checkpoint.continuity import _OF_THE_REFERENCE, _WHY, FLAGS, changes_since
-from megatron_grpo.checkpoint.manifest import POINTER, Folder, Origin, facts
+from megatron_grpo.batching.schedule import TrainingSchedule
+from megatron_grpo.checkpoint.fingerprints import settings_of
+from megatron_grpo.checkpoint.manifest import POINTER, Folder, RunOrigin, facts
 from megatron_grpo.checkpoint.resume import find_checkpoints, judge_resume
+from megatron_grpo.checkpoint.resume_compatibility import _OF_THE_REFERENCE, _WHY, FLAGS, changes_since
 from megatron_grpo.config.parse import resolve
 from megatron_grpo.config.table import table
 from megatron_grpo.types import Progress
@@ -29,7 +29,7 @@ SIZES = ["--global_batch_size", "8", "--num_generations", "4", "--steps_per_gene
 def settled(out: Path, *flags: str):
     cfg = resolve(["--output_dir", str(out), "--max_steps", "9", *SIZES, *flags])
     sizes = BatchSizes.from_config(cfg)
-    return with_sizes(cfg, sizes), Timetable.of_length(sizes, max_steps=cfg.run.max_steps)
+    return with_sizes(cfg, sizes), TrainingSchedule.of_length(sizes, max_steps=cfg.run.max_steps)
 
 
 def saved(out: Path, step: int, *flags: str, pending: int = 0, num_rollouts: int | None = None, **origin) -> Path:
@@ -40,7 +40,7 @@ def saved(out: Path, step: int, *flags: str, pending: int = 0, num_rollouts: int
     (writing / "common.pt").write_bytes(b"weights")
     progress = Progress(step=step, num_rollouts=-(-step // 2) if num_rollouts is None else num_rollouts)
     known = {"settings": settings_of(cfg), "content": CONTENTS, "sizes": timetable.sizes.stream_sizes} | origin
-    said = facts(Origin(**known), progress, world_size=1, torch="2", num_pending=pending, versions={})
+    said = facts(RunOrigin(**known), progress, world_size=1, torch="2", num_pending=pending, versions={})
     folder.commit(step, said, fingerprints(writing, ["common.pt"]))
     return folder.directory(step)
 
@@ -171,7 +171,7 @@ def test_a_run_that_has_reached_its_end_says_that_nothing_is_left(tmp_path):
 
 
 def test_contents_are_either_refused_or_said():
-    before, now = Origin(content=dict(a="1", model="1", gone="1")), Origin(content=dict(a="2", model="2", new="1"))
+    before, now = RunOrigin(content=dict(a="1", model="1", gone="1")), RunOrigin(content=dict(a="2", model="2", new="1"))
     assert {change.name: change.verdict for change in changes_since(before, now)} == {"a": "said", "model": "refused"}
     assert {setting.on_resume for setting in table().values()} == {"refused", "between", "said", "free"}
 
@@ -291,7 +291,7 @@ def test_a_checkpoint_records_the_job_that_wrote_it(tmp_path):
 
 
 def test_judging_needs_no_torch(tmp_path):
-    code = "import sys, megatron_grpo.checkpoint.resume, megatron_grpo.checkpoint.content; sys.exit('torch' in sys.modules)"
+    code = "import sys, megatron_grpo.checkpoint.resume, megatron_grpo.checkpoint.fingerprints; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

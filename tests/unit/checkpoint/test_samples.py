@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from megatron_grpo.checkpoint import samples as file_of_samples
-from megatron_grpo.checkpoint.samples import UnknownSamples, column_types, file_of, read_samples, unreadable
-from megatron_grpo.types import AnchoredSample, Sample
+from megatron_grpo.checkpoint.samples import UnknownSamplesError, column_types, file_of, read_samples, unreadable
+from megatron_grpo.types import Sample, SampleWithOldLogprobs
 
 FORMAT_1 = Path(__file__).parents[2] / "data" / "format_1.tar.xz"
 
@@ -51,9 +51,13 @@ def assert_same(back, samples):
 @pytest.mark.parametrize("samples", [
     [],
     [sample()],
-    [sample(AnchoredSample, old_logprobs=np.zeros(4, np.float32), anchored_by="cached"), sample(row=7), sample(row=8, advantage=-1.5)],
-    [sample(AnchoredSample, old_logprobs=np.full(4, -2, np.float32), anchored_by="rollout", row=1)] * 3,
-    [sample(AnchoredSample, old_logprobs=np.array([0, 0, np.nan, -1], np.float32), anchored_by="rollout")],
+    [
+        sample(SampleWithOldLogprobs, old_logprobs=np.zeros(4, np.float32), anchored_by="cached"),
+        sample(row=7),
+        sample(row=8, advantage=-1.5),
+    ],
+    [sample(SampleWithOldLogprobs, old_logprobs=np.full(4, -2, np.float32), anchored_by="rollout", row=1)] * 3,
+    [sample(SampleWithOldLogprobs, old_logprobs=np.array([0, 0, np.nan, -1], np.float32), anchored_by="rollout")],
     [sample(teacher_logprobs=np.array([0, 0, -3.5, -1e-3], np.float32)), sample(row=1)],
 ], ids=["none", "one", "mixed", "anchored", "without some log-probs", "one that a teacher has seen"])  # fmt: skip
 def test_samples_survive_a_file_bit_for_bit(tmp_path, samples):
@@ -134,7 +138,7 @@ def test_a_field_that_the_file_lacks_has_its_default(tmp_path):
     [back] = read_samples(tmp_path / "file", Row)
     assert (back.where, back.starts) == ("here", (0,))
     change_header(tmp_path / "file", lambda header: header["kinds"]["Row"].pop("number"))
-    with pytest.raises(UnknownSamples, match="lacks Row.number, which has no default"):
+    with pytest.raises(UnknownSamplesError, match="lacks Row.number, which has no default"):
         read_samples(tmp_path / "file", Row)
 
 
@@ -148,13 +152,13 @@ def test_what_is_not_known_is_refused_with_its_name_and_the_version_that_wrote_i
     (tmp_path / "file").write_bytes(file_of([row(3)]))
     change_header(tmp_path / "file", lambda header: (header.update(written_by="megatron_grpo 7.0"), change(header)))
     for read in (lambda: read_samples(tmp_path / "file", Row), lambda: _raise(unreadable(tmp_path / "file", Row))):
-        with pytest.raises(UnknownSamples, match="was written by megatron_grpo 7.0 and has") as told:
+        with pytest.raises(UnknownSamplesError, match="was written by megatron_grpo 7.0 and has") as told:
             read()
         assert says in str(told.value)
 
 
 def _raise(sentence):
-    raise UnknownSamples(sentence)
+    raise UnknownSamplesError(sentence)
 
 
 def test_a_field_of_a_type_that_a_file_cannot_hold_is_an_error_and_not_lost():
@@ -170,7 +174,7 @@ def test_a_field_of_a_type_that_a_file_cannot_hold_is_an_error_and_not_lost():
 
 
 def test_every_field_of_todays_samples_can_be_saved():
-    for kind in (Sample, AnchoredSample):
+    for kind in (Sample, SampleWithOldLogprobs):
         assert column_types(kind).keys() == {field.name for field in fields(kind)} - set(file_of_samples.NOT_SAVED)
 
 
@@ -205,10 +209,10 @@ def test_a_file_that_5dcdde2_wrote_is_read(tmp_path, case):
         content = tar.extractfile(f"{case}/checkpoints/iter_0000004/grpo/pending.npz").read()
     (tmp_path / "file").write_bytes(content)
     rows = read_samples(tmp_path / "file")
-    assert len(rows) == 12 and {type(one) for one in rows} == {AnchoredSample}
+    assert len(rows) == 12 and {type(one) for one in rows} == {SampleWithOldLogprobs}
     with np.load(io.BytesIO(content)) as written:
-        assert np.array_equal(np.concatenate([one.token_ids for one in rows]), written["AnchoredSample.token_ids"])
-        assert np.array_equal(np.concatenate([one.old_logprobs for one in rows]), written["AnchoredSample.old_logprobs"])
-        assert {one.anchored_by for one in rows} == set(written["AnchoredSample.anchored_by"].tolist())
+        assert np.array_equal(np.concatenate([one.token_ids for one in rows]), written["SampleWithOldLogprobs.token_ids"])
+        assert np.array_equal(np.concatenate([one.old_logprobs for one in rows]), written["SampleWithOldLogprobs.old_logprobs"])
+        assert {one.anchored_by for one in rows} == set(written["SampleWithOldLogprobs.anchored_by"].tolist())
         masks = [one.mask if hasattr(one, "mask") else one.loss_mask for one in rows]
-        assert np.array_equal(np.concatenate(masks), written["AnchoredSample.loss_mask"])
+        assert np.array_equal(np.concatenate(masks), written["SampleWithOldLogprobs.loss_mask"])

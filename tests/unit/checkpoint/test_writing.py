@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from megatron_grpo.base.cleanup import begun
 from megatron_grpo.checkpoint.distributed import Staging, _write, write_file, write_pieces
-from megatron_grpo.checkpoint.pieces import Piece, Placed, Uncovered, metadata_of, require_whole, shares
-from megatron_grpo.checkpoint.strangers import _Data
+from megatron_grpo.checkpoint.safe_unpickle import _Data
+from megatron_grpo.checkpoint.shards import MissingShardError, PlacedShard, Shard, metadata_of, require_whole, shares
 from megatron_grpo.policy.sharded_state import boxes
 from tests.checkpoint_files import fingerprints
 
@@ -46,12 +46,16 @@ def test_the_bytes_are_dealt_evenly():
 
 
 def piece(offset, shape, whole=(4, 4), key="w"):
-    return Placed(Piece(key, offset, shape, whole, torch.float32), 0, 64)
+    return PlacedShard(Shard(key, offset, shape, whole, torch.float32), 0, 64)
 
 
 def test_a_description_is_what_torch_reads_and_unpickles_without_strange_names():
     said = metadata_of(
-        [("__0_0.distcp", [piece((0, 0), (2, 4)), Placed(Piece("object"), 64, 8)]), ("", []), ("__2_0.distcp", [piece((2, 0), (2, 4))])]
+        [
+            ("__0_0.distcp", [piece((0, 0), (2, 4)), PlacedShard(Shard("object"), 64, 8)]),
+            ("", []),
+            ("__2_0.distcp", [piece((2, 0), (2, 4))]),
+        ]
     )
     found = _Data(io.BytesIO(said)).load()
     assert {part.relative_path for part in found.storage_data.values()} == {"__0_0.distcp", "__2_0.distcp"}
@@ -62,7 +66,7 @@ def test_a_description_is_what_torch_reads_and_unpickles_without_strange_names()
 @pytest.mark.parametrize("second", [[], [piece((1, 0), (3, 4))], [piece((0, 0), (2, 4))], [piece((2, 0), (3, 4))]],
                          ids=["gap", "overlap", "twice", "outside"])  # fmt: skip
 def test_pieces_that_are_not_the_whole_are_refused(second):
-    with pytest.raises(Uncovered, match="w"):
+    with pytest.raises(MissingShardError, match="w"):
         metadata_of([("__0_0.distcp", [piece((0, 0), (2, 4))]), ("__1_0.distcp", second)])
 
 
@@ -87,7 +91,7 @@ def test_boxes_are_the_whole_if_and_only_if_each_element_is_in_one_of_them(shape
     if (counts == 1).all():
         require_whole("w", shape, found)
     else:
-        with pytest.raises(Uncovered, match="^w "):
+        with pytest.raises(MissingShardError, match="^w "):
             require_whole("w", shape, found)
 
 
@@ -95,8 +99,8 @@ def test_boxes_are_the_whole_if_and_only_if_each_element_is_in_one_of_them(shape
 
 
 def test_what_is_hashed_while_it_is_written_is_the_file(tmp_path):
-    pieces = [(Piece("a", (0,), (5,), (5,), torch.float32), torch.arange(5.0)), (Piece("object"), b"bytes"),
-              (Piece("b", (0, 0), (3, 2), (3, 2), torch.bfloat16), torch.ones(3, 2, dtype=torch.bfloat16))]  # fmt: skip
+    pieces = [(Shard("a", (0,), (5,), (5,), torch.float32), torch.arange(5.0)), (Shard("object"), b"bytes"),
+              (Shard("b", (0, 0), (3, 2), (3, 2), torch.bfloat16), torch.ones(3, 2, dtype=torch.bfloat16))]  # fmt: skip
     entry, placed = write_pieces(tmp_path / "file", pieces)
     assert {"file": entry} == fingerprints(tmp_path, ["file"])
     content = (tmp_path / "file").read_bytes()
@@ -108,7 +112,7 @@ def test_what_is_hashed_while_it_is_written_is_the_file(tmp_path):
 
 def test_a_view_is_saved_without_the_rest_of_its_storage(tmp_path):
     whole = torch.zeros(100_000)
-    entry, _ = write_pieces(tmp_path / "file", [(Piece("a", (0,), (5,), (5,), torch.float32), whole[:5])])
+    entry, _ = write_pieces(tmp_path / "file", [(Shard("a", (0,), (5,), (5,), torch.float32), whole[:5])])
     assert entry["bytes"] < 4000
 
 
@@ -123,7 +127,7 @@ def test_a_rank_that_writes_nothing_leaves_no_file(tmp_path):
 def test_a_copy_stays_as_it_was_and_its_memory_is_used_again():
     staging, source = Staging(), [torch.arange(7.0), torch.arange(6, dtype=torch.int8).view(2, 3), torch.arange(9.0).bfloat16()]
     before = [tensor.clone() for tensor in source]
-    pieces = [(Piece(str(n)), tensor) for n, tensor in enumerate(source)] + [(Piece("object"), b"bytes")]
+    pieces = [(Shard(str(n)), tensor) for n, tensor in enumerate(source)] + [(Shard("object"), b"bytes")]
     copied = staging.copies(pieces)
     for tensor in source:
         tensor.fill_(3)
@@ -132,7 +136,7 @@ def test_a_copy_stays_as_it_was_and_its_memory_is_used_again():
     for (_, contents), wanted in zip(copied, before, strict=False):
         assert contents.dtype == wanted.dtype and torch.equal(contents, wanted)
     places = [contents.data_ptr() for _, contents in copied[:3]]
-    again = staging.copies([(Piece(str(n)), tensor + 1) for n, tensor in enumerate(before)])
+    again = staging.copies([(Shard(str(n)), tensor + 1) for n, tensor in enumerate(before)])
     assert [contents.data_ptr() for _, contents in again] == places
 
 

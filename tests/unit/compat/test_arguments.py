@@ -7,9 +7,9 @@ import re
 import pytest
 
 from megatron_grpo.compat import DIALECTS
-from megatron_grpo.compat.foreign import NOTHING
+from megatron_grpo.compat.foreign_args import NOTHING
 from megatron_grpo.config import parse, table
-from megatron_grpo.config.table import BadValue, names, read_value
+from megatron_grpo.config.table import InvalidValueError, names, read_value
 from tools import arguments, their_arguments
 
 SYSTEMS = list(arguments.SYSTEMS)
@@ -84,7 +84,7 @@ def test_a_default_of_theirs_that_is_not_ours_is_used(system):
         word = row.values.get(default, default) if row else default
         try:
             theirs = read_value(setting, word.strip("[]") or "none" if setting.is_list else word)
-        except BadValue:  # a word of theirs ("auto") that is no value here
+        except InvalidValueError:  # a word of theirs ("auto") that is no value here
             continue
         if value(cfg, native) != theirs:
             unlike.append((name, default, value(cfg, native)))

@@ -254,7 +254,7 @@ def test_the_card_of_an_export_loads_it_as_it_must_be_loaded(model, plain):
 
 
 def test_other_code_is_another_content(model):
-    from megatron_grpo.checkpoint.content import content_of
+    from megatron_grpo.checkpoint.fingerprints import content_of
     from megatron_grpo.config.config import Config, ModelConfig
 
     name, cfg = "the model's own code", Config(model=ModelConfig(trust_remote_code=True))

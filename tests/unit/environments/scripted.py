@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_grpo.environments.play import Play, Stage
+from megatron_grpo.environments.episode_runner import EpisodeRunner, EpisodeRunnerFactory
 from megatron_grpo.environments.protocol import Environment
-from megatron_grpo.environments.transcript import ChatTemplate
-from megatron_grpo.rollout.turns import Drawn
+from megatron_grpo.environments.trajectory import ChatTemplate
+from megatron_grpo.rollout.turns import SampledTurn
 from megatron_grpo.types import Completion, Prompt
 from tests.chat_models import TEMPLATE, chat_tokenizer
 
@@ -33,16 +33,16 @@ class Says:
         self.asked.append((key, tuple(token_ids), seed, max_tokens))
         self._open.append((key, max_tokens))
 
-    def poll(self) -> list[tuple[tuple[int, int], Drawn]]:
+    def poll(self) -> list[tuple[tuple[int, int], SampledTurn]]:
         open_, self._open = self._open, []
         return [(key, self._drawn(key, most)) for key, most in open_]
 
-    def _drawn(self, key, most: int) -> Drawn:
+    def _drawn(self, key, most: int) -> SampledTurn:
         turn = self.turns.get(key, 0)
         self.turns[key] = turn + 1
         tokens = [*self.tokenizer(self.text(key, turn), add_special_tokens=False)["input_ids"], *([END] if self.ends else [])]
         is_cut, tokens = len(tokens) > most, tokens[:most]
-        return Drawn(token_ids=tuple(tokens), logprobs=tuple(-0.1 * (i + 1) for i in range(len(tokens))), is_cut=is_cut, version=4)
+        return SampledTurn(token_ids=tuple(tokens), logprobs=tuple(-0.1 * (i + 1) for i in range(len(tokens))), is_cut=is_cut, version=4)
 
 
 def prompt(number: int = 0, template: str = TEMPLATE, **columns: Any) -> Prompt:
@@ -50,10 +50,10 @@ def prompt(number: int = 0, template: str = TEMPLATE, **columns: Any) -> Prompt:
     return Prompt(number=number, row=number, raw=QUESTION, token_ids=tuple(ids), columns=columns)
 
 
-def stage(environment: type[Environment], *, template: str = TEMPLATE, **rules: Any) -> Stage:
+def stage(environment: type[Environment], *, template: str = TEMPLATE, **rules: Any) -> EpisodeRunnerFactory:
     known = dict(max_turns=3, max_completion_length=400, max_model_len=1000, timeout=5.0, concurrency=8)
     tokenizer = chat_tokenizer(template)
-    return Stage(
+    return EpisodeRunnerFactory(
         environment=environment, template=ChatTemplate(tokenizer, tools=environment.tools, end_ids=[END]), system=None, **known | rules,
     )  # fmt: skip
 
@@ -73,7 +73,7 @@ def played(
     says = Says(where.template.tokenizer, (lambda key, turn: text) if isinstance(text, str) else text, ends=ends)
     ids = where.template.encode(where.template.render(QUESTION), where.template.guards())
     asked = Prompt(number=0, row=0, raw=QUESTION, token_ids=tuple(ids), columns=columns or {})
-    play = Play(where, [asked], n=n, seed_of=lambda number, place, turn: 1000 * place + turn)
+    play = EpisodeRunner(where, [asked], n=n, seed_of=lambda number, place, turn: 1000 * place + turn)
     while not play.advance(says, 1.0, version=4):
         pass
     [group] = play.groups()

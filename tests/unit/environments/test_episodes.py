@@ -13,17 +13,17 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.metrics.rollout import Completions, episode_stats
 from megatron_grpo.rewards.builtin.rule_based import build_environment
 from megatron_grpo.rewards.protocol import RewardFunction
-from megatron_grpo.trainer.judge import EnvironmentsFailed, Judge, as_batch, check_failures
+from megatron_grpo.trainer.reward_manager import EnvironmentFailuresError, RewardManager, as_batch, check_failures
 from megatron_grpo.types import (
     FAULTS,
     Completion,
     EpisodeNumbers,
     EpisodeRecord,
     Group,
+    GroupMetadata,
     Prompt,
     ScoredGroup,
     Sequence,
-    Verdict,
 )  # fmt: skip
 from tests.unit.trainer.test_rollouts import rollout
 
@@ -61,7 +61,7 @@ def test_rewards_get_whole_episodes_by_name_and_a_failed_one_is_judged_by_nobody
         return [1.0] * len(completions)
 
     failed = episode("error")
-    [scored] = Judge([function(reward), function(lambda completions: [2.0] * len(completions), "g")])(
+    [scored] = RewardManager([function(reward), function(lambda completions: [2.0] * len(completions), "g")])(
         [group(episode(), failed, episode("max_turns"))]
     )
     assert scored.rewards == ((1.0, 2.0), (None, None), (1.0, 2.0))
@@ -86,23 +86,23 @@ def test_a_failed_episode_is_in_no_mean_and_trains_nothing_yet_is_a_row():
 
 
 def test_max_turns_is_a_rule_and_length_is_a_cut():
-    verdict = Verdict.of(ScoredGroup(group=group(episode("max_turns"), episode("length")), rewards=((1.0,), (1.0,))))
+    verdict = GroupMetadata.of(ScoredGroup(group=group(episode("max_turns"), episode("length")), rewards=((1.0,), (1.0,))))
     assert verdict.is_truncated == (False, True) and verdict.trains == (True, True)
 
 
-def verdicts(*ended: str) -> list[Verdict]:
-    return [Verdict.of(ScoredGroup(group=group(episode(how)), rewards=((1.0,),))) for how in ended]
+def verdicts(*ended: str) -> list[GroupMetadata]:
+    return [GroupMetadata.of(ScoredGroup(group=group(episode(how)), rewards=((1.0,),))) for how in ended]
 
 
 def test_a_run_whose_episodes_fail_ends_with_the_most_frequent_sentence():
     check_failures(verdicts("done", "error"), 0.5)
     check_failures(verdicts("done", "done"), 0.0)
     check_failures([], 0.5)
-    with pytest.raises(EnvironmentsFailed, match="2 of 3 episodes of a rollout failed by their environment's fault .* alike: it did"):
+    with pytest.raises(EnvironmentFailuresError, match="2 of 3 episodes of a rollout failed by their environment's fault .* alike: it did"):
         check_failures(verdicts("error", "timeout", "done"), 0.5)
-    with pytest.raises(EnvironmentsFailed, match="2 of 2"):
+    with pytest.raises(EnvironmentFailuresError, match="2 of 2"):
         check_failures(verdicts("error", "nonsense"), 1.0)
-    with pytest.raises(EnvironmentsFailed):
+    with pytest.raises(EnvironmentFailuresError):
         rollout(
             {0: ((None,), (None,)), 1: ((None,), (None,))},
             answer=lambda prompt, place, version: replace(episode("timeout"), versions=((version, 2, 5),)),
@@ -121,7 +121,7 @@ def test_what_is_counted_of_episodes():
         group=group(episode(tool_calls=2.0, tool_errors=1.0), episode("length", starts=(0, 5), tool_calls=2.0, seconds=1.5)),
         rewards=((1.0,), (0.0,)),
     )
-    stats = episode_stats([Verdict.of(scored)])
+    stats = episode_stats([GroupMetadata.of(scored)])
     assert stats["episodes/turns"] == stats["episodes/turns_max"] == 2 and stats["episodes/rewritten"] == 0.5
     assert stats["episodes/drawn_tokens"] == 3.0 and stats["episodes/masked_token_share"] == pytest.approx(1 - 6 / 15)
     assert stats["episodes/environment_seconds"] == 1.0 and stats["episodes/failed"] == 0
@@ -193,7 +193,7 @@ def test_a_template_that_shows_no_tool_is_refused_and_one_that_rewrites_is_told(
     from megatron_grpo.environments.loading import look_at
     from megatron_grpo.environments.protocol import Environment
     from megatron_grpo.environments.tools import ToolEnvironment
-    from megatron_grpo.environments.transcript import ChatTemplate
+    from megatron_grpo.environments.trajectory import ChatTemplate
     from tests.chat_models import DROPS, TEMPLATE, chat_tokenizer
 
     def look(source, kind, history="template", end_ids=(2,)):

@@ -10,8 +10,8 @@ import pyarrow
 import pytest
 
 from megatron_grpo.environments.foreign_environments import adapted
-from megatron_grpo.environments.protocol import Environment, Nonsense, Reply, as_messages
-from megatron_grpo.environments.tools import UnusableTool, read_hermes, tool_set
+from megatron_grpo.environments.protocol import Environment, InvalidReplyError, Reply, as_messages
+from megatron_grpo.environments.tools import InvalidToolError, read_hermes, tool_set
 from megatron_grpo.metrics.rollout import counted_in, said_in
 from megatron_grpo.types import Group, Prompt
 from tests.chat_models import TEMPLATE
@@ -125,9 +125,9 @@ def test_functions_that_no_call_could_use_are_no_tools():
         """
         return str(n)
 
-    with pytest.raises(UnusableTool, match="yields, and a tool returns"):
+    with pytest.raises(InvalidToolError, match="yields, and a tool returns"):
         tool_set({"yields": yields})
-    with pytest.raises(UnusableTool, match="takes n by its place alone"):
+    with pytest.raises(InvalidToolError, match="takes n by its place alone"):
         tool_set({"unnamed": unnamed})
 
 
@@ -160,7 +160,7 @@ def test_tools_beside_an_environment_leave_it_its_own_tools_and_its_reward_at_th
 
 @pytest.mark.parametrize("extra", [{"made": lambda: 1}, {"name": "\ud800"}, {"numbers": {1, 2}}])
 def test_messages_hold_what_can_be_sent_rendered_and_written(extra):
-    with pytest.raises(Nonsense, match="a message holds text|no text"):
+    with pytest.raises(InvalidReplyError, match="a message holds text|no text"):
         as_messages([{**USER, **extra}], who="reply")
     kept = as_messages([{**USER, "content": type("Text", (str,), {})("x"), "tool_calls": ({"id": 1},)}], who="reply")
     assert type(kept[0]["content"]) is str and kept[0]["tool_calls"] == [{"id": 1}]

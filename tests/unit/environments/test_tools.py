@@ -9,7 +9,7 @@ import pytest
 
 from megatron_grpo.environments.foreign_environments import adapted
 from megatron_grpo.environments.protocol import Environment, Reply
-from megatron_grpo.environments.tools import UnusableTool, read_hermes, schema_of, tool_set
+from megatron_grpo.environments.tools import InvalidToolError, read_hermes, schema_of, tool_set
 from tests.unit.environments.scripted import played
 
 
@@ -84,7 +84,7 @@ def test_a_function_without_hints_or_words_cannot_be_a_tool_and_why_is_said():
     def bare(x):
         return x
 
-    with pytest.raises(UnusableTool, match="docstring"):
+    with pytest.raises(InvalidToolError, match="docstring"):
         schema_of(bare)
 
 

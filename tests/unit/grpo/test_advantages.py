@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_grpo.config.config import Config, GrpoConfig
 from megatron_grpo.grpo import validation
-from megatron_grpo.grpo.advantages import ESTIMATORS, advantages, dead_groups, reward_metrics
+from megatron_grpo.grpo.advantages import ESTIMATORS, advantages, reward_metrics, zero_std_groups
 from tests.reference import grpo_reference as reference
 
 COMBINATIONS = [
@@ -122,7 +122,7 @@ def test_which_groups_are_dead_is_the_same_for_many_at_once_and_for_each_alone(c
     rng, weights = np.random.default_rng(seed), [0.0, 1.0, 0.7]
     groups = [[[None if rng.random() < 0.2 else float(rng.choice([0.1, 0.2, 0.3])) for _ in weights] for _ in range(2)] for _ in range(17)]
     alone = [bool(advantages([group], cfg, weights).is_dead[0]) for group in groups]
-    assert dead_groups(groups, cfg, weights).tolist() == alone == advantages(groups, cfg, weights).is_dead.tolist()
+    assert zero_std_groups(groups, cfg, weights).tolist() == alone == advantages(groups, cfg, weights).is_dead.tolist()
     assert seed or (any(alone) and not all(alone))
 
 

@@ -17,14 +17,14 @@ import pytest
 from rich.console import Console
 
 from megatron_grpo.base import activity
-from megatron_grpo.base.activity import Clock
+from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.grpo.advantages import Advantages
 from megatron_grpo.metrics import Metrics, display, report_to_problems
 from megatron_grpo.metrics.display import phase_in_words
 from megatron_grpo.metrics.rollout import Completions, JudgedRollout, rollout_stats
-from megatron_grpo.metrics.summary import TimeSpent
-from megatron_grpo.types import Group, Harvest, Progress, Prompt, ScoredGroup, Verdict, answered
+from megatron_grpo.metrics.summary import TimeSummary
+from megatron_grpo.types import DynamicSamplingResult, Group, GroupMetadata, Progress, Prompt, ScoredGroup, answered
 from tests.evaluated import evaluated
 from tests.ranks import run_ranks
 
@@ -272,7 +272,7 @@ def test_tensorboard_gets_the_finite_numbers_of_every_step(tmp_path):
 
 
 def test_a_clock_adds_up_blocks_of_one_name_and_begins_again():
-    clock = Clock()
+    clock = Timers()
     for _ in range(2):
         with clock("rollout"):
             time.sleep(0.02)
@@ -284,7 +284,7 @@ def test_a_clock_adds_up_blocks_of_one_name_and_begins_again():
 
 
 def test_what_is_in_no_block_is_other_and_the_parts_sum_to_the_step():
-    clock = Clock()
+    clock = Timers()
     clock.take()
     for _ in range(2):
         time.sleep(0.02)
@@ -298,7 +298,7 @@ def test_what_is_in_no_block_is_other_and_the_parts_sum_to_the_step():
 
 def test_a_block_inside_another_takes_its_time_from_that_one():
     before = time.perf_counter()
-    clock = Clock()
+    clock = Timers()
     with clock("train"):
         time.sleep(0.01)
         with clock("ref_logprobs"):
@@ -328,8 +328,8 @@ def rollout_of_two(version=4, number=0):
         rewards_per_func=np.array([[[1, 0], [0, 1]], [[1, 0.5], [1, nan]]]),
         is_dead=np.array([True, False]),
     )
-    verdicts = [Verdict.of(one) for one in scored]
-    reaped = Harvest(kept=verdicts, sampled=verdicts, num_rounds=1, num_dead_dropped=0, num_given_back=0)
+    verdicts = [GroupMetadata.of(one) for one in scored]
+    reaped = DynamicSamplingResult(kept=verdicts, sampled=verdicts, num_rounds=1, num_dead_dropped=0, num_given_back=0)
     return JudgedRollout(number=number, harvest=reaped, advantages=found, penalty=None, held=dict(enumerate(scored)))
 
 
@@ -528,7 +528,7 @@ def test_a_phase_that_raises_is_left_and_what_it_counted_is_not_the_outer_ones()
 
 
 def test_a_block_of_the_clock_is_a_phase():
-    with Clock()("weight_sync"):
+    with Timers()("weight_sync"):
         assert phase_in_words() == "pushing weights"
 
 
@@ -572,7 +572,7 @@ def test_a_reward_that_forks_while_the_line_is_drawn_finds_no_lock_that_nobody_f
 
 
 def test_where_the_time_went_is_the_last_page():
-    spent = TimeSpent()
+    spent = TimeSummary()
     spent.before(30.0, step=40)
     for skipped in (False, True):
         spent.add({"time/rollout": 5.0, "time/train": 10.0, "time/step": 15.0, "time/rollout_overlapped": 2.5})
@@ -589,7 +589,7 @@ def test_where_the_time_went_is_the_last_page():
 
 def test_the_last_page_is_for_a_run_that_ended_well(tmp_path):
     for summary in (True, False):
-        metrics, spent = metrics_in(tmp_path), TimeSpent()
+        metrics, spent = metrics_in(tmp_path), TimeSummary()
         spent.before(2.0, step=0)
         run(metrics, 1, 1)
         metrics.close(summary=summary, spent=spent)

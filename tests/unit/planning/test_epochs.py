@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 
 from megatron_grpo.base.errors import ConfigError
-from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.batching.schedule import TrainingSchedule
 from megatron_grpo.config.optimizer import course_of
 from megatron_grpo.planning.command import Plan, make_plan
 from megatron_grpo.planning.figure import draw
@@ -33,7 +33,7 @@ def object_of(made: Plan) -> dict:
     return json.loads(made.as_json())
 
 
-def steps_of(timetable: Timetable) -> list[int]:
+def steps_of(timetable: TrainingSchedule) -> list[int]:
     """The optimizer step of each micro-step of the run."""
     assert timetable.num_steps is not None
     return [timetable.step_of(s) for s in range(timetable.first_of(timetable.num_steps))]

@@ -145,7 +145,7 @@ def walk(batch: dict, parallel: dict, num_rollouts: int, old_logprobs: str):
 )
 def test_the_timetable_is_what_the_walk_does(dp, mbs, a, w, mu, count, group, old):
     from megatron_grpo.batching.batch_sizes import BatchSizes
-    from megatron_grpo.batching.timetable import Timetable
+    from megatron_grpo.batching.schedule import TrainingSchedule
     from megatron_grpo.parallel.layout import Layout
     from megatron_grpo.planning.summary import plan_object
 
@@ -158,7 +158,7 @@ def test_the_timetable_is_what_the_walk_does(dp, mbs, a, w, mu, count, group, ol
         num_iterations=mu,
         old_logprobs=old,
     )
-    found = json.loads(json.dumps(plan_object(Timetable(sizes), count)))
+    found = json.loads(json.dumps(plan_object(TrainingSchedule(sizes), count)))
     expected = list(walk(found["batch"], found["parallel"], count, old))
     assert found["timetable"] == expected
     stale = [any(row["staleness"] for row in expected if row["rollout"] == r) for r in range(count)]

@@ -198,21 +198,21 @@ def test_the_kernel_of_a_gpu_is_named_where_the_machine_is_a_gpu_or_not_known():
     assert "attention with parents is plain matrix products" in str(decide(true, None, has_gpu=True, gpu_lacks=lacks))
     assert lacks in str(decide(true, None, has_gpu=True, gpu_lacks=lacks))
     off = decide(auto, None, has_gpu=True, gpu_lacks=lacks)
-    assert off.least_saving is None and lacks in off.why
-    assert decide(auto, None, has_gpu=True).least_saving == decide(auto, None, has_gpu=False).least_saving == LEAST_SAVING
+    assert off.min_saving_ratio is None and lacks in off.why
+    assert decide(auto, None, has_gpu=True).min_saving_ratio == decide(auto, None, has_gpu=False).min_saving_ratio == LEAST_SAVING
 
 
 def test_what_flash_attention_does_not_take_is_said_before_there_is_a_gpu():
     single = Config().with_values({"torch_dtype": "float32", "micro_batch_size": 4})
     said = "flash attention takes bfloat16 and float16, not float32"
-    assert decide(single, None).least_saving == LEAST_SAVING and f"On a GPU it would be off: {said}" in str(decide(single, None))
+    assert decide(single, None).min_saving_ratio == LEAST_SAVING and f"On a GPU it would be off: {said}" in str(decide(single, None))
     planned = decide(single.with_values({"gpu_memory_gb": 80}), None)
-    assert planned.least_saving is None and said in planned.why
+    assert planned.min_saving_ratio is None and said in planned.why
 
 
 def test_packings_are_few_whatever_the_size(made, model, monkeypatch):
     packings = []
-    deal, pack_once, tried = split.deal, pack.pack, []
+    deal, pack_once, tried = split.partition, pack.pack, []
     monkeypatch.setattr(split, "deal", lambda extents, cut: packings.append(len(extents)) or deal(extents, cut))
     monkeypatch.setattr(prefix_groups, "pack", lambda *args, **sizes: tried.append(1) or pack_once(*args, **sizes))
     made(GROUPS, *model, "--world_size", 1000, "--global_batch_size", 6000, "--num_generations", 4)

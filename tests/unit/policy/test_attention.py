@@ -11,9 +11,9 @@ import torch
 
 from megatron_grpo.parallel.context import held_tokens
 from megatron_grpo.policy import attention
-from megatron_grpo.policy import stream as stream_module
+from megatron_grpo.policy import packed_batch as stream_module
 from megatron_grpo.policy.kernels import Rotation
-from megatron_grpo.policy.stream import packed_stream
+from megatron_grpo.policy.packed_batch import packed_stream
 from megatron_grpo.types import Segment
 
 LONG = 264

@@ -10,40 +10,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.policy.guard import FEWEST, WINDOW, Culprit, Gradient, PlausibleGuard, Refusal, Skips
+from megatron_grpo.policy.guard import FEWEST, WINDOW, BadMicroBatch, Gradient, GradNormSpikeCheck, SkipCounter, SkippedStep
 
 
-def allows(guard: PlausibleGuard, *norms: float) -> list[bool]:
+def allows(guard: GradNormSpikeCheck, *norms: float) -> list[bool]:
     return [guard.allows(Gradient(step=step, norm=norm)) for step, norm in enumerate(norms)]
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -math.inf])
 def test_a_norm_that_is_no_number_is_refused_and_its_reason_given(norm):
-    guard = PlausibleGuard()
+    guard = GradNormSpikeCheck()
     assert not guard.allows(Gradient(step=7, norm=norm)) and guard.refusal == "its gradient is not finite"
 
 
 @pytest.mark.parametrize("norm", [0.0, 1e-30, 1e30])
 def test_without_a_bound_any_other_norm_may_be_used(norm):
-    guard = PlausibleGuard()
+    guard = GradNormSpikeCheck()
     assert guard.allows(Gradient(step=0, norm=norm)) is True and guard.refusal is None
 
 
 def test_a_norm_above_the_bound_is_refused_and_the_bound_itself_is_not():
-    guard = PlausibleGuard(above=2.0)
+    guard = GradNormSpikeCheck(above=2.0)
     assert allows(guard, 1.0, 2.0, 2.5, 1.0) == [True, True, False, True]
     assert allows(guard, 2.5) == [False] and guard.refusal == "its gradient norm 2.5 is above 2 (skip_grad_norm_above)"
 
 
 def test_a_norm_is_held_against_the_median_once_there_are_enough():
-    guard = PlausibleGuard(factor=3.0)
+    guard = GradNormSpikeCheck(factor=3.0)
     assert allows(guard, *[1.0] * (FEWEST - 1), 50.0) == [True] * FEWEST, "no median yet: the spike is the last of the few"
     assert allows(guard, 3.0, 3.1) == [True, False]
     assert guard.refusal == "its gradient norm 3.1 is above 3 (skip_grad_norm_factor) x 1, the running median"
 
 
 def test_the_median_follows_if_all_norms_have_grown_and_forgets_what_is_old():
-    guard = PlausibleGuard(factor=3.0)
+    guard = GradNormSpikeCheck(factor=3.0)
     allows(guard, *[1.0] * FEWEST)
     assert allows(guard, *[10.0] * (FEWEST + 1)) == [False] * FEWEST + [True]
     allows(guard, *[10.0] * WINDOW)
@@ -52,23 +52,23 @@ def test_the_median_follows_if_all_norms_have_grown_and_forgets_what_is_old():
 
 def test_steps_that_teach_nothing_and_norms_that_are_no_number_are_no_part_of_the_median():
     """The batch whose groups are all dead has a norm of 0; a median of 0 would refuse every other."""
-    guard = PlausibleGuard(factor=3.0)
+    guard = GradNormSpikeCheck(factor=3.0)
     allows(guard, *[0.0] * 50, *[math.inf] * 50, *[2.0] * FEWEST)
     assert guard.state() == {"norms": [2.0] * FEWEST} and allows(guard, 5.9, 6.1) == [True, False]
 
 
 @given(st.lists(st.floats(1e-3, 1e3) | st.sampled_from([0.0, math.inf, math.nan]), max_size=300), st.integers(0, 300))
 def test_a_guard_that_is_restored_answers_as_the_one_that_was_saved(norms, at):
-    whole, first = PlausibleGuard(above=500.0, factor=2.0), PlausibleGuard(above=500.0, factor=2.0)
+    whole, first = GradNormSpikeCheck(above=500.0, factor=2.0), GradNormSpikeCheck(above=500.0, factor=2.0)
     begun = allows(first, *norms[:at])
-    again = PlausibleGuard(above=500.0, factor=2.0)
+    again = GradNormSpikeCheck(above=500.0, factor=2.0)
     again.restore(json.loads(json.dumps(first.state())))
     assert allows(whole, *norms) == begun + allows(again, *norms[at:])
 
 
 @given(st.lists(st.floats(1e-3, 1e3), max_size=200))
 def test_the_answers_are_those_of_sorting_the_last_norms_by_hand(norms):
-    guard, answers = PlausibleGuard(factor=2.0), []
+    guard, answers = GradNormSpikeCheck(factor=2.0), []
     for place, norm in enumerate(norms):
         last = sorted(norms[max(0, place - WINDOW) : place])
         middle = len(last) // 2
@@ -78,10 +78,10 @@ def test_the_answers_are_those_of_sorting_the_last_norms_by_hand(norms):
 
 
 def test_refusals_are_counted_and_a_step_that_is_allowed_ends_the_row_of_them():
-    skips = Skips()
+    skips = SkipCounter()
     for refused in (True, True, False, True):
         skips = skips.after(refused=refused)
-    assert skips == Skips(total=3, in_a_row=1)
+    assert skips == SkipCounter(total=3, in_a_row=1)
 
 
 PLACES = {(6, row): dict(rollout=6, row=row, prompt_number=50 + row, dataset_row=row) for row in range(20)}
@@ -89,10 +89,10 @@ PLACES = {(6, row): dict(rollout=6, row=row, prompt_number=50 + row, dataset_row
 
 def test_a_refusal_names_rank_micro_batch_and_rows():
     culprits = (
-        Culprit(micro_batch=3, ranks=(1,), norm=math.inf, rows=((6, 5),), what="advantages"),
-        Culprit(micro_batch=4, ranks=(0, 1), norm=12.5, rows=((6, 0), (6, 1))),
+        BadMicroBatch(micro_batch=3, ranks=(1,), norm=math.inf, rows=((6, 5),), what="advantages"),
+        BadMicroBatch(micro_batch=4, ranks=(0, 1), norm=12.5, rows=((6, 0), (6, 1))),
     )
-    refusal = Refusal(why="its gradient is not finite", skips=Skips(total=1, in_a_row=1), ranks=(1,), culprits=culprits)
+    refusal = SkippedStep(why="its gradient is not finite", skips=SkipCounter(total=1, in_a_row=1), ranks=(1,), culprits=culprits)
     assert refusal.lines(PLACES) == [
         "rank 1, micro-batch 3: row 5 of rollout 6 (prompt 55, row 5 of the data set): advantages not finite",
         "ranks 0, 1, micro-batch 4, norm 12.5 alone: row 0 of rollout 6 (prompt 50, row 0 of the data set), "
@@ -104,14 +104,16 @@ def test_a_refusal_names_rank_micro_batch_and_rows():
 
 
 def test_of_many_rows_some_are_named():
-    refusal = Refusal(why="", skips=Skips(), culprits=(Culprit(micro_batch=0, ranks=tuple(range(30)), norm=1.0, rows=tuple(PLACES)),))
+    refusal = SkippedStep(
+        why="", skips=SkipCounter(), culprits=(BadMicroBatch(micro_batch=0, ranks=tuple(range(30)), norm=1.0, rows=tuple(PLACES)),)
+    )
     [line] = refusal.lines(PLACES)
     assert replace(refusal, more=3).lines(PLACES) == [line, "and 3 more micro-batches at least"]
     assert line.startswith("ranks 0, 1, 2, 3, 4, 5, 6, 7, ..., micro-batch 0") and line.endswith("row 7 of the data set), ...")
 
 
 def test_what_does_not_happen_again_is_the_machines_and_weights_that_are_no_numbers_are_named_first():
-    [line] = Refusal(why="", skips=Skips(), ranks=(3,)).lines({})
+    [line] = SkippedStep(why="", skips=SkipCounter(), ranks=(3,)).lines({})
     assert "rank 3" in line and "not again" in line and "look at the machine" in line
-    [line] = Refusal(why="", skips=Skips(), ranks=(0, 1), weights=((1, "decoder.w"),)).lines({})
+    [line] = SkippedStep(why="", skips=SkipCounter(), ranks=(0, 1), weights=((1, "decoder.w"),)).lines({})
     assert line == "the weights themselves are not finite (rank 1: decoder.w), so no step can go well any more"

@@ -130,7 +130,7 @@ def test_a_gpt_oss_that_vllm_would_sample_as_another_is_refused(changes, words):
 def test_prompts_are_shared_where_a_window_reaches_over_the_longest_sequence():
     shape = ModelShape.from_hf(config_of("olmo3"))  # windows of 9 tokens
     short = Config().with_values({"max_prompt_length": 4, "max_completion_length": 5, "micro_batch_size": 4})
-    assert decide(short, shape).least_saving == LEAST_SAVING
+    assert decide(short, shape).min_saving_ratio == LEAST_SAVING
     longer = short.with_values({"max_completion_length": 6})
     assert "Olmo3ForCausalLM has layers that see 9 tokens, where sequences have up to 10" in decide(longer, shape).why
     (problem,) = sharing_problems(longer.with_values({"share_prompts": "true"}), shape)
@@ -155,13 +155,13 @@ def test_sharing_prompts_is_refused_where_it_would_train_something_else_and_auto
     assert problem.nearest["share_prompts"] == ["auto", "false"]
     for setting in ("auto", "false"):
         cfg = Config().with_values(DROPOUT | {"share_prompts": setting, "micro_batch_size": 4})
-        assert sharing_problems(cfg, dense) == [] and decide(cfg, dense).least_saving is None
+        assert sharing_problems(cfg, dense) == [] and decide(cfg, dense).min_saving_ratio is None
 
 
 @pytest.mark.parametrize("impl", ["auto", "local", "transformer_engine"])
 def test_prompts_are_shared_whatever_the_layers_are(impl):
     dense, cfg = ModelShape.from_hf(config_of("qwen3")), Config().with_values({"micro_batch_size": 4, "transformer_impl": impl})
-    assert decide(cfg, dense).least_saving == LEAST_SAVING and sharing_problems(cfg.with_values({"share_prompts": "true"}), dense) == []
+    assert decide(cfg, dense).min_saving_ratio == LEAST_SAVING and sharing_problems(cfg.with_values({"share_prompts": "true"}), dense) == []
 
 
 FP8 = {"fp8_format": "hybrid", "torch_dtype": "bfloat16", "transformer_impl": "transformer_engine"}

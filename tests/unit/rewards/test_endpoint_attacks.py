@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from megatron_grpo.base.errors import ConfigError, RewardError
-from megatron_grpo.checkpoint.content import settings_of
+from megatron_grpo.checkpoint.fingerprints import settings_of
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.parse import parse
 from megatron_grpo.config.validation import validate

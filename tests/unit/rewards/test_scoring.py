@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from megatron_grpo.base.errors import Interrupted, RewardError
+from megatron_grpo.base.errors import RewardError, RunInterruptedError
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction
 from megatron_grpo.rewards.scoring import score
 
@@ -211,9 +211,9 @@ def test_an_event_loop_lives_from_batch_to_batch_and_a_blocked_one_is_replaced()
 
 def test_a_signal_that_ends_the_run_is_no_failure_of_the_reward():
     def interrupted(completions):
-        raise Interrupted
+        raise RunInterruptedError
 
-    with pytest.raises(Interrupted):
+    with pytest.raises(RunInterruptedError):
         score([reward(interrupted)], batch(rows=2))
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_grpo.rollout.experts import ExpertLayers, WrongExperts, of_group, told
+from megatron_grpo.rollout.experts import ExpertLayers, InvalidRoutingError, of_group, told
 from megatron_grpo.types import Sequence
 from megatron_grpo.weights.shape import ModelShape
 from tests.unit.weights.tiny import config_of
@@ -61,12 +61,12 @@ def test_the_layers_are_those_of_the_model():
 def test_what_no_token_can_have_taken_is_refused(change, words):
     (good,) = of_group([LAYERS.read(RECORDED)], 5)
     changed = change(good)
-    with pytest.raises(WrongExperts, match=words):
+    with pytest.raises(InvalidRoutingError, match=words):
         LAYERS.check(dataclasses.replace(sequence(good), experts=changed))
 
 
 def test_an_engine_that_tells_nothing_is_refused():
-    with pytest.raises(WrongExperts, match="vLLM returned no experts"):
+    with pytest.raises(InvalidRoutingError, match="vLLM returned no experts"):
         LAYERS.read(None)
-    with pytest.raises(WrongExperts, match=r"\(7, 2, 2\), and the last layer with experts is 3"):
+    with pytest.raises(InvalidRoutingError, match=r"\(7, 2, 2\), and the last layer with experts is 3"):
         LAYERS.read(RECORDED[:, :2])

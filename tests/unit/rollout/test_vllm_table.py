@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_grpo.rollout.engine import WeightSyncError
-from megatron_grpo.rollout.vllm_layout import Copy, Form, Place, Table, Unit, _Seen
+from megatron_grpo.rollout.vllm_weight_layout import Copy, Place, Table, TensorForm, Unit, _Seen
 
 ROWS = (2, 3)
 
@@ -38,10 +38,10 @@ def layer():
 @pytest.fixture
 def table(layer):
     """up and gate are rows 0 to 3 of `both`, row 4 is padding; `packed` is made of two halves of one tensor, in the other order."""
-    form = Form((4, 3), (3, 1), torch.float32)
-    whole = Unit(module=layer, loaded={"both": Form.of(layer.both)}, live={"both": Form.of(layer.both)}, packed=frozenset(),
+    form = TensorForm((4, 3), (3, 1), torch.float32)
+    whole = Unit(module=layer, loaded={"both": TensorForm.of(layer.both)}, live={"both": TensorForm.of(layer.both)}, packed=frozenset(),
                  padding=[("both", Place((1, 3), (3, 1), 12), 7.0)], num_copies=2)  # fmt: skip
-    packed = Unit(module=layer, loaded={"kept_packed": form}, live={"kept_packed": Form.of(layer.kept_packed)},
+    packed = Unit(module=layer, loaded={"kept_packed": form}, live={"kept_packed": TensorForm.of(layer.kept_packed)},
                   packed=frozenset({"kept_packed"}), padding=[], num_copies=2)  # fmt: skip
     halves = [Copy(1, "kept_packed", rows(0), rows(2)), Copy(1, "kept_packed", rows(2), rows(0))]
     copies = {"gate": [Copy(0, "both", rows(0), None)], "up": [Copy(0, "both", rows(2), None)], "halves": halves, "unused": []}
@@ -97,7 +97,9 @@ def test_a_tensor_that_was_never_seen_is_refused_by_a_sentence(table, named, sen
 
 def test_a_weight_must_be_covered_once_and_wholly():
     def covered(*places):
-        return _Seen(Form((4, 3), (3, 1), torch.float32), {(str(n), place, None): None for n, place in enumerate(places)}).covers_all_once()
+        return _Seen(
+            TensorForm((4, 3), (3, 1), torch.float32), {(str(n), place, None): None for n, place in enumerate(places)}
+        ).covers_all_once()
 
     assert covered(rows(0), rows(2))
     assert not covered(rows(0)) and not covered(rows(0), rows(1)) and not covered(rows(0), rows(2), rows(1))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_grpo.base.errors import ConfigError, Interrupted, RewardError, RunError
+from megatron_grpo.base.errors import ConfigError, RewardError, RunError, RunInterruptedError
 from megatron_grpo.config.config import Config
 from megatron_grpo.run import failures
 from megatron_grpo.run.failures import machine_sentence, report
@@ -67,7 +67,7 @@ def test_torchrun_takes_the_rank_that_spoke_for_the_root_cause(tmp_path):
     "error, code, said",
     [
         (ConfigError("lr is wrong."), 2, "megatron-grpo: 1 problem in the configuration; nothing was started.\n  1. lr is wrong."),
-        (Interrupted("stopped after step 3"), 3, "megatron-grpo: stopped after step 3"),
+        (RunInterruptedError("stopped after step 3"), 3, "megatron-grpo: stopped after step 3"),
         (RewardError("f failed on row 2"), 1, "megatron-grpo: a reward function failed, and the run ends.\nf failed on row 2"),
         (RunError("rank 1 died"), 1, "megatron-grpo: rank 1 died"),
         (SystemExit(0), 1, "sys.exit(0) before the run was done"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.run import signals
-from megatron_grpo.run.limits import Asked, Limit
+from megatron_grpo.run.limits import Limit, StopReason
 from megatron_grpo.run.signals import StopSignal
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -179,16 +179,16 @@ def until(condition):
 def test_a_signal_to_one_rank_reaches_the_others_without_a_collective(two_ranks):
     other, heard = two_ranks()
     os.kill(os.getpid(), signal.SIGUSR1)
-    until(other.gives_up)
-    assert heard.gives_up() and heard.is_final and not other.is_final
-    assert other.asked == heard.asked == Asked("SIGUSR1", is_time=True)
+    until(other.should_cancel)
+    assert heard.should_cancel() and heard.is_final and not other.is_final
+    assert other.asked == heard.asked == StopReason("SIGUSR1", is_time=True)
 
 
 def test_a_limit_of_time_asks_as_a_signal_does(two_ranks):
     ours, _ = two_ranks(limits=[Limit(time.monotonic() + 0.05, "stop_after_minutes (1)")])
-    assert not ours.gives_up()
-    until(ours.gives_up)
-    assert ours.asked == Asked("stop_after_minutes (1)", is_time=True) and ours.agreed(lambda flag: flag)
+    assert not ours.should_cancel()
+    until(ours.should_cancel)
+    assert ours.asked == StopReason("stop_after_minutes (1)", is_time=True) and ours.agreed(lambda flag: flag)
     assert ours.why(lambda asked: [None, asked]) == "stop_after_minutes (1)"
 
 
@@ -198,8 +198,8 @@ def test_patience_is_counted_from_when_something_is_first_waited_for(two_ranks):
     until(lambda: heard.asked)
     time.sleep(0.4)  # an optimizer step, which nobody can cut short
     began = time.monotonic()
-    assert not heard.gives_up()
-    until(heard.gives_up)
+    assert not heard.should_cancel()
+    until(heard.should_cancel)
     assert time.monotonic() - began >= 0.3
 
 
@@ -262,7 +262,7 @@ WORKER = """
 import os, sys, threading, time
 import torch.distributed as dist
 from functools import partial
-from megatron_grpo.run.life import leave_if_doomed
+from megatron_grpo.run.lifecycle import leave_if_doomed
 from megatron_grpo.run.peers import Peers, Process
 from megatron_grpo.base.cleanup import die_with_parent
 from megatron_grpo.run.signals import StopSignal

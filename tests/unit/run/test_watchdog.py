@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_grpo.run import hung
-from megatron_grpo.run.hung import Account, culprits, verdict
+from megatron_grpo.run.hung import RankReport, culprits, verdict
 from megatron_grpo.run.watchdog import Age, Alarms, Pulse
 from tests.ranks import run_ranks
 
@@ -100,7 +100,7 @@ def test_a_rank_vouches_while_it_moves_or_its_phase_may_stand_still():
 
 
 def account(**facts):
-    return Account(**({"words": "training 3 of 8 micro-batches", "step": 4, "age": 100.0, "waits": "all_reduce"} | facts))
+    return RankReport(**({"words": "training 3 of 8 micro-batches", "step": 4, "age": 100.0, "waits": "all_reduce"} | facts))
 
 
 WAITS = account()
@@ -215,7 +215,7 @@ def live(name: str, rank: int, folder: Path) -> None:
     else:
         server = dist.TCPStore("127.0.0.1", int(store.get("port")), is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=dist.PrefixStore("job", server), rank=rank, world_size=2, timeout=timedelta(minutes=5))
-    peers = Peers(collectives.store("peers"), rank=rank, processes=collectives.from_all(Process.mine()))
+    peers = Peers(collectives.store("peers"), rank=rank, processes=collectives.all_gather_object(Process.mine()))
     watchdog = Watchdog(
         collectives.store("watchdog"), rank=rank, processes=peers.processes, timeout=SECONDS, output_dir=folder,
         wait_for_all=collectives.wait_for_all, leaves=peers.report_failure,
@@ -234,7 +234,7 @@ def live(name: str, rank: int, folder: Path) -> None:
                     time.sleep(0.1 * SECONDS)
                     activity.advance()
     with activity.phase("train"), contextlib.suppress(RuntimeError):
-        collectives.largest(1.0)
+        collectives.all_reduce_max(1.0)
         collectives.wait_for_all()
         watchdog.close()
         time.sleep(1.0)  # the store lives as long as rank 0

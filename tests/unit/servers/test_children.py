@@ -13,7 +13,7 @@ import pytest
 
 PARENT = """
 import multiprocessing, sys, time
-from megatron_grpo.servers.serve_life import let_no_child_outlive
+from megatron_grpo.servers.serve_lifecycle import let_no_child_outlive
 from tests.unit.servers.test_children import child
 if __name__ == "__main__":
     let_no_child_outlive()

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from megatron_grpo.config.servers import CALLS, chunk_size
-from megatron_grpo.servers.asking import MOST_DEATHS, Dealing
+from megatron_grpo.servers.requests import MOST_DEATHS, RequestRouter
 
 
 class World:
@@ -16,7 +16,7 @@ class World:
 
     def __init__(self, seed: int, *, prompts: int, servers: int, deadly: frozenset[int] = frozenset()):
         self.rng, self.deadly = random.Random(seed), deadly
-        self.dealing: Dealing[int, str] = Dealing(list(range(prompts)))
+        self.dealing: RequestRouter[int, str] = RequestRouter(list(range(prompts)))
         self.size = self.rng.randint(1, 8)
         self.names = [f"server {i}" for i in range(servers)]
         self.up = dict.fromkeys(self.names, True)
@@ -130,7 +130,7 @@ def test_a_prompt_that_kills_is_found_alone_and_never_asked_a_fourth_time(seed):
 
 
 def test_a_prompt_under_suspicion_is_alone_on_its_server():
-    dealing: Dealing[str, int] = Dealing(["a", "b", "c"])
+    dealing: RequestRouter[str, int] = RequestRouter(["a", "b", "c"])
     for _ in range(2):
         dealing.ended("one", dealing.next_for("one", 1), died=True)
     assert dealing.deaths == {"a": ["one", "one"]}

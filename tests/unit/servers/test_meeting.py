@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_grpo.base.errors import ConfigError, RunError
 from megatron_grpo.base.launcher import Launched
 from megatron_grpo.parallel.state import gpu_of, leave_word, meet, refuse_shared_gpu
-from megatron_grpo.servers.link import _share_a_gpu
+from megatron_grpo.servers.weight_transfer import _share_a_gpu
 
 
 def launched(rank: int, port: int, world_size: int = 2) -> Launched:

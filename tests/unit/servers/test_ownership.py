@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.servers.serve_state import Ownership, Refused
+from megatron_grpo.servers.serve_state import Ownership, RequestRefusedError
 from megatron_grpo.servers.wire import LEASE_SECONDS, Claim
 
 
@@ -31,28 +31,28 @@ def pushed(own: Ownership, incarnation: str = "1", version: int = 3) -> None:
 
 
 def test_a_server_that_started_holds_no_version_and_answers_nobody(own):
-    with pytest.raises(Refused, match="belongs to nobody; claim it first"):
+    with pytest.raises(RequestRefusedError, match="belongs to nobody; claim it first"):
         own.require("1")
-    with pytest.raises(Refused, match="holds no weights of a version, and version 0 was asked for"):
+    with pytest.raises(RequestRefusedError, match="holds no weights of a version, and version 0 was asked for"):
         own.require_version(0)
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRefusedError):
         own.require(None)  # no header is not nobody's
 
 
 def test_another_run_is_refused_by_the_owners_name_until_the_lease_is_over(own, clock):
     pushed(own)
     clock.now += LEASE_SECONDS - 1
-    with pytest.raises(Refused, match=r"run 'mine' owns this server \(heard of 59 s ago; the server is free 60 s after\)"):
+    with pytest.raises(RequestRefusedError, match=r"run 'mine' owns this server \(heard of 59 s ago; the server is free 60 s after\)"):
         own.claim(Claim(run="other", incarnation="9"))
     own.require("1")  # heard of: the lease begins again
     clock.now += LEASE_SECONDS - 1
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRefusedError):
         own.claim(Claim(run="other", incarnation="9"))
     clock.now += 1
     assert own.owner is None
     assert own.claim(Claim(run="other", incarnation="9"))
     assert own.owner == "other" and own.version is None and not own.has_base
-    with pytest.raises(Refused, match="belongs to run 'other'"):
+    with pytest.raises(RequestRefusedError, match="belongs to run 'other'"):
         own.require("1")
 
 
@@ -68,9 +68,9 @@ def test_the_same_run_takes_over_from_its_earlier_process_at_once_and_never_back
     before = own.tenure
     assert own.claim(Claim(run="mine", incarnation="2026-b"))
     assert own.version is None and own.tenure != before
-    with pytest.raises(Refused, match="belongs to run 'mine'"):
+    with pytest.raises(RequestRefusedError, match="belongs to run 'mine'"):
         own.require("2026-a")
-    with pytest.raises(Refused, match="a later process of run 'mine' owns this server"):
+    with pytest.raises(RequestRefusedError, match="a later process of run 'mine' owns this server"):
         own.claim(Claim(run="mine", incarnation="2026-a"))
     own.require("2026-b")
 
@@ -85,12 +85,12 @@ def test_a_claim_again_changes_nothing(own):
 def test_there_is_no_version_from_the_first_byte_of_a_push_to_its_end(own):
     pushed(own)
     tenure = own.begin_push(keeps_base=False)
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRefusedError):
         own.require_version(3)
     assert not own.has_base
     own.end_push(tenure, 4, is_base=False)  # merged weights
     own.require_version(4)
-    with pytest.raises(Refused, match="holds version 4, and version 3 was asked for"):
+    with pytest.raises(RequestRefusedError, match="holds version 4, and version 3 was asked for"):
         own.require_version(3)
     assert not own.has_base
 
@@ -121,14 +121,14 @@ def test_a_push_that_ends_after_the_owner_changed_gives_the_new_one_no_version(o
         own.release("1")
     else:
         own.begin_push(keeps_base=False)
-    with pytest.raises(Refused, match="claimed anew while the push ran"):
+    with pytest.raises(RequestRefusedError, match="claimed anew while the push ran"):
         own.end_push(tenure, 4, is_base=True)
     assert own.version is None and not own.has_base
 
 
 def test_a_released_server_goes_to_the_first_claim_and_holds_nothing(own):
     pushed(own)
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRefusedError):
         own.release("2")
     own.release("1")
     assert own.owner is None and own.version is None

@@ -16,7 +16,7 @@ import pytest
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config import parse
 from megatron_grpo.config.config import Config, RunConfig, ServeConfig
-from megatron_grpo.servers.serve_life import reachable, take_port
+from megatron_grpo.servers.serve_lifecycle import reachable, take_port
 from megatron_grpo.servers.serve_settings import check_serving, default_token_file, read_token
 from tests.tiny_models import write_tiny
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from megatron_grpo.rollout.engine import HolderChanged, SamplingSettings
-from megatron_grpo.rollout.experts import WrongExperts
-from megatron_grpo.servers import pushing, wire
-from megatron_grpo.servers.asking import Question
-from megatron_grpo.servers.fleet import Fleet, Needs
-from megatron_grpo.servers.http import Gone, Server
-from megatron_grpo.servers.server_turns import NoServer, ServerTurns
+from megatron_grpo.rollout.engine import ReceiverChangedError, SamplingSettings
+from megatron_grpo.rollout.experts import InvalidRoutingError
+from megatron_grpo.servers import weight_broadcast, wire
+from megatron_grpo.servers.http import Server, ServerGoneError
+from megatron_grpo.servers.requests import GenerationRequest
+from megatron_grpo.servers.server_group import ServerRequirements, TrainingServerGroup
+from megatron_grpo.servers.server_turns import NoServerError, ServerTurns
 from megatron_grpo.servers.servers import ServerEngine
 from megatron_grpo.types import Prompt
 from megatron_grpo.weights.buckets import WeightUpdate
@@ -48,8 +48,9 @@ def engine_of():
 
     def made(*lines, **more):
         servers = [SmallServer(one) for one in lines]
-        fleet = Fleet(lambda: [server.address for server in servers], partial(Server, token=TOKEN, incarnation="1"), run="ours",
-                      incarnation="1", needs=Needs(max_model_len=64), timeout=5.0, say=lambda line: None)  # fmt: skip
+        fleet = TrainingServerGroup(lambda: [server.address for server in servers], partial(Server, token=TOKEN, incarnation="1"),
+                      run="ours",
+                      incarnation="1", needs=ServerRequirements(max_model_len=64), timeout=5.0, say=lambda line: None)  # fmt: skip
         engine = ServerEngine(lambda: Pusher(fleet, servers), tokenizer=None, vocab_size=10, **more)
         pushed(engine, 1)
         opened.extend([engine, *servers])
@@ -147,7 +148,7 @@ def test_experts_come_with_the_answers_and_those_of_a_prompt_from_the_first_of_i
 
 def test_a_server_that_leaves_experts_out_is_no_server_to_replay_from(engine_of):
     engine, _ = engine_of(all_at_once, tells_experts=True)
-    with pytest.raises(WrongExperts, match="without the experts"):
+    with pytest.raises(InvalidRoutingError, match="without the experts"):
         engine.generate(PROMPTS, SAMPLING, seed=7)
 
 
@@ -188,7 +189,7 @@ def test_turns_in_flight_on_a_server_that_was_lost_are_drawn_before_anything_is_
     found = []
     until(lambda: found.extend(turns.poll()) or found)
     assert [key for key, _ in found] == [(0, 0)]
-    with pytest.raises(NoServer):
+    with pytest.raises(NoServerError):
         turns.poll()
     assert turns.num_running == 1
 
@@ -208,11 +209,11 @@ def test_a_call_that_a_push_has_ended_is_no_loss_of_the_server_that_took_it(engi
         asked.submit((0, 0), (4, 5), seed=7, max_tokens=3)
         asked.poll()
     else:
-        asked = Question({0: wire.Request(key="0", ids=(4, 5), seed=7, n=2, max_tokens=3)}, wire.Sampling(), version=1)
+        asked = GenerationRequest({0: wire.Request(key="0", ids=(4, 5), seed=7, n=2, max_tokens=3)}, wire.Sampling(), version=1)
         asked.ask(fleet)
     until(lambda: server.asked)
     [member] = fleet.used
-    fleet.lose(member, Gone("another call was cut"))
+    fleet.lose(member, ServerGoneError("another call was cut"))
     engine.prepare()
     pushed(engine, 2)
     gate.set()
@@ -229,8 +230,8 @@ def test_a_push_that_finds_nobody_there_is_made_again_when_somebody_is(engine_of
     engine, _ = engine_of(all_at_once)
     fleet = engine._pusher.fleet
     for member in fleet.used:
-        fleet.lose(member, Gone("its machine has gone"))
-    pusher = pushing.Pusher(fleet, device=torch.device("cpu"), bucket_bytes=1)
-    with pytest.raises(HolderChanged, match="no rollout server is left"):
+        fleet.lose(member, ServerGoneError("its machine has gone"))
+    pusher = weight_broadcast.WeightBroadcaster(fleet, device=torch.device("cpu"), bucket_bytes=1)
+    with pytest.raises(ReceiverChangedError, match="no rollout server is left"):
         job(pusher)
     pusher.close()

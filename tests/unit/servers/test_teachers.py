@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from megatron_grpo.base.errors import ConfigError, GivenUp, NobodySamples, RunError
+from megatron_grpo.base.errors import CancelledError, ConfigError, NoRolloutServerError, RunError
 from megatron_grpo.config.config import Config, EvalConfig, RolloutConfig, TurnsConfig
 from megatron_grpo.servers import wire
 from megatron_grpo.servers.http import Server
-from megatron_grpo.servers.teachers import Needs, Teacher
-from megatron_grpo.trainer.pending import PlacedRows
+from megatron_grpo.servers.teachers import TeacherRequirements, TeacherServerGroup
+from megatron_grpo.trainer.sample_buffer import PlacedRows
 from megatron_grpo.trainer.teacher import ServedTeacher
 from megatron_grpo.types import Sequence, TokensToScore
 from tests.small_server import TOKEN, Broken, SmallServer
 from tests.unit.trainer.test_rollouts import OneRank
 
-NEEDS = Needs(max_model_len=64, vocabulary="words", vocab_size=100)
+NEEDS = TeacherRequirements(max_model_len=64, vocabulary="words", vocab_size=100)
 FROZEN = dict(is_frozen=True, vocabulary="words", vocab_size=100, fingerprint="large", max_num_seqs=3)
 
 
@@ -50,9 +50,11 @@ def opened():
         server.close()
 
 
-def teacher_of(*servers, timeout=5.0, **more) -> Teacher:
+def teacher_of(*servers, timeout=5.0, **more) -> TeacherServerGroup:
     at = partial(Server, token=more.pop("token", TOKEN), incarnation="")
-    return Teacher(lambda: [server.address for server in servers], at, needs=NEEDS, timeout=timeout, say=lambda line: None, **more)
+    return TeacherServerGroup(
+        lambda: [server.address for server in servers], at, needs=NEEDS, timeout=timeout, say=lambda line: None, **more
+    )
 
 
 DRAWN = [TokensToScore(ids=tuple(range(10 + i, 15 + 2 * i)), first=1 + i % 3) for i in range(20)]
@@ -185,16 +187,16 @@ def test_the_teacher_has_room_for_contexts_that_begin_with_more_than_a_prompt_of
     held_out = EvalConfig(eval_dataset="rows.jsonl", eval_max_completion_length=40)
     cfg = Config(rollout=RolloutConfig(max_completion_length=20, **rollout), eval=held_out, **parts)
     shape, tokenizer = SimpleNamespace(vocab_size=7), SimpleNamespace(get_vocab=dict)
-    assert Needs.of(cfg, shape, tokenizer, 10).max_model_len == wanted
+    assert TeacherRequirements.of(cfg, shape, tokenizer, 10).max_model_len == wanted
 
 
 def test_nobody_there_is_waited_for_and_then_said_and_a_run_that_stops_waits_no_more(opened):
     gone = opened()
     gone.close()
-    with pytest.raises(NobodySamples, match=r"no server of the teacher answered within 0\.3 s"):
+    with pytest.raises(NoRolloutServerError, match=r"no server of the teacher answered within 0\.3 s"):
         teacher_of(gone, timeout=0.3).gather()
-    with pytest.raises(GivenUp):
-        teacher_of(gone, gives_up=lambda: True).gather()
+    with pytest.raises(CancelledError):
+        teacher_of(gone, should_cancel=lambda: True).gather()
     late = teacher_of(gone, timeout=30.0)
     port = gone.address.port
     servers = []
@@ -212,6 +214,8 @@ def alive(server, body):
 
 
 def test_a_server_that_lives_and_scores_nothing_is_waited_for_no_longer_than_any_other(opened):
-    with pytest.raises(NobodySamples, match=r"has scored anything for 0\.3 s \(vllm_server_timeout\): .*it lives, and has scored nothing"):
+    with pytest.raises(
+        NoRolloutServerError, match=r"has scored anything for 0\.3 s \(vllm_server_timeout\): .*it lives, and has scored nothing"
+    ):
         teacher_of(opened(alive), timeout=0.3).logprobs(DRAWN)
     assert is_right(teacher_of(opened(alive), opened(), timeout=0.3).logprobs(DRAWN))

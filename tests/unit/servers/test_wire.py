@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.servers import wire
-from megatron_grpo.types import Kept
+from megatron_grpo.types import SamplingMask
 
 _texts = st.text(max_size=20)
 _small = st.integers(-(2**40), 2**40)
@@ -24,7 +24,7 @@ _VALUES = {
     dict: st.dictionaries(_texts, _small | _texts | st.none(), max_size=3),
 }  # fmt: skip
 BODIES = (
-    wire.Claim, wire.Nothing, wire.Join, wire.WeightPush, wire.AdapterPush, wire.Generate, wire.Score, wire.Scores, wire.State,
+    wire.Claim, wire.Nothing, wire.Join, wire.WeightPush, wire.AdapterPush, wire.Generate, wire.Score, wire.ScoreResponse, wire.State,
     wire.PromptLogprobs,
 )  # fmt: skip
 
@@ -63,12 +63,12 @@ def test_every_field_is_looked_at(cls):
     def check(body):
         form = json.loads(wire.encode(body))
         for field in msgspec.structs.fields(cls):
-            with pytest.raises(wire.Malformed, match=rf"{cls.__name__} has another form: Expected .* - at `\$\.{field.name}"):
+            with pytest.raises(wire.MalformedMessageError, match=rf"{cls.__name__} has another form: Expected .* - at `\$\.{field.name}"):
                 wire.decode(cls, json.dumps({**form, field.name: {} if get_origin(field.type) is tuple else [None]}))
             if field.required:
-                with pytest.raises(wire.Malformed, match=f"missing required field `{field.name}`"):
+                with pytest.raises(wire.MalformedMessageError, match=f"missing required field `{field.name}`"):
                     wire.decode(cls, json.dumps({name: value for name, value in form.items() if name != field.name}))
-        with pytest.raises(wire.Malformed, match="unknown field `sounds`"):
+        with pytest.raises(wire.MalformedMessageError, match="unknown field `sounds`"):
             wire.decode(cls, json.dumps({**form, "sounds": []}))
 
     check()
@@ -82,12 +82,12 @@ def test_every_field_is_looked_at(cls):
     (b'{"sequences": [], "pictures": [{"key": "a", "data": "AAA"}]}', "Invalid base64"),
 ])  # fmt: skip
 def test_what_is_no_body_is_refused_by_a_sentence(body, says):
-    with pytest.raises(wire.Malformed, match=says):
+    with pytest.raises(wire.MalformedMessageError, match=says):
         wire.decode(wire.Score, body)
 
 
 def test_a_body_that_nests_without_end_is_no_json():
-    with pytest.raises(wire.Malformed, match="that is not JSON"):
+    with pytest.raises(wire.MalformedMessageError, match="that is not JSON"):
         wire.decode(wire.Sampling, b'{"more": {"a": ' + b"[" * 100_000)
 
 
@@ -95,13 +95,13 @@ def test_an_unknown_field_inside_a_request_is_refused_by_its_name():
     request = wire.Request(key="1", ids=(4,), seed=0, n=1, max_tokens=2)
     form = json.loads(wire.encode(wire.Generate(version=1, sampling=wire.Sampling(), requests=(request, request))))
     form["requests"][1]["sounds"] = []
-    with pytest.raises(wire.Malformed, match=r"unknown field `sounds` - at `\$.requests\[1\]`"):
+    with pytest.raises(wire.MalformedMessageError, match=r"unknown field `sounds` - at `\$.requests\[1\]`"):
         wire.decode(wire.Generate, json.dumps(form))
-    with pytest.raises(wire.Malformed, match=r"unknown field `n` - at `\$.sampling`"):
+    with pytest.raises(wire.MalformedMessageError, match=r"unknown field `n` - at `\$.sampling`"):
         wire.decode(wire.Generate, json.dumps({**form, "requests": [], "sampling": {"n": 4}}))
 
 
-def _same(one: wire.Drawn, other: wire.Drawn) -> bool:
+def _same(one: wire.SampledCompletion, other: wire.SampledCompletion) -> bool:
     def arrays(drawn):
         return [a for a in (drawn.tokens, drawn.logprobs, drawn.experts, *(drawn.kept or ())) if a is not None]
 
@@ -117,13 +117,13 @@ def _drawn(draw):
     bits = draw(st.lists(st.integers(0, 2**32 - 1), min_size=length, max_size=length))
     routed = draw(st.booleans())
     counts = draw(st.none() | st.lists(st.integers(0, 3), min_size=length, max_size=length))
-    return wire.Drawn(
+    return wire.SampledCompletion(
         tokens=np.array(draw(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=length, max_size=length)), np.int32),
         logprobs=np.array(bits, np.uint32).view(np.float32), text=draw(st.text(max_size=9)),
         reason=draw(st.sampled_from(["stop", "length"])),
         versions=((draw(st.integers(0, 9)), 0, length),),
         experts=np.arange(length * 6, dtype=np.int16).reshape(length, 3, 2) - 1 if routed else None,
-        kept=None if counts is None else Kept(np.cumsum([0, *counts]), np.arange(sum(counts), dtype=np.int32)),
+        kept=None if counts is None else SamplingMask(np.cumsum([0, *counts]), np.arange(sum(counts), dtype=np.int32)),
     )  # fmt: skip
 
 
@@ -141,9 +141,9 @@ def test_lines_that_are_no_answers():
     assert wire.decode_line(wire.Answer, b"\n") is None
     assert wire.decode_line(wire.Answer, wire.encode_line(wire.Answer(key="3", error="too long"))).error == "too long"
     whole = wire.encode_line(wire.Answer(key="3"))
-    drawn = wire.Drawn(
-        tokens=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), text="", reason="stop", versions=(), kept=Kept(np.array([0, 2]),
-        np.array([5, 6], np.int32)),
+    drawn = wire.SampledCompletion(
+        tokens=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), text="", reason="stop", versions=(),
+        kept=SamplingMask(np.array([0, 2]), np.array([5, 6], np.int32)),
     )  # fmt: skip
     right = wire.encode_line(wire.Answer(key="3", completions=(drawn,)))
     at, two, one = (base64.b64encode(np.array(at, np.int64)) for at in ([0, 2], [0, 1, 2], [0, 1]))
@@ -153,7 +153,7 @@ def test_lines_that_are_no_answers():
                        (shorter, "2 kept words of 2 tokens, 2 by their counts, for 1 tokens"), (b"[]\n", "Expected `object`"),
                        (shortest, "2 kept words of 1 tokens, 1 by their counts, for 1 tokens"),
                        (short, "0 log-probs for 1 tokens"), (b"{}\n", "missing required field `key`")):  # fmt: skip
-        with pytest.raises(wire.Malformed, match=says):
+        with pytest.raises(wire.MalformedMessageError, match=says):
             wire.decode_line(wire.Answer, line)
 
 

@@ -54,7 +54,7 @@ def test_the_clock_of_a_run_is_passed_over_and_its_last_bit_is_not(tmp_path):
 
 def test_places_and_numbers_of_this_hour_are_masked_and_other_numbers_are_not():
     tree, folder = Path("/home/a/tree"), Path("/home/b/old_plan")
-    text = f"{folder}/out of {tree}/tools, pid 71, after 3.5 s at megatron_grpo/run/life.py:12 on http://127.0.0.1:41; lr 1e-06 x 32"
+    text = f"{folder}/out of {tree}/tools, pid 71, after 3.5 s at megatron_grpo/run/lifecycle.py:12 on http://127.0.0.1:41; lr 1e-06 x 32"
     assert (
         same_as_before.masked(text, tree, folder)
         == "HERE/out of TREE/tools, pid ..., after ... at ... on http://127.0.0.1:...; lr 1e-06 x 32"

@@ -13,8 +13,8 @@ from megatron_grpo.metrics.evaluations import in_words
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.rollout.engine import SamplingSettings, prompt_seed
 from megatron_grpo.rollout.scripted import ScriptedEngine
-from megatron_grpo.trainer.evaluate import Evaluator, Question, sampling_of
-from megatron_grpo.trainer.judge import Judge
+from megatron_grpo.trainer.evaluate import EvaluationSpec, Evaluator, sampling_of
+from megatron_grpo.trainer.reward_manager import RewardManager
 from megatron_grpo.types import Prompt, answered
 from tests.ranks import run_ranks
 
@@ -44,9 +44,11 @@ def words(completions, **rest):
 
 
 def evaluator(engine=None, **sets):
-    judge = Judge([RewardFunction(name="words", function=words, timeout=60.0), RewardFunction(name="right", function=right, timeout=60.0)])
+    judge = RewardManager(
+        [RewardFunction(name="words", function=words, timeout=60.0), RewardFunction(name="right", function=right, timeout=60.0)]
+    )
     sampling = sampling_of(TRAINING, HowEvaluated(n=4, temperature=1.0))
-    return Evaluator(Question(sets=sets, sampling=sampling, score="right"), engine or ScriptedEngine(answer), judge)
+    return Evaluator(EvaluationSpec(sets=sets, sampling=sampling, score="right"), engine or ScriptedEngine(answer), judge)
 
 
 def evaluate(rank: int, world_size: int):
@@ -99,9 +101,9 @@ def test_what_is_paired_asked_the_same():
         asks.digest("a"),
         evaluator(a=prompts(4)).question.digest("a"),
         evaluator(b=prompts(3)).question.digest("b"),
-        Question(sets=asks.sets, sampling=asks.sampling, score="words").digest("a"),
-        Question(sets=asks.sets, sampling=asks.sampling, score="right", seed=1).digest("a"),
-        Question(sets=asks.sets, sampling=sampling_of(TRAINING, HowEvaluated(n=8, temperature=1.0)), score="right").digest("a"),
+        EvaluationSpec(sets=asks.sets, sampling=asks.sampling, score="words").digest("a"),
+        EvaluationSpec(sets=asks.sets, sampling=asks.sampling, score="right", seed=1).digest("a"),
+        EvaluationSpec(sets=asks.sets, sampling=sampling_of(TRAINING, HowEvaluated(n=8, temperature=1.0)), score="right").digest("a"),
         *(replace(asks, episodes=rules_in_words(resolve(words.split()))).digest("a") for words in
           ("--tools a.py:f", "--tools a.py:f --max_turns 3", "--environment b.py:C", "--rollout_func c.py:g")),
     }  # fmt: skip
@@ -149,9 +151,9 @@ def of_the_task(completions, **rest):
 
 
 def test_of_several_rewards_the_sum_counts_as_it_trains_and_each_is_told():
-    judge = Judge([RewardFunction(name="format", function=lambda completions, **_: [1.0] * len(completions), timeout=60.0),
+    judge = RewardManager([RewardFunction(name="format", function=lambda completions, **_: [1.0] * len(completions), timeout=60.0),
                    RewardFunction(name="task", function=of_the_task, timeout=60.0)], [0.5, 2.0])  # fmt: skip
-    question = Question(
+    question = EvaluationSpec(
         sets={"a": prompts(3)}, sampling=sampling_of(TRAINING, HowEvaluated(n=4, temperature=1.0)), score=SUM, most=(0.5, 2.0)
     )
     [found] = Evaluator(question, ScriptedEngine(answer), judge).run()

@@ -8,9 +8,9 @@ import threading
 import numpy as np
 import pytest
 
-from megatron_grpo.rollout.engine import WeightsLost, WeightSyncError
+from megatron_grpo.rollout.engine import WeightsLostError, WeightSyncError
 from megatron_grpo.rollout.scripted import ScriptedEngine
-from megatron_grpo.trainer.generation import ImpossibleLogprobs, first_impossible, refuse_impossible, warning_of
+from megatron_grpo.trainer.generation import InvalidLogprobsError, first_impossible, refuse_impossible, warning_of
 from megatron_grpo.types import Group, Prompt, answered
 from megatron_grpo.weights.buckets import WeightUpdate
 from tests.unit.trainer.test_rollouts import Stream, answer, generator_of
@@ -69,7 +69,7 @@ class Losing(ScriptedEngine):
             def groups(self):
                 if not lost:
                     lost.append(1)
-                    raise WeightsLost("all servers are gone")
+                    raise WeightsLostError("all servers are gone")
                 return outer.generate(prompts, sampling, seed=seed)
 
             def drop(self):
@@ -132,5 +132,7 @@ def test_good_groups_pass_in_silence():
 
 def test_where_every_completion_is_refused_the_run_ends():
     _, found = refuse_impossible([group(0, (NAN,), (1.0,))])
-    with pytest.raises(ImpossibleLogprobs, match="2 of 2 completions .*prompt 0 .*token 1 of 1: nan.*weights or its arithmetic are broken"):
+    with pytest.raises(
+        InvalidLogprobsError, match="2 of 2 completions .*prompt 0 .*token 1 of 1: nan.*weights or its arithmetic are broken"
+    ):
         warning_of(found, 2)

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_grpo.base.errors import RunError
 from megatron_grpo.rollout.vllm_requests import TIES, num_asked, whole_or_cut
-from megatron_grpo.trainer.generation import WrongKept, check_kept
-from megatron_grpo.types import Kept, Sequence
+from megatron_grpo.trainer.generation import InvalidSamplingMaskError, check_kept
+from megatron_grpo.types import SamplingMask, Sequence
 
 INF = -np.inf
 
@@ -22,7 +22,7 @@ def told(*rows):
         return ids, np.log(np.array([[p for _, p in row] for row in rows], dtype=np.float32))
 
 
-def of(kept: Kept) -> list[list[int]]:
+def of(kept: SamplingMask) -> list[list[int]]:
     return [part.tolist() for part in np.split(kept.ids, kept.at[1:-1])]
 
 
@@ -44,7 +44,11 @@ def test_what_may_be_more_than_was_told_is_taken_for_what_was_told():
 
 
 def sequence(kept: list[list[int]] | None) -> Sequence:
-    whole = Kept.joined([Kept(np.array([0, len(words)]), np.array(words, dtype=np.int32)) for words in kept]) if kept is not None else None
+    whole = (
+        SamplingMask.joined([SamplingMask(np.array([0, len(words)]), np.array(words, dtype=np.int32)) for words in kept])
+        if kept is not None
+        else None
+    )
     return Sequence(
         token_ids=np.array([1, 2, 3, 4]), mask=np.array([False, False, True, True]),
         kept_at=whole and whole.at, kept_ids=whole and whole.ids,
@@ -64,7 +68,7 @@ def sequence(kept: list[list[int]] | None) -> Sequence:
 def test_a_token_is_one_of_the_different_words_it_was_drawn_among(kept, said):
     if said is None:
         return check_kept(sequence(kept), 8)
-    with pytest.raises(WrongKept, match=re.escape(said)):
+    with pytest.raises(InvalidSamplingMaskError, match=re.escape(said)):
         check_kept(sequence(kept), 8)
 
 
@@ -72,15 +76,15 @@ def test_kept_words_belong_to_as_many_tokens_as_are_masked():
     one = sequence([[3], [4], [5]])
     with pytest.raises(ValueError, match="kept words of 3 tokens, 3 in all, for 2 masked ones"):
         _ = one.kept
-    with pytest.raises(WrongKept, match="among which words it drew it: kept words of 3 tokens") as caught:
+    with pytest.raises(InvalidSamplingMaskError, match="among which words it drew it: kept words of 3 tokens") as caught:
         check_kept(one, 8)
     assert isinstance(caught.value, RunError), "of a sampler of one's own: a sentence, and no traceback"
     check_kept(Sequence(token_ids=np.array([1]), mask=np.array([False])), 8)  # an episode in which nothing was drawn
 
 
 def test_tokens_are_taken_with_their_words():
-    kept = Kept(np.array([0, 2, 2, 3]), np.array([7, 8, 9], dtype=np.int32))
+    kept = SamplingMask(np.array([0, 2, 2, 3]), np.array([7, 8, 9], dtype=np.int32))
     taken = kept.taken(np.array([2, 0, 1, 2]))
     assert taken.at.tolist() == [0, 1, 3, 3, 4] and taken.ids.tolist() == [9, 7, 8, 9]
-    joined = Kept.joined([kept, Kept.all_words(2), taken])
+    joined = SamplingMask.joined([kept, SamplingMask.all_words(2), taken])
     assert joined.counts.tolist() == [2, 0, 1, 0, 0, 1, 2, 0, 1] and joined.ids.tolist() == [7, 8, 9, 9, 7, 8, 9]

@@ -12,22 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.base.activity import Clock
-from megatron_grpo.base.errors import NobodySamples
+from megatron_grpo.base.activity import Timers
+from megatron_grpo.base.errors import NoRolloutServerError
 from megatron_grpo.batching.batch_sizes import BatchSizes
-from megatron_grpo.batching.split import BatchCut
-from megatron_grpo.batching.timetable import Timetable
+from megatron_grpo.batching.schedule import TrainingSchedule
+from megatron_grpo.batching.split import BatchPartitioner
 from megatron_grpo.config.config import GrpoConfig
-from megatron_grpo.grpo.advantages import dead_groups
+from megatron_grpo.grpo.advantages import zero_std_groups
 from megatron_grpo.metrics.rollout import rollout_stats, selection_stats
 from megatron_grpo.parallel.layout import Layout
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.scripted import ScriptedEngine
-from megatron_grpo.trainer.generation import ImpossibleLogprobs, RolloutGenerator, WrongKept
-from megatron_grpo.trainer.pending import emptied
+from megatron_grpo.trainer.generation import InvalidLogprobsError, InvalidSamplingMaskError, RolloutGenerator
 from megatron_grpo.trainer.rollouts import Rollouts
 from megatron_grpo.trainer.rollouts import harvest as collect
-from megatron_grpo.types import AnchoredSample, Extent, Prompt, ScoredGroup, Verdict, answered
+from megatron_grpo.trainer.sample_buffer import emptied
+from megatron_grpo.types import GroupMetadata, Prompt, SampleWithOldLogprobs, ScoredGroup, SequenceLengths, answered
 from megatron_grpo.weights.buckets import WeightUpdate
 
 LIVE, DEAD = ((1.0,), (0.0,)), ((1.0,), (1.0,))
@@ -79,8 +79,8 @@ def harvest(stream, rewards, *, num_groups, config=None, **settings):
     return collect(
         stream.take,
         stream.give_back,
-        lambda prompts: [Verdict.of(one) for one in scored_by(rewards, engine.generate(prompts, SAMPLING, seed=0))],
-        lambda verdicts: dead_groups([verdict.rewards for verdict in verdicts], config or GrpoConfig(), weights),
+        lambda prompts: [GroupMetadata.of(one) for one in scored_by(rewards, engine.generate(prompts, SAMPLING, seed=0))],
+        lambda verdicts: zero_std_groups([verdict.rewards for verdict in verdicts], config or GrpoConfig(), weights),
         num_groups=num_groups,
         **settings,
     )
@@ -186,7 +186,7 @@ class OneRank:
     """The place of the only rank of a job."""
 
     layout = Layout(world_size=1)
-    dp_rank, is_first_of_share, is_main = 0, True, True
+    dp_rank, is_model_parallel_src, is_main = 0, True, True
 
     def from_last_stage(self, mine):
         return mine
@@ -216,14 +216,14 @@ class Judge:
 def timetable(*, num_groups=2, steps=1, old_logprobs="auto", depth=0):
     """Groups of two; a rollout of `num_groups` groups is trained in so many steps, a completion a micro-step."""
     rows = 2 * num_groups
-    return Timetable(BatchSizes(layout=OneRank.layout, global_batch_size=rows // steps, generation_batch_size=rows, num_generations=2,
-                                old_logprobs=old_logprobs, async_rollout_depth=depth))  # fmt: skip
+    return TrainingSchedule(BatchSizes(layout=OneRank.layout, global_batch_size=rows // steps, generation_batch_size=rows,
+                                num_generations=2, old_logprobs=old_logprobs, async_rollout_depth=depth))  # fmt: skip
 
 
 def rollouts_of(
     rewards, table, *, penalty=None, answer=answer, engine=None, stream=None, journal=None, sampling=SAMPLING, teacher=None, **config
 ):
-    policy = SimpleNamespace(cut=BatchCut(dp_size=1, micro_batch_size=1), parallel=OneRank())
+    policy = SimpleNamespace(cut=BatchPartitioner(dp_size=1, micro_batch_size=1), parallel=OneRank())
     return Rollouts(
         generator_of(engine or ScriptedEngine(answer), rewards, sampling), stream or Stream(), cfg=GrpoConfig(**config), timetable=table,
         policy=policy, journal=Heard() if journal is None else journal, penalty=penalty, teacher=teacher,
@@ -231,7 +231,7 @@ def rollouts_of(
 
 
 def generator_of(engine, rewards=(), sampling=SAMPLING, again=lambda: pytest.fail("pushed again")):
-    return RolloutGenerator(engine, Judge(rewards), sampling=sampling, seed=0, clock=Clock(), again=again)
+    return RolloutGenerator(engine, Judge(rewards), sampling=sampling, seed=0, clock=Timers(), again=again)
 
 
 def rollout(rewards, *, penalty=None, old_logprobs="auto", number=0, answer=answer, **config):
@@ -256,7 +256,7 @@ def test_a_sample_is_its_prompt_and_completion_with_its_own_advantage():
     assert [s.is_truncated for s in samples] == [False, True, False, True]
     assert [s.is_dead for s in samples] == [False, False, True, True]
     assert [s.advantage for s in samples] == pytest.approx([0.5 / (0.5**0.5 + 1e-4), -0.5 / (0.5**0.5 + 1e-4), 0, 0])
-    assert not any(isinstance(s, AnchoredSample) for s in samples)
+    assert not any(isinstance(s, SampleWithOldLogprobs) for s in samples)
     assert [(row.contexts, row.num_masked, row.is_dead, row.is_truncated) for row in rows] == [
         ((4,), 2, False, False), ((4,), 2, False, True), ((4,), 2, True, False), ((4,), 2, True, True)]  # fmt: skip
     assert "dynamic_sample/rounds" not in stats
@@ -283,9 +283,9 @@ def test_a_rollout_whose_teacher_has_gone_is_told_of_when_it_is_asked_again_and_
     heard, rewards = Heard(), {number: LIVE for number in range(8)}
 
     def gone(rows):
-        raise NobodySamples("no server of the teacher answered")
+        raise NoRolloutServerError("no server of the teacher answered")
 
-    with pytest.raises(NobodySamples):
+    with pytest.raises(NoRolloutServerError):
         rollouts_of(rewards, timetable(), journal=heard, teacher=gone).sample([0])
     assert heard == []
     with pytest.raises(KeyError):  # and a row that a teacher forgot does not pass for one that was never to be taught
@@ -294,11 +294,11 @@ def test_a_rollout_whose_teacher_has_gone_is_told_of_when_it_is_asked_again_and_
 
 def test_every_row_knows_its_group_and_what_the_group_begins_with_and_so_does_who_packs_for_the_penalty():
     def penalty(rows):
-        assert list(rows.extents.values()) == [Extent((4,), (3, number), 2) for number in (0, 0, 1, 1)]
+        assert list(rows.extents.values()) == [SequenceLengths((4,), (3, number), 2) for number in (0, 0, 1, 1)]
         return dict.fromkeys(rows.extents, 0.0), {}
 
     samples, _, rows = rollout({0: LIVE, 1: DEAD}, number=3, penalty=penalty, beta=1.0, kl_in_reward=True)
-    assert [row.extent for row in rows] == [Extent((4,), (3, number), 2) for number in (0, 0, 1, 1)]
+    assert [row.extent for row in rows] == [SequenceLengths((4,), (3, number), 2) for number in (0, 0, 1, 1)]
     assert [sample.prefix for sample in samples] == [2] * 4
 
 
@@ -369,7 +369,7 @@ def test_log_probs_of_the_penalty_serve_stale_slices_where_the_weights_are_those
     [found] = rollouts.collect([1]) if drained_at is None else rollouts.drain(drained_at)
     anchored = [] if drained_at == 1 else [(1, 2), (1, 3)]
     assert [row.key for row in found.rows if row.is_anchored] == anchored
-    assert [key for key, sample in found.samples.items() if isinstance(sample, AnchoredSample)] == anchored
+    assert [key for key, sample in found.samples.items() if isinstance(sample, SampleWithOldLogprobs)] == anchored
     for key in anchored:
         assert found.samples[key].old_logprobs.tolist() == [0, 0, -0.25 - key[1], -0.25 - key[1]]
     # And at once, as every rollout is without one ahead.
@@ -415,7 +415,7 @@ def test_a_sample_keeps_what_its_tokens_were_drawn_among_and_one_that_trains_not
     nothing = emptied(samples[1])
     assert nothing.kept is None and not nothing.mask.any()
     assert "sampling/kept_words" not in rollout({0: LIVE, 1: LIVE})[1]
-    with pytest.raises(WrongKept, match="did not say among which words it drew the 2 tokens"):
+    with pytest.raises(InvalidSamplingMaskError, match="did not say among which words it drew the 2 tokens"):
         rollout({0: LIVE, 1: LIVE}, sampling=sampling)
 
 
@@ -423,7 +423,7 @@ def test_where_every_completion_is_refused_the_run_ends():
     def broken(prompt, place, version):
         return replace(answer(prompt, place, version), logprobs=np.float32([0, 0, math.nan, -1.0]))
 
-    with pytest.raises(ImpossibleLogprobs, match="4 of 4 completions .*completion 0 of prompt 0 .*token 1 of 2: nan.*are broken"):
+    with pytest.raises(InvalidLogprobsError, match="4 of 4 completions .*completion 0 of prompt 0 .*token 1 of 2: nan.*are broken"):
         rollout({0: LIVE, 1: LIVE}, answer=broken)
 
 

@@ -17,7 +17,7 @@ from megatron_grpo.weights.lora import LoraSettings, module_of, own_sizes, peft_
 from megatron_grpo.weights.names import hf_shapes, num_parameters, tower_entries
 from megatron_grpo.weights.shape import ModelShape, read_config
 from megatron_grpo.weights.sizes import RopeShape
-from megatron_grpo.weights.towers import part_of
+from megatron_grpo.weights.vision_towers import part_of
 from tests import vision_cases as vision
 from tests.tiny_models import load_tiny
 

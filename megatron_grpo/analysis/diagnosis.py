@@ -1,0 +1,187 @@
+"""What a replay has found, as one sentence, a table and JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.analysis.step_dump import StepDump
+from megatron_grpo.metrics.summary import USUAL
+from megatron_grpo.types import RowKey
+
+SHOWN = 8  # rows, tensors and elements that are named one by one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoneRow:
+    """A row by itself. norm: of what it adds to the gradient. what: its numbers that are not finite. forward: the largest difference
+    between its log-probs here and in the run; None where the run kept none. gap: that between trainer and sampler, at its `token`-th
+    trained token."""
+
+    key: RowKey
+    norm: float
+    what: str
+    num_tokens: int
+    forward: float | None
+    gap: float
+    token: int
+    prompt_number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """verdict: what is wrong, in a sentence or more. Numbers are of the replay; `was`: of the run."""
+
+    why: str
+    verdict: list[str]
+    numbers: dict[str, float]
+    was: dict[str, float]
+    weights: dict[str, Any]
+    rows: list[LoneRow]
+    copies: list[dict[str, Any]]
+    ranks: str
+    lacks: list[str]
+
+    def lines(self) -> list[str]:
+        weights = self.weights
+        held = f"{weights['same']} of {weights['tensors']} tensors are those of the run, bit for bit" if weights["recorded"] else (
+            "not compared: none were recorded")  # fmt: skip
+        found = [
+            f"kept because {self.why}",
+            f"replayed on {self.ranks}",
+            f"weights: {held}",
+            *(f"not in the capsule: {what}" for what in self.lacks),
+            "",
+            f"{'':14}{'here':>14}{'in the run':>14}",
+        ]
+        for name in ("loss", "grad_norm"):
+            found.append(f"{name:14}{self.numbers[name]:>14.6g}{self.was.get(name, math.nan):>14.6g}")
+        total = math.fsum(row.norm for row in self.rows if math.isfinite(row.norm))
+        found += [
+            "",
+            f"{'rollout':>8}{'row':>6}{'prompt':>8}{'tokens':>8}{'norm alone':>13}{'share':>8}{'vs run':>10}{'vs sampler':>12}  not finite",
+        ]
+        worst = sorted(self.rows, key=lambda row: (not row.what, math.isfinite(row.norm), -row.norm if math.isfinite(row.norm) else 0.0))
+        for row in worst[:SHOWN]:
+            share = f"{row.norm / total:.0%}" if total and math.isfinite(row.norm) else "-"
+            run = "-" if row.forward is None else f"{row.forward:.2g}"
+            found.append(f"{row.key[0]:>8}{row.key[1]:>6}{row.prompt_number:>8}{row.num_tokens:>8}{row.norm:>13.5g}{share:>8}{run:>10}"
+                         f"{row.gap:>12.3g}  {row.what}")  # fmt: skip
+        if len(worst) > SHOWN:
+            found.append(f"    and {len(worst) - SHOWN} more rows (--json true lists all)")
+        for copy in self.copies:
+            found.append(f"with rank {copy['rank']}'s copy of {copy['name']}: loss {copy['loss']:.6g}, grad_norm {copy['grad_norm']:.6g}")
+        return [*found, "", *self.verdict]
+
+
+def diagnose(
+    capsule: StepDump, layout: Any, metrics: Mapping[str, float], weights: dict[str, Any], first: str | None, rows: Sequence[LoneRow],
+    copies: list[dict[str, Any]],
+) -> Diagnosis:  # fmt: skip
+    """first: the module whose output was the first that is not finite."""
+    was = {name: float(value) for name, value in capsule.facts.get("metrics", {}).items()}
+    numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
+    verdict = [*_weights(weights), *_bits(capsule)]
+    verdict += _rows_not_finite(rows, first, has_bad_weight=bool(weights["not_finite"]))
+    if not verdict:
+        verdict = _finite_here(capsule, numbers, was, weights, rows)
+    ranks = (
+        "1 rank"
+        if layout.world_size == 1
+        else f"{layout.world_size} ranks (TP {layout.tp}, PP {layout.pp}, CP {layout.cp}, EP {layout.ep})"
+    )
+    return Diagnosis(why=capsule.facts["why"], verdict=verdict, numbers=numbers, was=was, weights=weights, rows=list(rows), ranks=ranks,
+                copies=copies, lacks=capsule.lacks())  # fmt: skip
+
+
+def _weights(weights: Mapping[str, Any]) -> list[str]:
+    found = [f"POISON: the weight {name} is not finite ({how})." for name, how in list(weights["not_finite"].items())[:SHOWN]]
+    if more := len(weights["not_finite"]) - SHOWN:
+        found += [f"and {more} more weights."] if more > 0 else []
+    return found
+
+
+def _rows_not_finite(rows: Sequence[LoneRow], first: str | None, *, has_bad_weight: bool) -> list[str]:
+    if has_bad_weight:
+        return []
+    found = []
+    of_rows = [row for row in rows if row.what and "the policy's log-probs" not in row.what]
+    inside = [row for row in rows if row not in of_rows and (row.what or not math.isfinite(row.norm))]
+    for row in of_rows[:SHOWN]:
+        found.append(f"POISON: {_name(row)}: its {row.what} are not finite. Without it the rest of the step is "
+                     + ("finite." if len(of_rows) == 1 and not inside else "looked at row by row above."))  # fmt: skip
+    for row in inside[:SHOWN]:
+        where = f"; the first output that is not finite is that of {first}" if first else "; its forward is finite, its backward is not"
+        found.append(f"POISON: {_name(row)}: its numbers are finite and its gradient is not{where}.")
+    return found
+
+
+def _finite_here(
+    capsule: StepDump, numbers: Mapping[str, float], was: Mapping[str, float], weights: Mapping[str, Any], rows: Sequence[LoneRow]
+) -> list[str]:  # fmt: skip
+    found = []
+    if not math.isfinite(was.get("grad_norm", 0.0)):
+        found.append("Everything is finite here, and was not in the run, from the same rows and weights: it is of the run's own ranks. "
+                     "Look at the machine, its kernels and its dtype.")  # fmt: skip
+    off = max((row.forward for row in rows if row.forward is not None), default=None)
+    alike = USUAL[capsule.facts["settings"].get("torch_dtype", "float32")]  # two layouts, or two machines, differ by less
+    if weights["recorded"] and weights["same"] < weights["tensors"]:
+        found.append(f"{weights['tensors'] - weights['same']} tensors are not those of the run, so its numbers need not come again.")
+    elif off is not None and off > alike:
+        found.append(f"The forward of the run is not what these weights give here: log-probs differ by up to {off:.3g} nats. "
+                     "Look at the trainer: its kernels, its dtype, its ranks.")  # fmt: skip
+    if capsule.facts["kind"] == "logp_gap":
+        worst = max(rows, key=lambda row: row.gap)
+        same = "the run's forward comes again here, so" if off is not None and off <= alike else "if the forward comes again,"
+        found.append(f"The largest gap to the sampler is {worst.gap:.3g} nats, at trained token {worst.token} of {_name(worst)}: "
+                     f"{same} look at the sampler: stale weights, a cache, another setting (megatron-grpo mismatch).")  # fmt: skip
+    if capsule.facts["kind"] == "spike" and rows:
+        worst = max(rows, key=lambda row: row.norm)
+        total = math.fsum(row.norm for row in rows)
+        found.append(f"The largest gradient is that of {_name(worst)}: norm {worst.norm:.4g} alone, {worst.norm / total:.0%} of "
+                     f"the sum over {len(rows)} rows.")  # fmt: skip
+    if capsule.facts["parted"] and not capsule.parted():
+        one = capsule.facts["parted"][0]
+        found.append(f"What had parted was {one['name']} ({one['kind']}), of which no copies were kept.")
+    return found or ["The step comes again, and nothing in it is wrong: what the run saw lies outside of it."]
+
+
+def _bits(capsule: StepDump) -> list[str]:
+    """Where copies that had parted differ, element by element."""
+    copies = capsule.parted()
+    labels = list(dict.fromkeys(label for its in copies.values() for label in its))
+    found = []
+    for label in labels[:SHOWN]:
+        what, dtype, shape = label.split("|")
+        held = [(rank, its[label]) for rank, its in sorted(copies.items()) if label in its]
+        for (one, a), (other, b) in zip(held, held[1:]):
+            if a.nbytes != b.nbytes or (a == b).all():
+                continue
+            found.append(f"POISON: {what} is not the same on ranks {one} and {other}: {_difference(a, b, dtype, shape)}.")
+    return found
+
+
+def _difference(a: np.ndarray, b: np.ndarray, dtype: str, shape: str) -> str:
+    import torch
+
+    kind = getattr(torch, dtype)
+    x, y = (torch.from_numpy(raw.copy()).view(kind) for raw in (a, b))
+    width = x.element_size()
+    differs = (a.reshape(-1, width) != b.reshape(-1, width)).any(axis=1)
+    at = int(np.flatnonzero(differs)[0])
+    where = [int(i) for i in np.unravel_index(at, [int(n) for n in shape.split(",")])] if shape else []
+    bits = int.from_bytes(a[at * width : (at + 1) * width].tobytes(), "little") ^ int.from_bytes(
+        b[at * width : (at + 1) * width].tobytes(), "little"
+    )
+    flipped = [place for place in range(8 * width) if bits >> place & 1]
+    how = f"bit {flipped[0]} of {8 * width}" if len(flipped) == 1 else f"{len(flipped)} of {8 * width} bits"
+    values = f"{x[at].item():g} and {y[at].item():g}, which differ in {how}"
+    return f"{int(differs.sum())} of {len(differs)} numbers, the first at {where}: {values}"
+
+
+def _name(row: LoneRow) -> str:
+    return f"row {row.key[1]} of rollout {row.key[0]} (prompt {row.prompt_number})"

@@ -1,0 +1,293 @@
+"""One optimizer step on disk, so that it can be taken again elsewhere: what a run keeps when something is wrong with a step.
+
+OUTPUT_DIR/capsules/step_000012_not_finite/
+    capsule.json    why, the settings, the rows of the timetable, the numbers of the step, a fingerprint of every weight (whole tensors)
+    rows/           the samples of the step, as a checkpoint writes rows that wait: tokens, advantages, log-probs, versions
+    forward/        log-probs of the training forward, and the reference's, by row
+    rng.npz         random generators of all ranks
+    weights/        the model as the step found it (a Hugging Face checkpoint), or adapter/; neither where it is too large
+    parted/         where an audit found copies that differ: each rank's own
+It appears under its name when it is whole. `analysis.replay` reads it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_grpo import __version__
+from megatron_grpo.analysis.fingerprint import fingerprint
+from megatron_grpo.base.files import write_whole, written_whole
+from megatron_grpo.batching.schedule import MicroStep, ScheduledStep
+from megatron_grpo.checkpoint import rng_state
+from megatron_grpo.checkpoint.distributed import CheckpointError, agreed
+from megatron_grpo.checkpoint.fingerprints import settings_of
+from megatron_grpo.checkpoint.samples import file_of, read_samples
+from megatron_grpo.config.config import Config
+from megatron_grpo.parallel import collectives
+from megatron_grpo.policy.policy import Policy, SummedGradient
+from megatron_grpo.run.export import drained
+from megatron_grpo.trainer.sample_buffer import SampleBuffer
+from megatron_grpo.trainer.step_monitor import DumpReason
+from megatron_grpo.types import RowKey, Sample
+from megatron_grpo.weights.adapters import write_adapter
+from megatron_grpo.weights.hf_files import HfWriter
+from megatron_grpo.weights.lora import peft_name
+
+FORMAT, FACTS = 1, "capsule.json"
+MOST_PARTED = 64 * 1024**2  # bytes of copies that differ, of each rank
+GB = 1000**3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDumps:
+    """Those of a run, in `folder`. last_checkpoint: the newest one's directory, if there is any."""
+
+    folder: Path
+    cfg: Config
+    model_path: Path
+    last_checkpoint: Callable[[], Path | None] = lambda: None
+    say: Callable[[str], None] = field(default=print)
+
+    def write(self, moment: DumpReason, pending: SampleBuffer, policy: Policy, seen: SummedGradient) -> Path | None:
+        """Collective. A capsule that cannot be written is told of, and changes nothing else."""
+        if not self.cfg.run.capsules:
+            return None
+        path = self.folder / f"step_{moment.step.index + 1:06d}_{moment.kind}"
+        try:
+            with self._whole(path) as partial:
+                random = rng_state.collect()
+                with agreed(f"writing {partial}"):
+                    _write_own(partial, moment, pending, policy, seen)
+                    if random is not None:
+                        (partial / rng_state.FILE).write_bytes(random)
+                weights = self._weights(partial, policy)
+                with agreed(f"writing {partial / FACTS}"):
+                    if collectives.rank() == 0:
+                        told = self._facts(moment, pending) | _measured(policy, seen) | {"weights": weights}
+                        (partial / FACTS).write_text(json.dumps(told, indent=1) + "\n")
+        except CheckpointError as error:
+            self.say(f"WARNING: the capsule {path} could not be written: {error}")
+            return None
+        self.say(f"the step is kept in {path} ({_in_words(weights)}); look at it with: megatron-grpo replay {path}")
+        return path
+
+    def dump_on_hang(self, moment: DumpReason, pending: SampleBuffer, policy: Policy) -> None:
+        """As `write`, by this rank alone, while others hang: its rows, and where weights lie. No collective."""
+        if not self.cfg.run.capsules:
+            return
+        path = self.folder / f"step_{moment.step.index + 1:06d}_{moment.kind}"
+        (path / "rows").mkdir(parents=True, exist_ok=True)
+        keys = rows_of(moment.step)
+        mine = [sample for key, sample in pending.samples.items() if key in keys]
+        if mine:
+            with written_whole(path / "rows" / f"rank_{collectives.rank():05d}.npz") as stream:
+                stream.write(file_of(mine))
+        facts = self._facts(moment, pending) | {"weights": self._elsewhere(0)}
+        own = path / f".{FACTS}.{collectives.rank():05d}"  # ranks come here at one moment: the last whole file is the one that stays
+        write_whole(own, json.dumps(facts, indent=1) + "\n")
+        own.replace(path / FACTS)
+
+    @contextmanager
+    def _whole(self, path: Path) -> Iterator[Path]:
+        """A directory that all ranks fill, and that the first one then gives its name; older ones go."""
+        partial, first = path.with_name(f".{path.name}.partial"), collectives.rank() == 0
+        with agreed(f"creating {partial}"):
+            if first:
+                for left in self.folder.glob(".step_*.partial"):  # by a run that was killed while it wrote
+                    shutil.rmtree(left, ignore_errors=True)
+                for part in ("rows", "forward", "parted"):
+                    (partial / part).mkdir(parents=True)
+        try:
+            yield partial
+            with agreed(f"publishing {path}"):
+                if first:
+                    shutil.rmtree(path, ignore_errors=True)
+                    partial.rename(path)
+                    for old in sorted(self.folder.glob("step_*"), key=lambda one: one.stat().st_mtime)[: -self.cfg.run.capsules]:
+                        shutil.rmtree(old, ignore_errors=True)
+        finally:
+            if first:
+                shutil.rmtree(partial, ignore_errors=True)
+
+    def _facts(self, moment: DumpReason, pending: SampleBuffer) -> dict[str, Any]:
+        samples = [sample for key, sample in pending.samples.items() if key in rows_of(moment.step)]
+        step, layout = moment.step, pending.parallel.layout
+        return {
+            "format": FORMAT, "written_by": f"megatron_grpo {__version__}", "torch": torch.__version__,
+            "kind": moment.kind, "why": moment.words, "step": step.index + 1, "version": step.index,
+            "micro_steps": [_plain(micro) for micro in step.micro_steps],
+            "parted": [asdict(one) for one in moment.finding.parted] if moment.finding else [],
+            "pictures": any(sample.shown for sample in samples), "model": str(self.model_path), "settings": settings_of(self.cfg),
+            "layout": {name: getattr(layout, name) for name in ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp")}
+                      | {"sequence_parallel": pending.parallel.sequence_parallel},
+        }  # fmt: skip
+
+    def _weights(self, partial: Path, policy: Policy) -> dict[str, Any]:
+        """Writes the model or the adapter, if it is not too large; a fingerprint of every whole tensor in any case. Collective."""
+        tensors, exchange, first = policy.tensors(), policy.exchange, collectives.rank() == 0
+        size, bound = exchange.whole_bytes(tensors), int(self.cfg.run.capsule_weights_gb * GB)
+        marks: dict[str, str] = {}
+        stream = marked(exchange.stream(tensors, "weights"), marks)
+        found = self._elsewhere(size)
+        if policy.adapters is None and size <= bound:
+            dtype = next(iter(tensors.values())).dtype
+            with agreed(f"writing {partial / 'weights'}"), drained(stream) as rest:
+                if first:
+                    with HfWriter(partial / "weights", self.model_path, dtype=dtype, expected=exchange.map.expected_hf_names()) as put:
+                        for name, tensor in rest:
+                            put(name, tensor)
+            found = {"folder": "weights", "bytes": size}
+        else:
+            deque(stream, maxlen=0)
+        if policy.adapters is not None:
+            named: dict[str, str] = {}
+            with agreed(f"writing {partial / 'adapter'}"), drained(marked(policy.named_adapters(), named)) as rest:
+                if first:
+                    put_in = ((peft_name(name, exchange.map.shape), tensor) for name, tensor in rest)
+                    write_adapter(partial / "adapter", put_in, policy.adapters.config, {})
+            marks, found = marks | named, {"folder": "adapter", "bytes": 0, "base": str(self.model_path)}
+        return found | {"fingerprints": marks}
+
+    def _elsewhere(self, size: int) -> dict[str, Any]:
+        last = self.last_checkpoint()
+        return {"folder": None, "bytes": size, "checkpoint": str(last) if last else None}
+
+
+class StepDump:
+    """One that has been written. Raises ValueError with a sentence where `path` is none that this version reads."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        try:
+            self.facts: dict[str, Any] = json.loads((self.path / FACTS).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} is no capsule: it has no {FACTS} that can be read ({error})") from None
+        written = self.facts.get("format") if isinstance(self.facts, dict) else None
+        if written != FORMAT:
+            raise ValueError(f"{path} has format {written}; this version reads format {FORMAT}")
+        for file in (self.path / FACTS, *sorted(self.path.glob("*/rank_*.npz")), *self.path.glob(rng_state.FILE)):
+            try:
+                self._look_at(file)
+            except Exception as error:  # noqa: BLE001 - np.load and zipfile raise all sorts of a file that was cut, or made by others
+                raise ValueError(f"{path} is no whole capsule: {file.name if file.parent == self.path else file} cannot be read "
+                                 f"({type(error).__name__}: {error})") from None  # fmt: skip
+
+    def _look_at(self, file: Path) -> None:
+        """Reads what a replay reads of it. Raises anything."""
+        if file.name == FACTS:
+            if not self.step.micro_steps:
+                raise ValueError("its step has no rows")
+            {name: float(value) for name, value in self.facts.get("metrics", {}).items()}
+            wanted = ("kind", "why", "pictures", "model", "parted")
+            _ = [self.facts[name] for name in wanted], dict(self.facts["settings"]), dict(self.facts["weights"])["folder"]
+        elif file.parent.name == "rows":
+            read_samples(file)
+        else:
+            with np.load(file, allow_pickle=False) as arrays:
+                _ = [arrays[name].shape for name in arrays.files]
+
+    @property
+    def step(self) -> ScheduledStep:
+        micro_steps = tuple(MicroStep(**{**one, "rows": tuple(one["rows"])}) for one in self.facts["micro_steps"])
+        nothing = range(0)
+        return ScheduledStep(index=self.facts["version"], arriving=nothing, immediate=nothing, launches=nothing, evaluates=nothing,
+                    micro_steps=micro_steps, anchors=(), keeps=(), last_use=())  # fmt: skip
+
+    def samples(self) -> list[Sample]:
+        """Each once, in order."""
+        found = {sample.key: sample for path in sorted((self.path / "rows").glob("*.npz")) for sample in read_samples(path)}
+        return [found[key] for key in sorted(found)]
+
+    def forward(self, what: str) -> dict[RowKey, np.ndarray]:
+        """ "logprobs" or "references" of the run's own forward, float32 [masked], by row."""
+        found: dict[RowKey, np.ndarray] = {}
+        for path in sorted((self.path / "forward").glob("*.npz")):
+            with np.load(path, allow_pickle=False) as file:
+                for name in file.files:
+                    kind, rollout, row = name.split("/")
+                    if kind == what:
+                        found[int(rollout), int(row)] = file[name]
+        return found
+
+    def lacks(self) -> list[str]:
+        """What a replay would compare with, or go on from, and has not. Ranks that hung leave less behind."""
+        parts = {"its log-probs (forward/): they are not compared": any((self.path / "forward").glob("*.npz")),
+                 f"its generators ({rng_state.FILE}): dropout falls otherwise": (self.path / rng_state.FILE).exists()}  # fmt: skip
+        return [words for words, is_there in parts.items() if not is_there]
+
+    def parted(self) -> dict[int, dict[str, np.ndarray]]:
+        """By rank: its copies, as raw bytes, by "kind name"."""
+        found = {}
+        for path in sorted((self.path / "parted").glob("rank_*.npz")):
+            with np.load(path, allow_pickle=False) as file:
+                found[int(path.stem.removeprefix("rank_"))] = {name: file[name] for name in file.files}
+        return found
+
+
+def rows_of(step: Any) -> set[RowKey]:
+    return {(micro.rollout, row) for micro in step.micro_steps for row in range(*micro.rows)}
+
+
+def marked(stream: Iterable[tuple[str, torch.Tensor]], marks: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, with the fingerprint of each put into `marks`."""
+    for name, tensor in stream:
+        marks[name] = f"{int(fingerprint(tensor)) % (1 << 64):016x}"
+        yield name, tensor
+
+
+def _write_own(partial: Path, moment: DumpReason, pending: SampleBuffer, policy: Policy, seen: SummedGradient) -> None:
+    """What this rank alone writes."""
+    name, keys = f"rank_{collectives.rank():05d}.npz", rows_of(moment.step)
+    if mine := [sample for sample in pending.to_save() if sample.key in keys]:
+        (partial / "rows" / name).write_bytes(file_of(mine))
+    if policy.parallel.speaks_for_its_rows:
+        arrays = {f"logprobs/{r}/{i}": values for (r, i), values in seen.logprobs.items()}
+        arrays |= {f"references/{r}/{i}": values for (r, i), values in seen.references.items()}
+        (partial / "forward" / name).write_bytes(_npz(arrays))
+    if moment.finding is not None and policy.parallel.rank in {rank for one in moment.finding.parted[:1] for rank, _ in one.copies}:
+        kept: dict[str, np.ndarray] = {}
+        for what, tensor in moment.finding.mine.items():
+            if sum(array.nbytes for array in kept.values()) + tensor.nbytes <= MOST_PARTED:
+                raw = tensor.detach().cpu().contiguous()
+                kept[f"{what}|{str(raw.dtype).removeprefix('torch.')}|{','.join(map(str, raw.shape))}"] = (
+                    raw.reshape(-1).view(torch.uint8).numpy().copy()
+                )
+        if kept:
+            (partial / "parted" / name).write_bytes(_npz(kept))
+
+
+def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:
+    stream = io.BytesIO()
+    np.savez(stream, allow_pickle=False, **arrays)
+    return stream.getvalue()
+
+
+def _measured(policy: Policy, seen: SummedGradient) -> dict[str, Any]:
+    """The numbers of the step that say what it was. Not finite ones as words: JSON has none."""
+
+    def numbers(values: Mapping[str, float]) -> dict[str, Any]:
+        return {name: value if np.isfinite(value) else str(value) for name, value in values.items()}
+
+    return {"metrics": numbers(seen.metrics), "guard": policy.guard_state(), "num_loss_tokens": seen.batch.num_loss_tokens}
+
+
+def _plain(micro: Any) -> dict[str, Any]:
+    return asdict(micro) if isinstance(micro, MicroStep) else dict(vars(micro))
+
+
+def _in_words(weights: Mapping[str, Any]) -> str:
+    if weights["folder"]:
+        return "with its weights" if weights["folder"] == "weights" else "with its adapter"
+    size = f"its weights, {weights['bytes'] / GB:.3g} GB, are above capsule_weights_gb"
+    return f"{size}; the nearest are in {weights['checkpoint'] or 'the model that the run began with'}"

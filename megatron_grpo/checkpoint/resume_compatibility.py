@@ -1,0 +1,136 @@
+"""What may change between a checkpoint and the run that continues it. No torch. `config/config.py` has a verdict for every setting:
+
+refused    the checkpoint cannot be continued with another value
+between    may change where no rollout is under way, and is said; refused where rows wait that were sampled with the old value
+said       may change; printed once, as a difference, for the run is another one from here on, or is cut for ranks in another way
+free       changes where and how fast the same is computed, or what is written beside it; nothing is said
+
+Of the sizes, those are compared that decide which rows a step trains. What a setting only names (a model, a data set, a reward file) is
+compared by its content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.checkpoint.manifest import Manifest, RunOrigin
+from megatron_grpo.config.field import OnResume
+from megatron_grpo.config.table import keys, table
+
+# Content -> the setting that names it. Another content is refused; of everything that is not here it is said.
+FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset", "adapters": "adapters", "ref_adapters": "ref_adapters",
+         "ref_model": "ref_model", "mcore_model": "mcore_model"}  # fmt: skip
+_OTHER_MATRICES = "a checkpoint holds what trains, and that would be something else"
+FREEZING = tuple(keys()["freeze_kwargs"])
+_WHY = {
+    "torch_dtype": "the weights and moments of one are not those of the other",
+    "use_distributed_optimizer": "the moments are described in another way",
+    **dict.fromkeys(
+        ("seed", "dataset_shuffle", "dataset_drop_last", "streaming", "shuffle_buffer_size"),
+        "the prompts that are left would come in another order",
+    ),
+    "sync_ref_model": "only a run whose reference moves keeps it in its checkpoints",
+    "beta": "only a run whose reference moves keeps it in its checkpoints",
+    "model": "the weights, and the reference that the KL is measured against, would be of two models",
+    **dict.fromkeys(("tuner_type", "lora_rank", "target_modules", "target_regex", "exclude_modules", "rank_pattern"), _OTHER_MATRICES),
+    **dict.fromkeys(("lora_alpha", "use_rslora", "alpha_pattern"), "the same matrices would be another adapter"),
+    **dict.fromkeys(FREEZING, "what was frozen has no moments in it, and what trains has no other place"),
+    "lora_dtype": "the weights and moments of one are not those of the other",
+    "adapters": "ranks, alphas and targets come from that file, and so does the reference of the KL",
+    "ref_adapters": "the KL would be measured against another model",
+    "mcore_model": "the KL is measured against the weights that the run began with",
+    "ref_model": "the KL would be measured against another model",
+    "vocabulary": "the same token ids would be other words",
+    "data set": "the prompts that are left would be other ones",
+}
+_OF_THE_REFERENCE = ("sync_ref_model", "beta")  # between two values that agree in `_keeps_reference` they are only said
+NEW_RUN = "or begin a new run in another --output_dir"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A setting or a content that is not what it was. `verdict` as in the table."""
+
+    name: str
+    was: Any
+    now: Any
+    verdict: OnResume
+
+    def __str__(self) -> str:
+        return f"{self.name}  {_plain(self.was)} -> {_plain(self.now)}"
+
+
+def changes_since(before: RunOrigin, now: RunOrigin) -> list[Difference]:
+    """All that differs and is not free. What either side does not know is not compared."""
+    return [*_settings(before, now), *_contents(before, now)]
+
+
+def _settings(before: RunOrigin, now: RunOrigin) -> Iterator[Difference]:
+    # Sizes are compared as they were worked out: a run may have typed the same ones in other words.
+    was, are = {**before.settings, **before.sizes}, {**now.settings, **now.sizes}
+    for name, value in are.items():
+        verdict: OnResume = table()[name].on_resume if name in table() else "said"
+        if name in _OF_THE_REFERENCE:
+            verdict = "refused" if _keeps_reference(was) != _keeps_reference(are) else "said"
+        if name == "mcore_model" and are.get("beta") and not _keeps_reference(are):
+            verdict = "refused" if not (value and was.get(name)) else "said"  # two that are given are compared by their content
+        if name in was and was[name] != value and verdict != "free":
+            yield Difference(name=name, was=was[name], now=value, verdict=verdict)
+    if are:
+        for name in was.keys() - are.keys() - table().keys():  # a setting of the version that wrote it
+            yield Difference(name=name, was=was[name], now="(unknown here)", verdict="said")
+
+
+def _keeps_reference(settings: Mapping[str, Any]) -> bool:
+    """A reference that moves is part of a checkpoint; any other is the model that the run began with."""
+    return bool(settings.get("sync_ref_model") and settings.get("beta"))
+
+
+def _contents(before: RunOrigin, now: RunOrigin) -> Iterator[Difference]:
+    for name, value in now.content.items():
+        if before.content.get(name, value) != value:
+            yield Difference(name=name, was=before.content[name], now=value, verdict="refused" if name in FLAGS else "said")
+
+
+def problems_of(changes: list[Difference], manifest: Manifest, *, is_between_rollouts: bool, typed: Mapping[str, str]) -> list[Problem]:
+    """The changes that this checkpoint cannot be continued with, in the user's names. is_between_rollouts: in the sizes of this run."""
+    problems = [_refusal(change, manifest, typed) for change in changes if change.verdict == "refused"]
+    sizes = [change for change in changes if change.verdict == "between" and change.name in manifest.origin.sizes]
+    others = [change for change in changes if change.verdict == "between" and change not in sizes]
+    stuck = [*(others if manifest.num_pending else []), *(sizes if manifest.num_pending or not is_between_rollouts else [])]
+    if stuck:
+        pending, step = manifest.num_pending, manifest.step
+        uneven = f"{manifest.progress.num_rollouts} rollouts are not {step} optimizer steps with them"
+        why = f"{pending} of its samples are still to be trained" if pending else uneven
+        names = [typed.get(change.name, change.name) for change in stuck]
+        told = ", ".join(f"{name} was {_plain(change.was)} and is {_plain(change.now)}" for name, change in zip(names, stuck))
+        what = "sizes" if not set(stuck) & set(others) else "values"
+        problems.append(Problem(
+            flags=(*names, "resume"), nearest={name: [change.was] for name, change in zip(names, stuck)},
+            message=f"{told}, and {manifest.directory} cannot be continued with other {what}: {why}. Resume with the old ones, "
+                    "or begin a new run from its weights (--model OLD_OUTPUT_DIR/hf, another --output_dir)."))  # fmt: skip
+    return problems
+
+
+def _refusal(change: Difference, manifest: Manifest, typed: Mapping[str, str]) -> Problem:
+    setting = FLAGS.get(change.name, change.name)
+    name = typed.get(setting, setting)
+    if change.name in FLAGS:
+        told, use = f"The {change.name} ({change.now}) is not the one of {manifest.directory} ({change.was})", f"Restore it (--{name})"
+        nearest = {}
+    else:
+        told = f"{name} is {_plain(change.now)}, and was {_plain(change.was)} for {manifest.directory}"
+        use, nearest = f"Use {name} {_plain(change.was)}", {name: [change.was]}
+    why = _WHY.get(change.name, "")
+    return Problem(flags=(name, "resume"), message=f"{told}: {why}. {use}, {NEW_RUN}.", nearest=nearest)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value)) or "(none)"
+    return "none" if value is None else str(value) or '""'

@@ -1,0 +1,105 @@
+"""Random generators of all ranks, in one file in which each state stands once.
+
+Nothing that decides what is trained draws from them: prompts, sampling and their order have generators of their own, by number. What does
+draw: dropout of adapters, and whatever a reward function does. So most ranks are alike. Python's, NumPy's and torch's generators begin
+alike everywhere; Megatron-Core's differ by tensor, pipeline and expert rank, and not by data-parallel rank. A file therefore holds as many
+states as there are different ones, and a number a rank and generator.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+
+from megatron_grpo.parallel import collectives
+
+FILE = "rng.npz"
+MEGATRON = "megatron."  # before the names of the states that Megatron-Core keeps for its parallel roles
+
+
+def collect() -> bytes | None:
+    """The file, on rank 0; None elsewhere. Collective: ranks exchange a number for each generator, and rank 0 gets each state once."""
+    mine = states()
+    names = sorted(mine)
+    marks = collectives.all_gather_object([int.from_bytes(blake2b(mine[name], digest_size=8).digest()) for name in names])
+    first = [{mark: rank for rank, mark in reversed(list(enumerate(column)))} for column in zip(*marks, strict=True)]
+    sent = collectives.gather_object(
+        {name: mine[name] for name, ranks in zip(names, first, strict=True) if collectives.rank() in ranks.values()}
+    )
+    if sent is None:
+        return None
+    arrays: dict[str, np.ndarray] = {}
+    for name, column, ranks in zip(names, zip(*marks, strict=True), first, strict=True):
+        senders = sorted(ranks.values())
+        places = {mark: senders.index(rank) for mark, rank in ranks.items()}
+        arrays[f"{name}/of_rank"] = np.array([places[mark] for mark in column], dtype=np.int32)
+        arrays |= {f"{name}/{place}": np.frombuffer(sent[rank][name], dtype=np.uint8) for place, rank in enumerate(senders)}
+    stream = io.BytesIO()
+    np.savez_compressed(stream, allow_pickle=False, **arrays)
+    return stream.getvalue()
+
+
+def restore(path: Path) -> None:
+    """Sets the generators to what they were on this rank, if the file is from a run with as many ranks.
+
+    Under another number of ranks there is nothing to restore, and it does not matter: see above.
+    """
+    with np.load(path, allow_pickle=False) as file:
+        names = [name.removesuffix("/of_rank") for name in file.files if name.endswith("/of_rank")]
+        if any(len(file[f"{name}/of_rank"]) != collectives.num_ranks() for name in names):
+            return
+        set_states({name: file[f"{name}/{file[f'{name}/of_rank'][collectives.rank()]}"].tobytes() for name in names})
+
+
+def states() -> dict[str, bytes]:
+    """Every generator of this process by name."""
+    legacy = np.random.get_state()
+    assert isinstance(legacy, tuple)  # a dict where another bit generator has been set
+    name, keys, *rest = legacy
+    found = {
+        "python": json.dumps(random.getstate()).encode(),
+        "numpy": json.dumps([name, keys.tolist(), *rest]).encode(),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return found | {f"{MEGATRON}{role}": state.cpu().numpy().tobytes() for role, state in tracked.items()}
+
+
+def set_states(found: Mapping[str, bytes]) -> None:
+    version, words, gauss = json.loads(found["python"])
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = json.loads(found["numpy"])
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(_tensor(found["torch"]))
+    if "cuda" in found and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_tensor(found["cuda"]))
+    roles = {name.removeprefix(MEGATRON): _tensor(state) for name, state in found.items() if name.startswith(MEGATRON)}
+    tensor_parallel.get_cuda_rng_tracker().set_states(roles)
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def restore_from_own_file(path: Path) -> None:
+    """As `restore`, from a checkpoint of format 1 or 2, where each rank had a file."""
+    if not path.exists():
+        return
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    if state["world_size"] != collectives.num_ranks():
+        return
+    name, keys, *rest = state["numpy"]
+    found = {"python": json.dumps(state["python"]).encode(), "numpy": json.dumps([name, keys.tolist(), *rest]).encode()}
+    found |= {name: state[name].numpy().tobytes() for name in ("torch", "cuda") if name in state}
+    set_states(found | {f"{MEGATRON}{role}": value.numpy().tobytes() for role, value in state["megatron"].items()})

@@ -1,0 +1,132 @@
+"""Reading a checkpoint that a stranger wrote: what lies in it as pickle is data, or it is refused.
+
+torch reads `.metadata` with a plain `pickle.load`, and objects beside the tensors with `torch.load(weights_only=False)`: either runs what
+the file says. Both are called deep inside torch and Megatron-Core, which take no other reader, so they are replaced while a checkpoint is
+read, and put back.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import filesystem  # noqa: TID251 - the file format
+
+from megatron_grpo.base.errors import said_by
+
+# What describes tensors in `.metadata`: no others were found in a checkpoint of torch 2.6 to 2.13 and Megatron-Core 0.16 to 0.19.
+_METADATA = "torch.distributed.checkpoint.metadata"
+_NAMES = {
+    **dict.fromkeys((_METADATA, name) for name in (
+        "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata", "TensorProperties", "MetadataIndex",
+        "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    **dict.fromkeys([("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout")]),
+    **dict.fromkeys([("torch", "Size"), ("collections", "OrderedDict"), ("builtins", "set"), ("builtins", "frozenset")]),
+    **dict.fromkeys((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
+}  # fmt: skip
+
+
+class UnsafePickleError(ValueError):
+    """A file of a checkpoint would run code as it is read."""
+
+
+class _Data(pickle._Unpickler):
+    """The reader in Python: that in C has no place to look at what a pickle sets."""
+
+    dispatch = dict(pickle._Unpickler.dispatch)
+
+    def _build(self: Any) -> None:
+        thing, state = self.stack[-2:]
+        if not is_dataclass(type(thing)) or not (hasattr(thing, "__setstate__") or isinstance(state, dict)):
+            raise UnsafePickleError(f".metadata sets what is no field of a description: {said_by(thing, repr, 80)}")
+        self.load_build()
+
+    dispatch[pickle.BUILD[0]] = _build
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _NAMES:
+            return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 pickles the member of an enumeration
+            return _member
+        raise UnsafePickleError(f".metadata names {module}.{name}, which no checkpoint needs: it would run code as it is read")
+
+
+def _member(kind: Any, name: Any) -> Enum:
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise UnsafePickleError(f".metadata asks for {name!r} of {kind!r}, which no checkpoint needs: it would run code as it is read")
+    return kind.__members__[name]
+
+
+@contextmanager
+def nothing_runs(directory: Path) -> Iterator[None]:
+    """Inside the block torch and Megatron-Core read the checkpoint `directory` without running what is in it.
+
+    Raises UnsafePickleError where a file asks for more than data.
+    """
+    _look_at_format(directory)
+    inside = directory.resolve()
+    files = [path.name for path in directory.iterdir() if path.resolve().parent == inside]
+    if outside := {path.name for path in directory.iterdir()}.difference(files):
+        raise UnsafePickleError(f"{min(outside)} is a link that leads out of the checkpoint; put a copy in its place")
+    load, pickles = torch.load, filesystem.pickle
+
+    def data_alone(*args: Any, **options: Any) -> Any:
+        try:
+            return load(*args, **{**options, "weights_only": True})
+        except pickle.UnpicklingError as error:
+            named = re.search(r"GLOBAL (\S+)", str(error))  # torch's own text goes on with how to run it all the same
+            what = f"names {named[1]}" if named else "is no data"
+            raise UnsafePickleError(f"an object in the checkpoint {what}: it would run code as it is read") from error
+
+    def metadata(stream: Any) -> Any:
+        found = _Data(stream).load()
+        for part in found.storage_data.values():
+            if part.relative_path not in files:
+                raise UnsafePickleError(f".metadata leads out of the checkpoint, to {said_by(part.relative_path)}")
+        return found
+
+    torch.load = data_alone
+    filesystem.pickle = cast(Any, SimpleNamespace(**vars(pickle) | {"load": metadata}))
+    try:
+        yield
+    finally:
+        torch.load, filesystem.pickle = load, pickles
+
+
+def _look_at_format(directory: Path) -> None:
+    """Other formats have other readers, with pickles of their own."""
+    said = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))
+    formats = (said.get("sharded_backend"), said.get("common_backend", "torch"))
+    if formats != ("torch_dist", "torch"):
+        raise UnsafePickleError(f"metadata.json asks for the formats {formats[0]!r} and {formats[1]!r}; torch_dist and torch are read")
+
+
+def refuse_extra_state(state: Mapping[str, Any]) -> None:
+    """Transformer Engine unpickles what its layers keep beside their weights. Without FP8 that is nothing; anything else is refused."""
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            refuse_extra_state(value)
+        elif name.endswith("_extra_state") and not _is_nothing(value):
+            raise UnsafePickleError(
+                f"{name} holds something, which would be unpickled; layers that do not compute in FP8 keep nothing there"
+            )
+
+
+def _is_nothing(value: Any) -> bool:
+    if isinstance(value, io.BytesIO):
+        try:
+            return torch.load(io.BytesIO(value.getvalue()), weights_only=True) is None
+        except (pickle.UnpicklingError, EOFError, RuntimeError):
+            return False
+    return value is None or (isinstance(value, torch.Tensor) and value.numel() == 0)

@@ -1,0 +1,111 @@
+"""What to type instead of a name that is no setting. A table of names comes before any likeness, and silence before a harmful guess."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
+
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.compat.foreign_args import NOTHING, Dialect
+from megatron_grpo.compat.tables import contents
+from megatron_grpo.config.read import COMMAND_LINE
+from megatron_grpo.config.table import close_to, names, table
+
+ALIKE = 0.8  # difflib's ratio above which two names are taken for one with a slip of the finger
+
+# Of those, the sizes that some systems count in prompts.
+COUNTED_IN_PROMPTS = (*("train_batch_size", "rollout_batch_size", "policy_mini_batch_size", "ppo_mini_batch_size", "mini_batch_size"),)
+
+
+@cache
+def by_name(part: str) -> Mapping[str, str]:
+    """`same_as` or `said_with` of the table: the setting, or the sentence, of each name."""
+    return {name: says for says, names in contents("remedies")[part].items() for name in names.split()}
+
+
+def remedy(name: str, dialects: Mapping[str, Dialect], *, hidden: Collection[str] = ()) -> str:
+    """A sentence, with a space before it, on what to type instead of an unknown name. hidden: settings that go by other names just now."""
+    last = name.rpartition(".")[2]
+    for key in (name, ".".join(name.split(".")[-2:]), last):
+        found = _from_tables(key, dialects, hidden)
+        if found:
+            return found
+    return _alike(name, last, hidden)
+
+
+def _from_tables(name: str, dialects: Mapping[str, Dialect], hidden: Collection[str]) -> str:
+    if sentence := by_name("said_with").get(name):
+        is_setting = sentence.partition(" ")[0] in names()  # which is spelt as it is typed
+        return f" {sentence if is_setting else sentence[0].upper() + sentence[1:]}"
+    if (ours := by_name("same_as").get(name)) and ours not in hidden:
+        counted = ", and counts completions: prompts times num_generations" if name in COUNTED_IN_PROMPTS else ""
+        return f" Here it is called {ours}{counted}."
+    for dialect in dialects.values():
+        row = dialect.row(name)[1]
+        if row is None:
+            continue
+        if row.native:
+            return f" {dialect.title}'s {name} is called {row.native} here." if row.native != name else ""
+        if row.hint:
+            return f" {dialect.title}'s {name} is said here with {row.hint.replace('`', '')}."
+        if row.lacks:
+            return f" It is {dialect.title}'s: {row.lacks}. Leave it out."
+        if row.read is None:
+            why = f" ({row.why})" if row.why and row.why != NOTHING else ""
+            return f" It is {dialect.title}'s and changes nothing that is sampled or trained here{why}. Leave it out."
+    return ""
+
+
+LIST = " `megatron-grpo train --help` lists all settings."
+
+
+def _alike(name: str, last: str, hidden: Collection[str]) -> str:
+    known = [known for known, setting in names().items() if setting.name not in hidden]
+    if last != name and last in known:
+        section, groups = name.rpartition(".")[0], sorted({setting.group for setting in table().values()})
+        if section in groups or hidden:  # of a dialect, whose sections are others
+            return f" {last} is a setting: on the command line, say --{last}."
+        return f" {last} is a setting, but {section} is not a section; the sections are: {', '.join(groups)}."
+    close = close_to(last, [*known, "config", "print_config"], limit=1, cutoff=ALIKE)
+    return f" Did you mean {close[0]}?" if close else LIST
+
+
+def reads_as(unknown: Sequence[str], dialects: Mapping[str, Dialect]) -> tuple[Dialect, list[str]] | None:
+    """The dialect that most of these names, three at least, are words of; and which they are."""
+    best: tuple[Dialect, list[str]] | None = None
+    for dialect in dialects.values():
+        known = [name for name in unknown if dialect.knows(name)]
+        if best is None or len(known) > len(best[1]):
+            best = dialect, known
+    return best if best and len(best[1]) >= 3 and 2 * len(best[1]) > len(unknown) else None
+
+
+def problems_of_unknown(found: Mapping[str, Sequence[str]], dialect: Dialect | None, dialects: Mapping[str, Dialect]) -> Iterator[Problem]:
+    """A file full of another system's names is one mistake; any other name is one each, with what to type instead. found: by source."""
+    for source, unknown in found.items():
+        where = "" if source == COMMAND_LINE else f" in {source}"
+        reads = reads_as(unknown, dialects) if dialect is None else None
+        if reads:
+            other, known = reads
+            what = "This command line" if source == COMMAND_LINE else source
+            some = ", ".join(known[:4]) + (f" and {len(known) - 4} more" if len(known) > 4 else "")
+            message = f"{what} reads as a {other.title} file ({some}): add `--dialect {other.name}`."
+            yield Problem(flags=tuple(known), message=message)
+        hints = {name: _hint(name, dialect, dialects) for name in unknown if not reads or name not in reads[1]}
+        if dialect and len(alike := [name for name, hint in hints.items() if LIST in hint]) > 1:
+            message = f"{', '.join(alike)}{where} are neither settings nor {dialect.title} names that are known here, so they may \
+change what is trained."
+            yield Problem(flags=tuple(alike), message=message)
+            hints = {name: hint for name, hint in hints.items() if name not in alike}
+        for name, hint in hints.items():
+            yield Problem(flags=(name,), message=f"{name}{where} is not a setting.{hint}")
+
+
+def _hint(name: str, dialect: Dialect | None, dialects: Mapping[str, Dialect]) -> str:
+    if dialect is None:
+        return remedy(name, dialects)
+    sizes = list(dialect.settings)
+    if sizes and close_to(name, [*sizes, *dialect.hides], limit=1, cutoff=ALIKE):
+        return f" In the {dialect.name} dialect the batch sizes are: {', '.join(sizes)}."
+    found = remedy(name, dialects, hidden=dialect.hides)
+    return f"{found} Nor is it a {dialect.title} name that is known here, so it may change what is trained."

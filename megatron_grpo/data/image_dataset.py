@@ -1,0 +1,292 @@
+"""Owns the pictures of a data set: which rows show which, their places in a prompt's tokens, and what their patches are when asked for.
+
+A picture is a reference. Its header is read when a prompt is drawn, its pixels when a rank of the first pipeline stage trains on it. Every
+rank reads the same rows, so none is ever sent: what is sent names the data set, the row and the place in it, and is found again at the
+other end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from megatron_grpo.base.errors import ConfigError, Problem
+from megatron_grpo.data.files import NAMED_ROWS, Rows
+from megatron_grpo.data.image_processing import Grid, ImageProcessorSpec, PatchCache
+from megatron_grpo.data.images import ImageError, ImageSource, decoded, source_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from megatron_grpo.types import Image
+
+COLUMNS = ("images", "image")
+TAG = "<image>"  # Megatron-SWIFT's, in a text
+MOST_DECODED = 2_000_000_000  # pixels that are decoded before a run, to find files that are damaged behind their headers
+_KEY_BYTES = 16
+_OPEN: WeakValueDictionary[str, ImageStore] = WeakValueDictionary()
+
+
+class ImageFile:
+    """A `Image` of a data set. One object for all who look at it."""
+
+    __slots__ = ("__weakref__", "_key", "album", "grid", "index", "merge", "row", "source")
+
+    def __init__(self, album: ImageStore, row: int, index: int, source: ImageSource, grid: Grid):
+        self.album, self.row, self.index, self.source, self.grid = album, row, index, source, grid
+        self.merge = album.eyes.merge
+        self._key = ""
+
+    @property
+    def key(self) -> str:
+        """Equal for equal pictures alone: of the bytes, and of all that decides what becomes of them."""
+        self._key = self._key or key_of(self.source.read(), self.album.eyes)
+        return self._key
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return self.source.name
+
+    @property
+    def num_tokens(self) -> int:
+        return self.album.eyes.tokens(self.grid)
+
+    def data(self) -> bytes:
+        """Of the file. Raises ConfigError where it is not the one any more that the run began with."""
+        with self.album.told_of(self.row, self.source):
+            data = self.source.read()
+            key = key_of(data, self.album.eyes)
+            if self._key and key != self._key:
+                raise ImageError("has changed since this run looked at it first")
+            self._key = key
+            return data
+
+    def patches(self) -> np.ndarray:
+        """float32 [n, channels]."""
+        found = self.album.cache.get(self.key)
+        if found is None:
+            with self.album.told_of(self.row, self.source):
+                found = self.album.eyes.patches(decoded(self.data()))
+                if len(found) != prod(self.grid):
+                    raise ImageError(f"became {len(found)} patches, and its header promised {prod(self.grid)}")
+            self.album.cache.put(self.key, found)
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _found_again, (self.album.name, self.row, self.index)
+
+    def __repr__(self) -> str:
+        return f"<{self.source.name}, {self.num_tokens} tokens>"
+
+
+def _found_again(album: str, row: int, index: int) -> Image:
+    if album not in _OPEN:
+        raise RuntimeError(f"a picture of the data set {album} came to a process that has not opened it")
+    return _OPEN[album].pictures(row)[index]
+
+
+def key_of(data: bytes, eyes: ImageProcessorSpec) -> str:
+    return hashlib.blake2b(data, digest_size=_KEY_BYTES, key=eyes.digest.encode()).hexdigest()
+
+
+class ImageStore:
+    """The pictures of a data set's rows."""
+
+    def __init__(self, rows: Rows, eyes: ImageProcessorSpec, *, root: str | Path, flag: str = "dataset"):
+        """root: paths are inside it. flag: the setting that names the data set."""
+        self.rows, self.eyes, self.root, self.flag = rows, eyes, Path(root), flag
+        self.cache = PatchCache()
+        self.name = f"{flag} {len(rows)} {eyes.digest}"
+        self._known: WeakValueDictionary[tuple[int, int], ImageFile] = WeakValueDictionary()
+        _OPEN[self.name] = self
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """Pictures of each row, int64 [rows]."""
+        import numpy as np  # `plan` without a data set imports none
+
+        return np.array([len(shown_by(row)) for row in self.rows], dtype=np.int64)
+
+    def pictures(self, row: int) -> tuple[ImageFile, ...]:
+        """In the order in which they are shown. Raises ConfigError."""
+        given = shown_by(self.rows[row])
+        return tuple(self._picture(row, index, one) for index, one in enumerate(given))
+
+    def _picture(self, row: int, index: int, given: Any) -> ImageFile:
+        known = self._known.get((row, index))
+        if known is None:
+            name = given if isinstance(given, str) else "a picture"
+            with self.told_of(row, ImageSource(str(name))):
+                source = source_of(given, self.root)
+                known = ImageFile(self, row, index, source, self.eyes.grid(*source.size()))
+            self._known[row, index] = known
+        return known
+
+    @contextmanager
+    def told_of(self, row: int, source: ImageSource) -> Iterator[None]:
+        """Around what may raise ImageError: it becomes a ConfigError that names row and file."""
+        try:
+            yield
+        except ImageError as fault:
+            raise ConfigError([Problem(flags=(self.flag,), message=self.sentence(row, source, fault))]) from fault
+
+    def sentence(self, row: int, source: ImageSource, fault: object) -> str:
+        return f"{self.rows.place(row)}: the picture {source.name} {fault}."
+
+    def stamp(self) -> str:
+        """Of what the files look like from outside: another one where one was written anew."""
+        digest = hashlib.sha256(self.eyes.digest.encode())
+        for row in self.counts.nonzero()[0]:
+            for given in shown_by(self.rows[int(row)]):
+                with suppress(ImageError, OSError):
+                    path = source_of(given, self.root).path
+                    if path is not None:
+                        facts = path.stat()
+                        digest.update(f"{path} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
+
+    def identity(self, row: int) -> list[str]:
+        """Of each picture of a row: its file's name, or a digest of what the row holds. Raises ImageError."""
+        sources = [source_of(given, self.root) for given in shown_by(self.rows[row])]
+        return [str(one.path) if one.held is None else hashlib.sha256(one.held).hexdigest() for one in sources]
+
+    def num_bytes(self, row: int) -> list[int]:
+        """Of each picture's file: what tells, without reading it, that a data set is another one."""
+        found = []
+        for given in shown_by(self.rows[row]):
+            with suppress(ImageError, OSError):
+                source = source_of(given, self.root)
+                found.append(len(source.held) if source.held is not None else source.path.stat().st_size if source.path else 0)
+        return found
+
+    # ---- what is looked at before anything loads
+
+    def faults(self, rows: Sequence[int]) -> list[Problem]:
+        """What is wrong with the pictures of these rows, a sentence each: with their headers, and then with what is behind them.
+
+        At most MOST_DECODED pixels are decoded, the first ones.
+        """
+        found: list[str] = []
+        behind: list[tuple[int, ImageSource]] = []
+        num_pixels = 0
+        for row in rows:
+            for given in shown_by(self.rows[row]):
+                source = ImageSource(given if isinstance(given, str) else "in the row")
+                try:
+                    source = source_of(given, self.root)
+                    height, width = source.size()
+                    self.eyes.grid(height, width)
+                except ImageError as fault:
+                    found.append(self.sentence(row, source, fault))
+                    continue
+                num_pixels += height * width
+                if num_pixels <= MOST_DECODED:
+                    behind.append((row, source))
+        if not found:
+            found = self._damaged(behind)
+        more = f" {len(found) - NAMED_ROWS} more pictures cannot be used." if len(found) > NAMED_ROWS else ""
+        return [Problem(flags=(self.flag,), message=" ".join(found[:NAMED_ROWS]) + more)] if found else []
+
+    def _damaged(self, pictures: Sequence[tuple[int, ImageSource]]) -> list[str]:
+        def fault(one: tuple[int, ImageSource]) -> str | None:
+            row, source = one
+            try:
+                decoded(source.read())
+            except ImageError as fault:
+                return self.sentence(row, source, fault)
+            return None
+
+        with ThreadPoolExecutor(max_workers=4) as pool:  # decoders let other threads run
+            return [sentence for sentence in pool.map(fault, pictures) if sentence]
+
+
+# ---- rows
+
+
+def shown_by(row: Mapping[str, Any]) -> list[Any]:
+    """What a row's column of pictures holds; an empty list where it has none."""
+    for name in COLUMNS:
+        value = row.get(name)
+        if isinstance(value, (list, tuple)):
+            return list(value)
+        if value is not None and value != "":
+            return [value]
+    return []
+
+
+def num_places(raw: Any) -> int:
+    """Places for pictures in a prompt: parts of type image, and tags in its texts."""
+    if isinstance(raw, str):
+        return raw.count(TAG)
+    return sum(_places_in(message.get("content")) for message in raw)
+
+
+def _places_in(content: Any) -> int:
+    if isinstance(content, str):
+        return content.count(TAG)
+    if not isinstance(content, (list, tuple)):
+        return 0
+    return sum(1 if part.get("type") == "image" else str(part.get("text") or "").count(TAG) for part in content)
+
+
+def with_parts(content: Any) -> Any:
+    """Content as chat templates of models that see want it: parts, with an image where a text has the tag. A plain string stays one."""
+    if isinstance(content, str) and TAG not in content:
+        return content
+    if not isinstance(content, (str, list, tuple)):
+        return content
+    parts: list[dict[str, str]] = []
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        if part.get("type") == "image":
+            parts.append({"type": "image"})
+            continue
+        for piece in re.split(f"({re.escape(TAG)})", part["text"]):
+            if piece:
+                parts.append({"type": "image"} if piece == TAG else {"type": "text", "text": piece})
+    return parts
+
+
+# ---- tokens
+
+
+def expanded(short: Sequence[int], pictures: Sequence[Image], image_token: int) -> list[int]:
+    """Each picture's one token in its prompt becomes as many as it has. Raises ValueError where there are not as many as pictures."""
+    if short.count(image_token) != len(pictures):
+        raise ValueError(f"the prompt has {short.count(image_token)} places for pictures, and the row {len(pictures)} pictures")
+    left, long = iter(pictures), list[int]()
+    for token in short:
+        long += [image_token] * num_tokens(next(left)) if token == image_token else [token]
+    return long
+
+
+def places(token_ids: Sequence[int], pictures: Sequence[Image], image_token: int) -> tuple[tuple[int, Image], ...]:
+    """((place of its first token, picture), ...) in the long form."""
+    found, at = [], 0
+    for picture in pictures:
+        at = token_ids.index(image_token, at)
+        found.append((at, picture))
+        at += num_tokens(picture)
+    return tuple(found)
+
+
+def shortened(token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
+    """The other way: one token a picture. spans: (first token, tokens) of each. What else is the same token stays as it is."""
+    left, at = list[int](), 0
+    for place, count in spans:
+        left += [*token_ids[at:place], token_ids[place]]
+        at = place + count
+    return [int(token) for token in [*left, *token_ids[at:]]]
+
+
+def num_tokens(picture: Image) -> int:
+    frames, rows, columns = picture.grid
+    return frames * rows * columns // picture.merge**2

@@ -1,0 +1,197 @@
+"""Owns how the file of a picture is opened: looked at by its header alone, or made upright and RGB, in the trainer as in a sampler.
+
+Whatever samples and whatever trains must see the same pixels, so both decode a file's bytes with `decoded`. Pictures come from strangers:
+only formats whose decoders are plain arithmetic are opened, and none that would fill the memory. Needs Pillow (the extra `images`); no
+torch.
+"""
+
+from __future__ import annotations
+
+import io
+import stat
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_PIXELS = 89_478_485  # from here on Pillow itself warns of a decompression bomb
+MOST_BYTES = 256 << 20  # of a file
+LARGEST_RATIO = 200  # of the longer side to the shorter one: Qwen's own bound
+# Other formats of Pillow's start programs (EPS), or are read by code that few look at.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+_BROKEN = (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error, zlib.error)
+_SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap height and width
+_ORIENTATION = 0x0112
+
+
+class ImageError(ValueError):
+    """What is wrong with a picture, as the end of a sentence whose subject it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """Where the bytes of a picture are: in a file, or here."""
+
+    name: str  # for people
+    path: Path | None = None
+    held: bytes | None = None
+
+    def read(self) -> bytes:
+        """Raises ImageError."""
+        if self.held is not None:
+            return self.held
+        assert self.path is not None
+        with _as_fault():
+            _require_file(self.path)
+            return self.path.read_bytes()
+
+    def size(self) -> tuple[int, int]:
+        """(height, width) in pixels once it is upright, from the header alone. Raises ImageError."""
+        with _as_fault():
+            if self.path is not None:
+                _require_file(self.path)
+            with self.path.open("rb") if self.path is not None else io.BytesIO(self.held or b"") as stream, _opened(stream) as image:
+                width, height = image.size
+                return (width, height) if _orientation(image) in _SIDEWAYS else (height, width)
+
+
+def source_of(given: Any, root: Path) -> ImageSource:
+    """What a row of a data set names: a path, bytes, {"bytes", "path"} as parquet has it, or a PIL image.
+
+    root: paths are inside it. Raises ImageError.
+    """
+    if isinstance(given, Mapping) and {"bytes", "path"} & given.keys():
+        held, name = given.get("bytes"), given.get("path")
+        if held is None and name is None:
+            raise ImageError("has neither bytes nor a path")
+        return source_of(name, root) if held is None else ImageSource(str(name or "bytes"), held=bytes(held))
+    if isinstance(given, (bytes, bytearray, memoryview)):
+        return ImageSource("bytes", held=bytes(given))
+    if isinstance(given, str):
+        return _file(given, root)
+    if hasattr(given, "getexif") and hasattr(given, "save"):
+        return ImageSource(str(getattr(given, "filename", "") or "a PIL image"), held=as_png(given))
+    raise ImageError(f"is of type {type(given).__name__}, where a path, bytes or {{'bytes', 'path'}} should be")
+
+
+def _file(name: str, root: Path) -> ImageSource:
+    if "://" in name or name.startswith("data:"):
+        raise ImageError(f"is the URL {name[:80]!r}, and none is fetched: save the pictures, and name their files")
+    if not name or "\0" in name:
+        raise ImageError(f"is named {name!r}, which is no path")
+    path, inside = root / Path(name), root.resolve()
+    found = path.resolve()
+    if not found.is_relative_to(inside):
+        raise ImageError(f"is {name!r}, which lies outside of data_root ({inside}). Name a data_root that holds it")
+    return ImageSource(name, path=found)
+
+
+def decoded(data: bytes) -> Image:
+    """The picture as a model is to see it: upright and RGB, on white where it is transparent. Raises ImageError."""
+    with _as_fault(), _opened(io.BytesIO(data)) as image:
+        turn = _orientation(image)
+        image.load()
+        return _upright(_rgb(image), turn)
+
+
+def as_png(image: Image) -> bytes:
+    """Bytes that `decoded` makes the same picture of. Raises ImageError."""
+    with _as_fault():
+        turn = _orientation(image)
+        image.load()
+        stream = io.BytesIO()
+        _upright(_rgb(image), turn).save(stream, "PNG")
+        return stream.getvalue()
+
+
+def require_pillow() -> str | None:
+    """What is missing here, as a sentence; None where nothing is."""
+    return None if find_spec("PIL") else "Reading pictures needs the extra `images`: pip install 'megatron-grpo[images]'."
+
+
+def _require_file(path: Path) -> None:
+    """Raises ImageError for what is no file, or a huge one: reading a device would never end."""
+    facts = path.stat()
+    if not stat.S_ISREG(facts.st_mode):
+        raise ImageError("is no file")
+    if facts.st_size > MOST_BYTES:
+        raise ImageError(f"has {facts.st_size:,} bytes, and no picture is read that has more than {MOST_BYTES:,}")
+
+
+@contextmanager
+def _opened(stream: Any) -> Iterator[Image]:
+    from PIL import Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401 - the two that Pillow would not know without
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of bombs, which are refused below, and of damaged metadata
+        with Image.open(stream, formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > MOST_PIXELS:
+                raise ImageError(
+                    f"would be {width:,} x {height:,} pixels, more than the {MOST_PIXELS:,} that are opened (a decompression bomb?)"
+                )
+            if max(width, height) > LARGEST_RATIO * min(width, height):
+                raise ImageError(f"is {width} x {height} pixels: one side is more than {LARGEST_RATIO} times the other")
+            yield image
+
+
+@contextmanager
+def _as_fault() -> Iterator[None]:
+    """All ways in which a decoder fails, as one."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        yield
+    except ImageError:
+        raise
+    except FileNotFoundError as error:
+        raise ImageError("does not exist") from error
+    except UnidentifiedImageError as error:
+        raise ImageError(f"is none of {', '.join(FORMATS)}, or is damaged") from error
+    except (Image.DecompressionBombError, *_BROKEN) as error:
+        raise ImageError(f"cannot be read: {getattr(error, 'strerror', None) or error or type(error).__name__}") from error
+
+
+def _orientation(image: Image) -> int:
+    """EXIF's: 1 is upright. As the header tells it, so that a size without pixels and the pixels agree."""
+    if image.format == "TIFF":  # Pillow turns these by itself as it loads them, and its size is that of the turned one
+        return 1
+    if image.format == "PNG" and not {"exif", "Raw profile type exif", "xmp"} & image.info.keys():
+        return 1  # asked for, Pillow would decode all of it to look behind the pixels
+    found = image.getexif().get(_ORIENTATION, 1)
+    return found if found in range(1, 9) else 1
+
+
+def _upright(image: Image, orientation: int) -> Image:
+    from PIL.Image import Transpose
+
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM, 5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE, 8: Transpose.ROTATE_90,
+    }  # fmt: skip
+    return image.transpose(turns[orientation]) if orientation in turns else image
+
+
+def _rgb(image: Image) -> Image:
+    from PIL import Image as images
+
+    if image.mode == "F":
+        raise ImageError("holds floating-point numbers, and nothing says which of them is white")
+    if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut at 255
+        import numpy as np  # `plan` of a run on text imports none
+
+        return images.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        whole = image.convert("RGBA")
+        on_white = images.new("RGBA", whole.size, (255, 255, 255, 255))
+        on_white.alpha_composite(whole)
+        return on_white.convert("RGB")
+    return image.convert("RGB")

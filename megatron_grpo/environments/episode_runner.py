@@ -1,0 +1,295 @@
+"""Episodes in flight over one sampler: while some wait for their environment, the others are sampled. No lockstep."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from megatron_grpo.base.errors import said_by
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.chat import opening_of
+from megatron_grpo.environments.loading import template_of
+from megatron_grpo.environments.protocol import Environment, InvalidReplyError, Message, Turn, as_messages, as_reply
+from megatron_grpo.environments.trajectory import ChatTemplate, History, Trajectory, untold
+from megatron_grpo.environments.workers import CallResult, CallTimeoutError, Workers
+from megatron_grpo.rewards.process_isolation import ExitRequestedError
+from megatron_grpo.rollout.turns import Key, SampledTurn, TurnSampler
+from megatron_grpo.types import Completion, EpisodeNumbers, EpisodeRecord, Group, Prompt
+
+MOST_WAITED = 0.5  # seconds for environments, before the sampler is looked at again
+LARGE = 1_000_000  # characters: what is longer is looked at before it is encoded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRunnerFactory:
+    """Where the episodes of a run are played: its environment, its template, its limits. Lengths in tokens."""
+
+    environment: type[Environment]
+    template: ChatTemplate
+    system: str | None  # of prompts that have none
+    max_turns: int
+    max_completion_length: int  # of an episode after its opening, the environment's words included
+    max_model_len: int
+    timeout: float  # seconds of one call of an environment
+    concurrency: int  # such calls under way at a time
+    history: History = "template"
+
+    @classmethod
+    def of(
+        cls, cfg: Config, environment: type[Environment], tokenizer: Any, *, model_path: Path, max_model_len: int
+    ) -> EpisodeRunnerFactory:
+        turns, rollout = cfg.turns, cfg.rollout
+        return cls(
+            environment=environment,
+            template=template_of(cfg, environment, tokenizer, model_path=model_path),
+            system=cfg.data.system,
+            max_turns=turns.max_turns,
+            max_completion_length=rollout.max_completion_length,
+            max_model_len=rollout.vllm_max_model_len or max_model_len,
+            timeout=turns.environment_timeout,
+            concurrency=turns.max_environment_concurrency,
+            history=turns.turn_history,  # type: ignore[arg-type]  # one of its choices
+        )
+
+    def opening(self, prompt: Prompt) -> list[Mapping[str, Any]]:
+        """A row's messages, as its tokens were made of them."""
+        assert not isinstance(prompt.raw, str)  # refused as the data are read
+        return opening_of(prompt.raw, system=self.system)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Episode:
+    prompt: Prompt
+    place: int
+    opening: Sequence[Message]  # the row's messages, as the data set has them
+    environment: Environment | None = None
+    transcript: Trajectory | None = None
+    num_turns: int = 0
+    messages: list[Message] = field(default_factory=list)  # as they were said
+    num_opening: int = 0
+    rewards: list[float | None] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    ended: str = ""
+    fault: str = ""
+    version: int = 0  # of the weights that would draw its first token
+
+    @property
+    def key(self) -> Key:
+        return self.prompt.number, self.place
+
+
+class EpisodeRunner:
+    """Plays the episodes of some prompts to their ends: a `rollout.turns.Player`. What an environment does ends no more than its own
+    episode; an environment is made in a thread, in which its methods are called too.
+
+    n: episodes of a prompt. seed_of: (prompt's number, place, turn) -> the seed of that turn.
+    """
+
+    def __init__(self, stage: EpisodeRunnerFactory, prompts: Sequence[Prompt], *, n: int, seed_of: Callable[[int, int, int], int]):
+        self.stage, self.prompts, self.n = stage, list(prompts), n
+        self._seed_of = seed_of
+        self._workers = Workers(concurrency=stage.concurrency, timeout=stage.timeout)
+        self._asked: dict[Key, tuple[tuple[int, ...], int, int]] = {}  # open turns: (tokens, seed, most tokens)
+        self._openings: dict[int, tuple[int, ...]] = {}  # by the prompt's number
+        episodes = [
+            _Episode(prompt=prompt, place=place, opening=opening)
+            for prompt in self.prompts
+            for opening in [stage.opening(prompt)]
+            for place in range(n)
+        ]
+        self.episodes = {one.key: one for one in episodes}
+        self._open = set(self.episodes)
+        self._turns: TurnSampler | None = None
+        for one in episodes:
+            self._workers.submit(("start", one.key), partial(self._start, one))
+
+    def advance(self, turns: TurnSampler, seconds: float, *, version: int) -> bool:
+        """Plays for about so long; whether all episodes have ended. version: of the weights that draw.
+
+        With other `turns` than the last time, open turns are asked of these: who drew them is gone, perhaps.
+        """
+        if self.is_over:
+            return True
+        if turns is not self._turns:
+            self._turns = turns
+            for key, (token_ids, seed, most) in self._asked.items():
+                turns.submit(key, token_ids, seed=seed, max_tokens=most)
+        until = time.monotonic() + seconds
+        while True:
+            for outcome in self._workers.take(0.0 if turns.num_running else min(MOST_WAITED, max(0.0, until - time.monotonic()))):
+                self._hear(outcome, version)
+            for key, drawn in turns.poll():
+                self._say(self.episodes[key], drawn)
+            if self.is_over:
+                self.close()
+                return True
+            if time.monotonic() >= until:
+                return False
+
+    @property
+    def told(self) -> list[str]:
+        """What environments did to this process, as the end of a sentence about one."""
+        return self._workers.told
+
+    @property
+    def is_over(self) -> bool:
+        return not self._open and not self._workers
+
+    def close(self) -> None:
+        """No more is played."""
+        self._workers.close()
+
+    def groups(self) -> list[Group]:
+        """In the order of the prompts, once all have ended."""
+        return [
+            Group(prompt=prompt, completions=tuple(_completion(self.episodes[prompt.number, place]) for place in range(self.n)))
+            for prompt in self.prompts
+        ]
+
+    # ---- one episode
+
+    def _start(self, episode: _Episode) -> Any:
+        """In a thread."""
+        episode.environment = self.stage.environment(episode.prompt.columns)
+        return episode.environment.start([dict(message) for message in episode.opening])
+
+    def _hear(self, outcome: CallResult, version: int) -> None:
+        """What a call of an environment has come to."""
+        kind, key = cast(tuple[str, Key], outcome.key)
+        episode = self.episodes[key]
+        episode.seconds += outcome.seconds
+        if kind == "close" or key not in self._open:
+            return
+        try:
+            if outcome.error is not None:
+                raise outcome.error
+            if kind == "start":
+                episode.version = version
+                self._started(episode, outcome.value)
+            else:
+                self._heard(episode, outcome.value)
+        except CallTimeoutError:
+            self._finish(episode, "timeout", f"{kind} did not answer within {self.stage.timeout:g} s")
+        except InvalidReplyError as nonsense:
+            self._finish(episode, "nonsense", str(nonsense))
+        except MemoryError:
+            raise
+        except ExitRequestedError as asked:
+            self._finish(episode, "error", f"{kind} asked the process to end with {asked}")
+        except BaseException as raised:  # noqa: BLE001 - a user's code, and a template that refuses what it said
+            said = said_by(raised)
+            self._finish(episode, "error", f"{kind} raised {type(raised).__name__}{': ' * bool(said)}{said}")
+
+    def _started(self, episode: _Episode, value: Any) -> None:
+        is_own = value is not None and list(value) == list(episode.opening) if isinstance(value, (list, tuple)) else False
+        messages = tuple(value) if is_own else as_messages(value, who="start")
+        if not messages:
+            raise InvalidReplyError("start returned no messages, and there is nothing to answer")
+        token_ids = episode.prompt.token_ids if is_own else None  # of one function, for all ranks and all rounds
+        if not is_own and self._is_long(messages, self.stage.max_model_len):
+            raise InvalidReplyError(f"start returned more than the {self.stage.max_model_len} tokens that an episode may have in all")
+        transcript = Trajectory(self.stage.template, messages, token_ids, history=self.stage.history)
+        if not is_own and len(transcript.ids) >= self.stage.max_model_len:
+            raise InvalidReplyError(
+                f"start returned {len(transcript.ids)} tokens, and an episode has room for {self.stage.max_model_len} in all, its turns too"
+            )
+        episode.transcript = transcript
+        episode.messages, episode.num_opening = list(messages), len(messages)
+        first = self._openings.setdefault(episode.prompt.number, episode.transcript.opening)
+        if episode.transcript.opening != first:
+            name = type(episode.environment).__name__
+            raise InvalidReplyError(
+                f"start of {name} returned other messages for two episodes of one row (data-set row {episode.prompt.row}): it is a "
+                "function of the row alone, for GRPO compares answers to one question"
+            )
+        self._ask(episode)
+
+    def _room(self, episode: _Episode) -> int:
+        """Tokens that the next turn may have."""
+        assert episode.transcript is not None
+        spent = episode.transcript.num_drawn + episode.transcript.num_heard
+        return min(self.stage.max_completion_length - spent, self.stage.max_model_len - len(episode.transcript.ids))
+
+    def _is_long(self, messages: Sequence[Message], room: int) -> bool:
+        """So many characters that these are more than `room` tokens: it is not encoded to find out."""
+        return sum(1 + len(message["content"]) for message in messages) > max(LARGE, room * self.stage.template.longest)
+
+    def _ask(self, episode: _Episode) -> None:
+        assert episode.transcript is not None and self._turns is not None
+        room = self._room(episode)
+        if room <= 0:
+            return self._finish(episode, "length")
+        token_ids, seed = tuple(episode.transcript.ids), self._seed_of(*episode.key, episode.num_turns)
+        self._asked[episode.key] = token_ids, seed, room
+        self._turns.submit(episode.key, token_ids, seed=seed, max_tokens=room)
+
+    def _say(self, episode: _Episode, drawn: SampledTurn) -> None:
+        """The model has said its turn."""
+        assert episode.transcript is not None and episode.environment is not None
+        del self._asked[episode.key]
+        text = episode.transcript.say(drawn.token_ids, drawn.logprobs, drawn.version, drawn.kept)
+        number, episode.num_turns = episode.num_turns, episode.num_turns + 1
+        episode.rewards.append(None)
+        episode.messages.append({"role": "assistant", "content": text})
+        if drawn.is_cut:  # half a tool call is never made
+            return self._finish(episode, "length")
+        is_last = episode.num_turns == self.stage.max_turns
+        turn = Turn(number=number, text=text, messages=tuple(dict(message) for message in episode.messages), is_last=is_last)
+        self._workers.submit(("reply", episode.key), partial(episode.environment.reply, turn))
+
+    def _heard(self, episode: _Episode, value: Any) -> None:
+        """The environment has answered."""
+        assert episode.transcript is not None
+        reply = as_reply(value)
+        episode.rewards[-1] = reply.reward
+        for name, amount in reply.metrics.items():
+            episode.metrics[name] = episode.metrics.get(name, 0.0) + amount
+        episode.messages += reply.messages
+        if reply.done or not reply.messages:
+            return self._finish(episode, "done")
+        if episode.num_turns >= self.stage.max_turns:
+            return self._finish(episode, "max_turns")
+        if self._is_long(reply.messages, self._room(episode)):
+            return self._finish(episode, "length")
+        episode.transcript.hear(reply.messages)
+        self._ask(episode)
+
+    def _finish(self, episode: _Episode, ended: str, fault: str = "") -> None:
+        self._open.discard(episode.key)
+        episode.ended, episode.fault = ended, fault
+        if episode.environment is not None and ended != "timeout":
+            self._workers.submit(("close", episode.key), episode.environment.close)
+
+
+def _completion(episode: _Episode) -> Completion:
+    told = episode.transcript.finished() if episode.transcript is not None else untold(episode.prompt.token_ids)
+    numbers = EpisodeNumbers(
+        ended=episode.ended, num_turns=episode.num_turns, seconds=episode.seconds, metrics=episode.metrics, fault=episode.fault
+    )
+    record = EpisodeRecord(
+        numbers=numbers, messages=tuple(episode.messages), num_opening=episode.num_opening, turn_rewards=tuple(episode.rewards)
+    )
+    length = len(told.sequence.token_ids)
+    return Completion(
+        sequence=told.sequence,
+        logprobs=told.logprobs,
+        text=_turns(episode.messages[episode.num_opening :]),
+        ended=episode.ended,
+        versions=told.versions or ((episode.version, length, length),),
+        record=record,
+    )
+
+
+def _turns(messages: Sequence[Message], most: int = 20_000) -> str:
+    """Turns, one behind the other, each with who said it. most: characters of one."""
+    said = []
+    for message in messages:
+        name, text = message.get("name"), message["content"]
+        who = f"{message['role']} {name}" if name else message["role"]
+        said.append(f"[{who}] {text if len(text) <= most else f'{text[:most]} ... ({len(text):,} characters)'}")
+    return "\n".join(said)

@@ -1,0 +1,211 @@
+"""What a rollout function returns, checked value by value and made into completions. docs/rollout_func.md is the page for users.
+
+The form is that of TRL's `rollout_func`: a dict of lists, an entry for each of the prompts that the function was given. What would train
+something else in silence is refused: a mask under another name, a token without its log-prob, an id that is no token.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.rollout.engine import ROUNDING
+from megatron_grpo.types import Completion, Prompt
+from megatron_grpo.types import Sequence as Scored
+
+IDS, PROMPT, LOGPROBS, MASK = "completion_ids", "prompt_ids", "logprobs", "env_mask"
+_NOT_MASKS = ("completion_mask", "mask", "tool_mask", "loss_mask", "response_mask", "attention_mask")
+_NOT_COLUMNS = ("prompts", "completions", "trainer_state")
+
+
+class InvalidRolloutOutputError(Exception):
+    """What a rollout function returned cannot be used; the sentence completes `rollout_func NAME ...`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest:
+    """One completion that is wanted. Those of one group stand side by side."""
+
+    prompt: Any  # as in the data set: a string, or chat messages
+    token_ids: tuple[int, ...]  # of the prompt, by the chat template
+    columns: Mapping[str, Any]  # of its row
+    number: int  # of the prompt in the run
+    generation: int  # place in its group
+    row: int  # in the data set
+
+    def __str__(self) -> str:
+        return f"completion {self.generation} of prompt {self.number} (data-set row {self.row})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """vocab_size: ids that are tokens. end_ids: those that end a completion. Lengths in tokens."""
+
+    vocab_size: int
+    max_completion_length: int
+    max_model_len: int
+    end_ids: frozenset[int] = field(default_factory=frozenset)
+
+
+def asked_of(prompts: Sequence[Prompt], n: int) -> list[CompletionRequest]:
+    return [
+        CompletionRequest(
+            prompt=one.raw, token_ids=tuple(one.token_ids), columns=dict(one.columns), number=one.number, generation=i, row=one.row
+        )
+        for one in prompts
+        for i in range(n)
+    ]
+
+
+def completions_of(
+    returned: Any, asked: Sequence[CompletionRequest], limits: Limits, *, version: int, decode: Callable[[Sequence[int]], str]
+) -> list[Completion]:
+    """One for each of `asked`. version: of the weights that drew. Raises InvalidRolloutOutputError."""
+    columns = _columns(returned, len(asked))
+    others = {name: values for name, values in columns.items() if name not in (PROMPT, IDS, LOGPROBS, MASK)}
+    _check_travels(others)
+    openings: dict[int, tuple[int, ...]] = {}
+    found = []
+    for i, one in enumerate(asked):
+        opening = one.token_ids if PROMPT not in columns else _ids(columns[PROMPT][i], limits, f"{PROMPT} of {one}")
+        if openings.setdefault(one.number, opening) != opening:
+            raise InvalidRolloutOutputError(f"gave two {PROMPT} for one prompt ({one}): GRPO compares answers to one question.")
+        answer = _ids(columns[IDS][i], limits, f"{IDS} of {one}")
+        mask = _mask(columns[MASK][i], answer, one) if MASK in columns else np.ones(len(answer), dtype=bool)
+        logprobs = _logprobs(columns[LOGPROBS][i], mask, one)
+        _check_lengths(opening, answer, mask, limits, one)
+        found.append(_completion(opening, answer, mask, logprobs, limits, version=version, text=_text(opening, answer, decode),
+                                 columns={name: values[i] for name, values in others.items()}))  # fmt: skip
+    return found
+
+
+def _text(opening: Sequence[int], answer: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
+    """As vLLM writes it: behind the prompt, where some tokenizers begin a word with a blank that they drop at the very beginning."""
+    head = decode(opening[-4:])
+    whole = decode([*opening[-4:], *answer])
+    return whole[len(head) :] if whole.startswith(head) else decode(answer)
+
+
+def _columns(returned: Any, count: int) -> dict[str, Sequence[Any]]:
+    """The lists that were returned, by name: all there, all as long as they must be."""
+    if not isinstance(returned, Mapping):
+        raise InvalidRolloutOutputError(
+            f"returned {_kind(returned)}, and a dict of lists is needed: {IDS} and {LOGPROBS}, an entry for each prompt given."
+        )
+    if strange := [name for name in returned if not isinstance(name, str)]:
+        raise InvalidRolloutOutputError(f"returned a dict with the name {strange[0]!r}, which is no string.")
+    if missing := [name for name in (IDS, LOGPROBS) if returned.get(name) is None]:
+        raise InvalidRolloutOutputError(
+            f"returned no {' and no '.join(missing)}: every drawn token is trained against the log-prob it was drawn with."
+        )
+    if wrong := [name for name in _NOT_MASKS if name in returned]:
+        raise InvalidRolloutOutputError(f"returned {', '.join(wrong)}, which nobody would read: the mask is called {MASK}, 1 for drawn.")
+    if taken := [name for name in _NOT_COLUMNS if name in returned]:
+        raise InvalidRolloutOutputError(f"returned {', '.join(taken)}, a name under which reward functions get something else.")
+    columns = {name: _listed(values, name) for name, values in returned.items() if values is not None}
+    for name, values in columns.items():
+        if len(values) != count:
+            raise InvalidRolloutOutputError(
+                f"returned {len(values)} {name} for {count} prompts: it is given each prompt as often as it has completions."
+            )
+    return columns
+
+
+def _check_travels(others: Mapping[str, Any]) -> None:
+    """Columns for rewards go to the rank that judges."""
+    for name, values in others.items():
+        try:
+            pickle.dumps(values)
+        except Exception as error:
+            raise InvalidRolloutOutputError(f"returned {name}, which cannot be sent to the rank that judges: {error}.") from error
+
+
+def _listed(values: Any, name: str) -> Sequence[Any]:
+    """A list of what was returned; arrays and tensors are taken too."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Sequence):
+        raise InvalidRolloutOutputError(f"returned {name} that are {_kind(values)}, where a list should be.")
+    return values
+
+
+def _ids(values: Any, limits: Limits, what: str) -> tuple[int, ...]:
+    listed = _listed(values, what)
+    for place, value in enumerate(listed):
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise InvalidRolloutOutputError(
+                f"returned {what} with {value!r} ({type(value).__name__}) at place {place}, which is no token id."
+            )
+        if not 0 <= int(value) < limits.vocab_size:
+            raise InvalidRolloutOutputError(
+                f"returned {what} with {value} at place {place}, which is no token (0 to {limits.vocab_size - 1}). Leave padding out."
+            )
+    return tuple(int(value) for value in listed)
+
+
+def _mask(values: Any, answer: Sequence[int], one: CompletionRequest) -> np.ndarray:
+    listed = _listed(values, f"{MASK} of {one}")
+    if len(listed) != len(answer):
+        raise InvalidRolloutOutputError(f"returned {len(listed)} values of {MASK} for {len(answer)} {IDS} of {one}: one each.")
+    if wrong := [value for value in listed if not isinstance(value, (bool, Integral, float)) or value not in (0, 1)]:
+        raise InvalidRolloutOutputError(f"returned {MASK} of {one} with {wrong[0]!r}: 1 is drawn by the model, 0 is not.")
+    return np.array([bool(value) for value in listed], dtype=bool)
+
+
+def _logprobs(values: Any, mask: np.ndarray, one: CompletionRequest) -> np.ndarray:
+    """float32, 0 where nothing was drawn."""
+    listed = _listed(values, f"{LOGPROBS} of {one}")
+    if len(listed) != len(mask):
+        raise InvalidRolloutOutputError(f"returned {len(listed)} {LOGPROBS} for {len(mask)} {IDS} of {one}: one each, 0 where {MASK} is 0.")
+    for place in np.flatnonzero(mask):
+        value = listed[place]
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise InvalidRolloutOutputError(
+                f"returned {LOGPROBS} of {one} with {_kind(value)} at place {place}: one number for each drawn token."
+            )
+        if not math.isfinite(value) or float(value) > ROUNDING:
+            raise InvalidRolloutOutputError(
+                f"returned {LOGPROBS} of {one} with {value} at place {place}: the log of a probability is finite, at most 0."
+            )
+    return np.array([float(value) if drawn else 0.0 for value, drawn in zip(listed, mask, strict=True)], dtype=np.float32)
+
+
+def _check_lengths(opening: Sequence[int], answer: Sequence[int], mask: np.ndarray, limits: Limits, one: CompletionRequest) -> None:
+    if not opening:
+        raise InvalidRolloutOutputError(f"returned empty {PROMPT} of {one}: nothing predicts the first token.")
+    if not mask.any():
+        raise InvalidRolloutOutputError(f"returned {one} without a token that the model drew: there is nothing to train in it.")
+    if len(answer) > limits.max_completion_length:
+        raise InvalidRolloutOutputError(
+            f"returned {len(answer)} {IDS} of {one}, and max_completion_length is {limits.max_completion_length}."
+        )
+    if (total := len(opening) + len(answer)) > limits.max_model_len:
+        lengths = f"{len(opening)} {PROMPT} and {len(answer)} {IDS} of {one}: {total} tokens"
+        raise InvalidRolloutOutputError(f"returned {lengths}, and vllm_max_model_len is {limits.max_model_len}.")
+
+
+def _completion(
+    opening: Sequence[int], answer: Sequence[int], mask: np.ndarray, logprobs: np.ndarray, limits: Limits, *, version: int, text: str,
+    columns: Mapping[str, Any],
+) -> Completion:  # fmt: skip
+    start, total = len(opening), len(opening) + len(answer)
+    is_drawn = np.concatenate([np.zeros(start, dtype=bool), mask])
+    is_cut = len(answer) >= limits.max_completion_length and answer[-1] not in limits.end_ids
+    return Completion(
+        sequence=Scored(token_ids=np.array([*opening, *answer], dtype=np.int64), mask=is_drawn),
+        logprobs=np.concatenate([np.zeros(start, dtype=np.float32), logprobs]),
+        text=text,
+        ended="length" if is_cut else "stop",
+        versions=((version, start, total),),
+        columns=dict(columns),
+    )
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"of type {type(value).__name__}"

@@ -1,0 +1,125 @@
+"""What pictures cost, from their headers: tokens of a picture and of a prompt, and the patches of a micro-batch; and what to say of a data
+set without them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.data.image_processing import MANY_TOKENS
+from megatron_grpo.weights.trainable_parameters import trains_tower
+
+if TYPE_CHECKING:
+    from megatron_grpo.batching.batch_sizes import BatchSizes
+    from megatron_grpo.config.config import Config
+    from megatron_grpo.data.prompts import PromptRows
+    from megatron_grpo.weights.shape import ModelShape
+
+MOST_ROWS = 2000  # that are looked at, evenly spread
+CHARACTERS_OF_A_TOKEN = 4  # of text, where nobody has tokenised it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureFacts:
+    """Of a data set's prompts. Means are over all of them, also over those without a picture."""
+
+    rows_looked_at: int
+    rows_with_pictures: int
+    most_pictures: int  # of a prompt
+    tokens_of_picture_mean: float
+    tokens_of_picture_max: int
+    picture_tokens_of_prompt_mean: float
+    picture_tokens_of_prompt_max: int
+    text_tokens_of_prompt_mean: float
+    text_is_estimated: bool
+    max_pixels: int
+    side: int  # pixels of the side of a token
+    patches_bytes_of_micro_batch: int  # float32, at most
+
+    @classmethod
+    def of(cls, prompts: PromptRows, sizes: BatchSizes) -> PictureFacts | None:
+        """None where there are no pictures. Raises ConfigError where one cannot be opened."""
+        import numpy as np
+
+        from megatron_grpo.data.image_dataset import num_tokens
+
+        album = prompts.album
+        if album is None:
+            return None
+        indices = np.unique(np.linspace(0, len(prompts) - 1, min(len(prompts), MOST_ROWS)).astype(np.int64))
+        per_row = [[num_tokens(one) for one in prompts.pictures(int(index))] for index in indices]
+        tokens, of_prompts = [one for row in per_row for one in row], [sum(row) for row in per_row]
+        if prompts.tokens is not None:
+            lengths = prompts.tokens.lengths[prompts.keep[indices]]
+            text = float(np.mean(lengths - of_prompts))
+        else:
+            text = float(np.mean([_characters(prompts.raw(int(index))) for index in indices])) / CHARACTERS_OF_A_TOKEN
+        eyes = album.eyes
+        # Completions of one prompt lie beside each other and share what was made of its pictures.
+        # A micro-batch begins in a group at a multiple of what divides both.
+        group, rows = sizes.num_generations, sizes.micro_batch_size
+        num_prompts = math.ceil((group - math.gcd(rows, group) + rows) / group)
+        most = sum(sorted(of_prompts, reverse=True)[: min(num_prompts, rows)])
+        return cls(
+            rows_looked_at=len(indices), rows_with_pictures=sum(map(bool, per_row)), most_pictures=prompts.most_pictures,
+            tokens_of_picture_mean=sum(tokens) / max(1, len(tokens)), tokens_of_picture_max=max(tokens, default=0),
+            picture_tokens_of_prompt_mean=sum(of_prompts) / len(of_prompts), picture_tokens_of_prompt_max=max(of_prompts),
+            text_tokens_of_prompt_mean=text, text_is_estimated=prompts.tokens is None, max_pixels=eyes.max_pixels, side=eyes.side,
+            patches_bytes_of_micro_batch=most * eyes.merge**2 * eyes.channels * 4,
+        )  # fmt: skip
+
+    @property
+    def share(self) -> float:
+        """Of a prompt's tokens, those that are pictures'."""
+        return self.picture_tokens_of_prompt_mean / max(1e-9, self.picture_tokens_of_prompt_mean + self.text_tokens_of_prompt_mean)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "share_of_prompt_tokens": self.share}
+
+    def told(self) -> Iterator[str]:
+        """For people."""
+        yield (
+            f"a picture has {self.tokens_of_picture_mean:,.0f} tokens on average, at most {self.tokens_of_picture_max:,} "
+            f"({self.side} x {self.side} pixels each, max_pixels {self.max_pixels:,}); a prompt shows up to {self.most_pictures}"
+        )
+        about = "about " if self.text_is_estimated else ""
+        why = f"; its text is taken as {CHARACTERS_OF_A_TOKEN} characters a token" if self.text_is_estimated else ""
+        yield (
+            f"a prompt has {self.picture_tokens_of_prompt_mean:,.0f} picture tokens on average, {about}{self.share:.0%} of it, and at most "
+            f"{self.picture_tokens_of_prompt_max:,}{why}"
+        )
+        yield (
+            f"patches of a micro-batch: up to {self.patches_bytes_of_micro_batch / 1e6:,.1f} MB in float32 on each rank of the first stage "
+            f"({self.rows_looked_at:,} rows were looked at, {self.rows_with_pictures:,} of them with pictures)"
+        )
+
+    def warnings(self) -> Iterator[str]:
+        if self.tokens_of_picture_max > MANY_TOKENS:
+            bound = 1280 * self.side**2
+            yield (
+                f"The largest picture has {self.tokens_of_picture_max:,} tokens, which every completion of its prompt attends to. "
+                f"--max_pixels {bound} makes it at most 1,280."
+            )
+
+
+def _characters(raw: Any) -> int:
+    if isinstance(raw, str):
+        return len(raw)
+    texts = [message.get("content") for message in raw]
+    return sum(
+        len(text) if isinstance(text, str) else sum(len(part.get("text") or "") for part in text or [] if isinstance(part, dict))
+        for text in texts
+    )
+
+
+def learns_nothing(cfg: Config, shape: ModelShape) -> Iterator[str]:
+    """What to say of a data set that shows no picture."""
+    if trains_tower(cfg.tuner, shape):
+        thawed = " and ".join(f"{name} false" for name in ("freeze_vit", "freeze_aligner") if not getattr(cfg.tuner, name))
+        yield (
+            f"no prompt of {cfg.data.dataset} shows a picture, so the vision tower ({thawed or 'trainable_parameters'}) learns nothing: "
+            "its gradient is zero, and it has the memory of what trains."
+        )

@@ -1,0 +1,145 @@
+"""Finds out who made a gradient that the guard refused. Costs as much as the step did, so only after one that was refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_grpo.parallel import collectives
+from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.policy.guard import BadMicroBatch
+from megatron_grpo.policy.optimizer import own_norm
+from megatron_grpo.types import RowKey, TrainingMicroBatch
+
+MOST = 8  # micro-batches that a rank tells of, and that are named
+# Micro-batch -> its log-probs, float32 [C], on ranks of the last stage; None elsewhere. Leaves its gradient in the buffers.
+RunAlone = Callable[[TrainingMicroBatch], "np.ndarray | None"]
+Rows = tuple[tuple[RowKey, ...], str]  # and what of them is not finite
+
+
+def ranks_not_finite(own: torch.Tensor) -> tuple[int, ...]:
+    """Ranks whose own gradient, of which `own` is the norm, was not finite. Collective."""
+    return tuple(rank for rank, is_finite in enumerate(collectives.all_gather_object(math.isfinite(float(own)))) if not is_finite)
+
+
+def weights_not_finite(chunks: Sequence[torch.nn.Module]) -> tuple[tuple[int, str], ...]:
+    """(rank, the first of its parameters that is not finite) of every rank that has one. Collective."""
+    named = ((name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters())
+    mine = next((name for name, parameter in named if not bool(torch.isfinite(parameter.detach()).all())), None)
+    return tuple((rank, name) for rank, name in enumerate(collectives.all_gather_object(mine)) if name is not None)
+
+
+def search(
+    wrapped: Sequence[Any],
+    micro_batches: Sequence[TrainingMicroBatch],
+    run_alone: RunAlone,
+    parallel: ParallelState,
+    *,
+    references: Sequence[np.ndarray],
+    finite: bool,
+) -> tuple[tuple[BadMicroBatch, ...], int]:
+    """Runs every micro-batch alone, without summing over ranks. Collective; the gradient buffers are left as they fall.
+
+    references: the reference's log-probs by micro-batch, where it has any. finite: the gradient was finite, and the largest is wanted;
+    else those that are not, of which MOST are returned, and the number of the others that were heard of.
+    """
+    mine: list[_Told] = []
+    rows: dict[int, Rows] = {}  # of this share's micro-batches, on ranks of the last stage
+    for micro, logprobs in each_alone(wrapped, micro_batches, run_alone):
+        if logprobs is not None:
+            rows[micro.number] = wrong_rows(micro, logprobs, references[micro.number] if references else None)
+        is_wrong = bool(rows.get(micro.number, ((), ""))[1])
+        norm, dense = float(own_norm(wrapped)), float(own_norm(wrapped, with_experts=False))
+        if finite or is_wrong or not math.isfinite(norm):
+            told = norm if math.isfinite(norm) else math.inf
+            mine.append(_Told(told, micro.number, finite or is_wrong or not math.isfinite(dense)))
+    worst = sorted(mine, key=lambda told: -told.norm)[: 1 if finite else MOST]
+    found = _together(collectives.all_gather_object((parallel.dp_rank, worst)))
+    named = sorted(found, key=lambda place: -max(told.norm for told, _ in found[place]))[: 1 if finite else MOST]
+    speaks = {(parallel.dp_rank, number): of for number, of in rows.items()} if parallel.speaks_for_its_rows else {}
+    asked = collectives.all_gather_object({place: speaks[place] for place in named if place in speaks})
+    of_place = {place: of for part in asked for place, of in part.items()}
+    culprits = (_culprit(found[place], *of_place[place]) for place in sorted(named, key=lambda place: (place[1], place[0])))
+    return tuple(culprits), 0 if finite else len(found) - len(named)
+
+
+def each_alone(
+    wrapped: Sequence[Any], micro_batches: Sequence[TrainingMicroBatch], run_alone: RunAlone
+) -> Iterator[tuple[TrainingMicroBatch, np.ndarray | None]]:
+    """Every micro-batch with its log-probs (on ranks of the last stage), while its own gradient is in the buffers, summed with nobody's."""
+    for micro in micro_batches:
+        for chunk in wrapped:
+            chunk.zero_grad_buffer()
+        with _unsummed(wrapped):
+            logprobs = run_alone(micro)
+        yield micro, logprobs
+
+
+class _Told(NamedTuple):
+    """What a rank says of a micro-batch. is_own: more than gradients of experts, which are of other ranks' tokens too, is wrong there."""
+
+    norm: float
+    micro_batch: int
+    is_own: bool
+
+
+def _together(told: Sequence[tuple[int, list[_Told]]]) -> dict[tuple[int, int], list[tuple[_Told, int]]]:
+    """[(share, what it says)] by rank -> {(share, micro-batch): [(what is said of it, by whom)]}."""
+    origins = {one.micro_batch for _, its in told for one in its if one.is_own}
+    found: dict[tuple[int, int], list[tuple[_Told, int]]] = {}
+    for rank, (share, its) in enumerate(told):
+        for one in its:
+            if one.is_own or one.micro_batch not in origins:
+                found.setdefault((share, one.micro_batch), []).append((one, rank))
+    return found
+
+
+def _culprit(told: Sequence[tuple[_Told, int]], rows: tuple[RowKey, ...], what: str) -> BadMicroBatch:
+    norm = max(one.norm for one, _ in told)
+    ranks = tuple(rank for one, rank in told if one.norm == norm)  # where it is finite, one has the largest part
+    return BadMicroBatch(micro_batch=told[0][0].micro_batch, ranks=ranks, norm=norm, rows=rows, what=what)
+
+
+def wrong_rows(micro: TrainingMicroBatch, logprobs: np.ndarray, reference: np.ndarray | None) -> Rows:
+    """Rows with a number that is not finite, and the name of that number; all rows and "" if there are none.
+
+    A NaN is no fault where it says that there is no such number.
+    """
+    numbers = {
+        "the policy's log-probs": logprobs,
+        "the reference's log-probs": reference,
+        "advantages": micro.advantages,
+        "token weights": micro.token_weights,
+        "old log-probs": np.where(np.isnan(micro.old_logprobs), 0.0, micro.old_logprobs),
+        "the teacher's log-probs": np.where(np.isnan(micro.teacher_logprobs), 0.0, micro.teacher_logprobs),
+        "the sampler's log-probs": np.where(np.isnan(micro.sampler_logprobs), 0.0, micro.sampler_logprobs),
+    }
+    wrong = {name: ~np.isfinite(values) for name, values in numbers.items() if values is not None}
+    names = [name for name, places in wrong.items() if places.any()]
+    if not names:
+        return micro.rows, ""
+    places = np.unique(micro.sequence[np.any([wrong[name] for name in names], axis=0)])
+    return tuple(micro.rows[place] for place in places.tolist()), " and ".join(names)
+
+
+@contextmanager
+def _unsummed(wrapped: Sequence[Any]) -> Iterator[None]:
+    """Inside, a pass that trains leaves each rank its own gradient: nobody adds anything, neither behind it nor while it runs."""
+    config = wrapped[0].config
+    names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
+    before = {name: getattr(config, name) for name in names}
+    with ExitStack() as stack:
+        for chunk in wrapped:
+            stack.enter_context(chunk.no_sync())
+        for name in names:
+            setattr(config, name, nullcontext if name == "no_sync_func" else None)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(config, name, value)

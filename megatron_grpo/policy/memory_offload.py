@@ -1,0 +1,162 @@
+"""Room for the sampler: the policy's memory goes to the host while the sampler needs the device, and comes back under the same tensors.
+
+By storage, not by tensor. Megatron-Core's flat buffers, parameters, gradients and the optimizer's shards are views of each other, and a
+view that is moved by itself leaves the others behind without an error. So storages are copied whole, emptied and filled again: every view
+is right by itself, and nothing is rebuilt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+
+from megatron_grpo.base.activity import Timers
+from megatron_grpo.policy.sharded_state import torch_optimizers, unwrapped
+
+Role = Literal["weights", "reference", "optimizer", "gradients"]
+Part = Literal["nothing", "weights", "reference", "all"]
+# What each part needs. A storage that tensors of two roles share has the first of them: float32 masters are views of weights.
+ROLES: tuple[Role, ...] = ("weights", "reference", "optimizer", "gradients")
+NEEDS: dict[Part, tuple[Role, ...]] = {"nothing": (), "weights": ROLES[:1], "reference": ROLES[:2], "all": ROLES}
+CHUNK = 256 << 20  # bytes of host memory that are pinned at once; torch rounds what it pins up to a power of two
+
+
+class PolicyOffloader:
+    """What is on the device and what is on the host. Gradients are not kept: they come back as zeros.
+
+    What stays on the device is small: Adam's step counters, rotary frequencies, the states of generators.
+    """
+
+    def __init__(
+        self, held: Callable[[], Iterable[tuple[Role, torch.Tensor]]], movable: Collection[Role], device: torch.device, clock: Timers
+    ):
+        """held: every tensor of the policy with its role, as they are when it is called. movable: what may be given away."""
+        self._held, self.movable, self._device, self._clock = held, movable, device, clock
+        self._away: dict[Role, list[tuple[torch.UntypedStorage, int]]] = {}
+        self._host: dict[Role, list[torch.Tensor]] = {role: [] for role in ROLES}
+        self._in_use: list[Part] = []
+        self.given_bytes = 0  # of this rank, when room was last made
+
+    @contextmanager
+    def resident(self, part: Part) -> Iterator[None]:
+        """What `part` needs is on the device while the block runs; what was given away is taken back for it."""
+        if any(role in self._away for role in NEEDS[part]):
+            with self._clock("offload"):
+                for role in NEEDS[part]:
+                    self._take_back(role)
+                self._wait()
+        self._in_use.append(part)
+        try:
+            yield
+        finally:
+            self._in_use.pop()
+
+    def make(self, *, keep: Part = "nothing") -> None:
+        """Gives away all that may be given away and that `keep` does not need. Raises RuntimeError inside a block that needs it."""
+        if used := [part for part in self._in_use if not set(NEEDS[part]) <= set(NEEDS[keep])]:
+            raise RuntimeError(f"memory of the policy is to be given away while {used[-1]} is in use")
+        leaving = [role for role in ROLES if role in self.movable and role not in NEEDS[keep] and role not in self._away]
+        if leaving:
+            with self._clock("offload"):
+                self._give(leaving)
+        self.given_bytes = sum(size for storages in self._away.values() for _, size in storages)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the sampler's allocator does not see what torch keeps for itself
+
+    def require(self, part: Part) -> None:
+        """Raises RuntimeError where something that `part` needs has been given away: kernels would read memory that is gone."""
+        if missing := [role for role in NEEDS[part] if role in self._away]:
+            raise RuntimeError(f"{' and '.join(missing)} of the policy were given away: this belongs inside `resident({part!r})`")
+
+    # ---- how ---------------------------------------------------------------------------------------------------------------------
+
+    def _give(self, roles: Sequence[Role]) -> None:
+        """All copies are made before the first storage is emptied: a host without memory for them leaves the policy whole."""
+        storages = self._storages()
+        for role in roles:
+            if role != "gradients":
+                self._copy(role, storages[role], to_host=True)
+        self._wait()
+        for role in roles:
+            self._away[role] = [(storage, storage.nbytes()) for storage in storages[role]]
+            for storage in storages[role]:
+                storage.resize_(0)
+
+    def _take_back(self, role: Role) -> None:
+        if role not in self._away:
+            return
+        for storage, size in self._away[role]:
+            storage.resize_(size)
+        storages = [storage for storage, _ in self._away.pop(role)]
+        if role == "gradients":
+            for storage in storages:
+                self._bytes(storage).zero_()
+        else:
+            self._copy(role, storages, to_host=False)
+
+    def _storages(self) -> dict[Role, list[torch.UntypedStorage]]:
+        """Those on the device by role, each once. What is away is empty, and is left out."""
+        found: dict[int, tuple[Role, torch.UntypedStorage]] = {}
+        for role, tensor in sorted(self._held(), key=lambda held: ROLES.index(held[0])):
+            storage = tensor.untyped_storage()
+            if tensor.device.type == self._device.type and storage.nbytes():  # an optimizer may be on the host for good
+                found.setdefault(storage._cdata, (role, storage))
+        return {role: [storage for its, storage in found.values() if its == role] for role in ROLES}
+
+    def _copy(self, role: Role, storages: Sequence[torch.UntypedStorage], *, to_host: bool) -> None:
+        """Between these storages and the role's memory on the host, where they lie one behind the other."""
+        host = self._host_memory(role, sum(storage.nbytes() for storage in storages))
+        chunk = offset = 0
+        for storage in storages:
+            rest = self._bytes(storage)
+            while len(rest):
+                theirs = host[chunk][offset : offset + len(rest)]
+                ours, rest = rest[: len(theirs)], rest[len(theirs) :]
+                target, source = (theirs, ours) if to_host else (ours, theirs)
+                target.copy_(source, non_blocking=True)
+                chunk, offset = (chunk, offset + len(theirs)) if offset + len(theirs) < len(host[chunk]) else (chunk + 1, 0)
+
+    def _host_memory(self, role: Role, size: int) -> list[torch.Tensor]:
+        """At least so many bytes, made once and kept for the next time."""
+        host, is_pinned = self._host[role], self._device.type == "cuda"
+        missing = size - sum(map(len, host))
+        while missing > 0:
+            host.append(torch.empty(min(CHUNK, 1 << (missing - 1).bit_length()), dtype=torch.uint8, pin_memory=is_pinned))
+            missing -= len(host[-1])
+        return host
+
+    def _bytes(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+    def _wait(self) -> None:
+        """Copies are done. Other streams, and the sampler's allocator, know nothing of the order on this one."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def refuse_if_away(chunks: Iterable[torch.nn.Module]) -> None:
+    """Raises RuntimeError where a model's weights have been given away."""
+    for chunk in chunks:
+        if any(parameter.numel() and not parameter.untyped_storage().nbytes() for parameter in chunk.parameters()):
+            raise RuntimeError("a model whose weights were given away was asked for log-probs: this belongs inside `resident`")
+
+
+def tensors_of(policy: Any) -> Iterator[tuple[Role, torch.Tensor]]:
+    """Every tensor that a `Policy` holds from step to step, with its role."""
+    reference = policy.reference.chunks if policy.reference is not None else ()
+    models: tuple[tuple[Role, Sequence[torch.nn.Module]], ...] = (("weights", policy.chunks), ("reference", reference))
+    for role, chunks in models:
+        for module in map(unwrapped, chunks):
+            yield from ((role, tensor.data) for tensor in (*module.parameters(), *module.buffers()))
+    for wrapped in policy.wrapped:
+        for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+            if buffer.param_data is not None:  # where the optimizer is distributed; padding is a part of it
+                yield "weights", buffer.param_data
+            yield "gradients", buffer.grad_data
+    for inner in torch_optimizers(policy.optimizer):
+        yield from (("optimizer", master.data) for group in inner.param_groups for master in group["params"])
+        states = (value for state in inner.state.values() for value in state.values())
+        yield from (("optimizer", value) for value in states if isinstance(value, torch.Tensor) and value.dim())

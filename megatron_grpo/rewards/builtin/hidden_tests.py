@@ -1,0 +1,288 @@
+"""The tests of the reward `code` run in a process of their own, and call what the program defines in the program's process.
+
+What crosses is data of Python's own types, both ways: arguments, what a call gives, the arguments of an exception. An object of another
+type stays where it is; the tests get a `_Distant` for it, which they can call and ask, and which compares with nothing. So a program never
+meets what a test expects, and has no say in any comparison.
+
+jail.py loads this file by its path, in both processes: it imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import io
+import json
+import operator
+import os
+import pickle
+import re
+import sys
+from collections import deque
+from contextlib import suppress
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+_BASES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
+_VALUES = {*_BASES, type(None), range, slice, deque, Fraction, Decimal, date, datetime, time, timedelta, timezone}
+_NAMES = {(kind.__module__, kind.__qualname__) for kind in _VALUES} | {("numpy", "array")}
+_LONGEST = 32 << 20  # bytes of a message
+_ALIASES = {"np": "numpy", "pd": "pandas"}  # modules and functions that tests use and leave to the program to import
+_HELPERS = {"isclose": "math", "allclose": "numpy", "approx": "pytest"}
+_PLAIN = re.compile(r"assert (\w+)\([^()]*\) == [^()]+")  # the function that it tests, which may be named like one of Python's: sum(10, 15)
+# Of the program's objects, in its process. None that takes a value to be compared: no `==`, no `-` (of a distance), no `in`.
+_OPERATIONS = "call getattr setattr delattr iter next reversed len bool int float str repr getitem setitem delitem enter"
+
+
+# ---- what a test is
+
+
+def fault_of(test: str) -> str | None:
+    """Why a test can show nothing, as the end of a sentence about it; None where it can."""
+    try:
+        if any(map(_holds, ast.walk(ast.parse(test)))):
+            return None
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return f"is no Python ({type(error).__name__}: {error})"
+    return "compares nothing: it has no `assert`, and no call like self.assertEqual"
+
+
+def _holds(node: ast.AST) -> bool:
+    """Whether something held when a test has come past this: an assertion, or an exception that it wants."""
+    match node:
+        case ast.Assert(test):
+            return not isinstance(test, ast.Constant)
+        case ast.Expr(ast.Call(function)) | ast.With([ast.withitem(ast.Call(function))]):
+            name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            return name.lower().startswith("assert") or name == "raises"
+        case ast.ExceptHandler(ast.Name(name)):
+            return name not in ("BaseException", "Exception", "AssertionError")
+    return False
+
+
+class _Counting(ast.NodeTransformer):
+    """Has a test count what has held."""
+
+    def generic_visit(self, node: ast.AST) -> Any:
+        super().generic_visit(node)
+        count = ast.parse("__held__()").body
+        if isinstance(node, ast.ExceptHandler) and _holds(node):
+            node.body[:0] = count
+        return [node, *count] if isinstance(node, ast.stmt) and _holds(node) else node
+
+
+# ---- what crosses
+
+
+class ObjectLink:
+    """One end. It asks the other one to do something to an object there, and meanwhile does what it is asked."""
+
+    def __init__(self, descriptor: int, *, own: object = None, is_tests: bool = False):
+        """own: what the other end may ask for before it was given anything. is_tests: gives functions alone, to be called and no more."""
+        self.descriptor, self.is_tests, self.reader = descriptor, is_tests, os.fdopen(descriptor, "rb", closefd=False)
+        self.given = [own]
+        self.calls, self.unheld = 0, ""
+
+    def ask(self, operation: str, target: _Distant, /, *arguments: Any, **named: Any) -> Any:
+        self.calls += 1
+        self._send("do", operation, target, arguments, named)
+        while (answer := self._receive())[0] == "do":
+            self._do(*answer[1:])
+        kind, value, back = answer
+        if kind == "raised":
+            raise _error(value, is_next=operation == "__next__")(*back)
+        if value is None:  # a function that returns something could empty what its result is compared with
+            for mine, theirs in zip(arguments, back):
+                _change(mine, theirs)
+        return value
+
+    def serve(self) -> None:
+        """Until nobody asks any more."""
+        while True:
+            self._do(*self._receive()[1:])
+
+    def number_of(self, thing: object) -> int:
+        """Under which the other end knows an object of this one."""
+        if self.is_tests and not isinstance(thing, (FunctionType, BuiltinFunctionType)):
+            self.unheld = f"gives the program an object of type {type(thing).__name__}, which stays in the process of the tests"
+            raise TypeError(self.unheld)
+        self.given.append(thing)
+        return len(self.given) - 1
+
+    def _do(self, operation: str, target: Any, arguments: tuple, named: dict) -> None:
+        try:
+            if self.is_tests and (operation != "__call__" or not any(target is one for one in self.given)):
+                raise TypeError("the functions of a test can be called, and no more")
+            does = getattr(operator, operation, None) or getattr(builtins, operation.strip("_"), None) or getattr(type(target), operation)
+            value = does(target, *arguments, **named)
+            self._send("gave", value, arguments if value is None else ())  # who gives nothing has changed what it was given, perhaps
+        except BaseException as error:  # noqa: BLE001 - it is raised where it was asked for
+            kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+            self._send("raised", next(kinds), tuple(one for one in error.args if type(one) in (str, int, float)))
+
+    def _send(self, *message: Any) -> None:
+        stream = io.BytesIO()
+        _Pickler(stream, self).dump(message)
+        left = memoryview(stream.tell().to_bytes(4, "little") + stream.getvalue())
+        while left:
+            left = left[os.write(self.descriptor, left) :]
+
+    def _receive(self) -> Any:
+        size = int.from_bytes(self.reader.read(4), "little")
+        content = self.reader.read(size) if 0 < size <= _LONGEST else b""
+        if not content or len(content) != size:
+            os._exit(0)  # the other end has ended, or says more than it may: what is not judged by now has not passed
+        return _Unpickler(io.BytesIO(content), self).load()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, link: ObjectLink):
+        super().__init__(stream, 4)
+        self.link = link
+
+    def persistent_id(self, value: Any) -> tuple[str, int] | None:
+        kind = type(value)
+        if kind in _VALUES or (value in _VALUES if isinstance(value, type) else isinstance(value, _BASES) or _is_numpys(value)):
+            return None
+        return ("yours", value._number) if kind is _Distant else ("mine", self.link.number_of(value))
+
+    def reducer_override(self, value: Any) -> Any:
+        """Of types derived from Python's own, and numpy's, what they hold."""
+        if _is_numpys(value) and hasattr(value, "tolist"):
+            if value.shape:
+                return sys.modules["numpy"].array, (value.tolist(), value.dtype.str)
+            value = value.tolist()
+        elif type(value) in _VALUES:
+            return NotImplemented
+        base = next((base for base in _BASES if isinstance(value, base)), None)
+        return NotImplemented if base is None else (base, (base(value),))
+
+
+def _is_numpys(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and (value is numpy.array or isinstance(value, (numpy.generic, numpy.ndarray)))
+
+
+class _Unpickler(pickle._Unpickler):  # the one in Python, since that in C has no table of what it does
+    dispatch = {code: read for code, read in pickle._Unpickler.dispatch.items() if code != pickle.BUILD[0]}
+
+    def __init__(self, stream: io.BytesIO, link: ObjectLink):
+        super().__init__(stream)
+        self.link = link
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _NAMES:
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return super().find_class(module, name)
+
+    def persistent_load(self, place: tuple[str, int]) -> Any:
+        whose, number = place
+        return self.link.given[number] if whose == "yours" else _Distant(self.link, number)
+
+
+def _error(name: str, *, is_next: bool) -> type[Exception]:
+    """Of Python's own that has this name. StopIteration from anything but `next` would end the loop of a test over its cases."""
+    kind = getattr(builtins, name, None)
+    is_one = isinstance(kind, type) and issubclass(kind, Exception) and (is_next or kind is not StopIteration)
+    return kind if is_one else RuntimeError  # type: ignore[return-value]
+
+
+def _change(mine: Any, theirs: Any) -> None:
+    """What the program did to an argument, done to the tests' own."""
+    if type(mine) is type(theirs) and isinstance(mine, (list, bytearray, deque, dict, set)):
+        mine.clear()
+        (mine.update if isinstance(mine, (dict, set)) else mine.extend)(theirs)
+
+
+class _Distant:
+    """An object of the other process."""
+
+    _link: ObjectLink
+    _number: int
+
+    def __init__(self, link: ObjectLink, number: int):
+        vars(self).update(_link=link, _number=number)
+
+    def __exit__(self, *_: object) -> Any:
+        return self._link.ask("__getattr__", self, "__exit__")(None, None, None)
+
+    def _compared(self, _: object = None) -> bool:
+        raise TypeError("an object of the program's own class is compared")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _compared
+    __array_interface__ = __array_struct__ = property(_compared)  # an address in this process, if the program could give one
+
+
+def _operation(name: str) -> Any:
+    return lambda self, /, *arguments, **named: self._link.ask(name, self, *arguments, **named)
+
+
+for _name in _OPERATIONS.split():
+    setattr(_Distant, f"__{_name}__", _operation(f"__{_name}__"))
+
+
+# ---- the process of the tests
+
+
+class _Names(dict):
+    """The names of the tests. What they do not bind themselves is Python's, or else the program's."""
+
+    def __init__(self, link: ObjectLink):
+        super().__init__(__name__="tests", __held__=self.count)
+        self.program = _Distant(link, 0)
+        self.held, self.tested, self.modules = 0, "", set[str]()
+
+    def count(self) -> None:
+        self.held += 1
+
+    def __missing__(self, name: str) -> Any:
+        if name in self.modules:
+            return importlib.import_module(_ALIASES.get(name, name))
+        if name in _HELPERS:
+            return getattr(importlib.import_module(_HELPERS[name]), name)
+        if not hasattr(builtins, name) or name == self.tested:
+            with suppress(AttributeError):
+                return getattr(self.program, name)
+        raise KeyError(name)
+
+
+def run_tests(tests: list[str], descriptor: int, report: int) -> None:
+    """Writes a line for each test that came to its end: whether it passed, or as the end of a sentence why nobody can say."""
+    link = ObjectLink(descriptor, is_tests=True)
+    names = _Names(link)
+    for test in tests:
+        os.write(report, json.dumps(_verdict(test, names, link)).encode() + b"\n")
+
+
+def _verdict(test: str, names: _Names, link: ObjectLink) -> bool | str:
+    before, names.held, link.calls, link.unheld = dict(names), 0, 0, ""
+    try:
+        tree = ast.parse(test)
+        bases = {node.value.id for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+        names.modules = bases & {*sys.stdlib_module_names, *_ALIASES}
+        names.tested = found[1] if (found := _PLAIN.fullmatch(test.strip())) else ""
+        if "unittest" in test:
+            import unittest
+
+            unittest.main = lambda *_, **__: None  # type: ignore[assignment]  # it would look for tests in __main__, and end
+        exec(compile(ast.fix_missing_locations(_Counting().visit(tree)), "<test>", "exec"), names)
+        _run_defined([value for name, value in names.items() if before.get(name) is not value])
+    except BaseException:  # noqa: BLE001 - a test that exits has not passed either
+        return link.unheld or False
+    return link.unheld or (names.held > 0 if link.calls else "asks the program for nothing: does it define functions that it never calls?")
+
+
+def _run_defined(defined: list[Any]) -> None:
+    """As pytest and unittest would: functions test..., and test cases."""
+    unittest = sys.modules.get("unittest")
+    for one in defined:
+        if isinstance(one, FunctionType) and one.__name__.startswith("test") and not one.__code__.co_argcount:
+            one()
+        elif unittest is not None and isinstance(one, type) and issubclass(one, unittest.TestCase):
+            result = unittest.TestResult()
+            unittest.defaultTestLoader.loadTestsFromTestCase(one).run(result)
+            assert result.wasSuccessful()

@@ -1,0 +1,254 @@
+"""Owns what a user's code may not do to the process it runs in: end it, go on in a fork of it, close its output, or take for ever.
+
+`os._exit`, or a crash in C, cannot be held from inside; `run.supervisor` sees from outside that a process left too early.
+
+Deadlines hold in the main thread, in another thread, and on an event loop; a run that is asked to stop ends the call too. A Python thread
+cannot be killed, so a synchronous function runs in the main thread and is interrupted there by a signal of its own. That stops Python code
+and waiting system calls. Code that never comes back to the interpreter (a huge power, a lock held in C) cannot be interrupted at all; after
+a grace period the process ends, with the traceback that shows where it is stuck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from types import FrameType, TracebackType
+from typing import Any
+
+from megatron_grpo.base.cleanup import begun
+from megatron_grpo.base.errors import CancelledError, raised, said_by
+
+_OUTPUTS = {1: "stdout", 2: "stderr"}
+
+
+class ExitRequestedError(Exception):
+    """The code raised SystemExit, or a KeyboardInterrupt of its own: it would have ended the run, with exit code 0 perhaps."""
+
+
+class contained:  # in lower case, for it reads as `with contained(...)`
+    """User's code runs inside: `with contained(told): f()`. Raises ExitRequestedError for what would have ended this process.
+
+    A child that the code forked does not come out of the block: there would be two of this run. Where the code closed stdout or stderr,
+    it is opened again: what is written there next would end the run, or land in whatever file was opened in its place. Where it changed
+    what torch makes of numbers in the whole process, that is changed back. told: gets what was closed or changed, as the end of a sentence
+    about the code.
+    """
+
+    def __init__(self, told: list[str]):
+        self.told = told
+
+    def __enter__(self) -> contained:
+        self._process = os.getpid()
+        self._pressed = False
+        # A run has handlers of its own (`run.signals`). Where Python's is in place, Ctrl-C raises here: it is told from the code's own.
+        is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._listens = is_default and threading.current_thread() is threading.main_thread()
+        if self._listens:
+            signal.signal(signal.SIGINT, self._hear)
+        self._copies = {fd: copy for fd in _OUTPUTS if (copy := _copy_of(fd)) is not None}
+        self._torch = _torch_settings()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if os.getpid() != self._process:
+            _end_child(error)
+        if self._listens:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for fd, copy in self._copies.items():
+            if _open_again(fd, copy):
+                self.told.append(f"closed {_OUTPUTS[fd]}; it was opened again")
+            os.close(copy)
+        for name, (now, _) in _torch_settings().items():
+            if name in self._torch and now != self._torch[name][0]:
+                before, change_to = self._torch[name]
+                change_to(before)
+                self.told.append(f"changed torch's {name} to {now}; it is {before} again")
+        if isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and not self._pressed):
+            said = said_by(error)
+            raise ExitRequestedError(f"{type(error).__name__}{': ' * bool(said)}{said}") from error
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._pressed = True
+        raise KeyboardInterrupt
+
+
+def _torch_settings() -> dict[str, tuple[Any, Callable[[Any], object]]]:
+    """What of torch's holds for the whole process: name -> (value, how it is set). Nothing where nobody has imported torch."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    return {
+        "default dtype": (torch.get_default_dtype(), torch.set_default_dtype),
+        "default device": (str(torch.get_default_device()), torch.set_default_device),
+        "number of threads": (torch.get_num_threads(), torch.set_num_threads),
+    }
+
+
+def _copy_of(fd: int) -> int | None:
+    try:
+        return os.dup(fd)
+    except OSError:  # closed before, or no descriptors are left
+        return None
+
+
+def _open_again(fd: int, copy: int) -> bool:
+    """Whether it was closed: as a descriptor, or as Python's stream on it."""
+    name, was_closed = _OUTPUTS[fd], False
+    try:
+        os.fstat(fd)
+    except OSError:
+        os.dup2(copy, fd)
+        was_closed = True
+    stream = getattr(sys, name)
+    if stream is not None and stream.closed:
+        setattr(sys, name, open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False))
+        was_closed = True
+    return was_closed
+
+
+def _end_child(error: BaseException | None) -> None:
+    if isinstance(error, SystemExit):
+        os._exit(error.code if isinstance(error.code, int) else 0 if error.code is None else 1)
+    how = "returned" if error is None else raised(error)
+    what = f"megatron-grpo: process {os.getpid()}, which a reward function forked, {how} instead of leaving with os._exit. It ends here.\n"
+    try:
+        os.write(2, what.encode())
+    finally:
+        os._exit(1)
+
+
+# Not SIGALRM: math-verify and others set and clear that one themselves, which would clear the deadline.
+SIGNAL = signal.SIGRTMIN + 11
+GRACE = 15.0  # seconds after a deadline in which a function can be interrupted; then the process ends
+_REPEAT = 0.5  # seconds between signals to a function that swallowed the first one
+_LOOK = 0.5  # seconds between two looks at whether the run gives the call up
+
+
+class RewardTimeoutError(Exception):
+    """The function did not come back before its deadline."""
+
+
+class _Stop(BaseException):
+    """Raised inside a function that is out of time. No Exception, so that `except Exception` in its loop does not swallow it."""
+
+
+def never() -> bool:
+    return False
+
+
+def call_before(seconds: float, function: Callable[[], Any], should_cancel: Callable[[], bool] = never) -> Any:
+    """`function()`, or RewardTimeoutError after `seconds`, or CancelledError soon after `should_cancel()` is true.
+
+    Exceptions of the function pass through.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return _call_in_main_thread(seconds, function, should_cancel)
+    return _call_in_own_thread(seconds, function, should_cancel)
+
+
+def _call_in_main_thread(seconds: float, function: Callable[[], Any], should_cancel: Callable[[], bool]) -> Any:
+    armed, given_up = threading.Event(), threading.Event()
+    finished = threading.Event()
+    main, end = threading.get_ident(), time.monotonic() + seconds
+
+    def interrupt(signum: int, frame: Any) -> None:
+        if armed.is_set():
+            raise _Stop
+
+    def watch() -> None:
+        pause = min(seconds, _LOOK)
+        while not finished.wait(pause):
+            if should_cancel():
+                given_up.set()
+            pause = min(max(0.0, end - time.monotonic()), _LOOK)
+            if given_up.is_set() or not pause:
+                signal.pthread_kill(main, SIGNAL)
+                pause = _REPEAT
+
+    before = signal.signal(SIGNAL, interrupt)
+    watcher = threading.Thread(target=watch, name="reward-deadline", daemon=True)
+    # It runs in a thread of C and needs no interpreter lock: the one thing that still works when the function holds that lock.
+    faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=sys.__stderr__ or sys.stderr)
+    try:
+        armed.set()
+        watcher.start()
+        try:
+            return function()
+        finally:
+            armed.clear()
+    except _Stop:
+        raise (_given_up() if given_up.is_set() else RewardTimeoutError()) from None
+    finally:
+        armed.clear()
+        finished.set()
+        faulthandler.cancel_dump_traceback_later()
+        watcher.join()
+        signal.signal(SIGNAL, before)
+
+
+def _call_in_own_thread(seconds: float, function: Callable[[], Any], should_cancel: Callable[[], bool]) -> Any:
+    """Away from the main thread nothing can be interrupted: a late function is left behind in a thread that ends with the process."""
+    return _result_before(time.monotonic() + seconds, begun(function, name="reward"), should_cancel)
+
+
+def _result_before(end: float, future: Future[Any], should_cancel: Callable[[], bool]) -> Any:
+    """Raises what the function raised, RewardTimeoutError or CancelledError. end: of time.monotonic."""
+    while True:
+        left = max(0.0, end - time.monotonic())
+        try:
+            return future.result(min(left, _LOOK))
+        except TimeoutError:
+            if future.done():  # the function's own TimeoutError
+                raise
+        if should_cancel():
+            raise _given_up()
+        if left <= _LOOK:
+            raise RewardTimeoutError
+
+
+def _given_up() -> CancelledError:
+    return CancelledError("what was being judged is given up")
+
+
+class EventLoop:
+    """An event loop in a thread of its own, kept between batches so that a function may keep its HTTP session."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self, coroutine: Coroutine[Any, Any, Any], seconds: float, should_cancel: Callable[[], bool] = never) -> Callable[[], Any]:
+        """Starts `coroutine` at once; the returned callable waits for its result.
+
+        It raises RewardTimeoutError `seconds` after the start, or CancelledError soon after `should_cancel()` is true.
+        """
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True).start()
+        loop = self._loop
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        deadline = time.monotonic() + seconds
+
+        def wait() -> Any:
+            try:
+                return _result_before(deadline, future, should_cancel)
+            except (RewardTimeoutError, CancelledError):
+                if not future.done():
+                    future.cancel()
+                    self._replace_if_blocked(loop)
+                raise
+
+        return wait
+
+    def _replace_if_blocked(self, loop: asyncio.AbstractEventLoop) -> None:
+        """A coroutine that blocks (`time.sleep` instead of `asyncio.sleep`) takes the loop with it: the next batch gets a new one."""
+        alive = threading.Event()
+        loop.call_soon_threadsafe(alive.set)
+        if not alive.wait(1.0):
+            self._loop = None

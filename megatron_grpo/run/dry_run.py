@@ -1,0 +1,345 @@
+"""`megatron-grpo rehearse`: what data, template and rewards would do in a run, tried on a few rows. No weights are read.
+
+Every reward function judges three completions of each row: the row's own answer, nothing at all, and garbage. A run would meet all three,
+and a function that fails on one of them ends it, perhaps in the night.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RewardError, config_error, said_by
+from megatron_grpo.batching.batch_sizes import BatchSizes
+from megatron_grpo.config import Parsed
+from megatron_grpo.config.config import Config
+from megatron_grpo.data.chat import PromptEncoder, as_completion
+from megatron_grpo.data.checks import PromptRows, check_pictures
+from megatron_grpo.data.image_dataset import num_tokens
+from megatron_grpo.data.streamed import rows_to_look_at
+from megatron_grpo.rewards.loading import close_rewards
+from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score
+from megatron_grpo.rewards.scoring import score
+from megatron_grpo.run import inputs
+from megatron_grpo.run.build import plug_ins
+from megatron_grpo.run.inputs import InputPart, ValidatedInputs, find_columns, read_inputs
+from megatron_grpo.trainer.reward_manager import as_batch
+from megatron_grpo.types import Prompt
+
+ROWS = 8
+MOST_LENGTHS = 5000  # rows that are tokenised, evenly spread
+WIDTH = 400  # characters of the prompt that is shown
+ANSWERS = ("answer", "solution", "completion")  # columns that hold one, where answer_column does not say
+GARBAGE = "zqxj \u00e9\u4e16\U0001f600 <think> \\boxed{ {{ ((1/0 \x00 ]] "
+QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """What a function made of one kind of completion. error: the sentence that would end the run."""
+
+    scores: tuple[Score, ...] = ()
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class DryRun:
+    """Everything that was found, in the order of --json. pictures: a line about them, where there are some. wrong: sentences about what a
+    run would stumble over; notes: what is worth knowing. episodes: by what the model says at every turn. rewards: by function, by kind of
+    completion.
+    """
+
+    num_rows: int = 0
+    num_tokenised: int = 0
+    lengths: dict[str, int] = field(default_factory=dict)
+    num_too_long: int = 0
+    prompt: str = ""
+    pictures: str = ""
+    wrong: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    episodes: dict[str, str] = field(default_factory=dict)
+    rewards: dict[str, dict[str, Judged]] = field(default_factory=dict)
+
+
+def run_rehearsal(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
+    """Prints what was found, with --json as one object; returns the exit code, 1 where a run would stumble.
+
+    Raises ConfigError where it cannot begin.
+    """
+    num_rows, rest = _rows_asked(argv)
+    parsed = parse(rest)
+    if parsed.problems:
+        raise ConfigError(parsed.problems)
+    cfg = parsed.config
+    with redirect_stdout(sys.stderr):  # a reward function may print, and stdout is for the answer
+        found = rehearse(cfg, num_rows)
+    print(json.dumps({"passed": not found.wrong, **asdict(found)}, indent=1) if cfg.plan.json else in_words(found, cfg))
+    return EXIT_CRASH if found.wrong else EXIT_DONE
+
+
+def _rows_asked(argv: Sequence[str]) -> tuple[int, list[str]]:
+    """(what --rows says, the other words)."""
+    words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--rows=") else [word])]
+    if "--rows" not in words:
+        return ROWS, words
+    place = words.index("--rows")
+    text = words[place + 1] if place + 1 < len(words) else ""
+    if not text.isdecimal() or int(text) < 1:
+        raise config_error("rows", f"rows ({text or 'nothing'}) is a number of rows, 1 or more.")
+    return int(text), [*words[:place], *words[place + 2 :]]
+
+
+def rows_alone(cfg: Config, found: ValidatedInputs) -> None:
+    """Which are made tokens of one by one, so that each that is refused can be told."""
+    found.rows = rows_to_look_at(cfg.data, eyes=found.eyes, is_blind=found.is_blind, seed=cfg.run.seed)
+    check_pictures(found.rows, at_most=MOST_LENGTHS)
+
+
+PARTS = (
+    InputPart("model", inputs.model),
+    InputPart("tokenizer", inputs.tokenizer, needs="model_path"),
+    InputPart("eyes", inputs.eyes, needs="tokenizer"),
+    InputPart("dataset", rows_alone),
+    InputPart("environment", inputs.environment, "environment tools"),
+    InputPart("rewards", inputs.rewards),  # the user's own code, which may change the directory, comes last
+)
+
+
+def rehearse(cfg: Config, num_rows: int = ROWS) -> DryRun:
+    """Raises ConfigError, with all problems, where model, data or rewards cannot even be opened."""
+    opened = read_inputs(cfg, parts=PARTS)
+    rows = opened.rows
+    assert rows is not None  # or a problem has been raised
+    try:
+        found = DryRun(num_rows=len(rows))
+        if rows.is_beginning:
+            found.notes.append(f"streaming: the first {len(rows):,} rows were looked at; a run looks at the others when it comes to them.")
+        tools = opened.environment.tools if opened.environment is not None else ()
+        encode = PromptEncoder(opened.tokenizer, system=cfg.data.system, options=cfg.data.template_options, tools=tools, eyes=opened.eyes)
+        _look_at_prompts(found, cfg, rows, encode)
+        batches = _batches(found, cfg, opened, rows, list(_spread(len(rows), min(num_rows, len(rows)))), encode)
+        for function in opened.rewards:
+            _look_at_reward(found, cfg, rows, batches, function)
+        _look_at_all(found, cfg, batches)
+        return found
+    finally:
+        close_rewards(opened.rewards)
+
+
+# -- prompts ------------------------------------------------------------------------------------------------------------------------------
+
+
+def _look_at_prompts(found: DryRun, cfg: Config, rows: PromptRows, encode: PromptEncoder) -> None:
+    tokens: list[int] = []  # of each picture
+    lengths, refused = [], Counter[str]()
+    for index in _spread(len(rows), MOST_LENGTHS):
+        try:
+            pictures = rows.pictures(index)
+            token_ids = encode(rows.raw(index), pictures)
+        except Exception as error:  # noqa: BLE001 - a chat template raises what it likes, and that is what is looked for
+            refused[f"{type(error).__name__}: {said_by(error)}"] += 1
+            continue
+        lengths.append(len(token_ids))
+        tokens += [num_tokens(one) for one in pictures]
+        found.prompt = found.prompt or encode.tokenizer.decode(token_ids)
+    found.num_tokenised = len(lengths) + refused.total()
+    if tokens:
+        found.pictures = (
+            f"Pictures: {len(tokens):,} with {sum(tokens) / len(tokens):,.0f} tokens on average, at most {max(tokens):,}: "
+            f"{sum(tokens) / max(1, sum(lengths)):.0%} of all tokens of prompts. None is damaged."
+        )
+    for why, count in refused.most_common(3):
+        found.wrong.append(f"The tokenizer or its chat template refuses {count} of {found.num_tokenised} prompts: {why}")
+    if any(length == 0 for length in lengths):
+        found.wrong.append(f"{lengths.count(0)} prompts have no tokens.")
+    if lengths:
+        found.lengths = {name: int(np.quantile(lengths, share, method="nearest")) for name, share in QUANTILES.items()}
+    _look_at_limit(found, cfg, lengths)
+    same = Counter(json.dumps([rows.raw(index), rows.shown(index)], sort_keys=True, default=str) for index in range(len(rows)))
+    if twice := len(rows) - len(same):
+        found.notes.append(f"{twice} of {len(rows)} prompts stand in the data set before; the most frequent {max(same.values())} times.")
+
+
+def _look_at_limit(found: DryRun, cfg: Config, lengths: Sequence[int]) -> None:
+    limit = cfg.data.max_prompt_length
+    found.num_too_long = sum(length > limit for length in lengths) if limit else 0
+    if not found.num_too_long:
+        return
+    told = f"{found.num_too_long} of {found.num_tokenised} prompts are longer than max_prompt_length ({limit})"
+    if cfg.data.truncation_strategy == "raise":
+        found.wrong.append(f"{told}, and truncation_strategy raise refuses them. Use max_prompt_length {max(lengths)}, delete or left.")
+    else:
+        found.notes.append(f"{told}: truncation_strategy {cfg.data.truncation_strategy} {_TRUNCATED[cfg.data.truncation_strategy]}.")
+
+
+_TRUNCATED = {"delete": "leaves them out", "left": "cuts their beginnings, the chat template's opening with them"}
+
+
+def _spread(size: int, most: int) -> Iterator[int]:
+    yield from (range(size) if size <= most else (round(i * (size - 1) / (most - 1)) for i in range(most)))
+
+
+# -- rewards ------------------------------------------------------------------------------------------------------------------------------
+
+
+def _batches(
+    found: DryRun, cfg: Config, opened: ValidatedInputs, rows: PromptRows, picked: Sequence[int], encode: PromptEncoder
+) -> dict[str, RewardBatch]:
+    """What is judged, by kind of completion; of an environment the episodes in which the model says that at every turn."""
+    answers = [_answer_of(rows, index, cfg) for index in picked]
+    kinds: dict[str, list[str | None]] = {"nothing": [""] * len(picked), "garbage": [GARBAGE] * len(picked)}
+    if any(answers):
+        kinds = {"its answer": answers, **kinds}
+    if opened.environment is None:
+        return {kind: _batch(rows, picked, texts, opened.tokenizer) for kind, texts in kinds.items()}
+    try:
+        found.notes += plug_ins.notes_of_template(cfg, opened.environment, opened.tokenizer, opened.model_path)
+    except ConfigError as error:
+        found.wrong += [problem.message for problem in error.problems]
+        return {}
+    prompts = [
+        Prompt(number=place, row=int(rows.keep[index]), raw=rows.raw(index), token_ids=encode(rows.raw(index)), columns=rows.columns(index))
+        for place, index in enumerate(picked)
+    ]
+    said = {kind: [text or "" for text in texts] for kind, texts in kinds.items()}
+    played = plug_ins.rehearsed(cfg, opened.environment, prompts, said, opened.tokenizer, opened.model_path)
+    for kind, one in played.items():
+        found.episodes[kind] = one.told
+        found.wrong += [f"The environment, where the model says {kind}: {fault}." for fault in one.faults]
+    batches = {kind: as_batch(one.groups) for kind, one in played.items()}
+    return {kind: batch for kind, batch in batches.items() if len(batch)}
+
+
+def _look_at_reward(found: DryRun, cfg: Config, rows: PromptRows, batches: Mapping[str, RewardBatch], function: RewardFunction) -> None:
+    try:
+        find_columns(cfg, [function], rows, "dataset")
+    except ConfigError as error:
+        found.wrong += [problem.message for problem in error.problems]
+        return
+    strict = replace(function, on_error="raise")
+    judged = {kind: _judge(strict, batch) for kind, batch in batches.items()}
+    found.rewards[function.name] = judged
+    for kind, one in judged.items():
+        if one.error:
+            ends = "and would end the run" if cfg.rewards.reward_on_error == "raise" else "and those completions would have no score"
+            found.wrong.append(f"On {kind}: {one.error} ({ends}: reward_on_error {cfg.rewards.reward_on_error})")
+    given = [value for one in judged.values() for value in one.scores]
+    scored = [value for value in given if value is not None]
+    if given and not scored:
+        told = found.wrong if "its answer" in judged else found.notes  # of a good completion nobody knows
+        told.append(f"Reward `{function.name}` gives None for everything that was tried: so it would take no part in the run.")
+    elif _says_nothing(judged):  # as rewards of a format or a length do, which are good all the same
+        found.notes.append(f"Reward `{function.name}` gives {scored[0]:g} to everything that was tried.")
+    elif {"its answer", "garbage"} <= judged.keys():
+        best, worst = _mean(judged["its answer"]), _mean(judged["garbage"])
+        if best is not None and worst is not None and best <= worst:
+            found.notes.append(f"Reward `{function.name}` gives the data set's own answers no more than garbage.")
+    if judged:
+        slowest = max(judged, key=lambda kind: judged[kind].seconds)
+        _look_at_speed(found, cfg, function, judged[slowest], len(batches[slowest]))
+
+
+def _look_at_all(found: DryRun, cfg: Config, batches: Mapping[str, RewardBatch]) -> None:
+    """What only all functions together say."""
+    if batches and "its answer" not in batches:
+        names = cfg.rewards.answer_column or " or ".join(ANSWERS)
+        found.notes.append(f"No row has {names}, so no good completion could be tried: answer_column names the column that holds one.")
+    elif found.rewards and all(map(_says_nothing, found.rewards.values())):
+        found.wrong.append(
+            "No reward tells the data set's answers from garbage: nothing can be learnt, if good completions look like them."
+        )
+
+
+def _says_nothing(judged: Mapping[str, Judged]) -> bool:
+    """Whether all kinds of completions, several of them, got one and the same score."""
+    scored = {value for one in judged.values() for value in one.scores if value is not None}
+    return len(judged) > 1 and len(scored) == 1 and not any(one.error for one in judged.values())
+
+
+def _look_at_speed(found: DryRun, cfg: Config, function: RewardFunction, slowest: Judged, num_rows: int) -> None:
+    """A function is called once with all completions of a rollout that its rank judges."""
+    try:
+        sizes = BatchSizes.from_config(cfg)
+    except ConfigError:  # sizes are for `plan` to say
+        return
+    count = -(-sizes.generation_batch_size // sizes.layout.world_size)
+    seconds = slowest.seconds / num_rows * count
+    if seconds > cfg.rewards.reward_timeout:
+        found.wrong.append(
+            f"Reward `{function.name}` took {slowest.seconds:.3g} s for {num_rows} completions. A rank judges {count} at a time: "
+            f"{seconds:,.0f} s, if time grows with their number, and reward_timeout is {cfg.rewards.reward_timeout:g}."
+        )
+
+
+def _answer_of(rows: PromptRows, index: int, cfg: Config) -> str | None:
+    row = rows.rows[int(rows.keep[index])]
+    names = (cfg.rewards.answer_column,) if cfg.rewards.answer_column else ANSWERS
+    value = next((row[name] for name in names if row.get(name) is not None), None)
+    return value if value is None or isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _batch(rows: PromptRows, picked: Sequence[int], texts: Sequence[str | None], tokenizer: Any) -> RewardBatch:
+    """Without the rows that have no text."""
+    said = [(index, text) for index, text in zip(picked, texts, strict=True) if text is not None]
+    columns = [rows.columns(index) for index, _ in said]
+    names = list(dict.fromkeys(name for row in columns for name in row))
+    return RewardBatch(
+        prompts=[rows.raw(index) for index, _ in said],
+        completions=[as_completion(rows.raw(index), text) for index, text in said],
+        completion_ids=[tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in said],
+        columns={name: [row.get(name) for row in columns] for name in names},
+        labels=[f"data-set row {int(rows.keep[index])}" for index, _ in said],
+    )
+
+
+def _judge(function: RewardFunction, batch: RewardBatch) -> Judged:
+    began = time.perf_counter()
+    try:
+        scores = tuple(row[0] for row in score([function], batch).rows)
+    except RewardError as error:
+        return Judged(seconds=time.perf_counter() - began, error=str(error))
+    return Judged(scores=scores, seconds=time.perf_counter() - began)
+
+
+def _mean(one: Judged) -> float | None:
+    scored = [value for value in one.scores if value is not None]
+    return sum(scored) / len(scored) if scored else None
+
+
+# -- what is said -------------------------------------------------------------------------------------------------------------------------
+
+
+def in_words(found: DryRun, cfg: Config) -> str:
+    shown = found.prompt if len(found.prompt) <= WIDTH else found.prompt[:WIDTH] + " ..."
+    of_all = "" if found.num_tokenised == found.num_rows else f", {found.num_tokenised:,} of them tokenised"
+    lines = [f"{cfg.data.dataset}: {found.num_rows:,} prompts{of_all}", "", "The first prompt, as the model will see it:", shown, ""]
+    if found.lengths:
+        lines.append("Tokens of a prompt: " + ", ".join(f"{name} {length:,}" for name, length in found.lengths.items()))
+    lines += [found.pictures] if found.pictures else []
+    if found.episodes:
+        lines += ["", "Episodes in which the model says, at every turn,", *(f"  {kind}: {told}" for kind, told in found.episodes.items())]
+    lines += ["", *_table(found)] if found.rewards else []
+    for title, told in (("Wrong", found.wrong), ("Worth knowing", found.notes)):
+        lines += ["", f"{title}:", *(f"  {number}. {sentence}" for number, sentence in enumerate(told, 1))] if told else []
+    count = len(found.wrong)
+    return "\n".join([*lines, "", f"{count} thing{'s are' if count > 1 else ' is'} wrong." if count else "Nothing is wrong."])
+
+
+def _table(found: DryRun) -> Iterator[str]:
+    """A line for each function and kind of completion: lowest, mean and highest score, and seconds."""
+    yield f"{'reward':<24}{'on':<12}{'lowest':>10}{'mean':>10}{'highest':>10}{'seconds':>10}"
+    for name, kinds in found.rewards.items():
+        for kind, one in kinds.items():
+            scored = [value for value in one.scores if value is not None]
+            values = (f"{min(scored):.4g}", f"{sum(scored) / len(scored):.4g}", f"{max(scored):.4g}") if scored else ("", "None", "")
+            values = ("", "fails", "") if one.error else values
+            yield f"{name[:23]:<24}{kind:<12}" + "".join(f"{value:>10}" for value in values) + f"{one.seconds:>10.3f}"

@@ -1,0 +1,243 @@
+"""The way of weights from a trainer to rollout servers: one process group of the trainer's rank 0 and every worker of every server.
+
+It lies beside all other groups of its members, and is gloo on CPUs and NCCL on GPUs. Rank 0 broadcasts buckets that describe themselves
+(a mark, a JSON header, the bytes), so nobody must know names or shapes beforehand, and the source may be a generator that is collective
+over the trainer's own ranks. Members meet at a store of rank 0's. It listens on all addresses and asks for no password: it carries no
+weights, and the names of links are random. Weights travel in the clear.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ALIGNMENT = 64  # bytes: every tensor of a bucket begins at a multiple, so a view of its dtype is legal
+
+Named = tuple[str, torch.Tensor]
+
+
+class LinkError(RuntimeError):
+    """A push did not come through. After TransferCancelledError the link is whole; after any other LinkError it is gone."""
+
+
+class TransferCancelledError(LinkError):
+    """The trainer said in the middle of a push that no more will come."""
+
+
+class _Mark(IntEnum):
+    BUCKET, END, GAVE_UP = 1, 2, 3
+
+
+class Rendezvous:
+    """The store of rank 0 at which members of links meet, on any free port. One serves all links of a run."""
+
+    def __init__(self) -> None:
+        self.store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+
+    @property
+    def port(self) -> int:
+        return self.store.port
+
+
+class _Link:
+    """A member. All members are made at the same time; each raises where one dies, or stays away for longer than `seconds`."""
+
+    def __init__(self, store: Any, *, name: str, rank: int, world: int, near: str, seconds: float, device: torch.device | str):
+        """near: this machine's own address on the way to the others (`local_address`)."""
+        self.name, self.device = name, torch.device(device)
+        self._group: Any = None
+        limit, prefixed = timedelta(seconds=seconds), dist.PrefixStore(name, store)
+        try:
+            if self.device.type != "cpu" and _share_a_gpu(prefixed, rank, world, limit, gpu_name(self.device)):
+                self.device = torch.device("cpu")  # NCCL takes one member a GPU; what is received may lie on the host
+            if self.device.type == "cpu":
+                options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
+                # What the hostname resolves to is 127.0.1.1 on many machines.
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=near)]
+                options._timeout = limit
+                self._group = dist.ProcessGroupGloo(prefixed, rank, world, options)
+            else:
+                nccl = dist.ProcessGroupNCCL.Options()
+                nccl._timeout = limit
+                self._group = dist.ProcessGroupNCCL(prefixed, rank, world, nccl)
+        except RuntimeError as error:
+            raise LinkError(f"no link of {world} members within {seconds:.0f} s: {_reason(error)}") from error
+
+    @property
+    def is_whole(self) -> bool:
+        return self._group is not None
+
+    def drop(self) -> None:
+        """Closes the connections now: the others are told at once, and do not wait for their limit."""
+        group, self._group = self._group, None
+        if group is not None and self.device.type != "cpu":
+            with suppress(RuntimeError):  # a member is gone already
+                group.abort()
+
+    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        # After one that failed nothing more may be sent: gloo does not compare lengths, so a short message would be taken for the
+        # beginning of the long one that a member still waits for.
+        if self._group is None:
+            raise LinkError(f"the link {self.name} is gone")
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        try:
+            self._group.broadcast([tensor], options).wait()
+            if self.device.type != "cpu":
+                torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            self.drop()
+            raise LinkError(f"the link {self.name} broke: {_reason(error)}") from error
+        return tensor
+
+    def _numbers(self, *numbers: int) -> list[int]:
+        return self._broadcast(torch.tensor(numbers, dtype=torch.int64, device=self.device)).tolist()
+
+
+class WeightSender(_Link):
+    """Rank 0 of a link."""
+
+    def __init__(self, meeting: Rendezvous, *, name: str, world: int, near: str, seconds: float, device: torch.device | str = "cpu"):
+        super().__init__(meeting.store, name=name, rank=0, world=world, near=near, seconds=seconds, device=device)
+
+    def send(self, named: Iterable[Named], bucket_bytes: int) -> tuple[int, int]:
+        """One push; returns (tensors, bytes). Takes `named` once, and holds one bucket of at most `bucket_bytes` (or one tensor).
+
+        An error of `named` itself is raised as it is, after the others were told that no more comes: the link stays whole.
+        Raises LinkError where the link broke; then it is gone.
+        """
+        count = total = number = 0
+        source = _buckets(named, bucket_bytes)
+        while True:
+            try:
+                bucket = next(source, None)
+            except BaseException:
+                self._numbers(_Mark.GAVE_UP, number, 0, 0)
+                raise
+            if bucket is None:
+                self._numbers(_Mark.END, number, count, total)
+                return count, total
+            self._send(bucket, number)
+            count, total, number = count + len(bucket), total + sum(tensor.nbytes for _, tensor in bucket), number + 1
+
+    def _send(self, bucket: list[Named], number: int) -> None:
+        header = json.dumps({
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+        }).encode()  # fmt: skip
+        flat = torch.zeros(sum(_room(tensor.nbytes) for _, tensor in bucket), dtype=torch.uint8, device=self.device)
+        start = 0
+        for _, tensor in bucket:
+            _view(flat, start, tensor.dtype, tensor.shape).copy_(tensor)
+            start += _room(tensor.nbytes)
+        self._numbers(_Mark.BUCKET, number, len(header), flat.numel())
+        self._broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self.device))
+        if flat.numel():
+            self._broadcast(flat)
+
+
+class WeightReceiverWorker(_Link):
+    """Any other member."""
+
+    def __init__(self, *, address: str, port: int, rank: int, world: int, name: str, seconds: float, device: torch.device | str = "cpu"):
+        try:
+            store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
+            near = local_address(address, port)
+        except (RuntimeError, OSError) as error:
+            raise LinkError(f"the trainer's store at {address}:{port} does not answer: {_reason(error)}") from error
+        super().__init__(store, name=name, rank=rank, world=world, near=near, seconds=seconds, device=device)
+
+    def receive(self) -> Iterator[Named]:
+        """The tensors of one push, which may be kept: no memory is used twice. Run it to its end; who leaves early drops the link.
+
+        Raises TransferCancelledError, and LinkError where the link broke or less came than was sent.
+        """
+        is_whole = False
+        try:
+            count = number = 0
+            while True:
+                mark, theirs, first, second = self._numbers(0, 0, 0, 0)
+                if theirs != number or mark not in _Mark.__members__.values():
+                    raise LinkError(f"message {number} of a push was expected on the link {self.name}, and ({mark}, {theirs}) came")
+                if mark == _Mark.GAVE_UP:
+                    is_whole = True
+                    raise TransferCancelledError("the trainer gave up this push")
+                if mark == _Mark.END:
+                    if first != count:
+                        raise LinkError(f"{count} of {first} tensors came")
+                    is_whole = True
+                    return
+                bucket = self._receive(first, second)
+                yield from bucket
+                count, number = count + len(bucket), number + 1
+        finally:
+            if not is_whole:
+                self.drop()
+
+    def _receive(self, header_bytes: int, bucket_bytes: int) -> list[Named]:
+        header = json.loads(self._broadcast(torch.empty(header_bytes, dtype=torch.uint8, device=self.device)).cpu().numpy().tobytes())
+        flat = torch.empty(bucket_bytes, dtype=torch.uint8, device=self.device)
+        if bucket_bytes:
+            self._broadcast(flat)
+        bucket, start = [], 0
+        for name, word, shape in zip(header["names"], header["dtypes"], header["shapes"], strict=True):
+            dtype = getattr(torch, word)
+            tensor = _view(flat, start, dtype, torch.Size(shape))
+            bucket.append((name, tensor))
+            start += _room(tensor.nbytes)
+        return bucket
+
+
+def gpu_name(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _share_a_gpu(store: Any, rank: int, world: int, limit: timedelta, mine: str) -> bool:
+    """Whether two members of the link have one GPU, as a server has that runs on a trainer's. Every member asks, and hears the same."""
+    store.set(f"gpu/{rank}", mine)
+    names = [f"gpu/{member}" for member in range(world)]
+    store.wait(names, limit)
+    return len({store.get(name) for name in names}) < world
+
+
+def local_address(address: str, port: int) -> str:
+    """This machine's own address on the way to (address, port): what the other side can reach."""
+    with socket.create_connection((address, port), timeout=10) as probe:
+        return probe.getsockname()[0]
+
+
+def _reason(error: Exception) -> str:
+    """Of what torch says: without the place in its source, its advice, and the stack of C++."""
+    return re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]).partition(". This")[0]
+
+
+def _room(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _view(flat: torch.Tensor, start: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    return flat[start : start + dtype.itemsize * shape.numel()].view(dtype).view(shape)
+
+
+def _buckets(named: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]:
+    """Of at most `bucket_bytes`; a larger tensor has one to itself."""
+    bucket: list[Named] = []
+    size = 0
+    for name, tensor in named:
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,164 @@
+"""Owns the step from groups to scored groups: every rank scores its own.
+
+What goes wrong on one rank travels to the others as a value and is raised on all of them: no rank is left waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_grpo.base import activity
+from megatron_grpo.base.errors import CancelledError, RewardError, RunError
+from megatron_grpo.data.chat import as_completion
+from megatron_grpo.parallel import collectives
+from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, Score
+from megatron_grpo.rewards.scoring import Notice, RewardScores, score
+from megatron_grpo.types import FAULTS, Completion, EpisodeRecord, Group, GroupMetadata, Prompt, ScoredGroup
+
+_LOG = logging.getLogger(__name__)
+
+
+class RewardManager:
+    """The reward functions of a run. Every rank judges the groups that it was given; collective all the same."""
+
+    def __init__(
+        self, functions: Sequence[RewardFunction], reward_weights: Sequence[float] = (), *,
+        should_cancel: Callable[[], bool] = lambda: False, most_failed_episodes: float = 1.0,
+    ):  # fmt: skip
+        """reward_weights: one per function, or none for 1 each. should_cancel: whether the run has no time left to judge.
+        most_failed_episodes: the largest share of a rollout's episodes that may fail by their environment's fault."""
+        self.functions, self.reward_weights = list(functions), list(reward_weights) or [1.0] * len(functions)
+        self._gives_up, self.most_failed_episodes = should_cancel, most_failed_episodes
+
+    @property
+    def names(self) -> list[str]:
+        return [function.name for function in self.functions]
+
+    def __call__(self, groups: Sequence[Group], *, places: Sequence[int] | None = None, trainer_state: Any = None) -> list[ScoredGroup]:
+        """Scores every completion of this rank's groups with every function.
+
+        places: of each group among all that were sampled together (default: as they come here); an error names rows by it.
+        trainer_state: handed to the functions that ask for it. Raises RewardError or CancelledError, with the same message on every rank.
+        """
+        batch = as_batch(groups, places=places, trainer_state=trainer_state)
+        local: RewardScores | RewardError | CancelledError
+        try:
+            # A call of one function may take its timeout, and tells nothing meanwhile.
+            pause = max((function.timeout for function in self.functions), default=0.0)
+            with activity.phase("judging", total=len(batch) * len(self.functions), unit="scores", pause=pause, is_alone=True):
+                local = score(self.functions, batch, self._gives_up)
+        except (RewardError, CancelledError) as error:
+            local = error
+        self._agree(local)
+        assert isinstance(local, RewardScores)
+        given, none = iter(local.rows), (None,) * len(self.functions)
+        return [
+            ScoredGroup(group=group, rewards=tuple(none if one.is_failed else next(given) for one in group.completions)) for group in groups
+        ]
+
+    def warn_of_sameness(self, rows: Sequence[Sequence[Score]]) -> None:
+        """One line, once, for a function that has given nothing, or one value, as long as the run has lasted.
+
+        rows: [completions][functions], of all that was sampled together; the same on every rank.
+        """
+        for function, scores in zip(self.functions, zip(*rows)):
+            sentence = function.watch.take(scores)
+            if sentence is not None and "same" not in function.warned:
+                function.warned.add("same")
+                if collectives.rank() == 0:
+                    _LOG.warning("Reward `%s` %s", function.name, sentence)
+
+    def _agree(self, local: RewardScores | RewardError | CancelledError) -> None:
+        """What went wrong anywhere is raised everywhere; what is to be said is said once, by one rank."""
+        collectives.barrier_with_timeout()  # a judge may take minutes more for one rank's rows
+        everyone = collectives.all_gather_object(local.notices if isinstance(local, RewardScores) else local)
+        errors = [str(found) for found in everyone if isinstance(found, RewardError)]
+        if errors:
+            raise RewardError("\n".join(errors))
+        for found in everyone:
+            if isinstance(found, CancelledError):
+                raise found
+        _warn_once(self.functions, [notice for notices in everyone for notice in notices], aloud=collectives.rank() == 0)
+
+
+def as_batch(groups: Sequence[Group], *, places: Sequence[int] | None = None, trainer_state: Any = None) -> RewardBatch:
+    """Completions of all groups in TRL's shape. A column that a row lacks is None there. places: see `RewardManager`.
+
+    An episode that failed is left out: nobody judges it. Of the others there are the columns of `of_episodes`.
+    """
+    names = list(dict.fromkeys(name for group in groups for name in group.prompt.columns))
+    places = range(len(groups)) if places is None else places
+    rows = [
+        (group.prompt, place * len(group.completions) + number, number, completion)
+        for group, place in zip(groups, places, strict=True)
+        for number, completion in enumerate(group.completions)
+        if not completion.is_failed
+    ]
+    records = [completion.record for *_, completion in rows if completion.record is not None]
+    own = list(dict.fromkeys(name for *_, completion in rows for name in completion.columns or ()))
+    return RewardBatch(
+        prompts=[prompt.raw for prompt, *_ in rows],
+        completions=[_told(prompt, completion) for prompt, _, _, completion in rows],
+        completion_ids=[completion.answer_ids for *_, completion in rows],
+        columns={name: [prompt.columns.get(name) for prompt, *_ in rows] for name in names}
+        | (of_episodes(records) if records else {})
+        | {name: [(completion.columns or {}).get(name) for *_, completion in rows] for name in own},
+        labels=[f"row {row} of the rollout (data-set row {prompt.row}, completion number {number})" for prompt, row, number, _ in rows],
+        trainer_state=trainer_state,
+    )
+
+
+def _told(prompt: Prompt, completion: Completion) -> Any:
+    """Of an episode all messages after its opening: the model's, its tools' and its environment's."""
+    record = completion.record
+    if record is None:
+        return as_completion(prompt.raw, completion.text)
+    return [dict(message) for message in record.messages[record.num_opening :]]
+
+
+def of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
+    """What reward functions get of episodes by name, besides their completions."""
+    return {
+        "messages": [[dict(message) for message in one.messages] for one in records],
+        "turn_rewards": [list(one.turn_rewards) for one in records],
+        "num_turns": [one.numbers.num_turns for one in records],
+        "ended": [one.numbers.ended for one in records],
+    }
+
+
+def _warn_once(functions: Sequence[RewardFunction], notices: Sequence[Notice], *, aloud: bool) -> None:
+    """One line per function and kind of failure, for the whole run."""
+    by_name = {function.name: function for function in functions}
+    for notice in notices:
+        warned = by_name[notice.function].warned
+        if notice.kind not in warned:
+            warned.add(notice.kind)
+            if aloud:
+                _LOG.warning("%s Further failures of this kind (%s) are not reported.", notice.message, notice.kind)
+
+
+def verdicts_of(scored: Sequence[ScoredGroup]) -> dict[int, GroupMetadata]:
+    """By the prompt's number, of what all ranks have judged. scored: by this one. Collective."""
+    mine = [GroupMetadata.of(one) for one in scored]
+    return {verdict.prompt_number: verdict for part in collectives.all_gather_object(mine) for verdict in part}
+
+
+class EnvironmentFailuresError(RunError):
+    """Too many of a rollout's episodes ended by the fault of their environment."""
+
+
+def check_failures(verdicts: Sequence[GroupMetadata], most: float) -> None:
+    """Raises EnvironmentFailuresError, with the most frequent sentence, if all episodes failed, or a larger share than `most`."""
+    episodes = [episode for verdict in verdicts for episode in verdict.episodes]
+    faults = Counter(episode.fault for episode in episodes if episode.ended in FAULTS)
+    count = faults.total()
+    if not count or (count < len(episodes) and count <= most * len(episodes)):
+        return
+    sentence, times = faults.most_common(1)[0]
+    raise EnvironmentFailuresError(
+        f"{count} of {len(episodes)} episodes of a rollout failed by their environment's fault (max_failed_episodes {most:g}); "
+        f"{times} of them alike: {sentence}."
+    )

@@ -1,0 +1,285 @@
+"""The policy's weights reach the rollout engine, and the engine proves that it samples from them. Only this module knows both.
+
+A push can fail without an error: a packed copy of a tied head or of an expert stays as it was, part of a layer is lost, the KV cache of
+the old weights is continued with the new ones, or one engine of several misses it. All of them show in log-probs, and in nothing else, so
+after every push both sides score the same probe sequences.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from megatron_grpo.base import activity
+from megatron_grpo.base.cleanup import CleanUp
+from megatron_grpo.parallel import collectives
+from megatron_grpo.rollout.engine import ReceiverChangedError, WeightReceiver, WeightSyncError
+from megatron_grpo.types import Sequence
+from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_grpo.policy.policy import Policy
+    from megatron_grpo.policy.reference import FrozenPolicy
+
+logger = logging.getLogger(__name__)
+Found = TypeVar("Found")
+
+__all__ = ["WeightSyncManager", "SyncStats", "WeightSyncError", "check_weights", "push"]
+
+# float32: trainer and engine differ by their order of summation, 1e-5 on models of 50 M parameters; a stale weight shows as 1e-1 and more.
+# So the largest difference of any token is bounded.
+FLOAT32_MAX = 1e-3
+# bfloat16: single tokens differ by 0.05, and by up to 0.7 where a router's decision flips, so the bound is on means: they stay below 0.05,
+# while stale weights or a stale cache give 1 and more. The mean over tokens read through the prefix cache (one a probe) is over fewer, so
+# it may be twice as large.
+BFLOAT16_MEAN = 0.2
+BFLOAT16_MEAN_CACHED = 0.4
+# The share of a trial's movement that an engine makes too is 1 if it takes the adapter, and 0 if it ignores it. It is measured over all
+# tokens of the probes, so it also tells of adapters that move less than the bounds above. Its standard error is to be a fifth of its bound.
+FOLLOWED = 0.5
+FOLLOWED_ERROR = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncStats:
+    """What a push did. Differences are |trainer - engine| log-probs of the probes over all engines, in nats; NaN: nothing was checked."""
+
+    num_tensors: int = 0
+    num_bytes: int = 0
+    logp_difference_max: float = float("nan")
+    logp_difference_mean: float = float("nan")
+    picture_difference_max: float = float("nan")  # over the probes that show one
+
+
+class WeightSyncManager:
+    """Sees to it that the holder has the policy's weights, and has shown that it does.
+
+    verify: compare log-probs after every push, and once before the first: the engine read the checkpoint by itself, and the two readings of
+    it must agree. say: tells a person what both make of a picture, at the first look and after the first push.
+    Where adapters train, the first look is a trial of one that is far from zero: a new adapter changes nothing, so an engine
+    that ignores it would agree. is_coarse: the trainer is not float32. starts_as_checkpoint: the policy of version 0 is the checkpoint.
+    """
+
+    def __init__(
+        self, policy: Policy | FrozenPolicy, holder: WeightReceiver, *, verify: bool, is_coarse: bool = False,
+        starts_as_checkpoint: bool = True, say: Callable[[str], None] | None = None, hint: str = "",
+    ):  # fmt: skip
+        """hint: a sentence for who reads that a check has failed."""
+        self._say, self._num_said, self._hint = say, 0, hint
+        self.policy, self.holder, self.verify, self.is_coarse = policy, holder, verify, is_coarse
+        self._is_proven, self._has_policy = not verify, starts_as_checkpoint
+
+    def publish(self, version: int) -> SyncStats | None:
+        """Pushes, unless the holder has this version; None where nothing was to be done. Collective over all ranks.
+
+        Raises WeightSyncError, on every rank, where some engine does not hold what the trainer holds; NoRolloutServerError where none is
+        there.
+        """
+        if self._is_proven and self._has_policy and self.holder.version == version:
+            return None
+        while True:
+            try:
+                if self.holder.prepare():
+                    self._is_proven = not self.verify
+                return self._publish(version)
+            except WeightSyncError as error:
+                if self._hint:
+                    raise WeightSyncError(f"{error}\n{self._hint}") from error
+                raise
+            except ReceiverChangedError as changed:
+                if collectives.rank() == 0:
+                    logger.warning("%s. The weights are pushed again.", changed)
+
+    def _publish(self, version: int) -> SyncStats:
+        if not self._is_proven:
+            self._try_adapter()
+        stats = SyncStats()
+        if not self._has_policy or self.holder.version != version:
+            stats = push(self.policy, self.holder, version=version, verify=self.verify, is_coarse=self.is_coarse)
+        else:
+            stats = check_weights(self.policy, self.holder, version=version, is_coarse=self.is_coarse)
+        self._is_proven = self._has_policy = True
+        self._tell_of_pictures(version, stats)
+        return stats
+
+    def _tell_of_pictures(self, version: int, stats: SyncStats) -> None:
+        if self._say is not None and self._num_said < 2 and not np.isnan(stats.picture_difference_max):
+            self._num_said += 1
+            told = f"{stats.picture_difference_max:.1e} nats"
+            self._say(
+                f"Pictures: in probes that show one, sampler and trainer differ by at most {told} a token (weights of version {version})."
+            )
+
+    def _try_adapter(self) -> None:
+        """Afterwards the holder has no version, so the policy itself is pushed; unless there was nothing to try."""
+        with self.policy.trial() as update:
+            if update is None:
+                return
+            if update.kind == "adapter" and not self.holder.has_base:
+                self.policy.make_room(keep="weights")
+                with self.policy.resident("weights"):
+                    _give(self.holder, next(self.policy.updates(NO_VERSION, has_base=False)))
+            tried = np.concatenate(_logprobs(self.policy, self.holder.probes()))
+            self.policy.make_room(keep="weights")
+            _give(self.holder, replace(update, version=NO_VERSION))
+            check_weights(self.policy, self.holder, version=NO_VERSION, is_coarse=self.is_coarse)
+            theirs = {name: np.concatenate(scores) for name, scores in self.holder.scores(self.holder.probes()).items()}
+        untried = np.concatenate(_logprobs(self.policy, self.holder.probes()))
+        mine = {name: _followed(scores, tried, untried) for name, scores in theirs.items()}
+        problem = _trial_problem(_of_all(mine))
+        if problem:
+            raise WeightSyncError(problem)
+
+
+def push(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, version: int, verify: bool, is_coarse: bool = False) -> SyncStats:
+    """Gives the holder the policy's weights. Collective over all ranks. verify: compare log-probs afterwards."""
+    num_tensors = num_bytes = 0
+    policy.make_room(keep="weights")
+    with policy.resident("weights"):
+        for update in policy.updates(version, has_base=holder.has_base):
+            counted = _give(holder, update)
+            num_tensors, num_bytes = num_tensors + counted.num_tensors, num_bytes + counted.num_bytes
+    found = check_weights(policy, holder, version=version, is_coarse=is_coarse) if verify else SyncStats()
+    return replace(found, num_tensors=num_tensors, num_bytes=num_bytes)
+
+
+def _give(holder: WeightReceiver, update: WeightUpdate) -> _Counted:
+    counted = _Counted(update.tensors)
+    with CleanUp(counted.finish):
+        holder.take(replace(update, tensors=counted))
+    return counted
+
+
+def check_weights(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, version: int, is_coarse: bool = False) -> SyncStats:
+    """Compares what trainer and engines make of the probes, over all engines. Collective over all ranks.
+
+    Once before the first rollout it proves that the checkpoint means the same to both. version: NO_VERSION is a trial. is_coarse: the
+    trainer is not float32. Raises WeightSyncError on every rank, with the numbers.
+    """
+    probes = holder.probes()
+    expected = _logprobs(policy, probes)
+    policy.make_room()  # scoring wakes the engine's KV cache, as sampling does right after
+    mine = {}
+    for name, scores in holder.scores(probes).items():
+        differences = [np.abs(np.asarray(theirs) - ours) for theirs, ours in zip(scores, expected, strict=True)]
+        fresh, cached = np.concatenate([d[:-1] for d in differences]), np.array([d[-1] for d in differences])
+        of_pictures = [float(d.max()) for d, probe in zip(differences, probes, strict=True) if probe.shown]
+        mine[name] = _Report(version=holder.version, fresh=fresh, cached=cached, of_pictures=max(of_pictures, default=float("nan")))
+    reports = _of_all(mine)
+    problem = _problem(reports, version, is_coarse or holder.dtype != "float32")
+    if problem:
+        raise WeightSyncError(problem)
+    every = np.concatenate([np.concatenate([report.fresh, report.cached]) for report in reports.values()])
+    worst = max(report.of_pictures for report in reports.values())
+    return SyncStats(logp_difference_max=float(every.max()), logp_difference_mean=float(every.mean()), picture_difference_max=worst)
+
+
+def _of_all(mine: Mapping[str, Found]) -> dict[str, Found]:
+    """What every rank found of its engines, by the engine's name. Collective."""
+    return {name: found for part in collectives.all_gather_object(dict(mine)) for name, found in part.items()}
+
+
+def _logprobs(policy: Policy | FrozenPolicy, probes: SequenceOf[Sequence]) -> list[np.ndarray]:
+    """float32 [T - 1] of each probe, by the trainer."""
+    with policy.resident("weights"):
+        return [scored[1:] for scored in policy.scorer.score(probes, temperature=1.0)]
+
+
+def _followed(theirs: np.ndarray, tried: np.ndarray, untried: np.ndarray) -> tuple[float, float]:
+    """(share of the trainer's movement from untried to tried that the engine made too, by least squares; its standard error)."""
+    moved, followed = tried.astype(np.float64) - untried, np.asarray(theirs, dtype=np.float64) - untried
+    length = float(moved @ moved)
+    if not length:
+        return 0.0, float("inf")
+    share = float(moved @ followed) / length
+    return share, float(np.sqrt(((followed - share * moved) ** 2).mean() / length))
+
+
+def _trial_problem(found: Mapping[str, tuple[float, float]]) -> str | None:
+    """found: of each engine, by its name. The comparisons are written so that NaN is a problem."""
+    shares = ", ".join(f"{name} {share:.2f} +- {error:.2g}" for name, (share, error) in found.items())
+    if not all(error <= FOLLOWED_ERROR for _, error in found.values()):
+        return (
+            "the trial of the adapter proves nothing: it moves the trainer's own log-probs too little to tell an engine that takes it from "
+            f"one that ignores it (share of the movement that the engines made: {shares}). More modules or float32 tell them "
+            "apart; verify_weight_push false trains without this proof."
+        )
+    if not all(abs(share - 1) <= FOLLOWED for share, _ in found.values()):
+        return f"the rollout engine ignores adapters, or takes them in part: share of the trial's movement that it made: {shares}."
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Report:
+    """What one engine said. `cached`: the probes' last tokens, read through the prefix cache."""
+
+    version: int
+    fresh: np.ndarray
+    cached: np.ndarray
+    of_pictures: float = float("nan")  # the largest of a probe that shows one
+
+
+def _problem(reports: Mapping[str, _Report], version: int, is_coarse: bool) -> str | None:
+    """reports: by the engine's name."""
+    others = {name: report.version for name, report in reports.items() if report.version != version}
+    if others:
+        return f"after the push of {_name(version)} these engines hold another: {others} (engine: version)"
+
+    def is_good(differences: np.ndarray, mean_bound: float) -> bool:
+        # Written so that NaN is not good.
+        return bool(differences.mean() <= mean_bound if is_coarse else differences.max() <= FLOAT32_MAX)
+
+    bad_fresh = [name for name, report in reports.items() if not is_good(report.fresh, BFLOAT16_MEAN)]
+    bad_cached = [name for name, report in reports.items() if not is_good(report.cached, BFLOAT16_MEAN_CACHED)]
+    if not bad_fresh and not bad_cached:
+        return None
+    bound = f"a mean of {BFLOAT16_MEAN} ({BFLOAT16_MEAN_CACHED} through the prefix cache)" if is_coarse else f"{FLOAT32_MAX} at some token"
+    bad = {name: reports[name] for name in reports if name in {*bad_fresh, *bad_cached}}
+    lines = [
+        f"the rollout engine does not sample from {_name(version)}.",
+        f"Its log-probs of the probe sequences differ from the trainer's by more than {bound}:",
+    ]
+    lines += [
+        f"  {name}: max {report.fresh.max():.3g}, mean {report.fresh.mean():.3g}; "
+        f"through the prefix cache: max {report.cached.max():.3g}, mean {report.cached.mean():.3g}"
+        for name, report in bad.items()
+    ]
+    if not bad_fresh:
+        hint = "only tokens read through the prefix cache differ: it was not reset, and holds keys and values of older weights"
+    elif len(bad) < len(reports):
+        hint = "only some engines are wrong: they missed the push, or the ranks of one engine received different tensors"
+    else:
+        hint = "every engine is wrong: some weight kept its old value (tied head, packed experts), or arrived under a wrong name or in part"
+        hint += "; or the adapter is ignored" * (version == NO_VERSION)
+    return "\n".join([*lines, f"  {hint}."])
+
+
+def _name(version: int) -> str:
+    return "the trial adapter" if version == NO_VERSION else f"the weights of version {version}"
+
+
+class _Counted:
+    """Passes the stream on, and remembers how much it was."""
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]):
+        self._named = iter(named)
+        self.num_tensors = self.num_bytes = 0
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._named:
+            self.num_tensors += 1
+            self.num_bytes += tensor.numel() * tensor.element_size()
+            activity.advance()
+            yield name, tensor
+
+    def finish(self) -> None:
+        """Takes what a holder that failed, or wants no more, has left: the other ranks are sent it too, and would wait for this one."""
+        for _ in self._named:
+            activity.advance()

@@ -1,0 +1,154 @@
+"""Which weights train under tuner_type full, where not all of them do. Hugging Face names and regular expressions, no tensors, no torch.
+
+The four words are Megatron-SWIFT's: `freeze_parameters` (beginnings of names) and `freeze_parameters_regex` (found in a name) take weights
+out of the training, `trainable_parameters` and `trainable_parameters_regex` put some of them back. There they are compared with the names
+of one rank's Megatron modules, whose layers count from 0 on every pipeline stage; here with the names in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from megatron_grpo.base.errors import Problem
+from megatron_grpo.weights.names import Entry, entries_in_layers, outer_entries, tower_entries
+from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.vision_towers import Part, part_of
+
+if TYPE_CHECKING:
+    from megatron_grpo.config.config import TunerConfig
+
+Rule = Callable[[str], bool]  # a tensor's Hugging Face name -> whether it trains
+
+
+def trains(cfg: TunerConfig) -> Rule:
+    """Whether a tensor of the model trains. Under tuner_type lora none does: its adapters do."""
+    if cfg.tuner_type != "full":
+        return lambda name: False
+    frozen = _matcher(cfg.freeze_parameters, cfg.freeze_parameters_regex)
+    kept = _matcher(cfg.trainable_parameters, cfg.trainable_parameters_regex)
+    parts = frozen_parts(cfg)
+    return lambda name: kept(name) or not (frozen(name) or part_of(name) in parts)
+
+
+def frozen_parts(cfg: TunerConfig) -> set[Part]:
+    """What `freeze_llm`, `freeze_vit` and `freeze_aligner` take out of the training; text models have the first part alone."""
+    flags: dict[Part, bool] = {"llm": cfg.freeze_llm, "vit": cfg.freeze_vit, "aligner": cfg.freeze_aligner}
+    return {part for part, is_frozen in flags.items() if is_frozen}
+
+
+def trains_tower(cfg: TunerConfig, shape: ModelShape) -> bool:
+    """Whether any of what sees pictures trains."""
+    return any(map(trains(cfg), (name for entry in tower_entries(shape) for name, _ in entry.hf)))
+
+
+def trains_all(cfg: TunerConfig, shape: ModelShape) -> bool:
+    """Whether every weight of the model trains."""
+    is_whole = not cfg.freeze_llm and (shape.vision is None or not frozen_parts(cfg))
+    return is_whole and cfg.tuner_type == "full" and not cfg.freeze_parameters and cfg.freeze_parameters_regex is None
+
+
+def parameter_trains(names: Iterable[str], rule: Rule) -> bool:
+    """Whether a Megatron parameter trains. names: of the Hugging Face tensors that it is made of.
+
+    Raises ValueError where only some of them do, which `problems` refuses beforehand.
+    """
+    verdicts = {rule(name) for name in names}
+    if len(verdicts) != 1:
+        raise ValueError(f"{', '.join(names)} are one parameter, of which only a part is to train")
+    return verdicts.pop()
+
+
+def problems(cfg: TunerConfig, shape: ModelShape) -> list[Problem]:
+    """Words that match nothing, or all, or a part of what Megatron holds as one parameter. Regular expressions must be valid."""
+    if cfg.tuner_type != "full":
+        return []
+    parameters = [*outer_entries(shape), *entries_in_layers(shape)]
+    found = [*_parts_that_are_not_there(cfg, shape), *_lost(cfg, shape, parameters)]
+    if found or trains_all(cfg, shape):
+        return found
+    rule = trains(cfg)
+    if not any(rule(name) for entry in parameters if not entry.is_buffer for name, _ in entry.hf):
+        flags = tuple(flag for flag in (*_freezing_parts(shape), "freeze_parameters", "freeze_parameters_regex") if getattr(cfg, flag))
+        thaw = "" if shape.vision is None else " Use freeze_llm, freeze_vit or freeze_aligner false."
+        return [Problem(flags=flags, message=f"{' and '.join(flags)} freeze every weight of the model: nothing would train. "
+                                             f"Name in trainable_parameters what is to train.{thaw}")]  # fmt: skip
+    return [*_parts(cfg, parameters, rule), *_lonely_biases(cfg, parameters, rule)]
+
+
+def _freezing_parts(shape: ModelShape) -> tuple[str, ...]:
+    return ("freeze_llm", "freeze_vit", "freeze_aligner") if shape.vision else ()
+
+
+def _parts_that_are_not_there(cfg: TunerConfig, shape: ModelShape) -> Iterator[Problem]:
+    """A text model is one part, which trains."""
+    if shape.vision is not None:
+        return
+    if cfg.freeze_llm:
+        message = f"freeze_llm true: {shape.architecture} is a text model, and nothing else is left to train. Use freeze_llm false."
+        yield Problem(flags=("freeze_llm",), nearest={"freeze_llm": [False]}, message=message)
+    for flag in ("freeze_vit", "freeze_aligner"):
+        if not getattr(cfg, flag):
+            message = f"{flag} false: {shape.architecture} is a text model, without a vision tower. Use {flag} true."
+            yield Problem(flags=(flag,), nearest={flag: [True]}, message=message)
+
+
+def _matcher(prefixes: Iterable[str], pattern: str | None) -> Rule:
+    beginnings, expression = tuple(prefixes), re.compile(pattern) if pattern is not None else None
+    return lambda name: name.startswith(beginnings) or (expression is not None and expression.search(name) is not None)
+
+
+def _lost(cfg: TunerConfig, shape: ModelShape, parameters: list[Entry]) -> Iterator[Problem]:
+    """Words that name no tensor of the model: what was to be frozen would train, and nobody would be told."""
+    names = [name for entry in parameters for name, _ in entry.hf]
+    for flag in ("freeze_parameters", "trainable_parameters"):
+        for word in getattr(cfg, flag):
+            if not any(name.startswith(word) for name in names):
+                yield Problem(flags=(flag,), message=f"{flag}: no tensor of this model begins with {word}."
+                                                     f"{_meant(word, shape, parameters)}")  # fmt: skip
+        pattern = getattr(cfg, f"{flag}_regex")
+        if pattern is not None and not any(map(re.compile(pattern).search, names)):
+            like = f"Names are Hugging Face's, such as {names[0]} and {parameters[len(parameters) // 2].hf[0][0]}."
+            yield Problem(flags=(f"{flag}_regex",), message=f"{flag}_regex ({pattern}) is found in no tensor of this model. {like}")
+
+
+def _meant(word: str, shape: ModelShape, parameters: list[Entry]) -> str:
+    if shape.tied_embeddings and (word.startswith("lm_head") or "lm_head.weight".startswith(word)):
+        return " Its head is its embedding (tie_word_embeddings): model.embed_tokens.weight is both."
+    theirs = [name for entry in parameters if entry.megatron.startswith(word) for name, _ in entry.hf]
+    if theirs:
+        more = f" and {len(theirs) - 3} more" if len(theirs) > 3 else ""
+        return f" That is a name of Megatron's modules; in Hugging Face's names, which are meant here, it is {', '.join(theirs[:3])}{more}."
+    starts = dict.fromkeys(".".join(name.split(".")[:2]) for entry in parameters for name, _ in entry.hf)
+    return f" Names begin with {', '.join(starts)}."
+
+
+def _parts(cfg: TunerConfig, parameters: list[Entry], rule: Rule) -> Iterator[Problem]:
+    mixed = [entry for entry in parameters if len({rule(name) for name, _ in entry.hf}) > 1]
+    if not mixed:
+        return
+    first = mixed[0]
+    on, off = (", ".join(name for name, _ in first.hf if rule(name) is wanted) for wanted in (True, False))
+    others = f" {len(mixed) - 1} more are cut so." if len(mixed) > 1 else ""
+    message = (
+        f"{off} would be frozen and {on} would train, but Megatron holds them as one parameter ({first.megatron}), which trains whole or "
+        f"not at all.{others} Name all of them, or none."
+    )
+    yield Problem(flags=_given(cfg), message=message)
+
+
+def _lonely_biases(cfg: TunerConfig, parameters: list[Entry], rule: Rule) -> Iterator[Problem]:
+    """Megatron-Core's column-parallel linear gives the bias inside it no gradient where its weight is frozen; linear_qkv's is inside."""
+    by_name = {entry.megatron: [name for name, _ in entry.hf] for entry in parameters}
+    for name, bias in by_name.items():
+        weight = by_name.get(name.removesuffix(".bias") + ".weight")
+        if name.endswith(".linear_qkv.bias") and weight and rule(bias[0]) and not rule(weight[0]):
+            yield Problem(flags=_given(cfg), message=f"{', '.join(bias)} would train while {', '.join(weight)} are frozen: "
+                                                     "Megatron-Core gives that bias no gradient. Freeze both, or neither.")  # fmt: skip
+            return
+
+
+def _given(cfg: TunerConfig) -> tuple[str, ...]:
+    flags = ("freeze_parameters", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex")
+    return tuple(flag for flag in flags if getattr(cfg, flag))

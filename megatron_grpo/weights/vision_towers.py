@@ -1,0 +1,242 @@
+"""How each family sees: how the config of its vision tower and its positions with three axes are read, and what the tower's tensors are
+called. No tensors, no torch.
+
+The tower is transformers' own module, whole on every rank that has one, so its tensors travel under their own names, one to one. Here they
+stand in the order in which that module registers them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from megatron_grpo.weights.sizes import RopeShape, VisionShape
+
+Config = Mapping[str, Any]
+Sizes = Iterator[tuple[str, tuple[int, ...]]]
+Require = Callable[[bool, str], None]  # remembers the sentence where the condition does not hold
+Part = Literal["llm", "vit", "aligner"]
+
+MEGATRON = "vision.tower."  # before the name of a tower's tensor, in the modules of a rank
+_ROPES = ("rope_scaling", "rope_parameters")
+_OF_AXES = ("mrope_section", "mrope_interleaved")
+_PART = re.compile(r"(?:model\.)?visual\.(merger\.|deepstack_merger_list\.)?")
+
+
+def part_of(name: str) -> Part:
+    """Whether a tensor, by its Hugging Face name, is of the text model, of the tower, or of what turns the tower's channels into text's."""
+    match = _PART.match(name)
+    return "llm" if match is None else "aligner" if match[1] else "vit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionTower:
+    """What sets the tower of one family apart.
+
+    module: transformers' class, inside transformers.models. prefix, text_prefix: what names of its tensors, and of the text model's, begin
+    with on the Hub; the head is `lm_head` everywhere. shape: (vision_config, config.json) -> sizes. tensors: (sizes, channels of the text
+    model) -> names and sizes, without the prefix.
+    """
+
+    module: str
+    prefix: str
+    text_prefix: str
+    shape: Callable[[Config, Config], VisionShape]
+    tensors: Callable[[VisionShape, int], Sizes]
+    sections: tuple[int, int, int]  # mrope_section where config.json says none
+    interleaved_axes: bool = False  # see `RopeShape`
+
+    def on_the_hub(self, name: str) -> str:
+        """The same tensor's name on the Hub. transformers 4.52 to 4.57 write those that their modules have in memory."""
+        for theirs, ours in (("model.visual.", self.prefix), ("visual.", self.prefix), ("model.language_model.", self.text_prefix)):
+            if name.startswith(theirs):
+                return ours + name.removeprefix(theirs)
+        return name
+
+    def in_memory(self, name: str) -> str:
+        """The name that a tensor of the text model has in transformers' module, and so in PEFT's files."""
+        return "model.language_model." + name.removeprefix(self.text_prefix) if name.startswith(self.text_prefix) else name
+
+
+def _shape(
+    vision: Config, config: Config, *, width: int, ffn: int, num_positions: int = 0, num_deepstack: int = 0, patch: int
+) -> VisionShape:
+    side = vision.get("patch_size", patch)
+    return VisionShape(
+        depth=vision["depth"],
+        width=width,
+        ffn_hidden_size=ffn,
+        patch=(vision.get("in_channels", vision.get("in_chans", 3)), vision.get("temporal_patch_size", 2), side, side),
+        merge=vision.get("spatial_merge_size", 2),
+        image_token=config["image_token_id"],
+        num_positions=num_positions,
+        num_deepstack=num_deepstack,
+    )
+
+
+def qwen2_vl(vision: Config, config: Config) -> VisionShape:
+    width = vision.get("embed_dim", 1280)
+    return _shape(vision, config, width=width, ffn=int(width * vision.get("mlp_ratio", 4)), patch=14)
+
+
+def qwen2_5_vl(vision: Config, config: Config) -> VisionShape:
+    return _shape(vision, config, width=vision["hidden_size"], ffn=vision["intermediate_size"], patch=14)
+
+
+def qwen3_vl(vision: Config, config: Config) -> VisionShape:
+    deep = vision.get("deepstack_visual_indexes", (8, 16, 24))
+    positions = vision.get("num_position_embeddings", 2304)
+    return _shape(
+        vision,
+        config,
+        width=vision["hidden_size"],
+        ffn=vision["intermediate_size"],
+        num_positions=positions,
+        num_deepstack=len(deep),
+        patch=16,
+    )
+
+
+def _affine(name: str, *size: int, bias: bool = True) -> Sizes:
+    """The tensors of a linear layer, out and in, or of a norm, its channels."""
+    yield f"{name}.weight", size
+    if bias:
+        yield f"{name}.bias", size[:1]
+
+
+def _blocks(vision: VisionShape, *mlp: str, norm_bias: bool = True) -> Sizes:
+    """All layers. mlp: the names of the linears of their MLP, the last one leads out of it."""
+    width, inner = vision.width, vision.ffn_hidden_size
+    for block in (f"blocks.{layer}" for layer in range(vision.depth)):
+        yield from _affine(f"{block}.norm1", width, bias=norm_bias)
+        yield from _affine(f"{block}.norm2", width, bias=norm_bias)
+        yield from _affine(f"{block}.attn.qkv", 3 * width, width)
+        yield from _affine(f"{block}.attn.proj", width, width)
+        for name in mlp[:-1]:
+            yield from _affine(f"{block}.mlp.{name}", inner, width)
+        yield from _affine(f"{block}.mlp.{mlp[-1]}", width, inner)
+
+
+def _merger(norm: str, first: str, second: str, vision: VisionShape, hidden: int, *, normed: int, norm_bias: bool = True) -> Sizes:
+    """What makes tokens of patches. norm, first, second: names of its layers. normed: channels of the norm."""
+    merged = vision.width * vision.merge**2
+    yield from _affine(norm, normed, bias=norm_bias)
+    yield from _affine(first, merged, merged)
+    yield from _affine(second, hidden, merged)
+
+
+def qwen2_vl_tensors(vision: VisionShape, hidden: int) -> Sizes:
+    yield "patch_embed.proj.weight", (vision.width, *vision.patch)
+    yield from _blocks(vision, "fc1", "fc2")
+    yield from _merger("merger.ln_q", "merger.mlp.0", "merger.mlp.2", vision, hidden, normed=vision.width)
+
+
+def qwen2_5_vl_tensors(vision: VisionShape, hidden: int) -> Sizes:
+    yield "patch_embed.proj.weight", (vision.width, *vision.patch)
+    yield from _blocks(vision, "gate_proj", "up_proj", "down_proj", norm_bias=False)
+    yield from _merger("merger.ln_q", "merger.mlp.0", "merger.mlp.2", vision, hidden, normed=vision.width, norm_bias=False)
+
+
+def qwen3_vl_tensors(vision: VisionShape, hidden: int) -> Sizes:
+    yield from _affine("patch_embed.proj", vision.width, *vision.patch)
+    yield "pos_embed.weight", (vision.num_positions, vision.width)
+    yield from _blocks(vision, "linear_fc1", "linear_fc2")
+    deep = [(f"deepstack_merger_list.{number}", vision.width * vision.merge**2) for number in range(vision.num_deepstack)]
+    for name, normed in (("merger", vision.width), *deep):
+        yield from _merger(f"{name}.norm", f"{name}.linear_fc1", f"{name}.linear_fc2", vision, hidden, normed=normed)
+
+
+QWEN2_VL = VisionTower(
+    module="qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel",
+    prefix="visual.",
+    text_prefix="model.",
+    shape=qwen2_vl,
+    tensors=qwen2_vl_tensors,
+    sections=(16, 24, 24),
+)
+QWEN2_5_VL = VisionTower(
+    module="qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel",
+    prefix="visual.",
+    text_prefix="model.",
+    shape=qwen2_5_vl,
+    tensors=qwen2_5_vl_tensors,
+    sections=(16, 24, 24),
+)
+QWEN3_VL = VisionTower(
+    module="qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel",
+    prefix="model.visual.",
+    text_prefix="model.language_model.",
+    shape=qwen3_vl,
+    tensors=qwen3_vl_tensors,
+    sections=(24, 20, 20),
+    interleaved_axes=True,
+)
+
+
+def without_axes(config: Config) -> Config:
+    """The same configuration, its rope as that of a text model: `mrope` is the plain kind, with axes."""
+    changed = {}
+    for name in _ROPES:
+        if isinstance(given := config.get(name), Mapping):
+            plain = {key: value for key, value in given.items() if key not in _OF_AXES}
+            changed[name] = {key: "default" if key in ("type", "rope_type") and value == "mrope" else value for key, value in plain.items()}
+    return {**config, **changed}
+
+
+def with_axes(rope: RopeShape, config: Config, tower: VisionTower, require: Require) -> RopeShape:
+    """rope: as read from `without_axes`. config: config.json."""
+    require(rope.type == "default", f"rope type {rope.type!r} with axes (mrope_section) is not supported; only 'mrope' and 'default' are.")
+    given = _said_once(config, "mrope_section", require) or tower.sections
+    if not (isinstance(given, (list, tuple)) and len(given) == 3 and all(map(_is_count, given))):
+        require(False, f"mrope_section must be three whole numbers, it is {given!r}.")
+        return rope
+    sections = tuple(given)
+    require(
+        sum(sections) == rope.dim // 2, f"mrope_section ({sections}) must have a sum of head_dim / 2 ({rope.dim // 2}): {sum(sections)}."
+    )
+    interleaved = tower.interleaved_axes
+    given = _said_once(config, "mrope_interleaved", require)
+    require(
+        given in (None, interleaved), f"mrope_interleaved is {given}; in {config['architectures'][0]} it is {str(interleaved).lower()}."
+    )
+    return replace(rope, sections=sections, interleaved=interleaved)
+
+
+def vision_of(config: Config, tower: VisionTower, require: Require, *, hidden: int) -> VisionShape | None:
+    """The tower. hidden: channels of the text model. None with what is wrong in `require`."""
+    vision = config.get("vision_config")
+    if not isinstance(vision, Mapping):
+        require(False, f"vision_config must hold named values, it is {vision!r}.")
+        return None
+    try:
+        shape = tower.shape(vision, config)
+    except KeyError as missing:
+        require(False, f"{config['architectures'][0]} needs {missing.args[0]} (in config.json or its vision_config).")
+        return None
+    numbers = {"depth": shape.depth, "channels": shape.width, "spatial_merge_size": shape.merge, "image_token_id": shape.image_token}
+    for name, value in {**numbers, "patch_size": shape.patch[-1]}.items():
+        require(_is_count(value), f"the tower's {name} must be a positive whole number, it is {value!r}.")
+    # Qwen2-VL calls its own channels embed_dim, and the text model's hidden_size.
+    out = vision.get("out_hidden_size", vision.get("hidden_size") if "embed_dim" in vision else hidden)
+    require(out == hidden, f"the tower gives tokens of {out} channels, and the text model takes {hidden}.")
+    return shape
+
+
+def _ropes(config: Config) -> Iterator[Config]:
+    for level in (config, config.get("text_config") or {}):
+        for name in _ROPES:
+            if isinstance(given := level.get(name), Mapping):
+                yield given
+
+
+def _said_once(config: Config, key: str, require: Require) -> Any:
+    """What config.json says under a key of any of its rope settings; None where it says nothing."""
+    said = [given[key] for given in _ropes(config) if given.get(key) is not None]
+    require(all(value == said[0] for value in said), f"{key} is said twice, and not alike: {' and '.join(map(repr, said))}.")
+    return said[0] if said else None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0

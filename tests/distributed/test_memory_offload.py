@@ -1,0 +1,110 @@
+"""Room for the sampler: all memory leaves and comes back, and training goes on bit for bit. Each other way to make the trip shows.
+
+The other ways raise no error by themselves. All layouts in both precisions: `python tools/parity.py --only room`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests import room_cases as room
+from tests.ranks import run_ranks
+
+
+def parameters_leave_the_flat_buffer(policy, trip):
+    """`module.to("cpu")`, and back."""
+    trip()
+    for chunk in policy.chunks:
+        for parameter in chunk.parameters():
+            parameter.data = parameter.data.clone()
+
+
+def gradients_get_another_buffer(policy, trip):
+    trip()
+    for wrapped in policy.wrapped:
+        for buffer in wrapped.buffers:
+            buffer.grad_data = buffer.grad_data.clone()
+
+
+def moments_are_lost(policy, trip):
+    trip()
+    for state in policy.optimizer.chained_optimizers[0].optimizer.state.values():
+        state["exp_avg"].zero_()
+        state["exp_avg_sq"].zero_()
+
+
+def masters_are_made_of_the_weights(policy, trip):
+    trip()
+    policy.optimizer.reload_model_params()
+
+
+def storages_are_counted_twice(policy, trip):
+    once = policy.room._storages
+    policy.room._storages = lambda: {role: storages * 2 for role, storages in once().items()}
+    trip()
+
+
+def without(policy, leaves):
+    """The policy's tensors but for those that `leaves(role, tensor)` says."""
+    from megatron_grpo.policy.memory_offload import tensors_of
+
+    policy.room._held = lambda: ((role, tensor) for role, tensor in tensors_of(policy) if not leaves(role, tensor))
+
+
+def the_reference_is_left_behind(policy, trip):
+    without(policy, lambda role, tensor: role == "reference")
+    trip()
+
+
+def only_the_first_chunk_leaves(policy, trip):
+    """As `model[0].offload_grad_buffers()` does."""
+    from megatron_grpo.policy.memory_offload import tensors_of
+
+    first = SimpleNamespace(chunks=policy.chunks[:1], wrapped=policy.wrapped[:1], reference=None, optimizer=policy.optimizer)
+    policy.room._held = lambda: tensors_of(first)
+    trip()
+
+
+def module_buffers_are_left_behind(policy, trip):
+    buffers = {buffer.data_ptr() for chunk in policy.chunks for buffer in chunk.buffers()}
+    without(policy, lambda role, tensor: tensor.data_ptr() in buffers)
+    trip()
+
+
+def the_base_is_left_behind(policy, trip):
+    base = {p.data_ptr() for chunk in policy.chunks for p in chunk.parameters() if not p.requires_grad}
+    without(policy, lambda role, tensor: tensor.data_ptr() in base)
+    trip()
+
+
+CASES = [
+    (
+        "DP2 with reference, overlapped",
+        "bfloat16",
+        (
+            parameters_leave_the_flat_buffer,
+            gradients_get_another_buffer,
+            moments_are_lost,
+            masters_are_made_of_the_weights,
+            storages_are_counted_twice,
+            the_reference_is_left_behind,
+        ),
+    ),
+    ("PP2 VPP2", "float32", (only_the_first_chunk_leaves,)),
+    ("MLA EP2", "bfloat16", (module_buffers_are_left_behind,)),
+    ("LoRA TP2, from an adapter", "bfloat16", (the_base_is_left_behind,)),
+    ("few bits, DP2, overlapped", "bfloat16", (moments_are_lost,)),
+    ("few bits, MoE EP2", "bfloat16", ()),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "breaks"), CASES, ids=[f"{name} {dtype}" for name, dtype, _ in CASES])
+def test_training_goes_on_bit_for_bit_and_nothing_is_held_meanwhile(tmp_path, name, dtype, breaks):
+    path, world, settings = room.inputs_of(name, dtype, tmp_path, layers=4 if "VPP" in name else 2)
+    for found in run_ranks(room.differences, world, path, settings, tmp_path, breaks, timeout=120):
+        print(found)
+        assert found.pop("offload") == found.pop("resumed") == []
+        assert found.keys() == {break_.__name__ for break_ in breaks}
+        assert all(found.values()), "another way to make the trip does not show"

@@ -1,0 +1,178 @@
+"""Rows that wait, on real ranks: who holds what, what travels, and what is left after a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.ranks import run_ranks
+
+ROWS = 16
+
+
+def samples(num_rows: int = ROWS):
+    """Rows of 3 to 10 tokens; row i begins with token 100 + i, and its log-probs are -i / 100."""
+    from megatron_grpo.types import Sample
+
+    made = []
+    for row in range(num_rows):
+        length = 3 + 5 * row % 8
+        mask = np.arange(length) >= 2
+        made.append(
+            Sample(
+                rollout=0, row=row, prompt_number=row // 4, version=0, fresh_at=0, token_ids=np.arange(length) + 100 + row, mask=mask,
+                sampler_logprobs=np.where(mask, -row / 100, 0).astype(np.float32), advantage=float(row), is_dead=row < 4,
+                is_truncated=row == 5,
+            )
+        )  # fmt: skip
+    return made
+
+
+def weigh(num_masked, *, is_truncated, is_dead):
+    """A weight that says which row it belongs to; filters as integers and flags say."""
+    weights = np.array([num / 1000 for num in num_masked])
+    return SimpleNamespace(of_rows=weights, num_sequences=len(num_masked) - sum(is_dead), num_loss_tokens=sum(num_masked))
+
+
+class Scorer:
+    """Every token's log-prob is its target over -1000; notes which rows it was asked about."""
+
+    def __init__(self):
+        self.asked = []
+
+    def anchors(self, micro_batches):
+        self.asked += [micro.targets.tolist() for micro in micro_batches]
+        return [(micro.targets / -1000).astype(np.float32) for micro in micro_batches], None
+
+
+def step(index: int, slices, cut, *, anchors=(), keeps=(), last_use=(), staleness=0):
+    size = cut.rows_per_slice
+    micro_steps = [SimpleNamespace(rollout=0, rows=(j * size, (j + 1) * size), fresh_at=index - staleness) for j in slices]
+    return SimpleNamespace(index=index, micro_steps=micro_steps, anchors=anchors, keeps=keeps, last_use=last_use)
+
+
+def start(rank, world, *, tp: int = 1, pp: int = 1, micro_batch_size: int = 2, max_tokens: int | None = None):
+    from megatron_grpo.batching.split import BatchPartitioner
+    from megatron_grpo.parallel.layout import Layout
+    from megatron_grpo.parallel.state import start
+    from megatron_grpo.trainer.sample_buffer import SampleBuffer
+
+    parallel = start(Layout(world_size=world, tp=tp, pp=pp))
+    cut = BatchPartitioner(dp_size=parallel.dp_size, micro_batch_size=micro_batch_size, max_tokens=max_tokens)
+    mine = samples()[rank::world]  # as ranks read them from files
+    return SampleBuffer(parallel=parallel, cut=cut).restored(mine), cut
+
+
+def rows_of(pending) -> list[int]:
+    return sorted(row for _, row in pending.samples)
+
+
+@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {}), (2, {"tp": 2}), (4, {"tp": 2}), (4, {"pp": 2})])
+def test_every_row_is_with_all_ranks_of_one_share_and_with_no_other(world, layout):
+    def body(rank, world_size):
+        pending, _ = start(rank, world_size, **layout)
+        assert list(pending.rows) == [(0, row) for row in range(ROWS)]
+        assert all(pending.rows[key].home == pending.parallel.dp_rank for key in pending.samples)
+        for sample in pending.samples.values():
+            assert sample.token_ids[0] == 100 + sample.row
+        return pending.parallel.dp_rank, rows_of(pending), [sample.row for sample in pending.to_save()]
+
+    found = run_ranks(body, world, timeout=120)
+    by_share = {share: rows for share, rows, _ in found}
+    assert all(rows == by_share[share] for share, rows, _ in found)
+    assert sorted(row for rows in by_share.values() for row in rows) == list(range(ROWS))
+    assert sorted(row for *_, rows in found for row in rows) == list(range(ROWS)), "a checkpoint has every row once"
+
+
+@pytest.mark.parametrize("max_tokens", [None, 14])
+def test_a_batch_is_this_shares_rows_with_the_weights_of_the_whole_step(max_tokens):
+    def body(rank, world_size):
+        pending, cut = start(rank, world_size, max_tokens=max_tokens)
+        whole = {sample.row: sample for sample in samples()}
+        before = rows_of(pending)
+        pending, batch = pending.batch(step(0, range(4), cut), weigh=weigh)
+        trained = [row for micro in batch.micro_batches for _, row in micro.rows]
+        assert sorted(trained) == rows_of(pending), "a row stays where it was trained"
+        for number, micro in enumerate(batch.micro_batches):
+            assert micro.number == number
+            for place, (_, row) in enumerate(micro.rows):
+                at = micro.sequence == place
+                assert micro.targets[at].tolist() == whole[row].token_ids[whole[row].mask].tolist()
+                assert set(micro.token_weights[at]) == {whole[row].num_masked / 1000} and set(micro.advantages[at]) == {row}
+        assert (batch.num_sequences, batch.num_contexts) == (ROWS - 4, ROWS)
+        assert batch.num_tokens == sum(len(sample.token_ids) for sample in whole.values())
+        return before, trained
+
+    (before, first), (_, second) = run_ranks(body, 2, timeout=120)
+    assert sorted(first + second) == list(range(ROWS))
+    assert (sorted(first) == before) == (max_tokens is None), "a token budget sends rows to other shares, and nothing else does"
+
+
+def test_anchors_are_made_where_rows_are_dealt_and_kept_log_probs_reach_the_whole_share():
+    def body(rank, world_size):
+        from megatron_grpo.types import SampleWithOldLogprobs
+
+        pending, cut = start(rank, world_size, pp=2, micro_batch_size=4, max_tokens=20)
+        scorer = Scorer()
+        pending = pending.anchored(scorer, step(0, (), cut, anchors=((0, 1),)))
+        due = {(0, row) for row in range(8, 16)}
+        for key, sample in pending.samples.items():
+            assert isinstance(sample, SampleWithOldLogprobs) == (key in due)
+            if key in due:
+                assert sample.anchored_by == "recompute"
+                assert np.array_equal(sample.old_logprobs[sample.mask], (sample.token_ids[sample.mask] / -1000).astype(np.float32))
+        pending, batch = pending.batch(step(0, (0,), cut), weigh=weigh)
+        is_last = pending.parallel.is_last_stage
+        values = (
+            {key: np.full(pending.rows[key].num_masked, -0.5, np.float32) for m in batch.micro_batches for key in m.rows} if is_last else {}
+        )
+        pending = pending.after(step(0, (0,), cut, keeps=((0, 0),), last_use=((0, 1),)), values)
+        assert {sample.anchored_by for sample in pending.samples.values()} <= {"cached"}
+        assert set(pending.rows) == {(0, row) for row in range(8)}
+        return rows_of(pending)
+
+    found = run_ranks(body, 4, timeout=120)
+    assert sorted(row for rows in {tuple(rows) for rows in found} for row in rows) == list(range(8))
+
+
+def test_what_a_group_begins_with_takes_the_experts_of_its_first_row_wherever_the_others_were_scored():
+    """Every micro-batch names other experts. Both ranks score rows of the one group."""
+
+    def body(rank, world_size):
+        pending, cut = start(rank, world_size)
+        rows = {key: dataclasses.replace(row, prefix=2, prompt_number=0) for key, row in pending.rows.items()}
+        pending = dataclasses.replace(pending, rows=rows)
+
+        def anchors(micro_batches):
+            experts = [np.full((micro.num_tokens, 3, 1), 10 * rank + micro.number, np.int16) for micro in micro_batches]
+            return [np.zeros(len(micro.targets), np.float32) for micro in micro_batches], experts
+
+        slices = tuple((0, number) for number in range(4))
+        pending = pending.anchored(SimpleNamespace(anchors=anchors), step(0, (), cut, anchors=slices))
+        return {row: sample.experts[:, 0, 0].tolist() for (_, row), sample in pending.samples.items()}
+
+    of_ranks = run_ranks(body, 2, timeout=120)
+    assert all(of_ranks) and sorted([*of_ranks[0], *of_ranks[1]]) == list(range(ROWS))
+    for rank, rows in enumerate(of_ranks):
+        for experts in rows.values():
+            assert experts[:2] == [0, 0], "what the first row has, in the first micro-batch of the first rank"
+            assert all(expert // 10 == rank for expert in experts[2:-1]) and experts[-1] == -1
+
+
+def test_what_contradicts_the_timetable_is_an_error():
+    def body(rank, world_size):
+        pending, cut = start(rank, world_size)
+        with pytest.raises(ValueError, match="row 0 of rollout 0 was sampled by version 0 .* its rollout come in at version -1"):
+            pending.batch(step(3, (0,), cut, staleness=4), weigh=weigh)
+        early = dataclasses.replace(pending, rows={key: dataclasses.replace(row, fresh_at=1) for key, row in pending.rows.items()})
+        with pytest.raises(ValueError, match="by version 0 and is fresh at 1; the timetable has its rollout come in at version 2"):
+            early.batch(step(2, (0,), cut), weigh=weigh)
+        with pytest.raises(KeyError):
+            pending.batch(step(0, (99,), cut), weigh=weigh)
+        with pytest.raises(ValueError, match="trained at version 3 without old log-probs"):
+            pending.batch(step(3, (0,), cut, staleness=3), weigh=weigh)
+
+    run_ranks(body, 1)

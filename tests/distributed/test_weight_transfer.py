@@ -1,0 +1,147 @@
+"""Claims about the link of a push: real processes, one of which sends. What comes is what was sent, or an error says that it is not."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.servers.weight_transfer import LinkError, Rendezvous, TransferCancelledError, WeightReceiverWorker, WeightSender
+from tests.ranks import run_ranks
+
+
+def _tensors():
+    """Every kind that a model has: dtypes of 1 to 8 bytes, no elements, no dimensions, not in order, larger than a bucket."""
+    generator = torch.Generator().manual_seed(3)
+    return [
+        ("a", torch.randn(5, 7, generator=generator)), ("half", torch.randn(3, generator=generator).bfloat16()),
+        ("none", torch.empty(0, 4)), ("number", torch.tensor(2.5, dtype=torch.float64)), ("flags", torch.tensor([True, False, True])),
+        ("turned", torch.randn(6, 4, generator=generator).T), ("large", torch.randn(300, generator=generator)), ("ids", torch.arange(9)),
+    ]  # fmt: skip
+
+
+def _members(rank, world, name="link", seconds=20.0, meeting=None):
+    """A link of all ranks, over their own store beside the default group."""
+    meeting = meeting or (Rendezvous() if rank == 0 else None)
+    box = [meeting.port if meeting else None]
+    dist.broadcast_object_list(box, 0)
+    if rank == 0:
+        return meeting, WeightSender(meeting, name=name, world=world, near="127.0.0.1", seconds=seconds)
+    return None, WeightReceiverWorker(address="127.0.0.1", port=box[0], rank=rank, world=world, name=name, seconds=seconds)
+
+
+def _said(receiver):
+    try:
+        return [name for name, _ in receiver.receive()]
+    except LinkError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_what_comes_is_what_was_sent_in_any_size_of_bucket_and_again():
+    def run(rank, world):
+        meeting, link = _members(rank, world)
+        for bucket_bytes in (1, 100, 10_000):
+            if rank == 0:
+                assert link.send(iter(_tensors()), bucket_bytes) == (8, sum(t.nbytes for _, t in _tensors()))
+                continue
+            got = list(link.receive())
+            assert [name for name, _ in got] == [name for name, _ in _tensors()]
+            for (_, theirs), (_, ours) in zip(got, _tensors(), strict=True):
+                assert theirs.dtype == ours.dtype and theirs.shape == ours.shape and torch.equal(theirs, ours)
+        dist.barrier()
+
+    run_ranks(run, 3)
+
+
+def test_nothing_that_came_is_written_over_by_what_comes_later():
+    def run(rank, world):
+        meeting, link = _members(rank, world)
+        if rank == 0:
+            link.send(((str(i), torch.full((50,), float(i))) for i in range(20)), 256)
+        else:
+            assert [float(tensor.mean()) for _, tensor in list(link.receive())] == list(range(20))
+        dist.barrier()
+
+    run_ranks(run, 2)
+
+
+def test_a_source_that_fails_is_told_to_all_and_the_next_push_is_right():
+    def failing():
+        yield from _tensors()[:3]
+        raise ZeroDivisionError("the trainer's own")
+
+    def run(rank, world):
+        meeting, link = _members(rank, world)
+        if rank == 0:
+            with pytest.raises(ZeroDivisionError):
+                link.send(failing(), 64)
+            assert link.is_whole
+            link.send(iter(_tensors()), 64)
+            return None
+        with pytest.raises(TransferCancelledError):
+            list(link.receive())
+        return [name for name, _ in link.receive()]
+
+    assert run_ranks(run, 3)[1:] == [[name for name, _ in _tensors()]] * 2
+
+
+def test_a_member_that_leaves_ends_the_push_for_all_at_once_and_those_who_are_left_make_a_new_link():
+    def run(rank, world):
+        meeting, link = _members(rank, world, seconds=30.0)
+        start = time.monotonic()
+        if rank == 0:
+            with pytest.raises(LinkError, match="broke"):
+                link.send(((str(i), torch.zeros(100_000)) for i in range(100)), 400_000)
+            with pytest.raises(LinkError, match="is gone"):  # not one byte more: a short message would complete a long one
+                link.send(iter(_tensors()), 64)
+        elif rank == 1:
+            with pytest.raises(LinkError, match="broke"):
+                list(link.receive())
+        else:
+            for _name, _ in link.receive():
+                break
+            gc.collect()
+            with pytest.raises(LinkError, match="is gone"):
+                list(link.receive())
+        assert time.monotonic() - start < 20  # not the limit of 30
+        dist.barrier()
+        box = [meeting.port if meeting else None]
+        dist.broadcast_object_list(box, 0)
+        if rank == 0:
+            WeightSender(meeting, name="second", world=2, near="127.0.0.1", seconds=20).send(iter(_tensors()), 64)
+        elif rank == 1:
+            second = WeightReceiverWorker(address="127.0.0.1", port=box[0], rank=1, world=2, name="second", seconds=20)
+            assert [name for name, _ in second.receive()] == [name for name, _ in _tensors()]
+        dist.barrier()
+
+    run_ranks(run, 3)
+
+
+def test_who_stays_away_is_an_error_within_the_limit():
+    def run(rank, world):
+        meeting = Rendezvous()
+        start = time.monotonic()
+        with pytest.raises(LinkError, match="no link of 2 members within 1 s"):
+            WeightSender(meeting, name="alone", world=2, near="127.0.0.1", seconds=1.0)
+        with pytest.raises(LinkError, match="does not answer"):
+            WeightReceiverWorker(address="127.0.0.1", port=1, rank=1, world=2, name="alone", seconds=1.0)
+        assert time.monotonic() - start < 20
+
+    run_ranks(run, 1)
+
+
+def test_a_message_out_of_order_is_an_error_and_no_tensor():
+    """What a push that went on after a failed broadcast would look like."""
+
+    def run(rank, world):
+        meeting, link = _members(rank, world)
+        if rank == 0:
+            link._numbers(1, 5, 8, 8)
+        else:
+            assert "message 0 of a push was expected" in _said(link)
+        dist.barrier()
+
+    run_ranks(run, 2)

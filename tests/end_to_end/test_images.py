@@ -1,0 +1,95 @@
+"""A run on rows with pictures, whose tower trains, is killed and goes on: it is the run that nobody killed, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.end_to_end.runs import REWARD, records
+from tests.ranks import RanksFailed, run_ranks
+from tests.seeing import as_bytes, picture, write_seeing
+
+STEPS = 4
+EXACT = ("loss", "reward", "grad_norm", "num_tokens", "staleness/mean", "learning_rate", "sampling/logp_difference/max")
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    """Rollouts of 12 rows against steps of 8: at each second checkpoint rows wait whose pictures have to be found again."""
+    folder = tmp_path_factory.mktemp("pictures")
+    write_seeing(folder / "model")
+    rows = []
+    for number in range(7):
+        names = [f"{number}.{i}.png" for i in range(number % 3)]
+        for i, name in enumerate(names):
+            (folder / name).write_bytes(as_bytes(picture(50 + 9 * number, 60 + 20 * i, seed=10 * number + i)))
+        rows.append({"messages": [{"role": "user", "content": "<image>" * len(names) + f"How many {number}?"}], "images": names})
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    return [
+        *("--model", str(folder / "model")), *("--dataset", str(folder / "data.jsonl")), *("--reward_funcs", f"{folder}/reward.py:even"),
+        *("--torch_dtype", "float32"), *("--num_generations", "4"), *("--global_batch_size", "8"), *("--generation_batch_size", "12"),
+        *("--allow_unaligned_generation", "true"), *("--micro_batch_size", "2"), *("--max_completion_length", "8"), *("--lr", "1e-3"),
+        *("--freeze_vit", "false"), *("--freeze_aligner", "false"), *("--max_steps", str(STEPS)), *("--save_steps", "1"),
+        *("--rank_heartbeat_timeout", "0"), *("--verify_weight_push", "false"),
+    ]  # fmt: skip
+
+
+def train(rank, world_size, flags, killed_after=None):
+    """`megatron-grpo train`, with answers that depend on the prompt alone, each token drawn among three, and log-probs of the model as it
+    was loaded."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    from megatron_grpo.cli import main
+    from megatron_grpo.rollout.scripted import ScriptedEngine
+    from megatron_grpo.types import SamplingMask, Sequence, answered
+    from tests.vision_cases import logits_of
+
+    model = AutoModelForImageTextToText.from_pretrained(flags[flags.index("--model") + 1], dtype="float32").eval()
+    out = Path(flags[flags.index("--output_dir") + 1])
+
+    def answer(prompt, place, version):
+        drawn = np.random.default_rng([prompt.number, place]).integers(4, 250, 1 + (prompt.number + place) % 8)
+        ids = np.array([*prompt.token_ids, *drawn])
+        shown = Sequence(token_ids=ids, mask=np.arange(len(ids)) >= len(prompt.token_ids), shown=prompt.pictures)
+        words = np.stack([drawn, drawn + 1, drawn + 5], axis=1)
+        with torch.no_grad():
+            few = logits_of(model, shown).float()[-1 - len(drawn) : -1].gather(1, torch.from_numpy(words))
+        kept = SamplingMask(3 * np.arange(len(drawn) + 1), words.ravel().astype(np.int32))
+        return answered(prompt.token_ids, drawn.tolist(), few.log_softmax(-1)[:, 0].tolist(), text=str(drawn), ended="stop",
+                        version=version, kept=kept, shown=prompt.pictures)  # fmt: skip
+
+    def kill():
+        while not (out / "metrics.jsonl").exists() or len(records(out / "metrics.jsonl")) < killed_after:
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1 and killed_after is not None:
+        threading.Thread(target=kill, daemon=True).start()
+    return main(["train", *flags], engine=lambda cfg, inputs, parallel: ScriptedEngine(answer))
+
+
+def test_a_run_that_is_killed_is_the_run_that_nobody_killed(flags, tmp_path):
+    """Mutation: a row that waits in a checkpoint comes back without its pictures (`restore` in checkpoint/saving.py)."""
+    assert run_ranks(train, 2, [*flags, "--output_dir", str(tmp_path / "whole")], timeout=180) == [0, 0]
+    flags = [*flags, "--output_dir", str(tmp_path / "out")]
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        run_ranks(train, 2, flags, 2, timeout=180)
+    done = len(records(tmp_path / "out" / "metrics.jsonl"))
+    assert run_ranks(train, 2, flags, timeout=180) == [0, 0]
+    assert 2 <= done < STEPS
+    assert records(tmp_path / "whole" / "metrics.jsonl")[0]["sampling/logp_difference/max"] < 1e-4, "over the words that were left"
+
+    whole, found = (records(tmp_path / name / "metrics.jsonl") for name in ("whole", "out"))
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    assert [[line.get(name) for name in EXACT] for line in found] == [[line.get(name) for name in EXACT] for line in whole]
+    one, other = ((tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("whole", "out"))
+    assert one == other

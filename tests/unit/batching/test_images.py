@@ -1,0 +1,125 @@
+"""Where pictures stand in a stream, and at which positions."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_grpo.batching.collate import collate
+from megatron_grpo.batching.images import grid_of, positions
+from megatron_grpo.batching.prefix_groups import Alignment, PrefixGroup
+from megatron_grpo.types import Sequence
+from tests.vision_cases import IMAGE, picture
+
+WIDE = picture("wide", 4, 6)  # 2 x 3 tokens
+FLAT = picture("flat", 2, 8)  # 1 x 4 tokens
+
+
+def row(*parts, scored: int = 2) -> Sequence:
+    """parts: numbers of words, or pictures."""
+    tokens, shown = [], []
+    for part in parts:
+        if isinstance(part, int):
+            tokens += range(4 + len(tokens), 4 + len(tokens) + part)
+        else:
+            shown.append((len(tokens), part))
+            tokens += [IMAGE] * part.num_tokens
+    ids = np.array(tokens, dtype=np.int64)
+    return Sequence(token_ids=ids, mask=np.arange(len(ids)) >= len(ids) - scored, shown=tuple(shown))
+
+
+def test_a_picture_stands_on_a_grid_and_the_text_goes_on_behind_its_longer_side():
+    found = positions(12, ((2, WIDE),))
+    assert found[:, :2].tolist() == [[0, 1]] * 3
+    assert found[:, 2:8].tolist() == [[2] * 6, [2, 2, 2, 3, 3, 3], [2, 3, 4, 2, 3, 4]]
+    assert found[:, 8:].tolist() == [[5, 6, 7, 8]] * 3
+
+
+def test_a_second_picture_begins_where_the_first_has_left_the_text():
+    found = positions(14, ((1, FLAT), (6, WIDE)))
+    assert found[:, 1:5].tolist() == [[1] * 4, [1] * 4, [1, 2, 3, 4]]
+    assert found[:, 5].tolist() == [5] * 3  # 1 + the longer side
+    assert found[:, 6:12].tolist() == [[6] * 6, [6, 6, 6, 7, 7, 7], [6, 7, 8, 6, 7, 8]]
+    assert found[:, 12:].tolist() == [[9, 10]] * 3
+
+
+def test_positions_are_those_of_transformers():
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+
+    config = AutoConfig.for_model("qwen2_5_vl", image_token_id=IMAGE, text_config={}, vision_config={})
+    model = SimpleNamespace(config=config)  # the class holds weights of 7 B: only its arithmetic is asked for
+    model.get_vision_position_ids = Qwen2_5_VLModel.get_vision_position_ids.__get__(model)
+    one = row(3, WIDE, 2, FLAT, 1, picture("tall", 8, 2), 4)
+    is_picture = np.zeros(len(one.token_ids), dtype=np.int64)
+    for place, shown in one.shown:
+        is_picture[place : place + shown.num_tokens] = 1
+    found, _ = Qwen2_5_VLModel.get_rope_index(
+        model, torch.from_numpy(one.token_ids)[None], mm_token_type_ids=torch.from_numpy(is_picture)[None].int(),
+        image_grid_thw=torch.tensor([shown.grid for _, shown in one.shown]),
+    )  # fmt: skip
+    assert np.array_equal(found[:, 0].numpy(), positions(len(one.token_ids), one.shown))
+
+
+def test_without_pictures_positions_stay_one_axis():
+    assert collate([row(5), row(7)]).positions.shape == (10,)
+    assert collate([row(5), row(2, WIDE, 3)]).positions.shape == (3, 14)
+
+
+def test_places_come_from_what_is_shown_and_a_drawn_placeholder_is_a_word():
+    one = row(2, WIDE, 4)
+    one.token_ids[-2] = IMAGE
+    micro = collate([one])
+    assert micro.picture_at.tolist() == [2, 3, 4, 5, 6, 7] and micro.picture_token.tolist() == list(range(6))
+    assert (micro.token_ids == IMAGE).sum() == 7
+
+
+def test_one_picture_is_encoded_once_for_all_who_show_it():
+    micro = collate([row(2, WIDE, 3), row(1, FLAT, 3), row(4, WIDE, FLAT, 2)])
+    assert [one.key for one in micro.pictures] == ["wide", "flat"]
+    for place, token in zip(micro.picture_at, micro.picture_token, strict=True):
+        assert micro.token_ids[place] == IMAGE and token < 10
+    assert np.bincount(micro.picture_token).tolist() == [2] * 10
+
+
+def test_a_trunks_pictures_enter_once_and_its_children_stand_where_they_would_alone():
+    first, second = row(3, WIDE, 2, FLAT, 6), row(3, WIDE, 2, FLAT, 9)
+    second.token_ids[-5:] += 50
+    family = PrefixGroup(members=(0, 1), prefix=15, min_saving_ratio=0.0)
+    shared, apart = collate([first, second], families=[family]), collate([first, second])
+    assert len(shared.picture_at) == 10 and len(np.unique(shared.picture_at)) == 10
+    assert len(apart.picture_at) == 20
+    for micro in (shared, apart):
+        begin = 0
+        for one in (first, second):
+            places = micro.places[begin : begin + len(one.token_ids) - 1]
+            assert np.array_equal(micro.positions[:, places], positions(len(one.token_ids) - 1, one.shown))
+            begin += len(one.token_ids)
+
+
+def test_padding_goes_on_behind_a_context_and_shows_nothing():
+    micro = collate([row(2, WIDE, 4), row(3)], alignment=Alignment(sequence=8, stream=32))
+    assert micro.positions.shape == (3, 32) and micro.positions.min() >= 0
+    assert not micro.is_padding[micro.picture_at].any()
+
+
+def test_a_trunk_may_end_within_a_picture():
+    first, second = row(3, WIDE, 4), row(3, WIDE, 4)
+    second.token_ids[-3:] += 50
+    micro = collate([first, second], families=[PrefixGroup(members=(0, 1), prefix=6, min_saving_ratio=0.99)])
+    assert micro.segments[0].length in (6, 9, 10)
+    for number, one in enumerate((first, second)):
+        begin = number * len(first.token_ids)
+        places = micro.places[begin : begin + len(one.token_ids) - 1]
+        assert np.array_equal(micro.token_ids[places], one.token_ids[:-1])
+        assert set(places[3:9]) <= set(micro.picture_at.tolist())
+
+
+@pytest.mark.parametrize("grid", [(2, 4, 4), (1, 3, 4), (1, 4, 5)])
+def test_what_is_no_still_picture_in_whole_tokens_is_an_error(grid):
+    with pytest.raises(ValueError, match="a picture is one frame, in whole tokens of 2 x 2"):
+        grid_of(dataclasses.replace(WIDE, grid=grid))

@@ -1,0 +1,263 @@
+"""The timetable against a walk that counts micro-steps and optimizer steps one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_grpo.batching.batch_sizes import BatchSizes
+from megatron_grpo.batching.schedule import TrainingSchedule
+from megatron_grpo.parallel.layout import Layout
+from megatron_grpo.planning.summary import most_waiting_rows, old_logprobs_summary
+
+
+def sizes_of(accumulation: int, window: int, passes: int, *, unit: int = 2, dp: int = 1, old_logprobs: str = "auto") -> BatchSizes:
+    """A micro-steps an optimizer step, W slices a rollout, mu passes; `unit` completions a micro-step on each of `dp` ranks."""
+    return BatchSizes(
+        layout=Layout(world_size=dp),
+        micro_batch_size=unit,
+        global_batch_size=accumulation * unit * dp,
+        old_logprobs=old_logprobs,
+        generation_batch_size=window * unit * dp,
+        num_generations=2,
+        num_iterations=passes,
+    )
+
+
+def table_of(size: tuple[int, int, int], num_steps: int | None = None, *, epoch: int = 0, **others) -> TrainingSchedule:
+    """epoch: rollouts that the data set fills, with some prompts more, which are left out; 0: nothing is known of it."""
+    sizes = sizes_of(*size, **others)
+    num_prompts = epoch * sizes.num_rollout_prompts + sizes.num_rollout_prompts // 2
+    return TrainingSchedule(sizes, num_steps, num_prompts, drops_last=True) if epoch else TrainingSchedule(sizes, num_steps)
+
+
+class Walk:
+    """What happens when one simply does it: sample when the pending samples run out, train, step every A micro-steps; and, with an `epoch`
+    of so many rollouts, where one ends."""
+
+    def __init__(self, accumulation: int, window: int, passes: int, num_rollouts: int, epoch: int = 0):
+        self.rows, version, done = [], 0, 0
+        self.sampled_at: dict[int, int] = {}
+        for rollout in range(num_rollouts):
+            self.sampled_at[rollout] = version
+            for pass_index in range(passes):
+                for slice_index in range(window):
+                    self.rows.append((rollout, pass_index, slice_index, self.sampled_at[rollout], version))
+                    done += 1
+                    if done == accumulation:
+                        version, done = version + 1, 0
+            if epoch and done and (rollout + 1) % epoch == 0:
+                version, done = version + 1, 0
+
+    def straddling(self) -> list[int]:
+        return sorted({r for r, _, _, sampled, trained in self.rows if sampled != trained})
+
+    def forwards_needed(self, num_steps: int) -> set[tuple[int, int]]:
+        """Slices, of rollouts sampled in so many steps, for which no training forward at the sampling version exists before they are
+        trained by another version."""
+        seen, needed = set(), set()
+        for r, _, j, sampled, trained in self.rows:
+            if sampled >= num_steps:
+                break
+            if sampled == trained:
+                seen.add((r, j))
+            elif (r, j) not in seen:
+                needed.add((r, j))
+        return needed
+
+
+@pytest.mark.parametrize(
+    ("a", "w", "mu", "num_rollouts", "expected"),
+    [
+        (4, 4, 1, 4, []),
+        (3, 2, 1, 6, [1, 4]),
+        (4, 3, 1, 8, [1, 2, 5, 6]),
+        (3, 4, 1, 6, [0, 1, 2, 3, 4, 5]),
+        (4, 1, 2, 4, []),
+        (4, 4, 2, 4, [0, 1, 2, 3]),
+        (6, 4, 1, 6, [1, 4]),
+    ],
+)
+def test_rollouts_that_straddle_an_optimizer_step_are_the_published_ones(a, w, mu, num_rollouts, expected):
+    table = TrainingSchedule(sizes_of(a, w, mu))
+    rows = [table.micro_step(s) for s in range(num_rollouts * w * mu)]
+    assert sorted({row.rollout for row in rows if row.staleness}) == expected == Walk(a, w, mu, num_rollouts).straddling()
+
+
+def test_two_forward_only_passes_where_the_other_rules_take_twelve_and_four():
+    a, w, mu, num_rollouts = 3, 2, 1, 6
+    table = TrainingSchedule(sizes_of(a, w, mu))
+    static = num_rollouts * w if a % (w * mu) else 0
+    rows = [table.micro_step(s) for s in range(num_rollouts * w * mu)]
+    per_rollout = len({row.rollout for row in rows if row.staleness}) * w
+    ours = sum(row.old_logprobs == "recompute" for row in rows)
+    assert (static, per_rollout, ours) == (12, 4, 2)
+
+
+def test_the_worked_check_recomputes_exactly_the_two_stale_slices():
+    table = TrainingSchedule(sizes_of(4, 3, 1))
+    first = table.step(0)
+    assert first.immediate == range(0, 2) and not first.arriving and not first.launches
+    assert first.anchors == ((1, 1), (1, 2))
+    assert [(m.rollout, m.slice_index, m.staleness) for m in table.step(1).micro_steps][:2] == [(1, 1, 1), (1, 2, 1)]
+
+
+sizes = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4))
+epochs = st.integers(0, 5)
+
+
+@settings(max_examples=400)
+@given(sizes, st.integers(1, 12), epochs)
+def test_every_row_is_where_the_walk_puts_it(size, num_rollouts, epoch):
+    table, walk = table_of(size, epoch=epoch), Walk(*size, num_rollouts, epoch)
+    for s, (rollout, pass_index, slice_index, sampled, trained) in enumerate(walk.rows):
+        row = table.micro_step(s)
+        assert (row.rollout, row.pass_index, row.slice_index) == (rollout, pass_index, slice_index)
+        assert (row.sampled_by_version, row.optimizer_step, row.staleness) == (sampled, trained, trained - sampled)
+        assert row.rows == (slice_index * 2, slice_index * 2 + 2)
+        assert table.first_of(trained) <= s < table.first_of(trained + 1)
+
+
+@settings(max_examples=300)
+@given(sizes, st.integers(1, 12), epochs)
+def test_forward_only_passes_are_those_that_the_walk_needs_and_no_other(size, num_steps, epoch):
+    a, w, mu = size
+    table = table_of(size, num_steps, epoch=epoch)
+    walk = Walk(a, w, mu, num_steps * a // (w * mu) + 2, epoch)
+    anchors = [anchor for step in table.from_step(0) for anchor in step.anchors]
+    assert len(anchors) == len(set(anchors))
+    assert set(anchors) == walk.forwards_needed(num_steps)
+    num_rollouts = max(len(walk.sampled_at) - 1, 1)
+    summary = old_logprobs_summary(table, num_rollouts)
+    every = walk.forwards_needed(num_steps + len(walk.rows))
+    assert summary["slices_recomputed"] == len([one for one in every if one[0] < num_rollouts])
+    assert [r for r, is_stale in enumerate(summary["rollouts"]) if is_stale] == [r for r in walk.straddling() if r < num_rollouts]
+
+
+@settings(max_examples=200)
+@given(sizes, st.integers(1, 12), epochs)
+def test_where_old_log_probs_are_always_made_every_slice_that_is_ever_stale_has_its_pass_and_none_is_kept(size, num_rollouts, epoch):
+    timed, walk = table_of(size, epoch=epoch, old_logprobs="always"), Walk(*size, num_rollouts, epoch)
+    steps = list(replace(timed, num_steps=walk.rows[-1][-1] + 1).from_step(0))
+    stale = {(r, j) for r, _, j, sampled, trained in walk.rows if sampled != trained}
+    assert {anchor for step in steps for anchor in step.anchors if anchor[0] < num_rollouts} == stale
+    assert not any(step.keeps for step in steps)
+    assert all(m.old_logprobs == ("recompute" if m.staleness else "on_policy") for step in steps for m in step.micro_steps)
+    assert old_logprobs_summary(timed, num_rollouts)["slices_recomputed"] == len(stale)
+
+
+@settings(max_examples=200)
+@given(sizes)
+def test_the_most_rows_that_wait_behind_a_step_are_those_of_the_walk(size):
+    a, w, mu = size
+    waiting, found = set(), 0
+    for step in TrainingSchedule(sizes_of(a, w, mu), w * mu).from_step(0):
+        waiting |= {(r, j) for r in (*step.arriving, *step.immediate) for j in range(w)}
+        waiting -= set(step.last_use)
+        found = max(found, len(waiting))
+    assert most_waiting_rows(sizes_of(a, w, mu)) == 2 * found
+
+
+@settings(max_examples=300)
+@given(sizes, st.integers(1, 10), epochs)
+def test_the_last_step_is_like_any_other_so_that_a_run_can_be_made_longer(size, num_steps, epoch):
+    shorter, longer = (table_of(size, num_steps + more, epoch=epoch) for more in (0, 3))
+    for one, other in zip(shorter.from_step(0), longer.from_step(0)):
+        assert one == other
+
+
+@settings(max_examples=300)
+@given(sizes, st.integers(1, 10), st.sampled_from(["auto", "rollout"]), epochs)
+def test_a_run_that_obeys_the_timetable_never_lacks_a_log_prob_and_keeps_none_too_long(size, num_steps, old_logprobs, epoch):
+    """Executes the steps: samples, anchors, keeps, frees; a stale row without stored log-probs fails the walk."""
+    a, w, mu = size
+    table = table_of(size, num_steps, epoch=epoch, old_logprobs=old_logprobs)
+    pending: dict[tuple[int, int], int] = {}  # slice -> version that sampled it
+    stored: dict[tuple[int, int], int] = {}  # slice -> version of its log-probs
+    walk = Walk(a, w, mu, num_steps * a // (w * mu) + 2, epoch)  # to the last use of every rollout that the run samples, and beyond
+    uses = [(r, j, trained) for r, _, j, _, trained in walk.rows]
+    sampled_rollouts = 0
+    for step in table.from_step(0):
+        assert step.immediate.start == sampled_rollouts and not step.arriving and not step.launches
+        assert list(step.evaluates) == [step.index]
+        sampled_rollouts = step.immediate.stop
+        pending |= {(r, j): step.index for r in step.immediate for j in range(w)}
+        for anchor in step.anchors:
+            assert pending[anchor] == step.index, "a forward-only pass runs at the version that sampled its rollout"
+            stored[anchor] = step.index
+        assert set(step.keeps) <= {(m.rollout, m.slice_index) for m in step.micro_steps if m.staleness == 0}
+        for m in step.micro_steps:
+            key = (m.rollout, m.slice_index)
+            assert pending[key] == m.sampled_by_version
+            if m.staleness == 0:
+                assert m.old_logprobs == "on_policy" and m.sampled_by_version == step.index
+            elif old_logprobs == "rollout":
+                assert m.old_logprobs == "rollout" and key not in stored
+            else:
+                assert stored[key] == m.sampled_by_version
+                assert m.old_logprobs == ("recompute" if m.pass_index == 0 else "cached")
+        stored |= {key: step.index for key in step.keeps}
+        for key in step.last_use:
+            assert not any((r, j) == key and k > step.index for r, j, k in uses)
+            del pending[key]
+            stored.pop(key, None)
+        later = {(r, j) for r, j, k in uses if k > step.index}
+        assert set(stored) <= later, "log-probs are kept for later uses alone, be they in a run made longer"
+    assert sampled_rollouts <= -(-num_steps * a // (w * mu)), "nothing is sampled that the run does not reach"
+
+
+@settings(max_examples=200)
+@given(sizes, st.integers(0, 40), st.sampled_from(["auto", "always", "rollout"]), epochs)
+def test_one_ahead_only_who_sampled_is_another(size, s, old_logprobs, epoch):
+    """Where old log-probs come from stays, unless they are the sampler's own: then a row is fresh only to who sampled it."""
+    once = table_of(size, epoch=epoch, old_logprobs=old_logprobs)
+    ahead = replace(once, sizes=replace(once.sizes, async_rollout_depth=1))
+    one, row = once.micro_step(s), ahead.micro_step(s)
+    before = [step for step in sorted({once.version_of(r) for r in range(row.rollout + 1)}) if step < one.sampled_by_version]
+    by = before[-1] if before else 0
+    label = one.old_logprobs if old_logprobs != "rollout" else "on_policy" if by == row.optimizer_step else "rollout"
+    assert row == replace(one, sampled_by_version=by, staleness=row.optimizer_step - by, old_logprobs=label)
+    step, other = once.step(row.optimizer_step), ahead.step(row.optimizer_step)
+    assert (other.anchors, other.keeps, other.last_use) == (step.anchors, step.keeps, step.last_use)
+    assert list(other.arriving) + list(other.immediate) == list(step.immediate)
+
+
+@given(sizes, st.integers(1, 30), epochs)
+def test_between_rollouts_is_where_a_step_ends_and_the_next_one_starts_a_rollout(size, steps, epoch):
+    table = table_of(size, epoch=epoch)
+    row = table.micro_step(table.first_of(steps))
+    begins = (row.pass_index, row.slice_index) == (0, 0)
+    assert [n for n in range(300) if table.is_between_rollouts(steps, n)] == ([row.rollout] if begins and row.rollout < 300 else [])
+
+
+def test_a_step_far_out_costs_no_more_than_the_first():
+    table = TrainingSchedule(sizes_of(3, 2, 1))
+    far = next(table.from_step(10**9))
+    assert far.index == 10**9 and [s.index for s in islice(table.from_step(10**9 + 1), 2)] == [10**9 + 1, 10**9 + 2]
+
+
+@settings(max_examples=200)
+@given(sizes, st.integers(1, 40))
+def test_an_epoch_ends_with_the_step_that_trains_its_last_prompt_for_the_last_time(size, num_prompts):
+    a, w, mu = size
+    sizes = sizes_of(a, w, mu)
+    walk = Walk(a, w, mu, num_prompts // sizes.num_rollout_prompts + 2)
+    last = max(
+        s
+        for s, (r, i, j, *_) in enumerate(walk.rows)
+        for row in (2 * j, 2 * j + 1)
+        if r * sizes.num_rollout_prompts + row // 2 < num_prompts
+    )
+    table = TrainingSchedule(sizes, num_prompts=num_prompts)
+    assert table.steps_of_epochs(1) == last // a + 1
+    assert [s for s in range(last + 1) if table.ends_epoch(table.micro_step(s)) == 0] == [last]
+
+
+def test_a_tenth_of_thirty_prompts_is_three():
+    assert TrainingSchedule.of_length(sizes_of(1, 1, 1), num_prompts=30, num_train_epochs=0.1).num_steps == 3
+    assert TrainingSchedule.of_length(sizes_of(1, 1, 1), num_prompts=30, max_steps=7).num_steps == 7
+    assert TrainingSchedule.of_length(sizes_of(1, 1, 1)).num_steps is None

@@ -1,0 +1,368 @@
+"""Pictures of every kind: upright and RGB for both sides, counted by their headers, and a sentence for each that cannot be used."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.config.config import DataConfig
+from megatron_grpo.config.parse import resolve
+from megatron_grpo.data import images
+from megatron_grpo.data.checks import check_for_episodes, check_pictures
+from megatron_grpo.data.files import Rows
+from megatron_grpo.data.image_dataset import ImageStore, expanded, num_places, num_tokens, places, shortened, shown_by, with_parts
+from megatron_grpo.data.image_processing import ImageProcessorSpec, PatchCache, eyes_of, resized, said_of_bounds
+from megatron_grpo.data.images import ImageError, ImageSource, decoded, source_of
+from megatron_grpo.data.prompts import load_rows, open_stream
+from megatron_grpo.run.inputs import ValidatedInputs, rows_for_model_and_rewards
+from tests.seeing import as_bytes, picture
+
+EYES = ImageProcessorSpec(image_token=9, around=(7, 8), min_pixels=3136, max_pixels=50176, settings={
+    "do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True, "merge_size": 2, "patch_size": 14,
+    "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28], "resample": 3, "rescale_factor": 1 / 255, "temporal_patch_size": 2,
+})  # fmt: skip
+
+
+def exif(orientation):
+    from PIL import Image
+
+    found = Image.Exif()
+    found[0x0112] = orientation
+    return found
+
+
+def upright(data):
+    """What Pillow's own function makes of it."""
+    from PIL import Image, ImageOps
+
+    with Image.open(io.BytesIO(data)) as image:
+        image.load()
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_turned_picture_is_upright_and_its_header_tells_the_size(form, orientation):
+    data = as_bytes(picture(40, 90), form, exif=exif(orientation))
+    image = decoded(data)
+    assert (image.height, image.width) == ImageSource("x", held=data).size() == ((90, 40) if orientation > 4 else (40, 90))
+    assert np.array_equal(np.asarray(image), np.asarray(upright(data)))
+
+
+@pytest.mark.parametrize(("mode", "form"), [("L", "PNG"), ("P", "PNG"), ("P", "GIF"), ("LA", "PNG"), ("1", "PNG"), ("CMYK", "JPEG"),
+                                            ("L", "JPEG"), ("RGB", "BMP"), ("RGB", "PPM")])  # fmt: skip
+def test_every_mode_becomes_rgb(mode, form):
+    image = decoded(as_bytes(picture(33, 47, mode=mode), form))
+    assert image.mode == "RGB" and image.size == (47, 33)
+    assert np.abs(np.asarray(image).astype(int) - np.asarray(picture(33, 47, mode=mode).convert("RGB")).astype(int)).mean() < 3
+
+
+def test_what_is_transparent_is_white_and_sixteen_bits_are_not_cut():
+    from PIL import Image
+
+    clear = Image.new("RGBA", (30, 30), (0, 0, 0, 0))
+    assert set(np.asarray(decoded(as_bytes(clear))).ravel()) == {255}
+    in_palette = clear.convert("P")
+    assert set(np.asarray(decoded(as_bytes(in_palette, transparency=in_palette.getpixel((0, 0))))).ravel()) == {255}
+    grey = Image.fromarray(np.full((30, 30), 32768, dtype=np.uint16))
+    assert set(np.asarray(decoded(as_bytes(grey))).ravel()) == {128}
+    with pytest.raises(ImageError, match="floating-point"):
+        decoded(as_bytes(Image.fromarray(np.ones((30, 30), np.float32)), "TIFF"))
+
+
+def test_tokens_follow_from_the_size_as_in_transformers():
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        height, width = (int(side) for side in rng.integers(1, 3000, 2))
+        bounds = dict(factor=28, min_pixels=int(rng.integers(784, 50000)), max_pixels=int(rng.integers(50000, 2_000_000)))
+        if max(height, width) <= 200 * min(height, width):
+            assert resized(height, width, **bounds) == smart_resize(height, width, **bounds)
+    with pytest.raises(ImageError, match="more than 200 times"):
+        resized(2, 401, factor=28, min_pixels=1, max_pixels=10**6)
+
+
+@pytest.mark.parametrize("size", [(56, 56), (30, 200), (333, 200), (28, 28), (1, 150), (700, 700)])
+def test_the_header_promises_the_patches_that_are_made(size):
+    data = as_bytes(picture(*size))
+    grid = EYES.grid(*ImageSource("x", held=data).size())
+    patches = EYES.patches(decoded(data))
+    assert patches.shape == (np.prod(grid), EYES.channels) and patches.dtype == np.float32
+    assert EYES.tokens(grid) * 4 == len(patches)
+
+
+def rows_at(folder, *rows, name="d.jsonl"):
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataConfig(dataset=str(folder / name))
+
+
+def asks(*images, text="<image>" * 1):
+    return {"messages": [{"role": "user", "content": text + "?"}], "images": list(images)}
+
+
+def problems_of(cfg, **more):
+    with pytest.raises(ConfigError) as caught:
+        check_pictures(load_rows(cfg, eyes=EYES, **more))
+    [problem] = caught.value.problems
+    return problem.message
+
+
+def damaged(image):
+    data = as_bytes(image, "JPEG")
+    return data[: len(data) // 2]
+
+
+BAD = {
+    "gone": (lambda at: "gone.png", "does not exist"),
+    "a folder": (lambda at: ".", "is no file"),
+    "out of the root": (lambda at: "../d.png", r"lies outside of data_root"),
+    "an absolute path out of it": (lambda at: "/etc/hostname", r"lies outside of data_root"),
+    "a link out of it": (lambda at: (at / "l.png").symlink_to("/etc/hostname") or "l.png", "lies outside of data_root"),
+    "a URL": (lambda at: "https://example.org/a.png", "is the URL .* none is fetched"),
+    "a URL of a file": (lambda at: f"file://{at}/good.png", "is the URL .* none is fetched"),
+    "text": (lambda at: (at / "t.png").write_text("hello") and "t.png", "is none of BMP, GIF, JPEG"),
+    "cut short": (lambda at: (at / "c.jpg").write_bytes(damaged(picture(200, 300))) and "c.jpg", "cannot be read: .*truncated"),
+    "a strip": (lambda at: (at / "s.png").write_bytes(as_bytes(picture(2, 500))) and "s.png", "one side is more than 200 times"),
+    "empty": (lambda at: (at / "e.png").write_bytes(b"") or "e.png", "is none of|cannot be read"),
+    "a number": (lambda at: 7, "is of type int"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_picture_that_cannot_be_used_is_named_with_its_row(tmp_path, name):
+    make, said = BAD[name]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "good.png").write_bytes(as_bytes(picture(40, 40)))
+    cfg = rows_at(tmp_path / "data", asks("good.png"), asks(make(tmp_path / "data")))
+    message = problems_of(cfg)
+    assert message.startswith("d.jsonl line 2: the picture ")
+    assert __import__("re").search(said, message), message
+
+
+def test_a_bomb_is_refused_by_its_header(tmp_path):
+    """41,000 x 41,000 pixels in some 200 kB: no pixel of it is made."""
+    from PIL import Image
+
+    data = as_bytes(Image.new("1", (41_000, 41_000)))
+    assert len(data) < 1 << 20
+    (tmp_path / "b.png").write_bytes(data)
+    assert "cannot be read" in (said := problems_of(rows_at(tmp_path, asks("b.png")))) or "bomb" in said
+    (tmp_path / "b.png").write_bytes(as_bytes(Image.new("1", (10_000, 10_000))))
+    assert "10,000 x 10,000 pixels, more than the 89,478,485" in problems_of(rows_at(tmp_path, asks("b.png")))
+
+
+def test_rows_say_which_picture_goes_where(tmp_path):
+    (tmp_path / "a.png").write_bytes(as_bytes(picture(40, 40)))
+    for row, said in (
+        (asks("a.png", "a.png"), r"have 2 picture\(s\) in `images` and 1 place"),
+        (asks(text="<image>"), r"have 0 picture\(s\) in `images` and 1 place"),
+        (asks("a.png", text="none"), r"have 1 picture\(s\) in `images` and 0 place"),
+        (asks("a.png") | {"videos": ["v.mp4"]}, "something in `videos`, which the model would not see: training is on text and pictures"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "images": ["a.png"]},
+            "names its picture itself",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "part of type video"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load_rows(rows_at(tmp_path, row), eyes=EYES)
+    with pytest.raises(ConfigError, match=r"more than limit_images \(1\)"):
+        load_rows(DataConfig(dataset=rows_at(tmp_path, asks("a.png", "a.png", text="<image>" * 2)).dataset, limit_images=1), eyes=EYES)
+    with pytest.raises(ConfigError, match="truncation_strategy left would cut into pictures, and 1 of 2 rows show some. Use delete"):
+        load_rows(DataConfig(dataset=rows_at(tmp_path, asks("a.png"), {"prompt": "b"}).dataset, truncation_strategy="left"), eyes=EYES)
+    with pytest.raises(ConfigError, match="which the model would not see: training is on text alone"):
+        load_rows(rows_at(tmp_path, asks("a.png")))
+
+
+def test_who_has_no_place_for_pictures_is_refused_as_the_data_are_read(tmp_path):
+    """Episodes, and rollout functions: else the first prompt with a picture ends the run, or a later turn does not see it."""
+    (tmp_path / "a.png").write_bytes(as_bytes(picture(40, 40)))
+    seen = load_rows(rows_at(tmp_path, asks("a.png"), {"prompt": "b"}), eyes=EYES)
+    with pytest.raises(ConfigError, match="1 of 2 rows show pictures, and episodes of several turns are of text alone"):
+        check_for_episodes(seen, "dataset")
+    own = resolve(["--rollout_func", "mine.py:f"])
+    problems = rows_for_model_and_rewards(own, ValidatedInputs(looked=[("dataset", seen)]))
+    assert ["1 of 2 rows show pictures, and rollout_func does not go with them" in one.message for one in problems] == [True]
+    blind = load_rows(rows_at(tmp_path, {"prompt": "b"}), eyes=EYES)
+    assert not rows_for_model_and_rewards(own, ValidatedInputs(looked=[("dataset", blind)]))
+    assert not rows_for_model_and_rewards(resolve([]), ValidatedInputs(looked=[("dataset", seen)]))
+
+
+def test_parts_and_tags_are_places_alike():
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "a<image>b", "image": None}]
+    assert num_places([{"role": "user", "content": parts}]) == 2 == num_places("x<image><image>")
+    assert with_parts(parts) == [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
+    assert with_parts("a<image>") == [{"type": "text", "text": "a"}, {"type": "image"}] and with_parts("a") == "a"
+
+
+def test_every_form_of_a_column_is_the_same_picture(tmp_path):
+    image = picture(60, 90)
+    data = as_bytes(image)
+    (tmp_path / "a.png").write_bytes(data)
+    forms = ["a.png", str(tmp_path / "a.png"), data, {"bytes": data, "path": None}, {"bytes": None, "path": "a.png"}, image]
+    rows = [{"prompt": "<image>", "images": [form]} for form in forms] + [{"prompt": "<image>", "image": "a.png"}]
+    album = ImageStore(Rows([(rows, "d row {}".format)]), EYES, root=tmp_path)
+    shown = [album.pictures(number)[0] for number in range(len(rows))]
+    assert album.faults(range(len(rows))) == []
+    assert all(np.array_equal(one.patches(), EYES.patches(image)) for one in shown)
+    assert len({one.key for one in shown[:5]}) == 1
+    assert shown_by({"images": None}) == shown_by({}) == shown_by({"images": []}) == []
+
+
+def test_a_key_is_of_bytes_and_settings_and_not_of_a_path(tmp_path):
+    """Mutations: the path alone; without max_pixels."""
+    from dataclasses import replace
+
+    for folder, seed in (("a", 1), ("b", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.png").write_bytes(as_bytes(picture(60, 60, seed=seed)))
+    rows = Rows([([{"images": ["x.png"]}], "d row {}".format)])
+    one, other = (ImageStore(rows, EYES, root=tmp_path / folder).pictures(0)[0] for folder in ("a", "b"))
+    smaller = ImageStore(rows, replace(EYES, max_pixels=3136), root=tmp_path / "a").pictures(0)[0]
+    assert len({one.key, other.key, smaller.key}) == 3
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "x.png").write_bytes((tmp_path / "a" / "x.png").read_bytes())
+    assert ImageStore(rows, EYES, root=tmp_path / "c").pictures(0)[0].key == one.key
+    assert not np.array_equal(one.patches(), other.patches())
+
+
+def test_a_file_that_changes_under_a_run_ends_it_with_row_and_file(tmp_path):
+    (tmp_path / "x.png").write_bytes(as_bytes(picture(60, 60)))
+    found = ImageStore(Rows([([{"images": ["x.png"]}], "d row {}".format)]), EYES, root=tmp_path).pictures(0)[0]
+    assert found.key
+    (tmp_path / "x.png").write_bytes(as_bytes(picture(60, 60, seed=5)))
+    with pytest.raises(ConfigError, match="d row 0: the picture x.png has changed since this run looked at it first"):
+        found.patches()
+    (tmp_path / "x.png").unlink()
+    with pytest.raises(ConfigError, match="does not exist"):
+        found.data()
+
+
+def test_a_picture_is_sent_as_a_name_and_found_again():
+    data = as_bytes(picture(60, 60))
+    album = ImageStore(Rows([([{"images": [data]}], "d row {}".format)]), EYES, root=".")
+    found = album.pictures(0)[0]
+    sent = pickle.dumps(found)
+    assert len(sent) < 200 < len(data)
+    assert pickle.loads(sent) is found
+
+
+def test_patches_are_kept_up_to_a_bound():
+    cache = PatchCache(most_bytes=3000)
+    for number in range(5):
+        cache.put(str(number), np.zeros(250, np.float32))
+        cache.get("0")
+    assert [cache.get(str(number)) is not None for number in range(5)] == [True, False, False, True, True]
+    cache.put("huge", np.zeros(1000, np.float32))
+    assert cache.get("huge") is None
+
+
+def test_long_and_short_ids_belong_together():
+    class Seen:
+        grid, merge = (1, 4, 6), 2
+
+    pictures_ = (Seen(), Seen())
+    short = [1, 7, 9, 8, 2, 7, 9, 8, 3]
+    long = expanded(short, pictures_, 9)
+    assert long == [1, 7, *[9] * 6, 8, 2, 7, *[9] * 6, 8, 3]
+    assert [place for place, _ in places(long, pictures_, 9)] == [2, 11]
+    spans = [(place, num_tokens(one)) for place, one in places(long, pictures_, 9)]
+    assert shortened([*long, 9, 9], spans) == [*short, 9, 9]  # drawn placeholders are words
+    with pytest.raises(ValueError, match="3 places for pictures, and the row 2"):
+        expanded([*short, 9], pictures_, 9)
+
+
+def test_a_flag_goes_before_the_environment_and_which_holds_is_said(tmp_path, monkeypatch):
+    config = {"vision_config": {"patch_size": 14}, "image_token_id": 9, "vision_start_token_id": 7, "vision_end_token_id": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": {"shortest_edge": 3136, "longest_edge": 12845056}}))
+    monkeypatch.setenv("MAX_PIXELS", "50176")
+    by_environment, by_flag = DataConfig(), DataConfig(max_pixels=100352)
+    assert eyes_of(by_environment, tmp_path).max_pixels == 50176 and eyes_of(by_flag, tmp_path).max_pixels == 100352
+    assert said_of_bounds(by_environment) == ["MAX_PIXELS 50176 of the environment holds: max_pixels is not set."]
+    assert said_of_bounds(by_flag) == ["max_pixels 100352 holds, not MAX_PIXELS 50176 of the environment."]
+    monkeypatch.setenv("MAX_PIXELS", "many")
+    with pytest.raises(ConfigError, match="MAX_PIXELS in the environment is 'many'"):
+        eyes_of(by_environment, tmp_path)
+    monkeypatch.delenv("MAX_PIXELS")
+    assert eyes_of(by_environment, tmp_path).max_pixels == 12845056 and said_of_bounds(by_flag) == []
+    with pytest.raises(ConfigError, match=r"max_pixels \(500\) is less than one token of a picture has: 28 x 28 = 784. Use 784"):
+        eyes_of(DataConfig(max_pixels=500), tmp_path)
+    # Qwen2.5-VL's own file on the Hub has its bounds outside of `size`.
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 784, "max_pixels": 1003520, "patch_size": 14}))
+    assert eyes_of(by_environment, tmp_path).processor_size == {"shortest_edge": 784, "longest_edge": 1003520}
+    (tmp_path / "preprocessor_config.json").unlink()
+    with pytest.raises(ConfigError, match=r"preprocessor_config.json is missing beside the model"):
+        eyes_of(by_environment, tmp_path)
+
+
+class Words:
+    """A tokenizer that knows a few."""
+
+    chat_template, all_special_ids, name_or_path = "yes", (), ""
+
+    def apply_chat_template(self, messages, **options):
+        ids = []
+        for message in messages:
+            content = message["content"]
+            for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+                ids += [7, 9, 8] if part["type"] == "image" else [20 + len(part["text"])]
+        return {"input_ids": ids}
+
+
+def test_picture_tokens_count_for_max_prompt_length_and_a_stream_leads_to_them_again(tmp_path):
+    for name, size in (("a", (56, 56)), ("b", (112, 112)), ("c", (56, 84))):
+        (tmp_path / f"{name}.png").write_bytes(as_bytes(picture(*size)))
+    cfg = rows_at(tmp_path, asks("a.png"), asks("b.png", "c.png", text="<image>x<image>"), {"prompt": [{"role": "user", "content": "no"}]})
+    stream = open_stream(cfg, Words(), seed=3, eyes=EYES)
+    prompts = {prompt.row: prompt for prompt in stream.take(3)}
+    assert {row: len(prompt.token_ids) for row, prompt in prompts.items()} == {0: 7, 1: 28, 2: 1}
+    assert [(place, one.num_tokens) for place, one in prompts[1].pictures] == [(1, 16), (20, 6)]
+    assert stream.longest_prompt == 28 and stream.rows.most_pictures == 2 and prompts[2].pictures == ()
+    again = open_stream(cfg, Words(), seed=3, eyes=EYES)
+    for number in (5, 0, 4):
+        one, other = again.pictures_of(number), stream.pictures_of(number)
+        assert [(place, shown.key) for place, shown in one] == [(place, shown.key) for place, shown in other]
+    assert again.taken == 0
+    limited = DataConfig(dataset=cfg.dataset, max_prompt_length=27)
+    with pytest.raises(ConfigError, match="more than max_prompt_length .27. tokens; the longest has 28"):
+        open_stream(limited, Words(), seed=3, eyes=EYES)
+    deleted = DataConfig(dataset=cfg.dataset, max_prompt_length=27, truncation_strategy="delete")
+    assert len(open_stream(deleted, Words(), seed=3, eyes=EYES)) == 2
+
+
+def test_another_file_under_the_same_name_is_another_data_set(tmp_path):
+    (tmp_path / "a.png").write_bytes(as_bytes(picture(56, 56)))
+    cfg = rows_at(tmp_path, asks("a.png"))
+    rows = load_rows(cfg, eyes=EYES)
+    first, stamp = rows.fingerprint(), rows.album.stamp()
+    assert load_rows(cfg, eyes=EYES).fingerprint() == first
+    (tmp_path / "a.png").write_bytes(as_bytes(picture(60, 80)))
+    changed = load_rows(cfg, eyes=EYES)
+    assert changed.fingerprint() != first and changed.album.stamp() != stamp
+
+
+def test_formats_whose_decoders_start_programs_are_not_opened(tmp_path):
+    data = as_bytes(picture(30, 30), "EPS")
+    assert hashlib.sha256(data).digest() and "EPS" not in images.FORMATS
+    with pytest.raises(ImageError, match="is none of"):
+        decoded(data)
+
+
+def test_a_device_is_not_read(tmp_path):
+    found = (
+        source_of("zero", tmp_path)
+        if (tmp_path / "zero").symlink_to("/dev/zero")
+        else ImageSource("zero", path=__import__("pathlib").Path("/dev/zero"))
+    )
+    with pytest.raises(ImageError, match="is no file"):
+        found.size()
+    with pytest.raises(ImageError, match="is no file"):
+        found.read()

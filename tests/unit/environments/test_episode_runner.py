@@ -1,0 +1,207 @@
+"""Rules of episodes: limits, ends, rewards, seeds, who is asked what. Turns are written down."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_grpo.environments.episode_runner import EpisodeRunner
+from megatron_grpo.environments.protocol import Environment, InvalidReplyError, Reply, as_messages, as_reply
+from megatron_grpo.environments.workers import Workers
+from megatron_grpo.rollout.engine import prompt_seed
+from megatron_grpo.rollout.turns import request_seed
+from tests.chat_models import DROPS
+from tests.unit.environments.scripted import END, QUESTION, played
+
+
+class More(Environment):
+    closed = 0
+
+    def reply(self, turn):
+        return Reply(messages=[{"role": "user", "content": "more"}], reward=float(turn.number + 1), metrics={"calls": 2})
+
+    def close(self):
+        type(self).closed += 1
+
+
+def test_the_environment_is_asked_after_each_turn_and_told_which_is_the_last():
+    heard = []
+
+    class Listens(Environment):
+        def reply(self, turn):
+            heard.append((turn.number, turn.text, turn.is_last, [message["content"] for message in turn.messages]))
+            return [{"role": "user", "content": "go on"}], 0.0, False
+
+    [one], _ = played(Listens, lambda key, turn: f"turn {turn}", max_turns=2)
+    assert heard == [(0, "turn 0", False, ["q", "turn 0"]), (1, "turn 1", True, ["q", "turn 0", "go on", "turn 1"])]
+    assert one.ended == "max_turns" and one.record.numbers.num_turns == 2 and not one.is_failed
+    assert one.sequence.mask[-1], "what was heard after the last turn is not encoded"
+    assert one.text == "[assistant] turn 0\n[user] go on\n[assistant] turn 1\n[user] go on"
+
+
+def test_rewards_are_kept_by_turn_metrics_are_summed_and_close_is_called_once():
+    More.closed = 0
+    completions, _ = played(More, "a", n=3)
+    assert [one.record.turn_rewards for one in completions] == [(1.0, 2.0, 3.0)] * 3 and More.closed == 3
+    assert completions[0].record.numbers.metrics == {"calls": 6.0}
+
+
+def test_the_budget_is_the_episodes_and_a_turn_that_is_cut_ends_it():
+    asked = []
+
+    class Listens(More):
+        def reply(self, turn):
+            asked.append(turn.number)
+            return super().reply(turn)
+
+    tail = len("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n") - len("<|im_start|>" * 2 + "<|im_end|>") + 3
+    [one], says = played(Listens, "a" * 9, max_completion_length=10 + tail + 5, max_turns=8)
+    assert [most for *_, most in says.asked] == [15 + tail, 5], "drawn and heard are both counted"
+    assert one.ended == "length" and asked == [0], "half a tool call is never made"
+    assert one.num_drawn == 15 and one.record.turn_rewards == (1.0, None)
+
+
+def test_a_rewritten_context_does_not_refund_what_was_heard():
+    _, says = played(More, "aaaa", template=DROPS, max_completion_length=300)
+    spent = [300 - most for *_, most in says.asked]
+    assert spent[0] == 0 and spent[1] > 5 + 4 and spent[2] == 2 * spent[1]
+
+
+def test_what_does_not_fit_is_heard_and_not_encoded():
+    [one], _ = played(More, "a", max_completion_length=3)
+    assert one.ended == "length" and one.sequence.token_ids[one.sequence.mask].tolist()[-1] == END and one.sequence.mask[-1]
+    assert one.record.messages[-1]["content"] == "more"
+
+
+@pytest.mark.parametrize(("count", "says"), [(200, "start returned 219 tokens, and an episode has room for 100"), (10**7, "more than the")])
+def test_an_opening_that_does_not_fit_is_the_environments_fault_and_trains_nothing(count, says):
+    class Long(More):
+        def start(self, prompt):
+            return [{"role": "user", "content": "x" * count}]
+
+    [one], sampler = played(Long, "a", max_model_len=100)
+    assert one.ended == "nonsense" and says in one.record.numbers.fault and not sampler.asked and one.version == 4
+    assert not one.sequence.mask.any() and len(one.sequence.token_ids) < 100, "the row that is trained is the prompt's"
+
+
+def test_no_messages_end_an_episode_as_done_does():
+    for answer in (Reply(reward=1.0), Reply(messages=[{"role": "user", "content": "bye"}], done=True), (None, 1.0, False)):
+        kind = type("Ends", (Environment,), {"reply": lambda self, turn, answer=answer: answer})
+        [one], _ = played(kind, "a")
+        assert one.ended == "done" and one.record.numbers.num_turns == 1
+
+
+def test_an_environment_that_cannot_start_leaves_a_row_without_drawn_tokens():
+    class Broken(Environment):
+        def __init__(self, columns):
+            raise RuntimeError("no sandbox left")
+
+    [one], says = played(Broken, "a")
+    assert one.record.numbers.fault == "start raised RuntimeError: no sandbox left" and one.is_failed and not says.asked
+    assert not one.sequence.mask.any() and one.sequence.token_ids.tolist() and one.record.messages == ()
+
+
+def test_each_turn_has_a_seed_of_its_own_and_the_first_is_that_of_a_single_answer():
+    """Trap 7: with one for all, every turn repeats the random numbers of the first."""
+    seeds = [request_seed(7, 5, 3, turn, n=8) for turn in range(4)]
+    assert seeds[0] == prompt_seed(7, 5, 8) + 3 and len(set(seeds)) == 4
+    others = {
+        request_seed(run, number, place, turn, n=8) for run in (1, 2) for number in range(20) for place in range(8) for turn in (1, 2)
+    }
+    assert len(others) == 2 * 20 * 8 * 2
+    _, says = played(More, "a", n=2)
+    assert sorted(seed for _, _, seed, _ in says.asked) == [0, 1, 2, 1000, 1001, 1002]
+
+
+def test_a_new_sampler_is_asked_for_the_turns_that_are_open():
+    """Servers that were lost cost their open turns, and no more."""
+    from megatron_grpo.types import Prompt
+    from tests.unit.environments.scripted import Says, stage
+
+    where = stage(More)
+    ids = where.template.encode(where.template.render(QUESTION), where.template.guards())
+    play = EpisodeRunner(
+        where, [Prompt(number=0, row=0, raw=QUESTION, token_ids=tuple(ids), columns={})], n=2, seed_of=lambda *key: hash(key) % 99
+    )
+    says = Says(where.template.tokenizer, lambda key, turn: f"{key[1]} {turn}")
+    lost, polled = Says(where.template.tokenizer, says.text), [0]
+    real = lost.poll
+
+    def poll():
+        polled[0] += 1
+        return real() if polled[0] < 3 else []
+
+    lost.poll = poll
+    while not (lost.num_running and polled[0] > 3):
+        play.advance(lost, 0.05, version=4)
+    says.turns = dict(lost.turns)
+    while not play.advance(says, 1.0, version=5):
+        pass
+    known = lost.asked[-lost.num_running :]
+    assert says.asked[: len(known)] == known, "the same context, the same seed"
+    [group] = play.groups()
+    assert {one.ended for one in group.completions} == {"max_turns"}
+
+
+class Slow(Environment):
+    def reply(self, turn):
+        time.sleep(0.2)  # blocks, as a user's may
+        return Reply(done=True)
+
+
+def test_calls_run_beside_each_other_up_to_the_limit():
+    began = time.monotonic()
+    played(Slow, "a", n=16, concurrency=16)
+    at_once = time.monotonic() - began
+    played(Slow, "a", n=4, concurrency=1)
+    assert at_once < 1.5 and time.monotonic() - began - at_once >= 0.8
+
+
+@pytest.mark.parametrize("how", ["time.sleep(60)", "asyncio.run(asyncio.sleep(60))"])
+def test_a_process_whose_environment_hangs_ends_all_the_same(how):
+    """Trap 14: a thread pool is joined at exit, and waits."""
+    source = f"""
+import asyncio, time
+from megatron_grpo.environments.workers import OutOfTime, Workers
+workers = Workers(concurrency=2, timeout=0.2)
+workers.submit("one", lambda: {how})
+[found] = workers.take(5.0)
+assert isinstance(found.error, OutOfTime)
+workers.close()
+"""
+    began = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", source], timeout=50).returncode == 0 and time.monotonic() - began < 40
+
+
+def test_what_a_call_that_was_given_up_returns_is_dropped_and_its_place_is_taken():
+    workers = Workers(concurrency=1, timeout=0.1)
+    for name in ("slow", "quick"):
+        workers.submit(name, (lambda: time.sleep(0.4)) if name == "slow" else (lambda: 7))
+    found = []
+    while len(workers):
+        found += workers.take(0.5)
+    assert [(outcome.key, outcome.value) for outcome in found] == [("slow", None), ("quick", 7)]
+    time.sleep(0.4)
+    assert workers.take(0.05) == []
+    workers.close()
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["well done", None, ([{"role": "user"}], 0.0, False), ([{"role": "user", "content": "x"}], float("inf"), False), ("x", 0.0, False),
+     ([{"role": "user", "content": [{"type": "image"}]}], 0.0, False), Reply(metrics={"a": "b"}), Reply(done=1),
+     (["x"], 0, False), ([{"role": "user", "content": "\ud800"}], 0.0, False), Reply(reward=10**400)],
+)  # fmt: skip
+def test_what_is_no_answer_is_said(value):
+    with pytest.raises(InvalidReplyError, match="reply returned"):
+        as_reply(value)
+
+
+def test_numbers_of_any_library_are_rewards():
+    import numpy as np
+
+    reply = as_reply(([], np.float32(0.5), np.bool_(True)))
+    assert reply.reward == 0.5 and reply.done is True and as_messages([], who="start") == ()

@@ -1,0 +1,321 @@
+"""Rollouts by a function of the user's own: what it may return, what it draws, and how it fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_grpo.base.errors import ConfigError, RunError
+from megatron_grpo.config.parse import resolve
+from megatron_grpo.environments.loading import load_rollout_func
+from megatron_grpo.environments.rollout_func import RolloutFunc, RolloutFuncSampler
+from megatron_grpo.environments.rollout_func_output import InvalidRolloutOutputError, Limits, asked_of, completions_of
+from megatron_grpo.rollout.engine import SamplingSettings
+from megatron_grpo.rollout.turns import SampledTurn, request_seed
+from megatron_grpo.trainer.reward_manager import as_batch
+from megatron_grpo.types import Group, Prompt
+
+N = 2
+LIMITS = Limits(vocab_size=100, max_completion_length=6, max_model_len=9, end_ids=frozenset({2}))
+SAMPLING = SamplingSettings(n=N, max_completion_length=6)
+
+
+def prompts(count: int = 2) -> list[Prompt]:
+    return [Prompt(number=7 + i, row=i, raw=f"q{i}", token_ids=(10 + i, 11), columns={"answer": str(i)}) for i in range(count)]
+
+
+def in_words(ids) -> str:
+    return " ".join(map(str, ids))
+
+
+def made(returned, count: int = 2):
+    return completions_of(returned, asked_of(prompts(count), N), LIMITS, version=3, decode=in_words)
+
+
+GOOD = {"completion_ids": [[5, 2], [6], [7, 8, 9], [5] * 6], "logprobs": [[-0.5, -0.1], [-1.0], [-1.0, 0.0, -2.0], [-1.0] * 6]}
+
+
+def test_what_is_returned_becomes_completions_behind_the_prompts_tokens():
+    found = made(GOOD)
+    assert [one.sequence.token_ids.tolist() for one in found] == [
+        [10, 11, 5, 2], [10, 11, 6], [11, 11, 7, 8, 9], [11, 11, *[5] * 6],
+    ]  # fmt: skip
+    assert [one.sequence.mask.tolist() for one in found[:2]] == [[False, False, True, True], [False, False, True]]
+    assert found[0].logprobs.tolist() == [0.0, 0.0, np.float32(-0.5), np.float32(-0.1)]
+    assert [one.ended for one in found] == ["stop", "stop", "stop", "length"] and found[3].text == " 5 5 5 5 5 5"
+    assert found[0].versions == ((3, 2, 4),) and found[0].answer_ids == (5, 2)
+
+
+def test_a_completion_at_its_limit_that_ends_itself_is_not_cut():
+    assert made(GOOD | {"completion_ids": [*GOOD["completion_ids"][:3], [5] * 5 + [2]]})[3].ended == "stop"
+
+
+def test_what_the_model_did_not_draw_is_masked_and_has_no_log_prob():
+    """As TRL's env_mask. Prompts may be longer than the data set's, the same for a group."""
+    found = made(
+        {
+            "prompt_ids": [[1, 10, 11], [1, 10, 11], [1, 12], [1, 12]],
+            "completion_ids": np.array([[5, 6, 7], [5, 6, 7], [5, 6, 7], [5, 6, 7]]),
+            "logprobs": [[-1.0, -9.0, -1.0], [-1.0, None, -1.0], [-1.0, 5.0, -1.0], [-1.0, 0.0, -1.0]],
+            "env_mask": [[1, 0, 1], [True, False, True], np.array([1, 0, 1]), [1.0, 0.0, 1.0]],
+        }
+    )
+    assert all(one.sequence.mask[-3:].tolist() == [True, False, True] and one.logprobs[-3:].tolist() == [-1.0, 0.0, -1.0] for one in found)
+    assert all(not one.sequence.mask[:-3].any() for one in found) and len(found[0].sequence.token_ids) == 6
+
+
+def test_other_names_are_columns_of_the_rewards():
+    completions = made(GOOD | {"env_reward": [0.1, 0.2, 0.3, 0.4], "answer": ["a", "b", "c", "d"]})
+    groups = [Group(prompt=prompt, completions=tuple(completions[2 * i : 2 * i + 2])) for i, prompt in enumerate(prompts())]
+    columns = as_batch(groups).columns
+    assert columns["env_reward"] == [0.1, 0.2, 0.3, 0.4] and columns["answer"] == ["a", "b", "c", "d"], "as in TRL, over the data set's"
+
+
+def one(name, value):
+    return GOOD | {name: [value, *GOOD.get(name, GOOD["logprobs"])[1:]]}
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (None, "None, and a dict of lists is needed"),
+        ([GOOD], "of type list, and a dict"),
+        ({"completion_ids": GOOD["completion_ids"]}, "no logprobs"),
+        (GOOD | {"logprobs": None}, "no logprobs"),
+        (GOOD | {"completion_mask": []}, "completion_mask, which nobody would read: the mask is called env_mask"),
+        (GOOD | {"completions": ["x"] * 4}, "reward functions get something else"),
+        (GOOD | {3: []}, "no string"),
+        (GOOD | {"seen": "abcd"}, "seen that are of type str"),
+        (GOOD | {"lock": [threading.Lock()] * 4}, "lock, which cannot be sent"),
+        ({name: values[:2] for name, values in GOOD.items()}, "2 completion_ids for 4 prompts"),
+        (GOOD | {"extra": [1]}, "1 extra for 4 prompts"),
+        (one("completion_ids", [5, True]), "True (bool) at place 1, which is no token id"),
+        (one("completion_ids", [5.0, 2]), "5.0 (float) at place 0"),
+        (one("completion_ids", [5, 100]), "100 at place 1, which is no token (0 to 99)"),
+        (one("completion_ids", [5, -1]), "-1 at place 1"),
+        (one("completion_ids", "52"), "of type str, where a list"),
+        (one("completion_ids", [[5, 2]]), "no token id"),
+        (one("completion_ids", []), "2 logprobs for 0 completion_ids"),
+        (one("logprobs", [-0.5]), "1 logprobs for 2 completion_ids of completion 0 of prompt 7 (data-set row 0)"),
+        (one("logprobs", [-0.5, float("nan")]), "nan at place 1"),
+        (one("logprobs", [-0.5, float("-inf")]), "-inf at place 1"),
+        (one("logprobs", [-0.5, 0.3]), "0.3 at place 1"),
+        (one("logprobs", [-0.5, None]), "None at place 1"),
+        (one("logprobs", [[-0.5], [-0.1]]), "of type list at place 0"),
+        (GOOD | {"env_mask": [[1], [1], [1, 1, 1], [1] * 6]}, "1 values of env_mask for 2"),
+        (GOOD | {"env_mask": [[1, 2], [1], [1, 1, 1], [1] * 6]}, "env_mask of completion 0 of prompt 7 (data-set row 0) with 2"),
+        (GOOD | {"env_mask": [[0, 0], [1], [1, 1, 1], [1] * 6]}, "without a token that the model drew"),
+        (GOOD | {"prompt_ids": [[1], [2], [1], [1]]}, "two prompt_ids for one prompt"),
+        (GOOD | {"prompt_ids": [[], [], [1], [1]]}, "empty prompt_ids"),
+        (GOOD | {"prompt_ids": [[1] * 8, [1] * 8, [1], [1]]}, "10 tokens, and vllm_max_model_len is 9"),
+        (GOOD | {"completion_ids": [*GOOD["completion_ids"][:3], [5] * 7], "logprobs": [*GOOD["logprobs"][:3], [-1.0] * 7]},
+         "7 completion_ids of completion 1 of prompt 8 (data-set row 1), and max_completion_length is 6"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_refused_with_a_sentence(returned, says):
+    with pytest.raises(InvalidRolloutOutputError) as bad:
+        made(returned)
+    assert says in str(bad.value)
+
+
+# ---- the sampler, over an engine that counts
+
+
+class Turns:
+    """Draws a token of its seed as often as it may; a request takes as many steps as it has tokens. Nothing is drawn in less."""
+
+    def __init__(self, version: int = 3):
+        self.running, self.asked, self.most_running, self.version = {}, [], 0, version
+
+    def submit(self, key, token_ids, *, seed, max_tokens):
+        assert key not in self.running
+        self.running[key] = [max_tokens, SampledTurn(token_ids=(seed % 97,) * max_tokens, logprobs=(-1.0,) * max_tokens, is_cut=True,
+                                              version=self.version)]  # fmt: skip
+        self.asked.append((key, tuple(token_ids), seed, max_tokens))
+        self.most_running = max(self.most_running, len(self.running))
+
+    def poll(self):
+        for request in self.running.values():
+            request[0] -= 1
+        ended = [key for key, (left, _) in self.running.items() if left <= 0]
+        return [(key, self.running.pop(key)[1]) for key in ended]
+
+    @property
+    def num_running(self):
+        return len(self.running)
+
+
+class Engine:
+    def __init__(self):
+        self.turns, self.steps = Turns(), []
+
+    def play(self, prompts, sampling, begin):
+        player = begin(prompts)
+        while not player.advance(self.turns, 0.05, version=self.turns.version):
+            for step in self.steps:
+                step()
+        return player.groups()
+
+
+class Tokenizer:
+    @staticmethod
+    def decode(ids, skip_special_tokens):
+        return in_words(ids)
+
+
+def rollouts(function, engine=None, *, timeout: float = 60.0):
+    return RolloutFuncSampler(
+        engine or Engine(), RolloutFunc(name="mine.py:f", function=function, tokenizer=Tokenizer(), limits=LIMITS, timeout=timeout)
+    )
+
+
+def plain(asked, sampler):
+    drawn = sampler(asked, max_tokens=3)
+    return {"completion_ids": [one.token_ids for one in drawn], "logprobs": [one.logprobs for one in drawn]}
+
+
+def test_a_function_that_only_samples_draws_with_the_seeds_of_single_answers():
+    engine = Engine()
+    groups = rollouts(plain, engine).generate(prompts(), SAMPLING, seed=5)
+    assert [seed for _, _, seed, _ in engine.turns.asked] == [request_seed(5, number, i, 0, n=N) for number in (7, 8) for i in range(N)]
+    assert [[one.answer_ids for one in group.completions] for group in groups] == [
+        [(request_seed(5, number, i, 0, n=N) % 97,) * 3 for i in range(N)] for number in (7, 8)
+    ]
+    assert engine.turns.most_running == 4, "all together"
+
+
+def test_what_is_drawn_depends_neither_on_who_asks_with_whom_nor_on_the_number_of_ranks():
+    def twice(asked, sampler):
+        first = sampler(asked, max_tokens=2)
+        second = sampler(asked, [[*one.token_ids, *drawn.token_ids] for one, drawn in zip(asked, first)], max_tokens=2)
+        both = [one.token_ids + other.token_ids for one, other in zip(first, second)]
+        return {"completion_ids": both, "logprobs": [[-1.0] * len(ids) for ids in both]}
+
+    def one_by_one(asked, sampler):
+        parts = [twice([one], sampler) for one in reversed(asked)]
+        return {name: [part[name][0] for part in reversed(parts)] for name in ("completion_ids", "logprobs")}
+
+    together = rollouts(twice).generate(prompts(), SAMPLING, seed=5)
+    apart = rollouts(one_by_one).generate(prompts(), SAMPLING, seed=5)
+    on_two = [group for prompt in prompts() for group in rollouts(twice).generate([prompt], SAMPLING, seed=5)]
+    told = [[[one.answer_ids for one in group.completions] for group in groups] for groups in (together, apart, on_two)]
+    assert told[0] == told[1] == told[2]
+    assert all(ids[:2] != ids[2:] for group in told[0] for ids in group), "the second draw has random numbers of its own"
+
+
+def test_several_continuations_of_one_completion_may_be_drawn_at_once_and_from_threads():
+    def best_of(asked, sampler):
+        found: dict[int, list] = {}
+
+        def work(place):
+            found[place] = sampler([asked[place]] * 3, max_tokens=2)
+
+        threads = [threading.Thread(target=work, args=(place,)) for place in range(len(asked))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        best = [max(found[place], key=lambda one: one.token_ids) for place in range(len(asked))]
+        return {"completion_ids": [one.token_ids for one in best], "logprobs": [one.logprobs for one in best]}
+
+    engine = Engine()
+    groups = rollouts(best_of, engine).generate(prompts(), SAMPLING, seed=5)
+    assert len(engine.turns.asked) == 12 and len({seed for _, _, seed, _ in engine.turns.asked}) == 12
+    assert groups[0].completions[0].answer_ids == (max(request_seed(5, 7, 0, count, n=N) % 97 for count in range(3)),) * 2
+
+
+def test_open_requests_are_asked_again_of_other_weights_and_the_oldest_counts():
+    engine = Engine()
+    first, second = Turns(version=3), Turns(version=4)
+
+    def play(asked, sampling, begin):
+        player = begin(asked)
+        player.advance(first, 0.0, version=3)
+        while not first.asked:
+            player.advance(first, 0.0, version=3)
+        first.running = {key: value for key, value in first.running.items() if key[0] == 7}
+        while first.running:
+            player.advance(first, 0.0, version=3)
+        while not player.advance(second, 0.1, version=4):
+            pass
+        return player.groups()
+
+    engine.play = play
+    groups = rollouts(plain, engine).generate(prompts(), SAMPLING, seed=5)
+    assert {key[0] for key, *_ in second.asked} == {8} and [group.version for group in groups] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda asked, sampler: 1 / 0, "rollout_func mine.py:f raised ZeroDivisionError: division by zero (line"),
+        (lambda asked, sampler: (_ for _ in ()).throw(SystemExit(3)), "raised SystemExit: 3"),
+        (lambda asked, sampler: {"completion_ids": [], "logprobs": []}, "returned 0 completion_ids for 4 prompts"),
+        (lambda asked, sampler: sampler(asked, [[1]]), "raised ValueError: 1 contexts for 4 entries"),
+        (lambda asked, sampler: sampler(asked[:1], [[1] * 9]), "a context of 9 tokens"),
+        (lambda asked, sampler: sampler(asked[:1], [[100]]), "100 is no token"),
+        (lambda asked, sampler: time.sleep(5), "has neither asked the sampler nor returned for 0.3 s (rollout_func_timeout)"),
+    ],
+)
+def test_a_function_that_fails_ends_the_run_with_a_sentence(function, says):
+    began = time.monotonic()
+    with pytest.raises(RunError) as error:
+        rollouts(function, timeout=0.3).generate(prompts(), SAMPLING, seed=5)
+    assert says in str(error.value) and time.monotonic() - began < 3
+
+
+def test_a_run_that_is_given_up_leaves_no_call_waiting():
+    told = threading.Event()
+
+    def catches(asked, sampler):
+        try:
+            sampler(asked)
+        except Exception:  # noqa: BLE001 - what users write
+            told.set()
+        finally:
+            ended.set()
+
+    ended, engine = threading.Event(), Engine()
+    engine.turns.poll = lambda: []
+
+    def stop():
+        raise KeyboardInterrupt
+
+    engine.steps = [stop]
+    with pytest.raises(KeyboardInterrupt):
+        rollouts(catches, engine).generate(prompts(), SAMPLING, seed=5)
+    assert ended.wait(5) and not told.is_set()
+
+
+def test_pictures_are_refused():
+    shown = replace(prompts(1)[0], pictures=((0, None),))
+    with pytest.raises(RunError, match="rollout_func does not go with pictures"):
+        rollouts(plain).generate([shown], SAMPLING, seed=5)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("def f(prompts, sampler): pass", None),
+        ("def f(prompts): pass", "is called as f(prompts, sampler), which it does not take"),
+        ("async def f(prompts, sampler): pass", "a coroutine or a generator"),
+        ("def f(prompts, sampler): yield 1", "a coroutine or a generator"),
+        ("class f: pass", "is no function"),
+        ("g = 1", "no function 'f'"),
+        ("raise ValueError('x')", "cannot be loaded"),
+    ],
+)
+def test_what_is_named_is_looked_at_before_a_model_loads(tmp_path, body, says):
+    path = tmp_path / "mine.py"
+    path.write_text(body)
+    cfg = resolve(["--rollout_func", f"{path}:f"])
+    if says is None:
+        assert callable(load_rollout_func(cfg))
+        return
+    with pytest.raises(ConfigError) as error:
+        load_rollout_func(cfg)
+    assert says in str(error.value) and [problem.flags for problem in error.value.problems] == [("rollout_func",)]

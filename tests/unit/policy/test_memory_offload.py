@@ -1,0 +1,145 @@
+"""Room for the sampler, on tensors small enough to count: who owns a storage, what is refused, and that every byte comes back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_grpo.base.activity import Timers
+from megatron_grpo.policy import memory_offload as room_module
+from megatron_grpo.policy.memory_offload import ROLES, PolicyOffloader
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def held():
+    """A flat buffer with a parameter and a float32 master that are views of it; moments, a reference, gradients."""
+    flat = torch.arange(10.0)
+    tensors = {
+        "weights": [flat[2:6], flat],
+        "reference": [torch.arange(7, dtype=torch.int16)],
+        "optimizer": [flat[3:5], torch.full((3, 3), 4.0, dtype=torch.float64)],
+        "gradients": [torch.ones(5)],
+    }
+    return tensors
+
+
+def room_for(tensors, movable=ROLES, clock=None):
+    def everything():  # in no order
+        return ((role, tensor) for role in reversed(tensors) for tensor in tensors[role])
+
+    return PolicyOffloader(everything, movable, CPU, clock or Timers())
+
+
+def sizes(tensors):
+    return {role: [tensor.untyped_storage().nbytes() for tensor in its] for role, its in tensors.items()}
+
+
+def test_all_is_given_away_once_and_comes_back_under_the_same_tensors(held):
+    before = {role: [tensor.clone() for tensor in its] for role, its in held.items()}
+    room = room_for(held)
+    room.make()
+    assert not any(map(any, sizes(held).values()))
+    assert room.given_bytes == 10 * 4 + 7 * 2 + 9 * 8 + 5 * 4, "a view of a storage is no storage"
+    with room.resident("all"):
+        for role in ("weights", "reference", "optimizer"):
+            assert all(torch.equal(found, right) for found, right in zip(held[role], before[role], strict=True)), role
+        assert torch.equal(held["gradients"][0], torch.zeros(5))
+        held["weights"][1][3] = 77.0
+        assert held["weights"][0][1] == held["optimizer"][0][0] == 77.0
+
+
+@pytest.mark.parametrize(
+    ("part", "there"),
+    [("nothing", ()), ("weights", ("weights",)), ("reference", ("weights", "reference")), ("all", ROLES)],
+)
+def test_what_is_asked_for_comes_back_and_nothing_else(held, part, there):
+    room = room_for(held)
+    room.make()
+    with room.resident(part):
+        assert {role for role, its in sizes(held).items() if its[-1]} == set(there)
+        room.require(part)
+        if part != "all":
+            with pytest.raises(RuntimeError, match="gradients .*resident"):
+                room.require("all")
+
+
+def test_a_push_keeps_the_weights_and_masters_that_are_views_of_them(held):
+    room = room_for(held)
+    room.make(keep="weights")
+    assert sizes(held) == {"weights": [40, 40], "reference": [0], "optimizer": [40, 0], "gradients": [0]}
+    room.make()
+    assert not any(map(any, sizes(held).values())) and room.given_bytes == 146
+
+
+def test_only_what_may_leave_leaves(held):
+    room = room_for(held, ("optimizer",))
+    room.make()
+    assert sizes(held) == {"weights": [40, 40], "reference": [14], "optimizer": [40, 0], "gradients": [20]}
+    still = room_for(held, ())
+    still.make()
+    assert still.given_bytes == 0
+
+
+def test_memory_that_is_in_use_is_not_given_away(held):
+    room = room_for(held)
+    with room.resident("all"):
+        with pytest.raises(RuntimeError, match="while all is in use"):
+            room.make(keep="weights")
+        with room.resident("nothing"), pytest.raises(RuntimeError, match="in use"):
+            room.make()
+    with room.resident("weights"):
+        room.make(keep="weights")
+    room.make()
+    with room.resident("weights"), pytest.raises(RuntimeError, match="while weights is in use"):
+        room.make()
+
+
+def test_a_host_without_memory_leaves_the_policy_whole(held, monkeypatch):
+    room = room_for(held)
+    real = room._host_memory
+
+    def full(role, size):
+        if role == "optimizer":
+            raise RuntimeError("no memory")
+        return real(role, size)
+
+    monkeypatch.setattr(room, "_host_memory", full)
+    with pytest.raises(RuntimeError, match="no memory"):
+        room.make()
+    assert all(map(all, sizes(held).values()))
+    room.require("all")
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 32, 1 << 20])
+def test_storages_lie_across_pieces_of_host_memory_that_are_made_once(monkeypatch, chunk):
+    monkeypatch.setattr(room_module, "CHUNK", chunk)
+    rng = torch.Generator().manual_seed(0)
+    tensors = {"weights": [torch.rand(n, generator=rng, dtype=torch.float64) for n in (1, 4, 9, 0, 3)], "optimizer": [torch.rand(5)]}
+    right = {role: [tensor.clone() for tensor in its] for role, its in tensors.items()}
+    room, made = room_for(tensors), []
+    for _ in range(3):
+        room.make()
+        made.append([piece.data_ptr() for pieces in room._host.values() for piece in pieces])
+        with room.resident("all"):
+            assert all(torch.equal(a, b) for role in tensors for a, b in zip(tensors[role], right[role], strict=True))
+    assert made[0] == made[1] == made[2]
+    assert all(len(piece) & (len(piece) - 1) == 0 for pieces in room._host.values() for piece in pieces), "nothing is rounded up"
+    tensors["optimizer"].append(torch.ones(6))  # moments, after the first step
+    room.make()
+    with room.resident("all"):
+        assert torch.equal(tensors["optimizer"][1], torch.ones(6)) and room.given_bytes == 17 * 8 + 44
+
+
+def test_the_time_of_the_way_there_and_back_is_told(held):
+    clock = Timers()
+    room = room_for(held, clock=clock)
+    with clock("train"):
+        room.make()
+        with room.resident("all"):
+            pass
+    assert set(clock.take()) == {"time/train", "time/offload", "time/other", "time/step"}
+    with room.resident("all"):  # nothing to do
+        pass
+    assert "time/offload" not in clock.take()

@@ -1,0 +1,215 @@
+"""`megatron-grpo rehearse`: what a run would stumble over, found on a few rows before anything loads."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_grpo.cli import main
+from tests.tiny_models import write_tiny
+
+REWARDS = """
+import time
+
+def right(completions, answer, **columns):
+    return [float(text == want) for text, want in zip(completions, answer)]
+
+def raises(completions, **columns):
+    return [len(text) / len(text) for text in completions]
+
+def short(completions, **columns):
+    return [0.0] * (len(completions) - 1)
+
+def not_a_number(completions, **columns):
+    return [float("nan") for _ in completions]
+
+def constant(completions, **columns):
+    return [0.5] * len(completions)
+
+def silent(completions, **columns):
+    return [None] * len(completions)
+
+def needs(completions, solution, **columns):
+    return [1.0] * len(completions)
+
+def slow(completions, **columns):
+    time.sleep(0.2)
+    return [float(len(text)) for text in completions]
+
+def prints(completions, **columns):
+    print("hello")
+    return [float(len(text)) for text in completions]
+
+def backwards(completions, answer, **columns):
+    return [float(text != want) for text, want in zip(completions, answer)]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rehearse")
+    write_tiny(folder / "model")
+    lines = [{"prompt": " ".join(str(4 + j) for j in range(2 + i % 5)), "answer": str(4 + i)} for i in range(20)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "reward.py").write_text(REWARDS)
+    return folder
+
+
+@pytest.fixture
+def rehearse(folder, capsys):
+    def rehearse(*functions: str, more: str = "") -> tuple[int, dict]:
+        flags = ["--model", str(folder / "model"), "--dataset", str(folder / "data.jsonl"), "--reward_funcs"]
+        code = main(["rehearse", *flags, *(f"{folder}/reward.py:{name}" for name in functions), "--json", *more.split()])
+        return code, json.loads(capsys.readouterr().out)
+
+    return rehearse
+
+
+def test_what_is_sound_is_exit_0_with_lengths_scores_and_the_prompt(rehearse):
+    code, found = rehearse("right", "prints", more="--rows 4")
+    assert (code, found["passed"], found["wrong"]) == (0, True, [])
+    assert found["lengths"] == {"shortest": 2, "median": 4, "90 %": 6, "99 %": 6, "longest": 6} and found["prompt"] == "4 5"
+    kinds = found["rewards"]["right"]
+    assert {kind: one["scores"] for kind, one in kinds.items()} == {"its answer": [1.0] * 4, "nothing": [0.0] * 4, "garbage": [0.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        ("raises", "On nothing: Reward `raises` raised ZeroDivisionError: division by zero (reward.py line 8, in "),
+        ("short", "On garbage: Reward `short` returned 7 values for 8 completions"),
+        ("not_a_number", "On its answer: Reward `not_a_number` returned nan"),
+        ("silent", "Reward `silent` gives None for everything that was tried: so it would take no part in the run."),
+        ("needs", "Reward `needs` needs the column `solution`; the data set has `answer`."),
+    ],
+)
+def test_what_a_reward_would_end_a_run_with_is_exit_1_and_a_sentence(rehearse, function, sentence):
+    code, found = rehearse(function, "right")
+    assert code == 1 and not found["passed"]
+    assert any(told.startswith(sentence) for told in found["wrong"]), found["wrong"]
+    assert found["rewards"]["right"]["its answer"]["scores"] == [1.0] * 8, "the others are judged all the same"
+
+
+def test_a_reward_that_tells_nothing_apart_is_wrong_alone_and_worth_knowing_beside_one_that_does(rehearse):
+    code, found = rehearse("constant")
+    sentence = "No reward tells the data set's answers from garbage: nothing can be learnt, if good completions look like them."
+    assert (code, found["wrong"]) == (1, [sentence])
+    code, found = rehearse("right", "constant")
+    assert (code, found["wrong"]) == (0, []) and "Reward `constant` gives 0.5 to everything that was tried." in found["notes"]
+
+
+def test_rewards_of_a_format_and_of_a_length_are_good_beside_one_of_the_answer(rehearse):
+    code, found = rehearse(more="--reward_funcs accuracy format soft_overlong --soft_cache_length 8 --max_completion_length 64")
+    assert (code, found["wrong"]) == (0, [])
+
+
+def test_where_no_row_has_an_answer_no_reward_is_called_wrong_for_want_of_one_and_that_is_said(folder, rehearse):
+    lines = [{"prompt": f"{4 + i} 5"} for i in range(8)]
+    (folder / "bare.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, found = rehearse("silent", more=f"--dataset {folder}/bare.jsonl")
+    assert (code, found["wrong"]) == (0, [])
+    code, found = rehearse(more=f"--dataset {folder}/bare.jsonl --reward_funcs format")
+    assert (code, found["wrong"]) == (0, [])
+    assert found["notes"][-1] == (
+        "No row has answer or solution or completion, so no good completion could be tried: answer_column names the column that holds one."
+    )
+
+
+def test_answers_are_tried_of_the_rows_that_have_one(folder, rehearse):
+    lines = [{"prompt": f"{4 + i} 5", "answer": "4" if i % 2 else None} for i in range(8)]
+    (folder / "half.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, found = rehearse("right", more=f"--dataset {folder}/half.jsonl")
+    assert code == 0 and found["rewards"]["right"]["its answer"]["scores"] == [1.0] * 4
+
+
+def test_a_column_that_rows_lack_is_wrong_with_the_rows(folder, rehearse):
+    lines = [{"prompt": f"{4 + i} 5", **({"answer": "4"} if i != 2 else {})} for i in range(8)]
+    (folder / "gap.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, found = rehearse("right", more=f"--dataset {folder}/gap.jsonl")
+    assert code == 1 and found["wrong"][0].startswith(
+        "Reward `right` needs the column `answer`, and 1 of 8 rows (gap.jsonl line 3) lack it"
+    )
+
+
+def test_a_reward_that_is_too_slow_for_a_rollout_is_told_with_the_arithmetic(rehearse):
+    code, found = rehearse("slow", more="--rows 2 --reward_timeout 10 --generation_batch_size 256 --global_batch_size 256")
+    assert code == 1
+    assert "s for 2 completions. A rank judges 256 at a time: " in found["wrong"][0] and "reward_timeout is 10." in found["wrong"][0]
+    assert rehearse("slow", more="--rows 2 --reward_timeout 10000 --generation_batch_size 256 --global_batch_size 256")[0] == 0
+
+
+def test_prompts_that_are_too_long_or_stand_there_twice_are_told(rehearse):
+    code, found = rehearse("right", more="--max_prompt_length 4")
+    assert code == 1 and found["num_too_long"] == 8
+    assert found["wrong"][0].startswith(
+        "8 of 20 prompts are longer than max_prompt_length (4), and truncation_strategy raise refuses them."
+    )
+    code, found = rehearse("right", more="--max_prompt_length 4 --truncation_strategy delete")
+    assert code == 0 and "truncation_strategy delete leaves them out" in found["notes"][0]
+    assert found["notes"][1] == "15 of 20 prompts stand in the data set before; the most frequent 4 times."
+
+
+def test_a_reward_that_likes_garbage_best_is_worth_knowing(rehearse):
+    assert rehearse("backwards")[1]["notes"][-1] == "Reward `backwards` gives the data set's own answers no more than garbage."
+
+
+def test_a_chat_template_that_refuses_is_told_with_the_count(folder, rehearse):
+    chats = [{"prompt": [{"role": role, "content": "4 5"}], "answer": "4"} for role in ["user"] * 3 + ["oracle"]]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in chats))
+    (folder / "model/chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'oracle' %}{{ raise_exception('no oracles here') }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    try:
+        code, found = rehearse("right", more=f"--dataset {folder}/chats.jsonl")
+    finally:
+        (folder / "model/chat_template.jinja").unlink()
+    assert code == 1
+    assert "refuses 1 of 4 prompts: TemplateError: no oracles here" in found["wrong"][0]
+
+
+def test_what_cannot_even_begin_is_exit_2_with_all_that_is_wrong(folder, capsys):
+    code = main(["rehearse", "--model", "./nowhere", "--dataset", "./nothing.jsonl", "--reward_funcs", "acuracy"])
+    told = capsys.readouterr().err
+    assert code == 2 and "3 problems" in told and "Did you mean accuracy?" in told
+    assert main(["rehearse", "--rows", "none"]) == 2
+    assert "rows (none) is a number of rows" in capsys.readouterr().err
+
+
+def test_people_get_a_table(folder, capsys):
+    flags = ["--model", str(folder / "model"), "--dataset", str(folder / "data.jsonl"), "--reward_funcs", f"{folder}/reward.py:raises"]
+    assert main(["rehearse", *flags, "--rows=3"]) == 1
+    told = capsys.readouterr().out
+    assert "20 prompts" in told and "The first prompt, as the model will see it:\n4 5\n" in told
+    assert any(line.split()[:3] == ["raises", "nothing", "fails"] for line in told.splitlines())
+    assert "Wrong:\n  1. On nothing: Reward `raises`" in told and told.endswith("1 thing is wrong.\n")
+
+
+def test_of_a_data_set_that_is_read_as_the_run_goes_the_first_block_is_looked_at(rehearse):
+    code, found = rehearse("right", more="--streaming true --shuffle_buffer_size 7")
+    assert code == 0 and found["num_rows"] == 7
+    assert any("the first 7 rows were looked at; a run looks at the others when it comes to them" in note for note in found["notes"])
+
+
+def test_an_environment_is_played_without_a_model(tmp_path, monkeypatch):
+    """Turns are made up; what the environment does wrong is said, and its episodes are judged."""
+    from megatron_grpo.config import parse
+    from megatron_grpo.run.dry_run import rehearse
+    from tests.chat_models import write_chat
+
+    monkeypatch.chdir(tmp_path)
+    write_chat(tmp_path / "model", layers=1)
+    (tmp_path / "e.py").write_text(
+        "from megatron_grpo.environments.protocol import Environment\n"
+        "class E(Environment):\n"
+        "    def reply(self, turn):\n"
+        "        return [], float(turn.text == self.columns['answer']), 1 / len(turn.text) > 0\n"
+    )
+    (tmp_path / "data.jsonl").write_text('{"prompt": [{"role": "user", "content": "q"}], "answer": "7"}\n' * 2)
+    words = "--model model --dataset data.jsonl --environment e.py:E --reward_funcs environment"
+    found = rehearse(parse(words.split()).config, 2)
+    assert found.episodes["its answer"] == "2 episodes, 1.0 turns; done 2; the environment's reward 1"
+    assert found.rewards["environment"]["its answer"].scores == (1.0, 1.0) and "nothing" not in found.rewards["environment"]
+    assert found.wrong == [
+        "The environment, where the model says nothing: 2 of 2 episodes: reply raised ZeroDivisionError: division by zero."
+    ]

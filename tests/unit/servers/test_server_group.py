@@ -1,0 +1,403 @@
+"""Servers that are claimed, kept, lost and taken up again; and questions to them. Over real HTTP, with servers that have no engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from megatron_grpo.base.errors import ConfigError, NoRolloutServerError, RunError
+from megatron_grpo.config.servers import Address
+from megatron_grpo.servers import http, requests, server_group, wire
+from megatron_grpo.servers.http import Server, ServerGoneError, ServerRefusedError, begun, named_run, run_name
+from megatron_grpo.servers.requests import GenerationRequest
+from megatron_grpo.servers.server_group import ServerRequirements, TrainingServerGroup
+from tests.small_server import TOKEN, Broken, SmallServer, all_at_once, answer, certificate_in
+
+SAMPLING = wire.Sampling()
+
+
+@pytest.fixture
+def opened():
+    """Closes what a test has opened."""
+    things = []
+    yield lambda thing: things.append(thing) or thing
+    for thing in things:
+        thing.close()
+
+
+SMALL = ServerRequirements(max_model_len=64)
+
+
+@pytest.fixture
+def fleet_of(opened):
+    def made(*servers, timeout=5.0, run="ours", incarnation="1", needs=SMALL, addresses=None, token=TOKEN, **more):
+        said = []
+        found = TrainingServerGroup(
+            addresses or (lambda: [server.address for server in servers]), partial(Server, token=token, incarnation=incarnation), run=run,
+            incarnation=incarnation, needs=needs, timeout=timeout, say=said.append, **more,
+        )  # fmt: skip
+        found.said = said
+        return opened(found)
+
+    return made
+
+
+def of(work):
+    return begun(work).result(60)
+
+
+def question(count, version=1, n=2):
+    requests = {i: wire.Request(key=str(i), ids=(4, 5), seed=1000 + i, n=n, max_tokens=4) for i in range(count)}
+    return GenerationRequest(requests, SAMPLING, version=version, name_of=lambda number: f"prompt {number} (data-set row {number + 100})")
+
+
+def ready(servers, found, version=1):
+    found.gather()
+    for server in servers:
+        server.took(version)
+
+
+# ---- who is there ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_waits_at_its_start_for_all_that_are_named_and_later_for_one(opened, fleet_of, monkeypatch):
+    monkeypatch.setattr(server_group, "SECONDS_BETWEEN_SIGNS", 0.2)
+    first, second = opened(SmallServer()), SmallServer()
+    address = second.address
+    second.close()
+    found = fleet_of(addresses=lambda: [first.address, address], timeout=1.0)
+    assert [str(member) for member in found.gather()] == [str(first.address)]
+    assert any("waiting for rollout servers" in said and str(address) in said and "refused" in said for said in found.said)
+    assert found.said[-1].startswith(f"the run begins without {address}")
+    said = len(found.said)
+    found.gather()
+    assert len(found.said) == said  # it is not waited for again
+    again = opened(SmallServer(port=address.port, boot="second"))
+    assert {str(member) for member in found.gather()} == {str(first.address), str(again.address)}
+
+
+def test_a_run_that_is_started_again_begins_with_whoever_is_there(opened, fleet_of):
+    first, second = opened(SmallServer()), SmallServer()
+    second.close()
+    found = fleet_of(first, second, timeout=60.0, waits_for_all=False)
+    assert [str(member) for member in found.gather()] == [str(first.address)]
+    assert "refused" in found.said[0] and found.said[0].startswith(f"the run begins without {second.address}")
+
+
+def test_nobody_there_in_time_ends_the_run_with_their_names(fleet_of):
+    server = SmallServer()
+    server.close()
+    with pytest.raises(NoRolloutServerError, match=f"within 0.4 s .vllm_server_timeout.: {server.address} .*refused"):
+        fleet_of(server, timeout=0.4).gather()
+    with pytest.raises(NoRolloutServerError, match="none has written its address yet"):
+        fleet_of(timeout=0.4).gather()
+
+
+def test_a_server_of_another_run_is_an_error_at_the_start_and_passed_over_later(opened, fleet_of):
+    free, taken = opened(SmallServer()), opened(SmallServer())
+    taken.claim = wire.Claim(run="theirs", incarnation="x")
+    with pytest.raises(ConfigError, match="run 'theirs' owns this server"):
+        fleet_of(free, taken).gather()
+    servers = [free]
+    found = fleet_of(addresses=lambda: [server.address for server in servers])
+    found.gather()
+    servers.append(taken)
+    assert [str(member) for member in found.gather()] == [str(free.address)]
+
+
+def test_a_later_process_of_the_same_run_takes_over_and_the_earlier_one_ends(opened, fleet_of):
+    server = opened(SmallServer())
+    old, new = fleet_of(server, incarnation="1"), fleet_of(server, incarnation="2")
+    old.gather()
+    old.gather()  # as often as it likes
+    new.gather()
+    with pytest.raises(RunError, match="another process of this run has taken over"):
+        old.gather()
+    assert server.claim.incarnation == "2"
+    server.claim, server.state = None, replace(server.state, boot="second", owner=None)  # it was started again, which is another thing
+    assert new.gather() and server.claim.incarnation == "2"
+
+
+@pytest.mark.parametrize(
+    ("needs", "sentence"),
+    [
+        (
+            ServerRequirements(max_model_len=65),
+            "holds sequences of 64 tokens, and prompt and completion may have 65: .* --vllm_max_model_len 65",
+        ),
+        (ServerRequirements(max_model_len=64, adapter_rank=8), "has no room for adapters, and the run pushes one of rank 8"),
+        (ServerRequirements(max_model_len=64, tells_experts=True), "does not tell which experts it takes, .* --router_replay_mode R3"),
+        (
+            ServerRequirements(max_model_len=64, shape={"hidden_size": 64, "norm_epsilon": 1e-6, "rope.theta": 1e6, "num_layers": 2}),
+            r"a model \(m\) that computes otherwise than the run's: hidden_size 32 \(the run's: 64\), "
+            r"norm_epsilon 1e-05 \(the run's: 1e-06\), "
+            r"rope.theta 10000.0 \(the run's: 1000000.0\), windows \[3\] \(the run's: None\)\. Start it with the run's",
+        ),
+    ],
+)  # fmt: skip
+def test_a_server_that_cannot_serve_the_run_is_named_with_what_it_lacks(opened, fleet_of, needs, sentence):
+    server = opened(SmallServer())
+    shape = {"hidden_size": 32, "norm_epsilon": 1e-5, "rope.theta": 1e4, "num_layers": 2, "windows": [3]}
+    server.state = replace(server.state, shape=shape)
+    with pytest.raises(ConfigError, match=sentence):
+        fleet_of(server, needs=needs).gather()
+
+
+def test_a_server_with_another_token_is_an_error_at_the_start(opened, fleet_of):
+    with pytest.raises(ConfigError, match="the token is missing or wrong"):
+        fleet_of(opened(SmallServer()), token="another one").gather()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    return certificate_in(tmp_path_factory.mktemp("tls"))
+
+
+def test_a_server_is_trusted_by_the_certificates_that_are_named_and_no_others(opened, certificate, tmp_path):
+    server = opened(SmallServer(certificate=certificate))
+    server.took(1)
+    trusted, stranger = (
+        Server(server.address, token=TOKEN, incarnation="1", trust=trust) for trust in (http.trust_of(str(certificate[0])), None)
+    )
+    assert of(trusted.state(as_owner=False)).version == 1
+    with pytest.raises(ServerRefusedError, match="its certificate is not vouched for .*; vllm_server_ca names who does"):
+        of(stranger.state(as_owner=False))
+    with pytest.raises(ServerGoneError):
+        of(Server(Address("127.0.0.1", server.address.port), token=TOKEN, incarnation="1").state(as_owner=False))
+    (tmp_path / "no.pem").write_text("no certificate")
+    with pytest.raises(ConfigError, match="no.pem. holds no certificates as PEM"):
+        http.trust_of(str(tmp_path / "no.pem"))
+
+
+def test_a_file_that_holds_something_else_is_an_error_at_the_start_and_a_word_later(opened, fleet_of):
+    server, broken = opened(SmallServer()), False
+
+    def addresses():
+        if broken:
+            raise ValueError("names, line 1: 'x' is no address")
+        return [server.address]
+
+    found = fleet_of(addresses=addresses)
+    found.gather()
+    broken = True
+    assert len(found.gather()) == 1 and found.said == ["servers: names, line 1: 'x' is no address"]
+    with pytest.raises(ConfigError, match="servers: names, line 1: 'x' is no address."):
+        fleet_of(addresses=addresses).gather()
+
+
+@pytest.mark.parametrize(
+    ("seen", "told"),
+    [
+        (["127.0.0.1", "127.0.0.1"], ["127.0.0.1", "127.0.0.1"]),
+        (["10.0.0.1", "192.168.0.1"], ["10.0.0.1", "192.168.0.1"]),
+        (["127.0.0.1", "10.0.0.1", "::1"], ["10.0.0.1", "10.0.0.1", "10.0.0.1"]),
+    ],
+)
+def test_a_server_of_this_machine_is_told_what_servers_of_others_can_reach(seen, told):
+    from megatron_grpo.servers.weight_broadcast import meeting_places
+
+    assert meeting_places(seen) == told
+
+
+def test_a_frozen_server_is_waited_for_once_and_taken_up_when_it_thaws(opened, fleet_of, monkeypatch):
+    for where in (server_group, http):
+        monkeypatch.setattr(where, "CONNECT", 1.0)
+    monkeypatch.setattr(server_group, "SECONDS_BETWEEN_SIGNS", 0.1)
+    servers = [opened(SmallServer()), opened(SmallServer())]
+    found = fleet_of(*servers)
+    assert len(found.gather()) == 2
+    servers[0].is_frozen = True
+    assert len(found.gather()) == 1
+    start = time.monotonic()
+    for _ in range(5):
+        assert len(found.gather()) == 1
+    assert time.monotonic() - start < 4  # not a second each
+    servers[0].is_frozen = False
+    deadline = time.monotonic() + 20
+    while len(found.gather()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)  # between two looks
+
+
+def test_a_server_that_was_started_again_has_proven_nothing(opened, fleet_of):
+    server = opened(SmallServer())
+    found = fleet_of(server)
+    (member,) = found.gather()
+    member.is_proven = True
+    assert found.gather()[0].is_proven
+    server.state = replace(server.state, boot="second")
+    assert not found.gather()[0].is_proven
+
+
+def test_the_name_of_a_run_lies_where_it_writes(tmp_path):
+    assert run_name(tmp_path) is None
+    name = named_run(tmp_path)
+    assert name.startswith(f"{tmp_path.name}-") and named_run(tmp_path) == run_name(tmp_path) == name
+
+
+# ---- questions -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_all_servers_answer_and_every_prompt_has_the_answer_of_its_own_seed(opened, fleet_of):
+    all_asked = threading.Event()
+
+    def once_all_are_asked(server, body):  # on a busy machine the first might have answered all before the last is reached
+        if all(one.asked for one in servers):
+            all_asked.set()
+        assert all_asked.wait(timeout=10)
+        yield from all_at_once(server, body)
+
+    servers = [opened(SmallServer(once_all_are_asked)) for _ in range(3)]
+    found, asked = fleet_of(*servers), question(40)
+    ready(servers, found)
+    asked.ask(found)
+    assert asked.wait() == 0
+    assert {number: drawn[1].tokens.tolist() for number, drawn in asked.answers.items()} == {i: [i, 1000 % 1000 + i, 1] for i in range(40)}
+    keys = [key for server in servers for call in server.asked for key in call]
+    assert sorted(keys, key=int) == [str(i) for i in range(40)]
+    assert {len(call) for server in servers for call in server.asked} <= set(range(1, 5))  # 8 sequences, 2 a prompt
+
+
+def breaks_after(count, how=Broken):
+    """Serves so many prompts over all calls, then breaks every connection."""
+
+    def lines(server, body):
+        for request in body.requests:
+            server.served = getattr(server, "served", 0) + 1
+            if server.served > count:
+                if how is not Broken:
+                    yield how(request)
+                raise Broken
+            yield wire.encode_line(answer(request, body.version))
+
+    return lines
+
+
+@pytest.mark.parametrize("half", [None, b'{"key": "1", "comp'], ids=["between lines", "in a line"])
+def test_what_a_dead_server_had_goes_to_the_others(opened, fleet_of, half):
+    bad = opened(SmallServer(breaks_after(3, how=Broken if half is None else lambda request: half)))
+    good = opened(SmallServer())
+    found, asked = fleet_of(bad, good), question(60)
+    ready([bad, good], found)
+    asked.ask(found)
+    assert asked.wait() == 0 and len(asked.answers) == 60
+    assert [member.trouble for member in found.used] == [None] and str(found.used[0]) == str(good.address)
+    assert sum("is given up until the next push" in said for said in found.said) == 1
+
+
+def test_where_nobody_is_left_the_question_goes_on_with_what_it_has(opened, fleet_of):
+    server = opened(SmallServer(breaks_after(5)))
+    found, asked = fleet_of(server), question(20)
+    ready([server], found)
+    asked.ask(found)
+    left = asked.wait()
+    assert 0 < left == 20 - len(asked.answers) <= 17
+    before = dict(asked.answers)
+    server.lines = all_at_once
+    asked_before = len(server.asked)
+    found.gather()
+    asked.ask(found)
+    assert asked.wait() == 0
+    assert all(asked.answers[number] is drawn for number, drawn in before.items())
+    assert {key for call in server.asked[asked_before:] for key in call} == {str(i) for i in range(20)} - {str(i) for i in before}
+
+
+def test_a_server_without_the_weights_is_not_asked_again_and_nobody_died(opened, fleet_of):
+    stale, good = opened(SmallServer()), opened(SmallServer())
+    found, asked = fleet_of(stale, good), question(30)
+    ready([stale, good], found)
+    stale.took(0)
+    asked.ask(found)
+    assert asked.wait() == 0 and not asked._dealing.deaths and len(stale.asked) <= 2
+
+
+def test_an_error_of_a_prompt_ends_the_question_with_its_sentence(opened, fleet_of):
+    def lines(server, body):
+        for request in body.requests:
+            yield wire.encode_line(wire.Answer(key="7", error="too long") if request.key == "7" else answer(request, body.version))
+
+    servers = [opened(SmallServer(lines)) for _ in range(2)]
+    found, asked = fleet_of(*servers), question(30)
+    ready(servers, found)
+    asked.ask(found)
+    with pytest.raises(RunError, match=r"prompt 7 \(data-set row 107\) cannot be answered: too long"):
+        asked.wait()
+    assert len(found.used) == 2  # no server is to blame
+
+
+def test_a_prompt_that_kills_three_servers_is_named(opened, fleet_of):
+    def lines(server, body):
+        for request in body.requests:
+            if request.key == "3":
+                raise Broken
+            yield wire.encode_line(answer(request, body.version))
+
+    servers = [opened(SmallServer(lines)) for _ in range(4)]
+    found, asked = fleet_of(*servers), question(16)
+    ready(servers, found)
+    with pytest.raises(RunError, match=r"prompt 3 \(data-set row 103\): in flight on 3 rollout servers as they died"):
+        for _ in range(4):
+            asked.ask(found)
+            asked.wait()
+            found.gather()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [(dict(reason="abort"), "a completion ended with 'abort'"), (dict(versions=((0, 0, 3),)), "the weights of version 0, not 1")],
+)
+def test_an_answer_that_is_none_is_a_server_lost(opened, fleet_of, wrong, sentence):
+    def lines(server, body):
+        for request in body.requests:
+            yield wire.encode_line(answer(request, body.version, **wrong))
+
+    bad, good = opened(SmallServer(lines)), opened(SmallServer())
+    found, asked = fleet_of(bad, good), question(10)
+    ready([bad, good], found)
+    asked.ask(found)
+    assert asked.wait() == 0
+    assert all(one.reason == "stop" and one.versions[0][0] == 1 for drawn in asked.answers.values() for one in drawn)
+    assert any(sentence in said for said in found.said)
+
+
+def test_a_silent_server_is_given_up_and_one_that_sends_empty_lines_is_not(opened, fleet_of, monkeypatch):
+    monkeypatch.setattr(http, "SILENCE", 2.0)
+
+    def slow(server, body):
+        for request in body.requests:
+            for _ in range(15):
+                time.sleep(0.2)
+                yield b"\n"
+            yield wire.encode_line(answer(request, body.version))
+
+    def silent(server, body):
+        yield b"\n"
+        time.sleep(5)
+
+    good, bad = opened(SmallServer(slow)), opened(SmallServer(silent))
+    found, asked = fleet_of(good, bad), question(3, n=8)
+    ready([good, bad], found)
+    asked.ask(found)
+    assert asked.wait() == 0
+    assert [str(member) for member in found.used] == [str(good.address)]
+    assert not asked._dealing.deaths  # who stands still was not killed by a prompt
+    assert requests.ENDS == ("stop", "length")
+
+
+def test_what_goes_wrong_in_a_call_by_our_own_fault_ends_the_question(opened, fleet_of):
+    """Not for ever: who asks again and again would hear of it in threads alone. Such a seed has no JSON."""
+    server = opened(SmallServer(all_at_once))
+    found = fleet_of(server)
+    ready([server], found)
+    ours = wire.Request(key="0", ids=(4, 5), seed=np.int64(7), n=2, max_tokens=4)
+    asked = GenerationRequest({**question(2).requests, 0: ours}, SAMPLING, version=1)
+    asked.ask(found)
+    limit = time.monotonic() + 20
+    with pytest.raises(TypeError, match="int64 is not JSON"):
+        asked.wait(should_cancel=lambda: time.monotonic() > limit)
+    assert [str(member) for member in found.used] == [str(server.address)]  # it is no fault of the server's

@@ -1,0 +1,161 @@
+"""Every rank ends with the same scored groups, or with the same error, however the work was split."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from megatron_grpo.base.errors import CancelledError, RewardError
+from megatron_grpo.rewards.protocol import RewardFunction
+from megatron_grpo.trainer.reward_manager import RewardManager, as_batch
+from megatron_grpo.types import Group, Prompt, answered
+from tests.ranks import run_ranks
+
+
+def group(number, texts, raw="?", **columns):
+    prompt = Prompt(number=number, row=100 + number, raw=raw, token_ids=(1,), columns=columns)
+    completions = [answered((1,), (2,) * len(text), (0.0,) * len(text), text=text, ended="stop", version=5) for text in texts]
+    return Group(prompt=prompt, completions=tuple(completions))
+
+
+def reward(function, on_error="raise", timeout=5):
+    return RewardFunction(name=function.__name__, function=function, timeout=timeout, on_error=on_error)
+
+
+def value(completions, **columns):
+    return [float(completion) for completion in completions]
+
+
+def tokens(completion_ids):
+    return [len(token_ids) for token_ids in completion_ids]
+
+
+GROUPS = [group(number, [str(10 * number + place) for place in range(4)]) for number in range(5)]
+
+
+def test_one_rank_scores_every_completion_in_order():
+    scored = RewardManager([reward(value), reward(tokens)])(GROUPS)
+    assert [one.group for one in scored] == GROUPS
+    assert scored[2].rewards == ((20.0, 2.0), (21.0, 2.0), (22.0, 2.0), (23.0, 2.0))
+
+
+def test_a_rank_judges_its_own_groups_and_each_function_weighs_one_unless_it_is_said():
+    calls = []
+
+    def counting(completions):
+        calls.extend(completions)
+        return [0.0] * len(completions)
+
+    judge = RewardManager([reward(counting), reward(value)])
+    assert (judge.names, judge.reward_weights) == (["counting", "value"], [1.0, 1.0])
+    assert RewardManager([reward(value)], [0.5]).reward_weights == [0.5]
+    assert [one.group for one in judge(GROUPS[1::2], places=[1, 3])] == GROUPS[1::2]
+    assert calls == [completion.text for one in GROUPS[1::2] for completion in one.completions]
+
+
+def test_an_error_on_one_rank_is_the_same_error_on_all_and_names_the_row_of_the_rollout():
+    groups = [*GROUPS[:4], group(4, ["40", "41", "oops", "43"])]
+
+    def rank_main(rank, world_size):
+        judge, places = RewardManager([reward(value)]), list(range(rank, 5, world_size))
+        good = judge([GROUPS[place] for place in places], places=places)
+        try:
+            judge([groups[place] for place in places], places=places)
+        except RewardError as error:
+            return [one.rewards for one in good], str(error)
+
+    (first, said), (second, also_said) = run_ranks(rank_main, 2)
+    whole = [one.rewards for one in RewardManager([reward(value)])(GROUPS)]
+    assert (first, second) == (whole[0::2], whole[1::2])
+    assert said == also_said
+    assert "row 18 of the rollout (data-set row 104, completion number 2), completion 'oops'" in said
+
+
+def test_failures_that_count_as_none_are_warned_about_once_per_kind(caplog):
+    function = reward(value, "none")
+    with caplog.at_level(logging.WARNING):
+        for text in ("first", "second"):
+            scored = RewardManager([function])([group(0, ["1", text])])
+            assert scored[0].rewards == ((1.0,), (None,))
+    assert [record.message.split(" raised")[0] for record in caplog.records] == ["Reward `value`"]
+    assert "completion 'first'. Counted as None. Further failures of this kind (ValueError) are not reported." in caplog.text
+
+
+def test_rewards_see_prompts_completions_and_columns_as_in_trl():
+    chat = [{"role": "user", "content": "1+1?"}]
+    batch = as_batch([group(0, ["a", "b"], raw=chat, answer=2), group(1, ["c"], level="hard")], trainer_state="state")
+    assert batch.prompts == [chat, chat, "?"]
+    assert batch.completions == [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}], "c"]
+    assert batch.columns == {"answer": [2, 2, None], "level": [None, None, "hard"]}
+    assert batch.trainer_state == "state"
+
+
+def test_what_takes_too_long_is_given_up_on_all_ranks_where_the_run_is_to_stop():
+    """A function that sleeps in the interpreter, one that waits, and one that swallows what it is interrupted with; on one rank alone."""
+
+    def rank_main(rank, world_size):
+        began = time.monotonic()
+
+        def sleeping(completions):
+            while rank == 1:
+                time.sleep(0.01)
+            return [0.0] * len(completions)
+
+        async def waiting(completions):
+            while rank == 1:
+                await asyncio.sleep(0.01)
+            return [0.0] * len(completions)
+
+        def deaf(completions):
+            for _ in range(2 * (rank == 1)):
+                try:
+                    time.sleep(60)  # until it is given up
+                except BaseException:  # noqa: BLE001 - as a user's function might
+                    pass
+            return sleeping(completions)
+
+        said = []
+        for function in (sleeping, waiting, deaf):
+            judge = RewardManager([reward(function, timeout=60)], should_cancel=lambda: rank == 1 and time.monotonic() > began + 0.5)
+            try:
+                judge(GROUPS)
+            except CancelledError as given_up:
+                said.append(str(given_up))
+        return said, time.monotonic() - began
+
+    for said, seconds in run_ranks(rank_main, 2):
+        assert said == ["what was being judged is given up"] * 3 and seconds < 30
+
+
+def warnings_of(caplog, function, batches):
+    """What is said while `function` judges `batches` rollouts of eight completions."""
+    groups = [group(number, ["1", "2", "3", "4"]) for number in range(2)]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(batches):
+            judge = RewardManager([function])
+            judge.warn_of_sameness([row for one in judge(groups) for row in one.rewards])
+    return [record.message for record in caplog.records]
+
+
+def test_a_reward_that_never_applies_is_said_once(caplog):
+    def never(completions):
+        return [None] * len(completions)
+
+    assert warnings_of(caplog, reward(never), 1) == []
+    assert warnings_of(caplog, reward(never), 5) == [
+        "Reward `never` has given None for all 16 completions so far: it takes no part in the run. Does it find the columns it looks for?"
+    ]
+
+
+def test_a_reward_that_tells_nothing_apart_is_said_once(caplog):
+    def constant(completions):
+        return [0.5] * len(completions)
+
+    assert warnings_of(caplog, reward(constant), 5) == [
+        "Reward `constant` has given 0.5 for all 16 completions that it judged so far: it teaches nothing while that is so."
+    ]
+
+
+def test_nothing_is_said_of_a_reward_that_tells_completions_apart_once(caplog):
+    assert warnings_of(caplog, reward(value), 5) == []

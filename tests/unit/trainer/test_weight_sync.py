@@ -1,0 +1,75 @@
+"""What the check after a push says, from differences made by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_grpo.trainer.weight_sync import _followed, _problem, _Report, _trial_problem
+from megatron_grpo.weights.buckets import NO_VERSION
+
+
+def report(fresh=0.0, cached=0.0, version=3):
+    return _Report(version=version, fresh=np.full(10, fresh), cached=np.full(4, cached))
+
+
+def of_ranks(*found):
+    """By the names that engines of ranks have."""
+    return {f"rank {rank}": one for rank, one in enumerate(found)}
+
+
+def test_small_differences_pass():
+    assert _problem(of_ranks(*[report(fresh=1e-4, cached=1e-4)] * 2), 3, is_coarse=False) is None
+    assert _problem(of_ranks(*[report(fresh=0.1, cached=0.3)] * 2), 3, is_coarse=True) is None
+
+
+def test_float32_is_bounded_by_its_worst_token_and_bfloat16_by_means():
+    one_bad = report()
+    one_bad.fresh[3] = 0.6
+    assert "max 0.6" in _problem(of_ranks(one_bad), 3, is_coarse=False)
+    assert _problem(of_ranks(one_bad), 3, is_coarse=True) is None  # a router may flip one token
+    assert _problem(of_ranks(report(fresh=0.3)), 3, is_coarse=True)
+    assert _problem(of_ranks(report(cached=0.5)), 3, is_coarse=True)  # 4 of 14 tokens: an overall mean would hide them
+
+
+@pytest.mark.parametrize("is_coarse", [False, True])
+def test_nan_is_not_a_small_difference(is_coarse):
+    assert _problem(of_ranks(report(fresh=float("nan"))), 3, is_coarse=is_coarse)
+    assert _problem(of_ranks(report(cached=float("nan"))), 3, is_coarse=is_coarse)
+
+
+def test_hint_follows_from_where_it_is_wrong():
+    assert "prefix cache differ: it was not reset" in _problem(of_ranks(*[report(cached=2.0)] * 2), 3, is_coarse=False)
+    assert "only some engines are wrong" in _problem(of_ranks(report(), report(fresh=2.0)), 3, is_coarse=False)
+    assert "every engine is wrong" in _problem(of_ranks(*[report(fresh=2.0)] * 2), 3, is_coarse=False)
+    assert "{'rank 1': 2}" in _problem(of_ranks(report(), report(version=2)), 3, is_coarse=False)
+
+
+def test_trial_is_called_by_its_name_and_its_hint_says_what_an_engine_may_have_done():
+    assert _problem(of_ranks(report(version=NO_VERSION)), NO_VERSION, is_coarse=False) is None
+    problem = _problem(of_ranks(*[report(fresh=2.0, version=NO_VERSION)] * 2), NO_VERSION, is_coarse=False)
+    assert "does not sample from the trial adapter" in problem and problem.endswith("or the adapter is ignored.")
+    assert "ignored" not in _problem(of_ranks(*[report(fresh=2.0)] * 2), 3, is_coarse=False)
+
+
+def test_an_engine_that_follows_the_trial_is_told_from_one_that_ignores_it_below_the_bound_of_a_push():
+    """Means of 0.05 differ less than the 0.2 that a bfloat16 push may, and the noise is as large: 250 tokens tell them apart."""
+    rng = np.random.default_rng(0)
+    untried = rng.normal(-3, 1, 250)
+    tried, noise = untried + rng.normal(0, 0.05, 250), rng.normal(0, 0.05, 250)
+    takes, ignores, part = (
+        _followed(start + noise, tried, untried) for start in (tried, untried, (tried + untried) / 2 - (tried - untried) / 4)
+    )
+    assert abs(takes[0] - 1) < 3 * takes[1] and abs(ignores[0]) < 3 * ignores[1] and 0.05 < takes[1] < 0.08
+    assert _trial_problem(of_ranks(takes, takes)) is None
+    assert "ignores adapters, or takes them in part: " in _trial_problem(of_ranks(takes, ignores))
+    assert "in part" in _trial_problem(of_ranks(part))
+    assert "in part" in _trial_problem(of_ranks(_followed(tried + (tried - untried), tried, untried)))  # scaled twice
+
+
+def test_trial_that_moves_nothing_proves_nothing():
+    untried, noise = np.full(250, -3.0), np.random.default_rng(0).normal(0, 0.05, 250)
+    assert "proves nothing" in _trial_problem(of_ranks(_followed(untried, untried, untried)))
+    assert "proves nothing" in _trial_problem(of_ranks(_followed(untried + noise, untried + 0.01, untried)))
+    assert _trial_problem(of_ranks(_followed(untried + 0.01 + noise / 10, untried + 0.01, untried))) is None
+    assert _trial_problem(of_ranks(_followed(untried * np.nan, untried + 1, untried)))

@@ -1,0 +1,65 @@
+"""Which layouts a model fits: the arithmetic that is said, and that it agrees with what can really be cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.weights.layout_validation import layout_problems, length_problems
+from megatron_grpo.weights.mapping import WeightMap
+from megatron_grpo.weights.names import hf_shapes
+from megatron_grpo.weights.shape import ModelShape
+from tests.unit.weights.tiny import CHECKPOINTS, config_of
+
+
+def test_a_rest_is_said_with_the_arithmetic_and_the_nearest_sizes_that_work():
+    shape = ModelShape.from_hf(config_of("qwen3"))  # 8 heads, 4 groups, ffn 40
+    heads, ffn, groups = layout_problems(shape, tp=3)
+    assert str(heads) == ("tensor_model_parallel_size (3): it must divide the model's num_attention_heads (8): 8 = 2 x 3 + 2. Use 2 or 4.")
+    assert "40 = 13 x 3 + 1" in str(ffn) and "num_key_value_heads (4), or be a multiple" in str(groups)
+    assert heads.flags == ("tensor_model_parallel_size",) and heads.nearest == {"tensor_model_parallel_size": [2, 4]}
+
+
+def test_experts_are_divided_by_their_own_sizes():
+    shape = ModelShape.from_hf(config_of("qwen3_moe"))  # 4 experts of width 16, all layers: the dense width never matters
+    assert layout_problems(shape, tp=4, ep=4, etp=4) == []
+    experts, width = layout_problems(shape, ep=3, etp=3)
+    assert "4 = 1 x 3 + 1" in str(experts) and "16 = 5 x 3 + 1" in str(width)
+    dense = layout_problems(ModelShape.from_hf(config_of("llama")), ep=2, etp=2)
+    assert [problem.nearest for problem in dense] == [{"expert_model_parallel_size": [1]}, {"expert_tensor_parallel_size": [1]}]
+
+
+@pytest.mark.parametrize("tp", range(1, 17))
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_what_fits_can_be_cut_and_what_cannot_be_cut_does_not_fit(name, tp):
+    shape = ModelShape.from_hf(config_of(name))
+    weights = WeightMap.for_shape(shape, padded_vocab_size=-(-shape.vocab_size // tp) * tp)
+    tensors = {hf_name: torch.empty(size, device="meta") for hf_name, size in hf_shapes(shape).items()}
+    fits = not layout_problems(shape, tp=tp)
+    try:
+        for parameter in weights.megatron_names():
+            weights.load(parameter, tensors.__getitem__, tp_size=tp)
+    except ConfigError:
+        assert not fits
+
+
+def test_sequences_may_leave_a_window_and_not_the_positions_that_a_model_has():
+    shape = ModelShape.from_hf({**config_of("mistral"), "sliding_window": 32})
+    assert length_problems(shape, 64) == []
+    (problem,) = length_problems(shape, 65)
+    assert "max_position_embeddings (64)" in str(problem)
+
+
+def test_sequences_may_not_leave_what_yarn_stretched_a_rope_to():
+    yarn = {"rope_type": "yarn", "factor": 2.5, "original_max_position_embeddings": 17, "rope_theta": 1e4}
+    shape = ModelShape.from_hf({**config_of("qwen3"), "rope_parameters": yarn})
+    assert length_problems(shape, 42) == []
+    (problem,) = length_problems(shape, 43)
+    assert "stretched to by yarn (42:" in str(problem)
+
+
+def test_a_norm_over_all_heads_needs_a_group_on_every_rank():
+    shape = ModelShape.from_hf({**config_of("olmo2"), "num_key_value_heads": 2})
+    (problem,) = layout_problems(shape, tp=4)
+    assert "num_key_value_heads (2): a norm over all heads of keys counts each of them once. Use 2" in str(problem)

@@ -1,0 +1,109 @@
+"""Which weights train: the words on names, by hand; and what Megatron cannot freeze is refused with both halves named."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_grpo.config.config import TunerConfig
+from megatron_grpo.weights.mapping import WeightMap
+from megatron_grpo.weights.names import hf_shapes
+from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.trainable_parameters import parameter_trains, problems, trains
+from tests.unit.weights.tiny import config_of
+
+QKV = tuple(f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv")
+
+
+def tuner(**changes) -> TunerConfig:
+    return TunerConfig(**changes)
+
+
+def shape(name: str) -> ModelShape:
+    return ModelShape.from_hf(config_of(name))
+
+
+def that_train(model: str, **changes) -> set[str]:
+    """Of the tensors of the first layer and outside the layers, without `model.layers.0.`."""
+    rule = trains(tuner(**changes))
+    return {name.removeprefix("model.layers.0.") for name in hf_shapes(shape(model)) if "layers.1." not in name and rule(name)}
+
+
+def test_all_train_by_default_and_none_beside_an_adapter():
+    assert len(that_train("llama")) == len(hf_shapes(shape("llama"))) - 9
+    assert that_train("llama", tuner_type="lora") == set()
+
+
+def test_a_prefix_is_the_beginning_of_a_name_and_a_regular_expression_is_found_anywhere():
+    outside = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    norms = {"input_layernorm.weight", "post_attention_layernorm.weight"}
+    assert that_train("llama", freeze_parameters=["model.layers."]) == outside
+    assert that_train("llama", freeze_parameters=["layers"]) == that_train("llama")  # inside a name: no prefix
+    assert that_train("llama", freeze_parameters_regex=r"_proj\.|lm_head") == (outside | norms) - {"lm_head.weight"}
+
+
+def test_what_is_trainable_wins_over_what_is_frozen():
+    assert that_train("llama", freeze_parameters=["model", "lm_head"], trainable_parameters=["model.norm"]) == {"model.norm.weight"}
+    both = dict(freeze_parameters_regex=".", trainable_parameters=["lm_head"], trainable_parameters_regex=r"mlp\.down")
+    assert that_train("llama", **both) == {"lm_head.weight", "mlp.down_proj.weight"}
+    assert that_train("llama", trainable_parameters=["lm_head"]) == that_train("llama")  # nothing was frozen
+
+
+def test_a_megatron_parameter_trains_with_the_tensors_that_it_is_made_of():
+    rule = trains(tuner(freeze_parameters_regex="self_attn|mlp.experts.2"))
+    weights = WeightMap.for_shape(shape("qwen3_moe"), padded_vocab_size=53)
+    assert weights.hf_names("decoder.layers.0.self_attention.linear_qkv.weight") == QKV
+
+    def of(name: str) -> bool:
+        return parameter_trains(weights.hf_names(name), rule)
+
+    assert not of("decoder.layers.0.self_attention.linear_qkv.weight") and of("decoder.layers.0.mlp.router.weight")
+    experts = [of(f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc1.weight") for e in range(4)]
+    assert experts == [True, True, False, True]
+    with pytest.raises(ValueError, match="q_proj.weight, .*k_proj.weight, .* only a part"):
+        parameter_trains(QKV, trains(tuner(freeze_parameters_regex="q_proj")))
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "says"),
+    [
+        ("llama", dict(freeze_parameters_regex="q_proj"),
+         f"{QKV[0]} would be frozen and {QKV[1]}, {QKV[2]} would train, but Megatron holds them as one parameter "
+         "(decoder.layers.0.self_attention.linear_qkv.weight), which trains whole or not at all. 1 more are cut so."),
+        ("llama", dict(freeze_parameters=["model"], trainable_parameters_regex=r"layers\.1\.mlp\.up", trainable_parameters=["lm_head"]),
+         "model.layers.1.mlp.gate_proj.weight would be frozen and model.layers.1.mlp.up_proj.weight would train"),
+        ("llama", dict(freeze_parameters=["model", "lm_head"]), "freeze_parameters freeze every weight of the model: nothing would train."),
+        ("deepseek_v3", dict(freeze_parameters=["model", "lm_head"], trainable_parameters_regex="e_score_correction_bias"),
+         "nothing would train"),
+        ("llama", dict(freeze_parameters=["decoder.layers.0.self_attention.linear_proj"]),
+         "no tensor of this model begins with decoder.layers.0.self_attention.linear_proj. That is a name of Megatron's modules; in "
+         "Hugging Face's names, which are meant here, it is model.layers.0.self_attn.o_proj.weight."),
+        ("llama", dict(freeze_parameters=["model.layers.7."]),
+         "Names begin with model.embed_tokens, model.norm, lm_head.weight, model.layers."),
+        ("llama_tied", dict(freeze_parameters=["lm_head"]), "Its head is its embedding (tie_word_embeddings): model.embed_tokens.weight"),
+        ("llama", dict(freeze_parameters_regex="linear_fc1"), "freeze_parameters_regex (linear_fc1) is found in no tensor of this model."),
+        ("llama", dict(freeze_parameters=["model"], trainable_parameters_regex="router"),
+         "trainable_parameters_regex (router) is found in no tensor"),
+        ("qwen2", dict(freeze_parameters_regex=r"_proj\.weight"),
+         "model.layers.0.self_attn.q_proj.bias, model.layers.0.self_attn.k_proj.bias, model.layers.0.self_attn.v_proj.bias would train"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_frozen_so_is_said_with_names(model, changes, says):
+    (problem,) = problems(tuner(**changes), shape(model))
+    assert says in problem.message
+    assert set(problem.flags) <= set(changes)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("llama", {}),
+        ("llama", dict(freeze_parameters=["model.embed_tokens", "model.layers.0."])),
+        ("qwen2", dict(freeze_parameters_regex=r"_proj\.bias")),
+        ("qwen3_moe", dict(freeze_parameters_regex=r"\.gate\.")),
+        ("qwen3_moe", dict(freeze_parameters_regex=r"experts\.[02]\.")),
+        ("deepseek_v3", dict(freeze_parameters_regex=r"q_[ab]_|shared_experts")),
+        ("llama", dict(tuner_type="lora", freeze_parameters=["nothing of this"])),
+    ],
+)
+def test_what_can_be_frozen_is_not_refused(model, changes):
+    assert problems(tuner(**changes), shape(model)) == []
