@@ -1,4 +1,4 @@
-"""Reward functions: the protocol (TRL's signature), loading them by name, calling them safely, and the built-in ones.
+"""Reward functions: the protocol (TRL's signature), loading by name, scoring with error handling, and the built-in rewards.
 
-Importing this package loads none of the built-ins' dependencies; each is imported when its reward is asked for by name.
+Importing this package loads none of the dependencies of the built-in rewards; each is imported when its reward is requested by name.
 """

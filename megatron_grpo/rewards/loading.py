@@ -1,6 +1,7 @@
-"""Owns turning `--reward_funcs` into functions: built-in names, `path/to/file.py:function`, `package.module:function`.
+"""Load reward functions from `--reward_funcs`: built-in names, `path/to/file.py:function`, `package.module:function`.
 
-Files may have been written for another system: programs that train where they are imported are refused, plugins of ms-swift are loaded.
+A file may have been written for another framework. Files that start training when they are imported are rejected; plugins of ms-swift are
+loaded.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megatron_grpo.rewards.protocol import RewardFunction, accepted_names, posit
 
 _LOG = logging.getLogger(__name__)
 
-# Name -> module with a `build(config) -> function`. A function's attribute `needs` lists the columns it cannot do without, as alternatives.
+# Name -> module with `build_<name>(config) -> function`. The function's attribute `needs` lists its required columns, as alternatives.
 BUILT_IN = {
     "math": "math",
     "accuracy": "rule_based",
@@ -43,19 +44,24 @@ BUILT_IN = {
     "llm_judge": "llm_judge",
     "environment": "rule_based",
 }
-_REGISTRIES = ("orms", "prms", "rm_plugins", "multi_turns", "envs")  # of ms-swift
+_REGISTRIES = ("orms", "prms", "rm_plugins", "multi_turns", "envs")  # registries of ms-swift
 _DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_MARGIN = 15.0  # seconds after which a built-in that keeps its own deadline is stopped all the same
+_MARGIN = 15.0  # seconds beyond reward_timeout after which a built-in that keeps its own deadline is stopped
 
 
 def load_rewards(config: Config, *, left_out: Collection[str] = ()) -> list[RewardFunction]:
-    """The reward functions of a run, in the order of `--reward_funcs`; without those in `left_out`, which are not looked at.
+    """Load the reward functions of a run, in the order of `--reward_funcs`.
 
-    Raises ConfigError with all that is wrong with any of them.
+    Args:
+        config: Settings of the run.
+        left_out: Entries of `--reward_funcs` to skip. They are not checked.
+
+    Raises:
+        ConfigError: If any function cannot be loaded; lists the problems of all functions.
     """
     specs = config.rewards.reward_funcs
     problems: list[Problem] = []
-    if not specs and not config.grpo.teacher_flag:  # which teaches without a reward
+    if not specs and not config.grpo.teacher_flag:  # training on a teacher needs no reward
         problems.append(_problem(f"reward_funcs is empty. Built in are {', '.join(BUILT_IN)}; your own is path/to/file.py:function."))
     twice = sorted({spec for spec in specs if specs.count(spec) > 1})
     if twice:
@@ -76,15 +82,19 @@ def load_rewards(config: Config, *, left_out: Collection[str] = ()) -> list[Rewa
 
 
 def may_be_here(spec: str) -> bool:
-    """False for a file or a package that is not on this machine; nothing is loaded."""
+    """Return False for a file or package that does not exist on this machine. Loads nothing.
+
+    Args:
+        spec: An entry of `--reward_funcs`.
+    """
     where, colon, _ = spec.rpartition(":")
     if not colon:
-        return True  # a built-in, or a mistake
+        return True  # a built-in name, or a typing error
     return Path(where).expanduser().is_file() if where.endswith(".py") else importlib.util.find_spec(where.partition(".")[0]) is not None
 
 
 def close_rewards(functions: Sequence[RewardFunction]) -> None:
-    """Ends the processes that reward functions keep."""
+    """Stop the processes that reward functions keep."""
     for function in functions:
         function.close()
 
@@ -96,9 +106,16 @@ def check_columns(
     flag: str = "dataset",
     without: Callable[[Sequence[str]], str] = lambda _: "",
 ) -> None:
-    """Raises ConfigError for functions that need a column which the data set, or a row of it, lacks.
+    """Check that the data set has the columns that the reward functions need.
 
-    columns: that some row has. without: rows that have none of these, in words.
+    Args:
+        functions: Reward functions of the run.
+        columns: Columns that at least one row has.
+        flag: Setting that names the data set.
+        without: Maps alternative column names to a description of the rows that have none of them; "" if every row has one.
+
+    Raises:
+        ConfigError: If the data set, or a row of it, lacks a needed column.
     """
     problems, what = [], "the data set" if flag == "dataset" else f"a set of {flag}"
     for function in functions:
@@ -123,7 +140,7 @@ def _fail(message: str, nearest: Sequence[str] = ()) -> ConfigError:
 
 
 def _names(specs: Sequence[str]) -> list[str]:
-    """A name for the metrics: the function's own, and with its file or module where two would be the same."""
+    """Return a unique metric name per function: its own name, prefixed with the file or module if two would be equal."""
     short = [spec.rpartition(":")[2] for spec in specs]
     places = [Path(spec.rpartition(":")[0]).stem or "built_in" for spec in specs]
     return [name if short.count(name) == 1 else f"{place}.{name}" for name, place in zip(short, places)]
@@ -147,7 +164,7 @@ def _load(spec: str, name: str, config: Config, here: Path) -> RewardFunction:
         function = _instance(function, spec)
     try:
         inspect.signature(function)
-    except ValueError as error:  # some that are written in C
+    except ValueError as error:  # some functions written in C
         raise _fail(f"{spec} does not say which arguments it takes: {said_by(error)}. Wrap it in a function of your own.") from error
     if unusable := positional_names(function):
         raise _fail(f"{spec} takes {', '.join(unusable)} by place alone; a reward function gets its arguments by name. Remove the `/`.")
@@ -157,7 +174,7 @@ def _load(spec: str, name: str, config: Config, here: Path) -> RewardFunction:
 
 
 def _named(spec: str, here: Path) -> Any:
-    """What `path/to/file.py:name` or `package.module:name` names, which can be called. Raises ConfigError."""
+    """Return the callable that `path/to/file.py:name` or `package.module:name` refers to. Raises ConfigError."""
     where, _, attribute = spec.rpartition(":")
     module = _module_of_file(Path(where), here) if where.endswith(".py") else _module_of_package(where, here)
     found = getattr(module, attribute, None)
@@ -167,7 +184,15 @@ def _named(spec: str, here: Path) -> Any:
 
 
 def user_object(spec: str, *, flag: str) -> Any:
-    """As `--reward_funcs` names functions, for other settings that name the user's code. Raises ConfigError, about that setting."""
+    """Load a callable of the user's code that another setting names as `--reward_funcs` does.
+
+    Args:
+        spec: `path/to/file.py:name` or `package.module:name`.
+        flag: Name of the setting, for error messages.
+
+    Raises:
+        ConfigError: If the callable cannot be loaded.
+    """
     if ":" not in spec:
         message = f"{flag} ({spec}) is written path/to/file.py:name, or package.module:name."
         raise ConfigError([Problem(flags=(flag,), message=message)])
@@ -178,14 +203,18 @@ def user_object(spec: str, *, flag: str) -> Any:
 
 
 def _instance(cls: type, spec: str) -> Callable[..., Any]:
-    """A class with `__call__`, as Megatron-SWIFT's plugins are, stands for its instance."""
+    """Return an instance of a class with `__call__`, as Megatron-SWIFT's plugins are."""
     if not any("__call__" in vars(base) for base in cls.__mro__):  # every class is callable itself: that makes an instance
         raise _fail(f"{spec} is a class without `__call__`.")
     return _users(shown_text(cls), f"{spec} is a class that cannot be made without arguments")
 
 
 def _users(call: Callable[[], Any], what: str) -> Any:
-    """`call()`, which runs the user's code. Raises ConfigError, beginning with `what`, with whatever it raises."""
+    """Run `call()`, which executes the user's code.
+
+    Raises:
+        ConfigError: If the call raises anything; the message begins with `what`.
+    """
     told: list[str] = []
     try:
         with contained(told):
@@ -206,7 +235,7 @@ def _module_of_file(path: Path, here: Path) -> Any:
     if not (here / path).is_file():
         raise _fail(f"There is no file {str(path)!r} (looked in {here}).")
     path = (here / path).resolve()
-    # One module per file, whoever asks for it; and files next to it can be imported, behind everything that is installed.
+    # One module per file for all settings that name it. Files next to it can be imported, after all installed packages.
     name = f"megatron_grpo_reward_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -258,7 +287,7 @@ def _no_such_function(where: str, module: Any, attribute: str) -> str:
 
 
 def parsed(path: Path) -> ast.Module:
-    """Empty where it is no Python: whoever imports it says what is wrong with it."""
+    """Parse a Python file. Return an empty module if it is not valid Python; importing it then reports the error."""
     try:
         return ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
@@ -266,9 +295,10 @@ def parsed(path: Path) -> ast.Module:
 
 
 def trains_at_import(program: ast.Module) -> int | None:
-    """The line that begins a training where this is imported, if there is one.
+    """Return the line that starts training when the file is imported, or None.
 
-    It makes a GRPOTrainer or calls `.train()`, by itself or by a function of the file, and `if __name__ == "__main__":` is not above it.
+    Such a line creates a GRPOTrainer or calls `.train()`, directly or through a function of the file, and is not inside an
+    `if __name__ == "__main__":` block.
     """
     defined = {line.name: _names_used(line) for line in program.body if isinstance(line, _DEFINES)}
     trains, before = {"GRPOTrainer", ".train"}, 0
@@ -280,7 +310,7 @@ def trains_at_import(program: ast.Module) -> int | None:
 
 
 def _names_used(node: ast.AST) -> set[str]:
-    """Names that are used in it, and methods that are called, those with a dot."""
+    """Return the names used in a node, and the methods it calls, prefixed with a dot."""
     called = (inner.func for inner in ast.walk(node) if isinstance(inner, ast.Call))
     methods = {f".{function.attr}" for function in called if isinstance(function, ast.Attribute)}
     return methods | {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
@@ -288,8 +318,13 @@ def _names_used(node: ast.AST) -> set[str]:
 
 @contextmanager
 def with_swift(program: ast.Module) -> Iterator[None]:
-    """While a plugin of ms-swift is loaded where that is not installed: its registries take what is put into them, and what else the plugin
-    imports of it are classes that do nothing."""
+    """Stub the package `swift` while a plugin of ms-swift is loaded on a machine without ms-swift.
+
+    The registries that the plugin imports become dicts, which accept its entries; other imported classes become classes that do nothing.
+
+    Args:
+        program: Syntax tree of the plugin.
+    """
     lines = [line for line in ast.walk(program) if isinstance(line, ast.ImportFrom) and (line.module or "").split(".")[0] == "swift"]
     made: dict[str, ModuleType] = {}
     for line in lines if lines and find_spec("swift") is None else ():
@@ -309,7 +344,11 @@ def with_swift(program: ast.Module) -> Iterator[None]:
 
 
 def shown_text(cls: type) -> type:
-    """A reward class; of one of ms-swift's, which judge text where the completions of a chat are messages here, one that is given text."""
+    """Adapt a reward class of ms-swift to chat completions; return other classes unchanged.
+
+    Reward classes of ms-swift expect text, but completions of a chat are messages here. The adapted class converts each completion to
+    text.
+    """
     if not any(base.__module__.partition(".")[0] == "swift" for base in cls.__mro__):
         return cls
     inner: Callable[..., Any] = cls.__call__

@@ -1,11 +1,12 @@
-"""Owns what a user's code may not do to the process it runs in: end it, go on in a fork of it, close its output, or take for ever.
+"""Protect the process from user code that exits, forks, closes the output streams, or does not return.
 
-`os._exit`, or a crash in C, cannot be held from inside; `run.supervisor` sees from outside that a process left too early.
+`os._exit` and crashes in C code cannot be caught inside the process; `run.supervisor` detects from outside that a process exited too
+early.
 
-Deadlines hold in the main thread, in another thread, and on an event loop; a run that is asked to stop ends the call too. A Python thread
-cannot be killed, so a synchronous function runs in the main thread and is interrupted there by a signal of its own. That stops Python code
-and waiting system calls. Code that never comes back to the interpreter (a huge power, a lock held in C) cannot be interrupted at all; after
-a grace period the process ends, with the traceback that shows where it is stuck.
+Deadlines hold in the main thread, in other threads, and on an event loop. Stopping the run also cancels the call. A Python thread cannot
+be killed, so a synchronous function runs in the main thread and is interrupted by a signal reserved for that purpose. The signal stops
+Python code and blocking system calls. Code that does not return to the interpreter (a huge power, a lock held in C) cannot be
+interrupted; after a grace period the process ends with a traceback that shows where it is stuck.
 """
 
 from __future__ import annotations
@@ -29,16 +30,22 @@ _OUTPUTS = {1: "stdout", 2: "stderr"}
 
 
 class ExitRequestedError(Exception):
-    """The code raised SystemExit, or a KeyboardInterrupt of its own: it would have ended the run, with exit code 0 perhaps."""
+    """The code raised SystemExit, or KeyboardInterrupt without Ctrl-C. Either would end the run, perhaps with exit code 0."""
 
 
-class contained:  # in lower case, for it reads as `with contained(...)`
-    """User's code runs inside: `with contained(told): f()`. Raises ExitRequestedError for what would have ended this process.
+class contained:  # lower case because it is used as `with contained(...)`
+    """Context manager that runs user code: `with contained(told): f()`.
 
-    A child that the code forked does not come out of the block: there would be two of this run. Where the code closed stdout or stderr,
-    it is opened again: what is written there next would end the run, or land in whatever file was opened in its place. Where it changed
-    what torch makes of numbers in the whole process, that is changed back. told: gets what was closed or changed, as the end of a sentence
-    about the code.
+    * A child process that the code forked does not leave the block; otherwise there would be two copies of the run.
+    * If the code closed stdout or stderr, it is reopened. Otherwise the next output would end the run, or go to a file opened under the
+      same descriptor.
+    * If the code changed process-wide settings of torch that affect computation, they are restored.
+
+    Args:
+        told: Receives what was closed or changed, each as the end of a sentence about the code.
+
+    Raises:
+        ExitRequestedError: If the code raised an exception that would end this process.
     """
 
     def __init__(self, told: list[str]):
@@ -47,7 +54,7 @@ class contained:  # in lower case, for it reads as `with contained(...)`
     def __enter__(self) -> contained:
         self._process = os.getpid()
         self._pressed = False
-        # A run has handlers of its own (`run.signals`). Where Python's is in place, Ctrl-C raises here: it is told from the code's own.
+        # A run has its own handlers (`run.signals`). With Python's default handler, Ctrl-C must be told from an exception of the code.
         is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         self._listens = is_default and threading.current_thread() is threading.main_thread()
         if self._listens:
@@ -80,7 +87,7 @@ class contained:  # in lower case, for it reads as `with contained(...)`
 
 
 def _torch_settings() -> dict[str, tuple[Any, Callable[[Any], object]]]:
-    """What of torch's holds for the whole process: name -> (value, how it is set). Nothing where nobody has imported torch."""
+    """Return torch's process-wide settings: name -> (value, setter). Empty if torch has not been imported."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
@@ -94,12 +101,12 @@ def _torch_settings() -> dict[str, tuple[Any, Callable[[Any], object]]]:
 def _copy_of(fd: int) -> int | None:
     try:
         return os.dup(fd)
-    except OSError:  # closed before, or no descriptors are left
+    except OSError:  # already closed, or no descriptors are left
         return None
 
 
 def _open_again(fd: int, copy: int) -> bool:
-    """Whether it was closed: as a descriptor, or as Python's stream on it."""
+    """Reopen an output stream if needed. Return whether its descriptor, or Python's stream on it, was closed."""
     name, was_closed = _OUTPUTS[fd], False
     try:
         os.fstat(fd)
@@ -126,27 +133,35 @@ def _end_child(error: BaseException | None) -> None:
 
 # Not SIGALRM: math-verify and others set and clear that one themselves, which would clear the deadline.
 SIGNAL = signal.SIGRTMIN + 11
-GRACE = 15.0  # seconds after a deadline in which a function can be interrupted; then the process ends
+GRACE = 15.0  # seconds after a deadline until a function that cannot be interrupted ends the process
 _REPEAT = 0.5  # seconds between signals to a function that swallowed the first one
-_LOOK = 0.5  # seconds between two looks at whether the run gives the call up
+_LOOK = 0.5  # seconds between two calls of should_cancel
 
 
 class RewardTimeoutError(Exception):
-    """The function did not come back before its deadline."""
+    """The function did not return before its deadline."""
 
 
 class _Stop(BaseException):
-    """Raised inside a function that is out of time. No Exception, so that `except Exception` in its loop does not swallow it."""
+    """Raised inside a function that has timed out. Not an Exception, so that `except Exception` in a loop does not swallow it."""
 
 
 def never() -> bool:
+    """Return False: the default for `should_cancel`."""
     return False
 
 
 def call_before(seconds: float, function: Callable[[], Any], should_cancel: Callable[[], bool] = never) -> Any:
-    """`function()`, or RewardTimeoutError after `seconds`, or CancelledError soon after `should_cancel()` is true.
+    """Call `function()` with a deadline and return its result. Exceptions of the function propagate.
 
-    Exceptions of the function pass through.
+    Args:
+        seconds: Time limit.
+        function: Called without arguments.
+        should_cancel: Polled during the call; True cancels it.
+
+    Raises:
+        RewardTimeoutError: After `seconds`.
+        CancelledError: Soon after `should_cancel()` returned True.
     """
     if threading.current_thread() is threading.main_thread():
         return _call_in_main_thread(seconds, function, should_cancel)
@@ -174,7 +189,7 @@ def _call_in_main_thread(seconds: float, function: Callable[[], Any], should_can
 
     before = signal.signal(SIGNAL, interrupt)
     watcher = threading.Thread(target=watch, name="reward-deadline", daemon=True)
-    # It runs in a thread of C and needs no interpreter lock: the one thing that still works when the function holds that lock.
+    # It runs in a C thread and needs no interpreter lock, so it works even if the function holds that lock.
     faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
         armed.set()
@@ -194,12 +209,16 @@ def _call_in_main_thread(seconds: float, function: Callable[[], Any], should_can
 
 
 def _call_in_own_thread(seconds: float, function: Callable[[], Any], should_cancel: Callable[[], bool]) -> Any:
-    """Away from the main thread nothing can be interrupted: a late function is left behind in a thread that ends with the process."""
+    """Call the function in a new thread. It cannot be interrupted: after a timeout its thread is left behind and ends with the process."""
     return _result_before(time.monotonic() + seconds, begun(function, name="reward"), should_cancel)
 
 
 def _result_before(end: float, future: Future[Any], should_cancel: Callable[[], bool]) -> Any:
-    """Raises what the function raised, RewardTimeoutError or CancelledError. end: of time.monotonic."""
+    """Return the result of a future, or raise its exception, RewardTimeoutError or CancelledError.
+
+    Args:
+        end: Deadline, on the clock of `time.monotonic`.
+    """
     while True:
         left = max(0.0, end - time.monotonic())
         try:
@@ -218,15 +237,22 @@ def _given_up() -> CancelledError:
 
 
 class EventLoop:
-    """An event loop in a thread of its own, kept between batches so that a function may keep its HTTP session."""
+    """An event loop in a separate thread, kept between batches so that a function can keep its HTTP session."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, coroutine: Coroutine[Any, Any, Any], seconds: float, should_cancel: Callable[[], bool] = never) -> Callable[[], Any]:
-        """Starts `coroutine` at once; the returned callable waits for its result.
+        """Start a coroutine immediately. The returned callable waits for its result.
 
-        It raises RewardTimeoutError `seconds` after the start, or CancelledError soon after `should_cancel()` is true.
+        Args:
+            coroutine: The coroutine to run.
+            seconds: Time limit, counted from the start.
+            should_cancel: Polled while waiting; True cancels the coroutine.
+
+        Returns:
+            A callable that returns the result. It raises RewardTimeoutError after `seconds`, or CancelledError soon after
+            `should_cancel()` returned True.
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -247,7 +273,7 @@ class EventLoop:
         return wait
 
     def _replace_if_blocked(self, loop: asyncio.AbstractEventLoop) -> None:
-        """A coroutine that blocks (`time.sleep` instead of `asyncio.sleep`) takes the loop with it: the next batch gets a new one."""
+        """Use a new loop for the next batch if a coroutine blocks this one (`time.sleep` instead of `asyncio.sleep`)."""
         alive = threading.Event()
         loop.call_soon_threadsafe(alive.set)
         if not alive.wait(1.0):

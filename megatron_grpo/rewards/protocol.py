@@ -1,7 +1,7 @@
-"""Owns what a reward function is given and may return, and what is said when it returns something else.
+"""The reward protocol: arguments of a reward function, the values it may return, and the errors for other values.
 
-The signature is TRL's: `f(prompts, completions, **columns) -> list[float | None]`, plus `completion_ids` and `trainer_state` for those that
-name them; `async def` works. A function only gets the keyword arguments that its signature accepts.
+The signature is TRL's: `f(prompts, completions, **columns) -> list[float | None]`. Functions whose signature names `completion_ids` or
+`trainer_state` receive those too. `async def` works. A function only receives the keyword arguments that its signature accepts.
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ from typing import Any
 
 from megatron_grpo.base.errors import shown
 
-Score = float | None  # None: this reward does not apply to this completion
-# A larger one has no square in a sum of floats, and as an advantage no place in a float32: advantages would be 0, infinite or NaN.
+Score = float | None  # None: the reward does not apply to this completion
+# Largest absolute score. Squares of larger ones overflow in a sum of floats, and as advantages they overflow float32: 0, infinity or NaN.
 LARGEST = 1e30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFailure:
-    """A row that got no score, and why. Built-in rewards return it in place of a score; `kind` is what warnings are counted by."""
+    """A row without a score, and the reason. Built-in rewards return it in place of a score.
+
+    Args:
+        kind: Category of the failure. Warnings are counted by it.
+        reason: End of a sentence that begins "Reward `name`".
+    """
 
     kind: str
     reason: str  # ends the sentence "reward `name` ..."
@@ -30,9 +35,17 @@ class RowFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardBatch:
-    """Completions to be scored. All lists have one entry per completion, groups one after the other.
+    """Completions to be scored.
 
-    completions: a string each for string prompts, one assistant message each for chats. labels: how an error names each row.
+    All lists have one entry per completion, groups one after the other.
+
+    Args:
+        prompts: A string, or a list of chat messages, per completion.
+        completions: A string each for string prompts, a list of one assistant message each for chats.
+        completion_ids: Token IDs of each completion.
+        columns: Further columns of the data set, by name.
+        labels: Name of each row in error messages.
+        trainer_state: State of the trainer, for functions that take it.
     """
 
     prompts: Sequence[Any]
@@ -46,7 +59,7 @@ class RewardBatch:
         return len(self.completions)
 
     def part(self, first: int, end: int) -> RewardBatch:
-        """Rows first to end (exclusive)."""
+        """Return rows `first` to `end` (exclusive) as a batch."""
         return RewardBatch(
             prompts=self.prompts[first:end],
             completions=self.completions[first:end],
@@ -59,16 +72,27 @@ class RewardBatch:
 
 @dataclass(kw_only=True)
 class Watch:
-    """What one function has given in this run so far, for the one thing that no single batch shows: that it is always the same."""
+    """Running statistics of one reward function, to detect that its score is constant over the run.
+
+    No single batch can show that.
+    """
 
     batches: int = 0
     rows: int = 0
-    scored: int = 0  # rows that were not None
+    scored: int = 0  # rows whose score was not None
     lowest: float = math.inf
     highest: float = -math.inf
 
     def take(self, scores: Sequence[Score]) -> str | None:
-        """Counts one batch, of all ranks; the end of a sentence that begins with the function where it has not told a row from another."""
+        """Count one batch and report a function that has not distinguished any completions.
+
+        Args:
+            scores: Scores of the batch, of all ranks.
+
+        Returns:
+            End of a sentence that begins with the function's name, if at least `ENOUGH_BATCHES` batches and `ENOUGH_ROWS` rows all have
+            the same score or none; otherwise None.
+        """
         given = [score for score in scores if score is not None]
         self.batches, self.rows, self.scored = self.batches + 1, self.rows + len(scores), self.scored + len(given)
         self.lowest, self.highest = min([self.lowest, *given]), max([self.highest, *given])
@@ -84,18 +108,27 @@ class Watch:
         return None
 
 
-ENOUGH_BATCHES, ENOUGH_ROWS = 2, 8  # before anything is said of a function that is always the same
+ENOUGH_BATCHES, ENOUGH_ROWS = 2, 8  # least batches and rows before a constant function is reported
 
 
-GIVEN = frozenset({"prompts", "completions", "completion_ids", "trainer_state"})  # what every function may have, besides columns
+GIVEN = frozenset(
+    {"prompts", "completions", "completion_ids", "trainer_state"}
+)  # arguments that every function may take besides the data columns
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """A function that judges, with the name it has in the metrics and how its failures are treated.
+    """A reward function with its name in the metrics, its timeout and its policy for failures.
 
-    timeout: seconds for one batch. keeps_deadline: a built-in that ends in time by itself and reports failures row by row, so that it is
-    never called again to find the row that failed.
+    Args:
+        name: Name in metrics and messages.
+        function: The callable, synchronous or `async def`.
+        timeout: Seconds for one batch.
+        on_error: "raise" stops the run when a row fails; "none" gives failed rows the score None.
+        keeps_deadline: True for built-in rewards, which meet the deadline themselves and report failures row by row. They are not called
+            again to find the row that failed.
+        warned: Kinds of failure that a warning has reported.
+        watch: Running statistics of its scores.
     """
 
     name: str
@@ -103,15 +136,16 @@ class RewardFunction:
     timeout: float
     on_error: str = "raise"
     keeps_deadline: bool = False
-    warned: set[str] = field(default_factory=set)  # kinds of failure already warned about
+    warned: set[str] = field(default_factory=set)  # kinds of failure that a warning has reported
     watch: Watch = field(default_factory=Watch)
 
     @property
     def is_async(self) -> bool:
+        """Whether the function, or its `__call__`, is a coroutine function."""
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(getattr(self.function, "__call__", None))  # noqa: B004
 
     def arguments(self, batch: RewardBatch) -> dict[str, Any]:
-        """The keyword arguments for one call: those of the signature, or all where it takes `**kwargs`."""
+        """Return the keyword arguments for one call: those in the signature, or all if it takes `**kwargs`."""
         offered = {
             **batch.columns,
             "prompts": list(batch.prompts),
@@ -123,19 +157,19 @@ class RewardFunction:
         return offered if accepted is None else {name: value for name, value in offered.items() if name in accepted}
 
     def needs(self) -> list[Sequence[str]]:
-        """Columns of the data that it cannot do without, each with its alternatives: `answer` or `solution`."""
+        """Return the data columns that the function requires, each as a list of alternatives such as `answer` or `solution`."""
         told: Sequence[Sequence[str]] = getattr(self.function, "needs", ()) or [(name,) for name in required_names(self.function)]
         return [names for names in told if not GIVEN.intersection(names)]
 
     def close(self) -> None:
-        """Ends what the function keeps running, if it does."""
+        """Stop what the function keeps running, if it has a `close` method."""
         close = getattr(self.function, "close", None)
         if callable(close):
             close()
 
 
 def accepted_names(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Keyword arguments that a function accepts, or None for all of them."""
+    """Return the keyword arguments that a function accepts, or None if it accepts all."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -143,30 +177,44 @@ def accepted_names(function: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def required_names(function: Callable[..., Any]) -> list[str]:
-    """Keyword arguments without a default."""
+    """Return the keyword arguments without a default."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind in named and parameter.default is inspect.Parameter.empty]
 
 
 def positional_names(function: Callable[..., Any]) -> list[str]:
-    """Arguments that cannot be given by name."""
+    """Return the positional-only arguments, which cannot be passed by name."""
     parameters = inspect.signature(function).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.POSITIONAL_ONLY]
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion in either of TRL's shapes; of a chat, what its assistant turns say."""
+    """Return the text of a completion in either of TRL's formats.
+
+    Args:
+        completion: A string, or a list of chat messages with `role` and `content`.
+
+    Returns:
+        The string, or the contents of the assistant messages joined by newlines.
+    """
     if isinstance(completion, str):
         return completion
     return "\n".join(message["content"] for message in completion if message.get("role", "assistant") == "assistant")
 
 
 def as_scores(returned: Any, count: int) -> list[Score | RowFailure] | RowFailure:
-    """What a reward function returned, row by row; one RowFailure for all where it is no list of `count` values.
+    """Convert the return value of a reward function to one score or failure per row.
 
-    Numbers of any library and booleans are scores (True is 1, as in TRL). NaN, infinities, numbers beyond LARGEST, strings and the rest are
-    failures of their row.
+    Numbers of any library and booleans are scores (True is 1, as in TRL). NaN, infinities, numbers beyond `LARGEST`, strings and other
+    values are failures of their row.
+
+    Args:
+        returned: The return value: a sequence, a NumPy array or a tensor.
+        count: Number of completions in the batch.
+
+    Returns:
+        A list of `count` entries, or one RowFailure for the whole batch if `returned` is not a sequence of `count` values.
     """
     if hasattr(returned, "tolist"):  # a numpy array or a tensor
         returned = returned.tolist()
@@ -179,7 +227,7 @@ def as_scores(returned: Any, count: int) -> list[Score | RowFailure] | RowFailur
 
 
 def as_score(value: Any) -> Score | RowFailure:
-    """One returned value as a float, None, or the failure that it is."""
+    """Convert one returned value to a float, None, or a RowFailure."""
     if value is None or isinstance(value, RowFailure):
         return value
     if hasattr(value, "item") and not isinstance(value, numbers.Real):  # a tensor, or an array of one element

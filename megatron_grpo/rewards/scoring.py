@@ -1,8 +1,8 @@
-"""Owns scoring one batch with all reward functions: calling them, finding the row that a failing one fails on, and the policy for failures.
+"""Score one batch with all reward functions, find failing rows, and apply the policy for failures.
 
-A function that raises, runs out of time or returns the wrong count has failed on its whole batch. It is then called again on halves of the
-batch, so that the error can name the row, and, with `--reward_on_error none`, so that only that row goes without a score. What it did
-first is said first: a function that counts or remembers may fail otherwise on a part.
+A function that raises, times out or returns the wrong number of scores has failed on its whole batch. It is then called again on halves
+of the batch, so that the error can name the row, and, with `--reward_on_error none`, so that only that row loses its score. The message
+begins with the first failure, because a function with state may fail differently when it is called on a part.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megatron_grpo.rewards.process_isolation import EventLoop, ExitRequestedErro
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, RowFailure, Score, as_scores, text_of
 
 _LOOP = EventLoop()
-_SHORTEST_CALL = 1.0  # seconds that even a call on one row is given (a tenth of the timeout, where that is less)
-_SEARCH_BUDGET = 3.0  # the search for failing rows may take this many times the timeout
+_SHORTEST_CALL = 1.0  # minimum seconds for a call on one row (or a tenth of the timeout, if that is less)
+_SEARCH_BUDGET = 3.0  # time limit of the search for failing rows, in multiples of the timeout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """A failure that became None, or something else that a function did: said once per function and kind."""
+    """A failure that became None, or a side effect of a function. Reported once per function and kind."""
 
     function: str
     kind: str
@@ -35,17 +35,33 @@ class Notice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardScores:
-    """rows: [completions][functions]."""
+    """Scores of one batch.
+
+    Args:
+        rows: Scores, [completions][functions].
+        notices: Failures that became None, and side effects.
+    """
 
     rows: tuple[tuple[Score, ...], ...]
     notices: tuple[Notice, ...]
 
 
 def score(functions: Sequence[RewardFunction], batch: RewardBatch, should_cancel: Callable[[], bool] = never) -> RewardScores:
-    """Scores of every completion by every function. The asynchronous ones all run at the same time, while the others take their turns.
+    """Score every completion with every function.
 
-    Raises RewardError, about all functions that failed, where one that failed is not to be treated as None; CancelledError soon after
-    `should_cancel()` is true.
+    The asynchronous functions run concurrently, while the synchronous ones run one after another.
+
+    Args:
+        functions: Reward functions of the run.
+        batch: Completions to score.
+        should_cancel: Polled while functions run; True cancels the scoring.
+
+    Returns:
+        Scores in the order of `batch` and `functions`.
+
+    Raises:
+        RewardError: If a function whose `on_error` is "raise" failed; the message covers all such functions.
+        CancelledError: Soon after `should_cancel()` returned True.
     """
     if not len(batch):
         return RewardScores(rows=(), notices=())
@@ -83,7 +99,12 @@ def _counted(outcome: list[Score | RowFailure] | RowFailure, batch: RewardBatch)
 def _call(
     function: RewardFunction, batch: RewardBatch, told: list[str], should_cancel: Callable[[], bool], seconds: float
 ) -> list[Score | RowFailure] | RowFailure:
-    """One call of a function on a batch: its scores, or the failure of the whole call. told: gets what else it did."""
+    """Call a function once on a batch. Return its scores, or the failure of the whole call.
+
+    Args:
+        told: Receives descriptions of side effects.
+        seconds: Timeout of this call.
+    """
     if function.is_async:
         return _start(function, batch, told, should_cancel, seconds)()
 
@@ -95,7 +116,7 @@ def _call(
 
 
 def _start(function: RewardFunction, batch: RewardBatch, told: list[str], should_cancel: Callable[[], bool], seconds: float | None = None):
-    """Starts an asynchronous function; the returned callable waits for what `_call` would return."""
+    """Start an asynchronous function. The returned callable waits for what `_call` would return."""
     limit = function.timeout if seconds is None else seconds
 
     async def call():
@@ -115,12 +136,12 @@ def _outcome(function: RewardFunction, batch: RewardBatch, seconds: float, call)
         raise
     except ExitRequestedError as error:
         return RowFailure(kind="end", reason=f"asked the process to end with {said_by(error)}{_where(error.__cause__ or error)}")
-    except BaseException as error:  # noqa: BLE001 - the sandbox: whatever the user's function raises is reported about that function
+    except BaseException as error:  # noqa: BLE001 - the sandbox: any exception of the user's function is reported with its name
         return RowFailure(kind=type(error).__name__, reason=raised(error) + _where(error))
 
 
 def _where(error: BaseException) -> str:
-    """The place in the user's code, innermost first frame that is not ours."""
+    """Return the innermost place in the user's code, as text for a message; "" if there is none."""
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(own)]
     return f" ({os.path.basename(frames[-1].filename)} line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
@@ -129,17 +150,18 @@ def _where(error: BaseException) -> str:
 def _search(
     function: RewardFunction, batch: RewardBatch, failure: RowFailure, told: list[str], should_cancel: Callable[[], bool]
 ) -> list[Score | RowFailure]:
-    """Scores row by row after the whole call failed, found by halving. With `raise` it stops at the first it finds.
+    """Find the rows on which a function fails, by bisection, after the call on the whole batch failed.
 
-    A part gets its share of the timeout; rows not reached within the budget keep the failure of the whole call. Where no
-    half fails by itself, `none` takes their scores, and `raise` reports the failure of the whole, which is then not one of a row.
+    With `raise` the search stops at the first failing row. Each part of the batch gets its share of the timeout. Rows that the search
+    does not reach within its time limit keep the failure of the whole call. If no part fails when called separately, `none` uses the
+    scores of the parts, and `raise` reports the failure of the whole batch, which then belongs to no single row.
     """
     everywhere: list[Score | RowFailure] = [failure] * len(batch)
     if function.keeps_deadline or len(batch) == 1:
         return everywhere
     ends = time.monotonic() + _SEARCH_BUDGET * function.timeout
     found = list(everywhere)
-    # First in, first out: large ranges get their scores before the search goes deep, should time run out.
+    # First in, first out: large ranges get their scores before small ones, in case time runs out.
     ranges = deque([(0, len(batch) // 2), (len(batch) // 2, len(batch))])
     while ranges and time.monotonic() < ends:
         first, end = ranges.popleft()
@@ -154,14 +176,18 @@ def _search(
         else:
             found[first] = outcome = _of_one_row(failure, outcome, share)
             if function.on_error == "raise":
-                return [outcome if row == first else None for row in range(len(batch))]  # this row is enough to say what is wrong
+                return [outcome if row == first else None for row in range(len(batch))]  # one row is enough for the error message
     if function.on_error == "raise" and not any(isinstance(value, RowFailure) for value in found):
         return everywhere
     return found
 
 
 def _of_one_row(failure: RowFailure, alone: RowFailure, seconds: float) -> RowFailure:
-    """A row's failure, after that of the whole batch where the two differ. seconds: what the row was given."""
+    """Combine the failure of a row called alone with that of the whole batch, if the two differ.
+
+    Args:
+        seconds: Timeout that the call on the row had.
+    """
     if alone.reason == failure.reason:
         return alone
     if alone.kind == failure.kind == "timeout":
