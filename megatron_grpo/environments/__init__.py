@@ -1,4 +1,5 @@
-"""Who answers between turns. `protocol` says what an environment is, `transcript` keeps an episode's tokens, `play` keeps many in flight.
+"""Multi-turn environments.
 
-Nothing here knows who samples: `play` is given a `TurnSampler`.
+`protocol` defines the interface of an environment, `trajectory` keeps the tokens of an episode, and `episode_runner` plays many episodes
+concurrently. The package is independent of the sampler: `episode_runner` receives a `TurnSampler`.
 """

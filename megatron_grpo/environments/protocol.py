@@ -1,4 +1,4 @@
-"""What an environment is given and may return, and the sentence that is said where it returns something else."""
+"""Interface between an environment and the trainer: `Environment`, `Turn`, `Reply`, and the checks of what an environment returns."""
 
 from __future__ import annotations
 
@@ -11,65 +11,96 @@ from typing import Any
 
 from megatron_grpo.base.errors import shown
 
-Message = Mapping[str, Any]  # {"role", "content"}, and what the chat template knows besides
+Message = Mapping[str, Any]  # {"role", "content"}, and further keys that the chat template reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the model said: all that an environment needs to answer it."""
+    """One assistant turn, as an environment receives it."""
 
-    number: int  # 0 is the first
-    text: str  # without the end-of-turn token; special tokens in it stand as text
-    messages: Sequence[Message]  # the conversation so far; this turn is the last of it
-    is_last: bool  # max_turns allows no further one
+    number: int  # index of the turn in the episode, from 0
+    text: str  # without the end-of-turn token; other special tokens appear as text
+    messages: Sequence[Message]  # the conversation so far; its last message is this turn
+    is_last: bool  # True if max_turns allows no further turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What an environment answers. No messages end the episode, as `done` does."""
+    """Answer of an environment to one turn.
 
-    messages: Sequence[Message] = ()
-    reward: float | None = None  # of this turn
-    done: bool = False
+    A reply without messages ends the episode, as `done` does.
+    """
+
+    messages: Sequence[Message] = ()  # what the model reads next
+    reward: float | None = None  # of this turn; None: no reward
+    done: bool = False  # True ends the episode
     metrics: Mapping[str, float] = field(default_factory=dict)  # summed over the episode; logged as environment/<name>
 
 
 class Environment:
-    """One episode, made anew for each. Its methods may be `async`.
+    """Base class of environments; one object plays one episode.
 
-    They run beside the sampler, in a thread or on an event loop: at most one of an episode's at a time, `environment_timeout` seconds each.
+    A new object is constructed for each episode. Its methods may be `async`. They run concurrently with sampling, in a thread or on an
+    event loop: at most one call per episode at a time, each limited to `environment_timeout` seconds.
+
+    Args:
+        columns: The columns of the data-set row, including the one with the reference answer.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
-    """JSON schemas that the chat template shows to the model; of the class, so the same for all rows."""
+    """JSON schemas that the chat template shows to the model. A class attribute, so all rows have the same tools."""
     role = ""
-    """Who its answers are from, for the look at the chat template before a run: "user", "tool". Default: "tool" where it has tools."""
+    """Role of the messages that it returns ("user", "tool"), for the check of the chat template before a run. Default: "tool" if the class
+    has tools, else "user"."""
 
     def __init__(self, columns: Mapping[str, Any]):
-        """columns: of the row, that with the right answer too."""
         self.columns = columns
 
     def start(self, prompt: Sequence[Message]) -> Sequence[Message]:
-        """The messages that the first turn answers; default: the row's.
+        """Return the messages that the first turn answers.
 
-        A function of the row alone: GRPO compares answers to one question, so all episodes of a group begin with the same tokens.
+        The result must depend on the row alone: GRPO compares completions of one prompt, so all episodes of a group begin with the same
+        tokens. The default returns `prompt`.
+
+        Args:
+            prompt: The messages of the row.
         """
         return prompt
 
     def reply(self, turn: Turn) -> Reply | tuple[Sequence[Message], float | None, bool]:
-        """The answer to a turn; a tuple is (messages, reward, done)."""
-        raise NotImplementedError  # each environment has its own
+        """Answer one turn of the model.
+
+        Args:
+            turn: The turn to answer.
+
+        Returns:
+            A `Reply`, or the tuple (messages, reward, done).
+        """
+        raise NotImplementedError  # every environment implements it
 
     def close(self) -> None:
-        """Called once, however the episode ended; but not after a timeout, when a thread may still be inside."""
+        """Release resources at the end of the episode.
+
+        Called once, whatever ended the episode, except after a timeout: a thread may then still execute one of the methods.
+        """
 
 
 class InvalidReplyError(ValueError):
-    """The environment answered what is no answer. The end of a sentence about it."""
+    """The environment returned an invalid value. The message completes a sentence about the environment."""
 
 
 def as_reply(value: Any) -> Reply:
-    """What `reply` returned, checked. Raises InvalidReplyError."""
+    """Validate the return value of `Environment.reply`.
+
+    Args:
+        value: A `Reply` or the tuple (messages, reward, done).
+
+    Returns:
+        A `Reply` with copied messages and with numbers converted to Python floats.
+
+    Raises:
+        InvalidReplyError: The value has another form, or a number is not finite.
+    """
     if isinstance(value, tuple) and len(value) == 3:
         value = Reply(messages=() if value[0] is None else value[0], reward=value[1], done=value[2])
     if not isinstance(value, Reply):
@@ -90,13 +121,21 @@ def _number(value: Any, what: str) -> float:
     try:
         if isinstance(value, numbers.Real) and math.isfinite(found := float(value)):
             return found
-    except OverflowError:  # Python's integers have no end
+    except OverflowError:  # a Python int may exceed the range of float
         pass
     raise InvalidReplyError(f"reply returned {shown(value)} as {what}, where a finite number should be")
 
 
 def as_messages(value: Any, *, who: str) -> tuple[Message, ...]:
-    """Messages of text, copied. who: the method that returned them. Raises InvalidReplyError."""
+    """Validate and copy messages with text content.
+
+    Args:
+        value: The messages that an environment returned.
+        who: Name of the method that returned them, for the error message.
+
+    Raises:
+        InvalidReplyError: The value is not a list of messages, or a content is not a string.
+    """
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
         raise InvalidReplyError(f"{who} returned {shown(value)}, where a list of messages should be")
     for message in value:
@@ -110,7 +149,11 @@ def as_messages(value: Any, *, who: str) -> tuple[Message, ...]:
 
 
 def _plain(message: Message, who: str) -> Message:
-    """A copy of plain values: it travels to the rank that judges, into a template and into files. Raises InvalidReplyError."""
+    """Return a copy of JSON values, since a message is sent to the scoring rank, rendered by the template and written to files.
+
+    Raises:
+        InvalidReplyError: The message is not JSON, or its text cannot be encoded as UTF-8.
+    """
     try:
         text = json.dumps(dict(message), ensure_ascii=False)
         text.encode()

@@ -1,4 +1,7 @@
-"""Where environments run: beside the sampler, never in its way. A call that does not come back is given up, and its thread with it."""
+"""Threads and an event loop that run environment calls concurrently with sampling.
+
+A call that does not return within its timeout is abandoned together with its thread.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from typing import Any, NamedTuple
 
 from megatron_grpo.rewards.process_isolation import contained
 
-LINGER, MOST_LINGERED = 0.001, 0.02  # seconds: for the next call that ends, and for all of them
+LINGER, MOST_LINGERED = 0.001, 0.02  # seconds to wait for the next result, and for all results of one `take`
 
 
 class CallTimeoutError(Exception):
-    """The call did not end within its time."""
+    """The call did not end within its timeout."""
 
 
 class CallResult(NamedTuple):
-    """Of a call: what it returned, or what it raised; and what it took."""
+    """Result of one call: its key, its return value or its exception, and its duration in seconds."""
 
     key: Hashable
     value: Any
@@ -36,41 +39,54 @@ class _Call:
     work: Callable[[], Any]
     began: float = 0.0
     is_given_up: bool = False
-    is_awaited: bool = False  # by the loop; its thread is free again
+    is_awaited: bool = False  # the event loop awaits its result, and its thread is free again
 
 
 class Workers:
-    """Runs calls in daemon threads, and what they await on one event loop.
+    """Runner of calls in daemon threads; awaitables that they return run on one event loop.
 
-    No thread pool: that is joined as the process ends, and would wait for a call that hangs. A thread that a call hangs in is left alone,
-    and another one takes its place. If coroutines hold the loop itself, a new loop takes its place.
+    It is not a thread pool, because Python joins a thread pool at exit and would wait for a call that hangs. A thread in which a call hangs
+    is abandoned and replaced by another one. If a coroutine blocks the event loop, a new loop replaces it.
 
-    concurrency: calls under way at a time, without those that were given up. timeout: seconds of a call, from its start.
+    Args:
+        concurrency: Largest number of concurrent calls, not counting abandoned ones.
+        timeout: Limit for one call in seconds, from its start.
     """
 
     def __init__(self, *, concurrency: int, timeout: float):
         self.concurrency, self.timeout = concurrency, timeout
-        self.told: list[str] = []  # what calls did to the process, as the end of a sentence
+        self.told: list[str] = []  # side effects of calls on the process; each entry completes a sentence
         self._waiting: deque[_Call] = deque()
         self._running: set[_Call] = set()
         self._ended: queue.SimpleQueue[tuple[_Call, CallResult]] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._num_free = 0  # threads that wait for a job
-        self._lock = threading.Lock()  # of what threads change: that number, and whether a call is given up
+        self._lock = threading.Lock()  # guards what threads change: `_num_free`, and `is_given_up` of a call
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
 
     def __len__(self) -> int:
-        """Calls that have not ended."""
+        """Return the number of calls that have not ended."""
         return len(self._waiting) + len(self._running)
 
     def submit(self, key: Hashable, work: Callable[[], Any]) -> None:
-        """work: returns a value, or something to await. Whatever it raises is its outcome."""
+        """Queue a call and start it as soon as a slot is free.
+
+        Args:
+            key: Identifies the call in its `CallResult`.
+            work: Function that returns a value or an awaitable. Any exception becomes the result of the call.
+        """
         self._waiting.append(_Call(key, work))
         self._fill()
 
     def take(self, seconds: float) -> list[CallResult]:
-        """What has ended since; waits at most so long for the first, and a little for those that end with it: they join the same step."""
+        """Return the results that have arrived since the last call.
+
+        After the first result it waits up to 20 ms for others, so that turns that become ready together enter the same engine step.
+
+        Args:
+            seconds: Longest wait for the first result.
+        """
         found: list[CallResult] = []
         until = time.monotonic() + seconds
         while True:
@@ -93,7 +109,7 @@ class Workers:
                 return found
 
     def close(self) -> None:
-        """Free threads end; the others as soon as their call does."""
+        """End idle threads at once and busy ones when their call ends."""
         with self._lock:
             self._is_closed, num_free, self._num_free = True, self._num_free, 0
         for _ in range(num_free):
@@ -104,7 +120,7 @@ class Workers:
     # ----
 
     def _patience(self, until: float) -> float:
-        """Seconds to the next thing that may have to be done."""
+        """Return the seconds until `until` or the next timeout of a call, whichever is earlier."""
         deadlines = [call.began + self.timeout for call in self._running]
         return max(0.0, min([until, *deadlines]) - time.monotonic())
 
@@ -121,7 +137,7 @@ class Workers:
 
     @staticmethod
     def _is_alive(loop: asyncio.AbstractEventLoop) -> bool:
-        """False for a loop that a coroutine does not give back."""
+        """Return False if a coroutine blocks the loop."""
         answered = threading.Event()
         loop.call_soon_threadsafe(answered.set)
         return answered.wait(0.5)
@@ -145,17 +161,17 @@ class Workers:
             call = self._jobs.get()
 
     def _do(self, call: _Call) -> bool:
-        """One call; whether the thread is then free for another."""
+        """Execute one call. Returns whether the thread is available for another call."""
         value: Any = None
         raised, is_awaited = None, False
         try:
             with contained(self.told):
                 value = call.work()
                 is_awaited = inspect.isawaitable(value)
-        except BaseException as error:  # noqa: BLE001 - whatever a user's environment raises ends its own episode, and no more
+        except BaseException as error:  # noqa: BLE001 - an exception of a user's environment ends its own episode alone
             raised = error
         with self._lock:
-            goes_on = not (call.is_given_up or self._is_closed)  # else nobody counts on it
+            goes_on = not (call.is_given_up or self._is_closed)  # else another thread has replaced this one, or none is needed
             self._num_free += goes_on
         if raised is None and is_awaited:
             call.is_awaited = True
@@ -172,11 +188,11 @@ class Workers:
             return self._loop
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Goes on where a coroutine stopped the loop, or a task of its own asked the process to end: others wait on the same loop."""
+        """Restart the loop if a coroutine stopped it or a background task raised SystemExit, since other episodes use the same loop."""
         while not self._is_closed:
             try:
                 loop.run_forever()
-            except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt come out of a loop
+            except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt leave run_forever
                 self.told.append(f"raised {type(error).__name__} in a task of its own")
 
     async def _awaited(self, call: _Call, value: Awaitable[Any]) -> None:
