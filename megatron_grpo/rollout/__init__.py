@@ -1,1 +1,1 @@
-"""Sampling: prompts in, groups of completions out. `engine` says what a sampler is; every other file is one, or a part of one."""
+"""Sampling: prompts in, groups of completions out. `engine` defines the interfaces; every other module implements one, or a part of one."""

@@ -1,8 +1,8 @@
-"""vLLM inside the trainer's own ranks: one engine a rank, or one shared by `vllm_tensor_parallel_size` consecutive ranks.
+"""vLLM inside the trainer's ranks: one engine per rank, or one shared by `vllm_tensor_parallel_size` consecutive ranks.
 
-Engines share the prompts of a rollout between them; afterwards every rank holds all groups. Every rank must build its engine at the same
-place of the program, after the trainer's process group exists: vLLM takes that group as its own and makes sub-groups of it, which is
-collective.
+Engines share the prompts of a rollout between them; afterwards each rank holds the groups whose rewards it computes. Every rank must build
+its engine at the same point of the program, after the trainer's process group exists: vLLM takes that group as its own and creates
+sub-groups of it, which is collective.
 """
 
 from __future__ import annotations
@@ -36,15 +36,25 @@ from megatron_grpo.types import Completion, Group, Prompt, answered
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 
-STEPS_BETWEEN_AGREEMENTS = 16  # tokens that the ranks of one engine draw before they agree whether to go on
+STEPS_BETWEEN_AGREEMENTS = 16  # tokens that the ranks of one engine sample before they agree whether to go on
 
 
 class ColocatedEngine:
-    """An `Engine`. See `megatron_grpo.rollout.engine` for what its methods promise."""
+    """A vLLM engine inside the trainer's process. `rollout.engine.Engine` documents its methods.
+
+    Args:
+        llm: vLLM's LLM.
+        rank: Rank of this process among all ranks.
+        world_size: Number of ranks.
+        tensor_parallel_size: Ranks that share one engine.
+        max_model_len: Maximum length of prompt and completion together, in tokens.
+        sleep_level: vLLM's sleep level between rollouts; 0 never sleeps.
+        adapter: Slot for the policy's adapter, if adapters are pushed alone.
+        experts: Expert layers of the model, if routing is returned with the completions.
+    """
 
     def __init__(self, llm: Any, *, rank: int, world_size: int, tensor_parallel_size: int, max_model_len: int, sleep_level: int,
                  adapter: AdapterSlot | None = None, experts: ExpertLayers | None = None):  # fmt: skip
-        """adapter: where the policy's adapter goes, if it is pushed by itself. experts: if they are told with the answers."""
         self._llm, self._adapter, self._experts = llm, adapter, experts
         self._rank = rank
         self._replica, self._rank_in_engine = divmod(rank, tensor_parallel_size)
@@ -54,10 +64,10 @@ class ColocatedEngine:
         self._sleep_level = sleep_level
         self._weights = WeightLoader()
         self.version, self.has_base = 0, True
-        self._eyes: ImageProcessorSpec | None = None  # of a model that sees
-        self._has_tower = True  # its weights that see pictures are those of the trainer, also where they are not pushed
+        self._eyes: ImageProcessorSpec | None = None  # of a vision-language model
+        self._has_tower = True  # its vision-tower weights are those of the trainer, also where they are not pushed
         self._asleep: set[str] = set()  # of "weights" and "kv_cache": vLLM's names for what sleep takes away
-        self._buffers: list[Any] = []  # of its workers, as they were before it slept
+        self._buffers: list[Any] = []  # one entry per worker, as before the engine slept
         self.should_cancel: Callable[[], bool] = lambda: False
 
     @classmethod
@@ -65,12 +75,25 @@ class ColocatedEngine:
               lora: LoraPush | None = None, experts: ExpertLayers | None = None, eyes: ImageProcessorSpec | None = None,
               most_pictures: int = 0, trust_remote_code: bool = False,
               patch: Callable[[], None] = lambda: None) -> ColocatedEngine:  # fmt: skip
-        """Loads the model at `model_path` (version 0: nothing needs to be pushed before the first rollout). Collective over all ranks.
+        """Load the model and start the engine at version 0, so the first rollout needs no weight update. Collective over all ranks.
 
-        dtype: "float32" or "bfloat16"; `vllm_dtype` of the settings goes before it. max_model_len: prompt + completion, in tokens;
-        `vllm_max_model_len` goes before it. lora: how adapters are pushed, where they train. experts: of the model, where
-        the trainer is to replay them. eyes: of a model that sees; most_pictures: of a prompt. patch: more for vLLM, called before the
-        engine starts. Raises ConfigError where the KV cache cannot hold one sequence.
+        Args:
+            cfg: Rollout configuration.
+            model_path: Checkpoint to load.
+            dtype: "float32" or "bfloat16"; `vllm_dtype` of the settings takes precedence.
+            max_model_len: Prompt and completion together, in tokens; `vllm_max_model_len` takes precedence.
+            seed: Seed of the run.
+            rank: Rank of this process among all ranks.
+            world_size: Number of ranks.
+            lora: How adapters are pushed, if the run trains adapters.
+            experts: Expert layers of the model, if the trainer replays the routing.
+            eyes: Image processing of a vision-language model.
+            most_pictures: Maximum number of images in a prompt.
+            trust_remote_code: Whether vLLM may run code of the checkpoint.
+            patch: Further patches of vLLM, called before the engine starts.
+
+        Raises:
+            ConfigError: The KV cache cannot hold one sequence, or vLLM refuses other settings.
         """
         on_gpu = torch.cuda.is_available()
         vllm_patches.prepare_environment(on_gpu=on_gpu)
@@ -98,7 +121,7 @@ class ColocatedEngine:
                 seed=(seed + rank // tp) % 2**32,  # equal on the ranks of one engine; requests carry their own
                 disable_log_stats=True, **options,
             )  # fmt: skip
-        collectives.barrier_with_timeout()  # one that compiles for the first time takes minutes more than the others
+        collectives.barrier_with_timeout()  # a rank that compiles for the first time takes minutes more than the others
         vllm_patches.tell_of_steps(llm)
         engine = cls(llm, rank=rank, world_size=world_size, tensor_parallel_size=tp, max_model_len=max_model_len,
                      sleep_level=cfg.sleep_level if on_gpu else 0, adapter=AdapterSlot(llm, room.modules) if room else None,
@@ -130,16 +153,16 @@ class ColocatedEngine:
             answers = [self._completions(prompt, answer.outputs, sampling) for prompt, answer in zip(mine, outputs, strict=True)]
         except CancelledError:
             answers = None
-        except ConfigError as error:  # a picture that has changed, a grammar without a way on: who draws others hears of it too
+        except ConfigError as error:  # a changed image, or a grammar that allows no further token: all ranks must raise
             answers, fault = [], str(error)
-        collectives.barrier_with_timeout()  # one engine may have much longer answers than another
+        collectives.barrier_with_timeout()  # one engine may have much longer completions than another
         answers = self._agreed((prompts, sampling, seed), answers, fault)
-        # The ranks of one engine hold the same groups, and judge every so many of them.
+        # The ranks of one engine hold the same groups; each computes the rewards of every tp-th group.
         share = slice(self._rank_in_engine, None, self._tensor_parallel_size)
         return [Group(prompt=prompt, completions=tuple(found)) for prompt, found in list(zip(mine, answers, strict=True))[share]]
 
     def play(self, prompts: Sequence[Prompt], sampling: SamplingSettings, begin: Callable[[Sequence[Prompt]], Player]) -> list[Group]:
-        """See `rollout.turns.TurnEngine`. The first rank of each engine plays."""
+        """Run the episodes of the prompts; see `rollout.turns.TurnEngine`. The first rank of each engine runs them."""
         self._require_weights()
         self._check_lengths(prompts, sampling)
         _refuse_different(collectives.all_gather_object(_question(prompts, sampling)), "play")
@@ -159,7 +182,7 @@ class ColocatedEngine:
                     raise CancelledError
                 if worst == DONE:
                     break
-        # The first rank of an engine has its groups; all of its ranks judge some of them.
+        # The first rank of an engine has its groups; all of its ranks compute the rewards of some of them.
         tp, parts = self._tensor_parallel_size, dict[int, list[Group]]()
         if player is not None:
             groups = player.groups()
@@ -173,7 +196,7 @@ class ColocatedEngine:
         return LeadingTurns(engine, sampling, self._tell, version=self.version, adapter=adapter)
 
     def _tell(self, value: Any) -> Any:
-        """The value of the first rank of this engine, on all of its ranks."""
+        """Broadcast the value of the first rank of this engine to all of its ranks."""
         from vllm.distributed.parallel_state import get_tp_group
 
         return collectives.from_rank(value, self._rank - self._rank_in_engine, get_tp_group().cpu_group)
@@ -216,12 +239,12 @@ class ColocatedEngine:
             self._forget_pictures()
         self._has_tower = True
         if self._adapter is not None:
-            self._adapter.drop()  # it belonged to what was there before
+            self._adapter.drop()  # it belonged to the previous weights
         self._forget_prefixes()
         self.has_base = update.kind == "weights"
 
     def prepare(self) -> bool:
-        """It is always there."""
+        """Return False: this receiver is always reachable, and never new."""
         return False
 
     def probes(self) -> list[Scored]:
@@ -231,7 +254,7 @@ class ColocatedEngine:
         return {f"rank {self._rank}": self.score(sequences)}
 
     def score(self, sequences: Sequence[Scored]) -> list[list[float]]:
-        """As `scores`, of this rank's engine."""
+        """Return the log-probs of `scores` for this rank's engine."""
         self._wake("weights", "kv_cache")
         asked = [(one.token_ids.tolist(), one.shown) for one in sequences]
         answers = iter(self._run([(ids, shown, params) for long, shown in asked for ids, params in vllm_requests.scoring_requests(long)]))
@@ -239,9 +262,12 @@ class ColocatedEngine:
 
     @contextlib.contextmanager
     def awake(self) -> Iterator[None]:
-        """Does nothing on a CPU and at sleep_level 0. At sleep_level 2 the weights are gone afterwards, and `version` says so."""
+        """Wake the engine for sampling, and put it to sleep at the end. Does nothing on a CPU and at sleep_level 0.
+
+        At sleep_level 2 the weights are gone afterwards, and `version` is NO_VERSION.
+        """
         self._wake("weights", "kv_cache")
-        with CleanUp(self._sleep):  # an engine that failed may fail to sleep too: the first error is the one to hear
+        with CleanUp(self._sleep):  # an engine that failed may fail to sleep too: the first error is the one to report
             yield
 
     def _sleep(self) -> None:
@@ -259,7 +285,7 @@ class ColocatedEngine:
                 self._llm = None
                 gc.collect()
 
-    # What a test switches off to show that the check after a push notices.
+    # A test switches these off, to show that the check after a push detects it.
 
     def _forget_prefixes(self) -> None:
         # vLLM keeps the KV cache of the old weights, and would continue it with the new ones.
@@ -267,11 +293,11 @@ class ColocatedEngine:
             raise WeightSyncError("vLLM could not reset its prefix cache: some request is still running.")
 
     def _forget_pictures(self) -> None:
-        # It keeps what the old tower made of them, by picture, and would show the model that.
+        # vLLM caches the old vision tower's outputs by image, and would reuse them.
         self._llm.llm_engine.reset_encoder_cache()
 
     def _request_seed(self, seed: int, prompt: Prompt, sampling: SamplingSettings) -> int | None:
-        # Never None: without it each rank of an engine draws from its own global generator, and they draw different tokens.
+        # Never None: without a seed each rank of an engine uses its own global generator, and they sample different tokens.
         return prompt_seed(seed, prompt.number, sampling.n)
 
     # ----
@@ -322,7 +348,10 @@ class ColocatedEngine:
             raise ConfigError([Problem(flags=flags, nearest={"vllm_max_model_len": [needed]}, message=message)])
 
     def _agreed_to_give_up(self) -> Callable[[], bool]:
-        """Asked before every step of the engine. Its ranks step together, so they give up together."""
+        """Return the check for cancellation that runs before every step of the engine.
+
+        The ranks of one engine step together, so they must cancel together.
+        """
         if self._tensor_parallel_size == 1:
             return lambda: self.should_cancel()
         from vllm.distributed.parallel_state import get_tp_group
@@ -339,9 +368,16 @@ class ColocatedEngine:
     def _agreed(
         self, asked: tuple[Sequence[Prompt], SamplingSettings, int], answers: list[list[Completion]] | None, fault: str | None
     ) -> list[list[Completion]]:
-        """The answers; but CancelledError where a rank has None, and RunError where one has a fault. All ranks asked for the same, and
-        the ranks
-        of one engine drew the same tokens. Log-probs may differ in their last bit."""
+        """Return the answers once all ranks have confirmed that they are consistent. Collective.
+
+        All ranks must have passed the same arguments, and the ranks of one engine must have sampled the same tokens. Log-probs may differ
+        in their last bit.
+
+        Raises:
+            CancelledError: A rank has no answers.
+            RunError: A rank has a fault.
+            RuntimeError: The arguments or the sampled tokens differ.
+        """
         question = _question(*asked)
         drawn = "" if answers is None else _digest(*(one.sequence.token_ids.tobytes() for found in answers for one in found))
         everyone, faults = zip(*((told[:2], told[2]) for told in collectives.all_gather_object((question, drawn, fault))), strict=True)
@@ -359,7 +395,7 @@ class ColocatedEngine:
 
 
 def _question(prompts: Sequence[Prompt], *asked: Any) -> str:
-    """The same on every rank that asks for the same."""
+    """Return a digest of a request, equal on every rank that makes the same request."""
     return _digest(repr((asked, [(prompt.number, prompt.token_ids) for prompt in prompts])).encode())
 
 
@@ -376,7 +412,7 @@ def _digest(*parts: bytes) -> str:
 
 
 def _fault(prompts: Sequence[Prompt], outputs: Sequence[Any]) -> str | None:
-    """The first prompt that was sampled from as another one, as a sentence."""
+    """Return a sentence about the first prompt whose tokens in vLLM are not those of the trainer; None if there is no such prompt."""
     for prompt, output in zip(prompts, outputs, strict=True):
         if prompt.pictures and (wrong := vllm_requests.difference(output, prompt.token_ids)):
             return f"prompt {prompt.number} (data-set row {prompt.row}): {wrong}."

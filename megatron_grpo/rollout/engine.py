@@ -1,7 +1,7 @@
-"""What a rollout engine is, as the two jobs it has: it answers prompts, and it holds weights. Nothing here knows vLLM.
+"""Interfaces of a rollout engine: `Sampler` generates completions, `WeightReceiver` holds the weights. Independent of vLLM.
 
-Also the settings of one round of sampling, and the seed of one prompt: what every engine must agree on for a run to be repeatable
-whatever the number of engines.
+The module also holds the settings of one round of sampling and the seed of one prompt. Every engine must agree on both, so that a run is
+repeatable whatever the number of engines.
 """
 
 from __future__ import annotations
@@ -18,27 +18,36 @@ from megatron_grpo.types import Group, Prompt
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.buckets import WeightUpdate
 
-# Completion i of a prompt is drawn with the prompt's seed + i (vLLM's rule), so prompts are this far apart.
+# Completion i of a prompt is sampled with the prompt's seed + i (vLLM's rule), so the seeds of prompts are this far apart.
 SEEDS_PER_PROMPT = 1024
-# A certain token's log-prob may come out above 0 by the rounding of a float32 softmax; by no more than this, in nats.
+# The log-prob of a token with probability 1 may exceed 0 by the rounding of a float32 softmax; by no more than this, in nats.
 ROUNDING = 1e-5
 
 
 class WeightSyncError(RuntimeError):
-    """The engine does not hold the weights that the trainer holds. Sampling on would train on another policy's data."""
+    """Error of an engine whose weights are not those of the trainer. Sampling on would train on another policy's data."""
 
 
 class ReceiverChangedError(Exception):
-    """Who held the weights is not there any more, and who is left holds none: push again, from the beginning. Raised on every rank."""
+    """The weight receiver was lost and the remaining servers have no weights. Restart the weight update from its beginning.
+
+    Raised on every rank.
+    """
 
 
 class WeightsLostError(Exception):
-    """Nobody who samples holds weights any more. Once they are pushed again, the same question goes on where it was. On every rank."""
+    """Loss of the weights on every server during sampling. Raised on every rank.
+
+    After the next weight update, the interrupted request continues from where it was.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
-    """How completions are drawn. Log-probs are those of the distribution drawn from: after temperature, min-p, top-k and top-p."""
+    """Sampling parameters of one round of generation.
+
+    Log-probs are those of the distribution that tokens are sampled from: after temperature, min-p, top-k and top-p.
+    """
 
     n: int  # completions per prompt
     max_completion_length: int  # tokens
@@ -46,27 +55,39 @@ class SamplingSettings:
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
     min_p: float = 0.0  # of the likeliest word's probability; 0 is off
-    tells_kept: bool = False  # of each token comes what top_k, top_p, min_p and a grammar left; needs top_k
+    tells_kept: bool = False  # return each token's sampling mask: what top_k, top_p, min_p and a grammar left; needs top_k
     stop: tuple[str, ...] = ()
-    more: Mapping[str, Any] = field(default_factory=dict)  # of vLLM's SamplingParams, as JSON has them
+    more: Mapping[str, Any] = field(default_factory=dict)  # further fields of vLLM's SamplingParams, as in JSON
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-text ids
 
     @classmethod
     def of(cls, cfg: RolloutConfig, *, num_generations: int) -> SamplingSettings:
+        """Build the settings from the rollout configuration.
+
+        Args:
+            cfg: Rollout configuration.
+            num_generations: Completions per prompt.
+        """
         return cls(n=num_generations, max_completion_length=cfg.max_completion_length, temperature=cfg.temperature, top_p=cfg.top_p,
                    top_k=words_at_most(cfg), min_p=cfg.min_p, tells_kept=is_cut(cfg), more=sampling_fields_of(cfg), stop=tuple(cfg.stop),
                    stop_token_ids=tuple(cfg.stop_token_ids))  # fmt: skip
 
     def greedy(self) -> SamplingSettings:
-        """One completion per prompt, the likeliest token each time."""
+        """Return settings for one completion per prompt that takes the most likely token at each position."""
         return SamplingSettings(n=1, max_completion_length=self.max_completion_length, temperature=0.0, more=self.more, stop=self.stop,
                                 stop_token_ids=self.stop_token_ids)  # fmt: skip
 
 
 def prompt_seed(run_seed: int, prompt_number: int, n: int) -> int:
-    """The seed of one prompt's first completion: a function of the run's seed and the prompt's number alone.
+    """Return the seed of a prompt's first completion, a function of the three arguments alone.
 
-    Below 2**32, because torch's CPU generator ignores higher bits. No two of 4 million successive prompts share a seed (n <= 1024).
+    The seed is below 2**32, because torch's CPU generator ignores higher bits. No two of 4 million successive prompts share a seed (n <=
+    1024).
+
+    Args:
+        run_seed: Seed of the run.
+        prompt_number: Position of the prompt in the run's stream of prompts, from 0.
+        n: Completions per prompt.
     """
     offset = int.from_bytes(hashlib.blake2b(str(run_seed).encode(), digest_size=4).digest(), "big")
     gap = SEEDS_PER_PROMPT * -(-n // SEEDS_PER_PROMPT)
@@ -74,100 +95,156 @@ def prompt_seed(run_seed: int, prompt_number: int, n: int) -> int:
 
 
 class Sampler(Protocol):
-    """Answers prompts. Every rank of the trainer holds one of these objects, and calls it at the same places of the program.
+    """Generates completions. Every rank of the trainer holds one instance and calls it at the same points of the program.
 
-    One that can stop in the middle of a question, because the run was asked to stop and has no time left for it, has an attribute
-    `gives_up: Callable[[], bool]`, which is set once, before the first question. Where it is true on some rank that still waits for
-    answers, `generate` and a flight's `groups`, and its `wait` without a limit, raise CancelledError within seconds, on every rank.
+    A sampler that can stop in the middle of a request, because the run was asked to stop and has no time left for it, has an attribute
+    `should_cancel: Callable[[], bool]`. It is set once, before the first request. Where it returns true on a rank that still waits for
+    completions, `generate`, `GenerationFuture.groups` and `GenerationFuture.wait` without a limit raise CancelledError within seconds, on
+    every rank.
     """
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        """Collective over all ranks, which pass the same arguments. Returns the groups that this rank is to judge.
+        """Generate `sampling.n` completions for each prompt. Collective over all ranks.
 
-        Each group is whole and on one rank; a rank's groups keep the order of the prompts. `seed` is the run's; each prompt derives its own
-        (`prompt_seed`), so a group does not depend on how many engines share the work, nor on the rank that it ends on.
-        Raises ConfigError where a prompt and its completion cannot fit, WeightSyncError where the engine holds no weights, WeightsLostError
-        where it lost them on the way.
+        Each group is complete and on one rank. A rank's groups keep the order of the prompts. Each prompt derives its own seed
+        (`prompt_seed`), so a group depends neither on the number of engines that share the work nor on the rank that receives it.
+
+        Args:
+            prompts: Prompts, the same on every rank.
+            sampling: Sampling parameters, the same on every rank.
+            seed: Seed of the run, the same on every rank.
+
+        Returns:
+            The groups whose rewards this rank computes.
+
+        Raises:
+            ConfigError: A prompt and its completion cannot fit.
+            WeightSyncError: The engine holds no weights.
+            WeightsLostError: The engine lost its weights during generation.
+            CancelledError: `should_cancel` returned true on a rank that waited.
         """
 
     def awake(self) -> AbstractContextManager[None]:
-        """Around `generate`: the engine takes the memory it needs to sample, and gives it back."""
+        """Return a context manager for `generate`: the engine takes the memory that it samples with, and releases it at the end."""
 
 
 class GenerationFuture(Protocol):
-    """Prompts that are being answered while the trainer does something else. Every rank holds one of these objects."""
+    """Prompts whose completions are generated while the trainer does something else. Every rank holds one instance."""
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Until nothing is under way any more, at most so long. Says whether it is so, the same on every rank. Collective."""
+        """Wait until nothing is in progress. Collective.
+
+        Args:
+            seconds: Maximum time to wait, in seconds; None waits without a limit.
+
+        Returns:
+            Whether nothing is in progress any more, the same on every rank.
+
+        Raises:
+            CancelledError: Without a limit, `should_cancel` returned true on a rank that waited.
+        """
 
     def groups(self) -> list[Group]:
-        """What `Sampler.generate` would have returned; waits for it. Collective; raises what `generate` raises, on every rank.
+        """Wait for the completions and return what `Sampler.generate` would have returned. Collective.
 
-        After WeightsLostError it may be asked again, once there are weights, perhaps newer ones: what is left is answered by those.
+        Raises what `generate` raises, on every rank. After WeightsLostError it may be called again once there are weights, which may be
+        newer; the remaining completions are then sampled with those.
         """
 
     def drop(self) -> None:
-        """Nobody wants the answers any more: what is under way ends. Collective."""
+        """Abort what is in progress and discard the completions. Collective."""
 
     @property
     def seconds(self) -> float:
-        """From the beginning to the last answer, as rank 0 saw it. Known once there is nothing to wait for."""
+        """Time from the start to the last completion in seconds, measured on rank 0. Known once there is nothing to wait for."""
 
 
 class BackgroundSampler(Sampler, Protocol):
-    """A sampler that needs nothing of the trainer's ranks while it answers. It can then sample while they train."""
+    """A sampler that needs nothing of the trainer's ranks while it generates, so it can sample while they train."""
 
     def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> GenerationFuture:
-        """As `generate`, by the weights that it holds now; returns at once. Collective.
+        """Start `generate` with the weights that the sampler holds now, and return at once. Collective.
 
-        No update may come while something is under way (`WeightReceiver.take`): a completion has one version.
+        No weight update may arrive while completions are in progress (`WeightReceiver.take`): a completion has one version.
+
+        Args:
+            prompts: As in `generate`.
+            sampling: As in `generate`.
+            seed: As in `generate`.
         """
 
 
 class WeightReceiver(Protocol):
-    """Holds weights of a version, takes updates, and proves what it holds."""
+    """Holds one version of the weights, takes updates, and scores sequences so that the trainer can verify what it holds."""
 
     @property
     def version(self) -> int:
-        """The version of the weights it samples with; NO_VERSION when it has none (asleep without weights, a base whose adapter is to come,
-        a trial, or after a failed push)."""
+        """Version of the weights that it samples with; NO_VERSION if it has none.
+
+        It has none while it sleeps without weights, while a base waits for its adapter, during a trial update, and after a failed update.
+        """
 
     @property
     def has_base(self) -> bool:
-        """Whether it holds the weights that an adapter of this run is added to: those of the checkpoint, which it read by itself or took
-        in an update of kind "weights". The same on every rank."""
+        """Whether it holds the base weights that an adapter of this run is added to. The same on every rank.
+
+        These are the weights of the checkpoint, which it read itself or took in an update of kind "weights".
+        """
 
     @property
     def dtype(self) -> str:
-        """What it computes in: "float32", "bfloat16"."""
+        """Compute dtype: "float32" or "bfloat16"."""
 
     def prepare(self) -> bool:
-        """Comes before every push: whoever is to take it is there afterwards. Whether some of them are new. Collective over all ranks.
+        """Make sure that the receivers of the next update are reachable. Called before every update. Collective over all ranks.
 
-        A new one was never seen to take an adapter. Raises NoRolloutServerError; CancelledError, as `generate` does.
+        Returns:
+            Whether some receivers are new. A new one has not yet been seen to take an adapter.
+
+        Raises:
+            NoRolloutServerError: No server is reachable.
+            CancelledError: As in `generate`.
         """
 
     def take(self, update: WeightUpdate) -> None:
-        """Holds the update's version from now on. All weights take the place of an earlier adapter too; an adapter that of the one before.
-        Raises WeightSyncError, or ReceiverChangedError.
+        """Replace the weights by an update, and hold the update's version from then on.
 
-        Nearly all of a layer's tensors are held until the layer is complete, so memory stays bounded when they come layer by layer.
+        An update of all weights also replaces an earlier adapter; an adapter replaces the previous adapter. Nearly all tensors of a layer
+        are held until the layer is complete, so memory stays bounded if tensors arrive layer by layer.
+
+        Args:
+            update: Weights or adapter, with their version.
+
+        Raises:
+            WeightSyncError: The update did not arrive complete, or does not fit.
+            ReceiverChangedError: The receiver was lost on the way.
         """
 
     def probes(self) -> list[Scored]:
-        """Sequences of one context to score after a push: the same on every rank and at every call. If the model sees, some show a
-        picture."""
+        """Return single-context sequences to score after an update, the same on every rank and at every call.
+
+        For a vision-language model, some of them contain an image.
+        """
 
     def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
-        """Of each engine that this rank speaks for, by its name: log p(token t | tokens before t) at temperature 1, for t = 1, 2, ... of
-        each sequence. Raises ReceiverChangedError.
+        """Score sequences with the weights that it holds, at temperature 1.
 
-        The last one is computed the way that sampling does, reading the prefix cache; the others never come from a cache.
+        The last token of each sequence is computed as in sampling, reading the prefix cache; the others never come from a cache.
+
+        Args:
+            sequences: Single-context sequences.
+
+        Returns:
+            For each engine that this rank reports for, by its name: log p(token t | tokens before t) for t = 1, 2, ... of each sequence, in
+            nats.
+
+        Raises:
+            ReceiverChangedError: The receiver was lost on the way.
         """
 
 
 class Engine(Sampler, WeightReceiver, Protocol):
-    """Both jobs in one."""
+    """Sampler and weight receiver in one."""
 
     def close(self) -> None:
-        """Frees the engine. The trainer's process groups stay."""
+        """Free the engine. The trainer's process groups stay."""

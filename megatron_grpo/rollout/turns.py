@@ -1,4 +1,4 @@
-"""Turns of many episodes over one engine: requests that join and leave while others run, and who asks for them; how ranks wait together.
+"""Multi-turn sampling on one engine: requests join and leave while others run. Also how ranks wait together.
 
 Written for vLLM 0.32.
 """
@@ -16,66 +16,97 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings, prompt_seed
 from megatron_grpo.types import Group, Prompt, SamplingMask
 
-Key = tuple[int, int]  # (prompt's number, place in its group)
+Key = tuple[int, int]  # (prompt number, index in its group)
 
-# Ranks with nothing to wait for sit in a collective meanwhile, and a collective that lasts too long ends the run.
+# Ranks with nothing to wait for block in a collective meanwhile, and a collective that exceeds its timeout ends the run.
 SECONDS_BETWEEN_AGREEMENTS = 20.0
-SECONDS_BETWEEN_LOOKS = 0.5  # at whether the run gives up what it waits for
-DONE, WAITS, GIVES_UP = 0.0, 1.0, 2.0  # where a rank has come to in its waiting
+SECONDS_BETWEEN_LOOKS = 0.5  # between two checks whether the run cancels what it waits for
+DONE, WAITS, GIVES_UP = 0.0, 1.0, 2.0  # states of a rank that waits; the largest over all ranks decides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTurn:
-    """One turn."""
+    """One sampled turn of an episode."""
 
-    token_ids: tuple[int, ...]  # with the one that ended it
+    token_ids: tuple[int, ...]  # including the one that ended it
     logprobs: tuple[float, ...]
-    is_cut: bool  # by max_tokens
+    is_cut: bool  # truncated at max_tokens
     version: int  # of the weights
-    kept: SamplingMask | None = None  # what each token was drawn among, where that is told
+    kept: SamplingMask | None = None  # the sampling mask, where it is returned
 
 
 class TurnSampler(Protocol):
-    """One engine, or several servers, that draw a turn here and a turn there. An episode has at most one open turn."""
+    """One engine, or several servers, that sample single turns of many episodes. An episode has at most one open turn."""
 
-    def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int) -> None: ...
+    def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int) -> None:
+        """Request one turn.
+
+        Args:
+            key: Episode that the turn belongs to.
+            token_ids: Context that the turn continues.
+            seed: Seed of the turn (`request_seed`).
+            max_tokens: Maximum number of tokens to sample.
+        """
 
     def poll(self) -> Sequence[tuple[Key, SampledTurn]]:
-        """A step of the engine, or what has come over the wire; what has ended in it."""
+        """Run one step of the engine, or receive what the servers have sent; return the turns that finished."""
 
     @property
     def num_running(self) -> int:
-        """Turns that are asked for and not drawn."""
+        """Number of turns that are requested and not yet sampled."""
 
 
 class Player(Protocol):
-    """Plays the episodes of some prompts, and has their groups in the end."""
+    """Runs the episodes of some prompts, and returns their groups at the end."""
 
     def advance(self, turns: TurnSampler, seconds: float, *, version: int) -> bool:
-        """For about so long; whether all have ended. With other `turns` than before it asks them for what is open."""
+        """Run the episodes for a limited time.
 
-    def groups(self) -> list[Group]: ...
+        Given another `turns` object than before, it requests its open turns from that one.
+
+        Args:
+            turns: Sampler of the turns.
+            seconds: Approximate time to run, in seconds.
+            version: Version of the weights.
+
+        Returns:
+            Whether all episodes have ended.
+        """
+
+    def groups(self) -> list[Group]:
+        """Return the groups of the finished episodes."""
 
     def close(self) -> None:
-        """No more is played."""
+        """Stop running episodes."""
 
 
 class TurnEngine(Sampler, Protocol):
-    """A sampler that can have turns drawn by somebody who answers them."""
+    """A sampler that can sample the turns of episodes for a `Player`."""
 
     def play(self, prompts: Sequence[Prompt], sampling: SamplingSettings, begin: Callable[[Sequence[Prompt]], Player]) -> list[Group]:
-        """As `generate`: collective, and each group is whole and on one rank.
+        """Run the episodes of the prompts. Collective, and each group is complete and on one rank, as in `generate`.
 
-        begin: called on the ranks that play, with their share of the prompts. After WeightsLostError it may be asked again, with a
-        `begin` that
-        gives the same player: its open turns are then drawn by whatever weights are there.
+        After WeightsLostError it may be called again with a `begin` that returns the same player: its open turns are then sampled with
+        whatever weights there are.
+
+        Args:
+            prompts: Prompts, the same on every rank.
+            sampling: Sampling parameters, the same on every rank.
+            begin: Returns the player for a rank's part of the prompts; called on the ranks that run episodes.
         """
 
 
 def request_seed(run_seed: int, prompt_number: int, place: int, turn: int, *, n: int) -> int:
-    """The seed of one turn: a function of these alone. The first turn's is that of a single answer.
+    """Return the seed of one turn, a function of the arguments alone. The seed of the first turn is that of a single-turn completion.
 
-    With one seed for all turns, each would repeat the random numbers of the first.
+    With one seed for all turns, each turn would repeat the random numbers of the first.
+
+    Args:
+        run_seed: Seed of the run.
+        prompt_number: Position of the prompt in the run's stream of prompts, from 0.
+        place: Index of the episode in its group.
+        turn: Index of the turn in its episode, from 0.
+        n: Completions per prompt.
     """
     if turn == 0:
         return prompt_seed(run_seed, prompt_number, n) + place
@@ -84,10 +115,16 @@ def request_seed(run_seed: int, prompt_number: int, place: int, turn: int, *, n:
 
 
 class EngineTurns:
-    """vLLM inside this process as a `TurnSampler`."""
+    """A vLLM engine inside this process as a `TurnSampler`.
+
+    Args:
+        engine: vLLM's LLMEngine.
+        sampling: Sampling parameters.
+        version: Version of the weights.
+        adapter: vLLM's LoRARequest, which every request must carry; None without an adapter.
+    """
 
     def __init__(self, engine: Any, sampling: SamplingSettings, *, version: int, adapter: Any = None):
-        """engine: an LLMEngine. adapter: vLLM's LoRARequest, which every request must carry."""
         self._engine, self._sampling, self._version, self._adapter = engine, sampling, version, adapter
         self._vocab_size = engine.model_config.get_vocab_size()
         self._keys: dict[str, Key] = {}
@@ -99,7 +136,7 @@ class EngineTurns:
         from megatron_grpo.rollout.vllm_requests import sampling_params
 
         settings = replace(self._sampling, n=1, max_completion_length=max_tokens)
-        # FINAL_ONLY: else vLLM copies all tokens so far at every step. Without strings that stop it nobody needs its text.
+        # FINAL_ONLY: otherwise vLLM copies all tokens so far at every step. The text is needed for stop strings alone.
         final, words = RequestOutputKind.FINAL_ONLY, bool(settings.stop)
         params = sampling_params(settings, seed, vocab_size=self._vocab_size, output_kind=final, detokenize=words)
         self._count += 1
@@ -118,10 +155,14 @@ class EngineTurns:
         return len(self._keys)
 
     def rest(self, state: float) -> None:
-        """Its player plays no further for now."""
+        """Pause until the ranks have agreed on how to go on.
+
+        Args:
+            state: DONE, WAITS or GIVES_UP of the rank that plays.
+        """
 
     def abort(self) -> None:
-        """Nobody wants what is open any more."""
+        """Abort all open requests."""
         self._keys.clear()
         self._engine.abort_request(list(self._engine.output_processor.request_states), internal=True)
 
@@ -134,17 +175,24 @@ class EngineTurns:
 
 
 class LeadingTurns(EngineTurns):
-    """The first rank of several that share an engine: tells the others which requests join before each step.
+    """Turns on the first of several ranks that share an engine: it sends the requests that join before each step to the other ranks.
 
-    Environments answer at other times on other ranks, so this rank alone runs them; else the ranks would step different batches.
+    Environments respond at different times on different ranks, so this rank alone runs them; otherwise the ranks would step different
+    batches.
+
+    Args:
+        engine: vLLM's LLMEngine.
+        sampling: Sampling parameters.
+        tell: Broadcasts an object from this rank to all ranks of the engine, and returns it.
+        version: Version of the weights.
+        adapter: vLLM's LoRARequest, or None.
     """
 
     def __init__(self, engine: Any, sampling: SamplingSettings, tell: Callable[[Any], Any], *, version: int, adapter: Any = None):
-        """tell: an object -> the same, on the ranks of the engine."""
         super().__init__(engine, sampling, version=version, adapter=adapter)
         self._tell = tell
         self._joining: list[tuple[Key, tuple[int, ...], int, int]] = []
-        self._digest = b""  # of what the last step ended
+        self._digest = b""  # of the turns that finished in the last step
 
     def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int) -> None:
         self._joining.append((key, tuple(token_ids), seed, max_tokens))
@@ -167,10 +215,18 @@ class LeadingTurns(EngineTurns):
 
 
 def follow(turns: EngineTurns, hear: Callable[[], Any], digest: bytes) -> tuple[float, bytes]:
-    """The other ranks of that engine: they add what the first one says, and step, until it rests. hear: what it tells next.
+    """Repeat the steps of the first rank of a shared engine on another of its ranks, until the first rank rests.
 
-    digest: of what the last step ended. Returns the state that the first rank rests in, and that digest. Raises RuntimeError where this
-    rank drew other tokens.
+    Args:
+        turns: This rank's engine.
+        hear: Receives the next message of the first rank.
+        digest: Digest of the turns that finished in the last step.
+
+    Returns:
+        (state that the first rank rests in, digest of the last step).
+
+    Raises:
+        RuntimeError: This rank sampled other tokens than the first.
     """
     while not isinstance(heard := hear(), float):
         joining, expected = heard
@@ -189,7 +245,19 @@ def _digest(found: Sequence[tuple[Key, SampledTurn]]) -> bytes:
 
 
 def lead(player: Player, turns: TurnSampler, should_cancel: Callable[[], bool], *, version: int) -> float:
-    """Plays until all have ended, the run gives up, or ranks that have nothing left to play must hear that this one lives."""
+    """Run episodes until all have ended, the run cancels them, or it is time to synchronize with the other ranks.
+
+    The limit is SECONDS_BETWEEN_AGREEMENTS: ranks that have nothing left to run must learn that this one is alive.
+
+    Args:
+        player: Episodes to run.
+        turns: Sampler of their turns.
+        should_cancel: Whether the run cancels what it waits for.
+        version: Version of the weights.
+
+    Returns:
+        DONE, WAITS or GIVES_UP.
+    """
     until = time.monotonic() + SECONDS_BETWEEN_AGREEMENTS
     while not player.advance(turns, SECONDS_BETWEEN_LOOKS, version=version):
         if should_cancel():
@@ -202,10 +270,18 @@ def lead(player: Player, turns: TurnSampler, should_cancel: Callable[[], bool], 
 def wait_together(
     is_done: Callable[[float], bool], seconds: float | None = None, *, should_cancel: Callable[[], bool] | None = None
 ) -> bool:
-    """Until every rank is done, at most so long; says whether they are, the same on every rank. Collective.
+    """Wait until every rank is done, or until the time is over. Collective.
 
-    is_done: waits on this rank for at most the seconds that it is given, and says whether there is nothing left to wait for.
-    gives_up: asked now and then; where it is true on a rank that is not done, CancelledError is raised on every rank.
+    Args:
+        is_done: Waits on this rank for at most the given number of seconds, and returns whether there is nothing left to wait for.
+        seconds: Maximum time to wait, in seconds; None waits without a limit.
+        should_cancel: Called every half second; None never cancels.
+
+    Returns:
+        Whether every rank is done, the same on every rank.
+
+    Raises:
+        CancelledError: `should_cancel` returned true on a rank that was not done. Raised on every rank.
     """
     left = seconds
     while True:
@@ -220,7 +296,7 @@ def wait_together(
 
 
 def _waited(is_done: Callable[[float], bool], seconds: float, should_cancel: Callable[[], bool] | None) -> float:
-    """What became of this rank's wait of at most so long."""
+    """Wait on this rank for at most `seconds`, and return DONE, WAITS or GIVES_UP."""
     if should_cancel is None:
         return DONE if is_done(seconds) else WAITS
     end = time.monotonic() + seconds
