@@ -1,4 +1,4 @@
-"""Adapters as tensors: PEFT's files, a fresh start, and the padding that gives all matrices of a run one rank.
+"""Adapter tensors: PEFT's files, initialization, and the padding that gives all matrices of a run one rank.
 
 Names are those of PEFT's files without their prefix: `model.layers.0.self_attn.q_proj.lora_A.weight`. `weights.lora` has the rules.
 """
@@ -27,7 +27,12 @@ Read = Callable[[str], torch.Tensor]
 
 
 def adapter_map(base: WeightMap, rank: int) -> WeightMap:
-    """The map of `lora_a` and `lora_b` beside every linear layer of `base`, all of `rank`; it packs, cuts and joins as that of weights."""
+    """Return the weight map of `lora_a` and `lora_b` of every linear layer of `base`. It packs, cuts and joins like the map of weights.
+
+    Args:
+        base: Map of the base model's weights.
+        rank: Rank of all matrices.
+    """
     layers = {
         moe: {new.megatron: new for entry in entries.values() if lora.is_linear(entry) for new in lora.adapter_entries(entry, rank)}
         for moe, entries in base.layers.items()
@@ -36,21 +41,32 @@ def adapter_map(base: WeightMap, rank: int) -> WeightMap:
 
 
 def even_sizes(shape: ModelShape, rank: int) -> Sizes:
-    """As Megatron's linears hold them: of one rank, and of all modules."""
+    """Return the matrix sizes as Megatron's linears hold them: one rank for all, and all modules."""
     modules = list(lora.linear_modules(shape))
     return {m.name + A: (rank, m.inner) for m in modules} | {m.name + B: (m.out, rank) for m in modules}
 
 
 def drawn(sizes: Sizes, seed: int) -> Read:
-    """A new adapter. A is uniform in +-1/sqrt(in), as PEFT draws it (`kaiming_uniform_` with a = sqrt(5)); B is zero.
+    """Return a reader of a newly initialized adapter.
 
-    The name is the seed, so an adapter begins alike under every layout.
+    A is uniform in +-1/sqrt(in), the initialization of PEFT (`kaiming_uniform_` with a = sqrt(5)); B is zero. The name is part of the seed,
+    so an adapter has the same initial values under every layout.
+
+    Args:
+        sizes: Size of each matrix.
+        seed: Seed of the run.
     """
     return lambda name: torch.zeros(sizes[name]) if name.endswith(B) else _uniform(name, sizes[name], seed, 1.0)
 
 
 def drawn_far(settings: LoraSettings, sizes: Sizes, seed: int) -> Read:
-    """An adapter far from zero, to try whether it is used: it moves each output by a third of its input's size."""
+    """Return a reader of an adapter far from zero, for tests that the adapter is used. Each output changes by a third of its input's size.
+
+    Args:
+        settings: Settings of the adapter.
+        sizes: Size of each matrix.
+        seed: Seed of the random values.
+    """
 
     def read(name: str) -> torch.Tensor:
         return _uniform(name, sizes[name], seed, 1 / settings.scale_of(lora.module_of(name)) if name.endswith(B) else 1.0)
@@ -65,9 +81,16 @@ def _uniform(name: str, size: tuple[int, int], seed: int, scale: float) -> torch
 
 
 def from_file(directory: str | Path, settings: LoraSettings, shape: ModelShape, *, flag: str = "adapters") -> Read:
-    """An adapter that PEFT, or `write_adapter`, has written. Raises ConfigError unless it has exactly the matrices of these settings.
+    """Return a reader of an adapter that PEFT or `write_adapter` has written.
 
-    flag: the setting that named the directory.
+    Args:
+        directory: Directory of the adapter.
+        settings: Settings that its matrices must fit.
+        shape: Sizes of the model.
+        flag: Setting that named the directory, for error messages.
+
+    Raises:
+        ConfigError: The file does not have exactly the matrices of these settings.
     """
     if problems := adapter_problems(directory, settings, shape, flag=flag):
         raise ConfigError(problems)
@@ -77,9 +100,14 @@ def from_file(directory: str | Path, settings: LoraSettings, shape: ModelShape, 
 
 
 def padded(read: Read, own: Sizes, even: Sizes) -> Read:
-    """Every matrix in its size of `even`: zeros beyond a module's own rank, and zeros for modules that have no adapter.
+    """Return a reader of every matrix in its size of `even`, with zeros beyond a module's own rank and for modules without adapter.
 
-    They stay zero in training: where A's row and B's column are zero, both gradients are.
+    The zeros stay zero in training: where A's row and B's column are zero, both gradients are zero.
+
+    Args:
+        read: Reader of the matrices in their own sizes.
+        own: Own size of each matrix.
+        even: Padded size of each matrix.
     """
 
     def read_padded(name: str) -> torch.Tensor:
@@ -93,7 +121,12 @@ def padded(read: Read, own: Sizes, even: Sizes) -> Read:
 
 
 def trimmed(named: Iterable[tuple[str, torch.Tensor]], own: Sizes) -> Iterator[tuple[str, torch.Tensor]]:
-    """The way back: each module's own rank, and nothing of modules that have no adapter."""
+    """Yield each matrix with its module's own rank, and nothing of modules without adapter: the inverse of `padded`.
+
+    Args:
+        named: (name, padded matrix).
+        own: Own size of each matrix.
+    """
     for name, tensor in named:
         if name in own:
             rows, columns = own[name]
@@ -103,10 +136,13 @@ def trimmed(named: Iterable[tuple[str, torch.Tensor]], own: Sizes) -> Iterator[t
 def write_adapter(
     directory: str | Path, named: Iterable[tuple[str, torch.Tensor]], config: Mapping[str, Any], base: Mapping[str, str]
 ) -> None:
-    """`directory` as PEFT, transformers and vLLM read it, whole or not at all.
+    """Write an adapter that PEFT, transformers and vLLM can read. The directory appears complete or not at all.
 
-    named: by `peft_name`; consumed once; kept in memory, for an adapter is small. config: `LoraSettings.to_peft`. base: fingerprints of the
-    base, by name.
+    Args:
+        directory: Output directory.
+        named: (name by `peft_name`, matrix). Consumed once and kept in memory, because an adapter is small.
+        config: Content of adapter_config.json (`LoraSettings.to_peft`).
+        base: Fingerprints of the base model's tensors, by name.
     """
     tensors = {lora.PREFIX + name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named}
     with checkpoint_directory(Path(directory)) as partial:
@@ -116,7 +152,14 @@ def write_adapter(
 
 
 def merged(read: Read, adapter: Read, settings: LoraSettings, sizes: Sizes) -> Read:
-    """The weights of a checkpoint with an adapter added in: W + scale * B A, in float32, in the dtype of W again."""
+    """Return a reader of a checkpoint's weights with an adapter merged: W + scale * B A, computed in float32, in the dtype of W.
+
+    Args:
+        read: Reader of the base weights.
+        adapter: Reader of the adapter matrices.
+        settings: Settings of the adapter.
+        sizes: Size of each adapter matrix.
+    """
 
     def read_merged(name: str) -> torch.Tensor:
         weight, module = read(name), name.removesuffix(".weight")

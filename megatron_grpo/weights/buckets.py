@@ -1,7 +1,8 @@
-"""A push of weights: what a sampler takes (`WeightUpdate`), and which parameters are sent together, planned once, from names and bytes.
+"""Plan of a weight update: the object a sampler receives (`WeightUpdate`), and the parameters that are sent together.
 
-The order is that of the model: stage, layer, row of the table of weights, and what all expert ranks hold at the same place side by side. So
-a sampler that packs a layer when it is complete never holds more than one.
+The plan is made once, from names and byte counts. The order is that of the model: stage, layer, row of the table of weights; parameters
+that all expert ranks hold at the same position are adjacent. A sampler that packs each layer when it is complete therefore never holds
+more than one.
 """
 
 from __future__ import annotations
@@ -18,43 +19,45 @@ from megatron_grpo.weights.names import ShardCut
 if TYPE_CHECKING:
     import torch
 
-ALIGNMENT = 16  # bytes: every dtype may begin there, so dtypes mix in one run
+ALIGNMENT = 16  # bytes: valid start for every dtype, so one buffer can mix dtypes
 MIB = 2**20
-# A collective of 512 MiB lasts 40 times as long as it takes to start. On a CPU 16 MiB stay in the cache.
+# A collective of 512 MiB takes 40 times its start-up time. On a CPU, 16 MiB stay in the cache.
 DEFAULT_BUCKET_MB = {"cuda": 512, "cpu": 16}
 
 
 class BucketPart(IntEnum):
-    """The parts of a rank's run of bytes, by who has the other shards of what lies there."""
+    """Parts of a rank's byte buffer, by the ranks that hold the other shards of its parameters."""
 
-    WHOLE = 0  # nobody
+    WHOLE = 0  # none: replicated
     DENSE = 1  # the tensor-parallel ranks
     EXPERTS = 2  # the ranks that share a stage's experts: expert tensor parallel x expert parallel
 
     @classmethod
     def of(cls, cut: ShardCut, is_expert: bool) -> BucketPart:
+        """Return the part for a parameter with this cut."""
         return cls.EXPERTS if is_expert else cls.WHOLE if cut is ShardCut.REPLICATED else cls.DENSE
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """How many ranks share what is pushed."""
+    """Numbers of ranks that share the weights being sent."""
 
     stages: int
     tensor: int
     experts: int  # expert tensor parallel x expert parallel
 
     def sharing(self, part: BucketPart) -> int:
+        """Return how many ranks share the parameters of a part."""
         return (1, self.tensor, self.experts)[part]
 
     def travels(self, part: BucketPart) -> bool:
-        """Whether other ranks need, or have, what one holds of it. If not it is read where it lives."""
+        """Return whether a part needs communication. If not, it is read in place."""
         return self.stages > 1 or self.sharing(part) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A parameter of the whole model, as each of the ranks that hold it has it."""
+    """One parameter of the whole model, as each rank that holds it has it."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,50 +71,65 @@ class Owned:
 
 @dataclass(frozen=True, slots=True)
 class BucketSlot:
-    """A place in the run of every rank that holds something there, for parameters that are alike."""
+    """A position in the buffer of every rank that holds a parameter there, for parameters of equal shape and dtype."""
 
     part: BucketPart
     start: int  # bytes from the beginning of its part
     num_bytes: int
     shape: tuple[int, ...]
     dtype: Any
-    names: Mapping[int, str]  # by expert rank, in order; an expert rank may hold nothing there
+    names: Mapping[int, str]  # by expert rank, in order; a rank may hold nothing here
 
 
 @dataclass(slots=True)
 class Bucket:
-    """A run of one stage's parameters."""
+    """A buffer with consecutive parameters of one stage."""
 
     stage: int
-    full_bytes: int  # of full tensors: what it may hold, and what one gather may bring, if a parameter is larger
+    full_bytes: int  # of full tensors: limit of the bucket, and of one gather of a larger parameter
     slots: list[BucketSlot] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=lambda: [0, 0, 0])  # bytes of a rank's run, by part
+    sizes: list[int] = field(default_factory=lambda: [0, 0, 0])  # bytes of a rank's buffer, by part
     whole: int = 0  # bytes of all shards
 
     def at_once(self, sharing: int) -> int:
-        """Bytes of a rank's run that go in one gather. On a CPU gloo takes 1.4 times as long for 64 MiB at once as for four times 16."""
+        """Return the bytes of a rank's buffer per gather.
+
+        On a CPU, gloo takes 1.4 times as long for one gather of 64 MiB as for four of 16 MiB.
+
+        Args:
+            sharing: Number of ranks that share the part.
+        """
         return max(1, self.full_bytes // sharing)
 
     def num_collectives(self, ranks: Ranks) -> int:
-        """One over stages, and for each part that several ranks share one, or as many as a parameter takes that is larger than a bucket."""
+        """Return the number of collectives of this bucket.
+
+        There is one over stages, and one for each shared part, or several for a parameter that is larger than a bucket.
+        """
         shared = [(self.sizes[part], ranks.sharing(part)) for part in BucketPart if ranks.sharing(part) > 1]
         return (ranks.stages > 1) + sum(-(-size // self.at_once(sharing)) for size, sharing in shared)
 
     def received_bytes(self, ranks: Ranks, stage: int) -> int:
-        """By a rank of that stage."""
+        """Return the bytes received by a rank of `stage`."""
         return (sum(self.sizes) if stage != self.stage else 0) + sum(self.sizes[part] * (ranks.sharing(part) - 1) for part in BucketPart)
 
     def memory_bytes(self, ranks: Ranks) -> int:
-        """On its way: a rank's run, what is gathered of it, and a piece of what is gathered in pieces."""
+        """Return the bytes a bucket needs in transit: a rank's buffer, what is gathered, and one piece if it is gathered in pieces."""
         packed = sum(self.sizes[part] for part in BucketPart if ranks.travels(part))
         gathered = sum(self.sizes[part] * ranks.sharing(part) for part in BucketPart if ranks.sharing(part) > 1)
         return packed + gathered + (self.full_bytes if gathered > self.full_bytes else 0)
 
 
 def fill(owned: Iterable[Owned], ranks: Ranks, bucket_bytes: int) -> list[Bucket]:
-    """Buckets of at most `bucket_bytes` of full tensors; a parameter that is larger has one to itself.
+    """Distribute parameters over buckets of at most `bucket_bytes` of full tensors. A larger parameter has its own bucket.
 
-    Raises ValueError where parameters at one place of several expert ranks are not alike, since one gather takes them all.
+    Args:
+        owned: Parameters of the whole model.
+        ranks: Numbers of ranks that share them.
+        bucket_bytes: Bytes of full tensors per bucket.
+
+    Raises:
+        ValueError: Parameters of several expert ranks at one position differ in shape, dtype or part; one gather takes them all.
     """
     beside: dict[tuple[int, tuple[int, int, int]], list[Owned]] = {}
     for one in owned:
@@ -135,28 +153,29 @@ def fill(owned: Iterable[Owned], ranks: Ranks, bucket_bytes: int) -> list[Bucket
 
 
 def num_collectives(buckets: Sequence[Bucket], ranks: Ranks) -> int:
-    """Of one push; the same on every rank."""
+    """Return the number of collectives of one weight update, which is the same on every rank."""
     return sum(bucket.num_collectives(ranks) for bucket in buckets)
 
 
 def most_bytes(buckets: Sequence[Bucket], ranks: Ranks) -> int:
-    """That two buckets take on a rank: one with the receiver, and the next one, on its way."""
+    """Return the peak bytes of two buckets on a rank: one being received by the sampler, and the next in transit."""
     held = [bucket.memory_bytes(ranks) for bucket in buckets]
     return max([sum(pair) for pair in pairwise(held)] or held, default=0)
 
 
-NO_VERSION = -1  # of an update that makes no version by itself: a base before its adapter, a trial
+NO_VERSION = -1  # of an update that makes no version: a base before its adapter, a trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightUpdate:
-    """What a holder takes at once. `tensors` yields (Hugging Face name, full tensor), is consumed once, and may be collective.
+    """One set of tensors for a holder of weights.
 
-    A tensor stays as it is until the stream ends; who keeps one longer clones it.
+    `tensors` yields (Hugging Face name, full tensor), is consumed once, and may be collective. A tensor is valid until the stream ends;
+    clone it to keep it longer.
     """
 
-    kind: Literal["weights", "merged", "adapter"]  # all weights; all weights with an adapter added in; an adapter alone
-    version: int  # what the holder has when it has taken this; or NO_VERSION
+    kind: Literal["weights", "merged", "adapter"]  # all weights; all weights with an adapter merged; an adapter alone
+    version: int  # version of the weights after this update; or NO_VERSION
     tensors: Iterable[tuple[str, torch.Tensor]]
     config: Mapping[str, Any] = field(default_factory=dict)  # of an adapter, as PEFT writes it
-    moves_tower: bool = False  # the weights that see pictures are among them, so what was made of pictures is stale
+    moves_tower: bool = False  # vision weights are included, so cached image embeddings are stale

@@ -1,7 +1,7 @@
-"""What sets one architecture apart: how its config.json is read, and what its Hugging Face tensors are called. No tensors, no torch.
+"""Supported model architectures: how each config.json is read, and how the Hugging Face tensors are named. No tensors, no torch.
 
-What a config.json can say, the fields of each family's configuration class in transformers, stands in config_fields.json, which
-`tools/config_fields.py` wrote; a test holds it against the installed transformers. docs/adding-a-model.md adds a family step by step.
+config_fields.json lists the fields of each family's configuration class in transformers. `tools/config_fields.py` writes that file, and a
+test compares it with the installed transformers. docs/adding-a-model.md adds a family step by step.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Config = Mapping[str, Any]
 
 FILE = Path(__file__).with_name("config_fields.json")
 _TABLE = json.loads(FILE.read_text(encoding="utf-8"))
-IDLE = frozenset(_TABLE["idle"])  # change nothing that is computed here
-REFUSED = frozenset(_TABLE["refused"])  # where they are not what the class makes them
-# Sizes that a config.json says of itself: the class' own would be another model's.
+IDLE = frozenset(_TABLE["idle"])  # fields that change nothing computed here
+REFUSED = frozenset(_TABLE["refused"])  # fields that are refused unless they have the config class's default
+# Sizes that config.json must contain: the config class's defaults belong to another model.
 _NEEDED = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "n_routed_experts"),
     *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
@@ -38,30 +38,34 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """What sets one architecture apart.
+    """Properties that distinguish one architecture from the others.
 
-    traits: (config.json, common fields) -> the fields of `ModelShape` that this family reads in its own way.
-    rope: what its config class takes for a rope where config.json is silent. Its other defaults are in config_fields.json.
-    tower: of a model that sees.
+    Args:
+        traits: Function (config.json, common fields) -> the `ModelShape` fields that this family reads in its own way.
+        rope: Rope settings that the config class assumes where config.json has none. Its other defaults are in config_fields.json.
+        moe_block: Name of the MoE block in the Hugging Face tensor names of a layer.
+        router: Name of the router inside that block.
+        expert_names: Names of an expert's gate, up and down projections.
+        tower: Vision tower, for vision-language models.
     """
 
     traits: Callable[[Config, Config], dict[str, Any]]
     rope: Mapping[str, Any] = field(default_factory=dict)
     moe_block: str = "mlp"
     router: str = "gate"
-    # Files, and samplers, have the experts of a layer in one tensor: transposed, a gate's channels and those that it gates side by side.
+    # Files and vLLM store the experts of a layer in one tensor: transposed, with gate and up channels interleaved.
     are_experts_interleaved: bool = False
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    # Layers after the last one predict further tokens for speculative decoding. GRPO neither trains nor exports them.
+    # Multi-token prediction layers after the last layer, for speculative decoding. GRPO neither trains nor exports them.
     has_prediction_layers: bool = False
-    # config.json -> as layers that see everything read it for their rope, and as layers with a window do; None: all of them alike.
-    turns_a_part: bool = False  # of each head, where config.json says a partial_rotary_factor
+    # config.json -> (rope config of full-attention layers, rope config of sliding-window layers). None: all layers have the same rope.
+    turns_a_part: bool = False  # supports a partial_rotary_factor below 1
     ropes: Callable[[Config], tuple[Config, Config]] | None = None
     tower: VisionTower | None = None
 
     @property
     def text_prefix(self) -> str:
-        """What the names of the text model's tensors begin with, those of the head aside."""
+        """Prefix of the text model's tensor names, except for the head."""
         return self.tower.text_prefix if self.tower else "model."
 
 
@@ -87,7 +91,7 @@ _SPARSE = "its sparse attention (a lightning indexer that chooses keys) is not i
 _SIZES = "its embeddings of each layer, and its layers that may be left out, are not in Megatron-Core"
 _SEES = "its tower has not been shown to give transformers' gradients here"
 _HEARS = "of what models see and hear pictures alone are there"
-# Known elsewhere and not here: what their makers call them on the Hub (a regular expression), their architectures, and the reason.
+# Unsupported models: (regular expression of their Hub names, architectures, reason).
 _NOT_YET = (
     (r"Qwen/Qwen3-Next-", "Qwen3NextForCausalLM", _GATED_DELTA),
     (r"Qwen/Qwen3\.[56]-", "Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration", _GATED_DELTA),
@@ -110,10 +114,10 @@ _NOT_YET = (
     (r"google/gemma-3n-", "Gemma3nForConditionalGeneration Gemma3nForCausalLM", _SIZES),
 )  # fmt: skip
 NOT_YET = {name: why for _, names, why in _NOT_YET for name in names.split()}
-NOT_YET_BY_NAME = {pattern: names.split()[0] for pattern, names, _ in _NOT_YET if pattern}  # known before config.json is
+NOT_YET_BY_NAME = {pattern: names.split()[0] for pattern, names, _ in _NOT_YET if pattern}  # usable before config.json is read
 
 
-# Fields of a model that sees, and not of its text model, whose part of a file may have them too, as null.
+# Fields of a whole vision-language model. The text_config may repeat them as null.
 _OF_THE_WHOLE = (
     *("architectures", "text_config", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
 )
@@ -121,9 +125,15 @@ _ROPES = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def text_config(config: Config) -> Config:
-    """What a config.json says of the text model: at its top, or in `text_config`, beside which transformers does not read the top.
+    """Return the text model's part of a config.json.
 
-    Raises ConfigError where the two say different things.
+    The fields are at the top level or in `text_config`. If `text_config` exists, transformers ignores the top level.
+
+    Args:
+        config: Parsed config.json.
+
+    Raises:
+        ConfigError: The top level and `text_config` contradict each other.
     """
     inner = config.get("text_config")
     if inner is None:
@@ -140,12 +150,16 @@ def text_config(config: Config) -> Config:
         problems.append(f"{' and '.join(lost)} must be in text_config too, where transformers reads it.")
     if problems:
         raise ConfigError([Problem(flags=("model",), message=f"config.json: {problem}") for problem in problems])
-    # `architectures` says which family it is; the text part may name its own.
+    # The outer `architectures` decides the family; text_config may name another class.
     return {**config, **dict.fromkeys(_ROPES[1:]), **{key: value for key, value in inner.items() if key not in _OF_THE_WHOLE}}
 
 
 def family_of(config: Config) -> ModelFamily:
-    """The family of a parsed config.json; an unknown one is refused by name."""
+    """Return the family of a parsed config.json.
+
+    Raises:
+        ConfigError: `architectures` is missing, malformed or not supported.
+    """
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         message = f"config.json: architectures must be a list of names, it is {names!r}."
@@ -161,14 +175,20 @@ def family_of(config: Config) -> ModelFamily:
 
 
 def fields_of(architecture: str) -> dict[str, tuple[str, Any]]:
-    """{field: (the kinds of JSON that it takes, its default)}; few of a family that the table does not have."""
+    """Return the configuration fields of an architecture: {field: (accepted JSON types, default)}.
+
+    An architecture that is not in config_fields.json has only the fields common to every family.
+    """
     return {**_TABLE["every family"], **_TABLE["families"].get(architecture, {}).get("fields", {})}
 
 
 def as_the_class_reads(config: Config, architecture: str, require: Callable[[bool, str], None]) -> dict[str, Any]:
-    """What config.json says, under the names of the class' fields, and what the class says where it is silent.
+    """Return config.json under the field names of its config class, with the class's defaults filled in.
 
-    require: told of what the class does not take, and of what is not computed here.
+    Args:
+        config: Parsed config.json (the text model's part).
+        architecture: Key of `FAMILIES`.
+        require: Called with (condition, message) for each value that the class does not accept or that is not computed here.
     """
     found = dict(config)
     for alias, name in _TABLE["families"].get(architecture, {}).get("aliases", {}).items():
@@ -188,7 +208,7 @@ def as_the_class_reads(config: Config, architecture: str, require: Callable[[boo
 
 
 def _is(value: Any, kind: str) -> bool:
-    """As strictly as transformers: true is no number, and 1 has no point."""
+    """Return whether `value` has the JSON type `kind`, as strictly as transformers: true is not a number, and 1 is not a float."""
     if kind.startswith("list"):
         return isinstance(value, list) and all(type(one).__name__ in kind for one in value)
     return type(value).__name__ == kind

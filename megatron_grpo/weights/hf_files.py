@@ -1,7 +1,7 @@
-"""A Hugging Face checkpoint directory: read one tensor at a time, and written so that it is there completely or not at all.
+"""Hugging Face checkpoint directories: read one tensor at a time, and written completely or not at all.
 
-gpt-oss stores the experts of a layer in one tensor, transposed, a gate's channels and those that it gates side by side. The table of
-weights has them one by one, as it has all experts; how one becomes the other, bit for bit, is here too.
+gpt-oss stores the experts of a layer in one tensor, transposed, with gate and up channels interleaved. The table of weights lists experts
+one by one for all families; this module also converts exactly between the two.
 """
 
 from __future__ import annotations
@@ -27,15 +27,21 @@ from megatron_grpo.weights.families import FAMILIES, family_of
 from megatron_grpo.weights.shape import ModelShape, read_config
 from megatron_grpo.weights.stored import INDEX, SINGLE, stored_names, wrong
 
-# What transformers 5 calls the experts inside a model, and may write when asked to keep its own layout: all experts in one tensor.
+# Names of experts in transformers 5, which keeps all experts in one tensor and may write them so.
 _FUSED = re.compile(r"(.+)\.mlp\.experts\.(gate_up_proj|down_proj)")
 
 
 class HfReader:
-    """`reader(name)` is the tensor of that name, on the CPU, in the dtype of the file. `reader.names` is all there is.
+    """Reader of a checkpoint. `reader(name)` is a tensor on the CPU, in the dtype of the file. `reader.names` lists all tensors.
 
-    Experts that are stored in one tensor are offered one by one under their names on the Hub, and so are models that see which were saved
-    with the names of their modules: callers know a single layout.
+    Experts that are stored in one tensor are offered one by one under their names on the Hub. Vision-language models that were saved with
+    module names are offered under their names on the Hub too. Callers therefore know a single layout.
+
+    Args:
+        directory: Checkpoint directory.
+
+    Raises:
+        ConfigError: Files are missing or damaged, or (when called) a tensor is missing.
     """
 
     def __init__(self, directory: str | Path):
@@ -45,7 +51,7 @@ class HfReader:
         self._where = stored_names(directory)  # name in the file -> file
         tower = family_of(self.config).tower
         self._stored = {tower.on_the_hub(name) if tower else name: name for name in self._where}  # name -> name in the file
-        self._parts: dict[str, tuple[str, Callable[[Any], torch.Tensor]]] = {}  # name -> name in the file, what is taken of that
+        self._parts: dict[str, tuple[str, Callable[[Any], torch.Tensor]]] = {}  # name -> (name in the file, function that cuts it out)
         for name in self._where:
             if family_of(self.config).are_experts_interleaved:
                 experts = experts_in(name, self.config.get("num_local_experts", self.config.get("num_experts", 0)))
@@ -90,9 +96,12 @@ def _transposed(expert: int, channels: slice, held: Any) -> torch.Tensor:
 
 
 def check_tied_head(reader: HfReader) -> None:
-    """`ConfigError` where config.json says that the head is the embedding and the checkpoint ships another one.
+    """Check that a checkpoint with tied embeddings does not contain a different head.
 
-    vLLM (0.32) and transformers (5) then take the head that is there: the sampler would be another model than the policy.
+    vLLM (0.32) and transformers (5) would use that head, so the sampler and the policy would be different models.
+
+    Raises:
+        ConfigError: config.json ties head and embedding, and the two tensors differ.
     """
     embedding, head = f"{family_of(reader.config).text_prefix}embed_tokens.weight", "lm_head.weight"
     if not ModelShape.from_hf(reader.config).tied_embeddings or not {embedding, head} <= reader.names:
@@ -125,7 +134,12 @@ _PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
 
 
 def experts_in(stored: str, num_experts: int) -> Iterator[tuple[str, int, slice]]:
-    """The tensors of single experts that a stored one holds: name, number, the channels of its last dimension."""
+    """Yield the single-expert tensors that a stored tensor contains: (name, expert number, slice of the last dimension).
+
+    Args:
+        stored: Name in the file.
+        num_experts: Experts of a layer.
+    """
     if match := _STORED.fullmatch(stored):
         prefix, which, bias = match.groups()
         parts = _PARTS[which]
@@ -136,7 +150,7 @@ def experts_in(stored: str, num_experts: int) -> Iterator[tuple[str, int, slice]
 
 
 def stored_name(name: str) -> str:
-    """Of the tensor that holds this one: its own where it is of no expert."""
+    """Return the name of the tensor in the file that contains `name`. Tensors that belong to no expert keep their name."""
     match = _ONE.fullmatch(name)
     if match is None:
         return name
@@ -145,9 +159,16 @@ def stored_name(name: str) -> str:
 
 
 def as_stored(named: Iterable[tuple[str, torch.Tensor]], shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same weights with the experts of each layer together, where the family's files have them so.
+    """Yield the same weights with the experts of each layer in one tensor, if the family's files have them so.
 
-    A tensor is held until the last of its experts has come; experts of a layer come one after another.
+    A tensor is held until the last of its experts arrives. The experts of a layer must be consecutive.
+
+    Args:
+        named: (Hugging Face name, full tensor).
+        shape: Sizes of the model.
+
+    Raises:
+        ValueError: Experts of a layer are missing.
     """
     if not FAMILIES[shape.architecture].are_experts_interleaved:
         yield from named
@@ -169,7 +190,7 @@ def as_stored(named: Iterable[tuple[str, torch.Tensor]], shape: ModelShape) -> I
         raise ValueError(f"experts of {', '.join(sorted(waiting)[:3])} are missing")
 
 
-# What makes a directory loadable besides its weights. Named one by one, since model directories also hold other formats and pictures.
+# Files besides weights that make a directory loadable. Listed one by one, since model directories also contain other formats and images.
 COMPANIONS = (
     "generation_config.json",
     "tokenizer*",
@@ -185,12 +206,19 @@ COMPANIONS = (
     "processor_config.json",
     "preprocessor_config.json",
 )
-_FLOAT32 = (".e_score_correction_bias",)  # added to scores that differ in the third digit
+_FLOAT32 = (".e_score_correction_bias",)  # added to scores that differ in the third digit, so they keep float32
 
 
 @contextmanager
 def checkpoint_directory(out: Path) -> Iterator[Path]:
-    """`files.directory_whole`, with a ConfigError where `out` is something else."""
+    """Write a directory with `files.directory_whole`, as a context manager.
+
+    Args:
+        out: Final directory.
+
+    Raises:
+        ConfigError: `out` exists and is something else.
+    """
     try:
         with directory_whole(out) as partial:
             yield partial
@@ -199,7 +227,11 @@ def checkpoint_directory(out: Path) -> Iterator[Path]:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """One .safetensors file. What the machine refuses is an OSError here too, of which callers know what to do."""
+    """Write one .safetensors file.
+
+    Raises:
+        OSError: The operating system refused the write; safetensors' own exception is converted so that callers can handle it.
+    """
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -209,12 +241,23 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 class HfWriter:
-    """`with HfWriter(out, source) as write: write(name, tensor)`; leaving the block without an error puts `out` in place.
+    """Writer of a checkpoint, as a context manager: `with HfWriter(out, source) as write: write(name, tensor)`.
 
-    Tensors go to numbered shards of at most `max_shard_bytes`, with an index where there is more than one. config.json, the tokenizer,
-    code of its own that these name, and the generation settings come from `source`; config.json says the dtype that was written. `out`
-    may be an earlier checkpoint, which is replaced, or an empty directory, but nothing else. `expected`: names that must all have been
-    written.
+    Leaving the block without an error moves the finished directory to `out`. Tensors go to numbered shards with an index, or to one file if
+    they fit. config.json, the tokenizer, the custom code that these name, and the generation settings are copied from `source`; config.json
+    states the dtype that was written.
+
+    Args:
+        out: Output directory: new, empty, or an earlier checkpoint, which is replaced.
+        source: Directory of the original checkpoint.
+        dtype: Dtype of floating-point tensors. Default: as they come.
+        max_shard_bytes: Largest size of a shard in bytes.
+        expected: Names that must all be written, and no others.
+        config_changes: Values that replace those in config.json.
+
+    Raises:
+        ConfigError: `out` is something else.
+        ValueError: A tensor is written twice, or the tensors are not those in `expected`.
     """
 
     def __init__(
@@ -243,7 +286,12 @@ class HfWriter:
         return self
 
     def __call__(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes a copy: the tensor may be a live parameter, and may change afterwards."""
+        """Write a tensor. It is copied, so it may be a live parameter that changes afterwards.
+
+        Args:
+            name: Hugging Face name.
+            tensor: Full tensor, on any device.
+        """
         if name in self._sizes:
             raise ValueError(f"{name} is written twice")
         keeps_dtype = self.dtype is None or not tensor.is_floating_point() or name.endswith(_FLOAT32)

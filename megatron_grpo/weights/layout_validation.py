@@ -1,4 +1,4 @@
-"""Does a model fit a layout? Every division that would leave a rest, said before anything loads. No torch: `plan` asks too."""
+"""Checks that a model fits a parallel layout, before anything loads. No torch, so that `plan` can use it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from megatron_grpo.weights.shape import ModelShape
 TP, EP, ETP = "tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
 VLLM_TP = "vllm_tensor_parallel_size"
 _LENGTHS = ("max_prompt_length", "max_completion_length")
-_LARGEST = 128  # ranks that are tried for `nearest`
+_LARGEST = 128  # largest size tried for `nearest`
 
 
 def layout_problems(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1, whole_down_projections: bool = False) -> list[Problem]:
-    """Problems of the sizes of this model with these parallel sizes (ranks), each with the nearest sizes that work.
+    """Return the problems of a model's sizes with these parallel sizes, each with the nearest sizes that work.
 
-    whole_down_projections: Transformer Engine keeps those of multi-latent attention whole on every rank, the local spec cuts them.
+    Args:
+        shape: Sizes of the model.
+        tp: Tensor-parallel ranks.
+        ep: Expert-parallel ranks.
+        etp: Expert tensor-parallel ranks.
+        whole_down_projections: Whether the down projections of multi-latent attention are replicated, as with Transformer Engine; the local
+            spec cuts them.
     """
     moe = shape.moe
     return [
@@ -28,22 +34,31 @@ def layout_problems(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1
 
 
 def engine_problems(shape: ModelShape, ranks: int, *, world_size: int | None = None) -> list[Problem]:
-    """Problems of sharing one vLLM engine among `ranks`: it cuts heads as Megatron does, and says so only as it starts.
+    """Return the problems of one vLLM engine on `ranks` ranks. vLLM cuts heads as Megatron does, but fails only at start-up.
 
-    world_size: of a job that shares its ranks between engines; None: there are as many as one asks for.
+    Args:
+        shape: Sizes of the model.
+        ranks: Tensor-parallel ranks of one engine.
+        world_size: Ranks of a job that divides its ranks between engines. None: any number of ranks is available.
     """
     among = [size for size in range(1, (world_size or _LARGEST) + 1) if world_size is None or world_size % size == 0]
     return _each(VLLM_TP, ranks, lambda ranks: _engine_parallel(shape, ranks), among=among)
 
 
 def length_problems(shape: ModelShape, longest: int, *, flags: tuple[str, ...] = _LENGTHS) -> list[Problem]:
-    """Problems of sequences of up to `longest` tokens (prompt and completion) with what the model can attend to."""
+    """Return the problems of sequences of up to `longest` tokens with the model's position limits.
+
+    Args:
+        shape: Sizes of the model.
+        longest: Tokens of prompt and completion together.
+        flags: Settings to name in the problem.
+    """
     problems = []
     if shape.max_position_embeddings and longest > shape.max_position_embeddings:
         problems.append(
             f"sequences of up to {longest} tokens are longer than the model's max_position_embeddings ({shape.max_position_embeddings})."
         )
-    # vLLM has sines and cosines of so many positions, and reads other memory behind them.
+    # vLLM allocates sines and cosines for this many positions, and reads out of bounds beyond them.
     stretched = math.floor(shape.rope.factor * shape.rope.original_max_position_embeddings)
     if not problems and shape.rope.type == "yarn" and longest > stretched:
         problems.append(
@@ -64,7 +79,7 @@ def _each(flag: str, ranks: int, check: Callable[[int], Iterator[str]], *, among
 
 
 def _cut_alike(shape: ModelShape) -> dict[str, int]:
-    """Sizes that trainer and sampler cut in the same way."""
+    """Return the sizes that trainer and sampler cut in the same way."""
     is_dense = shape.moe is None or not all(shape.moe.layers)
     return {"num_attention_heads": shape.num_attention_heads, **({"intermediate_size": shape.ffn_hidden_size} if is_dense else {})}
 

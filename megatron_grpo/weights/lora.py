@@ -1,12 +1,12 @@
-"""Which linear layers have an adapter, of what rank and scale, and what its two matrices are called. Names and sizes; no torch.
+"""LoRA settings: the linear layers with an adapter, their ranks and scales, and the names of the two matrices. No tensors, no torch.
 
-LoRA (Hu et al. 2021, arXiv:2106.09685, section 4.1): W x + scale * B A x, with A [r, in] and B [out, r]. Words and rules are those of
+LoRA (Hu et al. 2021, arXiv:2106.09685, section 4.1): W x + scale * B A x, with A [r, in] and B [out, r]. Names and rules are those of
 PEFT's LoraConfig, whose files are read and written (`weights.adapters`).
 
 A Megatron linear may fuse several Hugging Face modules: P = 3 in linear_qkv, 2 in linear_fc1. Its adapter is two parameters:
-    lora_a [P * rank, in]   the A of its modules, one above the other
-    lora_b [out, rank]      the B of its modules, packed and cut over ranks exactly as the weight is
-so the table of weights says everything of adapters too: an adapter's row is the weight's row with other sizes.
+    lora_a [P * rank, in]   the A matrices of its modules, stacked
+    lora_b [out, rank]      the B matrices of its modules, packed and cut over ranks exactly like the weight
+An adapter's row in the table of weights is therefore the weight's row with other sizes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from megatron_grpo.config.config import TunerConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # before the name of a module, in PEFT's files
-BASE = "base_model.json"  # beside it: which base the adapter is for. PEFT's own files name one, and say nothing of what it holds
+PREFIX = "base_model.model."  # of module names in PEFT's files
+BASE = "base_model.json"  # beside them: fingerprints of the adapter's base, which PEFT's own files only name
 ALL_LINEAR = "all-linear"
-AdapterPush = Literal["adapter", "merged"]  # how adapters reach a sampler: alone, or added in to the weights
-# Of PEFT's LoraConfig, and why.
+AdapterPush = Literal["adapter", "merged"]  # how adapters reach a sampler: alone, or merged into the weights
+# Unsupported options of PEFT's LoraConfig, with the reason.
 NOT_THERE = {
     "lora_bias": "Megatron's frozen linear layers give a bias no gradient, and vLLM samples without it",
     "modules_to_save": "whole layers would train beside the adapter, which vLLM cannot sample from; tuner_type full trains them",
@@ -55,10 +55,22 @@ A, B = ".lora_A.weight", ".lora_B.weight"  # after the name of a Hugging Face mo
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    """What PEFT's LoraConfig says of a model. Patterns are regular expressions on the end of a module's name; the first match counts.
+    """Settings of LoRA, with the fields of PEFT's LoraConfig.
 
-    target_modules: names, or ends of names, of Hugging Face modules; or `all-linear`. target_regex goes before it, and is matched whole;
-    so is exclude_regex. Modules are the linear layers of decoder layers: routers, embeddings and the head are never asked about.
+    Patterns are regular expressions matched at the end of a module's name; the first match counts. Only the linear layers of decoder layers
+    are considered: routers, embeddings and the head never have an adapter.
+
+    Args:
+        rank: Default rank.
+        alpha: Default numerator of the scale.
+        dropout: Dropout probability on an adapter's input.
+        use_rslora: Divide alpha by the root of the rank instead of the rank.
+        target_modules: Names, or ends of names, of Hugging Face modules; or `all-linear`.
+        target_regex: Regular expression matched against the whole name. Takes precedence over target_modules.
+        exclude_modules: Names, or ends of names, of modules without an adapter.
+        exclude_regex: Regular expression matched against the whole name of modules without an adapter.
+        rank_pattern: Ranks of modules that match a pattern.
+        alpha_pattern: Alphas of modules that match a pattern.
     """
 
     rank: int = 8
@@ -71,11 +83,14 @@ class LoraSettings:
     exclude_regex: str | None = None
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    _ranks: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)  # found so far: many ask, of many modules
+    _ranks: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)  # cache of rank_of
 
     @classmethod
     def of(cls, cfg: TunerConfig, shape: ModelShape) -> LoraSettings:
-        """What a run's settings ask for. Megatron's names of linear layers stand for the modules that they fuse in this model."""
+        """Return the settings that a run's configuration asks for.
+
+        Megatron's names of linear layers stand for the modules that they fuse in this model.
+        """
         return cls(
             rank=cfg.lora_rank,
             alpha=cfg.lora_alpha,
@@ -90,9 +105,14 @@ class LoraSettings:
 
     @classmethod
     def from_peft(cls, directory: str | Path, *, flag: str = "adapters") -> LoraSettings:
-        """What an adapter's adapter_config.json says. Raises ConfigError where it is missing, or asks for something that is not there.
+        """Return the settings in an adapter's adapter_config.json.
 
-        flag: the setting that named the directory.
+        Args:
+            directory: Directory of the adapter.
+            flag: Setting that named the directory, for error messages.
+
+        Raises:
+            ConfigError: The file is missing or damaged, or asks for something that is not supported.
         """
         found = _read_config(Path(directory), flag)
         if refused := _refused(found):
@@ -114,7 +134,11 @@ class LoraSettings:
         )
 
     def is_target(self, module: str) -> bool:
-        """module: the whole Hugging Face name, as `model.layers.3.self_attn.q_proj`."""
+        """Return whether a module has an adapter.
+
+        Args:
+            module: Full Hugging Face name, such as `model.layers.3.self_attn.q_proj`.
+        """
         if _ends(module, self.exclude_modules) or (self.exclude_regex and re.fullmatch(self.exclude_regex, module)):
             return False
         if self.target_regex is not None:
@@ -122,18 +146,21 @@ class LoraSettings:
         return ALL_LINEAR in self.target_modules or _ends(module, self.target_modules)
 
     def rank_of(self, module: str) -> int:
-        """0: the module has no adapter."""
+        """Return the rank of a module's adapter; 0 if it has none."""
         if module not in self._ranks:
             self._ranks[module] = int(_first_match(self.rank_pattern, module, self.rank)) if self.is_target(module) else 0
         return self._ranks[module]
 
     def scale_of(self, module: str) -> float:
-        """What multiplies B A; 0 where there is no adapter. Rank-stabilised scales divide by the root of the rank (arXiv:2312.03732)."""
+        """Return the factor of B A; 0 if the module has no adapter.
+
+        Rank-stabilized LoRA divides alpha by the root of the rank (Kalajdzievski 2023, arXiv:2312.03732).
+        """
         rank, alpha = self.rank_of(module), _first_match(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank) if rank else 0.0
 
     def problems(self, shape: ModelShape) -> list[Problem]:
-        """A name that matches nothing would train nothing, and nobody would be told."""
+        """Return a problem for each name or pattern that matches no linear layer. Such a name would silently train nothing."""
         modules = [module.name for module in linear_modules(shape)]
         known = ", ".join(sorted({module.rsplit(".", 1)[1] for module in modules}))
         also = "Megatron's linear_qkv, linear_proj, linear_fc1 and linear_fc2 stand for those that they fuse"
@@ -155,9 +182,15 @@ class LoraSettings:
         return found
 
     def to_peft(self, modules: Iterable[str], base_model: str, *, sees: bool = False) -> dict[str, Any]:
-        """adapter_config.json. Patterns keep their words. `all-linear` becomes the last words of `modules`, for PEFT adds routers to it.
+        """Return the content of adapter_config.json.
 
-        sees: the model has a tower, some of whose layers have the same last words; names then become a pattern that leaves them out.
+        Patterns are kept as they are. `all-linear` becomes the last parts of the names in `modules`, because PEFT would add routers to it.
+
+        Args:
+            modules: Full Hugging Face names of the modules that have an adapter.
+            base_model: Name or path of the base model.
+            sees: Whether the model has a vision tower. Some of its layers have the same last names, so target_modules becomes a pattern
+                that excludes the tower.
         """
         targets: str | list[str] = sorted({module.rsplit(".", 1)[1] for module in modules})
         if self.target_regex is not None:
@@ -187,21 +220,27 @@ class LoraSettings:
 
 
 def peft_name(name: str, shape: ModelShape) -> str:
-    """What PEFT's files call a matrix of ours, without their prefix: by transformers' modules, not by the files of the model."""
+    """Return the name of a matrix in PEFT's files, without their prefix.
+
+    PEFT uses the module names of transformers, which may differ from those in the model's files.
+    """
     tower = FAMILIES[shape.architecture].tower
     return tower.in_memory(name) if tower else name
 
 
 def own_name(name: str, shape: ModelShape) -> str:
-    """The way back from `peft_name`."""
+    """Return the name used here from a name in PEFT's files: the inverse of `peft_name`."""
     tower = FAMILIES[shape.architecture].tower
     return tower.on_the_hub(name) if tower else name
 
 
 def lora_of(cfg: TunerConfig, shape: ModelShape) -> LoraSettings | None:
-    """The adapters that a run trains; None where it trains weights.
+    """Return the adapter settings of a run; None if it trains weights.
 
-    A run that begins with an adapter trains that one: its file decides, but for the dropout, which is not part of what an adapter is.
+    A run that starts from an adapter trains that one: its file decides everything except dropout, which is not part of an adapter.
+
+    Raises:
+        ConfigError: The adapter to start from cannot be used.
     """
     if cfg.tuner_type != "lora":
         return None
@@ -223,7 +262,7 @@ def _read_config(directory: Path, flag: str) -> dict[str, Any]:
 
 
 def _refused(found: Mapping[str, Any]) -> list[str]:
-    """What an adapter's configuration asks for and is not there, a reason each."""
+    """Return a reason for each unsupported option in an adapter's configuration."""
     reasons = [f"{name} is not there: {why}" for name, why in NOT_THERE.items() if found.get(name)]
     if found.get("bias", "none") != "none":
         reasons.append(f"bias {found['bias']!r} is not there: {NOT_THERE['lora_bias']}")
@@ -244,16 +283,19 @@ class LinearModule:
     """A Hugging Face module that can have an adapter, and the Megatron linear that it is part of (both with global numbers)."""
 
     name: str
-    out: int  # channels
-    inner: int  # channels that go in
+    out: int  # output channels
+    inner: int  # input channels
     megatron: str  # without `.weight`
     is_expert: bool
-    is_row: bool  # tensor parallelism cuts what goes in; else what comes out
+    is_row: bool  # tensor parallelism cuts the input channels; else the output channels
 
 
 @cache
 def linear_modules(shape: ModelShape) -> tuple[LinearModule, ...]:
-    """Every one of the whole model, layer by layer. Kept: a model of many experts has tens of thousands, and many ask for them."""
+    """Return all linear modules of the whole model, layer by layer.
+
+    Cached: a model with many experts has tens of thousands, and the list is needed often.
+    """
     return tuple(
         LinearModule(
             name=name.removesuffix(".weight"),
@@ -269,10 +311,10 @@ def linear_modules(shape: ModelShape) -> tuple[LinearModule, ...]:
 
 
 def peft_leaves_out(settings: LoraSettings, shape: ModelShape) -> str | None:
-    """What PEFT 0.21 loses of these adapters as it loads their files, and what to do; None where it loses nothing.
+    """Return which of these adapters PEFT 0.21 loses when it loads their files, and a remedy; None if it loses none.
 
-    transformers 5 holds the experts of a layer in one tensor, so PEFT converts their matrices. In these models it does so with every module
-    of that last word: those of dense layers and of shared experts are dropped, without an error.
+    transformers 5 holds the experts of a layer in one tensor, so PEFT converts their matrices. In these models it does so for every module
+    with the same last name: adapters of dense layers and of shared experts are dropped without an error.
     """
     expert_words = {module.name.rsplit(".", 1)[1] for module in linear_modules(shape) if module.is_expert}
     targeted = [module for module in linear_modules(shape) if settings.rank_of(module.name)]
@@ -290,7 +332,7 @@ Sizes = Mapping[str, tuple[int, int]]  # of matrices, by the name of PEFT's file
 
 
 def own_sizes(settings: LoraSettings, shape: ModelShape) -> Sizes:
-    """Every matrix of the whole model's adapters, each of its module's own rank; nothing of modules that have no adapter."""
+    """Return the size of every adapter matrix of the whole model, each with its module's own rank. Modules without adapter are absent."""
     found = {}
     for module in linear_modules(shape):
         if rank := settings.rank_of(module.name):
@@ -299,17 +341,25 @@ def own_sizes(settings: LoraSettings, shape: ModelShape) -> Sizes:
 
 
 def widest_rank(settings: LoraSettings, shape: ModelShape) -> int:
-    """All matrices of a run have this rank. What is beyond a module's own rank is zero, and stays so: its gradients are zero too."""
+    """Return the largest rank of any module. All matrices of a run have this rank.
+
+    Entries beyond a module's own rank are zero and stay zero, because their gradients are zero too.
+    """
     return max((settings.rank_of(module.name) for module in linear_modules(shape)), default=0)
 
 
 def is_linear(entry: Entry) -> bool:
-    """Whether a row of the table of weights is one that can have an adapter. (The router is called otherwise.)"""
+    """Return whether a row of the table of weights can have an adapter. Routers have other names."""
     return ".linear_" in f".{entry.megatron}" and ".weight" in entry.megatron and len(entry.hf[0][1]) == 2
 
 
 def adapter_entries(entry: Entry, rank: int) -> tuple[Entry, Entry]:
-    """The rows of `lora_a` and `lora_b` beside a weight's row."""
+    """Return the rows of `lora_a` and `lora_b` for a weight's row.
+
+    Args:
+        entry: Row of a linear weight.
+        rank: Rank of the adapter.
+    """
     is_row = entry.cut is ShardCut.ROW
     inner = tuple((name.removesuffix(".weight") + A, (rank, size[1])) for name, size in entry.hf)
     outer = tuple((name.removesuffix(".weight") + B, (size[0], rank)) for name, size in entry.hf)
@@ -327,12 +377,12 @@ def adapter_entries(entry: Entry, rank: int) -> tuple[Entry, Entry]:
 
 
 def module_of(name: str) -> str:
-    """The module behind the Hugging Face name of an adapter's matrix."""
+    """Return the module name in the Hugging Face name of an adapter matrix."""
     return name.rsplit(".lora_", 1)[0]
 
 
 def _in_hf_names(names: Iterable[str], shape: ModelShape) -> Iterator[str]:
-    """Megatron's linear_fc1 is gate_proj and up_proj; other names stay."""
+    """Replace Megatron's names of linear layers by those of their modules (linear_fc1 is gate_proj and up_proj). Other names stay."""
     ours: dict[str, dict[str, None]] = {}
     for moe in sorted({shape.is_moe_layer(layer) for layer in range(shape.num_layers)}):
         for entry in filter(is_linear, layer_entries(shape, moe=moe)):

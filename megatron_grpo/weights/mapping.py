@@ -1,7 +1,7 @@
-"""Tensors from the Hugging Face layout to one rank's Megatron shards, and back, bit for bit.
+"""Exact conversion of tensors from the Hugging Face layout to one rank's Megatron shards, and back.
 
-Knows the shape of the model and plain integers. Which ranks hold the shards, and in which order layers and experts sit on them, is the
-caller's business: names here carry *global* layer and expert numbers (`with_global_numbers` translates).
+Uses the shape of the model and plain integers. The caller knows which ranks hold the shards, and in which order layers and experts are
+placed on them: names here carry *global* layer and expert numbers (`with_global_numbers` translates).
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ _UNTRAINED = re.compile(r".*\.rotary_emb\.inv_freq")  # a buffer that old checkp
 
 
 def with_global_numbers(name: str, *, first_layer: int = 0, first_expert: int = 0) -> str:
-    """A parameter's name as this rank's module has it -> its name in the whole model. Numbers count from 0."""
+    """Return the model-wide name of a parameter from its name in this rank's module. Numbers count from 0.
+
+    Args:
+        name: Name in the rank's module, with local numbers.
+        first_layer: Global number of the module's first layer.
+        first_expert: Global number of the rank's first expert.
+    """
     match = _LAYER.fullmatch(name)
     if match is None:
         return name
@@ -35,23 +41,33 @@ def with_global_numbers(name: str, *, first_layer: int = 0, first_expert: int = 
 
 
 def is_of_adapter(name: str) -> bool:
-    """Whether a Megatron parameter is a matrix of an adapter, by its name; everything else is of the base."""
+    """Return whether the Megatron parameter `name` is an adapter matrix. All other parameters belong to the base model."""
     return _ADAPTER.search(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """The mapping of one model. Built by `for_shape`."""
+    """Mapping between the Hugging Face and Megatron parameters of one model. Built by `for_shape`."""
 
     shape: ModelShape
     padded_vocab_size: int  # rows
     outer: dict[str, Entry]
     layers: dict[bool, dict[str, Entry]]  # by "has experts"
-    _located: dict[str, tuple[Entry, str, int]] = field(default_factory=dict, compare=False, repr=False)  # every push asks for every name
+    _located: dict[str, tuple[Entry, str, int]] = field(default_factory=dict, compare=False, repr=False)  # cache of _locate
 
     @classmethod
     def for_shape(cls, shape: ModelShape, *, padded_vocab_size: int, naming: str = "local", grouped: bool | None = None) -> WeightMap:
-        """naming: a key of `names.NAMINGS`. grouped: experts live in TEGroupedMLP (default: with Transformer Engine they do)."""
+        """Build the mapping of a model.
+
+        Args:
+            shape: Sizes of the model.
+            padded_vocab_size: Rows of Megatron's embedding, at least the vocabulary size.
+            naming: A key of `names.NAMINGS`.
+            grouped: Whether experts are in a TEGroupedMLP. Default: True with Transformer Engine naming.
+
+        Raises:
+            ConfigError: `padded_vocab_size` is less than the vocabulary size.
+        """
         if padded_vocab_size < shape.vocab_size:
             raise ConfigError(f"padded_vocab_size ({padded_vocab_size}) is less than the model's vocabulary ({shape.vocab_size}).")
         rename = NAMINGS[naming]
@@ -64,7 +80,10 @@ class WeightMap:
         return cls(shape, padded_vocab_size, {entry.megatron: entry for entry in outer_entries(shape)}, layers)
 
     def megatron_names(self) -> Iterator[str]:
-        """Every parameter and buffer of the whole model on one rank, with global numbers (and `output_layer.weight` even when tied)."""
+        """Yield every parameter and buffer of the whole model on one rank, with global numbers.
+
+        `output_layer.weight` is included even where embeddings are tied.
+        """
         yield from self.outer
         for layer in range(self.shape.num_layers):
             for template, entry in self.layers[self.shape.is_moe_layer(layer)].items():
@@ -72,16 +91,26 @@ class WeightMap:
                     yield f"decoder.layers.{layer}.{template.format(e=expert)}"
 
     def expected_hf_names(self) -> frozenset[str]:
-        """What a complete checkpoint holds and a complete export writes. Tied: no lm_head."""
+        """Return the tensors that a complete checkpoint has and a complete export writes. With tied embeddings there is no lm_head."""
         return frozenset(hf_shapes(self.shape))
 
     def stored_names(self) -> frozenset[str]:
-        """`expected_hf_names` as files have them: some families keep the experts of a layer in one tensor (`hf_files.stored_name`)."""
+        """Return `expected_hf_names` as they are in files.
+
+        Some families store the experts of a layer in one tensor (`hf_files.stored_name`).
+        """
         names = self.expected_hf_names()
         return frozenset(map(stored_name, names)) if FAMILIES[self.shape.architecture].are_experts_interleaved else names
 
     def check_complete(self, names: frozenset[str] | set[str]) -> None:
-        """`ConfigError` unless a checkpoint with these tensors has every one that the model needs, and none that it would ignore."""
+        """Check that a checkpoint has every tensor the model needs and none that would be ignored.
+
+        Args:
+            names: Tensor names in the checkpoint.
+
+        Raises:
+            ConfigError: Tensors are missing, or there are unknown ones.
+        """
         expected = self.expected_hf_names()
         missing = sorted(expected - names)
         unused = sorted(name for name in names - expected if not self._may_be_ignored(name))
@@ -98,24 +127,31 @@ class WeightMap:
             raise ConfigError(problems)
 
     def buffer_names(self) -> frozenset[str]:
-        """The members of `megatron_names` that are buffers: named_parameters() does not list them."""
+        """Return the members of `megatron_names` that are buffers, which named_parameters() does not list."""
         return frozenset(name for name in self.megatron_names() if self.entry(name).is_buffer)
 
     def check_held(self, names: Iterable[str]) -> None:
-        """ValueError unless all ranks together hold every parameter of the model: one that no module owns would be lost without a word.
+        """Check that all ranks together hold every parameter of the model. A parameter that no module has would be lost silently.
 
-        names: global names of what is held, over all ranks.
+        Args:
+            names: Global names of the parameters held, over all ranks.
+
+        Raises:
+            ValueError: A parameter is on no rank.
         """
         lost = sorted(set(self.megatron_names()) - set(names) - {name for name, entry in self.outer.items() if entry.is_copy})
         if lost:
             raise ValueError(f"{self.shape.architecture} needs {len(lost)} parameters that no Megatron module holds: {', '.join(lost[:5])}")
 
     def entry(self, name: str) -> Entry:
-        """The row of the table that a parameter is of: what a caller needs to know to bring its shards together."""
+        """Return the table row of a parameter, which tells the caller how to gather its shards."""
         return self._locate(name)[0]
 
     def place(self, name: str) -> tuple[int, int, int]:
-        """Where a parameter stands in the model: layer, row of the table, expert. -1 is before the layers, their number behind them."""
+        """Return the position of a parameter in the model: (layer, table row, expert).
+
+        The layer is -1 for parameters before the layers, and the number of layers for those after them.
+        """
         entry, _, expert = self._locate(name)
         match = _LAYER.fullmatch(name)
         if match is None:
@@ -124,7 +160,7 @@ class WeightMap:
         return layer, list(self.layers[self.shape.is_moe_layer(layer)]).index(entry.megatron), expert
 
     def hf_names(self, name: str) -> tuple[str, ...]:
-        """The Hugging Face tensors that Megatron parameter `name` is made of."""
+        """Return the Hugging Face tensors that Megatron parameter `name` consists of."""
         entry, prefix, expert = self._locate(name)
         return tuple(prefix + template.format(e=expert) for template, _ in entry.hf)
 
@@ -138,9 +174,18 @@ class WeightMap:
         expert_tp_rank: int = 0,
         expert_tp_size: int = 1,
     ) -> torch.Tensor:
-        """This rank's shard of Megatron parameter `name`, in the checkpoint's dtype.
+        """Return this rank's shard of Megatron parameter `name`, in the checkpoint's dtype.
 
-        read: Hugging Face name -> full tensor. A tensor of the wrong size, or one that cannot be cut so often, is a `ConfigError`.
+        Args:
+            name: Global name of the parameter.
+            read: Function from a Hugging Face name to the full tensor.
+            tp_rank: Tensor-parallel rank.
+            tp_size: Number of tensor-parallel ranks.
+            expert_tp_rank: Expert tensor-parallel rank, used for expert parameters.
+            expert_tp_size: Number of expert tensor-parallel ranks.
+
+        Raises:
+            ConfigError: A tensor has the wrong size, or cannot be divided over that many ranks.
         """
         entry, prefix, expert = self._locate(name)
         tensors = []
@@ -160,9 +205,16 @@ class WeightMap:
         return _CUT[entry.cut](full, rank, ranks).contiguous()
 
     def export(self, name: str, shards: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """All shards of one Megatron parameter, in rank order -> (Hugging Face name, full tensor); vocabulary padding is cut off.
+        """Yield (Hugging Face name, full tensor) from all shards of one Megatron parameter. Vocabulary padding is removed.
 
-        A replicated parameter needs only one shard. Yields nothing for a copy (`Entry.is_copy`). The tensors may be views of `shards`.
+        Yields nothing for a copy (`Entry.is_copy`). The tensors may be views of `shards`.
+
+        Args:
+            name: Global name of the parameter.
+            shards: Shards in rank order. A replicated parameter needs only one.
+
+        Raises:
+            ValueError: The joined shards do not have the expected size.
         """
         entry, prefix, expert = self._locate(name)
         if entry.is_copy:
@@ -178,7 +230,7 @@ class WeightMap:
             yield prefix + template.format(e=expert), tensor
 
     def _locate(self, name: str) -> tuple[Entry, str, int]:
-        """The entry of a name with global numbers, the prefix of its Hugging Face names, and its expert's number."""
+        """Return the entry of a name with global numbers, the prefix of its Hugging Face names, and its expert number."""
         if name in self._located:
             return self._located[name]
         match, entry, prefix, expert = _LAYER.fullmatch(name), self.outer.get(name), "", 0
@@ -243,7 +295,7 @@ _UNPACK = {
 }
 _CUT = {
     ShardCut.REPLICATED: lambda full, rank, ranks: full,
-    # With fewer key/value heads than ranks Megatron still cuts linear_qkv into equal runs, in the middle of a group, and gathers later.
+    # With fewer key/value heads than ranks, Megatron still cuts linear_qkv into equal parts within a group, and gathers later.
     ShardCut.COLUMN: _run,
     ShardCut.VOCAB: _run,
     ShardCut.ROW: lambda full, rank, ranks: _run(full, rank, ranks, 1),

@@ -1,6 +1,6 @@
-"""The table: which Hugging Face tensors make up which Megatron parameter. Names and sizes only; no tensors, no torch.
+"""Table of the Hugging Face tensors that make up each Megatron parameter. Names and sizes only; no tensors, no torch.
 
-A row is an `Entry`. Rows are written once, with the parameter names of Megatron's local layer spec; a naming turns them into those of the
+A row is an `Entry`. Rows use the parameter names of Megatron's local layer spec; a naming function translates them to those of the
 Transformer Engine spec.
 """
 
@@ -18,7 +18,7 @@ from megatron_grpo.weights.vision_towers import MEGATRON
 
 
 class Packing(Enum):
-    """How the Hugging Face tensors of an entry become one full (TP = 1) Megatron tensor."""
+    """Way in which the Hugging Face tensors of an entry become one full (TP = 1) Megatron tensor."""
 
     PLAIN = "the tensor itself"
     QKV = "query, key and value, interleaved by query group: q.. k v | q.. k v | ..."
@@ -26,7 +26,7 @@ class Packing(Enum):
 
 
 class ShardCut(Enum):
-    """How the full tensor is divided over tensor-parallel ranks."""
+    """Way in which the full tensor is divided over tensor-parallel ranks."""
 
     REPLICATED = "every rank has all of it"
     COLUMN = "equal runs of dimension 0"
@@ -37,19 +37,19 @@ class ShardCut(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One Megatron parameter. Inside a layer, both names are relative to it; `{e}` stands for the expert's number."""
+    """One Megatron parameter. Inside a layer, both names are relative to it; `{e}` stands for the expert number."""
 
     megatron: str
     hf: tuple[tuple[str, tuple[int, ...]], ...]  # (name, full size)
     packing: Packing
     cut: ShardCut
-    is_expert: bool = False  # lives on one expert-parallel rank, cut and gathered over *expert* tensor parallelism
+    is_expert: bool = False  # on one expert-parallel rank, sharded over *expert* tensor parallelism
     is_buffer: bool = False  # not among named_parameters()
-    is_copy: bool = False  # a second home of a tensor that another entry exports
+    is_copy: bool = False  # a second copy of a tensor that another entry exports
 
 
 def outer_entries(shape: ModelShape) -> Iterator[Entry]:
-    """The parameters outside the layers, with whole names."""
+    """Yield the parameters outside the layers, with full names."""
     rows = (shape.vocab_size, shape.hidden_size)
     embedding = ((f"{shape.text_prefix}embed_tokens.weight", rows),)
     yield Entry("embedding.word_embeddings.weight", embedding, Packing.PLAIN, ShardCut.VOCAB)
@@ -62,7 +62,7 @@ def outer_entries(shape: ModelShape) -> Iterator[Entry]:
 
 
 def tower_entries(shape: ModelShape) -> Iterator[Entry]:
-    """The parameters of the tower of a model that sees, with whole names: its own, behind a prefix."""
+    """Yield the parameters of a vision tower, with full names. They keep their Hugging Face names behind a prefix."""
     tower = FAMILIES[shape.architecture].tower
     if tower and shape.vision:
         for name, size in tower.tensors(shape.vision, shape.hidden_size):
@@ -70,7 +70,12 @@ def tower_entries(shape: ModelShape) -> Iterator[Entry]:
 
 
 def layer_entries(shape: ModelShape, *, moe: bool) -> Iterator[Entry]:
-    """The parameters of one layer, relative to `decoder.layers.N.` and `ModelShape.layer_prefix`."""
+    """Yield the parameters of one layer, with names relative to `decoder.layers.N.` and `ModelShape.layer_prefix`.
+
+    Args:
+        shape: Sizes of the model.
+        moe: Whether the layer has experts.
+    """
     hidden = shape.hidden_size
     if shape.pre_norm:
         yield _norm("input_layernorm", "input_layernorm", hidden)
@@ -87,7 +92,7 @@ def layer_entries(shape: ModelShape, *, moe: bool) -> Iterator[Entry]:
 
 
 def entries_in_layers(shape: ModelShape) -> Iterator[Entry]:
-    """The parameters of all layers, layer by layer and expert by expert, with whole names on both sides."""
+    """Yield the parameters of all layers, layer by layer and expert by expert, with full names on both sides."""
     for layer in range(shape.num_layers):
         here, there = f"decoder.layers.{layer}.", shape.layer_prefix(layer)
         for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)):
@@ -184,9 +189,11 @@ def _norm(megatron: str, hf: str, size: int) -> Entry:
 
 
 def num_parameters(shape: ModelShape, *, active_only: bool = False) -> int:
-    """Parameters of the whole model: tied embeddings count once, vocabulary padding does not.
+    """Return the number of parameters of the whole model. Tied embeddings count once, and vocabulary padding does not count.
 
-    active_only: without the experts that a token is not sent to.
+    Args:
+        shape: Sizes of the model.
+        active_only: Count only as many experts as a token is routed to.
     """
 
     def count(entries: Iterable[Entry], experts: int) -> int:
@@ -201,17 +208,20 @@ def num_parameters(shape: ModelShape, *, active_only: bool = False) -> int:
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Every Hugging Face tensor of the model with its size: what a checkpoint must hold, and what an export writes."""
+    """Return the size of every Hugging Face tensor of the model: the content of a checkpoint and of an export."""
     return {name: size for entry in (*outer_entries(shape), *entries_in_layers(shape)) for name, size in entry.hf}
 
 
 def local_naming(entry: Entry, *, shape: ModelShape, moe: bool) -> Entry:
-    """Megatron's own modules (get_gpt_layer_local_spec): the rows as they are written above."""
+    """Return the entry unchanged: rows are written for Megatron's own modules (get_gpt_layer_local_spec)."""
     return entry
 
 
 def transformer_engine_naming(entry: Entry, *, shape: ModelShape, moe: bool) -> Entry:
-    """Transformer Engine modules (get_gpt_layer_with_transformer_engine_spec): norms live inside the linear that follows them."""
+    """Rename an entry for Transformer Engine modules (get_gpt_layer_with_transformer_engine_spec).
+
+    Norms are part of the linear layer that follows them. The down projections of multi-latent attention are replicated.
+    """
     if shape.mla is None and entry.megatron == "input_layernorm.weight":
         return replace(entry, megatron="self_attention.linear_qkv.layer_norm_weight")
     if not moe and entry.megatron == "pre_mlp_layernorm.weight":
@@ -226,7 +236,7 @@ def transformer_engine_naming(entry: Entry, *, shape: ModelShape, moe: bool) -> 
 
 
 def grouped_experts(entry: Entry) -> Entry:
-    """TEGroupedMLP: one module for all experts of a rank, with a numbered weight each."""
+    """Rename an expert entry for TEGroupedMLP, which holds all experts of a rank in one module with one numbered weight each."""
     if not entry.is_expert:
         return entry
     return replace(entry, megatron=entry.megatron.replace("local_experts.{e}.", "") + "{e}")

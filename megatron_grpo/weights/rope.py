@@ -1,6 +1,6 @@
-"""Rotary frequencies, equal to the last bit to those that transformers computes for the same config.json.
+"""Rotary frequencies, bitwise equal to those that transformers computes for the same config.json.
 
-Megatron's attention is fed frequencies gathered by position, so this is the only place where a rope type is interpreted.
+Megatron's attention receives frequencies gathered by position, so this is the only place where rope types are interpreted.
 """
 
 from __future__ import annotations
@@ -14,9 +14,17 @@ from megatron_grpo.weights.shape import ModelShape, RopeShape
 
 
 def rope_inverse_frequencies(shape: ModelShape, rope: RopeShape | None = None) -> tuple[np.ndarray, float]:
-    """Radians per position, float32 [rope.dim / 2], and the number that multiplies cos and sin.
+    """Return the inverse frequencies of a rope.
 
-    Computed in torch and in float32: at position 30,000 the last bit of a frequency is worth more than the tolerance of the log-probs.
+    They are computed in torch and in float32: at position 30,000 an error in the last bit of a frequency exceeds the tolerance of the
+    log-probs.
+
+    Args:
+        shape: Sizes of the model.
+        rope: Rope to use. Default: the model's main rope.
+
+    Returns:
+        (float32 [rope.dim / 2] in radians per position, factor of cos and sin).
     """
     rope = rope or shape.rope
     return _FREQUENCIES[rope.type](rope).numpy(), rope.attention_scaling
@@ -35,7 +43,7 @@ def _linear(rope: RopeShape) -> torch.Tensor:
 
 
 def _llama3(rope: RopeShape) -> torch.Tensor:
-    """Llama 3.1: long waves are stretched by `factor`, short ones kept, those between blended."""
+    """Return Llama 3.1's frequencies: long waves are stretched by `factor`, short ones kept, and those between are blended."""
     frequencies, context = _default(rope), rope.original_max_position_embeddings
     waves = 2 * math.pi / frequencies
     is_long, is_short = waves > context / rope.low_freq_factor, waves < context / rope.high_freq_factor
@@ -46,7 +54,7 @@ def _llama3(rope: RopeShape) -> torch.Tensor:
 
 
 def _yarn(rope: RopeShape) -> torch.Tensor:
-    """YaRN (arXiv 2309.00071, section 3.2): channels that turn often keep their frequency, slow ones are interpolated."""
+    """Return YaRN's frequencies (arXiv:2309.00071, section 3.2): fast channels keep their frequency, and slow ones are interpolated."""
     first, last = (_channel_with_turns(turns, rope) for turns in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
@@ -60,7 +68,7 @@ def _yarn(rope: RopeShape) -> torch.Tensor:
 
 
 def _channel_with_turns(turns: float, rope: RopeShape) -> float:
-    """The (fractional) channel pair that makes so many turns over the original context."""
+    """Return the (fractional) index of the channel pair that makes `turns` turns over the original context."""
     return rope.dim * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 

@@ -1,7 +1,7 @@
-"""What a model is, in numbers: read from its config.json and from nothing else.
+"""Sizes and properties of a model, read from its config.json alone.
 
-Imports no torch and no transformers, so that `plan` can use it. Both generations of the transformers config are understood: rope
-settings in `rope_scaling` + `rope_theta` (4) or `rope_parameters` (5), experts counted in `num_experts` or `num_local_experts`.
+Imports no torch and no transformers, so that `plan` can use it. Both generations of transformers configs are supported: rope settings in
+`rope_scaling` + `rope_theta` (4) or `rope_parameters` (5), and expert counts in `num_experts` or `num_local_experts`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megatron_grpo.weights.vision_towers import vision_of, with_axes, without_ax
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """One decoder-only model: RMSNorm, rotary positions, gated MLP, possibly experts.
+    """Shape of one decoder-only model: RMSNorm, rotary positions, gated MLP, optionally experts.
 
-    All sizes are of the whole model, in channels, heads or rows; nothing here knows about ranks.
+    All sizes are of the whole model, in channels, heads or rows; none depends on ranks.
     """
 
     architecture: str
@@ -37,29 +37,33 @@ class ModelShape:
     max_position_embeddings: int
     norm_epsilon: float
     rope: RopeShape
-    local_rope: RopeShape | None = None  # of layers with a window, where they turn otherwise
+    local_rope: RopeShape | None = None  # of sliding-window layers, if it differs
     tied_embeddings: bool = False
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    qk_norm_is_whole: bool = False  # one norm over all heads of queries, and one over those of keys
+    qk_norm_is_whole: bool = False  # one norm over all query heads, and one over all key heads
     pre_norm: bool = True  # before attention, and before the MLP
-    post_norm: bool = False  # after each of them, before it joins the residual
-    norms_from_one: bool = False  # a norm's weight says how far it is from 1
+    post_norm: bool = False  # after each of them, before the residual addition
+    norms_from_one: bool = False  # a norm's weight is stored as its offset from 1
     activation: Activation = "silu"  # of the gate
-    clamp: tuple[float, float] | None = None  # of a clamped gate: the factor in its sigmoid, and what it is clamped to
-    sinks: bool = False  # a score for each head beside those of the keys, whose value is 0
-    embedding_scale: float = 1.0  # multiplies what the embedding gives
+    clamp: tuple[float, float] | None = None  # of a clamped gate: (factor in its sigmoid, clamp limit)
+    sinks: bool = False  # attention sinks: one extra score per head, with value 0
+    embedding_scale: float = 1.0  # multiplies the output of the embedding
     softmax_scale: float | None = None  # None: 1 / sqrt(head_dim)
-    windows: tuple[int | None, ...] = ()  # by layer: tokens that a token sees, itself among them, None for all; (): all see everything
+    windows: tuple[int | None, ...] = ()  # by layer: tokens attended to, including the token itself; None is all; () is all everywhere
     moe: MoeShape | None = None
     mla: MlaShape | None = None
-    vision: VisionShape | None = None  # of a model that sees
+    vision: VisionShape | None = None  # of a vision-language model
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:
-        """The shape described by a parsed config.json. Raises `ConfigError` with everything in it that is not supported."""
+        """Return the shape described by a parsed config.json.
+
+        Raises:
+            ConfigError: Lists everything in the config that is not supported.
+        """
         family, whole = family_of(config), config
         if family.tower:
             config = without_axes(text_config(whole))
@@ -121,47 +125,56 @@ class ModelShape:
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> ModelShape:
-        """The shape of the checkpoint in `directory` (of which only config.json is read)."""
+        """Return the shape of the checkpoint in `directory`. Reads only config.json."""
         return cls.from_hf(read_config(directory))
 
     @property
     def query_size(self) -> int:
+        """Channels of all query heads."""
         return self.num_attention_heads * self.head_dim
 
     @property
     def key_size(self) -> int:
+        """Channels of all key heads, and of all value heads."""
         return self.num_query_groups * self.head_dim
 
     @property
     def sliding_window(self) -> int | None:
-        """Tokens that are seen where the fewest are; None where every layer sees everything."""
+        """Smallest sliding window in tokens; None if every layer has full attention."""
         return min((window for window in self.windows if window), default=None)
 
     def window(self, layer: int) -> int | None:
+        """Return the sliding window of a layer in tokens; None is full attention."""
         return self.windows[layer] if self.windows else None
 
     def rope_of(self, layer: int) -> RopeShape:
+        """Return the rope of a layer: sliding-window layers may have their own."""
         return self.local_rope if self.local_rope and self.window(layer) else self.rope
 
     def softmax_scale_of(self, layer: int) -> float:
-        """A factor of cos and sin, of queries and of keys alike, is its square on every score. Latent attention has a scale of its own."""
+        """Return the softmax scale of a layer.
+
+        `attention_scaling` multiplies cos and sin of both queries and keys, so its square multiplies every score. Multi-latent attention
+        has its own scale (`MlaShape.softmax_scale`).
+        """
         return self.rope_of(layer).attention_scaling ** 2 * (self.softmax_scale or self.head_dim**-0.5)
 
     @property
     def num_experts(self) -> int:
-        """Of one layer with experts; 0 for a dense model."""
+        """Number of experts in one MoE layer; 0 for a dense model."""
         return self.moe.num_experts if self.moe else 0
 
     @property
     def text_prefix(self) -> str:
-        """What the names of the text model's Hugging Face tensors begin with, those of the head aside."""
+        """Prefix of the text model's Hugging Face tensor names, except for the head."""
         return FAMILIES[self.architecture].text_prefix
 
     def layer_prefix(self, layer: int) -> str:
-        """What the names of a layer's Hugging Face tensors begin with."""
+        """Return the prefix of a layer's Hugging Face tensor names."""
         return f"{self.text_prefix}layers.{layer}."
 
     def is_moe_layer(self, layer: int) -> bool:
+        """Return whether a layer has experts."""
         return self.moe is not None and self.moe.layers[layer]
 
 
@@ -170,7 +183,10 @@ _ROPE_FLOATS = (*_POSITIVE, "beta_fast", "beta_slow", "attention_factor", "mscal
 
 
 def flat(shape: ModelShape) -> dict[str, Any]:
-    """All that decides what a model computes, by name (`rope.theta`), as JSON has it; not for how many positions it was made."""
+    """Return everything that decides what a model computes as JSON values by dotted name (`rope.theta`).
+
+    `max_position_embeddings` is set to 0 so that it does not matter in comparisons.
+    """
     form = json.loads(json.dumps(asdict(replace(shape, max_position_embeddings=0))))
     inner = {name: value for name, value in form.items() if isinstance(value, dict)}
     of_inner = {f"{name}.{one}": value for name, parts in inner.items() for one, value in parts.items()}
@@ -178,7 +194,7 @@ def flat(shape: ModelShape) -> dict[str, Any]:
 
 
 class _Config:
-    """Remembers what was wrong with a config.json, so that all of it is said at once."""
+    """Collects the problems of a config.json, so that all are reported at once."""
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
@@ -209,7 +225,11 @@ class _Config:
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """The parsed config.json of a checkpoint directory."""
+    """Return the parsed config.json of a checkpoint directory.
+
+    Raises:
+        ConfigError: The file is missing, is not JSON, or is not a JSON object.
+    """
     path = Path(directory) / "config.json"
     if not path.is_file():
         what = "has no config.json" if path.parent.is_dir() else "is not a directory"
@@ -227,9 +247,13 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 
 
 def rope_from_hf(config: Mapping[str, Any], channels: int, family: ModelFamily, read: _Config) -> RopeShape | None:
-    """The rope settings of either generation of config; `None` with the problem in `read` where they cannot be served.
+    """Return the rope settings of either generation of config, or `None` with the problem in `read` if they are not supported.
 
-    channels: of a head.
+    Args:
+        config: config.json with defaults filled in.
+        channels: Channels of a head.
+        family: Family of the model.
+        read: Collects the problems.
     """
     read.rope_numbers(config)
     if read.problems:
@@ -242,7 +266,7 @@ def rope_from_hf(config: Mapping[str, Any], channels: int, family: ModelFamily, 
     nested = [key for key, value in given.items() if isinstance(value, Mapping)]
     read.require(not nested, f"rope settings that differ by layer type ({', '.join(nested)}) are not supported.")
     known = ("default", "linear", "llama3", "yarn")
-    # dynamic and longrope change their frequencies with the length of the batch, so log-probs would depend on what is packed together.
+    # dynamic and longrope change their frequencies with the length of the batch, so log-probs would depend on the packing.
     read.require(kind in known, f"rope type {kind!r} is not supported. Known: {', '.join(known)}.")
     read.require("mrope_section" not in given, "multi-axis rope (mrope_section) is not supported.")
     needed = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"], "yarn": ["factor"]}.get(kind, [])

@@ -1,4 +1,4 @@
-"""The parts of a model's shape that only some models have: rope scaling, experts, latent attention. Plain numbers."""
+"""Optional parts of a model's shape: rope scaling, experts, multi-latent attention, vision. Plain numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Activation = Literal["silu", "gelu_tanh", "clamped"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeShape:
-    """Rotary position embedding. `rope.inverse_frequencies` turns it into numbers."""
+    """Rotary position embedding. `rope.rope_inverse_frequencies` computes its frequencies."""
 
     type: RopeType
     dim: int  # rotated channels of a head
@@ -25,13 +25,13 @@ class RopeShape:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: the ramp begins and ends at whole channels
     attention_scaling: float = 1.0  # multiplies cos and sin
-    # Positions with three axes (frame, row, column): how many of the dim / 2 frequencies turn with each; () where positions are plain.
+    # Positions with three axes (frame, row, column): how many of the dim / 2 frequencies each axis has; () for plain positions.
     sections: tuple[int, ...] = ()
-    interleaved: bool = False  # the axes take turns, instead of a block each
+    interleaved: bool = False  # the axes alternate, instead of one block each
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """By which axis each of the dim / 2 frequencies turns; () where positions are plain."""
+        """Axis of each of the dim / 2 frequencies; () for plain positions."""
         if not self.sections:
             return ()
         if not self.interleaved:
@@ -41,30 +41,30 @@ class RopeShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeShape:
-    """The expert layers. `layers[i]` says whether layer i has experts."""
+    """Shape of the MoE layers. `layers[i]` is True if layer i has experts."""
 
     layers: tuple[bool, ...]
     num_experts: int
-    topk: int  # experts a token visits
+    topk: int  # experts per token
     ffn_hidden_size: int  # of one expert
     norm_topk_prob: bool = True  # the chosen experts' weights sum to 1 (before scaling_factor)
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     scaling_factor: float = 1.0
-    shared_ffn_hidden_size: int | None = None  # the expert that every token visits
+    shared_ffn_hidden_size: int | None = None  # width of the shared experts, which process every token
     has_biases: bool = False  # of the router, and of every expert
-    has_expert_bias: bool = False  # a bias on the choice of experts, not on their weights
-    num_groups: int | None = None  # experts are chosen inside the best `group_topk` of `num_groups` groups
+    has_expert_bias: bool = False  # a bias on the selection of experts, not on their weights
+    num_groups: int | None = None  # experts are selected within the best `group_topk` of `num_groups` groups
     group_topk: int | None = None
 
     @property
     def is_group_limited(self) -> bool:
-        """Choosing among the best groups leaves some out; with as many to choose as there are, groups change nothing."""
+        """Whether routing excludes groups. Selecting all groups changes nothing."""
         return self.num_groups is not None and (self.group_topk or self.num_groups) < self.num_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaShape:
-    """Multi-latent attention (DeepSeek-V2, section 2.1). Sizes are channels of one head, ranks are of the compressed streams."""
+    """Multi-latent attention (DeepSeek-V2, section 2.1). Sizes are channels of one head; ranks are of the compressed streams."""
 
     q_lora_rank: int | None
     kv_lora_rank: int
@@ -72,23 +72,23 @@ class MlaShape:
     qk_pos_emb_head_dim: int  # the rotated part
     v_head_dim: int
     softmax_scale: float  # includes yarn's mscale
-    interleaved: bool = True  # the two channels of a rotation stand side by side
+    interleaved: bool = True  # the two channels of a rotation are adjacent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionShape:
-    """The tower of a model that sees: patches of a picture go in, tokens as wide as the text model's come out. Widths are channels."""
+    """Vision tower of a vision-language model. Maps image patches to tokens as wide as the text model's. Widths are in channels."""
 
     depth: int  # layers
     width: int
     ffn_hidden_size: int
     patch: tuple[int, int, int, int]  # colours, frames, rows and columns of one patch
-    merge: int  # so many by so many patches are one token
-    image_token: int  # the id that stands where a picture's tokens are
-    num_positions: int = 0  # learnt ones
-    num_deepstack: int = 0  # so many text layers, from the first on, are each given features of a layer of the tower
+    merge: int  # merge x merge patches are one token
+    image_token: int  # placeholder token ID of an image's tokens
+    num_positions: int = 0  # learned position embeddings
+    num_deepstack: int = 0  # the first num_deepstack text layers each receive features of a tower layer
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
-    """By how much attention is sharpened when a context is stretched `factor` times (YaRN, equation 22)."""
+    """Return the factor on attention when a context is stretched `factor` times (YaRN, arXiv:2309.00071, equation 22)."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

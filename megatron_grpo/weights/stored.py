@@ -1,6 +1,6 @@
-"""Which tensors a Hugging Face checkpoint holds, in which files, and whether a PEFT adapter's files fit a model.
+"""Contents of safetensors files: the tensors of a Hugging Face checkpoint, and whether a PEFT adapter fits a model.
 
-Read from the headers alone, without torch: `plan` asks too.
+Reads only the file headers, without torch, so that `plan` can use it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ _LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 
 
 def stored_names(directory: str | Path) -> dict[str, str]:
-    """Tensor name -> file name. Raises ConfigError where files are missing, damaged or of another format."""
+    """Return the file name of each tensor in a checkpoint directory.
+
+    Raises:
+        ConfigError: Files are missing, damaged or in another format.
+    """
     directory = Path(directory)
     index = directory / INDEX
     if index.is_file():
@@ -52,9 +56,16 @@ def _index(path: Path) -> dict[str, str]:
 
 
 def stored_shapes(path: Path, *, flag: str = "model") -> dict[str, tuple[int, ...]]:
-    """The size of each tensor of one file: eight bytes of length, a JSON header, and the tensors, to the last byte of the file.
+    """Return the shape of each tensor in one safetensors file.
 
-    flag: the setting that named it. Raises ConfigError where the file is damaged.
+    The file has eight bytes of length, a JSON header, and the tensors, which must end at the last byte of the file.
+
+    Args:
+        path: The file.
+        flag: Setting that named it, for error messages.
+
+    Raises:
+        ConfigError: The file is damaged.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -75,18 +86,30 @@ def stored_shapes(path: Path, *, flag: str = "model") -> dict[str, tuple[int, ..
 
 
 def wrong(message: str, flag: str = "model") -> ConfigError:
-    """Of one file. flag: the setting that names it."""
+    """Return a ConfigError about one file.
+
+    Args:
+        message: The sentence.
+        flag: Setting that named the file.
+    """
     return ConfigError([Problem(flags=(flag,), message=f"{flag}: {message}")])
 
 
 def adapter_problems(directory: str | Path, settings: LoraSettings, shape: ModelShape, *, flag: str) -> list[Problem]:
-    """What is wrong with an adapter whose configuration has been read, for this model. flag: the setting that named it."""
+    """Return the problems of an adapter's files with a model.
+
+    Args:
+        directory: Directory of the adapter.
+        settings: Its configuration, already read.
+        shape: Sizes of the model.
+        flag: Setting that named the directory, for error messages.
+    """
     if found := [*_numbers(settings), *_expressions(settings)]:
         return [_of(flag, f"{directory}: its {CONFIG} has {message}") for message in found]
     if named := [name for name in settings.target_modules if name in NO_ADAPTER]:
         return [_of(flag, f"{directory}: an adapter on {name} is not there: {NO_ADAPTER[name]}.") for name in named]
     wanted = {PREFIX + name: size for name, size in own_sizes(settings, shape).items()}
-    # A name of the file that matches nothing in this model does no harm: its matrices are compared one by one.
+    # A target name that matches nothing in this model is harmless: the matrices are compared one by one.
     if not wanted and (unfit := settings.problems(shape)):
         return [replace(problem, flags=(flag,), message=f"{flag}: {directory}: {problem.message}") for problem in unfit]
     path = Path(directory) / WEIGHTS

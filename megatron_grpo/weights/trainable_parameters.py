@@ -1,8 +1,8 @@
-"""Which weights train under tuner_type full, where not all of them do. Hugging Face names and regular expressions, no tensors, no torch.
+"""Partial freezing under tuner_type full: the weights that train. Hugging Face names and regular expressions, no tensors, no torch.
 
-The four words are Megatron-SWIFT's: `freeze_parameters` (beginnings of names) and `freeze_parameters_regex` (found in a name) take weights
-out of the training, `trainable_parameters` and `trainable_parameters_regex` put some of them back. There they are compared with the names
-of one rank's Megatron modules, whose layers count from 0 on every pipeline stage; here with the names in the checkpoint.
+The four settings are Megatron-SWIFT's: `freeze_parameters` (name prefixes) and `freeze_parameters_regex` (searched in a name) freeze
+weights; `trainable_parameters` and `trainable_parameters_regex` unfreeze some of them. Megatron-SWIFT compares them with the names of one
+rank's Megatron modules, whose layers count from 0 on every pipeline stage; here they are compared with the names in the checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ Rule = Callable[[str], bool]  # a tensor's Hugging Face name -> whether it train
 
 
 def trains(cfg: TunerConfig) -> Rule:
-    """Whether a tensor of the model trains. Under tuner_type lora none does: its adapters do."""
+    """Return a function that tells whether a tensor of the model trains, by its Hugging Face name.
+
+    Under tuner_type lora no tensor of the model trains, only its adapters.
+    """
     if cfg.tuner_type != "full":
         return lambda name: False
     frozen = _matcher(cfg.freeze_parameters, cfg.freeze_parameters_regex)
@@ -33,26 +36,31 @@ def trains(cfg: TunerConfig) -> Rule:
 
 
 def frozen_parts(cfg: TunerConfig) -> set[Part]:
-    """What `freeze_llm`, `freeze_vit` and `freeze_aligner` take out of the training; text models have the first part alone."""
+    """Return the parts that `freeze_llm`, `freeze_vit` and `freeze_aligner` freeze. Text models have only the first part."""
     flags: dict[Part, bool] = {"llm": cfg.freeze_llm, "vit": cfg.freeze_vit, "aligner": cfg.freeze_aligner}
     return {part for part, is_frozen in flags.items() if is_frozen}
 
 
 def trains_tower(cfg: TunerConfig, shape: ModelShape) -> bool:
-    """Whether any of what sees pictures trains."""
+    """Return whether any weight of the vision tower trains."""
     return any(map(trains(cfg), (name for entry in tower_entries(shape) for name, _ in entry.hf)))
 
 
 def trains_all(cfg: TunerConfig, shape: ModelShape) -> bool:
-    """Whether every weight of the model trains."""
+    """Return whether every weight of the model trains."""
     is_whole = not cfg.freeze_llm and (shape.vision is None or not frozen_parts(cfg))
     return is_whole and cfg.tuner_type == "full" and not cfg.freeze_parameters and cfg.freeze_parameters_regex is None
 
 
 def parameter_trains(names: Iterable[str], rule: Rule) -> bool:
-    """Whether a Megatron parameter trains. names: of the Hugging Face tensors that it is made of.
+    """Return whether a Megatron parameter trains.
 
-    Raises ValueError where only some of them do, which `problems` refuses beforehand.
+    Args:
+        names: Hugging Face tensors that it consists of.
+        rule: Result of `trains`.
+
+    Raises:
+        ValueError: Only some of the tensors train. `problems` reports this beforehand.
     """
     verdicts = {rule(name) for name in names}
     if len(verdicts) != 1:
@@ -61,7 +69,11 @@ def parameter_trains(names: Iterable[str], rule: Rule) -> bool:
 
 
 def problems(cfg: TunerConfig, shape: ModelShape) -> list[Problem]:
-    """Words that match nothing, or all, or a part of what Megatron holds as one parameter. Regular expressions must be valid."""
+    """Return the problems of the freezing settings.
+
+    Names that match nothing, that freeze everything, or that match only part of one Megatron parameter are problems. Regular expressions
+    must be valid.
+    """
     if cfg.tuner_type != "full":
         return []
     parameters = [*outer_entries(shape), *entries_in_layers(shape)]
@@ -82,7 +94,7 @@ def _freezing_parts(shape: ModelShape) -> tuple[str, ...]:
 
 
 def _parts_that_are_not_there(cfg: TunerConfig, shape: ModelShape) -> Iterator[Problem]:
-    """A text model is one part, which trains."""
+    """Yield problems of the freeze_* settings with a text model, which has one part that must train."""
     if shape.vision is not None:
         return
     if cfg.freeze_llm:
@@ -100,7 +112,7 @@ def _matcher(prefixes: Iterable[str], pattern: str | None) -> Rule:
 
 
 def _lost(cfg: TunerConfig, shape: ModelShape, parameters: list[Entry]) -> Iterator[Problem]:
-    """Words that name no tensor of the model: what was to be frozen would train, and nobody would be told."""
+    """Yield problems of names that match no tensor: what was to be frozen would silently train."""
     names = [name for entry in parameters for name, _ in entry.hf]
     for flag in ("freeze_parameters", "trainable_parameters"):
         for word in getattr(cfg, flag):
@@ -139,7 +151,10 @@ def _parts(cfg: TunerConfig, parameters: list[Entry], rule: Rule) -> Iterator[Pr
 
 
 def _lonely_biases(cfg: TunerConfig, parameters: list[Entry], rule: Rule) -> Iterator[Problem]:
-    """Megatron-Core's column-parallel linear gives the bias inside it no gradient where its weight is frozen; linear_qkv's is inside."""
+    """Yield a problem where linear_qkv's bias would train while its weight is frozen.
+
+    Megatron-Core's column-parallel linear then gives the bias inside it no gradient.
+    """
     by_name = {entry.megatron: [name for name, _ in entry.hf] for entry in parameters}
     for name, bias in by_name.items():
         weight = by_name.get(name.removesuffix(".bias") + ".weight")

@@ -1,8 +1,7 @@
-"""How the config.json of each architecture is read: what it says in its own way. No tensors, no torch.
+"""Architecture-specific parts of config.json, one function per family. No tensors, no torch.
 
-Each function receives what config.json says, with what the family's class in transformers says where it is silent (config_fields.json),
-and the fields that all families share (`common`). It returns the fields of `ModelShape` that its family reads in its own way. Common ones
-may be among them.
+Each function takes config.json, with the defaults of the family's transformers class filled in (config_fields.json), and the fields that
+all families share (`common`). It returns the `ModelShape` fields that its family reads in its own way. These may override common ones.
 """
 
 from __future__ import annotations
@@ -21,23 +20,30 @@ def _biases(config: Config) -> dict[str, Any]:
 
 
 def llama(config: Config, common: Config) -> dict[str, Any]:
+    """Read the biases of Llama's attention and MLP."""
     return {**_biases(config), "mlp_bias": config["mlp_bias"]}
 
 
 def qwen2(config: Config, common: Config) -> dict[str, Any]:
+    """Read Qwen2: query, key and value always have biases, and layers from max_window_layers on may have a sliding window."""
     return {"qkv_bias": True, "windows": _qwen_windows(config, common["num_layers"])}
 
 
 def qwen3(config: Config, common: Config) -> dict[str, Any]:
+    """Read Qwen3: like Qwen2 with a norm of each query and key head, and biases only if attention_bias is set."""
     return {**_biases(config), "qk_norm": True, "windows": _qwen_windows(config, common["num_layers"])}
 
 
 def mistral(config: Config, common: Config) -> dict[str, Any]:
-    """With `layer_types` it is what transformers calls Ministral: some layers have the window, and some see everything."""
+    """Read Mistral's sliding windows.
+
+    A config with `layer_types` is what transformers calls Ministral: some layers have the window, and the others attend to all tokens.
+    """
     return {"windows": windows_of(config, common["num_layers"], lambda layer: config["sliding_window"] is not None)}
 
 
 def qwen3_moe(config: Config, common: Config) -> dict[str, Any]:
+    """Read Qwen3-MoE: experts in every decoder_sparse_step-th layer except those in mlp_only_layers."""
     layers = common["num_layers"]
     step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or ()
     return {
@@ -55,11 +61,12 @@ def qwen3_moe(config: Config, common: Config) -> dict[str, Any]:
 
 
 def mixtral(config: Config, common: Config) -> dict[str, Any]:
+    """Read Mixtral: experts in every layer, and one sliding window for all layers."""
     return {"windows": (config["sliding_window"],) * common["num_layers"], "moe": _local_experts(config, common)}
 
 
 def _local_experts(config: Config, common: Config, *, has_biases: bool = False) -> MoeShape:
-    """In every layer, as wide as config.json says of an MLP."""
+    """Return experts in every layer, each as wide as the `intermediate_size` of config.json."""
     return MoeShape(
         layers=(True,) * common["num_layers"],
         num_experts=config["num_local_experts"],
@@ -70,6 +77,11 @@ def _local_experts(config: Config, common: Config, *, has_biases: bool = False) 
 
 
 def deepseek_v3(config: Config, common: Config) -> dict[str, Any]:
+    """Read DeepSeek-V3: multi-latent attention and group-limited sigmoid routing.
+
+    Raises:
+        ConfigError: Attention has biases, or a head size or expert group is one that transformers cannot compute.
+    """
     if config["attention_bias"]:
         raise _wrong("attention_bias is true; biases of multi-latent attention are not computed here. DeepSeek-V3 has none.")
     heads, nope, rope = common["num_attention_heads"], config["qk_nope_head_dim"], config["qk_rope_head_dim"]
@@ -96,7 +108,10 @@ def deepseek_v3(config: Config, common: Config) -> dict[str, Any]:
 
 
 def _grouped_experts(config: Config, common: Config) -> MoeShape:
-    """Chosen by a sigmoid inside the best groups, behind a few dense layers, and beside experts that every token visits."""
+    """Return experts that a sigmoid router selects within the best groups.
+
+    The first `first_k_dense_replace` layers are dense, and shared experts process every token.
+    """
     for key in ("n_group", "topk_group", "num_experts_per_tok", "first_k_dense_replace", "v_head_dim"):
         if config.get(key, 0) is None:
             raise _wrong(f"{key} is null, with which transformers computes nothing.")
@@ -114,10 +129,12 @@ def _grouped_experts(config: Config, common: Config) -> MoeShape:
 
 
 def glm4_moe(config: Config, common: Config) -> dict[str, Any]:
+    """Read GLM-4.5: optional biases and query-key norms, and the routing of DeepSeek-V3."""
     return {"qkv_bias": config["attention_bias"], "qk_norm": config["use_qk_norm"], "moe": _grouped_experts(config, common)}
 
 
 def gpt_oss(config: Config, common: Config) -> dict[str, Any]:
+    """Read gpt-oss: attention sinks, clamped gates, biases everywhere, and windows in every second layer unless `layer_types` is given."""
     return {
         **_biases(config),
         "mlp_bias": True,
@@ -129,23 +146,31 @@ def gpt_oss(config: Config, common: Config) -> dict[str, Any]:
     }
 
 
-# What the config class of transformers assumes.
+# Default rope of gpt-oss's config class in transformers.
 GPT_OSS_ROPE = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096,
 }  # fmt: skip
 
 
 def olmo2(config: Config, common: Config) -> dict[str, Any]:
+    """Read OLMo 2: norms after attention and MLP instead of before, and one query-key norm over all heads."""
     return {**_biases(config), "pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_is_whole": True}
 
 
 def olmo3(config: Config, common: Config) -> dict[str, Any]:
+    """Read OLMo 3: OLMo 2 with sliding windows in three of four layers unless `layer_types` is given."""
     windows = windows_of(config, common["num_layers"], lambda layer: (layer + 1) % 4 != 0)
     return {**olmo2(config, common), "windows": windows}
 
 
 def olmo3_ropes(config: Config) -> tuple[Config, Config]:
-    """Layers that see everything may stretch their positions; those with a window never do."""
+    """Return the rope configs of full-attention and sliding-window layers.
+
+    Only full-attention layers may scale their positions; sliding-window layers never do.
+
+    Raises:
+        ConfigError: Versions of transformers read this rope_theta differently.
+    """
     if not config["rope_parameters"] and config["rope_theta"] != 5e5:
         raise _wrong(
             f"rope_theta is {config['rope_theta']!r}: versions of transformers read it otherwise for layers with a window, where it is not "
@@ -155,6 +180,7 @@ def olmo3_ropes(config: Config) -> tuple[Config, Config]:
 
 
 def gemma3(config: Config, common: Config) -> dict[str, Any]:
+    """Read Gemma 3: norms before and after each block (stored as offsets from 1), scaled embeddings, and its own softmax scale."""
     pattern = config["sliding_window_pattern"]
     return {
         **_biases(config),
@@ -169,6 +195,7 @@ def gemma3(config: Config, common: Config) -> dict[str, Any]:
 
 
 def gemma3_ropes(config: Config) -> tuple[Config, Config]:
+    """Return the rope configs of full-attention and sliding-window layers, the latter with rope_local_base_freq."""
     return _ropes_by_kind(config, config["rope_local_base_freq"])
 
 
@@ -176,7 +203,7 @@ KINDS = ("full_attention", "sliding_attention")
 
 
 def _ropes_by_kind(config: Config, local_theta: float) -> tuple[Config, Config]:
-    """The config as each kind of layer reads it. rope_theta and rope_scaling are those of layers that see everything."""
+    """Return the config as each kind of layer reads it. The top-level rope_theta and rope_scaling belong to full-attention layers."""
     nested, scaling = config["rope_parameters"] or {}, config.get("rope_scaling") or {}
     if nested and not any(kind in nested for kind in KINDS):
         raise _wrong(f"rope_parameters must have {' and '.join(KINDS)} here, it has {', '.join(nested)}.")
@@ -194,7 +221,16 @@ def _ropes_by_kind(config: Config, local_theta: float) -> tuple[Config, Config]:
 
 
 def windows_of(config: Config, num_layers: int, has_window: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """How many tokens each layer's tokens see, None for all. has_window: of a layer's number, where config.json has no `layer_types`."""
+    """Return the sliding window of each layer in tokens; None is full attention.
+
+    Args:
+        config: config.json with defaults filled in.
+        num_layers: Number of decoder layers.
+        has_window: Whether layer i has a window. Used where config.json has no `layer_types`.
+
+    Raises:
+        ConfigError: `layer_types` is malformed, or a layer needs a window and `sliding_window` is null.
+    """
     kinds, window = config.get("layer_types"), config["sliding_window"]
     if kinds is None:
         kinds = [KINDS[has_window(layer)] for layer in range(num_layers)]
@@ -206,7 +242,7 @@ def windows_of(config: Config, num_layers: int, has_window: Callable[[int], bool
 
 
 def _qwen_windows(config: Config, num_layers: int) -> tuple[int | None, ...]:
-    """Qwen windows only the layers from max_window_layers on, and only when asked to. Qwen3-VL has no windows."""
+    """Return Qwen's windows: only layers from max_window_layers on have one, and only with use_sliding_window. Qwen3-VL has none."""
     if "use_sliding_window" not in config:
         return ()
     window, first = config["sliding_window"] if config["use_sliding_window"] else None, config["max_window_layers"]

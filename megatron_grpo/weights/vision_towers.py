@@ -1,8 +1,7 @@
-"""How each family sees: how the config of its vision tower and its positions with three axes are read, and what the tower's tensors are
-called. No tensors, no torch.
+"""Vision towers of the supported families: their config, their tensor names, and the settings of three-axis positions. No torch.
 
-The tower is transformers' own module, whole on every rank that has one, so its tensors travel under their own names, one to one. Here they
-stand in the order in which that module registers them.
+The tower is transformers' own module, replicated on every rank that has one, so its tensors keep their names. They are listed here in the
+order in which that module registers them.
 """
 
 from __future__ import annotations
@@ -16,28 +15,35 @@ from megatron_grpo.weights.sizes import RopeShape, VisionShape
 
 Config = Mapping[str, Any]
 Sizes = Iterator[tuple[str, tuple[int, ...]]]
-Require = Callable[[bool, str], None]  # remembers the sentence where the condition does not hold
+Require = Callable[[bool, str], None]  # records the message if the condition is false
 Part = Literal["llm", "vit", "aligner"]
 
-MEGATRON = "vision.tower."  # before the name of a tower's tensor, in the modules of a rank
+MEGATRON = "vision.tower."  # of a tower tensor's name in the modules of a rank
 _ROPES = ("rope_scaling", "rope_parameters")
 _OF_AXES = ("mrope_section", "mrope_interleaved")
 _PART = re.compile(r"(?:model\.)?visual\.(merger\.|deepstack_merger_list\.)?")
 
 
 def part_of(name: str) -> Part:
-    """Whether a tensor, by its Hugging Face name, is of the text model, of the tower, or of what turns the tower's channels into text's."""
+    """Return the part of a model that a tensor belongs to, by its Hugging Face name.
+
+    Returns:
+        "llm" for the text model, "vit" for the vision tower, "aligner" for the layers that map the tower's channels to the text model's.
+    """
     match = _PART.match(name)
     return "llm" if match is None else "aligner" if match[1] else "vit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionTower:
-    """What sets the tower of one family apart.
+    """Properties of one family's vision tower.
 
-    module: transformers' class, inside transformers.models. prefix, text_prefix: what names of its tensors, and of the text model's, begin
-    with on the Hub; the head is `lm_head` everywhere. shape: (vision_config, config.json) -> sizes. tensors: (sizes, channels of the text
-    model) -> names and sizes, without the prefix.
+    Args:
+        module: transformers' class, inside transformers.models.
+        prefix: Prefix of the tower's tensor names on the Hub.
+        text_prefix: Prefix of the text model's tensor names on the Hub. The head is `lm_head` everywhere.
+        shape: Function (vision_config, config.json) -> sizes.
+        tensors: Function (sizes, channels of the text model) -> names without the prefix, and sizes.
     """
 
     module: str
@@ -45,18 +51,18 @@ class VisionTower:
     text_prefix: str
     shape: Callable[[Config, Config], VisionShape]
     tensors: Callable[[VisionShape, int], Sizes]
-    sections: tuple[int, int, int]  # mrope_section where config.json says none
+    sections: tuple[int, int, int]  # default of mrope_section
     interleaved_axes: bool = False  # see `RopeShape`
 
     def on_the_hub(self, name: str) -> str:
-        """The same tensor's name on the Hub. transformers 4.52 to 4.57 write those that their modules have in memory."""
+        """Return a tensor's name on the Hub. transformers 4.52 to 4.57 write the names of their modules in memory instead."""
         for theirs, ours in (("model.visual.", self.prefix), ("visual.", self.prefix), ("model.language_model.", self.text_prefix)):
             if name.startswith(theirs):
                 return ours + name.removeprefix(theirs)
         return name
 
     def in_memory(self, name: str) -> str:
-        """The name that a tensor of the text model has in transformers' module, and so in PEFT's files."""
+        """Return the name of a text-model tensor in transformers' module, and therefore in PEFT's files."""
         return "model.language_model." + name.removeprefix(self.text_prefix) if name.startswith(self.text_prefix) else name
 
 
@@ -77,15 +83,18 @@ def _shape(
 
 
 def qwen2_vl(vision: Config, config: Config) -> VisionShape:
+    """Read the vision_config of Qwen2-VL."""
     width = vision.get("embed_dim", 1280)
     return _shape(vision, config, width=width, ffn=int(width * vision.get("mlp_ratio", 4)), patch=14)
 
 
 def qwen2_5_vl(vision: Config, config: Config) -> VisionShape:
+    """Read the vision_config of Qwen2.5-VL."""
     return _shape(vision, config, width=vision["hidden_size"], ffn=vision["intermediate_size"], patch=14)
 
 
 def qwen3_vl(vision: Config, config: Config) -> VisionShape:
+    """Read the vision_config of Qwen3-VL."""
     deep = vision.get("deepstack_visual_indexes", (8, 16, 24))
     positions = vision.get("num_position_embeddings", 2304)
     return _shape(
@@ -100,14 +109,14 @@ def qwen3_vl(vision: Config, config: Config) -> VisionShape:
 
 
 def _affine(name: str, *size: int, bias: bool = True) -> Sizes:
-    """The tensors of a linear layer, out and in, or of a norm, its channels."""
+    """Yield the tensors of a linear layer (size: out, in) or of a norm (size: channels)."""
     yield f"{name}.weight", size
     if bias:
         yield f"{name}.bias", size[:1]
 
 
 def _blocks(vision: VisionShape, *mlp: str, norm_bias: bool = True) -> Sizes:
-    """All layers. mlp: the names of the linears of their MLP, the last one leads out of it."""
+    """Yield the tensors of all layers. `mlp` lists the linear layers of the MLP; the last one is the output projection."""
     width, inner = vision.width, vision.ffn_hidden_size
     for block in (f"blocks.{layer}" for layer in range(vision.depth)):
         yield from _affine(f"{block}.norm1", width, bias=norm_bias)
@@ -120,7 +129,7 @@ def _blocks(vision: VisionShape, *mlp: str, norm_bias: bool = True) -> Sizes:
 
 
 def _merger(norm: str, first: str, second: str, vision: VisionShape, hidden: int, *, normed: int, norm_bias: bool = True) -> Sizes:
-    """What makes tokens of patches. norm, first, second: names of its layers. normed: channels of the norm."""
+    """Yield the tensors of the layers that merge patches into tokens. `normed` is the channels of the norm."""
     merged = vision.width * vision.merge**2
     yield from _affine(norm, normed, bias=norm_bias)
     yield from _affine(first, merged, merged)
@@ -128,18 +137,21 @@ def _merger(norm: str, first: str, second: str, vision: VisionShape, hidden: int
 
 
 def qwen2_vl_tensors(vision: VisionShape, hidden: int) -> Sizes:
+    """Yield the tensors of Qwen2-VL's tower; `hidden` is the text model's channels."""
     yield "patch_embed.proj.weight", (vision.width, *vision.patch)
     yield from _blocks(vision, "fc1", "fc2")
     yield from _merger("merger.ln_q", "merger.mlp.0", "merger.mlp.2", vision, hidden, normed=vision.width)
 
 
 def qwen2_5_vl_tensors(vision: VisionShape, hidden: int) -> Sizes:
+    """Yield the tensors of Qwen2.5-VL's tower; `hidden` is the text model's channels."""
     yield "patch_embed.proj.weight", (vision.width, *vision.patch)
     yield from _blocks(vision, "gate_proj", "up_proj", "down_proj", norm_bias=False)
     yield from _merger("merger.ln_q", "merger.mlp.0", "merger.mlp.2", vision, hidden, normed=vision.width, norm_bias=False)
 
 
 def qwen3_vl_tensors(vision: VisionShape, hidden: int) -> Sizes:
+    """Yield the tensors of Qwen3-VL's tower; `hidden` is the text model's channels."""
     yield from _affine("patch_embed.proj", vision.width, *vision.patch)
     yield "pos_embed.weight", (vision.num_positions, vision.width)
     yield from _blocks(vision, "linear_fc1", "linear_fc2")
@@ -176,7 +188,7 @@ QWEN3_VL = VisionTower(
 
 
 def without_axes(config: Config) -> Config:
-    """The same configuration, its rope as that of a text model: `mrope` is the plain kind, with axes."""
+    """Return the configuration with the rope of a text model: `mrope` is the default type with axes."""
     changed = {}
     for name in _ROPES:
         if isinstance(given := config.get(name), Mapping):
@@ -186,7 +198,14 @@ def without_axes(config: Config) -> Config:
 
 
 def with_axes(rope: RopeShape, config: Config, tower: VisionTower, require: Require) -> RopeShape:
-    """rope: as read from `without_axes`. config: config.json."""
+    """Return the rope with its three position axes.
+
+    Args:
+        rope: Rope read from `without_axes`.
+        config: config.json.
+        tower: Tower of the family, with its default axes.
+        require: Called with (condition, message) for each requirement.
+    """
     require(rope.type == "default", f"rope type {rope.type!r} with axes (mrope_section) is not supported; only 'mrope' and 'default' are.")
     given = _said_once(config, "mrope_section", require) or tower.sections
     if not (isinstance(given, (list, tuple)) and len(given) == 3 and all(map(_is_count, given))):
@@ -205,7 +224,14 @@ def with_axes(rope: RopeShape, config: Config, tower: VisionTower, require: Requ
 
 
 def vision_of(config: Config, tower: VisionTower, require: Require, *, hidden: int) -> VisionShape | None:
-    """The tower. hidden: channels of the text model. None with what is wrong in `require`."""
+    """Return the sizes of the vision tower; None if they cannot be read, with the problem passed to `require`.
+
+    Args:
+        config: config.json.
+        tower: Tower of the family.
+        require: Called with (condition, message) for each requirement.
+        hidden: Channels of the text model.
+    """
     vision = config.get("vision_config")
     if not isinstance(vision, Mapping):
         require(False, f"vision_config must hold named values, it is {vision!r}.")
@@ -218,7 +244,7 @@ def vision_of(config: Config, tower: VisionTower, require: Require, *, hidden: i
     numbers = {"depth": shape.depth, "channels": shape.width, "spatial_merge_size": shape.merge, "image_token_id": shape.image_token}
     for name, value in {**numbers, "patch_size": shape.patch[-1]}.items():
         require(_is_count(value), f"the tower's {name} must be a positive whole number, it is {value!r}.")
-    # Qwen2-VL calls its own channels embed_dim, and the text model's hidden_size.
+    # In Qwen2-VL's vision_config, embed_dim is the tower's width and hidden_size the text model's.
     out = vision.get("out_hidden_size", vision.get("hidden_size") if "embed_dim" in vision else hidden)
     require(out == hidden, f"the tower gives tokens of {out} channels, and the text model takes {hidden}.")
     return shape
@@ -232,7 +258,7 @@ def _ropes(config: Config) -> Iterator[Config]:
 
 
 def _said_once(config: Config, key: str, require: Require) -> Any:
-    """What config.json says under a key of any of its rope settings; None where it says nothing."""
+    """Return the value of a key in any of config.json's rope settings; None if there is none. All occurrences must agree."""
     said = [given[key] for given in _ropes(config) if given.get(key) is not None]
     require(all(value == said[0] for value in said), f"{key} is said twice, and not alike: {' and '.join(map(repr, said))}.")
     return said[0] if said else None
