@@ -1,7 +1,7 @@
-"""What settings name: model, data, rewards and the others, read and looked at before any model loads. Every fault is reported at once.
+"""Read and validate what settings name (model, data, rewards and others) before any model loads.
 
-`PARTS` is the one list, for `train` and `eval`, for `plan`, which leaves some out, and for `rehearse`. Nothing here imports torch before it
-has to.
+All problems are reported together. `PARTS` is the one list of steps, for `train`, for `eval` and `plan`, which leave some out, and for
+`rehearse`. Nothing here imports torch before it has to.
 """
 
 from __future__ import annotations
@@ -34,20 +34,36 @@ if TYPE_CHECKING:
     from megatron_grpo.run.build.plug_ins import Environment
 
 Read = TypeVar("Read")
-ADAPTERS = ("adapters", "ref_adapters")  # settings that name a directory of PEFT's
+ADAPTERS = ("adapters", "ref_adapters")  # settings that name a directory in PEFT's format
 OF_A_RUN = ("dataset", "report_to", "servers", "teacher", "ref_model", "teacher_model")  # parts that an evaluation leaves out
 _UNREAD: Any = None
-_EPISODE_COLUMNS = ("messages", "turn_rewards", "num_turns", "ended")  # that reward functions get of an episode, by these names
+_EPISODE_COLUMNS = ("messages", "turn_rewards", "num_turns", "ended")  # columns that reward functions receive from an episode
 
 
 @dataclass(slots=True, kw_only=True)
 class ValidatedInputs:
-    """What settings name, as far as it was looked at. What was left out, or could not be read, is None; of a run all is there.
+    """What the settings name, as far as it was read.
 
-    left_out: parts that nobody asked for. held_out: sets by name. rows: of the training set; looked: of every set, with the setting that
-    names it. Without a tokenizer there are rows alone. eyes: of a model that sees; is_blind: it is known that it does not. environment: its
-    objects are episodes, where completions are. rollout_func: makes completions. notes: what a person should know. ref_model_path: where
-    the reference is not the model as it begins. teacher_path: of a teacher that the training ranks hold. resume: how the run begins.
+    A part that was left out or could not be read is None. For a training run everything is present.
+
+    Args:
+        left_out: Names of parts that were skipped on request.
+        model_path: The model's directory.
+        shape: The model's shape.
+        tokenizer: The model's tokenizer. Without one, only `rows` are read, not `prompts`.
+        eyes: Image processor of a vision-language model.
+        is_blind: Whether the model is known to take no images.
+        environment: Class whose instances are the episodes, if completions are episodes.
+        rollout_func: The user's function that generates completions.
+        prompts: Tokenized prompts of the training set.
+        held_out: Prompts of each held-out set, by name.
+        looked: (setting that names the set, rows) of every set that was read.
+        rows: Rows of the training set.
+        rewards: Reward functions, in the order of `reward_funcs`.
+        notes: Messages that the user should see.
+        ref_model_path: Checkpoint of the reference, if it differs from the initial model.
+        teacher_path: Checkpoint of a teacher that the training ranks hold.
+        resume: How the run begins: afresh or from a checkpoint.
     """
 
     left_out: Collection[str] = ()
@@ -70,24 +86,25 @@ class ValidatedInputs:
 
     @property
     def streams(self) -> list[PromptStream]:
+        """Return the prompts of all sets, the training set first."""
         return [*([self.prompts] if self.prompts is not None else []), *self.held_out.values()]
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens."""
+        """Return the tokens of the longest prompt of all sets."""
         return max(stream.longest_prompt for stream in self.streams)
 
     @property
     def most_pictures(self) -> int:
-        """Of a prompt."""
+        """Return the largest number of images in one prompt, over all sets."""
         return max(stream.rows.most_pictures for stream in self.streams)
 
 
 class Problems(list[Problem]):
-    """All that is found wrong, each thing once."""
+    """Problems found so far, without duplicates."""
 
     def attempt(self, read: Callable[[], Read]) -> Read | None:
-        """What `read` gives, or None."""
+        """Return the result of `read()`, or None after adding the problems of the ConfigError that it raised."""
         try:
             return read()
         except ConfigError as error:
@@ -95,8 +112,12 @@ class Problems(list[Problem]):
             return None
 
     def add(self, found: Iterable[Problem]) -> None:
+        """Append problems whose message is not in the list yet.
+
+        Problems that an iterator yields before it raises are kept.
+        """
         known = {problem.message for problem in self}
-        for problem in found:  # what comes before an error is kept
+        for problem in found:
             if problem.message not in known:
                 self.append(problem)
 
@@ -105,30 +126,35 @@ class Problems(list[Problem]):
 
 
 def model(cfg: Config, found: ValidatedInputs) -> None:
+    """Find the model's directory, downloading it from the Hub if needed."""
     found.model_path = find_model(cfg.model.model, with_code=cfg.model.trust_remote_code)
 
 
 def architecture(cfg: Config, found: ValidatedInputs) -> Iterator[Problem]:
+    """Check the model's own code and read its shape."""
     yield from filter(None, [remote_code.problem_of(found.model_path, is_trusted=cfg.model.trust_remote_code)])
     found.shape = ModelShape.from_pretrained(found.model_path)
 
 
 def weights_to_begin_with(cfg: Config, found: ValidatedInputs) -> list[Problem]:
+    """Return problems with the checkpoint that `mcore_model` names."""
     from megatron_grpo.checkpoint.resume import problems_of_beginning
 
     return problems_of_beginning(cfg, found.model_path)
 
 
 def weights(cfg: Config, found: ValidatedInputs) -> None:
+    """Check that the model's weight files are complete, undamaged and in a supported format."""
     stored_names(found.model_path)
 
 
 def grammar(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
+    """Return problems with regular expressions, JSON schemas and grammars that bound completions."""
     return unreadable(cfg)
 
 
 def bases_of_adapters(cfg: Config, found: ValidatedInputs) -> Iterator[Problem]:
-    """Adapters that were trained beside another model than this one."""
+    """Yield a problem for each adapter that was trained on another base model."""
     from megatron_grpo.checkpoint.fingerprints import base_problems
 
     for flag in ADAPTERS if cfg.tuner.tuner_type == "lora" else ():
@@ -137,14 +163,17 @@ def bases_of_adapters(cfg: Config, found: ValidatedInputs) -> Iterator[Problem]:
 
 
 def tokenizer(cfg: Config, found: ValidatedInputs) -> None:
+    """Load the model's tokenizer."""
     found.tokenizer = load_tokenizer(str(found.model_path), trust_remote_code=cfg.model.trust_remote_code)
 
 
 def template_options(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
+    """Return problems with `chat_template_kwargs` that the chat template does not read."""
     return unread_options(found.tokenizer, cfg.data.chat_template_kwargs)
 
 
 def eyes(cfg: Config, found: ValidatedInputs) -> None:
+    """Load the image processor of a vision-language model."""
     from megatron_grpo.data.image_processing import eyes_of, sees
 
     found.is_blind = not sees(read_config(found.model_path))
@@ -154,13 +183,17 @@ def eyes(cfg: Config, found: ValidatedInputs) -> None:
 
 
 def _refuse_word(name: str, flags: Sequence[str]) -> None:
-    """What is no directory, and which no repository is called."""
+    """Raise ConfigError if `name` is neither an existing path nor of the form of a Hub name."""
     if "/" not in name and not Path(name).exists():
         raise config_error(flags, f"{flags[0]} ({name}) is neither a directory here nor a Hub name, which is owner/name.")
 
 
 def reference(cfg: Config, found: ValidatedInputs) -> None:
-    """It is looked at as the model is: it has the same shape and the same vocabulary."""
+    """Find the reference model and check that it has the shape and the vocabulary of the model.
+
+    Raises:
+        ConfigError: If it cannot be found, or if shape or vocabulary differ.
+    """
     from megatron_grpo.checkpoint.fingerprints import vocabulary_fingerprint
 
     name, shape, flags = cfg.grpo.ref_model or "", found.shape, ("ref_model", "model")
@@ -179,7 +212,11 @@ def reference(cfg: Config, found: ValidatedInputs) -> None:
 
 
 def teacher_model(cfg: Config, found: ValidatedInputs) -> None:
-    """A model of any size, whose tokenizer has the words of the policy's."""
+    """Find the teacher, a model of any size, and check that its tokenizer has the policy's vocabulary.
+
+    Raises:
+        ConfigError: If it cannot be found or read, or if the vocabularies differ.
+    """
     from megatron_grpo.planning.models import of_teacher
 
     name, flag, trusts = cfg.grpo.teacher_model or "", "teacher_model", cfg.model.trust_remote_code
@@ -200,15 +237,20 @@ def teacher_model(cfg: Config, found: ValidatedInputs) -> None:
     found.teacher_path = path
 
 
-# -- who plays, data, rewards -------------------------------------------------------------------------------------------------------------
+# -- environment, data, rewards -----------------------------------------------------------------------------------------------------------
 
 
 def environment(cfg: Config, found: ValidatedInputs) -> None:
+    """Load the class of the run's episodes."""
     found.environment = plug_ins.environment(cfg, found.tokenizer)
 
 
 def template(cfg: Config, found: ValidatedInputs) -> None:
-    """What the chat template does to the turns of episodes. Raises ConfigError where they would not be seen."""
+    """Check how the chat template renders the turns of episodes.
+
+    Raises:
+        ConfigError: If there is no template, or if it drops turns.
+    """
     assert found.environment is not None
     flag = "environment" if cfg.turns.environment else "tools"
     if not getattr(found.tokenizer, "chat_template", None):
@@ -218,6 +260,7 @@ def template(cfg: Config, found: ValidatedInputs) -> None:
 
 
 def training_set(cfg: Config, found: ValidatedInputs) -> None:
+    """Read the training set: tokenized prompts, or rows alone if there is no tokenizer."""
     from megatron_grpo.data.streamed import open_prompts, rows_to_look_at
 
     if found.tokenizer:
@@ -231,7 +274,10 @@ def training_set(cfg: Config, found: ValidatedInputs) -> None:
 
 
 def held_out_sets(cfg: Config, found: ValidatedInputs) -> Problems:
-    """All of such a set is asked, so every row is read; of the training set maybe only as the run goes."""
+    """Read all held-out sets and return their problems.
+
+    Evaluations use every row, so every row is read; rows of the training set may be read during the run.
+    """
     problems = Problems()
     for name, where in sets_of(cfg).items():
         if part_of(name) not in found.left_out:
@@ -256,7 +302,7 @@ def _held_out_set(cfg: Config, found: ValidatedInputs, name: str, where: str) ->
 
 
 def _check_rows_alone(found: ValidatedInputs, rows: PromptRows, flag: str) -> None:
-    """Rows that nobody makes tokens of."""
+    """Check rows that are not tokenized."""
     from megatron_grpo.data.checks import check_for_episodes, check_pictures
     from megatron_grpo.data.tokens import FEW
 
@@ -266,23 +312,25 @@ def _check_rows_alone(found: ValidatedInputs, rows: PromptRows, flag: str) -> No
 
 
 def part_of(name: str) -> str:
-    """What stands for a held-out set among the parts that are left out."""
+    """Return the name that stands for a held-out set in `left_out`."""
     return f"held-out set {name}"
 
 
 def rewards(cfg: Config, found: ValidatedInputs) -> None:
+    """Load the reward functions."""
     found.rewards = load_rewards(cfg, left_out=found.left_out)
 
 
 def rollout_function(cfg: Config, found: ValidatedInputs) -> None:
+    """Load the function that `rollout_func` names."""
     found.rollout_func = plug_ins.rollout_function(cfg)
 
 
-# -- whether these go together ------------------------------------------------------------------------------------------------------------
+# -- combinations -------------------------------------------------------------------------------------------------------------------------
 
 
 def rows_for_model_and_rewards(cfg: Config, found: ValidatedInputs) -> Problems:
-    """Whether rewards find their columns in every set, and prompts their place in the model."""
+    """Return problems with the columns that rewards need, and with prompts that do not fit the model, for every set."""
     problems = Problems()
     for flag, rows in found.looked:
         for why in _blind(cfg) if rows.album is not None else ():
@@ -297,7 +345,7 @@ def rows_for_model_and_rewards(cfg: Config, found: ValidatedInputs) -> Problems:
 
 
 def _blind(cfg: Config) -> Iterator[str]:
-    """What was asked for that cannot be with pictures."""
+    """Yield reasons why settings exclude images."""
     if cfg.rollout.rollout_func is not None:
         yield "rollout_func does not go with them: what it returns has no place for pictures"
     if flag := cfg.grpo.teacher_flag:
@@ -305,8 +353,20 @@ def _blind(cfg: Config) -> Iterator[str]:
 
 
 def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> None:
-    """`check_columns`, of the columns of the data and of episodes. Raises ConfigError, also where a name means both."""
-    if cfg.rollout.rollout_func is not None:  # which may give them columns that nobody knows yet
+    """Check that the reward functions find their columns in the data set or in episodes.
+
+    Rollout functions may add columns, so with `rollout_func` nothing is checked.
+
+    Args:
+        cfg: Settings of the run.
+        rewards: Reward functions to check.
+        rows: Rows of the set.
+        flag: Setting that names the set.
+
+    Raises:
+        ConfigError: If a column is missing, or if a name is both a column of the data and one of episodes.
+    """
+    if cfg.rollout.rollout_func is not None:  # it may add columns
         return
     names, of_episodes = rows.column_names(), _EPISODE_COLUMNS if cfg.turns.plays else ()
     if both := [name for name in names if name in of_episodes]:
@@ -317,7 +377,10 @@ def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, f
 
 
 def _lengths_of_data(cfg: Config, shape: ModelShape, rows: PromptRows, flag: str) -> list[Problem]:
-    """Sequences too long for the model, where only the data tells how long they are: `planning.check` judges what is set."""
+    """Return a problem if sequences are too long for the model and only the data determine their length.
+
+    `planning.check` checks lengths that the settings determine.
+    """
     longest = longest_completion(cfg)
     if cfg.data.max_prompt_length is not None or rows.longest_prompt is None or length_problems(shape, 1 + longest):
         return []
@@ -325,7 +388,10 @@ def _lengths_of_data(cfg: Config, shape: ModelShape, rows: PromptRows, flag: str
 
 
 def servers(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
-    """Rollout servers that answer already. The rank that will speak to them looks; the others may have no way to them."""
+    """Return problems with the rollout servers that already answer.
+
+    Only rank 0, which will talk to them, checks: other ranks may have no route to them.
+    """
     if cfg.rollout.vllm_mode != "server" or launcher.read().rank != 0:
         return ()
     most = max((rows.most_pictures for _, rows in found.looked), default=0)
@@ -333,7 +399,7 @@ def servers(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
 
 
 def teacher_servers(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
-    """Those that answer already."""
+    """Return problems with the teacher's servers that already answer. Only rank 0 checks."""
     return plug_ins.problems_of_teacher(cfg, found.shape, found.tokenizer, _longest(found)) if launcher.read().rank == 0 else ()
 
 
@@ -342,7 +408,7 @@ def _longest(found: ValidatedInputs) -> int:
 
 
 def services(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
-    """Those that metrics go to are known and installed."""
+    """Return problems with tracking services that are unknown or not installed."""
     if set(cfg.run.report_to) <= {"none"}:
         return ()
     from megatron_grpo.metrics import report_to_problems
@@ -355,9 +421,13 @@ def services(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class InputPart:
-    """Some of what settings name. look: reads it into the inputs, and gives, or raises, what is wrong with it.
+    """One step of reading inputs.
 
-    settings: it is looked at where one of them is set; "": always. needs: what must have been read before.
+    Args:
+        name: Name of the part, as in `left_out`.
+        look: Reads the part into the inputs, and returns or raises its problems.
+        settings: Space-separated settings; the part is read if one of them is set. "": always.
+        needs: Space-separated fields of `ValidatedInputs` that must have been read before.
     """
 
     name: str
@@ -383,7 +453,7 @@ PARTS = (
     InputPart("the template", template, needs="environment tokenizer"),
     InputPart("dataset", training_set),
     InputPart("the held-out sets", held_out_sets),
-    InputPart("rewards", rewards),  # the user's own code comes last: it may change the directory
+    InputPart("rewards", rewards),  # the user's code comes last: it may change the working directory
     InputPart("rollout_func", rollout_function, "rollout_func"),
     InputPart("rows for model and rewards", rows_for_model_and_rewards),
     InputPart("servers", servers, needs="shape"),
@@ -392,7 +462,16 @@ PARTS = (
 
 
 def read_inputs(cfg: Config, left_out: Collection[str] = (), parts: Sequence[InputPart] = PARTS) -> ValidatedInputs:
-    """Looks at one part after the other. Raises ConfigError with the problems of all of them. left_out: names of parts."""
+    """Read all parts in order and collect their problems.
+
+    Args:
+        cfg: Settings of the run.
+        left_out: Names of parts to skip.
+        parts: Parts to read.
+
+    Raises:
+        ConfigError: With the problems of all parts.
+    """
     problems, found = Problems(), ValidatedInputs(left_out=left_out)
     values = {name: value for section in cfg.groups().values() for name, value in vars(section).items()}
     for part in parts:

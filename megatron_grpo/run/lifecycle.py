@@ -1,4 +1,4 @@
-"""The life of one training process: it joins the job, takes the output_dir, trains, and leaves without hiding why."""
+"""The life of one training process: join the job, lock `output_dir`, train, and exit with a reported reason."""
 
 from __future__ import annotations
 
@@ -39,11 +39,24 @@ _WHERE_TO_LOOK = "Look at completions/, and try the reward functions with `megat
 
 
 def run_training(made: Plan, inputs: ValidatedInputs, parts: Parts) -> int:
-    """`megatron-grpo train`, on this rank, with settings and inputs that have been checked. Returns the exit code."""
+    """Run `megatron-grpo train` on this rank.
+
+    Args:
+        made: Plan of the run, with validated settings.
+        inputs: Validated inputs.
+        parts: Custom parts, and the hooks into `analysis`.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        RunInterruptedError: If the run was asked to stop; its state is saved.
+        RunError: If the run failed for a reason that a user can act on.
+    """
     cfg = made.checked.config
     limits = limits_of(cfg, launched_at())
     with CleanUp(partial(close_rewards, inputs.rewards)) as clean_up:
-        # As typed: sizes that follow from others would be further differences. Paths as they are on this machine.
+        # Settings as typed: derived sizes would be reported as further differences. Paths are those of this machine.
         typed = made.checked.parsed.config.with_values({"output_dir": cfg.run.output_dir, "resume": cfg.run.resume})
         parallel = start_parallel(cfg, made.checked.sizes.layout, typed=typed, content=inputs.resume.origin.content)
         peers = Peers(collectives.store("peers"), rank=parallel.rank, processes=collectives.all_gather_object(Process.mine()))
@@ -65,17 +78,23 @@ def run_training(made: Plan, inputs: ValidatedInputs, parts: Parts) -> int:
     if parallel.is_main:
         print(f"Done: {Path(cfg.run.output_dir).resolve()}" + (_where(cfg)), flush=True)
     state.stop()
-    if parallel.is_main:  # the others need not wait for it
+    if parallel.is_main:  # the other ranks need not wait for the upload
         push_to_hub(repositories)
     return EXIT_DONE
 
 
 @contextmanager
 def reported(peers: Peers, watchdog: Watchdog | None) -> Iterator[None]:
-    """Around the run: the other ranks hear how it ends here before anything is cleaned up, for they may wait in a collective."""
+    """Report to the other ranks how the run ended here, before anything is cleaned up.
+
+    The others may be waiting in a collective that this rank never joins.
+
+    Raises:
+        RunError: In place of an error that only reflects the failure of another rank, or a closed output pipe.
+    """
     try:
         yield
-    except RunInterruptedError:  # all ranks alike, and none of them failed
+    except RunInterruptedError:  # the same on all ranks, and none of them failed
         raise
     except BaseException as error:
         if watchdog is not None:
@@ -84,23 +103,29 @@ def reported(peers: Peers, watchdog: Watchdog | None) -> Iterator[None]:
         peers.report_failure()
         if lost:
             raise RunError(lost) from error
-        if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # rich makes SystemExit of it
+        if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # rich converts it to SystemExit
             raise RunError("whoever read the output of this command has gone (a closed pipe).") from error
         raise
     peers.report_done()
 
 
 def leave_together(cfg: Config, parallel: ParallelState, peers: Peers, signal: StopSignal) -> None:
-    """Once all is saved and closed: the launcher ends the other ranks as soon as one leaves, and the main rank may have more to do."""
+    """Wait until all ranks have saved and closed their files. Requeue the Slurm job if asked to.
+
+    A launcher kills the remaining ranks as soon as one exits, and the main rank may have more to do than the others.
+    """
     if cfg.run.requeue and parallel.is_main and signal.asked is not None and signal.asked.is_time:
         tell(f"{PREFIX}{requeue()}")
-    with suppress(RuntimeError):  # somebody was quicker, or was killed: nothing is left to do anyway
+    with suppress(RuntimeError):  # another rank has left already, or was killed: nothing is left to do
         peers.report_done()
         collectives.wait_for_all()
 
 
 def launched_at() -> float:
-    """Of time.monotonic: when torchrun began, which its restarts do not change; without it, this process."""
+    """Return when the job was launched, in seconds of time.monotonic.
+
+    Under torchrun this is the start of torchrun, which its restarts do not change; otherwise the start of this process.
+    """
     return time.monotonic() - age_of(launcher_pid() if launcher.read().by_torchrun else os.getpid())
 
 
@@ -113,7 +138,21 @@ def train_and_export(
     parts: Parts,
     watchdog: Watchdog | None,
 ) -> None:
-    """The run itself. Collective. clean_up: gets what this opens."""
+    """Train, then export the model. Collective.
+
+    Args:
+        made: Plan of the run.
+        inputs: Validated inputs.
+        parallel: Process groups of this rank.
+        signal: Tells whether the run is to stop.
+        clean_up: Receives the closers of everything opened here.
+        parts: Custom parts, and the hooks into `analysis`.
+        watchdog: Dumps the current step when ranks hang; None if it is switched off.
+
+    Raises:
+        RunInterruptedError: If the run was asked to stop.
+        RunError: If no gradient changed the weights.
+    """
     cfg = made.checked.config
     if parallel.is_main:
         print_report(made, is_short=True)
@@ -128,7 +167,7 @@ def train_and_export(
             policy = run.policy
             with policy.resident("weights"), activity.phase("exporting"):
                 if best is not None and cfg.run.load_best_model_at_end:
-                    policy.tensors()  # nothing of the last step is on its way
+                    policy.tensors()  # wait for what the last step still transfers
                     load_weights(policy.chunks, best)
                 card = Card(cfg=cfg, source=inputs.model_path, run=Path(cfg.run.output_dir))
                 export_model(policy, exports(cfg)[0], cfg=cfg, source=inputs.model_path, card=card)
@@ -140,13 +179,13 @@ def train_and_export(
         clean_up.add(run.journal.close)
         raise
     except BaseException:
-        clean_up.add(partial(run.journal.close, summary=False))  # a run that failed shows no before and after
+        clean_up.add(partial(run.journal.close, summary=False))  # a failed run prints no summary
         raise
     clean_up.add(run.journal.close)
 
 
 def best_of(run: train.Run) -> Path | None:
-    """The best checkpoint, which is said; None where nothing says which it is, or none has a number. Collective."""
+    """Return the best checkpoint and log it; None without a metric to compare, or without a value of it. Collective."""
     best, found = run.checkpoints.best, None
     if best is not None and collectives.rank() == 0:
         run.journal.metrics.say(best.words() or "No checkpoint has a number to be best by.")
@@ -155,7 +194,11 @@ def best_of(run: train.Run) -> Path | None:
 
 
 def watched(cfg: Config, parallel: ParallelState, peers: Peers, clean_up: CleanUp) -> Watchdog | None:
-    """The watch over this rank and its neighbour, until the end of the clean-up. Collective."""
+    """Start the watchdog of this rank, which runs until the end of the clean-up. Collective.
+
+    Returns:
+        The watchdog; None if `rank_heartbeat_timeout` is 0.
+    """
     if not cfg.parallel.rank_heartbeat_timeout:
         return None
     watchdog = Watchdog(
@@ -167,13 +210,22 @@ def watched(cfg: Config, parallel: ParallelState, peers: Peers, clean_up: CleanU
 
 
 def exports(cfg: Config) -> list[Path]:
-    """Folders that the end of a run writes: the model or the adapter, and the model that an adapter makes."""
+    """Return the folders that a run exports to: the model or the adapter, and with `merge_lora` the merged model."""
     out = Path(cfg.run.output_dir) / "hf"
     return [out, merged_folder(out)] if cfg.tuner.tuner_type == "lora" and cfg.tuner.merge_lora else [out]
 
 
 def take_output_dir(cfg: Config, parallel: ParallelState, clean_up: CleanUp) -> None:
-    """Before anything is written there: the main rank locks it, and all ranks learn whether it could. Collective."""
+    """Lock `output_dir` on the main rank, before anything is written there. Collective.
+
+    Args:
+        cfg: Settings of the run.
+        parallel: Process groups of this rank.
+        clean_up: Receives the release of the lock.
+
+    Raises:
+        ConfigError: On all ranks, if another run holds the lock or the folder cannot be written.
+    """
     refusal = None
     if parallel.is_main:
         try:
@@ -194,7 +246,10 @@ def _where(cfg: Config) -> str:
 
 
 def leave_if_doomed(peers: Peers) -> None:
-    """The launcher ends this process because another has failed: the step that it is in can never finish, so it goes at once."""
+    """Exit at once if the launcher ends this process because another rank has failed.
+
+    The step in progress can never finish then.
+    """
     why = peers.why_doomed()
     if why is None:
         return

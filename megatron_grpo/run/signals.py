@@ -1,10 +1,12 @@
-"""What asks a run to stop: signals, its time limits, another rank that was asked. It saves and leaves; and no rank outlives its launcher.
+"""Requests to stop a run: signals, time limits, and requests to other ranks.
 
-SIGTERM, SIGINT, SIGUSR1, SIGHUP     the run saves as soon as it can, on all ranks (exit 3: safe to resume)
-a time limit, or another rank        the same
-again, 2 s later or more             the process dies at once, wherever it is; but SIGUSR1 and SIGHUP only tell that an end is near
-SIGTERM because another rank failed  the process dies at once: the step it is in can never finish
-the launcher is killed               the kernel kills this process too (`cleanup.die_with_parent`)
+The run saves and exits, and no rank outlives its launcher.
+
+SIGTERM, SIGINT, SIGUSR1, SIGHUP     The run saves as soon as it can, on all ranks (exit code 3: safe to resume).
+A time limit, or another rank        The same.
+A second signal, 2 s later or more   The process dies at once, wherever it is. SIGUSR1 and SIGHUP only announce the end and never do this.
+SIGTERM because another rank failed  The process dies at once: the step in progress can never finish.
+The launcher is killed               The kernel kills this process too (`cleanup.die_with_parent`).
 """
 
 from __future__ import annotations
@@ -25,26 +27,26 @@ from megatron_grpo.run.limits import Limit, StopReason
 from megatron_grpo.run.peers import Peers
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-# Ctrl-C reaches the whole terminal job, and torchrun then passes it on to its workers: one wish, heard twice. So does `scancel`.
+# Ctrl-C reaches the whole terminal job, and torchrun then forwards it to its workers: one request arrives twice. `scancel` does the same.
 ECHO_SECONDS = 2.0
-SECONDS_TO_TELL = 10.0  # that a rank that failed has, to say why, before the others leave by themselves
-_NOTICES = (signal.SIGUSR1, signal.SIGHUP)  # a scheduler that will end the job, a terminal that has gone: nobody who is impatient
+SECONDS_TO_TELL = 10.0  # for a failed rank to report its reason, before the others exit by themselves
+_NOTICES = (signal.SIGUSR1, signal.SIGHUP)  # a scheduler that will end the job, a closed terminal: repeated, they do not mean "at once"
 
 
 @contextmanager
 def heard_before_the_run() -> Iterator[None]:
-    """Around all that a command does: while no `StopSignal` listens, a signal ends this process at once, by a sentence (exit 3)."""
+    """Handle signals that arrive while no `StopSignal` is active: print one sentence and exit at once (exit code 3)."""
     me, before = os.getpid(), {number: signal.getsignal(number) for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN}
 
     def end(number: int, frame: Any) -> None:
-        if os.getpid() != me:  # a forked child, of a reward function perhaps
+        if os.getpid() != me:  # a forked child, for example of a reward function
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         when = "the run had ended" if activity.step else "nothing was trained yet"
         stopped = RunInterruptedError(f"stopped by {signal.Signals(number).name}; {when}")
         stopped.is_final = number != signal.SIGTERM
-        note(f"{stopped}", seconds_later=1)  # torchrun may send it because another rank has failed, which is the reason then
+        note(f"{stopped}", seconds_later=1)  # torchrun may send it because another rank has failed: that rank's reason must come first
         os._exit(report(stopped))
 
     for number in before:
@@ -57,13 +59,17 @@ def heard_before_the_run() -> Iterator[None]:
 
 
 class StopSignal:
-    """Remembers that this run was asked to stop. One a process, made in its main thread, for as long as it trains.
+    """Records that this run was asked to stop. Make one per process, in its main thread, for as long as it trains.
 
-    leave_if_doomed: called when SIGTERM arrives, which a launcher sends in both cases. It ends the process if a rank has failed, and
-    returns if the run is to be saved. patience: seconds that what is being sampled may still take. limits: of time. others: are told, and
-    asked now and then, in a thread: so a rank hears of a signal to another one in the middle of a rollout, without a collective.
-    leaves_unasked: the process also dies where the others say for so long that the run cannot go on. gloo's collectives end with an error
-    when a member dies; NCCL's go on waiting, and not every launcher sends SIGTERM.
+    Args:
+        leave_if_doomed: Called when SIGTERM arrives. A launcher sends it both to stop a run and after a rank has failed: the function exits
+            the process if a rank has failed, and returns if the run is to be saved.
+        patience: Seconds that a sampling request in progress may still take.
+        limits: Time limits.
+        others: The other ranks. They are notified of a request here, and polled for their own in a thread, so that a rank learns of a
+            signal to another one in the middle of a rollout, without a collective.
+        leaves_unasked: Whether this process also exits after the others have reported for `SECONDS_TO_TELL` that the run cannot go on.
+            gloo's collectives raise an error when a member dies; NCCL's keep waiting, and not every launcher sends SIGTERM.
     """
 
     def __init__(
@@ -78,52 +84,64 @@ class StopSignal:
         self._leaves_unasked, self._doomed_since = leaves_unasked and others is not None, float("inf")
         self.received: signal.Signals | None = None
         self.asked: StopReason | None = None
-        # Asked here, not only elsewhere; and not by SIGTERM, with which torchrun also ends ranks that it starts again with other machines.
+        # True if this rank itself was asked to stop, and not by SIGTERM: torchrun also sends SIGTERM to ranks that it restarts when the
+        # set of machines changes.
         self.is_final = False
         self._leave_if_doomed, self._patience, self._limits, self._others = leave_if_doomed, patience, limits, others
         self._since, self._patient_until = 0.0, float("inf")
-        # Python runs handlers when its main thread next comes by. Inside a collective that never ends it does not, so a thread listens.
+        # Python runs signal handlers in the main thread, which never gets to them inside a collective that hangs. So a thread listens.
         self._heard, self._tell = os.pipe()
         os.set_blocking(self._tell, False)
         self._wakeup_before = signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
         self._before = {
             number: signal.signal(number, lambda number, frame: None)
             for number in STOPPING
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # `nohup`: a closed terminal is to change nothing
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # `nohup`: a closed terminal must not stop the run
         }
         self._pid = os.getpid()
         os.register_at_fork(after_in_child=self._in_child)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def agreed(self, all_reduce_max: Callable[[float], float]) -> bool:
-        """Whether any rank was asked to stop. Collective: at the same places on every rank, so that none saves alone."""
+        """Return whether any rank was asked to stop. Collective: called at the same points on every rank, so that none saves alone.
+
+        Args:
+            all_reduce_max: Returns the maximum of a number over all ranks.
+        """
         stops = all_reduce_max(0.0 if self.asked is None else 1.0) > 0
         if stops:
             self._lose_patience()
         return stops
 
     def should_cancel(self) -> bool:
-        """Whether this rank knows that the run is to stop, and has waited for what is being sampled as long as it may."""
+        """Return whether this rank knows that the run is to stop, and its patience with sampling is used up."""
         if self.asked is None:
             return False
         self._lose_patience()
         return time.monotonic() >= self._patient_until
 
     def why(self, from_all: Callable[[Any], list[Any]]) -> str:
-        """What asked for it, in the same words on every rank. Collective, once they have agreed."""
+        """Return the reason for the stop, the same on every rank. Collective; call it once `agreed` has returned True.
+
+        Args:
+            from_all: Gathers an object from all ranks.
+        """
         self.asked = next(asked for asked in from_all(self.asked) if asked is not None)
         return self.asked.why
 
     def restore(self) -> None:
-        """Gives the signals back to whoever had them."""
+        """Restore the signal handlers that were installed before."""
         self._pid = -1
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        os.close(self._tell)  # the thread reads the end of the pipe and leaves
+        os.close(self._tell)  # the thread reads end-of-file and exits
 
     def _lose_patience(self) -> None:
-        """Its seconds are counted from when something is first waited for: an optimizer step that had to end first takes none of them."""
+        """Start the countdown of `patience`, once.
+
+        It begins when something is first waited for: an optimizer step that had to end first does not count.
+        """
         self._patient_until = min(self._patient_until, time.monotonic() + self._patience)
 
     def _listen(self) -> None:
@@ -182,7 +200,10 @@ class StopSignal:
             self._others.pass_on(asked)
 
     def _in_child(self) -> None:
-        """A forked child (a reward function's, say) would tell our pipe of its own signals, and not die of them."""
+        """Restore default handlers in a forked child, for example of a reward function.
+
+        Otherwise the child would write its own signals into our pipe, and would not die of them.
+        """
         if self._pid == os.getppid():
             signal.set_wakeup_fd(-1)
             for number in self._before:

@@ -1,4 +1,7 @@
-"""Configuration -> objects. The only place that decides between implementations, and that may import inside a branch."""
+"""Build the objects of a run from its configuration.
+
+These modules alone choose between implementations, and they alone may import inside a branch.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,40 @@ if TYPE_CHECKING:
 
 
 class AnalysisHooks(Protocol):
-    """What the room above does for a run. `cli` has it; each imports what it needs when it is called."""
+    """Functions of the `analysis` package that a run calls.
+
+    `cli` provides them, because `run` may not import `analysis`. Each imports what it needs when it is called.
+    """
 
     def audit(self, every: int) -> Any:
-        """`analysis.audit.Audit`."""
+        """Return an `analysis.audit.Audit`.
+
+        Args:
+            every: Optimizer steps between two checks of the replicas.
+        """
 
     def capsules(self, **facts: Any) -> Any:
-        """`analysis.step_dump.StepDumps`."""
+        """Return an `analysis.step_dump.StepDumps`.
+
+        Args:
+            **facts: Its constructor's arguments.
+        """
 
     def same_bits(self) -> None:
-        """The forward passes of this process have the sampler's bits from now on."""
+        """Patch the forward passes of this process so that they compute bitwise what the sampler computes."""
 
     def same_bits_of_vllm(self) -> None:
-        """Before an engine is built: vLLM's answers depend on their inputs alone."""
+        """Make vLLM's outputs depend on its inputs alone (batch invariance). Call it before an engine is built."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyParts:
-    """Parts of a policy that were written elsewhere, instead of those that the settings name."""
+    """Custom parts of a policy, which replace those that the settings name.
+
+    Args:
+        reference: Factory of the reference model.
+        guard: Check that decides whether a gradient may be used.
+    """
 
     reference: MakeReference | None = None
     guard: GradientCheck | None = None
@@ -37,7 +56,12 @@ class PolicyParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts(PolicyParts):
-    """What is handed to a run. engine: written elsewhere, instead of the one that the settings name."""
+    """Custom parts of a run, and the hooks into `analysis`.
+
+    Args:
+        analysis: Functions of the `analysis` package that the run calls.
+        engine: Factory of the sampling engine. It replaces the one that `vllm_mode` names.
+    """
 
     analysis: AnalysisHooks
     engine: MakeEngine | None = None

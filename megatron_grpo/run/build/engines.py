@@ -1,4 +1,4 @@
-"""Configuration -> who draws completions, what plays episodes over it, and who teaches."""
+"""Build the sampling engine, the episodes that run on it, and the teacher from a configuration."""
 
 from __future__ import annotations
 
@@ -38,7 +38,15 @@ MakeEngine = Callable[[Config, ValidatedInputs, ParallelState], Engine]
 def build_colocated(
     cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, same_bits: Callable[[], None], lora: LoraPush | None = None
 ) -> Engine:
-    """vLLM inside the trainer's own ranks. Collective. same_bits: what is done to vLLM where the setting is true."""
+    """Build a vLLM engine inside the training ranks. Collective.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Validated inputs: model path, shape, prompts and image processor.
+        parallel: Process groups of this rank.
+        same_bits: Called to make vLLM batch invariant, if `same_bits` is set.
+        lora: How adapters are pushed; None if merged or full weights are pushed.
+    """
     from megatron_grpo.rollout.colocated import ColocatedEngine
 
     return ColocatedEngine.build(
@@ -61,7 +69,15 @@ def build_colocated(
 def build_servers(
     cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, same_bits: Callable[[], None], lora: LoraPush | None = None
 ) -> Engine:
-    """Rollout servers, which are waited for. Collective. They refuse the setting same_bits."""
+    """Connect to the rollout servers, waiting until they answer. Collective.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Validated inputs: model path, shape, prompts and image processor.
+        parallel: Process groups of this rank.
+        same_bits: Unused: servers refuse the setting `same_bits`.
+        lora: How adapters are pushed; None if merged or full weights are pushed.
+    """
     from megatron_grpo.servers.server_group import needs_of
     from megatron_grpo.servers.servers import ServerEngine
 
@@ -76,9 +92,20 @@ ENGINES: dict[str, Callable[..., Engine]] = {"colocate": build_colocated, "serve
 
 
 def started(make: MakeEngine, cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, policy: Policy) -> Engine:
-    """The engine, which claims its memory as it starts. Collective.
+    """Start the engine, which allocates its memory. Collective.
 
-    If the policy makes room for it, it sleeps until it is asked: a checkpoint may be read first, which needs the policy.
+    If the policy offloads memory for the engine, the engine is put to sleep until it is first used: reading a checkpoint may come first,
+    and that needs the policy on the device.
+
+    Args:
+        make: Factory of the engine.
+        cfg: Settings of the run.
+        inputs: Validated inputs.
+        parallel: Process groups of this rank.
+        policy: The policy that shares the device with the engine.
+
+    Raises:
+        ConfigError: If `async_rollout_depth` is set and the engine cannot sample in the background.
     """
     policy.make_room()
     sampler = make(cfg, inputs, parallel)
@@ -90,13 +117,18 @@ def started(make: MakeEngine, cfg: Config, inputs: ValidatedInputs, parallel: Pa
 
 
 def patient(sampler: Engine, stop: train.StopRequest) -> Engine:
-    """The same one; if it can stop in the middle of a question, it hears that the run is to stop."""
+    """Let the engine cancel a request in progress when the run is to stop, if it supports that.
+
+    Returns:
+        The same engine.
+    """
     if hasattr(sampler, "should_cancel"):
         sampler.should_cancel = stop.should_cancel
     return sampler
 
 
 def refuse_if_it_cannot_run_ahead(cfg: Config, sampler: Sampler) -> None:
+    """Raise ConfigError if `async_rollout_depth` is set and the sampler has no `begin` (`rollout.engine.BackgroundSampler`)."""
     if cfg.rollout.async_rollout_depth and not hasattr(sampler, "begin"):
         message = (
             f"async_rollout_depth {cfg.rollout.async_rollout_depth} needs a sampler that answers while training goes on, and "
@@ -106,7 +138,16 @@ def refuse_if_it_cannot_run_ahead(cfg: Config, sampler: Sampler) -> None:
 
 
 def answering(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sampler:
-    """The sampler; or what plays episodes over it, or runs a rollout function of the user's."""
+    """Return the sampler of the run: the engine itself, or the episodes or rollout function that use it.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Validated inputs: environment, rollout function and prompts.
+        sampler: The engine.
+
+    Raises:
+        ConfigError: If episodes or a rollout function are configured and the engine has no `play` (`rollout.turns.TurnEngine`).
+    """
     if inputs.environment is None and inputs.rollout_func is None:
         return sampler
     if not hasattr(sampler, "play"):
@@ -130,7 +171,15 @@ def answering(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sampler:
 
 
 def own_rollout(cfg: Config, inputs: ValidatedInputs, function: Callable[..., Any], tokenizer: Any, *, max_model_len: int) -> RolloutFunc:
-    """max_model_len: of prompt and completion, unless `vllm_max_model_len` says it."""
+    """Wrap the user's rollout function with its limits, tokenizer and timeout.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Validated inputs: model path and shape.
+        function: The function that `rollout_func` names.
+        tokenizer: The model's tokenizer.
+        max_model_len: Tokens of prompt and completion together. `vllm_max_model_len` overrides it.
+    """
     from megatron_grpo.environments.loading import end_ids_of
     from megatron_grpo.environments.rollout_func import RolloutFunc
     from megatron_grpo.environments.rollout_func_output import Limits
@@ -148,22 +197,33 @@ def own_rollout(cfg: Config, inputs: ValidatedInputs, function: Callable[..., An
 def how_adapters_travel(
     cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, journal: MetricsLogger, *, sampler_is_known: bool
 ) -> LoraPush | None:
-    """Whether adapters are pushed alone or merged; None where weights train. Raises ConfigError where what was asked for cannot be.
+    """Decide whether adapters are pushed alone or merged into the weights.
 
-    sampler_is_known: a sampler written elsewhere is given merged weights, unless the settings say that it takes adapters.
+    Args:
+        cfg: Settings of the run.
+        inputs: Validated inputs: the model's shape.
+        parallel: Process groups of this rank.
+        journal: Logger for the notes that the plan could not know, because it sees neither machine nor sampler.
+        sampler_is_known: Whether the sampler is built in. A custom sampler receives merged weights unless `vllm_enable_lora` is true.
+
+    Returns:
+        How adapters are pushed; None if all weights train.
+
+    Raises:
+        ConfigError: If the requested way is not possible.
     """
     if cfg.tuner.tuner_type == "full":
         return None
     on_gpu, obstacle = parallel.device.type == "cuda", None
     if not sampler_is_known:
         obstacle = None if cfg.tuner.vllm_enable_lora else "this sampler was written elsewhere, and vllm_enable_lora true is not set"
-    elif cfg.rollout.vllm_mode != "server":  # servers say themselves whether they have room, and the trainer may have no vLLM
+    elif cfg.rollout.vllm_mode != "server":  # servers report their own capacity, and the trainer may have no vLLM installed
         from megatron_grpo.rollout.vllm_weights import sampler_obstacle
 
         obstacle = sampler_obstacle(inputs.shape.architecture, on_gpu=on_gpu)
     found = lora_push(cfg, inputs.shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
     if found and found.notes:
-        told = lora_push(cfg, inputs.shape, on_gpu=None)  # by the plan, which knows no machine and no sampler
+        told = lora_push(cfg, inputs.shape, on_gpu=None)  # as the plan decides, without knowledge of machine and sampler
         for note in found.notes:
             if told is None or note not in told.notes:
                 journal.metrics.say(note)
@@ -171,14 +231,25 @@ def how_adapters_travel(
 
 
 def replayed_experts(cfg: Config, shape: ModelShape) -> ExpertLayers | None:
-    """Where the sampler is to tell which experts it took."""
+    """Return the expert layers whose routing the sampler reports, or None unless `router_replay_mode` is R3."""
     return ExpertLayers.of(shape) if cfg.grpo.router_replay_mode == "R3" else None
 
 
 def build_served_teacher(
     cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, stop: train.StopRequest, checkpoints: Checkpoints
 ) -> Teacher | None:
-    """Frozen servers, which are waited for; None where none are named. Collective."""
+    """Connect to the frozen servers that hold the teacher, waiting until they answer. Collective.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Validated inputs: shape and prompts.
+        parallel: Process groups of this rank.
+        stop: Tells when to give up waiting.
+        checkpoints: Receives the teacher's fingerprint.
+
+    Returns:
+        The teacher; None if `teacher_model_server` is empty.
+    """
     if not cfg.grpo.teacher_model_server:
         return None
     from megatron_grpo.servers import teachers
@@ -196,9 +267,15 @@ def build_served_teacher(
 def build_held_teacher(
     cfg: Config, student: ModelShape, parallel: ParallelState, *, teacher_path: Path, clock: Timers, offload: Collection[Role] = ()
 ) -> Teacher:
-    """A frozen model of any shape in the run's layout. Collective.
+    """Load a frozen teacher of any shape into the training ranks, in the run's layout. Collective.
 
-    offload: what of the policy leaves the device while the sampler works.
+    Args:
+        cfg: Settings of the run.
+        student: Shape of the policy.
+        parallel: Process groups of this rank.
+        teacher_path: The teacher's checkpoint.
+        clock: Timers of the run.
+        offload: Roles of the policy that leave the device while the sampler works. If "reference" is among them, the teacher leaves too.
     """
     from megatron_grpo.trainer.teacher import HeldTeacher
 

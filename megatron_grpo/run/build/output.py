@@ -1,4 +1,4 @@
-"""Configuration -> what a run writes and tells; and the job that it joins."""
+"""Join the job, and build what a run writes: output directory, checkpoints and metrics."""
 
 from __future__ import annotations
 
@@ -29,10 +29,16 @@ from megatron_grpo.trainer.reward_manager import RewardManager
 
 
 def start_parallel(cfg: Config, layout: Layout, *, typed: Config | None = None, content: Mapping[str, str] | None = None) -> ParallelState:
-    """Joins the job, on the grid that the plan describes. Collective. Raises ConfigError on all ranks where settings, versions or files
-    differ between them.
+    """Join the job on the grid that the plan describes. Collective.
 
-    typed: the settings without those that follow from others; `cfg` where none do. content: fingerprints of what they name.
+    Args:
+        cfg: Settings of the run.
+        layout: Parallel layout.
+        typed: The settings without derived values; `cfg` if omitted. The ranks compare these.
+        content: Fingerprints of the files that settings name, by setting. The ranks compare these too.
+
+    Raises:
+        ConfigError: On all ranks, if settings, versions or files differ between ranks.
     """
     facts, p = facts_of(typed or cfg, content or {}), cfg.parallel
     minutes = p.distributed_timeout_minutes
@@ -40,7 +46,15 @@ def start_parallel(cfg: Config, layout: Layout, *, typed: Config | None = None, 
 
 
 def open_output(made: Plan, inputs: ValidatedInputs, parallel: ParallelState) -> Checkpoints:
-    """The checkpoints of a run, with the one to continue chosen; and output_dir as a run begins with it. Collective."""
+    """Prepare `output_dir` for the run and choose the checkpoint to resume from. Collective.
+
+    The main rank clears the previous run's files if the run starts afresh, and writes config.yaml and plan.json.
+
+    Args:
+        made: Plan of the run.
+        inputs: Validated inputs: how the run begins.
+        parallel: Process groups of this rank.
+    """
     cfg, out = made.checked.config, Path(made.checked.config.run.output_dir)
     checkpoints = Checkpoints(inputs.resume, cfg.run, replicas=parallel.dp_cp_group)
     if metric := metric_of(cfg):
@@ -59,7 +73,15 @@ def open_output(made: Plan, inputs: ValidatedInputs, parallel: ParallelState) ->
 def build_journal(
     made: Plan, judge: RewardManager, parallel: ParallelState, clock: Timers, *, heard: Callable[[int, Mapping[str, Any]], None] | None
 ) -> MetricsLogger:
-    """What the run tells, and to whom. heard: who else is given its numbers."""
+    """Build the logger of metrics and completions.
+
+    Args:
+        made: Plan of the run.
+        judge: Reward manager: names and weights of the rewards.
+        parallel: Process groups of this rank.
+        clock: Timers of the run.
+        heard: Also called with each record: (optimizer step, metrics).
+    """
     cfg, out, run_cfg = made.checked.config, Path(made.checked.config.run.output_dir), made.checked.config.run
     metrics = Metrics(
         out,
@@ -91,7 +113,14 @@ def build_journal(
 
 
 def gap_of(cfg: Config) -> Callable[[Mapping[str, float]], str | None]:
-    """Of the log-probs of trainer and sampler. One rollout ahead the difference is also what weights have moved: no bound is usual then."""
+    """Return the check of the difference between the log-probs of trainer and sampler.
+
+    With `async_rollout_depth` the difference contains what training has changed since the tokens were sampled. No default bound applies
+    then, and the check warns only if `logp_difference_warn` is set.
+
+    Returns:
+        A function from metrics to a warning, or to None if the difference is within bounds.
+    """
     if cfg.rollout.logp_difference_warn is None and cfg.rollout.async_rollout_depth:
         return lambda metrics: None
     bound = 0.0 if cfg.rollout.same_bits else cfg.rollout.logp_difference_warn
@@ -99,5 +128,5 @@ def gap_of(cfg: Config) -> Callable[[Mapping[str, float]], str | None]:
 
 
 def where_they_part(cfg: Config) -> str:
-    """What to type where trainer and sampler differ too much."""
+    """Return the hint that names the `mismatch` command, for warnings about differing log-probs."""
     return f"To see at which operation they part: megatron-grpo mismatch {shlex.quote(cfg.run.output_dir)}"

@@ -1,4 +1,7 @@
-"""Configuration -> what plug-in rooms look at before a run begins. Each room is imported where a run has it. No torch."""
+"""Check plug-ins before a run begins: environments, rollout functions and servers. No torch.
+
+Each package is imported only if the run uses it.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,28 @@ if TYPE_CHECKING:
 
 
 def environment(cfg: Config, tokenizer: Any) -> type[Environment] | None:
-    """The class of a run's episodes. Runs the user's code. Raises ConfigError."""
+    """Load the class of the run's episodes; None without an environment or tools. Executes the user's code.
+
+    Raises:
+        ConfigError: If it cannot be loaded.
+    """
     from megatron_grpo.environments.loading import load_environment
 
     return load_environment(cfg, tokenizer)
 
 
 def notes_of_template(cfg: Config, environment: type[Environment], tokenizer: Any, model_path: Path) -> list[str]:
-    """What a person should know of what it does to turns. Raises ConfigError where they would not be seen."""
+    """Return notes for the user on how the chat template renders the turns of episodes.
+
+    Args:
+        cfg: Settings of the run.
+        environment: Class of the run's episodes.
+        tokenizer: The model's tokenizer.
+        model_path: The model's directory.
+
+    Raises:
+        ConfigError: If the template drops turns.
+    """
     from megatron_grpo.environments.loading import look_at, template_of
 
     template, flag = template_of(cfg, environment, tokenizer, model_path=model_path), "environment" if cfg.turns.environment else "tools"
@@ -40,14 +57,30 @@ def rehearsed(
     tokenizer: Any,
     model_path: Path,
 ) -> dict[str, Played]:
-    """Episodes without a model. kinds: what it says at every turn, by prompt."""
+    """Play episodes with fixed model outputs instead of a model.
+
+    Args:
+        cfg: Settings of the run.
+        environment: Class of the run's episodes.
+        prompts: Prompts to play, one episode each.
+        kinds: By name, the text that the model says at every turn, one for each prompt.
+        tokenizer: The model's tokenizer.
+        model_path: The model's directory.
+
+    Returns:
+        The results by name of `kinds`.
+    """
     from megatron_grpo.environments.rehearsal import play_rows
 
     return play_rows(cfg, environment, prompts, kinds, tokenizer, model_path)
 
 
 def rollout_function(cfg: Config) -> Callable[..., Any] | None:
-    """The function that `rollout_func` names. Runs the user's file. Raises ConfigError."""
+    """Load the function that `rollout_func` names; None without one. Executes the user's file.
+
+    Raises:
+        ConfigError: If it cannot be loaded.
+    """
     from megatron_grpo.environments.loading import load_rollout_func
 
     return load_rollout_func(cfg)
@@ -56,7 +89,15 @@ def rollout_function(cfg: Config) -> Callable[..., Any] | None:
 def problems_of_servers(
     cfg: Config, shape: ModelShape, longest_prompt: int, eyes: ImageProcessorSpec | None, most_pictures: int
 ) -> Sequence[Problem]:
-    """Of rollout servers that answer already. longest_prompt: tokens. most_pictures: of a prompt."""
+    """Return problems with the rollout servers that already answer.
+
+    Args:
+        cfg: Settings of the run.
+        shape: The model's shape.
+        longest_prompt: Tokens of the longest prompt.
+        eyes: The image processor; None for a text model.
+        most_pictures: Maximum images of a prompt.
+    """
     from megatron_grpo.rollout.adapters import lora_push
     from megatron_grpo.servers.server_group import needs_of, problems_with_servers
 
@@ -65,7 +106,14 @@ def problems_of_servers(
 
 
 def problems_of_teacher(cfg: Config, shape: ModelShape, tokenizer: Any, longest_prompt: int) -> Sequence[Problem]:
-    """Of servers of a teacher that answer already. longest_prompt: tokens."""
+    """Return problems with the teacher's servers that already answer.
+
+    Args:
+        cfg: Settings of the run.
+        shape: The policy's shape.
+        tokenizer: The policy's tokenizer.
+        longest_prompt: Tokens of the longest prompt.
+    """
     from megatron_grpo.servers.teachers import TeacherRequirements, TeacherServerGroup
 
     return TeacherServerGroup.build(cfg, TeacherRequirements.of(cfg, shape, tokenizer, longest_prompt)).problems()

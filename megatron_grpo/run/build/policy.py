@@ -1,4 +1,4 @@
-"""Configuration -> the model that trains, models that only answer, and the reference."""
+"""Build the trained model, frozen models and the reference from a configuration."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 Tensors = Callable[[], dict[str, torch.Tensor]]
 
-MakeReference = Callable[[GrpoConfig, ModelScorer, Tensors], Reference]  # settings; the model that the run began with; its tensors
+MakeReference = Callable[[GrpoConfig, ModelScorer, Tensors], Reference]  # (settings, initial model, its tensors)
 
 
 def build_frozen(cfg: GrpoConfig, initial: ModelScorer, tensors: Tensors) -> Reference:
@@ -59,7 +59,7 @@ REFERENCES: dict[bool, MakeReference] = {False: build_frozen, True: build_follow
 
 
 def uses_transformer_engine(transformer_impl: str) -> bool:
-    """`auto` takes Transformer Engine where it can be imported."""
+    """Return whether Transformer Engine is used; with `auto`, whether it can be imported."""
     if transformer_impl != "auto":
         return transformer_impl == "transformer_engine"
     from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
@@ -68,28 +68,49 @@ def uses_transformer_engine(transformer_impl: str) -> bool:
 
 
 def sharing_here(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sharing:
-    """Whether this machine computes each prompt once. Raises ConfigError with all that is asked of it and that it has not."""
+    """Decide whether this machine computes each shared prompt once.
+
+    The main rank logs the decision if it differs from the plan's, which does not know the machine.
+
+    Args:
+        cfg: Settings of the run.
+        shape: The model's shape.
+        parallel: Process groups of this rank.
+
+    Raises:
+        ConfigError: With everything that the settings require and this machine lacks.
+    """
     has_te, has_gpu = uses_transformer_engine("auto"), parallel.device.type == "cuda"
     capability = torch.cuda.get_device_capability(parallel.device) if has_gpu else None
     lacking = machine_problems(cfg, has_gpu=has_gpu, has_transformer_engine=has_te, capability=capability)
     if lacking := [*lacking, *sharing_problems(cfg, shape)]:
         raise ConfigError(lacking)
     sharing = sharing_of(cfg, shape, parallel)
-    planned = decide(cfg, shape)  # `plan`, and the sizes shown at the start, know nothing of the machine
+    planned = decide(cfg, shape)  # `plan` and the sizes shown at the start do not know the machine
     if parallel.is_main and sharing != planned and (has_gpu or sharing.min_saving_ratio != planned.min_saving_ratio):
         logger.warning("Shared prompts are %s.", sharing)
     return sharing
 
 
 def sharing_of(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sharing:
-    """Of a model on this machine, which has all that is asked of it."""
+    """Decide whether to share prompts for a model on this machine, which is assumed to meet all requirements."""
     has_gpu = parallel.device.type == "cuda"
     lacks = gpu_kernel(getattr(torch, cfg.model.torch_dtype), attention_channels(shape)).lacks if has_gpu else None
     return decide(cfg, shape, has_gpu=has_gpu, gpu_lacks=lacks)
 
 
 def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: MegatronToHF, push: AdapterPush | None = None) -> Adapters | None:
-    """Sets what trains: weights of `chunks`, or adapters that are put beside them, which are returned."""
+    """Set which parameters train: weights of `chunks`, or LoRA adapters that are added to them.
+
+    Args:
+        cfg: Settings of the run.
+        chunks: Model chunks of this rank.
+        exchange: Exporter of the model's weights.
+        push: How adapters reach the sampler; default "adapter".
+
+    Returns:
+        The adapters; None if weights train.
+    """
     tuner, shape = cfg.tuner, exchange.map.shape
     settings = lora_of(tuner, shape)
     if settings is None:
@@ -109,13 +130,22 @@ def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: MegatronToHF, pus
 def model_of(
     cfg: Config, shape: ModelShape, parallel: ParallelState, *, model_path: str | Path
 ) -> tuple[MegatronToHF, Callable[..., list[PolicyModel]]]:
-    """Who exchanges the weights of this model in this layout; and a function that makes its chunks, with the checkpoint's weights or those
-    of another checkpoint of the same shape.
+    """Return the weight exporter of a model in this layout, and a function that builds its chunks.
 
-    Raises ConfigError where the checkpoint is not this model. What is asked of the machine has been looked at (`sharing_here`).
+    The function loads the checkpoint's weights, or those of another checkpoint of the same shape if a path is given. What the settings
+    require of the machine must have been checked before (`sharing_here`).
+
+    Args:
+        cfg: Settings of the run.
+        shape: The model's shape.
+        parallel: Process groups of this rank.
+        model_path: The Hugging Face checkpoint.
+
+    Raises:
+        ConfigError: If the checkpoint does not contain this model.
     """
     use_te = uses_transformer_engine(cfg.model.transformer_impl) and needs_local_layers(shape) is None
-    plain_linears = cfg.tuner.tuner_type == "lora"  # an adapter needs the input of the layer that it stands beside
+    plain_linears = cfg.tuner.tuner_type == "lora"  # an adapter needs the input of its linear layer
     naming = "transformer_engine" if use_te and not plain_linears else "local"
     weight_map = WeightMap.for_shape(shape, padded_vocab_size=padded_vocab_size(shape, cfg), naming=naming)
     bucket_bytes = (cfg.rollout.weight_sync_bucket_mb or 0) * MIB or None
@@ -131,7 +161,7 @@ def model_of(
 
     def loaded_chunks(other: Path | None = None) -> list[PolicyModel]:
         reader, tower = reader_of(other) if other is not None else own, None
-        if parallel.is_first_stage:  # what sees; its weights are not set yet
+        if parallel.is_first_stage:  # the vision tower; its weights are not set yet
             dtype, checkpointing = getattr(torch, cfg.model.torch_dtype), cfg.model.vit_gradient_checkpointing
             tower = build_tower(shape, other or model_path, dtype=dtype, device=parallel.device, checkpointing=checkpointing)
         chunks = build_chunks(shape, cfg, parallel, use_te=use_te, plain_linears=plain_linears, tower=tower)
@@ -144,7 +174,16 @@ def model_of(
 def build_loaded(
     cfg: Config, shape: ModelShape, parallel: ParallelState, *, model_path: str | Path, checkpoint: Path | None, micro_batch_size: int = 1
 ) -> FrozenPolicy:
-    """A model that only answers and is pushed: of the files, or of a checkpoint of any layout. Collective."""
+    """Build a frozen model that is scored with or pushed to a sampler. Collective.
+
+    Args:
+        cfg: Settings of the run.
+        shape: The model's shape.
+        parallel: Process groups of this rank.
+        model_path: The Hugging Face checkpoint.
+        checkpoint: Training checkpoint of any layout whose weights replace those of `model_path`.
+        micro_batch_size: Rows of a micro-batch.
+    """
     sharing_here(cfg, shape, parallel)
     exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
     chunks = loaded_chunks()
@@ -156,7 +195,7 @@ def build_loaded(
 
 
 def frozen(chunks: list[PolicyModel]) -> list[PolicyModel]:
-    """The same, which answer and do not train."""
+    """Put the chunks into eval mode without gradients, and return them."""
     return [chunk.eval().requires_grad_(False) for chunk in chunks]
 
 
@@ -172,10 +211,18 @@ def build_policy(
     offload: Collection[Role] = (),
     ref_model_path: Path | None = None,
 ) -> Policy:
-    """The policy with the checkpoint's weights, ready to train; and its reference where one is asked for. Collective.
+    """Build the policy with its initial weights, ready to train, and its reference if `beta` is above 0. Collective.
 
-    push: how adapters reach the sampler; None where weights train, and for a policy that is not to be sampled from. offload: what leaves
-    the device while the sampler works. ref_model_path: of the reference, where it is another checkpoint.
+    Args:
+        cfg: Settings of the run.
+        parallel: Process groups of this rank.
+        model_path: The Hugging Face checkpoint.
+        num_steps: Optimizer steps of the run.
+        clock: Timers of the run.
+        parts: Custom reference and gradient check.
+        push: How adapters reach the sampler; None if weights train, or if the policy is not sampled from.
+        offload: Roles that leave the device while the sampler works.
+        ref_model_path: Checkpoint of the reference, if it is not the model that the run begins with.
     """
     shape, parts = ModelShape.from_pretrained(model_path), parts or PolicyParts()
     sharing = sharing_here(cfg, shape, parallel)
@@ -198,7 +245,7 @@ def build_policy(
     )
     held_to = None
     if cfg.grpo.beta:
-        if adapters is not None and ref_model_path is None:  # the same model without them, or with those it began with
+        if adapters is not None and ref_model_path is None:  # the same model without adapters, or with its initial ones
             initial = ModelScorer(model.wrapped, parallel, cut, around=adapters.reference)
         else:
             copies = loaded_chunks(ref_model_path)

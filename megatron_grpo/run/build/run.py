@@ -1,4 +1,4 @@
-"""Configuration -> the objects of a run: what it is told by and looked on by, and its parts put together."""
+"""Assemble the objects of a run."""
 
 from __future__ import annotations
 
@@ -59,9 +59,20 @@ def build_run(
     stop: train.StopRequest,
     parts: Parts,
 ) -> train.Run:
-    """Everything that `train.train` needs. Collective."""
+    """Build everything that `train.train` needs. Collective.
+
+    Args:
+        made: Plan of the run.
+        inputs: Validated inputs.
+        parallel: Process groups of this rank.
+        stop: Tells whether the run is to stop.
+        parts: Custom parts, and the hooks into `analysis`.
+
+    Raises:
+        ConfigError: If the built-in sampler does not support the model, or if a part refuses the settings.
+    """
     cfg, timetable = made.checked.config, made.timetable
-    assert timetable.num_steps is not None  # the data are here, so the length of the run is known
+    assert timetable.num_steps is not None  # the data have been read, so the length of the run is known
     if parts.engine is None and (lacking := sampler_problems(inputs.shape)):
         raise ConfigError(lacking)
     checkpoints = open_output(made, inputs, parallel)
@@ -70,7 +81,7 @@ def build_run(
     )
     clock = Timers()
     heard = checkpoints.best.hear if checkpoints.best else None
-    # Before any model loads: a service that is not installed is an error.
+    # Opened before any model loads: a tracking service that is not installed is an error.
     journal = build_journal(made, judge, parallel, clock, heard=heard)
     journal.metrics.open()
     try:
@@ -94,10 +105,21 @@ def put_together(
     journal: MetricsLogger,
     parts: Parts,
 ) -> train.Run:
-    """As `build_run`, once the output is open: what loads models. Collective."""
+    """Build the parts that load models, once the output is open. Collective.
+
+    Args:
+        made: Plan of the run.
+        inputs: Validated inputs.
+        parallel: Process groups of this rank.
+        stop: Tells whether the run is to stop.
+        checkpoints: Checkpoints of the run.
+        judge: Reward manager.
+        journal: Logger of the run, already open.
+        parts: Custom parts, and the hooks into `analysis`.
+    """
     cfg, timetable, clock = made.checked.config, made.timetable, journal.clock
     assert timetable.num_steps is not None
-    teacher = build_served_teacher(cfg, inputs, parallel, stop, checkpoints)  # which may be refused: before a model loads
+    teacher = build_served_teacher(cfg, inputs, parallel, stop, checkpoints)  # before a model loads, because it may be refused
     lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=parts.engine is None)
     offload = what_makes_room(made, parallel)
     if cfg.rollout.same_bits:
@@ -146,7 +168,17 @@ def generator_of(
     cfg: Config, inputs: ValidatedInputs, sampler: Sampler, judge: RewardManager, clock: Timers, *, again: Callable[[], object],
     before: Callable[[], object] = lambda: None,
 ) -> RolloutGenerator:  # fmt: skip
-    """What asks the sampler. again, before: see `RolloutGenerator`."""
+    """Build the generator that samples and scores completions.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Validated inputs: the model's shape.
+        sampler: Sampler of the run.
+        judge: Reward manager.
+        clock: Timers that record sampling and scoring.
+        again: Gives the sampler the policy's weights after it has lost them. Collective.
+        before: Called each time before the sampler wakes, to make room for it. Collective.
+    """
     return RolloutGenerator(
         sampler,
         judge,
@@ -162,7 +194,16 @@ def generator_of(
 def build_monitor(
     cfg: Config, inputs: ValidatedInputs, policy: Policy, checkpoints: Checkpoints, analysis: AnalysisHooks, *, say: Callable[[str], None]
 ) -> StepMonitor:
-    """Who looks on while steps are taken. say: heard on the main rank."""
+    """Build the monitor that checks steps as they are trained, and dumps those that fail.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Validated inputs: the model's path.
+        policy: The policy.
+        checkpoints: Checkpoints of the run.
+        analysis: Factories of step dumps and of the replica check.
+        say: Logs a message on the main rank.
+    """
     capsules = partial(
         analysis.capsules, folder=Path(cfg.run.output_dir) / "capsules", cfg=cfg, model_path=inputs.model_path,
         last_checkpoint=checkpoints.folder.newest, say=say,
@@ -172,7 +213,15 @@ def build_monitor(
 
 
 def build_evaluator(cfg: Config, inputs: ValidatedInputs, sampler: Sampler, judge: RewardManager, *, last_step: int) -> Evaluator:
-    """sampler: that of training's prompts, or one that stands for it."""
+    """Build the evaluator of the held-out sets.
+
+    Args:
+        cfg: Settings of the run.
+        inputs: Validated inputs: the held-out sets.
+        sampler: Sampler of the training prompts, or one that stands in for it.
+        judge: Reward manager.
+        last_step: Optimizer step of the last evaluation.
+    """
     training = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
     question = EvaluationSpec(
         sets={name: held_out_prompts(stream, cfg.eval.eval_num_prompts) for name, stream in inputs.held_out.items()},
@@ -183,12 +232,20 @@ def build_evaluator(cfg: Config, inputs: ValidatedInputs, sampler: Sampler, judg
 
 
 def held_out_prompts(stream: PromptStream, most: int | None) -> list[Prompt]:
-    """What the evaluations ask of a set, the same every time. most: None for all there are."""
+    """Return the prompts of a held-out set that evaluations use, the same in each evaluation.
+
+    Args:
+        stream: Prompts of the set.
+        most: Maximum number of prompts; None for all.
+    """
     return stream.take(min(len(stream), most or len(stream)))
 
 
 def what_makes_room(made: Plan, parallel: ParallelState) -> tuple[Role, ...]:
-    """What leaves the device while the sampler works: on a CPU what is asked for, on a GPU as the plan decides for it. Collective."""
+    """Return the roles of the policy that leave the device while the sampler works. Collective.
+
+    On a CPU these are the ones that the settings ask for; on a GPU the plan decides, by the smallest GPU of the job.
+    """
     cfg = made.checked.config
     if cfg.rollout.vllm_mode != "colocate":
         model = optimizer = False
@@ -198,14 +255,15 @@ def what_makes_room(made: Plan, parallel: ParallelState) -> tuple[Role, ...]:
         smallest = -collectives.all_reduce_max(-torch.cuda.mem_get_info(parallel.device)[1])
         here = cfg.with_values({"gpu_memory_gb": cfg.plan.gpu_memory_gb or smallest / 1e9})
         memory = make_plan(replace(made.checked, config=here)).memory
-        assert memory is not None  # the model is here
+        assert memory is not None  # the model's shape is known
         model, optimizer = memory["offload"]["model"], memory["offload"]["optimizer"]
-        if parallel.is_main and cfg.plan.gpu_memory_gb is None:  # or else the plan has said it
+        if parallel.is_main and cfg.plan.gpu_memory_gb is None:  # otherwise the plan has printed it
             logger.warning(room_in_words(memory["offload"]))
     return (("weights", "reference", "gradients") if model else ()) + (("optimizer",) if optimizer else ())
 
 
 def build_publisher(cfg: Config, policy: Policy, holder: WeightReceiver, *, say: Callable[[str], None] | None = None) -> WeightSyncManager:
+    """Build the manager that syncs the policy's weights to the sampler."""
     return WeightSyncManager(
         policy,
         holder,
@@ -218,13 +276,13 @@ def build_publisher(cfg: Config, policy: Policy, holder: WeightReceiver, *, say:
 
 
 def publish_again(policy: Policy, publisher: WeightSyncManager, clock: Timers) -> None:
-    """What `train.publish` does, in the middle of a question."""
+    """Sync weights as `train.publish` does, after the sampler has lost them during a request."""
     with clock("weight_sync"):
         publisher.publish(policy.version)
 
 
 def penalty_of(cfg: GrpoConfig, policy: Policy) -> KlPenalty | None:
-    """What is subtracted from rewards, where the KL is not in the loss."""
+    """Return the KL penalty that is subtracted from rewards; None if the KL is in the loss, or without a reference."""
     if not cfg.kl_in_reward or policy.reference is None:
         return None
     return KlPenalty(policy=policy, reference=policy.reference, beta=cfg.beta)
