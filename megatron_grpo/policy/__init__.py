@@ -1,1 +1,5 @@
-"""The sharded model in training: built by `model`, run by `pipeline`, moved by `optimizer`, offered to the loop by `policy`."""
+"""The sharded model in training.
+
+`model` builds it, `passes` runs it through Megatron-Core's pipeline schedule, `optimizer` updates its weights, and `policy` is its
+interface to the training loop.
+"""

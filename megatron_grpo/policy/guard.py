@@ -1,4 +1,4 @@
-"""Says, before the optimizer acts, whether a gradient may be used; and keeps count of those that may not."""
+"""Gradient checks: decide before the optimizer acts whether a gradient may be used, and count the refused ones."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from megatron_grpo.types import RowKey
 
-WINDOW = 128  # norms whose median a gradient is held against
-FEWEST = 16  # with fewer of them there is no median yet
-SHOWN = 8  # rows and ranks that are named one by one
+WINDOW = 128  # gradient norms in the running median
+FEWEST = 16  # norms that the median needs
+SHOWN = 8  # rows and ranks that a message lists
 
 # Row -> {"rollout", "row", "prompt_number", "dataset_row"}
 Places = Mapping[RowKey, Mapping[str, int]]
@@ -21,33 +21,41 @@ Places = Mapping[RowKey, Mapping[str, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """What is known of a gradient that has been summed over all ranks and not been clipped. The same on every rank."""
+    """A gradient summed over all ranks, before clipping. The same on every rank."""
 
     step: int  # optimizer steps done before it
-    norm: float  # over all parameters; infinite if any number of it, or the loss, is not finite on any rank
+    norm: float  # over all parameters; infinite if any element of it, or the loss, is not finite on any rank
 
 
 class GradientCheck(Protocol):
-    """One whose answers depend on earlier gradients has `state()` (JSON, the same on every rank) and `restore(state)` besides: a checkpoint
-    holds what it remembers."""
+    """Check that decides whether the optimizer may use a gradient.
+
+    A check whose answers depend on earlier gradients also has `state()` (JSON, the same on every rank) and `restore(state)`, and a
+    checkpoint holds that state.
+    """
 
     def allows(self, gradient: Gradient) -> bool:
-        """Whether the optimizer may act on it; else the step is skipped. May raise instead: the run ends, its weights unharmed.
+        """Return whether the optimizer may use the gradient; if not, the step is skipped.
 
-        Asked once in every step that has something to train, on every rank; all ranks must answer alike.
+        Called once in every step that has something to train, on every rank; all ranks must return the same. It may raise instead: this
+        stops the run before the optimizer updates any weight.
         """
 
 
 class GradNormSpikeCheck:
-    """Refuses a gradient that is not finite; and one that is far too large, where a bound is given.
+    """Gradient check that refuses a gradient that is not finite or whose norm is above a bound.
 
-    above: the largest norm. factor: the largest multiple of the median of the last WINDOW norms, once there are FEWEST. Refused norms count
-    among them, so that the median follows if all have grown. Norms of 0 do not: groups that teach nothing say nothing of those that do.
+    The median is that of the last `WINDOW` norms and needs `FEWEST` of them. Refused norms are among them, so that the median follows if
+    all norms have grown. Norms of 0 are not: a step whose groups all have zero std says nothing about the other steps.
+
+    Args:
+        above: Largest norm that is accepted; None for no bound.
+        factor: Largest accepted multiple of the running median; None for no bound.
     """
 
     def __init__(self, *, above: float | None = None, factor: float | None = None):
         self.above, self.factor = above, factor
-        self.refusal: str | None = None  # why the last gradient was not allowed
+        self.refusal: str | None = None  # why the last gradient was refused
         self._norms: deque[float] = deque(maxlen=WINDOW)
 
     def allows(self, gradient: Gradient) -> bool:
@@ -68,44 +76,61 @@ class GradNormSpikeCheck:
         return None
 
     def state(self) -> dict[str, Any]:
+        """Return the norms of the running median, as JSON."""
         return {"norms": list(self._norms)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the running median from `state()`."""
         self._norms = deque(state["norms"], maxlen=WINDOW)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkipCounter:
-    """Optimizer steps of the run that its guard refused."""
+    """Counts of the optimizer steps that the gradient check refused in this run."""
 
     total: int = 0
-    in_a_row: int = 0  # up to now
+    in_a_row: int = 0  # the last step included
 
     def after(self, *, refused: bool) -> SkipCounter:
+        """Return the counts after one more step.
+
+        Args:
+            refused: Whether the gradient of that step was refused.
+        """
         return SkipCounter(total=self.total + refused, in_a_row=self.in_a_row + 1 if refused else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadMicroBatch:
-    """A micro-batch that makes such a gradient when it is run alone.
+    """A micro-batch that produces a refused gradient when it is run alone.
 
-    rows: those with a number that is not finite, `what` says which; or all of the micro-batch, where all numbers of its rows are finite and
-    `what` is empty: it went wrong inside the model.
+    Attributes:
+        micro_batch: Its index among the micro-batches of its data-parallel rank.
+        ranks: Ranks whose own part of its gradient is wrong, before any sum over ranks.
+        norm: The largest norm of those parts.
+        rows: The rows with a value that is not finite. If all values of its rows are finite, all rows of the micro-batch: then the error
+            arose inside the model.
+        what: Which value of the rows is not finite; empty if all are finite.
     """
 
-    micro_batch: int  # its place among those of its data-parallel share
-    ranks: tuple[int, ...]  # whose own part of its gradient it is, before anything is summed over ranks
-    norm: float  # the largest of those parts
+    micro_batch: int
+    ranks: tuple[int, ...]
+    norm: float
     rows: tuple[RowKey, ...]
     what: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedStep:
-    """Why a step was skipped, and who made its gradient.
+    """Why a step was skipped, and what produced its gradient.
 
-    ranks: whose own gradient was not finite, before anything was summed. weights: (rank, parameter) that are not finite themselves; then no
-    culprit is looked for. culprits: by micro-batch. more: micro-batches that were heard of besides.
+    Attributes:
+        why: The reason, as a phrase.
+        skips: Counts of skipped steps, this one included.
+        ranks: Ranks whose own gradient was not finite, before any sum over ranks.
+        weights: (rank, parameter) of parameters that are not finite themselves. If there are any, no search for micro-batches takes place.
+        culprits: The micro-batches that produce such a gradient alone.
+        more: Number of further micro-batches that ranks reported.
     """
 
     why: str
@@ -117,11 +142,15 @@ class SkippedStep:
 
     @property
     def rows(self) -> tuple[RowKey, ...]:
-        """That it names."""
+        """All rows of `culprits`."""
         return tuple(row for culprit in self.culprits for row in culprit.rows)
 
     def lines(self, places: Places) -> list[str]:
-        """In words."""
+        """Return the description as lines of text.
+
+        Args:
+            places: Rollout, row, prompt number and data set row of each row.
+        """
         if self.weights:
             named = "; ".join(f"rank {rank}: {name}" for rank, name in self.weights[:SHOWN])
             return [f"the weights themselves are not finite ({named}), so no step can go well any more"]
@@ -136,7 +165,11 @@ class SkippedStep:
         return found
 
     def record(self, places: Places) -> dict[str, Any]:
-        """As JSON."""
+        """Return the description as JSON.
+
+        Args:
+            places: Rollout, row, prompt number and data set row of each row.
+        """
         culprits = [
             {"micro_batch": one.micro_batch, "ranks": list(one.ranks), "what": one.what, "rows": [dict(places[row]) for row in one.rows]}
             for one in self.culprits

@@ -1,4 +1,4 @@
-"""The model of one pipeline stage: Megatron-Core's GPTModel, which answers with log-probs where they are trained, not with logits."""
+"""The model of one pipeline stage: Megatron-Core's GPTModel, whose head returns log-probs of the trained tokens instead of logits."""
 
 from __future__ import annotations
 
@@ -30,14 +30,30 @@ from megatron_grpo.weights.shape import ModelShape
 
 
 class LogProbHead(tensor_parallel.ColumnParallelLinear):
-    """The output layer, asked for log-probs of given tokens. It stays Megatron's module, so its hooks and its sharding are Megatron's."""
+    """Output layer that returns log-probs of given tokens.
+
+    It remains Megatron's module, so hooks and sharding are Megatron's.
+    """
 
     num_valid_rows: int
     vocab_start: int
-    in_float32: bool  # the product, besides the softmax
+    in_float32: bool  # whether the matrix product too, not only the softmax, is computed in float32
 
     def forward(self, hidden, weight, batch: LocalBatch, *, temperature, chunk_size, with_entropy, slope):
-        """hidden [t or t/tp, 1, H] -> (logprobs fp32 [c], entropy fp32 [c] or None), equal on all TP ranks."""
+        """Compute log-probs and entropies of the targets; equal on all TP ranks.
+
+        Args:
+            hidden: Hidden states, [t, 1, H], or [t/tp, 1, H] under sequence parallelism.
+            weight: Weight of the tied embedding; None for the layer's own weight.
+            batch: This rank's part of the micro-batch.
+            temperature: Divides the logits.
+            chunk_size: Positions whose logits are computed at once.
+            with_entropy: Compute entropies too.
+            slope: See `parallel.vocab`.
+
+        Returns:
+            Log-probs, float32 [c]; entropies in nats, float32 [c], or None.
+        """
         if self.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
@@ -59,13 +75,23 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
 
 
 class PolicyModel(GPTModel):
-    """One stage, or one chunk of it. Called with a LocalBatch; the last stage answers with float32 [1 or 2, c]: log-probs, entropies."""
+    """Model of one pipeline stage, or one chunk of it.
+
+    Args:
+        shape: The model's dimensions.
+        config: Megatron-Core's configuration of the model.
+        cfg: The settings of the run.
+        parallel: The layout and the process groups of this rank.
+        index: Index of the chunk in its stage.
+        use_te: Use Transformer Engine's layers.
+        plain_linears: See `model_config.layer_specs`.
+        tower: Vision tower, if the model has one and this is its first chunk.
+    """
 
     def __init__(
         self, shape: ModelShape, config: TransformerConfig, cfg: Config, parallel: ParallelState, *, index: int, use_te: bool,
         plain_linears: bool, tower: torch.nn.Module | None,
     ):  # fmt: skip
-        """index: of the chunk in its stage. tower: of a model that sees, where this is its first chunk."""
         vp_stage, rows = index if parallel.layout.vpp else None, padded_vocab_size(shape, cfg)
         super().__init__(
             config,
@@ -75,7 +101,7 @@ class PolicyModel(GPTModel):
             pre_process=parallel.is_first_stage and index == 0,
             post_process=parallel.is_last_stage and index == parallel.layout.num_chunks - 1,
             share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type="none",  # frequencies are gathered by position in `forward`
+            position_embedding_type="none",  # `forward` gathers the frequencies by position
             vp_stage=vp_stage,
         )  # fmt: skip
         self.temperature, self.chunk_size = cfg.rollout.temperature, cfg.model.logprob_chunk_size
@@ -110,7 +136,17 @@ class PolicyModel(GPTModel):
                 module.bias_dropout_add_exec_handler = nullcontext
 
     def forward(self, batch: LocalBatch, *, with_entropy: bool = False, temperature: float | None = None, slope: Slope | None = None):
-        """slope: of this micro-batch's loss, where a token's own log-prob is enough to know it (`parallel.vocab`)."""
+        """Run the stage on this rank's part of a micro-batch.
+
+        Args:
+            batch: This rank's part of the micro-batch.
+            with_entropy: Compute entropies too.
+            temperature: Divides the logits; None for the sampling temperature of the run.
+            slope: Derivative of this micro-batch's loss by a token's log-prob, if that log-prob alone determines it (`parallel.vocab`).
+
+        Returns:
+            On the last stage float32 [1 or 2, c]: log-probs, and entropies in nats if asked for. On other stages the hidden states.
+        """
         hidden = self.embedding(input_ids=batch.token_ids, position_ids=None) if self.pre_process else None
         if self.embedding_scale != 1 and hidden is not None:
             hidden = hidden * self.embedding_scale
@@ -140,20 +176,24 @@ class PolicyModel(GPTModel):
         return torch.stack([logprobs, entropy]) if with_entropy else logprobs[None]
 
     def _number(self, batch: LocalBatch):
-        """Bool [bits, t or t/tp]: for each token the binary digits of one more than its micro-batch's number, 0 for padding (see
-        `policy.router`)."""
+        """Encode the micro-batch's number in a mask, bool [bits, t or t/tp].
+
+        Each token has the binary digits of the number plus one; padding has 0. See `policy.router`.
+        """
         tp, number = self.pg_collection.tp, batch.number + 1
         digits = torch.tensor([number >> bit & 1 for bit in range(number.bit_length())], dtype=torch.bool)
         bits = digits.to(batch.multiplicity.device)[:, None] & (batch.multiplicity > 0)
         return bits.chunk(tp.size(), dim=1)[tp.rank()] if self.config.sequence_parallel else bits
 
     def _angles(self, batch: LocalBatch):
-        """(angles [t, 1, 1, rotated channels] for layers that rotate by themselves, else None; the stream as the layers take it).
+        """Return the rotary angles, one row per token, because segments may start at any position.
 
-        One row a token: segments may start at any position.
+        Returns:
+            Angles [t, 1, 1, rotated channels] for layers that rotate by themselves (latent attention), else None; and the packed stream for
+            the attention layers, with their rotations.
         """
         positions = batch.positions.float()
-        # With three axes [3, t] each frequency turns with one of them.
+        # With three axes [3, t] each frequency belongs to one of them.
         places = positions[self.axes].T if positions.dim() > 1 else positions[:, None]
         if not self.config.multi_latent_attention:
             rotations = tuple(Rotation.of(places * frequencies) for frequencies in self.inverse_frequencies)
@@ -166,26 +206,37 @@ def build_chunks(
     shape: ModelShape, cfg: Config, parallel: ParallelState, *, use_te: bool, plain_linears: bool = False,
     tower: torch.nn.Module | None = None,
 ) -> list[PolicyModel]:  # fmt: skip
-    """The model chunks of this rank's stage: one, or `virtual_pipeline_model_parallel_size`. Weights are not set yet.
+    """Build the model chunks of this rank's stage: one, or `virtual_pipeline_model_parallel_size`.
 
-    tower: see `policy.vision`; None where the model has none, and on later stages.
+    Their weights are not loaded yet.
+
+    Args:
+        shape: The model's dimensions.
+        cfg: The settings of the run.
+        parallel: The layout and the process groups of this rank.
+        use_te: Use Transformer Engine's layers.
+        plain_linears: See `model_config.layer_specs`.
+        tower: Vision tower; None if the model has none, and on later stages. See `policy.vision`.
     """
     config = transformer_config(shape, cfg.model, cfg.parallel, use_te=use_te, plain_linears=plain_linears, kernels=cfg.kernels)
     more: dict[str, Any] = {"use_te": use_te, "plain_linears": plain_linears}
     chunks = [
         PolicyModel(shape, config, cfg, parallel, index=index, tower=tower if index == 0 else None, **more).to(parallel.device)
         for index in range(parallel.layout.num_chunks)
-    ]  # parameters are drawn in params_dtype; a sigmoid router's bias stays float32
-    # megatron-core 0.19 builds no norm of queries without it; in training it sums the norms' gradients over tensor-parallel ranks, which is
-    # wrong for a norm over all heads: each rank has the weights of its own ones.
+    ]  # parameters are initialized in params_dtype; a sigmoid router's bias stays float32
+    # Megatron-Core 0.19 builds the norms of queries and keys only with this flag. In training the flag makes it sum their gradients over
+    # tensor-parallel ranks, which is wrong for a norm over all heads: each rank has the weights of its own heads.
     config.qk_layernorm = shape.qk_norm and not shape.qk_norm_is_whole
     return chunks
 
 
 def let_gradients_in(chunks: Sequence[GPTModel]) -> None:
-    """Makes the output of a frozen embedding ask for a gradient.
+    """Make the output of a frozen embedding require a gradient.
 
-    Otherwise Megatron's checkpointed layers get an input without one, and their backward is skipped: no error, and all gradients zero.
+    Otherwise Megatron's checkpointed layers receive an input without one and skip their backward: no error, and all gradients are zero.
+
+    Args:
+        chunks: Model chunks of this stage.
     """
 
     def ask(module, inputs, output):

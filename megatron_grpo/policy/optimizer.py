@@ -1,4 +1,7 @@
-"""What trains; Megatron-Core's DDP, distributed optimizer and learning-rate schedule, set up so that gradients are plain sums."""
+"""Choice of the parameters that train, and Megatron-Core's DDP, distributed optimizer and learning-rate schedule.
+
+They are set up so that gradients are plain sums.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,13 @@ from megatron_grpo.weights.trainable_parameters import parameter_trains, trains
 
 
 def choose_what_trains(chunks: Sequence[GPTModel], exchange: MegatronToHF, cfg: TunerConfig) -> None:
-    """Freezes what the settings freeze. chunks: of this stage, not yet wrapped."""
+    """Freeze the parameters that the settings freeze.
+
+    Args:
+        chunks: Model chunks of this stage, not yet wrapped in DDP.
+        exchange: Gives the parameters their names in the whole model.
+        cfg: The tuner settings.
+    """
     rule = trains(cfg)
     for name, tensor in exchange.tensors(chunks).items():
         if isinstance(tensor, torch.nn.Parameter):
@@ -38,22 +47,30 @@ def choose_what_trains(chunks: Sequence[GPTModel], exchange: MegatronToHF, cfg: 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trainable:
-    """This stage's model chunks and what Megatron-Core puts around them."""
+    """This stage's model chunks with Megatron-Core's DDP, optimizer and scheduler."""
 
     chunks: Sequence[MegatronModule]
     wrapped: Sequence[DistributedDataParallel]
     optimizer: Any
     scheduler: OptimizerParamScheduler
     sums: SumOverRanks
-    adapters: Adapters | None = None  # they train, and the chunks they stand in do not
-    trains_tower: bool = False  # any of what sees pictures, on the ranks that have it
+    adapters: Adapters | None = None  # if set, the adapters train and the weights of the chunks are frozen
+    trains_tower: bool = False  # whether any parameter of the vision tower trains, on the ranks that have it
 
     @classmethod
     def of(
         cls, chunks: Sequence[MegatronModule], cfg: OptimizerConfig, *, num_steps: int, adapters: Adapters | None = None,
         trains_tower: bool = False,
     ) -> Trainable:  # fmt: skip
-        """What asks for a gradient trains. num_steps: length of the run, in optimizer steps."""
+        """Wrap chunks for training: every parameter that requires a gradient trains.
+
+        Args:
+            chunks: Model chunks of this stage.
+            cfg: The optimizer settings.
+            num_steps: Length of the run in optimizer steps.
+            adapters: The LoRA adapters in the chunks, if there are any.
+            trains_tower: Whether the vision tower trains.
+        """
         wrapped, sums = wrap_for_training(chunks, cfg)
         optimizer = build_optimizer(wrapped, cfg)
         scheduler = build_scheduler(optimizer, cfg, num_steps=num_steps)
@@ -62,10 +79,18 @@ class Trainable:
 
 
 def wrap_for_training(chunks: Sequence[MegatronModule], cfg: OptimizerConfig) -> tuple[list[DistributedDataParallel], SumOverRanks]:
-    """Chunks in DDP, their gradients in buffers of `main_grads_dtype`; and what sums (does not average) these over data and context
-    parallel ranks."""
+    """Wrap chunks in DDP, with gradient buffers in `main_grads_dtype`.
+
+    Args:
+        chunks: Model chunks of this stage.
+        cfg: The optimizer settings.
+
+    Returns:
+        The wrapped chunks, and the function that sums their gradients (it does not average them) over data-parallel and context-parallel
+        ranks.
+    """
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=cfg.main_grads_dtype == "fp32",  # else they are of the weights' dtype
+        grad_reduce_in_fp32=cfg.main_grads_dtype == "fp32",  # else gradients have the dtype of the weights
         use_distributed_optimizer=cfg.use_distributed_optimizer,
         overlap_grad_reduce=cfg.overlap_grad_reduce,
         overlap_param_gather=cfg.overlap_param_gather,
@@ -85,16 +110,19 @@ def wrap_for_training(chunks: Sequence[MegatronModule], cfg: OptimizerConfig) ->
 
 
 class SumOverRanks:
-    """Adds up gradients at the end of a pass, as Megatron-Core does; and remembers the norm of this rank's own, `own`.
+    """Sum of gradients over ranks at the end of a pass, as in Megatron-Core, which also stores the norm of this rank's own gradient.
 
-    Token weights already carry every denominator, so the schedule's token count must not divide the gradients again.
+    Token weights already contain every denominator, so the token count of the schedule must not divide the gradients again.
+
+    Attributes:
+        own: Norm of this rank's gradient buffers, a tensor without dimensions.
     """
 
     def __init__(self) -> None:
         self.own = torch.zeros(())
 
     def __call__(self, model: Sequence[Any], num_tokens: Any = None, **kwargs: Any) -> None:
-        # An overlapped reduction is under way by now: what is looked at behind it has others' shares in it.
+        # An overlapped reduction is already running: `own` is measured after it and includes the shares of other ranks.
         is_overlapped = model[0].ddp_config.overlap_grad_reduce
         if not is_overlapped:
             self.own = own_norm(model)
@@ -105,9 +133,13 @@ class SumOverRanks:
 
 @torch.no_grad()
 def own_norm(wrapped: Sequence[Any], *, with_experts: bool = True) -> torch.Tensor:
-    """Norm of all that is in this rank's gradient buffers, copies that ranks share included; not finite if any of it is not.
+    """Return the norm of this rank's gradient buffers, a tensor without dimensions; not finite if any element is not.
 
-    with_experts: those too that expert parallelism deals out, to which tokens of other ranks contribute.
+    Parameters that several ranks hold as copies count on each of them.
+
+    Args:
+        wrapped: The chunks in DDP.
+        with_experts: Include the parameters that expert parallelism distributes, to whose gradients tokens of other ranks contribute.
     """
     kinds = [kind for chunk in wrapped for kind in (chunk.buffers, chunk.expert_parallel_buffers if with_experts else ())]
     buffers = [buffer.grad_data for kind in kinds for buffer in kind]
@@ -116,7 +148,12 @@ def own_norm(wrapped: Sequence[Any], *, with_experts: bool = True) -> torch.Tens
 
 
 def build_optimizer(wrapped: Sequence[DistributedDataParallel], cfg: OptimizerConfig):
-    """AdamW with decoupled weight decay (none on biases and norms), clipping by the global norm."""
+    """Build AdamW with decoupled weight decay (none on biases and norms) and clipping by the global norm.
+
+    Args:
+        wrapped: The chunks in DDP. The optimizer's loss scale is set in their configuration.
+        cfg: The optimizer settings.
+    """
     config = wrapped[0].config
     how = MegatronOptimizerConfig(
         optimizer="adam",
@@ -135,15 +172,16 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], cfg: OptimizerCo
         optimizer_offload_fraction=cfg.optimizer_offload_fraction if cfg.optimizer_cpu_offload else 0.0,
     )
     if cfg.optimizer_cpu_offload:
-        # Else float32 weights stay on the GPU besides, and the host's, which the next step begins from, are no part of a checkpoint. Set
-        # here, for Megatron-Core 0.16 asks Transformer Engine for its version in between, which may not be there.
+        # Otherwise a second copy of the float32 weights stays on the GPU, and a checkpoint lacks the host's copy, from which the next step
+        # starts. Set after construction: there Megatron-Core 0.16 asks for the version of Transformer Engine, which may not be installed.
         how.use_precision_aware_optimizer = how.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         how.store_param_remainders = False
     is_precision_aware = cfg.use_precision_aware_optimizer and not cfg.optimizer_cpu_offload
     if is_precision_aware:
-        # Main weights are the inner optimizer's, which is put in below. Of the two flags this one alone leaves Transformer Engine's out.
+        # The main weights belong to the inner optimizer, which `_keep_in_dtypes` replaces. Only this one of the two flags works without
+        # Transformer Engine's optimizer.
         how.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
-    # Float32 weights: inner optimizers refuse views that ask for gradients.
+    # Float32 weights: inner optimizers refuse views that require gradients.
     with torch.set_grad_enabled(not (cfg.optimizer_cpu_offload or is_precision_aware)):
         optimizer = get_megatron_optimizer(how, list(wrapped), **_overrides(cfg))
         if is_precision_aware:
@@ -154,15 +192,15 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], cfg: OptimizerCo
 
 
 def _keep_in_dtypes(optimizer: Any, cfg: OptimizerConfig) -> None:
-    """Its parts, which are new, get the AdamW that keeps its state in the dtypes of the settings."""
+    """Replace the inner optimizers, which are new, by the AdamW that keeps its state in the dtypes of the settings."""
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:  # nothing trains on this rank
             continue
         part.optimizer = AdamW(part.optimizer.param_groups, main_params_dtype=cfg.main_params_dtype, exp_avg_dtype=cfg.exp_avg_dtype,
                                exp_avg_sq_dtype=cfg.exp_avg_sq_dtype)  # fmt: skip
         if cfg.main_grads_dtype != "fp32":
-            # Without Transformer Engine Megatron-Core rounds the norm of a bfloat16 gradient to bfloat16. The norm of these is the same.
-            # (0.19 has another name for it.)
+            # Without Transformer Engine Megatron-Core rounds the norm of a bfloat16 gradient to bfloat16. So it gets the float32 norm of
+            # each gradient in place of the gradient: the norm of these norms is the same. (0.19 has another name for the method.)
             name = "get_grads_for_grad_norm" if hasattr(part, "get_grads_for_grad_norm") else "get_main_grads_for_grad_norm"
             setattr(part, name, partial(_norms, getattr(part, name)))
 
@@ -176,7 +214,7 @@ def _norm(values: torch.Tensor) -> torch.Tensor:
 
 
 def reload_main_params(optimizer: Any, wrapped: Sequence[DistributedDataParallel]) -> None:
-    """The optimizer goes on from the model's weights as they are. Collective."""
+    """Set the optimizer's main weights to the current weights of the model. Collective."""
     optimizer.reload_model_params()
     for inner in rounding(optimizer):
         inner.reload()
@@ -185,18 +223,29 @@ def reload_main_params(optimizer: Any, wrapped: Sequence[DistributedDataParallel
 
 @torch.no_grad()
 def gradient_norm(optimizer: Any, *others: float) -> float:
-    """The norm of the gradient that `optimizer.step` would use, over all ranks and before clipping; infinite if on any rank it, or one of
-    `others`, is not finite. The very same number on every rank. Collective.
+    """Return the norm of the gradient that `optimizer.step` would use, over all ranks and before clipping. Collective.
 
-    Megatron-Core counts what ranks share on one of them, and each rank trusts its own result: hence `others`, and one word on it for all.
-    `step` prepares the gradient again, to the same values: copying and measuring it twice is what judging it first costs.
+    Megatron-Core counts a parameter that several ranks hold on one of them, and each rank relies on its own result. Hence `others`, and one
+    maximum over all ranks.
+
+    `step` prepares the gradient again, to the same values: the check before the step costs one more copy and one more norm.
+
+    Args:
+        optimizer: Megatron-Core's optimizer.
+        others: Further numbers of this rank that must be finite, such as its loss.
+
+    Returns:
+        The same number on every rank; infinite if on any rank the norm or one of `others` is not finite.
     """
     found = math.inf if optimizer.prepare_grads() else float(optimizer.get_grad_norm())
     return collectives.all_reduce_max(found if all(map(math.isfinite, (found, *others))) else math.inf)
 
 
 def _overrides(cfg: OptimizerConfig) -> dict:
-    """What some parameters have of their own. Megatron's rule that one-dimensional ones do not decay has to be asked for since 0.16."""
+    """Return the parameter groups' own settings: no weight decay for one-dimensional parameters, learning rates of the vision parts.
+
+    Since 0.16 Megatron-Core no longer exempts one-dimensional parameters from weight decay by itself.
+    """
     try:
         from megatron.core.optimizer import ParamKey, ParamPredicate
     except ImportError:
@@ -210,7 +259,13 @@ def _overrides(cfg: OptimizerConfig) -> dict:
 
 
 def build_scheduler(optimizer, cfg: OptimizerConfig, *, num_steps: int) -> OptimizerParamScheduler:
-    """Linear warm-up, then the decay, counted in optimizer steps."""
+    """Build the schedule of learning rate and weight decay: linear warm-up, then decay, counted in optimizer steps.
+
+    Args:
+        optimizer: Megatron-Core's optimizer.
+        cfg: The optimizer settings.
+        num_steps: Length of the run in optimizer steps.
+    """
     course = course_of(cfg, num_steps)
     return OptimizerParamScheduler(
         optimizer,
@@ -226,7 +281,7 @@ def build_scheduler(optimizer, cfg: OptimizerConfig, *, num_steps: int) -> Optim
         end_wd=course.end_wd,
         wd_incr_steps=num_steps,
         wd_incr_style=cfg.weight_decay_incr_style,
-        # On resume the step count comes from the checkpoint, the shape from this run's settings: a longer run decays to its own end.
+        # On resume the step count comes from the checkpoint and the shape from this run's settings: a longer run decays until its own end.
         override_opt_param_scheduler=True,
         use_checkpoint_opt_param_scheduler=False,
     )

@@ -1,4 +1,4 @@
-"""Passes of a model over micro-batches, whatever the layout: Megatron-Core's schedule, and all that is asked without gradients."""
+"""Passes of a model over micro-batches with Megatron-Core's pipeline schedule, in any layout: training and scoring."""
 
 from __future__ import annotations
 
@@ -23,22 +23,29 @@ from megatron_grpo.policy.packed_batch import LocalBatch, to_local
 from megatron_grpo.policy.router import RouterPass, routed, routers
 from megatron_grpo.types import MicroBatch, Sequence, SequenceLengths
 
-# (micro-batch, its place) -> what the head may know of the loss before it is computed; None: nothing.
+# (micro-batch, this rank's part of it) -> derivative of the loss that the head may use before the loss is computed; None if there is none.
 SlopeOf = Callable[[MicroBatch, LocalBatch], "Slope | None"]
 
 
 def train(
     model: SequenceOf[torch.nn.Module], micro_batches: SequenceOf[MicroBatch], loss: Any, parallel: ParallelState, routing: RouterPass
 ) -> list[Any]:
-    """Forward and backward of every micro-batch; reduces gradients over ranks at the end.
+    """Run forward and backward of every micro-batch and reduce the gradients over ranks at the end. Collective.
 
-    loss: a `policy.step_loss.StepLoss`, called on the last stage alone. routing: what routers are told. Returns what `loss` kept of each
-    micro-batch, in order, on ranks of the last stage; an empty list elsewhere.
+    Args:
+        model: This stage's chunks, wrapped in DDP.
+        micro_batches: The micro-batches of this data-parallel rank.
+        loss: A `policy.step_loss.StepLoss`; called on the last stage only.
+        parallel: The layout and the process groups of this rank.
+        routing: What the routers replay in this pass.
+
+    Returns:
+        What `loss` kept of each micro-batch, in order, on ranks of the last stage; an empty list elsewhere.
     """
 
     def finish(batch: MicroBatch, mine: LocalBatch, logprobs, entropy):
         value, kept = loss(batch, mine, logprobs, entropy)
-        # The count is what Megatron would divide by; nothing here is divided (policy.optimizer drops it).
+        # Megatron would divide by this count. Nothing is divided here: `policy.optimizer` ignores it.
         return value, torch.ones([], dtype=torch.int, device=value.device), kept
 
     with torch.enable_grad():
@@ -48,7 +55,10 @@ def train(
 
 @contextmanager
 def _without_dropout(model: SequenceOf[torch.nn.Module]) -> Iterator[None]:
-    """Two scorings of one text agree. (Adapters may have dropout, and a policy in training is in training mode.)"""
+    """Put the model in evaluation mode, so that two scorings of one sequence agree.
+
+    Adapters may have dropout, and a policy in training is in training mode.
+    """
     was = [chunk.training for chunk in model]
     for chunk in model:
         chunk.eval()
@@ -61,7 +71,10 @@ def _without_dropout(model: SequenceOf[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _group_at_most(chunk: torch.nn.Module, num_micro_batches: int) -> Iterator[None]:
-    """Megatron-Core refuses a microbatch_group_size_per_vp_stage above the number of micro-batches; a pass that scores may have few."""
+    """Limit microbatch_group_size_per_vp_stage to the number of micro-batches.
+
+    Megatron-Core refuses a larger value, and a pass that only scores may have few micro-batches.
+    """
     config = get_model_config(chunk)
     asked = config.microbatch_group_size_per_vp_stage
     config.microbatch_group_size_per_vp_stage = min(asked, num_micro_batches)
@@ -74,7 +87,18 @@ def _group_at_most(chunk: torch.nn.Module, num_micro_batches: int) -> Iterator[N
 def _run(
     model, micro_batches, finish, parallel, asked: dict[str, Any], *, slope_of: SlopeOf | None = None, routing: RouterPass, trains: bool
 ) -> list[Any]:
-    """asked: of the model's forward, besides the slope."""
+    """Run one pass of Megatron-Core's schedule.
+
+    Args:
+        model: This stage's chunks.
+        micro_batches: The micro-batches of this data-parallel rank.
+        finish: Called on the last stage with (micro-batch, local batch, log-probs [c], entropies [c] or None).
+        parallel: The layout and the process groups of this rank.
+        asked: Arguments of the model's forward, besides the slope.
+        slope_of: Returns the slope of a micro-batch's loss for the head.
+        routing: What the routers replay or record.
+        trains: Whether to run the backward too.
+    """
     moe_layers = [router.place for router in routers(model)]
     local = [to_local(batch, parallel, moe_layers) for batch in micro_batches]
 
@@ -110,7 +134,15 @@ def _run(
 
 
 class ModelScorer:
-    """Every method is collective: all ranks call it. model: this stage's chunks, as Megatron's schedule takes them."""
+    """Scorer of sequences and micro-batches by one model. Every method is collective: all ranks call it.
+
+    Args:
+        model: This stage's chunks, as Megatron's schedule takes them.
+        parallel: The layout and the process groups of this rank.
+        cut: Partitioner for the sequences of `score`.
+        around: Context that is active during a pass; inside it the chunks are the model to be scored.
+        replay: A `router_replay_mode`. A reference always routes by itself.
+    """
 
     def __init__(
         self,
@@ -121,14 +153,17 @@ class ModelScorer:
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         replay: str = "disabled",
     ):
-        """around: holds while a pass runs; inside it the model is what is to be asked. replay: a `router_replay_mode`; a reference routes
-        for itself."""
         self.model, self.parallel, self.cut, self.around, self.replay = model, parallel, cut, around, replay
 
     def score(self, sequences: SequenceOf[Sequence], *, temperature: float | None = None) -> list[np.ndarray]:
-        """Log-probs of the masked tokens, float32 [T], 0 elsewhere. All ranks pass the same sequences, and all get all of them.
+        """Return the log-probs of the masked tokens of each sequence, float32 [T], 0 at all other tokens.
 
-        temperature: instead of the sampling temperature of the run. For a few sequences, such as probes; `logprobs` is for batches.
+        All ranks pass the same sequences and receive the results of all of them. This is for a few sequences, such as probes; `logprobs` is
+        for batches.
+
+        Args:
+            sequences: The sequences to score.
+            temperature: Divides the logits; None for the sampling temperature of the run.
         """
         if not sequences:
             return []
@@ -146,11 +181,16 @@ class ModelScorer:
         return [sequence.spread(scored[i]) for i, sequence in enumerate(sequences)]
 
     def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
-        """float32 [C] of each of this share's micro-batches, on every rank of the share."""
+        """Return the log-probs of each micro-batch, float32 [C], on every rank of the model-parallel group."""
         return self.parallel.from_last_stage(self.last_stage_logprobs(micro_batches))
 
     def anchors(self, micro_batches: SequenceOf[MicroBatch]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
-        """As `logprobs`; and under R2 where each token was routed, int16 [T, MoE layers, k]."""
+        """Return the old log-probs of each micro-batch, and under R2 the experts that each token was routed to.
+
+        Returns:
+            The log-probs as of `logprobs`, float32 [C] per micro-batch; and under `router_replay_mode` R2 the experts, int16 [T, MoE
+            layers, k] per micro-batch, else None.
+        """
         routing = RouterPass(replays=self.replay == "R3", records=self.replay == "R2")
         values = self.parallel.from_last_stage(self.last_stage_logprobs(micro_batches, routing=routing))
         if self.replay != "R2":
@@ -159,24 +199,42 @@ class ModelScorer:
         return values, routing.recorded(micro_batches, self.parallel, (sum(config.moe_layer_freq), config.moe_router_topk))
 
     def router_pass(self) -> RouterPass:
-        """What the routers are told in an ordinary pass."""
+        """Return what the routers do in an ordinary pass: replay, or route by themselves."""
         return RouterPass(replays=self.replay != "disabled")
 
     def last_stage_logprobs(
         self, micro_batches: SequenceOf[MicroBatch], *, temperature: float | None = None, routing: RouterPass | None = None
     ) -> list[np.ndarray]:
-        """As `logprobs`, on ranks of the last pipeline stage, where the loss asks; an empty list elsewhere.
+        """Return the log-probs as of `logprobs`, on ranks of the last pipeline stage only; an empty list elsewhere.
 
-        temperature: divides the logits (default: the sampling temperature of the run).
+        The loss needs them there and on no other stage.
+
+        Args:
+            micro_batches: The micro-batches of this data-parallel rank.
+            temperature: Divides the logits; None for the sampling temperature of the run.
+            routing: What the routers replay or record; None for an ordinary pass.
+
+        Raises:
+            RuntimeError: If the weights of the model are offloaded.
         """
         return self._read(micro_batches, lambda logprobs, _: logprobs, routing=routing, temperature=temperature, with_entropy=False)
 
     def last_stage_entropies(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
-        """float32 [C] of each micro-batch, in nats, on ranks of the last pipeline stage; an empty list elsewhere."""
+        """Return the entropies of each micro-batch in nats, float32 [C], on ranks of the last pipeline stage.
+
+        The list is empty on other stages.
+        """
         return self._read(micro_batches, lambda _, entropy: entropy, temperature=None, with_entropy=True)
 
     def _read(self, micro_batches: SequenceOf[MicroBatch], which: Callable, *, routing: RouterPass | None = None, **asked: Any) -> list:
-        """Forward alone. which: of a micro-batch's log-probs and entropies [c]."""
+        """Run the forward only.
+
+        Args:
+            micro_batches: The micro-batches of this data-parallel rank.
+            which: Chooses from log-probs and entropies [c].
+            routing: What the routers replay or record; None for an ordinary pass.
+            asked: Further arguments of the model's forward.
+        """
 
         def finish(batch: MicroBatch, local: LocalBatch, logprobs, entropy):
             return self.whole(batch, local, which(logprobs, entropy))
@@ -187,7 +245,13 @@ class ModelScorer:
             return _run(self.model, micro_batches, finish, self.parallel, asked, routing=routing, trains=False)
 
     def whole(self, batch: MicroBatch, local: LocalBatch, values: torch.Tensor) -> np.ndarray:
-        """[c] on each context-parallel rank -> [C] on all of them."""
+        """Gather values [c] of the context-parallel ranks to float32 [C] on each of them. Collective.
+
+        Args:
+            batch: The micro-batch.
+            local: This rank's part of it.
+            values: Values at this rank's trained positions, [c].
+        """
         whole = torch.zeros(len(batch.targets), device=self.parallel.device)
         whole[torch.from_numpy(local.trained).to(whole.device)] = values.detach().float()
         return collectives.add_(whole, self.parallel.cp_group).cpu().numpy()

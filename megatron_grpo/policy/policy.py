@@ -1,4 +1,7 @@
-"""The sharded model in training, as the loop sees it: it scores sequences, takes a step, and yields its weights."""
+"""The sharded model in training, as the training loop sees it.
+
+A `Policy` scores sequences (through its `scorer`), takes optimizer steps and streams its weights to the sampler.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +41,32 @@ from megatron_grpo.weights.vision_towers import MEGATRON as TOWER
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedStep:
-    """What one optimizer step says of itself. logprobs: of this share's rows, at the trained positions; empty off the last stage."""
+    """Results of one optimizer step.
+
+    Attributes:
+        metrics: The metrics of the step, by name; the same on every rank.
+        logprobs: Log-probs of the rows of this data-parallel rank at the trained positions, by row. Empty on ranks that are not on the last
+            pipeline stage, and after a step that the gradient check refused.
+        skipped: Why the optimizer did not act; None if it did.
+        refusal: Details of the skipped step if the gradient check refused it.
+    """
 
     metrics: dict[str, float]
-    logprobs: Mapping[RowKey, np.ndarray]  # none of a refused step: what it says of its rows may be what was wrong with it
+    logprobs: Mapping[RowKey, np.ndarray]  # empty after a refused step: its log-probs may be the very numbers that are wrong
     skipped: str | None = None  # why the optimizer did not act
-    refusal: SkippedStep | None = None  # where it was the guard that kept it from acting
+    refusal: SkippedStep | None = None  # set if the gradient check refused the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SummedGradient:
-    """What is known of a step when its gradient is summed: no weight has moved. logprobs, references: by row, of the rows of this rank's
-    share, on ranks of the last stage; empty elsewhere."""
+    """A step whose gradient has been summed over all ranks and whose weights have not been updated.
+
+    Attributes:
+        batch: The global batch of the step.
+        metrics: The metrics of the step so far, by name; the same on every rank.
+        logprobs: Log-probs of the rows of this data-parallel rank, by row, on ranks of the last pipeline stage; empty elsewhere.
+        references: The reference's log-probs of the same rows, as `logprobs`; empty if the loss has no reference.
+    """
 
     batch: GlobalBatch
     metrics: Mapping[str, float]
@@ -58,13 +75,25 @@ class SummedGradient:
 
 
 class GradientHooks(Protocol):
-    """Looks on while a step is taken. May raise: the run ends, its weights unharmed. Collective."""
+    """Hooks called during a training step. Collective.
+
+    A hook may raise: this stops the run before the optimizer updates any weight.
+    """
 
     def summed(self, seen: SummedGradient) -> None:
-        """The gradient is in the buffers, and nobody has judged it."""
+        """Run after the gradient has been summed into the buffers and before the gradient check.
+
+        Args:
+            seen: The batch with its metrics and log-probs.
+        """
 
     def judged(self, seen: SummedGradient, refusal: SkippedStep | None) -> None:
-        """The guard has spoken, and the optimizer has not acted. Of a refused step the buffers hold nothing that means anything."""
+        """Run after the gradient check and before the optimizer acts.
+
+        Args:
+            seen: The same object that `summed` received.
+            refusal: Why the gradient was refused; None if it was accepted. After a refusal the gradient buffers hold no meaningful values.
+        """
 
 
 def cut_for(
@@ -76,8 +105,16 @@ def cut_for(
     min_saving_ratio: float | None = None,
     rank_multiple: int = 1,
 ) -> BatchPartitioner:
-    """How this layout and this model want batches cut. megatron: Megatron-Core's configuration of the model; rank_multiple: see
-    `sequence_alignment`; others: see `BatchPartitioner`."""
+    """Return the partitioner that cuts batches as this layout and this model need it.
+
+    Args:
+        parallel: The layout and the process groups of this rank.
+        megatron: Megatron-Core's configuration of the model.
+        micro_batch_size: Completions per micro-batch.
+        max_tokens: Token budget per micro-batch; see `BatchPartitioner`.
+        min_saving_ratio: Least share of tokens that a shared prefix must save; see `BatchPartitioner`.
+        rank_multiple: Multiple of the tokens that one rank computes; see `sequence_alignment`.
+    """
     sequence, stream = sequence_alignment(parallel.layout, parallel.sequence_parallel, rank_multiple)
     return BatchPartitioner(
         dp_size=parallel.dp_size,
@@ -95,7 +132,20 @@ def cut_for(
 
 
 class Policy:
-    """Every method is collective: all ranks call it, with the same arguments unless it says otherwise."""
+    """The model that trains: optimizer steps, weight streams, checkpoint state and memory offload.
+
+    Every method is collective: all ranks call it, with the same arguments unless its docstring says otherwise.
+
+    Args:
+        model: This stage's chunks with optimizer and scheduler.
+        scorer: Scorer of the same model.
+        loss: The GRPO loss.
+        reference: The reference model; None if neither the loss nor a reward needs one.
+        guard: Check that decides before each optimizer step whether the gradient may be used.
+        exchange: Conversion between this rank's shards and Hugging Face tensors.
+        clock: Timers that record the parts of a step.
+        offload: Roles whose memory leaves the device while the sampler works.
+    """
 
     def __init__(
         self,
@@ -109,11 +159,9 @@ class Policy:
         clock: Timers | None = None,
         offload: Collection[Role] = (),
     ):
-        """scorer: of the model that trains. reference: None where neither loss nor reward asks for one. clock: told what the parts of a
-        step take. offload: what leaves the device while the sampler works."""
         self.chunks, self.wrapped, self.optimizer, self.scheduler = model.chunks, model.wrapped, model.optimizer, model.scheduler
         self.loss, self.reference, self.guard, self.skips = loss, reference, guard, SkipCounter()
-        self.entropy = loss.adaptive  # as it is now; None where the coefficient is constant
+        self.entropy = loss.adaptive  # current state of the adaptive coefficient; None if the coefficient is constant
         self.sums = model.sums
         self.adapters, self.trains_tower = model.adapters, model.trains_tower
         self.scorer, self.parallel, self.cut = scorer, scorer.parallel, scorer.cut
@@ -124,14 +172,24 @@ class Policy:
 
     @property
     def version(self) -> int:
-        """Of its weights: the number of optimizer steps behind them, counting those in which the optimizer did not act."""
+        """Version of the weights: the number of optimizer steps so far, skipped steps included."""
         return self.scheduler.num_steps
 
     def train_step(self, batch: GlobalBatch, beside: GradientHooks | None = None) -> TrainedStep:
-        """One optimizer step on this rank's share of a global batch. beside: is told of it before the optimizer acts.
+        """Take one optimizer step on this rank's share of a global batch.
 
-        A batch in which no token trains (everything filtered) and one that the guard refuses change nothing: no weight, no moment, no count
-        of Adam's. The schedule goes on, for its rates belong to steps.
+        A batch without trained tokens (everything filtered) and a batch whose gradient is refused change no weight, no moment and no step
+        count of Adam. The learning-rate schedule advances all the same, because its rates belong to steps.
+
+        Args:
+            batch: The micro-batches of this data-parallel rank, with token weights fixed over the whole step.
+            beside: Hooks that run before the optimizer acts.
+
+        Returns:
+            The metrics of the step, the log-probs of its rows, and why it was skipped if it was.
+
+        Raises:
+            RuntimeError: If part of the policy's memory is offloaded.
         """
         self.room.require("all")
         with self.clock("ref_logprobs"):
@@ -175,19 +233,31 @@ class Policy:
         return TrainedStep(metrics=metrics, logprobs={} if refusal else logprobs, skipped=skipped, refusal=refusal)
 
     def _entropy_moves(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Once the optimizer has acted: the coefficient of the next step, and what this one's was applied as. Collective."""
+        """Update the adaptive entropy coefficient after a step. Collective.
+
+        Returns the next step's coefficient and the one that this step applied, as metrics.
+        """
         if self.entropy is None or "entropy" not in metrics:
             return {}
-        found = collectives.all_reduce_max(metrics["entropy"])  # the very same number on every rank, on either side of the target
+        found = collectives.all_reduce_max(metrics["entropy"])  # one number for all ranks, so that all are on the same side of the target
         applied, self.entropy = self.entropy.applied, self.entropy.after(found)
         return {"entropy_coef": self.entropy.coef, "entropy_coef/applied": applied}
 
     def _references(self, batch: GlobalBatch) -> list[np.ndarray]:
-        """The reference's log-probs by micro-batch, on ranks of the last stage, if the loss asks for them. Collective."""
+        """Return the reference's log-probs by micro-batch, float32 [C], on ranks of the last stage. Collective.
+
+        The list is empty on other stages, and everywhere if the loss does not use a reference.
+        """
         return self.reference.last_stage_logprobs(batch.micro_batches) if self.loss.needs_reference and self.reference else []
 
     def _refusal(self, loss: StepLoss, norm: float, own: torch.Tensor) -> SkippedStep:
-        """Who made the gradient of this norm, which the guard has refused. own: norm of this rank's own part. Collective."""
+        """Find the origin of a gradient that the gradient check refused. Collective.
+
+        Args:
+            loss: The loss of the refused step.
+            norm: Norm of the summed gradient.
+            own: Norm of this rank's own gradient, before any sum over ranks.
+        """
         why = getattr(self.guard, "refusal", None) or f"the gradient was refused (norm {norm:.4g})"
         finite = math.isfinite(norm)
         ranks = () if finite else bad_gradient_search.ranks_not_finite(own)
@@ -205,30 +275,49 @@ class Policy:
         return run_alone
 
     def each_alone(self, batch: GlobalBatch) -> Iterator[tuple[TrainingMicroBatch, np.ndarray | None, float]]:
-        """Every micro-batch of this rank's share by itself: its log-probs, on ranks of the last stage, and the norm of what it adds to this
-        rank's gradient. The optimizer does not act. Collective."""
+        """Run every micro-batch of this rank's share by itself. Collective.
+
+        The optimizer does not act.
+
+        Args:
+            batch: The global batch of a step.
+
+        Yields:
+            The micro-batch; its log-probs, float32 [C], on ranks of the last stage and None elsewhere; and the norm of the gradient that it
+            adds on this rank.
+        """
         alone = self._run_alone(StepLoss(self.loss, batch, self.scorer, self._references(batch), self.entropy))
         for micro, logprobs in bad_gradient_search.each_alone(self.wrapped, batch.micro_batches, alone):
             yield micro, logprobs, float(own_norm(self.wrapped))
 
     def guard_state(self) -> dict[str, Any]:
-        """What a checkpoint holds of the guard, its count and a coefficient that moves, as JSON; the same on every rank."""
+        """Return the state of the gradient check for a checkpoint, as JSON; the same on every rank.
+
+        It holds the counts of skipped steps, what the check remembers, and the adaptive entropy coefficient if there is one.
+        """
         state = {"skips": asdict(self.skips), "guard": getattr(self.guard, "state", dict)()}
         return state | ({"entropy": self.entropy.state()} if self.entropy else {})
 
     def restore_guard(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of the gradient check and the adaptive entropy coefficient from `guard_state()`."""
         self.skips = SkipCounter(**state["skips"])
         if state["guard"] and (restore := getattr(self.guard, "restore", None)):
             restore(state["guard"])
         self.restore_entropy(state)
 
     def restore_entropy(self, state: Mapping[str, Any]) -> None:
-        """state: of `guard_state`; of a run whose coefficient was constant it says nothing of it."""
+        """Restore the adaptive entropy coefficient from `guard_state()`.
+
+        Does nothing if the saved run or this one uses a constant coefficient.
+        """
         if self.entropy is not None and "entropy" in state:
             self.entropy = self.entropy.restored(state["entropy"])
 
     def _reduce_logs(self, logs) -> dict[str, float]:
-        """Logs of this rank's micro-batches -> the step's metrics, on every rank. Only ranks of the last stage have any."""
+        """Reduce the logs of this rank's micro-batches to the metrics of the step, on every rank. Collective.
+
+        Only ranks of the last stage have logs.
+        """
         metrics = None
         if self.parallel.is_last_stage:
             mine, group = combine(logs), self.parallel.dp_cp_group
@@ -240,9 +329,12 @@ class Policy:
     # ---- weights -------------------------------------------------------------------------------------------------------------
 
     def updates(self, version: int, *, has_base: bool) -> Iterator[WeightUpdate]:
-        """What a sampler needs, one after another, to hold this policy, which is that of `version`.
+        """Yield the weight updates that a sampler needs to hold this policy.
 
-        has_base: it holds the weights that an adapter stands beside, and a tower that nobody trains.
+        Args:
+            version: Version of the weights.
+            has_base: Whether the sampler already holds the weights that do not change: the base weights of an adapter, and a frozen vision
+                tower.
         """
         with_tower = self.exchange.map.shape.vision is not None and (self.trains_tower or not has_base)
         if self.adapters is None or self.adapters.push == "merged":
@@ -256,12 +348,16 @@ class Policy:
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[WeightUpdate | None]:
-        """Inside, the adapters are far from zero; what a holder of the base must take to agree. None where weights train."""
+        """Set the adapters to values far from zero inside the block, to test that a sampler applies them.
+
+        Yields the weight update that a sampler which holds the base must load to agree with this policy; None if there are no adapters. The
+        adapters get their own values back at the end.
+        """
         if self.adapters is None:
             yield None
             return
         with self.resident("weights"):
-            self.tensors()  # complete, before some are put aside
+            self.tensors()  # gathers all parameters before the adapters are saved
             kept = self.adapters.put_far_from_zero(seed=0)
         try:
             yield list(self.updates(NO_VERSION, has_base=True))[-1]
@@ -270,7 +366,7 @@ class Policy:
                 self.adapters.put_back(kept)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor) of every weight, on every rank, as they are now; adapters are added in."""
+        """Yield (Hugging Face name, full tensor) of every weight, on every rank, with adapters merged."""
         return self._stream("weights" if self.adapters is None else "merged", with_tower=True)
 
     def _stream(self, kind: str, *, with_tower: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -280,28 +376,49 @@ class Policy:
         return self.exchange.stream(mine, kind, **({} if self.adapters is None else {"prepare": self.adapters.merged}))
 
     def named_adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name of PEFT's files without its prefix, full matrix) of every adapter, on every rank, as they are now."""
+        """Yield (name, full matrix) of every adapter, on every rank, with current values.
+
+        Names are those of PEFT's files without their prefix.
+        """
         assert self.adapters is not None, "asked for where all weights train"
-        self.tensors()  # complete
+        self.tensors()  # gathers all parameters
         return self.adapters.named()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters under their names in the whole model, complete."""
+        """Return this rank's parameters by their names in the whole model, all of them up to date.
+
+        Raises:
+            RuntimeError: If the weights are offloaded.
+        """
         self.room.require("weights")
         for chunk in self.wrapped:
-            # With overlap_param_gather a step leaves each rank its own share of the new weights; the next forward would fetch the rest.
+            # With overlap_param_gather a step leaves each rank its own share of the new weights; the next forward would gather the rest.
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
         return self.exchange.tensors(self.chunks)
 
     def sharded_state_dict(self, *, is_loading: bool, with_optimizer: bool = True):
-        """What a checkpoint holds of this policy; see `policy.sharded_state`."""
+        """Return what a checkpoint holds of this policy; see `policy.sharded_state`.
+
+        Args:
+            is_loading: Describe where to load to, instead of what to save.
+            with_optimizer: Include the optimizer's state.
+
+        Raises:
+            RuntimeError: If part of the policy's memory is offloaded.
+        """
         self.room.require("all")
-        self.tensors()  # complete, before they are described
+        self.tensors()  # gathers all parameters before they are described
         return sharded_state.sharded_state(self.wrapped, self.optimizer if with_optimizer else None, self.scheduler,
                                            reference=self._saved_reference(), is_loading=is_loading)  # fmt: skip
 
     def load_sharded_state_dict(self, state, *, with_optimizer: bool = True) -> None:
+        """Load what was read into the state of `sharded_state_dict(is_loading=True)`.
+
+        Args:
+            state: The sharded state dict after loading.
+            with_optimizer: Load the optimizer's state. If False, its main weights are set to the loaded weights of the model.
+        """
         optimizer = self.optimizer if with_optimizer else None
         sharded_state.load_state(self.wrapped, optimizer, self.scheduler, state, reference=self._saved_reference())
         if not with_optimizer:
@@ -310,18 +427,29 @@ class Policy:
     def _saved_reference(self) -> SequenceOf[Any] | None:
         return (self.reference.saved_chunks or None) if self.reference is not None else None
 
-    # ---- room for the sampler ------------------------------------------------------------------------------------------------
+    # ---- memory offload ------------------------------------------------------------------------------------------------------
 
     def resident(self, part: Part) -> AbstractContextManager[None]:
-        """What the block needs is in the device's memory: the weights, those of the reference besides, or all that a step and a checkpoint
-        need. The policy computes only inside such a block, or where it was never asked to make room.
+        """Keep what the block needs in the device's memory.
 
-        A save that goes on in the background needs its block until its last byte has been copied.
+        The policy computes only inside such a block, unless it was never asked to make room. A save that continues in the background needs
+        its block until its last byte has been copied.
+
+        Args:
+            part: "weights"; "reference" for the weights and those of the reference; or "all", which an optimizer step and a checkpoint
+                need.
         """
         return self.room.resident(part)
 
     def make_room(self, *, keep: Part = "nothing") -> None:
-        """The sampler needs the memory now: gives away what `--offload_model` and `--offload_optimizer` say, but for what is kept."""
+        """Free device memory for the sampler: offload what `--offload_model` and `--offload_optimizer` name.
+
+        Args:
+            keep: What stays on the device.
+
+        Raises:
+            RuntimeError: Inside a `resident` block that needs more than `keep`.
+        """
         self.exchange.forget_memory()
         for chunk in self.chunks:
             if chunk.vision is not None:
@@ -332,5 +460,5 @@ class Policy:
 
 
 def _by_row(found: Iterable[tuple[TrainingMicroBatch, np.ndarray]]) -> dict[RowKey, np.ndarray]:
-    """Values at the trained positions, [C] of a micro-batch -> of each of its rows."""
+    """Split values at the trained positions, [C] per micro-batch, by row."""
     return {row: of_row for micro, values in found for row, of_row in zip(micro.rows, micro.by_sequence(values), strict=True)}

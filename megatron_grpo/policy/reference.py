@@ -1,4 +1,7 @@
-"""Models that do not train: who the KL is measured against, chosen in `build`; and one that is only pushed to a sampler."""
+"""Models that do not train: references for the KL term, and a policy whose weights are only pushed to a sampler.
+
+`build` chooses the reference.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +19,42 @@ from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.types import MicroBatch
 from megatron_grpo.weights.buckets import WeightUpdate
 
-# This rank's parameters under their names in the whole model, as they are now.
+# Returns this rank's current parameters by their names in the whole model.
 Tensors = Callable[[], dict[str, torch.Tensor]]
 
 
 class Reference(Protocol):
-    """Log-probs that the policy is held to. Every method is collective."""
+    """Reference model for the KL term. Every method is collective."""
 
     def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
-        """float32 [C] of each of this share's micro-batches, on every rank of the share."""
+        """Return the log-probs of each micro-batch, float32 [C], on every rank of the model-parallel group."""
 
     def last_stage_logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
-        """As `logprobs`, on ranks of the last pipeline stage alone; an empty list elsewhere."""
+        """Return the same as `logprobs`, on ranks of the last pipeline stage only; an empty list elsewhere."""
 
     def after_step(self, step: int, policy: Tensors) -> None:
-        """The policy has taken an optimizer step, its `step`-th."""
+        """Update the reference after an optimizer step of the policy.
+
+        Args:
+            step: Number of optimizer steps that the policy has taken, this one included.
+            policy: Returns the policy's current parameters on this rank.
+        """
 
     @property
     def chunks(self) -> SequenceOf[Any]:
-        """Model chunks that it asks, which may be the policy's own. They make room for the sampler as the policy does."""
+        """Model chunks that the reference runs, which may be the policy's. They are offloaded together with the policy."""
 
     @property
     def saved_chunks(self) -> SequenceOf[Any]:
-        """Those of them that a checkpoint must hold, because nothing else does."""
+        """Chunks that a checkpoint must hold because no other file has their weights."""
 
 
 class FrozenReference:
-    """The model that the run began with, or another that stays."""
+    """Reference whose weights never change: the initial model of the run, or another one.
+
+    Args:
+        scorer: Scorer of the reference model.
+    """
 
     saved_chunks: SequenceOf[Any] = ()
 
@@ -51,14 +63,22 @@ class FrozenReference:
         self.logprobs, self.last_stage_logprobs = scorer.logprobs, scorer.last_stage_logprobs
 
     def after_step(self, step: int, policy: Tensors) -> None:
-        """Stays."""
+        """Do nothing: the weights stay."""
 
 
 class SyncedReference(FrozenReference):
-    """reference = alpha * policy + (1 - alpha) * reference, weight by weight, every so many steps (TR-DPO, arXiv:2404.09656)."""
+    """Reference that is mixed with the policy every `every` optimizer steps (TR-DPO, arXiv:2404.09656).
+
+    For each weight: reference = alpha * policy + (1 - alpha) * reference.
+
+    Args:
+        scorer: Scorer of the reference model.
+        tensors: Returns this rank's current parameters of the reference.
+        every: Interval in optimizer steps.
+        alpha: Weight of the policy; 1 copies it.
+    """
 
     def __init__(self, scorer: ModelScorer, *, tensors: Tensors, every: int, alpha: float):
-        """tensors: of the reference. every: in optimizer steps. alpha: 1 copies the policy."""
         super().__init__(scorer)
         self.saved_chunks = scorer.model
         self._tensors, self._every, self._alpha = tensors, every, alpha
@@ -73,13 +93,22 @@ class SyncedReference(FrozenReference):
 
 
 class FrozenPolicy:
-    """What `sync.PushedPolicy` asks for. Every method is collective. adapters: beside the chunks; they are pushed merged."""
+    """Model that does not train and can be pushed to a sampler; an implementation of `sync.PushedPolicy`.
+
+    Every method is collective.
+
+    Args:
+        chunks: This stage's model chunks.
+        scorer: Scorer of the model.
+        exchange: Conversion between this rank's shards and Hugging Face tensors.
+        adapters: Adapters beside the chunks, pushed merged into the weights; None if there are none.
+    """
 
     def __init__(self, chunks: SequenceOf[Any], scorer: ModelScorer, exchange: MegatronToHF, adapters: Adapters | None):
         self.chunks, self.scorer, self.exchange, self.adapters = chunks, scorer, exchange, adapters
 
     def tensors(self) -> dict[str, Any]:
-        """This rank's weights, by name."""
+        """Return this rank's parameters by their names in the whole model."""
         return self.exchange.tensors(self.chunks)
 
     def updates(self, version: int, *, has_base: bool) -> Iterator[WeightUpdate]:
@@ -90,7 +119,7 @@ class FrozenPolicy:
             yield WeightUpdate(kind="merged", version=version, tensors=merged)
 
     def trial(self) -> AbstractContextManager[None]:
-        """Nothing to try: what is pushed is scored as it is."""
+        """Return a context that yields None: the pushed weights are scored as they are."""
         return nullcontext(None)
 
     def resident(self, part: str) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""The loss of one optimizer step: what must be known before its first gradient, and what each micro-batch adds to it."""
+"""The loss of one optimizer step: what must be known before its first gradient, and what each micro-batch adds."""
 
 from __future__ import annotations
 
@@ -22,22 +22,41 @@ OfSequences = tuple[np.ndarray, np.ndarray]  # values and slopes of `classificat
 
 
 class StepLoss:
-    """What `passes.train` asks on the last stage. It keeps of a micro-batch (logs, the micro-batch, its log-probs float32 [C])."""
+    """Loss of one optimizer step, for `passes.train`. Making one is collective, because it may score the batch.
+
+    Of each micro-batch it keeps (logs, the micro-batch, its log-probs float32 [C]).
+
+    Args:
+        loss: The GRPO loss.
+        batch: The global batch of the step.
+        scorer: Scorer of the model that trains.
+        reference: The reference's log-probs by micro-batch, float32 [C], on ranks of the last stage; empty without a reference.
+        entropy: Current state of the adaptive entropy coefficient; None if the coefficient is constant.
+    """
 
     def __init__(
         self, loss: GrpoLoss, batch: GlobalBatch, scorer: ModelScorer, reference: SequenceOf[np.ndarray], entropy: AdaptiveEntropy | None
     ):
-        """reference: log-probs of the reference by micro-batch, float32 [C], on ranks of the last stage; empty without one. entropy: its
-        coefficient as it is now; None where it is constant. Collective: it may score the batch."""
         self.loss, self.batch, self.scorer, self.reference = loss, batch, scorer, reference
         self.parallel, self.with_entropy = scorer.parallel, loss.needs_entropy
         self._entropy_coef = entropy.applied if entropy else None
-        # The entropy from which on a token trains; and by micro-batch. On ranks of the last stage; elsewhere nobody asks.
+        # The entropy, in nats, from which on a token trains; and the classification labels by micro-batch. None off the last stage, where
+        # neither is used.
         self._threshold = _entropy_threshold(batch, scorer, loss.top_entropy_quantile) if loss.needs_entropy_threshold else None
         self._labels = _labels(batch, scorer, loss.needs_classification) if loss.needs_classification is not None else None
 
     def __call__(self, micro: TrainingMicroBatch, local: LocalBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None):
-        """logprobs, entropy: [c], of the micro-batch's place here. Returns (loss, what is kept)."""
+        """Compute the loss of a micro-batch on this context-parallel rank.
+
+        Args:
+            micro: The micro-batch.
+            local: This rank's part of it.
+            logprobs: Log-probs of this rank's trained positions, float32 [c].
+            entropy: Entropies of the same positions in nats, float32 [c]; None if the loss needs none.
+
+        Returns:
+            The loss; and what is kept of the micro-batch.
+        """
         inputs, ref_logprobs = self._inputs(micro, local.trained)
         loss, logs = self.loss(
             inputs,
@@ -51,7 +70,15 @@ class StepLoss:
         return loss, (logs, micro, self.scorer.whole(micro, local, logprobs))
 
     def slope_of(self, micro: TrainingMicroBatch, local: LocalBatch) -> Slope | None:
-        """What lets the head make its gradients while it has the logits; None where the loss of a token depends on others."""
+        """Return the function that lets the head compute its gradients while it has the logits.
+
+        Args:
+            micro: The micro-batch.
+            local: This rank's part of it.
+
+        Returns:
+            See `parallel.vocab.Slope`; None if the loss of a token depends on other tokens.
+        """
         if not self.loss.is_per_token:
             return None
 
@@ -62,7 +89,12 @@ class StepLoss:
         return slope
 
     def _inputs(self, micro: TrainingMicroBatch, trained: np.ndarray) -> tuple[LossInputs, torch.Tensor | None]:
-        """What the loss knows of these of the micro-batch's trained positions; and the reference's log-probs, where it has any."""
+        """Return the loss inputs of some trained positions of a micro-batch, and the reference's log-probs if there is a reference.
+
+        Args:
+            micro: The micro-batch.
+            trained: The positions, int64 indices into its C trained positions.
+        """
 
         def mine(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array[trained]).to(self.parallel.device)
@@ -97,7 +129,10 @@ def _entropy_threshold(batch: GlobalBatch, scorer: ModelScorer, quantile: float)
 
 
 def _labels(batch: GlobalBatch, scorer: ModelScorer, tau: float) -> SequenceOf[OfSequences] | None:
-    """The rows of a group may lie on several ranks. What is on-policy has a score of 0: without a stale row there is nothing to compute."""
+    """Compute the classification labels of the rows, by micro-batch, on ranks of the last stage; None elsewhere. Collective.
+
+    The rows of a group may lie on several ranks. An on-policy row has a score of 0, so nothing is scored if no row is stale.
+    """
     is_stale = any((~np.isnan(micro.old_logprobs)).any() for micro in batch.micro_batches)
     scores = scorer.last_stage_logprobs(batch.micro_batches) if collectives.all_reduce_max(int(is_stale)) else []
     mine = _scores_of_rows(batch.micro_batches, scores, scorer.parallel)
@@ -113,7 +148,10 @@ def _labels(batch: GlobalBatch, scorer: ModelScorer, tau: float) -> SequenceOf[O
 def _scores_of_rows(
     micro_batches: SequenceOf[TrainingMicroBatch], logprobs: SequenceOf[np.ndarray], parallel: ParallelState
 ) -> dict[RowKey, tuple[tuple[int, int], float, float, bool]]:
-    """Row -> (group, score, advantage, whether anything of it trains), of this share's rows, on the rank that speaks for them."""
+    """Return row -> (group, score, advantage, whether any token of it trains).
+
+    Has the rows of this data-parallel rank, on the one rank that reports them; empty elsewhere.
+    """
     found = {}
     for micro in micro_batches if parallel.speaks_for_its_rows else ():
         shift = np.zeros(len(micro.targets))
