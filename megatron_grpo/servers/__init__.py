@@ -1,1 +1,1 @@
-"""`megatron-grpo serve`: one vLLM engine behind HTTP, which a run owns, pushes weights to and samples from."""
+"""Rollout servers (`megatron-grpo serve`): a vLLM engine behind HTTP that a run owns, updates with weights and samples from."""

@@ -1,6 +1,7 @@
-"""The routes of a rollout server, and the door before them. There are no others, and nothing behind the door is reached without the token.
+"""HTTP routes of a rollout server and their authentication.
 
-What is asked is decided by `serve_state`, and done by `serve_engine`; this file reads bodies and writes answers (`wire`).
+Every route requires the token. `serve_state` decides whether a request is allowed, and `serve_engine` executes it; this module decodes
+request bodies and encodes responses (`wire`).
 """
 
 from __future__ import annotations
@@ -32,10 +33,16 @@ Line = TypeVar("Line", bound=Struct)
 
 
 class AuthenticationMiddleware:
-    """The outermost layer: without the token nothing is answered but 401, whatever the path or the method."""
+    """ASGI middleware that answers 401 to every request without the token, whatever its path or method.
+
+    Args:
+        app: The ASGI application.
+        token: The bearer token.
+        metrics: Counts responses whose status is not 200.
+        let_in: Called with the (host, port) of each client that has sent the token.
+    """
 
     def __init__(self, app: Any, token: str, metrics: ServerMetrics, let_in: Callable[[tuple[str, int]], None]):
-        """let_in: is told from where the token has come."""
         self._app, self._metrics, self._let_in = app, metrics, let_in
         keep_secret(token)
         self._wanted = hashlib.sha256(f"Bearer {token}".encode()).digest()
@@ -50,7 +57,7 @@ class AuthenticationMiddleware:
             await send(message)
 
         given = dict(scope["headers"]).get(b"authorization", b"")
-        # Of digests, so that the time tells neither how much of it is right nor how long it is.
+        # Compares digests, so that the response time reveals neither the length of the token nor a matching prefix.
         if scope["type"] != "http" or not hmac.compare_digest(hashlib.sha256(given).digest(), self._wanted):
             refusal = _error(401, "the token is missing or wrong")
             refusal.headers["Connection"] = "close"
@@ -60,7 +67,16 @@ class AuthenticationMiddleware:
 
 
 class App:
-    """One server's state and its routes."""
+    """State and routes of one server.
+
+    Args:
+        engine: The engine.
+        model: Path of the model.
+        shape: `weights.shape.flat` of the model.
+        metrics: Prometheus metrics.
+        tells_metrics: Whether GET /metrics is answered.
+        say: Prints a line for the operator.
+    """
 
     def __init__(
         self,
@@ -72,23 +88,23 @@ class App:
         tells_metrics: bool,
         say: Callable[[str], None],
     ):
-        """shape: `weights.shape.flat` of the model. tells_metrics: whether /metrics answers. say: tells a person what happens."""
         self.ownership = Ownership()
         self._engine, self._model, self._metrics, self._tells_metrics, self._say = engine, model, metrics, tells_metrics, say
         self._shape, self._boot = shape, secrets.token_hex(8)
         self._pictures = SentPictures()
-        self._changing = asyncio.Lock()  # joins, pushes, and what an earlier owner left: one at a time
-        self._work: set[asyncio.Task[Any]] = set()  # of this tenure, in the engine
-        self._over: asyncio.Future[None] = asyncio.Future()  # when this tenure ends
+        self._changing = asyncio.Lock()  # serializes joins, pushes and the abort of an earlier owner's requests
+        self._work: set[asyncio.Task[Any]] = set()  # tasks of this tenure in the engine
+        self._over: asyncio.Future[None] = asyncio.Future()  # done when this tenure ends
         self._has_orphans = False
         metrics.watch(self)
 
     @property
     def running(self) -> int:
-        """Requests in the engine."""
+        """Number of requests in the engine."""
         return len(self._work)
 
     def asgi(self, token: str, let_in: Callable[[tuple[str, int]], None]) -> AuthenticationMiddleware:
+        """Return the ASGI application with all routes behind `AuthenticationMiddleware`, which takes the same arguments."""
         asked = (self.state, self.metrics)
         routes = [Route(f"/{route.__name__}", route, methods=["GET"]) for route in asked]
         routes += [Route(f"/{route.__name__}", route, methods=["POST"]) for route in self.served()]
@@ -97,22 +113,24 @@ class App:
         return AuthenticationMiddleware(app, token, self._metrics, let_in)
 
     def served(self) -> tuple[Callable[[Request], Awaitable[Response]], ...]:
-        """What is asked by POST, by the name of its route."""
+        """Return the handlers of POST routes. The name of a handler is the path of its route."""
         return (self.claim, self.release, self.join, self.weights, self.adapter, self.generate, self.score)
 
     async def stop(self) -> None:
-        """Ends the streams."""
+        """End all response streams and cancel their requests."""
         await self._end_tenure()
 
-    # ---- who
+    # ---- ownership
 
     async def state(self, request: Request) -> Response:
+        """Answer GET /state with `wire.State`. A request with an incarnation renews the owner's lease."""
         await self._engine.check()
-        if request.headers.get(wire.INCARNATION) is not None:  # so an owner is heard of while it trains
+        if request.headers.get(wire.INCARNATION) is not None:  # an owner keeps its lease this way while it trains
             self._require_owner(request)
         return self._state()
 
     async def claim(self, request: Request) -> Response:
+        """Answer POST /claim: give the server to a run. A new owner ends the requests of the old one, and there are no weights."""
         claim = await body_of(request, wire.Claim)
         if self.ownership.claim(claim):
             self._say(f"run {said_by(claim.run, repr)} has the server now")
@@ -125,6 +143,7 @@ class App:
         return self._state()
 
     async def release(self, request: Request) -> Response:
+        """Answer POST /release: end the ownership of the caller, with its requests."""
         await body_of(request, wire.Nothing)
         self.ownership.release(request.headers.get(wire.INCARNATION))
         await self._end_tenure()
@@ -149,10 +168,11 @@ class App:
     # ---- weights
 
     async def join(self, request: Request) -> Response:
+        """Answer POST /join: all workers join a link. Responds when all members have joined."""
         self._require_owner(request)
         join = await body_of(request, wire.Join)
         if not (0 < join.seconds <= wire.LONGEST_JOIN and 0 < join.first_rank < join.world <= wire.MOST_MEMBERS):
-            raise ValueError(  # nobody else gets the server meanwhile
+            raise ValueError(  # no other request can change the server during a join
                 f"Join.seconds ({join.seconds:g}) is above 0 and at most {wire.LONGEST_JOIN:g}; Join.first_rank ({join.first_rank}) is "
                 f"above 0 and below Join.world ({join.world}), which is at most {wire.MOST_MEMBERS}"
             )
@@ -162,12 +182,14 @@ class App:
         return _json(wire.Nothing())
 
     async def weights(self, request: Request) -> Response:
+        """Answer POST /weights: receive all weights over the link. Ends running requests."""
         self._require_owner(request)
         push = await body_of(request, wire.WeightPush)
         is_base, has_base = push.kind == "weights", self.ownership.has_base
         return await self._push(request, push.kind, lambda: self._engine.take_weights(push, has_base), push.version, is_base=is_base)
 
     async def adapter(self, request: Request) -> Response:
+        """Answer POST /adapter: receive an adapter over the link. Ends running requests; refused without base weights of this owner."""
         self._require_owner(request)
         push = await body_of(request, wire.AdapterPush)
         return await self._push(request, "adapter", lambda: self._engine.take_adapter(push), push.version, is_base=True)
@@ -198,6 +220,7 @@ class App:
     # ---- sampling
 
     async def generate(self, request: Request) -> Response:
+        """Answer POST /generate: stream one `wire.Answer` per request, in order of completion."""
         self._require_owner(request)
         asked = await body_of(request, wire.Generate)
         self._require_owner(request)
@@ -217,8 +240,10 @@ class App:
     async def _as_they_end(
         self, works: Callable[[], Iterable[Coroutine[Any, Any, Line]]], outcome_of: Callable[[Line], str], over: asyncio.Future[None]
     ) -> AsyncIterator[bytes]:
-        """A line of each, and empty ones between them. Ends early where the weights or the owner change: whoever counts lines sees that
-        some are missing."""
+        """Yield one line per result, and empty lines as heartbeats.
+
+        The stream ends early when the weights or the owner change; the client notices that lines are missing.
+        """
         if over.done():
             return
         tenure, waiting = self.ownership.tenure, {self._start(work) for work in works()}
@@ -235,12 +260,13 @@ class App:
                     self._metrics.answered.labels(outcome=outcome_of(line)).inc()
                 yield b"".join(map(wire.encode_line, lines)) or b"\n"
         except self._engine.Dead:
-            return  # the server ends too, and says why
-        finally:  # the caller has gone, perhaps: vLLM aborts what is cancelled
+            return  # the server process exits with the reason
+        finally:  # the client may have disconnected; vLLM aborts the requests of cancelled tasks
             for task in waiting:
                 task.cancel()
 
     async def score(self, request: Request) -> Response:
+        """Answer POST /score with `wire.ScoreResponse`."""
         self._require_owner(request)
         asked = await body_of(request, wire.Score)
         self._require_owner(request)
@@ -254,6 +280,7 @@ class App:
         return _json(wire.ScoreResponse(version=version, logprobs=task.result()))
 
     async def metrics(self, request: Request) -> Response:
+        """Answer GET /metrics with Prometheus text, or with 404 if the server was started with `--metrics false`."""
         if not self._tells_metrics:
             raise HTTPException(404, "this server was started with --metrics false")
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
@@ -269,10 +296,10 @@ class App:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._work.discard(task)
         if not task.cancelled():
-            task.exception()  # of several that fail, the first is told; asyncio would complain of each other one
+            task.exception()  # marks the exception as retrieved: only the first failure is reported, and asyncio would log the others
 
     async def _end_tenure(self) -> None:
-        """Whatever the engine was asked for before now is given up, and nobody is told of it."""
+        """Cancel all work of the current tenure without answering it, and begin a new one."""
         over, self._over = self._over, asyncio.Future()
         over.set_result(None)
         work = list(self._work)
@@ -282,10 +309,16 @@ class App:
 
 
 class FrozenApp(App):
-    """Answers /state, /metrics and /prompt_logprobs. What would change its weights, or ask for those of a run, is refused."""
+    """App of a frozen server: it answers /state, /metrics and /prompt_logprobs, and refuses all routes that concern the weights of a run.
+
+    Args:
+        args: As for `App`.
+        vocabulary: `data.chat.vocabulary_of` the model's tokenizer.
+        fingerprint: `model_fingerprint` of the model.
+        more: As for `App`.
+    """
 
     def __init__(self, *args: Any, vocabulary: str, fingerprint: str, **more: Any):
-        """vocabulary: `data.chat.vocabulary_of` the model's tokenizer. fingerprint: of the model."""
         super().__init__(*args, **more)
         self._vocabulary, self._fingerprint = vocabulary, fingerprint
 
@@ -297,9 +330,10 @@ class FrozenApp(App):
         return structs.replace(super()._told(), is_frozen=True, **own)
 
     def _require_owner(self, request: Request) -> None:
-        """It has none."""
+        """Accept every caller with the token, since a frozen server has no owner."""
 
     async def prompt_logprobs(self, request: Request) -> Response:
+        """Answer POST /prompt_logprobs: stream one `wire.Scored` per sequence, in order of completion."""
         asked = await body_of(request, wire.PromptLogprobs)
         if fault := asked.fault(self._engine.max_model_len, self._engine.vocab_size):
             raise wire.MalformedMessageError(fault)
@@ -323,12 +357,16 @@ def _refused(name: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 async def _first(futures: list[asyncio.Future[Any]], seconds: float | None = None) -> set[asyncio.Future[Any]]:
-    """Those that are done when the first one is."""
+    """Wait until one future is done or the time is up. Returns the futures that are done by then."""
     return (await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]
 
 
 async def body_of(request: Request, cls: type[wire.Body]) -> wire.Body:
-    """Raises Malformed."""
+    """Decode the body of a request.
+
+    Raises:
+        MalformedMessageError: The body is not a `cls`.
+    """
     return wire.decode(cls, await request.body())
 
 
@@ -340,12 +378,15 @@ def _error(status: int, sentence: str) -> Response:
     return Response(wire.encode_error(sentence), status, media_type="application/json")
 
 
-# ValueError: of a body that has the right form, and cannot be done.
+# ValueError: the body has the right form, but asks for something impossible.
 _STATUS: dict[type[Exception], int] = {RequestRefusedError: 409, wire.MalformedMessageError: 400, ValueError: 400, WeightPushError: 500}
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """Every other error is the engine's, or a bug: 500, and its traceback is in the server's log."""
+    """Convert an exception to a response.
+
+    An exception that `_STATUS` does not list is an engine failure or a bug: 500, and the traceback is in the server's log.
+    """
     if isinstance(error, HTTPException):
         return _error(error.status_code, error.detail)
     status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)

@@ -1,8 +1,8 @@
-"""What crosses HTTP between a run and its rollout servers: the form of every body, and of every line that comes back.
+"""HTTP messages between a run and its rollout servers: every request body and every line of a response.
 
-Both sides use this file, so what one writes the other reads. A body is a JSON object whose fields are those of a class below, no more and
-no fewer. Bytes, and arrays as their little-endian bytes, travel as base64: exact, and cheaper than decimal digits.
-No torch and no vLLM, since a trainer on other machines than its servers has no vLLM.
+Client and server both use this module. A body is a JSON object with exactly the fields of one of the classes below. Bytes are base64, and
+an array is the base64 of its little-endian bytes: exact, and shorter than decimal digits.
+The module imports neither torch nor vLLM, since a trainer on a separate machine has no vLLM.
 """
 
 from __future__ import annotations
@@ -17,175 +17,175 @@ from numpy.typing import NDArray
 from megatron_grpo.base.errors import said_by
 from megatron_grpo.types import SamplingMask
 
-INCARNATION = "X-Incarnation"  # header: the incarnation that claimed the server; 409 where another one has it now
+INCARNATION = "X-Incarnation"  # header: the incarnation that claimed the server; the response is 409 if another one owns it now
 AUTHORIZATION = "Authorization"  # header: "Bearer <token>"
-LEASE_SECONDS = 60.0  # an owner that is not heard of for so long has gone
-BEAT_SECONDS = 2.0  # a stream of answers is never silent for longer: it sends an empty line
-LONGEST_JOIN, MOST_MEMBERS = 120.0, 1 << 16  # seconds that a member of a link waits for another, and members
-LONGEST_REFUSAL = 2000  # characters of a server's sentence that are repeated: it may name many tensors
+LEASE_SECONDS = 60.0  # an owner that makes no request for this long loses the server
+BEAT_SECONDS = 2.0  # longest silence of a response stream; then the server sends an empty line
+LONGEST_JOIN, MOST_MEMBERS = 120.0, 1 << 16  # largest timeout of a join in seconds, and largest size of a link
+LONGEST_REFUSAL = 2000  # characters of a server's error message that are repeated: it may name many tensors
 STREAM_TYPE = "application/x-ndjson"
 
 Kind = Literal["weights", "merged"]
 
 
 class MalformedMessageError(ValueError):
-    """What came is not of the form that was expected. A sentence."""
+    """The received message has an unexpected form. The message is a sentence."""
 
     def __init__(self, sentence: str):
         super().__init__(said_by(sentence))
 
 
 class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is written and read as a JSON object."""
+    """Base class of messages that are encoded as a JSON object."""
 
 
 class Claim(Message, frozen=True):
-    """POST /claim: a run takes a server."""
+    """Body of POST /claim: a run becomes the owner of the server."""
 
-    run: str  # lies in the run's output_dir, so it outlives a restart
-    incarnation: str  # new in every process
+    run: str  # name of the run; stored in its output_dir, so it survives a restart
+    incarnation: str  # name of the process; new in every process
 
 
 class Nothing(Message, frozen=True):
-    """POST /release."""
+    """Empty body: of POST /release, and of the response to POST /join."""
 
 
 class Join(Message, frozen=True):
-    """POST /join: all workers of the server become members of a link (`parallel.link`), from rank `first_rank` on."""
+    """Body of POST /join: all workers of the server join a link (`servers.weight_transfer`), from rank `first_rank` on."""
 
-    address: str  # of the trainer's store, as this server can reach it
-    port: int
-    first_rank: int
-    world: int
-    name: str
-    seconds: float  # the longest wait for a member, at most LONGEST_JOIN
+    address: str  # of the trainer's store, as this server reaches it
+    port: int  # of that store
+    first_rank: int  # rank of the server's first worker in the link, above 0: rank 0 is the trainer
+    world: int  # size of the link
+    name: str  # of the link
+    seconds: float  # timeout for a member, above 0 and at most LONGEST_JOIN
 
 
 class WeightPush(Message, frozen=True):
-    """POST /weights: the server takes all weights from the link. version None: an adapter follows, and makes the version."""
+    """Body of POST /weights: the server receives all weights over the link."""
 
-    version: int | None
-    link: str
-    kind: Kind = "weights"  # "merged": with an adapter added in, so they are no base for another one
-    moves_tower: bool = False  # the weights that see pictures are among them; else the server has them already
+    version: int | None  # None: base weights; an adapter follows and sets the version
+    link: str  # name of the link
+    kind: Kind = "weights"  # "merged": an adapter is merged into the weights, so no adapter can be added to them
+    moves_tower: bool = False  # True: the update contains the vision tower; False: the server has it already
 
 
 class AdapterPush(Message, frozen=True):
-    """POST /adapter: the server takes an adapter alone, for the base weights that this owner pushed before."""
+    """Body of POST /adapter: the server receives an adapter for the base weights that this owner has pushed."""
 
     version: int
-    link: str
-    config: dict[str, Any]  # as PEFT writes it
-    modules: tuple[str, ...]  # Hugging Face names of those that have an adapter in this run
+    link: str  # name of the link
+    config: dict[str, Any]  # PEFT's adapter configuration
+    modules: tuple[str, ...]  # Hugging Face names of the modules that have an adapter in this run
 
 
 class Sampling(Message, frozen=True):
-    """How the tokens of all requests of one body are drawn."""
+    """Sampling parameters for all requests of one body."""
 
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
-    top_k: int = 0  # 0 is off
-    min_p: float = 0.0  # 0 is off
-    tells_kept: bool = False  # completions come with what top_k, top_p, min_p and a grammar left of the vocabulary
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0  # 0: off
+    tells_kept: bool = False  # True: return the sampling mask, what top_k, top_p, min_p and a grammar left of the vocabulary
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    more: dict[str, Any] = {}  # of vLLM's SamplingParams
+    more: dict[str, Any] = {}  # further fields of vLLM's SamplingParams
 
 
 class SentPicture(Message, frozen=True):
-    """The file of a picture. It is sent once, and known by its key until the server has forgotten it."""
+    """Image file. It is sent once; requests refer to it by its key until the server evicts it."""
 
     key: str
     data: bytes
 
 
 class ShownPicture(Message, frozen=True):
-    """Where a prompt shows a picture."""
+    """Position of an image in a prompt."""
 
-    key: str
-    place: int  # of its first token, in the long form
-    tokens: int
+    key: str  # of the image
+    place: int  # index of its first token in the prompt with expanded image placeholders
+    tokens: int  # number of its tokens
 
 
 class Request(Message, frozen=True):
-    """One group: a prompt that is answered n times."""
+    """Request for one group: n completions of one prompt."""
 
-    key: str  # comes back with the answer
-    ids: tuple[int, ...]
-    seed: int  # completion i is drawn with seed + i
-    n: int
-    max_tokens: int
+    key: str  # the answer carries the same key
+    ids: tuple[int, ...]  # token IDs of the prompt
+    seed: int  # completion i is sampled with seed + i
+    n: int  # completions
+    max_tokens: int  # limit for one completion
     shown: tuple[ShownPicture, ...] = ()
 
 
 class Bounds(Message, frozen=True):
-    """How large pictures become before they are cut into patches, in pixels."""
+    """Smallest and largest size of an image in pixels, to which it is resized before it is cut into patches."""
 
     min_pixels: int
     max_pixels: int
 
 
 class Generate(Message, frozen=True):
-    """POST /generate: one line comes back for each request, in the order in which they end."""
+    """Body of POST /generate. The response has one line per request, in order of completion."""
 
-    version: int
+    version: int  # of the weights that must sample; another version is refused with 409
     sampling: Sampling
     requests: tuple[Request, ...]
-    pictures: tuple[SentPicture, ...] = ()  # those of the requests that the server may not have
-    bounds: Bounds | None = None  # where a request shows some
+    pictures: tuple[SentPicture, ...] = ()  # images of the requests that the server may not have
+    bounds: Bounds | None = None  # required if a request has images
 
 
 class Score(Message, frozen=True):
-    """POST /score: log-probs of each token after the first, at temperature 1; the last is read through the prefix cache."""
+    """Body of POST /score: log-probs of each token after the first, at temperature 1; the last is read through the prefix cache."""
 
-    sequences: tuple[tuple[int, ...], ...]
-    shown: tuple[tuple[ShownPicture, ...], ...] = ()  # by each of them; () where none shows any
+    sequences: tuple[tuple[int, ...], ...]  # token IDs
+    shown: tuple[tuple[ShownPicture, ...], ...] = ()  # images of each sequence; () if no sequence has any
     pictures: tuple[SentPicture, ...] = ()
-    bounds: Bounds | None = None
+    bounds: Bounds | None = None  # required if a sequence has images
 
 
 class ScoreResponse(Message, frozen=True):
-    """What POST /score answers."""
+    """Response to POST /score."""
 
-    version: int | None
-    logprobs: tuple[tuple[float, ...], ...]
+    version: int | None  # of the weights
+    logprobs: tuple[tuple[float, ...], ...]  # one row per sequence, natural logs
 
 
 class State(Message, frozen=True):
-    """What GET /state says; POST /claim, /release, /weights and /adapter answer it too."""
+    """Response to GET /state, and to POST /claim, /release, /weights and /adapter."""
 
-    boot: str  # another one after every start of the server
-    version: int | None  # of the weights; None: nobody has pushed any, or a push failed
-    has_base: bool  # this owner pushed the weights that an adapter is added to
-    owner: str | None  # the run that holds the server
-    running: int  # requests
-    model: str
+    boot: str  # random name that changes with every start of the server
+    version: int | None  # of the weights; None: no push has completed, or the last one failed
+    has_base: bool  # this owner has pushed base weights for an adapter
+    owner: str | None  # the run that owns the server
+    running: int  # requests in the engine
+    model: str  # path of the model
     dtype: str
-    world_size: int  # workers: so many members of a link
-    max_model_len: int  # tokens of prompt and completion
-    max_num_seqs: int  # sequences decoded together, by all engines of the server
-    adapter_rank: int  # the largest rank that there is room for; 0: no room for adapters
-    shape: dict[str, Any] = {}  # `weights.shape.flat` of its model; {}: it does not say
-    tells_experts: bool = False  # completions come with the experts that their tokens were routed to
-    limit_images: int = 0  # pictures of a prompt; 0: the model sees none
-    max_pixels: int = 0  # of a picture
-    most_kept: int = 0  # the largest top_k with which it tells what was left of the vocabulary
-    is_frozen: bool = False  # nobody may claim it or push to it: it answers /prompt_logprobs alone, to all who have the token
-    vocabulary: str = ""  # of a frozen one's tokenizer: `data.chat.vocabulary_of`
-    fingerprint: str = ""  # of a frozen one's model: its configuration and weights
-    vocab_size: int = 0  # of a frozen one's model: token ids below it have log-probs
+    world_size: int  # workers, each of which is one member of a link
+    max_model_len: int  # limit for prompt plus completion in tokens
+    max_num_seqs: int  # sequences decoded concurrently, by all engines of the server
+    adapter_rank: int  # largest supported LoRA rank; 0: no adapters
+    shape: dict[str, Any] = {}  # `weights.shape.flat` of its model; {}: unknown
+    tells_experts: bool = False  # completions include the experts that their tokens were routed to
+    limit_images: int = 0  # images per prompt; 0: text only
+    max_pixels: int = 0  # per image
+    most_kept: int = 0  # largest top_k for which it returns the sampling mask
+    is_frozen: bool = False  # it accepts no claim and no push, and answers /prompt_logprobs to every client with the token
+    vocabulary: str = ""  # of a frozen server's tokenizer: `data.chat.vocabulary_of`
+    fingerprint: str = ""  # of a frozen server's model: its configuration and weights
+    vocab_size: int = 0  # of a frozen server's model: token ids below it have log-probs
 
 
 class SampledCompletion(Message, frozen=True, omit_defaults=True, eq=False):
     """One completion of T tokens."""
 
     tokens: NDArray[np.int32]  # [T]
-    logprobs: NDArray[np.float32]  # [T]
+    logprobs: NDArray[np.float32]  # [T], natural logs
     text: str
-    reason: str  # "stop" or "length"; any other is no answer
+    reason: str  # finish reason: "stop" or "length"; the client rejects any other
     versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) in tokens of the completion
-    experts: NDArray[np.int16] | None = None  # [tokens, MoE layers, k]: what `experts.told` hands on
-    kept: SamplingMask | None = None  # what each token was drawn among
+    experts: NDArray[np.int16] | None = None  # [tokens, MoE layers, k], as `experts.told` returns them
+    kept: SamplingMask | None = None  # tokens that sampling could choose from at each of the T positions
 
     def __post_init__(self) -> None:
         count = len(self.tokens)
@@ -199,15 +199,12 @@ class SampledCompletion(Message, frozen=True, omit_defaults=True, eq=False):
 
 
 class Answer(Message, frozen=True, omit_defaults=True, eq=False):
-    """One line of /generate. error: what is wrong with this request; no other server would answer it either.
+    """One line of the response to /generate."""
 
-    lacks: keys of pictures that the server has not, or no more; the request is to be sent again with them.
-    """
-
-    key: str
+    key: str  # of the request
     completions: tuple[SampledCompletion, ...] = ()
-    error: str | None = None
-    lacks: tuple[str, ...] = ()
+    error: str | None = None  # why the request is invalid; every other server would reject it too
+    lacks: tuple[str, ...] = ()  # keys of images that the server does not have; send the request again with them
 
     def __post_init__(self) -> None:
         if self.error is not None:
@@ -215,13 +212,23 @@ class Answer(Message, frozen=True, omit_defaults=True, eq=False):
 
 
 class PromptLogprobs(Message, frozen=True):
-    """POST /prompt_logprobs, of a frozen server: one line comes back for each sequence, in the order in which they end."""
+    """Body of POST /prompt_logprobs, for a frozen server. The response has one line per sequence, in order of completion."""
 
-    sequences: tuple[tuple[int, ...], ...]
-    first: tuple[int, ...]  # of each: the first token whose log-prob is wanted, at least 1
+    sequences: tuple[tuple[int, ...], ...]  # token IDs
+    first: tuple[int, ...]  # per sequence: index of the first token whose log-prob is requested, at least 1
 
     def fault(self, max_model_len: int, vocab_size: int) -> str | None:
-        """What no server of these sizes could do with it, as a sentence. One token is drawn besides, and thrown away."""
+        """Return why no server of these sizes could answer the request.
+
+        A sequence must be shorter than `max_model_len`, since vLLM samples one more token, which is discarded.
+
+        Args:
+            max_model_len: Context length of the server in tokens.
+            vocab_size: Number of token IDs of its model.
+
+        Returns:
+            A sentence, or None if the request is valid.
+        """
         if len(self.first) != len(self.sequences):
             return f"{len(self.first)} first tokens are told for {len(self.sequences)} sequences"
         for ids, first in zip(self.sequences, self.first, strict=True):
@@ -236,10 +243,10 @@ class PromptLogprobs(Message, frozen=True):
 
 
 class Scored(Message, frozen=True, eq=False):
-    """One line of /prompt_logprobs."""
+    """One line of the response to /prompt_logprobs."""
 
-    place: int  # of the sequence in the body
-    logprobs: NDArray[np.float32]
+    place: int  # index of the sequence in the body
+    logprobs: NDArray[np.float32]  # of the tokens from `first` on, natural logs
 
 
 # ---- JSON
@@ -248,19 +255,27 @@ Body = TypeVar("Body", bound=Struct)
 
 
 class _Shaped(Message, frozen=True):
-    """An array of more than one dimension."""
+    """Array with more than one dimension."""
 
     shape: tuple[int, ...]
-    ids: bytes
+    ids: bytes  # the little-endian values
 
 
 def encode(body: Struct) -> bytes:
-    """The JSON of an object of one of the classes above."""
+    """Encode an object of one of the classes above as JSON."""
     return msgspec.json.encode(body, enc_hook=_form_of_array)
 
 
 def decode(cls: type[Body], body: bytes | str) -> Body:
-    """The object that `encode` wrote. Raises Malformed: unknown and missing fields, and values of another kind, are said by their place."""
+    """Decode what `encode` has written.
+
+    Args:
+        cls: The expected class.
+        body: The JSON.
+
+    Raises:
+        MalformedMessageError: The body is not JSON, or a field is unknown, missing or of another type. The message names its position.
+    """
     try:
         return msgspec.json.decode(body, type=cls, dec_hook=_array)
     except msgspec.ValidationError as error:
@@ -270,12 +285,19 @@ def decode(cls: type[Body], body: bytes | str) -> Body:
 
 
 def encode_line(line: Struct) -> bytes:
-    """One line, with its end."""
+    """Encode one line of a stream, including its newline."""
     return encode(line) + b"\n"
 
 
 def decode_line(cls: type[Body], line: bytes) -> Body | None:
-    """None for an empty line, which only says that the server is alive. Raises Malformed, also where a line was cut off."""
+    """Decode one line of a stream.
+
+    Returns:
+        The object, or None for an empty line, which the server sends as a heartbeat.
+
+    Raises:
+        MalformedMessageError: The line has another form, or it does not end with a newline.
+    """
     if not line.endswith(b"\n"):
         raise MalformedMessageError("the stream of answers ends in the middle of a line")
     return decode(cls, line) if line.strip() else None
@@ -289,20 +311,36 @@ def _form_of_array(value: Any) -> Any:
 
 
 def _array(kind: Any, form: Any) -> np.ndarray:
-    """kind: an array's type as the classes above have it. Raises ValueError."""
+    """Decode an array.
+
+    Args:
+        kind: Type of the array as annotated in the classes above, such as `NDArray[np.int32]`.
+        form: The decoded JSON: base64, or an object with `shape` and `ids`.
+
+    Raises:
+        ValueError: The bytes do not fit the dtype or the shape.
+    """
     dtype: np.dtype = np.dtype(*get_args(get_args(kind)[1]))
     shaped = msgspec.convert(form if isinstance(form, dict) else {"shape": (-1,), "ids": form}, _Shaped)
     return np.frombuffer(shaped.ids, dtype.newbyteorder("<")).astype(dtype).reshape(shaped.shape)
 
 
-for _form in Message.__subclasses__():  # msgspec looks at a class when it first reads one, and crashes where two threads do so at once
+for _form in Message.__subclasses__():  # msgspec inspects a class at its first use, and crashes if two threads do so at the same time
     msgspec.json.Decoder(_form, dec_hook=_array)
 
 
 def fault_of(request: Request, max_model_len: int) -> str | None:
-    """What no server of this `max_model_len` could do with a request, as a sentence; None where there is nothing. Both sides ask.
+    """Return why no server of this context length could answer a request. Client and server both check it.
 
-    vLLM answers a prompt whose completion does not fit: it cuts the completion short, and says "length".
+    The check is needed because vLLM accepts a prompt whose completion does not fit: it truncates the completion, with finish reason
+    "length".
+
+    Args:
+        request: The request.
+        max_model_len: Context length in tokens.
+
+    Returns:
+        The end of a sentence about the request, or None if it is valid.
     """
     needed = len(request.ids) + request.max_tokens
     if any(one.place < 0 or one.tokens < 1 or one.place + one.tokens > len(request.ids) for one in request.shown):
@@ -327,12 +365,12 @@ class _Error(Struct):
 
 
 def encode_error(sentence: str) -> bytes:
-    """The body of every answer that is not 200."""
+    """Encode the body of a response whose status is not 200."""
     return encode(_Error(sentence))
 
 
 def decode_error(body: bytes) -> str:
-    """The sentence, or what came instead of one: another program may listen at that address."""
+    """Return the error message of a response, or the beginning of its body if another program listens at that address."""
     try:
         return said_by(decode(_Error, body).error, most=LONGEST_REFUSAL)
     except MalformedMessageError:
