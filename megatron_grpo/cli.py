@@ -1,4 +1,6 @@
-"""`megatron-grpo <command>`: reads the command line, checks everything, and only then imports what the command needs.
+"""Command line `megatron-grpo <command>`.
+
+The configuration is parsed and checked completely before anything that the command needs is imported.
 
 Exit codes: 0 done; 2 the configuration is wrong and nothing was started; 3 interrupted and saved; 1 anything else.
 """
@@ -24,11 +26,11 @@ if TYPE_CHECKING:
     from megatron_grpo.config.config import Config
 
 Command = Callable[..., int]
-LEAST_FILES = 128  # that a process must be allowed to open: a rank that trains a tiny model and samples has some 160
+LEAST_FILES = 128  # files that a process must be allowed to open: a rank that trains a tiny model and samples opens about 160
 
 
 class Analysis:
-    """`run.build.AnalysisHooks`."""
+    """Implementation of `run.build.AnalysisHooks` that imports each analysis tool when it is used."""
 
     def audit(self, every: int) -> Any:
         from megatron_grpo.analysis.audit import Audit
@@ -70,7 +72,10 @@ def train(argv: list[str], **parts: Any) -> int:
 
 
 def _parsed_to_train(argv: list[str]) -> Parsed:
-    """As `_parsed`; the configuration is shown with what follows from it, and this may be one process where there should be more."""
+    """Parse the command line of `train`.
+
+    As `_parsed`, but `--print_config` also shows derived values, and one process where the settings ask for several is a problem.
+    """
     launched, asked = launcher.read(), launcher.number_asked_for()
     world_size = launched.world_size if launched.is_launched else asked and asked[1]
     parsed = _parse(argv, world_size)
@@ -89,7 +94,10 @@ def _parsed_to_train(argv: list[str]) -> Parsed:
 
 
 def _model_parallel(config: Config) -> tuple[str, int] | None:
-    """What asks for more than one process where nobody said how many: the sizes that one copy of the model is cut into."""
+    """Return the settings that need more than one process where no world size is given, and the number of processes.
+
+    The number is the product of the tensor, pipeline and context parallel sizes. None if all of them are 1 or a world size is given.
+    """
     parallel = config.parallel
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     sizes = {config.typed.get(name, name): getattr(parallel, name) for name in names if getattr(parallel, name) > 1}
@@ -99,9 +107,9 @@ def _model_parallel(config: Config) -> tuple[str, int] | None:
 
 
 def _not_launched(argv: list[str], config: Config, asked: tuple[str, int] | None) -> list[Problem]:
-    """One process where the environment or the configuration says that there should be more."""
+    """Return a problem if this is one process and the environment or the configuration asks for more."""
     number = config.parallel.world_size or 1
-    if asked is None and number > 1:  # less than one is for the sizes to say
+    if asked is None and number > 1:  # a number below one is refused with the parallel sizes
         name = config.typed.get("world_size", "world_size")
         source = config.sources.get("world_size", "")
         asked = (f"{name} ({number})" if "NPROC_PER_NODE" not in source else f"NPROC_PER_NODE of {source}", number)
@@ -114,7 +122,7 @@ def plan(argv: list[str]) -> int:
     from megatron_grpo.run.validate import validate_run
 
     parsed, world_size = _parse(argv, None), _launched_world_size()
-    if world_size is not None and "world_size" not in parsed.config.typed:  # without a launcher, it may ask about any number of ranks
+    if world_size is not None and "world_size" not in parsed.config.typed:  # without a launcher, the user may plan for any number of ranks
         parsed = _parse(argv, world_size)
     return run_plan(parsed, validate_run)
 
@@ -192,11 +200,19 @@ COMMANDS: dict[str, Command] = {
 
 
 class _ConfigShown(Exception):
-    """--print_config was typed, and has been answered."""
+    """Signal that `--print_config` was given and has been answered."""
 
 
 def _parsed(argv: Sequence[str], *, is_launched: bool = True) -> Parsed:
-    """Settings, with what is wrong with them. is_launched: a launcher may have started this process. Raises _ConfigShown."""
+    """Parse the settings, with all problems found in them.
+
+    Args:
+        argv: Command-line arguments after the command.
+        is_launched: Whether a launcher may have started this process.
+
+    Raises:
+        _ConfigShown: `--print_config` was given.
+    """
     parsed = _parse(argv, _launched_world_size() if is_launched else None)
     if parsed.print_config:
         _print_config(parsed.config)
@@ -224,7 +240,7 @@ def _print_config(config: Config) -> NoReturn:
 
 
 def _problems_of_process(command: str) -> Iterator[Problem]:
-    """What it was started with that no command can work with, whatever it is asked."""
+    """Yield problems of the process itself that no command can work with: its directory, launcher and open-file limit."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -240,9 +256,16 @@ def _problems_of_process(command: str) -> Iterator[Problem]:
 
 
 def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
-    """Run one command and return its exit code. Without `argv` this is the program itself, and the command runs in a child of it.
+    """Run one command and return its exit code.
 
-    parts: a sampler, a reference or a guard written elsewhere, for `train`; `run.build.Parts` says which there are.
+    Without `argv` this is the program itself, and the command runs in a child process.
+
+    Args:
+        argv: Command-line arguments, the command first. None reads `sys.argv`.
+        parts: Custom components for `train`, such as a sampler, a reference or a guard. See `run.build.Parts`.
+
+    Returns:
+        The exit code: 0 done, 1 failed, 2 configuration error, 3 interrupted and saved, 130 after a keyboard interrupt.
     """
     if argv is None:
         from megatron_grpo.run.supervisor import supervised
@@ -266,9 +289,9 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
     except BrokenPipeError:  # `plan | head`: the reader has seen enough; a training run that loses its reader is a RunError
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the one place where every way to end is said and counted
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the one place that reports every error and picks its exit code
         if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
-            return EXIT_DONE  # rich leaves like this, with standard output put aside
+            return EXIT_DONE  # rich exits like this, after it has redirected standard output
         from megatron_grpo.run.failures import report
 
         code = report(error)
@@ -297,7 +320,7 @@ def _run(command: str, words: list[str], parts: dict[str, Any]) -> int:
         raise ConfigError(problems)
     if launcher.read().by_torchrun:
         die_with_parent()  # a script of the user's own has no supervisor
-    if command not in ("plan", "doctor"):  # which load no library that would speak
+    if command not in ("plan", "doctor"):  # these two load no library that logs
         from megatron_grpo.run.terminal import quiet_libraries
 
         quiet_libraries()

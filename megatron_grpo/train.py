@@ -1,4 +1,7 @@
-"""THE LOOP. Read this first: everything else is a part that it names."""
+"""The training loop of a GRPO run.
+
+Start reading here: every other module is a part that this one names.
+"""
 
 from __future__ import annotations
 
@@ -29,30 +32,42 @@ if TYPE_CHECKING:
 
 
 class StopRequest(Protocol):
-    """Tells whether this run is to stop. The loop knows nothing else of signals and time limits."""
+    """Stop request of a run.
+
+    The loop knows nothing else of signals and time limits.
+    """
 
     def agreed(self, all_reduce_max: Callable[[float], float]) -> bool: ...
 
     def should_cancel(self) -> bool:
-        """For whoever samples or judges: whether there is no time left to wait for it."""
+        """Return whether sampling or reward scoring must be abandoned now, because no time is left to wait for it."""
 
     def why(self, from_all: Callable[[Any], list[Any]]) -> str:
-        """What asked for it, in the same words on every rank. Collective."""
+        """Return the reason for the stop, in the same words on every rank. Collective."""
 
 
 class StepCallback(Protocol):
-    """Looks on while steps are taken: it may end the run, and keeps what somebody will want to look at."""
+    """Observer of training steps. It may end the run, and it saves steps that are worth inspecting."""
 
     def __call__(self, step: ScheduledStep, pending: SampleBuffer) -> AbstractContextManager[GradientHooks | None]:
-        """Around a step. pending: with its rows, where they are trained."""
+        """Return the context manager that wraps one training step.
+
+        Args:
+            step: The step from the training schedule.
+            pending: The sample buffer, with the rows of the step on the ranks that train them.
+        """
 
     def dump_on_hang(self, words: str) -> None:
-        """Ranks hang, as `words` say: from another thread, without a collective."""
+        """Save the current step after a hang. Runs on another thread and uses no collective.
+
+        Args:
+            words: Description of the hang.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one run is made of; put together in `build`."""
+    """Components of one training run, assembled by `build`."""
 
     timetable: TrainingSchedule
     parallel: ParallelState
@@ -65,22 +80,32 @@ class Run:
     evaluator: Evaluator
     journal: MetricsLogger
     stop: StopRequest
-    stop_drain_seconds: float  # once the run is to stop, how long what is being sampled is waited for
-    max_skipped_steps: int  # so many steps in a row that the guard refuses end the run
+    stop_drain_seconds: float  # how long to wait for running generations once the run must stop
+    max_skipped_steps: int  # consecutive steps refused by the guard after which the run ends
     witness: StepCallback
 
 
 def train(run: Run) -> Progress:
-    """One GRPO run. Every rank executes this same function; no rank is special in it.
+    """Run the GRPO training loop.
 
-    Returns where it ended. Raises `RunInterruptedError` where it was asked to stop, once the state is on disk.
+    Every rank executes this same function; no rank is special in it.
+
+    Args:
+        run: The components of the run.
+
+    Returns:
+        The progress at the end of the run.
+
+    Raises:
+        RunInterruptedError: The run was asked to stop. Its state is saved on disk.
+        RunError: `max_skipped_steps` optimizer steps in a row were skipped.
     """
     policy, rollouts, clock = run.policy, run.rollouts, run.journal.clock
     progress, pending = run.checkpoints.restore(policy, run.prompts, SampleBuffer(parallel=run.parallel, cut=policy.cut))
     run.journal.start(progress)
 
-    for step in run.timetable.from_step(progress.step, progress.num_rollouts):  # one row of the timetable per optimizer step
-        # SAMPLE   what an earlier step launched comes in; the engine gets this step's weights; new sampling begins.
+    for step in run.timetable.from_step(progress.step, progress.num_rollouts):  # one row of the schedule per optimizer step
+        # SAMPLE   collect rollouts launched by earlier steps; sync this step's weights to the engine; start new sampling.
         with saved_if_sampling_ends(run, progress, pending):
             found = rollouts.collect(step.arriving)
             evaluate_if_due(run, progress, step.evaluates)
@@ -90,23 +115,23 @@ def train(run: Run) -> Progress:
             for number in step.launches:
                 rollouts.launch(number)
         pending, progress = pending.add(found), progress.add(found)
-        stop_if_asked(run, progress, pending, found)  # the optimizer step may take longer than whoever asks can wait
-        # ANCHOR   log-probs that must stay still while the weights move: only where the timetable says so.
+        stop_if_asked(run, progress, pending, found)  # before the optimizer step, which may take longer than the time left
+        # ANCHOR   compute old log-probs, which stay fixed while the weights change: only for the slices that the schedule names.
         with policy.resident("weights"), clock("old_logprobs"):
             pending = pending.anchored(policy.scorer, step)
-        # LEARN    this step's global batch, cut for this rank: the only place where data is cut.
+        # LEARN    build this rank's share of the global batch: the only place where data is partitioned.
         pending, batch = pending.batch(step, weigh=policy.loss.token_weights)
         run.checkpoints.record(step, pending)
         with policy.resident("all"), clock("train"), run.witness(step, pending) as beside:
             trained = policy.train_step(batch, beside)
         rows = pending.rows
-        if trained.refusal:  # its weights are still there
+        if trained.refusal:  # the weights from before the step are unchanged
             with policy.resident("weights"), clock("old_logprobs"):
                 pending = pending.after_refusal(policy.scorer, step)
         pending, progress = pending.after(step, trained.logprobs), progress.after(batch)
-        # KEEP     a checkpoint holds what is being sampled too, so it waits for that.
+        # KEEP     save a checkpoint. It includes running generations, so it waits for them.
         with clock("checkpoint"):
-            run.checkpoints.advance()  # one that is being written beside the steps
+            run.checkpoints.advance()  # continues a checkpoint that is written in the background
         stops, is_time = agreed(run)
         saves = stops or is_time or run.checkpoints.are_due(progress.step)
         if saves:
@@ -128,9 +153,10 @@ def train(run: Run) -> Progress:
 
 
 def agreed(run: Run) -> tuple[bool, bool]:
-    """Whether what asks any rank to stop stops all of them here; and whether it is time for a checkpoint, by the main rank's clock.
+    """Return whether all ranks stop now, and whether a checkpoint is due by the clock of the main rank. Collective.
 
-    Both are one number: 2 to stop, 1 for the clock. A run that stops saves anyway.
+    A stop request on any rank stops all of them. One all-reduced number carries both answers: 2 for stop, 1 for the clock. A run that stops
+    saves anyway, so the second value is only True if the first is False.
     """
     is_time, largest = run.parallel.is_main and run.checkpoints.is_time(), 0.0
 
@@ -143,7 +169,15 @@ def agreed(run: Run) -> tuple[bool, bool]:
 
 
 def tell(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedStep, rows: Mapping[RowKey, TrainingRow]) -> None:
-    """What a step says of itself; of one that the guard refused, who made its gradient. rows: those that waited before it."""
+    """Log the metrics of a step and, if the guard refused it, the rows that caused its gradient.
+
+    Args:
+        run: The components of the run.
+        progress: The progress after the step.
+        batch: The global batch of the step.
+        trained: The result of the step.
+        rows: The rows that were waiting before the step.
+    """
     run.journal.step(progress, batch, trained.metrics, skipped=trained.skipped)
     if trained.refusal:
         numbers = {key: rows[key].prompt_number for key in trained.refusal.rows}
@@ -155,7 +189,11 @@ def tell(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedStep,
 
 
 def end_if_skipped_too_often(run: Run, progress: Progress, refusal: SkippedStep | None) -> None:
-    """Raises RunError after `max_skipped_steps` refusals in a row."""
+    """End the run after too many skipped optimizer steps in a row.
+
+    Raises:
+        RunError: `max_skipped_steps` steps in a row were refused by the guard.
+    """
     if refusal is None or refusal.skips.in_a_row < run.max_skipped_steps:
         return
     good = run.checkpoints.last_good(progress.step)
@@ -168,13 +206,26 @@ def end_if_skipped_too_often(run: Run, progress: Progress, refusal: SkippedStep 
 
 
 def publish(run: Run, version: int) -> None:
-    """Pushes the policy's weights to the engine, which proves that it has them. Does nothing if it has them already."""
+    """Sync the policy's weights to the engine and verify that the engine uses them.
+
+    Does nothing if the engine already has this version.
+
+    Args:
+        run: The components of the run.
+        version: The version of the weights, which is the number of optimizer steps done.
+    """
     with run.journal.clock("weight_sync"):
         run.publisher.publish(version)
 
 
 def evaluate_if_due(run: Run, progress: Progress, steps: Iterable[int]) -> None:
-    """steps: numbers of optimizer steps done, after which an evaluation that is due falls here."""
+    """Evaluate if an evaluation is due after one of the given steps.
+
+    Args:
+        run: The components of the run.
+        progress: The current progress.
+        steps: Numbers of completed optimizer steps whose evaluation, if due, happens now.
+    """
     if run.evaluator.is_due(steps):
         publish(run, progress.step)
         with run.journal.clock("eval"):
@@ -183,7 +234,14 @@ def evaluate_if_due(run: Run, progress: Progress, steps: Iterable[int]) -> None:
 
 
 def save(run: Run, progress: Progress, pending: SampleBuffer, *, completely: bool) -> None:
-    """completely: it is on the disk when this returns, also where checkpoints are written beside the steps."""
+    """Save a checkpoint.
+
+    Args:
+        run: The components of the run.
+        progress: The progress to save.
+        pending: The sample buffer to save.
+        completely: Wait until the checkpoint is on disk, even if checkpoints are written in the background.
+    """
     with run.journal.clock("checkpoint"):
         run.checkpoints.save(progress, pending, run.policy, run.prompts)
         if completely:
@@ -191,7 +249,13 @@ def save(run: Run, progress: Progress, pending: SampleBuffer, *, completely: boo
 
 
 def stop_if_asked(run: Run, progress: Progress, pending: SampleBuffer, found: Collection[Rollout]) -> None:
-    """Between sampling and the optimizer step, if anything was found: it waits in the checkpoint."""
+    """Stop between sampling and the optimizer step, if rollouts arrived and a stop was requested.
+
+    The new rollouts are saved in the checkpoint, if at least one optimizer step was done.
+
+    Raises:
+        RunInterruptedError: The run was asked to stop.
+    """
     if found and run.stop.agreed(collectives.all_reduce_max):
         if progress.step:
             run.journal.keep(progress)
@@ -203,10 +267,21 @@ def stop_if_asked(run: Run, progress: Progress, pending: SampleBuffer, found: Co
 def saved_if_sampling_ends(
     run: Run, progress: Progress, pending: SampleBuffer, told: tuple[GlobalBatch, TrainedStep, Mapping[RowKey, TrainingRow]] | None = None
 ) -> Iterator[None]:
-    """Around sampling: if it ends because all rollout servers have gone for good, because the run is to stop and cannot wait for it, or
-    because of rows that are read as the run goes, the run is saved as it was before, and ends. It can be resumed.
+    """Save the state from before the block if sampling fails inside it, then end the run.
 
-    told: of the step that was just taken, where the journal has not heard of it.
+    This applies if all rollout servers are permanently gone, if the run must stop and cannot wait for sampling, or if rows of a streamed
+    data set cannot be read. The run can be resumed. Nothing is saved before the first optimizer step.
+
+    Args:
+        run: The components of the run.
+        progress: The progress before the block.
+        pending: The sample buffer before the block.
+        told: The step that was just taken, if it is not logged yet.
+
+    Raises:
+        RunInterruptedError: Sampling was cancelled because the run must stop.
+        NoRolloutServerError: No rollout server is left.
+        RowsError: Rows of a streamed data set cannot be read.
     """
     before = run.prompts.state()
     try:
@@ -223,7 +298,7 @@ def saved_if_sampling_ends(
 
 
 def stopped(run: Run, progress: Progress, more: str = "") -> RunInterruptedError:
-    """What a wish to stop ends in, once the state is on disk. Collective."""
+    """Return the error that ends a stopped run, once its state is on disk. Collective."""
     return RunInterruptedError(f"stopped by {run.stop.why(collectives.all_gather_object)}{more}; {where_it_is_saved(run, progress)}")
 
 

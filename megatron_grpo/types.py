@@ -1,8 +1,10 @@
-"""The nouns of a run. A stage takes one and returns the next: Prompt -> Group -> ScoredGroup -> Sample -> GlobalBatch.
+"""Data types of a run.
 
-All are frozen: a stage returns a new object and never fills in what an earlier one left out. No torch here: token sequences are numpy
-arrays, and become tensors on the policy's device where a micro-batch is run. T counts the tokens of one sequence (of the packed stream in a
-micro-batch), C its trained positions, S the sequences in a micro-batch. Log-probs are natural logs.
+A stage takes one type and returns the next: Prompt -> Group -> ScoredGroup -> Sample -> GlobalBatch.
+
+All are frozen: a stage returns a new object and never fills in what an earlier one left out. This module does not import torch: token
+sequences are numpy arrays, and become tensors on the policy's device where a micro-batch is run. T counts the tokens of one sequence (of
+the packed stream in a micro-batch), C its trained positions, S the sequences in a micro-batch. Log-probs are natural logs.
 """
 
 from __future__ import annotations
@@ -24,111 +26,126 @@ def _none() -> np.ndarray:
 
 
 class SamplingMask(NamedTuple):
-    """The words that each of n tokens was drawn among, the token itself one of them. None of them: it was drawn among all."""
+    """Token IDs that survived top-k/top-p/min-p filtering at each of n positions, in CSR layout.
 
-    at: NDArray[np.int64]  # [n + 1]: where each token's words begin in `ids`
-    ids: NDArray[np.int32]  # [m]
+    Each row includes the sampled token itself. An empty row means no filtering: the token was sampled from the whole vocabulary.
+    """
+
+    at: NDArray[np.int64]  # [n + 1]: offset of each position's row in `ids`
+    ids: NDArray[np.int32]  # [m]: token IDs of all rows, concatenated
 
     @property
     def counts(self) -> np.ndarray:
-        """int64 [n]"""
+        """Number of surviving token IDs at each position, int64 [n]."""
         return np.diff(self.at)
 
     @classmethod
     def joined(cls, parts: SequenceOf[SamplingMask]) -> SamplingMask:
-        """Of tokens that follow each other."""
+        """Concatenate the masks of consecutive tokens."""
         counts = np.concatenate([np.zeros(1, dtype=np.int64), *(part.counts for part in parts)])
         return cls(np.cumsum(counts), np.concatenate([np.zeros(0, dtype=np.int32), *(part.ids for part in parts)]))
 
     @classmethod
     def all_words(cls, count: int) -> SamplingMask:
-        """Of tokens that were drawn among all."""
+        """Return the mask of `count` positions without filtering."""
         return cls(np.zeros(count + 1, dtype=np.int64), np.zeros(0, dtype=np.int32))
 
     def taken(self, places: np.ndarray) -> SamplingMask:
-        """Of these of the tokens, in this order."""
+        """Select positions in the given order.
+
+        Args:
+            places: Positions to select, int [k].
+        """
         counts = self.counts[places]
         at = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
         return SamplingMask(at, self.ids[np.repeat(self.at[:-1][places] - at[:-1], counts) + np.arange(at[-1])])
 
 
 class SequenceLengths(NamedTuple):
-    """What packing knows of a row. Rows of one group begin alike."""
+    """Lengths of a row, as needed for packing. Rows of one group begin with the same tokens."""
 
-    contexts: tuple[int, ...]  # tokens of each
+    contexts: tuple[int, ...]  # tokens of each context
     group: tuple[int, int] | None = None  # (rollout, prompt number); None if it shares with none
     prefix: int = 0  # computed tokens that every context of the group begins with, as far as it is known
 
 
 class TokensToScore(NamedTuple):
-    """Tokens that are to be scored from `first` on, each given all before it."""
+    """Tokens to score from index `first` on, each given all tokens before it."""
 
     ids: tuple[int, ...]
     first: int
 
 
 class Image(Protocol):
-    """What a picture is. Its place is kept beside it, since several contexts may show one picture at several places."""
+    """Preprocessed image.
+
+    Its position in the sequence is kept beside it, since several contexts may contain one image at several positions.
+    """
 
     @property
     def key(self) -> str:
-        """Equal for equal patches alone."""
+        """Identity of the image. Two images have equal keys only if their patches are equal."""
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Patches: frames, rows, columns."""
+        """Number of patches as (frames, rows, columns)."""
 
     @property
     def merge(self) -> int:
-        """So many by so many patches are one token."""
+        """Patches per token along each side: `merge` x `merge` patches are one token."""
 
     def patches(self) -> np.ndarray:
-        """float32 [n, channels]."""
+        """Return the patches, float32 [n, channels]."""
 
     def data(self) -> bytes:
-        """Of its file: what a sampler decodes by itself."""
+        """Return the bytes of the image file, which the sampler decodes itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One question, tokenised once, with the columns its rewards will need."""
+    """Tokenised prompt, with the data set columns that its reward functions need."""
 
-    number: int  # place in the run's stream of prompts, from 0, over all epochs: this is what `plan` prints
+    number: int  # index in the run's stream of prompts, from 0, over all epochs: the number that `plan` prints
     row: int  # row in the data set
-    raw: str | SequenceOf[Mapping[str, Any]]  # what the data set holds: a string, or chat messages
+    raw: str | SequenceOf[Mapping[str, Any]]  # the prompt as in the data set: a string, or chat messages
     token_ids: tuple[int, ...]
     columns: Mapping[str, Any]  # every other column of the row, by name
-    pictures: tuple[tuple[int, Image], ...] = ()  # (place in token_ids, picture)
+    pictures: tuple[tuple[int, Image], ...] = ()  # (index in token_ids, image)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sequence:
-    """What can be scored: tokens, and which of them to score. It knows of no advantage and no loss.
+    """Token sequence, with the mask of the tokens to score. It carries no advantage and no loss.
 
-    A context is a stretch that attends causally from its own beginning; `starts` says where they begin. The first token of a context is
-    never scored, for nothing predicts it.
+    A context is a stretch that attends causally from its own beginning; `starts` says where the contexts begin. The first token of a
+    context is never scored, because no token predicts it.
     """
 
     token_ids: np.ndarray  # int64 [T]
-    mask: np.ndarray  # bool [T]
-    starts: tuple[int, ...] = (0,)
-    shown: tuple[tuple[int, Image], ...] = ()  # (place in token_ids, picture), ascending
+    mask: np.ndarray  # bool [T]: tokens to score
+    starts: tuple[int, ...] = (0,)  # index of the first token of each context
+    shown: tuple[tuple[int, Image], ...] = ()  # (index in token_ids, image), ascending
     experts: np.ndarray | None = None  # int16 [T, MoE layers, k]: where the sampler routed each token; -1 routes freely
-    kept_at: np.ndarray | None = None  # int64 [masked + 1]: where each masked token's kept words begin in kept_ids
-    kept_ids: np.ndarray | None = None  # int32 [m]: the words that top-k, top-p and min-p left; None with kept_at: all of them
+    kept_at: np.ndarray | None = None  # int64 [masked + 1]: offset of each masked token's row in kept_ids
+    kept_ids: np.ndarray | None = None  # int32 [m]: token IDs that survived top-k, top-p and min-p; None, as kept_at: no filtering
 
     @property
     def contexts(self) -> tuple[RowKey, ...]:
-        """(begin, end) of each, in tokens."""
+        """(begin, end) of each context, in tokens."""
         return tuple(zip(self.starts, (*self.starts[1:], len(self.token_ids)), strict=True))
 
     @property
     def num_masked(self) -> int:
+        """Number of tokens to score."""
         return int(self.mask.sum())
 
     @property
     def kept(self) -> SamplingMask | None:
-        """What its masked tokens were drawn among. Raises ValueError where that is told of another number of tokens."""
+        """Sampling mask of the masked tokens, or None without filtering.
+
+        Raises:
+            ValueError: The sampling mask covers another number of tokens than `mask` does.
+        """
         if self.kept_at is None or self.kept_ids is None:
             return None
         if len(self.kept_at) != self.num_masked + 1 or self.kept_at[-1] != len(self.kept_ids):
@@ -138,78 +155,94 @@ class Sequence:
         return SamplingMask(self.kept_at, self.kept_ids)
 
     def spread(self, values: np.ndarray) -> np.ndarray:
-        """One value per masked token -> float32 [T], 0 elsewhere."""
+        """Scatter one value per masked token to all tokens.
+
+        Args:
+            values: [masked].
+
+        Returns:
+            float32 [T], 0 at tokens outside the mask.
+        """
         spread = np.zeros(len(self.token_ids), dtype=np.float32)
         spread[self.mask] = values
         return spread
 
 
 def whole(tokens: SequenceOf[int], shown: tuple[tuple[int, Image], ...] = ()) -> Sequence:
-    """A sequence of one context in which every token but the first is to be scored."""
+    """Return a sequence of one context in which every token but the first is scored.
+
+    Args:
+        tokens: Token IDs, [T].
+        shown: (index in tokens, image) of each image, ascending.
+    """
     token_ids = np.asarray(tokens, dtype=np.int64)
     return Sequence(token_ids=token_ids, mask=np.arange(len(token_ids)) > 0, shown=shown)
 
 
-FAULTS = ("error", "timeout", "nonsense")  # how an episode ends by the fault of its environment: it has no reward, and trains nothing
+FAULTS = ("error", "timeout", "nonsense")  # finish reasons of an episode whose environment failed: it has no reward and trains nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeNumbers:
-    """What every rank knows of an episode, besides what it knows of any completion."""
+    """Numbers of an episode that every rank knows, besides those of any completion."""
 
-    ended: str  # "done", "max_turns", "length", or one of FAULTS
+    ended: str  # finish reason: "done", "max_turns", "length", or one of FAULTS
     num_turns: int
-    seconds: float  # that its environment took
-    metrics: Mapping[str, float]  # the environment's own, summed over its turns
-    fault: str = ""  # what the environment did, where it is at fault
+    seconds: float  # spent in its environment
+    metrics: Mapping[str, float]  # metrics of the environment, summed over its turns
+    fault: str = ""  # description of the environment's failure, if it failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRecord:
-    """What was said in an episode, for those who judge it and write it down."""
+    """Messages and rewards of an episode, for reward functions and the completions table."""
 
     numbers: EpisodeNumbers
-    messages: tuple[Mapping[str, Any], ...]  # from the opening on
-    num_opening: int  # of those, the messages that the first turn answers
-    turn_rewards: tuple[float | None, ...]  # the environment's, by turn; None where it gave none
+    messages: tuple[Mapping[str, Any], ...]  # all messages, the opening included
+    num_opening: int  # number of messages that the first turn answers
+    turn_rewards: tuple[float | None, ...]  # rewards of the environment by turn; None where it gave none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """One sampled response, behind what it answers. `sequence.mask` marks the tokens that the sampler drew itself."""
+    """Sampled completion, together with the prompt that it answers.
+
+    `sequence.mask` marks the tokens that the sampler generated.
+    """
 
     sequence: Sequence
-    logprobs: np.ndarray  # float32 [T], the sampler's own of each drawn token; 0 elsewhere
+    logprobs: np.ndarray  # float32 [T], the sampler's log-prob of each sampled token; 0 elsewhere
     text: str
-    ended: str  # "stop" or "length"; of an episode see `EpisodeNumbers`
-    versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) of each stretch, in tokens of the sequence
-    record: EpisodeRecord | None = None  # of an episode
-    columns: Mapping[str, Any] | None = None  # what a rollout function says of it to the rewards
+    ended: str  # finish reason: "stop" or "length"; for an episode see `EpisodeNumbers`
+    versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) of each stretch, as token indices into the sequence
+    record: EpisodeRecord | None = None  # only for an episode
+    columns: Mapping[str, Any] | None = None  # extra columns that a rollout function passes to the reward functions
 
     @property
     def version(self) -> int:
-        """The oldest weights that drew any of it."""
+        """Version of the oldest weights that sampled any part of it."""
         return min(version for version, _, _ in self.versions)
 
     @property
     def answer_ids(self) -> tuple[int, ...]:
-        """What follows the opening in the last context: the drawn tokens of a single answer."""
+        """Token IDs after the opening in the last context: the sampled tokens of a single answer."""
         begin, end = self.sequence.contexts[-1]
         drawn = np.flatnonzero(self.sequence.mask[begin:end])
         return tuple(self.sequence.token_ids[begin + int(drawn[0]) : end].tolist()) if len(drawn) else ()
 
     @property
     def num_drawn(self) -> int:
+        """Number of sampled tokens."""
         return self.sequence.num_masked
 
     @property
     def is_refused(self) -> bool:
-        """Its log-probs were those of no distribution (`trainer.generation`). Nothing of it is trained; it still counts in N."""
+        """Whether its log-probs are invalid (see `trainer.generation`). Nothing of it is trained; it still counts in N."""
         return bool(np.isnan(self.logprobs).any())
 
     @property
     def is_failed(self) -> bool:
-        """Its environment is at fault. No reward applies to it and nothing of it is trained; it still counts in N."""
+        """Whether its environment failed. No reward applies to it and nothing of it is trained; it still counts in N."""
         return self.ended in FAULTS
 
 
@@ -225,8 +258,22 @@ def answered(
     shown: tuple[tuple[int, Image], ...] = (),
     kept: SamplingMask | None = None,
 ) -> Completion:
-    """The completion that is one answer to one prompt, which shows these pictures. kept: what each token was drawn among, where not all.
-    Raises ValueError where tokens and log-probs are not as many."""
+    """Build the completion for one answer to one prompt.
+
+    Args:
+        prompt_ids: Token IDs of the prompt.
+        token_ids: Sampled token IDs of the answer.
+        logprobs: The sampler's log-prob of each answer token, in nats.
+        text: The decoded answer.
+        ended: Finish reason.
+        version: Version of the weights that sampled it.
+        experts: int16 [T, MoE layers, k], experts that the sampler chose for prompt and answer; None if not recorded.
+        shown: (index in the sequence, image) of each image in the prompt.
+        kept: Sampling mask of the answer tokens; None without filtering.
+
+    Raises:
+        ValueError: `token_ids` and `logprobs` differ in length.
+    """
     if len(token_ids) != len(logprobs):
         raise ValueError(f"{len(logprobs)} log-probs for {len(token_ids)} tokens")
     opening = len(prompt_ids)
@@ -251,22 +298,25 @@ def answered(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A prompt with its `num_generations` completions."""
+    """Prompt with its `num_generations` completions."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
-    prefix: int = 0  # computed tokens that every context of every completion begins with
+    prefix: int = 0  # length of the common prefix of every context of every completion, in computed tokens
 
     @property
     def version(self) -> int:
+        """Version of the oldest weights that sampled any part of it."""
         return min(completion.version for completion in self.completions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """A group whose completions have all been judged; the unit over which GRPO compares.
+    """Group with the rewards of all its completions; the unit over which GRPO compares.
 
-    rewards: [num_generations][num_reward_funcs], `None` where a function does not apply to a completion.
+    Args:
+        group: The prompt and its completions.
+        rewards: [num_generations][num_reward_funcs], `None` where a function does not apply to a completion.
     """
 
     group: Group
@@ -275,28 +325,29 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMetadata:
-    """What every rank knows of a scored group: numbers and flags. Its tokens and texts stay where it was judged."""
+    """Numbers and flags of a scored group that every rank knows. Its tokens and texts stay on the rank that scored it."""
 
     prompt_number: int
     version: int
     prefix: int
     rewards: tuple[tuple[float | None, ...], ...]  # [G][num_reward_funcs]
     contexts: tuple[tuple[int, ...], ...]  # [G]: tokens of each context
-    num_drawn: tuple[int, ...]  # [G]
-    is_truncated: tuple[bool, ...]  # [G]: ended by the limit of its length
-    is_refused: tuple[bool, ...]  # [G]: its log-probs were those of no distribution
-    episodes: tuple[EpisodeNumbers, ...] = ()  # [G], where completions are episodes
-    num_kept: tuple[int, ...] = ()  # [G], where it is told: words that their drawn tokens were drawn among, added up over tokens
-    most_kept: int = 0  # of one token
+    num_drawn: tuple[int, ...]  # [G]: sampled tokens
+    is_truncated: tuple[bool, ...]  # [G]: stopped by the length limit
+    is_refused: tuple[bool, ...]  # [G]: its log-probs are invalid
+    episodes: tuple[EpisodeNumbers, ...] = ()  # [G] if completions are episodes, else empty
+    num_kept: tuple[int, ...] = ()  # [G] with sampling masks, else empty: surviving token IDs, summed over the sampled tokens
+    most_kept: int = 0  # largest number of surviving token IDs at one position
 
     @property
     def trains(self) -> tuple[bool, ...]:
-        """[G]: whether its drawn tokens may be trained."""
+        """Whether the sampled tokens of each completion may be trained, [G]."""
         is_failed = [episode.ended in FAULTS for episode in self.episodes] or [False] * len(self.is_refused)
         return tuple(not (refused or failed) for refused, failed in zip(self.is_refused, is_failed, strict=True))
 
     @classmethod
     def of(cls, scored: ScoredGroup) -> GroupMetadata:
+        """Return the metadata of a scored group."""
         group = scored.group
         kept = [one.sequence.kept for one in group.completions]
         return cls(
@@ -316,54 +367,66 @@ class GroupMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicSamplingResult:
-    """The verdicts of one rollout, in the order their groups are numbered; and what it took to get them."""
+    """Scored groups of one rollout, in the order of their prompt numbers, and statistics of their sampling."""
 
     kept: list[GroupMetadata]
-    sampled: list[GroupMetadata]  # all that were sampled and judged, kept or not
-    num_rounds: int  # 1, and one more for each time dead groups were replaced
-    num_dead_dropped: int  # their prompts count as used
-    num_given_back: int  # prompts that will be asked again: more groups were alive than wanted
+    sampled: list[GroupMetadata]  # all that were sampled and scored, kept or not
+    num_rounds: int  # 1, plus one for each time zero-std groups were replaced
+    num_dead_dropped: int  # zero-std groups that were dropped; their prompts count as used
+    num_given_back: int  # prompts returned to the stream, because there were more usable groups than needed
 
     @property
     def num_prompts(self) -> int:
-        """Drawn from the stream, less those given back."""
+        """Prompts taken from the stream, less those given back."""
         return len(self.sampled) - self.num_given_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample(Sequence):
-    """One trainable sequence: its tokens, what they are worth, and who drew them."""
+    """Trainable sequence: its tokens, its advantage, and the weights that sampled it."""
 
     rollout: int
-    row: int  # row inside its rollout: prompt row // G, generation row % G
+    row: int  # index in its rollout: prompt row // G, generation row % G
     prompt_number: int
-    prefix: int = 0  # of its group
-    version: int  # the weights that sampled it
-    fresh_at: int  # the version at which its ratio is 1 without old log-probs
+    prefix: int = 0  # length of its group's common prefix, in computed tokens
+    version: int  # version of the weights that sampled it
+    fresh_at: int  # weights version at which its ratio is 1 without old log-probs
     sampler_logprobs: np.ndarray  # float32 [T], 0 where the mask is false, NaN where the sampler gave none
-    teacher_logprobs: np.ndarray | None = None  # float32 [T], 0 where the mask is false; None: no teacher has seen it
+    teacher_logprobs: np.ndarray | None = None  # float32 [T], 0 where the mask is false; None: not scored by a teacher
     advantage: float
     is_dead: bool  # all rewards of its group are exactly equal
-    is_truncated: bool  # ran into max_completion_length
+    is_truncated: bool  # reached max_completion_length
 
     @property
     def key(self) -> RowKey:
+        """(rollout, row) of the sample."""
         return self.rollout, self.row
 
     def anchored(self, logprobs: np.ndarray, by: OldLogprobs) -> SampleWithOldLogprobs:
-        """The sample with the log-probs (float32 [T]) that its ratio is taken against from now on."""
+        """Return the sample with the old log-probs of its importance ratio.
+
+        Args:
+            logprobs: float32 [T], 0 where the mask is false.
+            by: How the log-probs were obtained.
+
+        Raises:
+            ValueError: A trained token has no old log-prob, and `by` is not "rollout".
+        """
         values = {field.name: getattr(self, field.name) for field in fields(Sample)}
         return SampleWithOldLogprobs(**values, old_logprobs=logprobs, anchored_by=by)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleWithOldLogprobs(Sample):
-    """A sample with the log-probs that its ratio is taken against. A stale `Sample` without them cannot be collated.
+    """Sample with the old log-probs of its importance ratio. A stale `Sample` without them cannot be collated.
 
-    Raises ValueError where one is missing (NaN), which the loss would read as on-policy. Only a sampler may leave out single tokens.
+    Only a sampler may leave out single tokens. Elsewhere a missing (NaN) log-prob is an error, because the loss would read it as on-policy.
+
+    Raises:
+        ValueError: A trained token has no old log-prob, and they do not come from a sampler.
     """
 
-    old_logprobs: np.ndarray  # float32 [T], 0 where the mask is false; NaN where anchored by a sampler that gave none
+    old_logprobs: np.ndarray  # float32 [T], 0 where the mask is false; NaN where a sampler gave none
     anchored_by: OldLogprobs
 
     def __post_init__(self) -> None:
@@ -374,13 +437,16 @@ class SampleWithOldLogprobs(Sample):
             )
 
 
-# What a sample has and every rank knows of its row.
+# Fields that `Sample` and `TrainingRow` share.
 OF_ROW_AND_SAMPLE = ("rollout", "row", "prompt_number", "version", "fresh_at", "prefix", "is_dead", "is_truncated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRow:
-    """What every rank knows of a row that waits to be trained. Its `Sample` is with the ranks of one data-parallel share, its home."""
+    """Numbers and flags of a row that waits to be trained, known to every rank.
+
+    The `Sample` itself is on the ranks of one data-parallel rank, its home.
+    """
 
     rollout: int
     row: int
@@ -388,23 +454,31 @@ class TrainingRow:
     version: int
     fresh_at: int
     prefix: int = 0
-    contexts: tuple[int, ...]  # tokens of each
+    contexts: tuple[int, ...]  # tokens of each context
     num_masked: int
     is_dead: bool
     is_truncated: bool
-    is_anchored: bool = False  # has log-probs of the version `fresh_at`
+    is_anchored: bool = False  # has old log-probs by the weights of version `fresh_at`
     home: int  # data-parallel rank
 
     @property
     def key(self) -> RowKey:
+        """(rollout, row) of the row."""
         return self.rollout, self.row
 
     @property
     def extent(self) -> SequenceLengths:
+        """Lengths of the row, as needed for packing."""
         return SequenceLengths(contexts=self.contexts, group=(self.rollout, self.prompt_number), prefix=self.prefix)
 
     @classmethod
     def of(cls, sample: Sample, *, home: int) -> TrainingRow:
+        """Return the row of a sample.
+
+        Args:
+            sample: The sample.
+            home: Data-parallel rank that holds the sample.
+        """
         contexts = tuple(end - begin for begin, end in sample.contexts)
         is_anchored = isinstance(sample, SampleWithOldLogprobs) and sample.anchored_by == "recompute"
         known = {name: getattr(sample, name) for name in (*OF_ROW_AND_SAMPLE, "num_masked")}
@@ -413,20 +487,26 @@ class TrainingRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """What one number of the timetable yields. `rows` is the same on every rank; `samples` are those whose home this rank is."""
+    """Rows of one rollout of the training schedule.
+
+    `rows` is the same on every rank; `samples` are those whose home this rank is.
+    """
 
     number: int
     rows: tuple[TrainingRow, ...]
     samples: Mapping[RowKey, Sample]
-    num_prompts: int  # drawn from the stream, less those given back
+    num_prompts: int  # taken from the stream, less those given back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A stretch of the packed stream that attends causally to itself, and to all of its parent where it has one.
+    """Stretch of the packed stream that attends causally to itself, and to all of its parent if it has one.
 
-    start, end: in tokens of the whole stream (before context parallelism cuts it). parent: index of a segment that has none itself, or -1.
-    length: tokens before its alignment padding, which children do not see; 0 is a segment of padding.
+    Args:
+        start: First token, as an index into the whole stream (before context parallelism splits it).
+        end: One past the last token, alignment padding included.
+        parent: Index of a segment that has no parent, or -1.
+        length: Number of tokens before the alignment padding, which children do not attend to; 0 is a segment of padding.
     """
 
     start: int
@@ -437,66 +517,71 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """The arrays of one forward pass: sequences packed end to end, `[sequence | sequence | ...]`, in numpy.
+    """Arrays of one forward pass: sequences packed end to end, `[sequence | sequence | ...]`, in numpy.
 
-    `predict_at[c]` is the place in the stream whose hidden state predicts `targets[c]`. What is indexed by C goes row by row, and in a
-    row token by token.
+    `predict_at[c]` is the position in the stream whose hidden state predicts `targets[c]`. Arrays indexed by C are ordered by row, and
+    within a row by token.
     """
 
-    number: int  # its place in the pass
+    number: int  # index in the pass
     token_ids: np.ndarray  # int64 [T]
-    positions: np.ndarray  # int64 [T], of each token in its context; [3, T] (frame, row, column) where there is a picture
-    multiplicity: np.ndarray  # int64 [T]: contexts that a token stands for; 0 is alignment padding
-    # They cover the stream: parents, then their children (those of one parent side by side), then those without relatives, then padding.
+    positions: np.ndarray  # int64 [T]: position of each token in its context; [3, T] (frame, row, column) if there is an image
+    multiplicity: np.ndarray  # int64 [T]: number of contexts that share a token; 0 is alignment padding
+    # They cover the stream: parents, then their children (grouped by parent), then segments without parent or child, then padding.
     segments: tuple[Segment, ...]
-    predict_at: np.ndarray  # int64 [C]; a place that several contexts share predicts several tokens
+    predict_at: np.ndarray  # int64 [C]; a position that several contexts share predicts several tokens
     targets: np.ndarray  # int64 [C]
     sequence: np.ndarray  # int64 [C], 0..S-1: which sequence a trained position belongs to
     num_sequences: int  # S
     num_contexts: int
-    places: np.ndarray  # int64 [tokens of all sequences, row by row]: where each lies in the stream; -1: it is not computed
-    experts: np.ndarray | None = None  # int16 [T, MoE layers, k]: the experts that each token is to take; -1 routes freely
-    kept: SamplingMask | None = None  # of the C trained positions: the words that their softmax runs over; None: all words everywhere
-    pictures: tuple[Image, ...] = ()  # each once, however many contexts show it
-    picture_at: np.ndarray = field(default_factory=_none)  # int64 [n], ascending: places whose tokens are pictures'
-    picture_token: np.ndarray = field(default_factory=_none)  # int64 [n]: which of the tokens of all `pictures` stands there
+    places: np.ndarray  # int64 [tokens of all sequences, row by row]: position of each in the stream; -1: not computed
+    experts: np.ndarray | None = None  # int16 [T, MoE layers, k]: experts to replay for each token; -1 routes freely
+    kept: SamplingMask | None = None  # of the C trained positions: token IDs that their softmax runs over; None: the whole vocabulary
+    pictures: tuple[Image, ...] = ()  # each image once, however many contexts contain it
+    picture_at: np.ndarray = field(default_factory=_none)  # int64 [n], ascending: positions of image tokens in the stream
+    picture_token: np.ndarray = field(default_factory=_none)  # int64 [n]: index of the image token among those of all `pictures`
 
     def by_sequence(self, values: np.ndarray) -> list[np.ndarray]:
-        """Values of the C trained positions -> those of each of the S sequences."""
+        """Split the values of the C trained positions into those of each of the S sequences."""
         return [values[self.sequence == place] for place in range(self.num_sequences)]
 
     @property
     def is_padding(self) -> np.ndarray:
-        """bool [T]: alignment only (context and sequence parallelism)."""
+        """Tokens that are alignment padding only (context and sequence parallelism), bool [T]."""
         return self.multiplicity == 0
 
     @property
     def num_padding_tokens(self) -> int:
+        """Number of alignment padding tokens."""
         return int(self.is_padding.sum())
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens in the stream, alignment padding included."""
         return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingMicroBatch(MicroBatch):
-    """A micro-batch with what its loss needs."""
+    """Micro-batch with the inputs of its loss."""
 
-    rows: tuple[RowKey, ...]  # of each of the S sequences
-    prompts: tuple[int, ...]  # the number of the prompt of each of them
-    place: np.ndarray  # int64 [C]: which token of its row each trained one is, from 0, untrained ones counted
-    token_weights: np.ndarray  # float64 [C], `u` of algorithms section 1, fixed over the whole global batch
+    rows: tuple[RowKey, ...]  # [S]: row of each sequence
+    prompts: tuple[int, ...]  # [S]: prompt number of each sequence
+    place: np.ndarray  # int64 [C]: token index of each trained position in its row, from 0, untrained tokens counted
+    token_weights: np.ndarray  # float64 [C], `u` of docs/algorithms.md section 1, fixed over the whole global batch
     advantages: np.ndarray  # float32 [C]
-    teacher_logprobs: np.ndarray  # float32 [C]; NaN where no teacher has seen the row
+    teacher_logprobs: np.ndarray  # float32 [C]; NaN where no teacher scored the row
     sampler_logprobs: np.ndarray  # float32 [C]; NaN where the sampler gave none
     old_logprobs: np.ndarray  # float32 [C]; NaN where the sequence is on-policy: there `logp.detach()` is the old log-prob
-    is_compared: np.ndarray  # bool [C]: old log-probs are the trainer's own, so comparing them with the sampler's means something
+    is_compared: np.ndarray  # bool [C]: old log-probs come from the trainer, so comparing them with the sampler's is meaningful
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GlobalBatch:
-    """One optimizer step: its micro-batches on this data-parallel rank, with token weights already fixed over the whole step."""
+    """Micro-batches of one optimizer step on this data-parallel rank.
+
+    Token weights are already fixed over the whole step.
+    """
 
     step: int  # optimizer steps done before it
     micro_batches: tuple[TrainingMicroBatch, ...]
@@ -505,20 +590,24 @@ class GlobalBatch:
     num_tokens: int  # tokens of the whole step, prompts included, alignment padding not
     num_contexts: int  # of the whole step
     staleness: tuple[int, ...]  # of each sequence of the whole step, in optimizer steps
-    lag: tuple[int, ...]  # of each of them: the part of its staleness that it had when it came in, because sampling ran ahead
+    lag: tuple[int, ...]  # of each sequence: the part of its staleness that it had on arrival, because sampling ran ahead
 
     @property
     def newest_version(self) -> int:
-        """The newest weights that sampled any of it."""
+        """Version of the newest weights that sampled any of its sequences."""
         return self.step - min(self.staleness)
 
     @property
     def num_computed_tokens(self) -> int:
-        """Of the whole step, alignment padding not: the last token of a context predicts nothing and is not computed."""
+        """Computed tokens of the whole step, without alignment padding.
+
+        The last token of a context predicts nothing and is not computed.
+        """
         return self.num_tokens - self.num_contexts
 
     @property
     def metrics(self) -> dict[str, float]:
+        """Metrics `staleness/*` of the whole step and `packing/*` of this rank's share."""
         computed = sum(micro_batch.num_tokens for micro_batch in self.micro_batches)
         padding = sum(micro_batch.num_padding_tokens for micro_batch in self.micro_batches)
         needed = sum(int(micro_batch.multiplicity.sum()) for micro_batch in self.micro_batches)
@@ -533,18 +622,21 @@ class GlobalBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a run has come. `step` counts optimizer steps done; it is also the version of the weights."""
+    """Progress of a run.
+
+    `step` counts optimizer steps done; it is also the version of the weights.
+    """
 
     step: int = 0
     num_rollouts: int = 0  # sampled so far
-    num_prompts: int = 0  # drawn from the stream so far, over all epochs
+    num_prompts: int = 0  # taken from the stream so far, over all epochs
     num_tokens: int = 0  # trained on so far, prompts included
 
     def add(self, found: SequenceOf[Rollout]) -> Progress:
-        """With what has come in."""
+        """Return the progress after new rollouts have arrived."""
         num_prompts = self.num_prompts + sum(rollout.num_prompts for rollout in found)
         return replace(self, num_rollouts=self.num_rollouts + len(found), num_prompts=num_prompts)
 
     def after(self, batch: GlobalBatch) -> Progress:
-        """One optimizer step later, with what it trained."""
+        """Return the progress one optimizer step later, with the tokens of its batch."""
         return replace(self, step=self.step + 1, num_tokens=self.num_tokens + batch.num_tokens)
