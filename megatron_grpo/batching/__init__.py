@@ -1,1 +1,1 @@
-"""How samples become global batches and micro-batches: the timetable, the split over ranks, packing, arrays. No process groups."""
+"""Turn samples into global batches and micro-batches: training schedule, partition over ranks, packing, arrays. No process groups."""

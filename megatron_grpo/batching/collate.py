@@ -1,4 +1,4 @@
-"""Sequences -> the arrays of one packed forward pass. Where a stale sample without old log-probs is stopped."""
+"""Convert sequences to the arrays of one packed forward pass. Rejects stale samples without old log-probs."""
 
 from __future__ import annotations
 
@@ -16,29 +16,33 @@ from megatron_grpo.types import MicroBatch, Sample, SampleWithOldLogprobs, Sampl
 
 
 class _Tree(NamedTuple):
-    """Contexts whose first `shared` computed tokens are a trunk; without one (0), a single context."""
+    """Contexts that share their first `shared` computed tokens; without a shared prefix (0), a single context."""
 
     shared: int
     contexts: tuple[ContextSpan, ...]
 
 
 class _Place(NamedTuple):
-    """Where a context lies in the stream: its first `shared` tokens from `trunk` on, the others from `own` on."""
+    """Location of a context in the stream: its first `shared` tokens begin at `trunk`, the others at `own`."""
 
     trunk: int
     shared: int
     own: int
 
     def of(self, tokens: np.ndarray) -> np.ndarray:
-        """Places of these tokens of the context."""
+        """Return the indices in the stream of these tokens of the context."""
         return np.where(tokens < self.shared, self.trunk + tokens, self.own + tokens - self.shared)
 
 
 class _Stream:
-    """Segments that are laid end to end."""
+    """Packed stream under construction: segments laid end to end.
+
+    Args:
+        alignment: Multiples that lengths are rounded up to.
+        has_axes: Whether positions are [3, T] instead of [T].
+    """
 
     def __init__(self, alignment: Alignment, *, has_axes: bool):
-        """has_axes: positions are [3, T]."""
         self.alignment, self.has_axes, self.length = alignment, has_axes, 0
         self.segments: list[Segment] = []
         self.tokens: list[np.ndarray] = []
@@ -46,7 +50,14 @@ class _Stream:
         self.multiplicity: list[np.ndarray] = []
 
     def lay(self, tokens: np.ndarray, at: np.ndarray, *, copies: int, parent: int = -1) -> int:
-        """Where the tokens begin. at: their positions. copies: contexts that they stand for. Without tokens there is no segment."""
+        """Append a segment and return where its tokens begin. Without tokens there is no segment.
+
+        Args:
+            tokens: Token IDs, int64 [n].
+            at: Their positions, int64 [n] or [3, n].
+            copies: Contexts that they belong to.
+            parent: Segment of the shared prefix that they continue; -1 if there is none.
+        """
         begin, length = self.length, len(tokens)
         padded = self.alignment.of_segment(length)
         if padded:
@@ -54,11 +65,11 @@ class _Stream:
         return begin
 
     def positions_of(self, length: int, shown: Shown) -> np.ndarray:
-        """Of the tokens of a context."""
+        """Return the positions of the tokens of a context."""
         return positions(length, shown) if self.has_axes else np.arange(length)
 
     def pad(self, total: int) -> None:
-        """With a segment of padding, so that there are `total` tokens."""
+        """Append a segment of padding, so that the stream has `total` tokens."""
         if self.length < total:
             self._add(Segment(start=self.length, end=total, length=0), np.zeros(0, dtype=np.int64), self.positions_of(0, ()), 0)
 
@@ -81,13 +92,19 @@ def collate(
     at_least: int = 0,
     families: SequenceOf[PrefixGroup] = (),
 ) -> MicroBatch:
-    """Packs sequences end to end, so that they can be scored. What contexts of a family begin with alike stands in the stream once.
+    """Pack sequences end to end, so that they can be scored. A prefix that contexts of a prefix group share is in the stream once.
 
-    number: the micro-batch's place in its pass. at_least: tokens in the stream, itself aligned. families: see
-    `batching.split.MicroBatchSpec`.
-    Padding goes behind a segment, where causal attention cannot see it, and behind the last one as a segment of its own.
+    Padding follows each segment, where causal attention cannot see it, and the last segment as a segment by itself.
 
-    Raises ValueError where a family does not begin with as many equal tokens as was said.
+    Args:
+        sequences: Sequences to pack.
+        number: Index of the micro-batch in its pass.
+        alignment: Multiples that segments and the stream are rounded up to; None rounds nothing.
+        at_least: Minimum number of tokens in the stream; a multiple of the stream's alignment.
+        families: Rows that may share a prefix; see `batching.split.MicroBatchSpec`.
+
+    Raises:
+        ValueError: The rows of a prefix group have fewer equal tokens than its `prefix`.
     """
     alignment = alignment or Alignment()
     contexts = contexts_of(sequences)
@@ -120,7 +137,13 @@ def collate(
 def collate_portions(
     sequences: SequenceOf[Sequence | None], portions: SequenceOf[MicroBatchSpec], alignment: Alignment
 ) -> list[MicroBatch]:
-    """Micro-batches that can be scored. sequences: by their place in the list that was dealt; None where no portion here has one."""
+    """Pack the micro-batches of one rank, so that they can be scored.
+
+    Args:
+        sequences: Sequences by their index in the partitioned list; None where no micro-batch of `portions` contains it.
+        portions: Micro-batches to pack.
+        alignment: Multiples that segments and the stream are rounded up to.
+    """
     return [
         collate(
             [cast(Sequence, sequences[i]) for i in portion.rows],
@@ -133,7 +156,7 @@ def collate_portions(
 def _trees(
     sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextSpan], families: SequenceOf[PrefixGroup], alignment: Alignment
 ) -> list[_Tree]:
-    """Every context in one of them."""
+    """Return trees that contain every context once."""
     family_of = {row: family for family in families for row in family.members}
     by_family: dict[object, list[ContextSpan]] = {}
     for context in contexts:
@@ -151,13 +174,16 @@ def _trees(
 
 
 def _lay(stream: _Stream, sequences: SequenceOf[Sequence], trees: SequenceOf[_Tree]) -> dict[ContextSpan, _Place]:
-    """Trunks, then the children of each, then what has no relatives; in each class by length, so that equal lengths lie side by side."""
+    """Lay all shared prefixes, then the suffixes of each, then the contexts without a shared prefix.
+
+    Each class is ordered by length, so that equal lengths lie side by side.
+    """
     families = sorted((tree for tree in trees if tree.shared), key=lambda tree: tree.shared)
     apart = sorted((tree.contexts[0] for tree in trees if not tree.shared), key=lambda context: context.num_computed)
     places: dict[ContextSpan, _Place] = {}
 
     def of(context: ContextSpan, part: slice) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, positions): those of the whole context, cut. What stands behind a picture is placed by it."""
+        """Return (tokens, positions) of a part of a context. Positions are those of the whole context: an image shifts what follows it."""
         sequence = sequences[context.row]
         at = stream.positions_of(context.num_computed, shown_in(sequence, context.first, context.end))
         return sequence.token_ids[context.first : context.first + context.num_computed][part], at[..., part]
@@ -175,7 +201,10 @@ def _lay(stream: _Stream, sequences: SequenceOf[Sequence], trees: SequenceOf[_Tr
 def _trained(
     sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextSpan], places: dict[ContextSpan, _Place]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(places in the stream, targets, rows) of each context's masked tokens. Contexts come row by row, so trained positions do too."""
+    """Yield (indices in the stream, targets, rows) of each context's masked tokens.
+
+    Contexts come row by row, so trained positions do too.
+    """
     for context in contexts:
         sequence = sequences[context.row]
         at = np.flatnonzero(sequence.mask[context.first : context.end])
@@ -183,7 +212,7 @@ def _trained(
 
 
 def _kept(sequences: SequenceOf[Sequence]) -> SamplingMask | None:
-    """Of all trained positions. None if every token of all sequences was drawn among all words."""
+    """Join the sampling masks of all trained positions; None if no token of any sequence has one."""
     found = [sequence.kept for sequence in sequences]
     if all(kept is None for kept in found):
         return None
@@ -191,7 +220,7 @@ def _kept(sequences: SequenceOf[Sequence]) -> SamplingMask | None:
 
 
 def _experts(sequences: SequenceOf[Sequence], places: np.ndarray, length: int) -> np.ndarray | None:
-    """int16 [length of the stream, MoE layers, k]. None if all sequences route freely."""
+    """Return the forced experts, int16 [length of the stream, MoE layers, k]; None if all sequences route freely."""
     form = next((sequence.experts.shape[1:] for sequence in sequences if sequence.experts is not None), None)
     if form is None:
         return None
@@ -213,12 +242,21 @@ def collate_samples(
     at_least: int = 0,
     families: SequenceOf[PrefixGroup] = (),
 ) -> TrainingMicroBatch:
-    """As `collate`, with what the loss needs.
+    """Pack samples as `collate` does, with what the loss needs.
 
-    token_weights: `u` of each sample's trained tokens. trained_at: the version whose gradient this is. A sample that is fresh there is
-    on-policy: its old log-probs are NaN, and the loss takes the current ones.
+    A sample whose rollout arrived at version `trained_at` is on-policy: its old log-probs are NaN, and the loss uses the current ones.
 
-    Raises ValueError for a sample that is stale there and carries no old log-probs: its ratio would be 1 where it is not.
+    Args:
+        samples: Samples to pack.
+        token_weights: Weight `u` of each sample's trained tokens, one per sample.
+        trained_at: Version whose gradient is computed.
+        number: As in `collate`.
+        alignment: As in `collate`.
+        at_least: As in `collate`.
+        families: As in `collate`.
+
+    Raises:
+        ValueError: A sample is stale at `trained_at` and carries no old log-probs. Its ratio would be 1 where it is not.
     """
     stream = collate(samples, number=number, alignment=alignment, at_least=at_least, families=families)
     old = [_old_logprobs(sample, trained_at)[sample.mask] for sample in samples]
@@ -257,5 +295,5 @@ def _old_logprobs(sample: Sample, trained_at: int) -> np.ndarray:
 
 
 def _is_compared(sample: Sample, trained_at: int) -> bool:
-    """False if the old log-probs are the sampler's own: compared with themselves they say nothing."""
+    """Return False if the old log-probs are the sampler's: a comparison with themselves is meaningless."""
     return sample.fresh_at == trained_at or not (isinstance(sample, SampleWithOldLogprobs) and sample.anchored_by == "rollout")

@@ -1,15 +1,15 @@
-"""The training schedule: which rows are trained when, by which version they were sampled, and where their old log-probs come from.
+"""Training schedule: which rows are trained when, which version sampled them, and where their old log-probs come from.
 
-`plan` prints it and `train` obeys it: the same object. Each optimizer step is worked out on its own from the batch sizes
+`plan` prints it and `train` follows it: the same object. Each optimizer step is computed independently from the batch sizes
 (docs/batching.md sections 2 and 3), so a run of a million steps costs no memory and resuming costs nothing.
 
-A *micro-step* trains `micro_batch_size` completions on each DP rank. A *slice* is the part of a rollout that one micro-step trains.
-With A micro-steps an optimizer step, W slices a rollout and mu passes: micro-step s belongs to optimizer step s // A and to rollout
-s // (W * mu); rollout r comes in before optimizer step (r * W * mu) // A, which is a *sampling step*. All integer arithmetic.
-Where an epoch ends with a whole rollout (`drops_last`), s // A is counted anew in each, so that its last step may have fewer micro-steps.
+A *micro-step* trains `micro_batch_size` completions on each DP rank. A *slice* is the part of a rollout that one micro-step trains. With A
+micro-steps per optimizer step, W slices per rollout and mu passes: micro-step s belongs to optimizer step s // A and to rollout s // (W *
+mu); rollout r arrives before optimizer step (r * W * mu) // A, which is a *sampling step*. All arithmetic is on integers. Where an epoch
+ends with a complete rollout (`drops_last`), s // A restarts in each epoch, so that its last optimizer step may have fewer micro-steps.
 
-A rollout is sampled by the version that is there when it begins. That is the sampling step itself; or, if sampling runs one rollout ahead,
-the sampling step before it, so that it is sampled while the steps between the two are trained.
+A rollout is sampled by the version that is current when sampling begins. That is the version of the sampling step itself; or, if sampling
+runs one rollout ahead, that of the previous sampling step, so that the rollout is sampled while the steps between the two are trained.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Label = Literal["on_policy", "recompute", "cached", "rollout"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroStep:
-    """One forward and backward on every DP rank. `rows`: (first, last_exclusive) inside the rollout, over all DP ranks."""
+    """One forward and backward pass on every DP rank. `rows` is (first, last_exclusive) inside the rollout, over all DP ranks."""
 
     micro_step: int
     optimizer_step: int
@@ -36,23 +36,23 @@ class MicroStep:
     slice_index: int
     rows: tuple[int, int]
     sampled_by_version: int
-    fresh_at: int  # the version at which its rollout comes in: old log-probs are those of this version
+    fresh_at: int  # the version at which its rollout arrives: old log-probs are those of this version
     staleness: int  # optimizer steps between sampling and training; 0 is exactly on-policy
     old_logprobs: Label
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledStep:
-    """One optimizer step: what is sampled just before it, what it trains, and which log-probs must be made or kept.
+    """One optimizer step: what is sampled just before it, what it trains, and which log-probs must be computed or kept.
 
-    A slice is named (rollout, slice index).
+    A slice is identified by (rollout, slice index).
     """
 
     index: int  # optimizer steps done before it; also the version of the weights that it starts from
-    arriving: range  # rollouts that an earlier step launched: they come in before this one
+    arriving: range  # rollouts that an earlier step launched: they arrive before this one
     immediate: range  # rollouts that are sampled just before it, while training waits
-    launches: range  # rollouts that begin to be sampled just before it, and come in before a later one
-    evaluates: range  # evaluations that fall on it, by the steps done: those too that waited until nothing was being sampled
+    launches: range  # rollouts that begin to be sampled just before it, and arrive before a later one
+    evaluates: range  # evaluations due at it, by steps done: also those that waited until nothing was being sampled
     micro_steps: tuple[MicroStep, ...]
     anchors: tuple[tuple[int, int], ...]  # forward-only pass before this step, at its version: slices whose first use will be stale
     keeps: tuple[tuple[int, int], ...]  # log-probs of this step's training forward are kept: stale uses follow
@@ -61,10 +61,14 @@ class ScheduledStep:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSchedule:
-    """The run as rows. `num_steps` is its length in optimizer steps, None where it is not known (or not limited).
+    """Training schedule of a run, as rows of optimizer steps and micro-steps.
 
-    num_prompts: of the data set, where that is known. drops_last: prompts that do not fill a rollout are left out of an epoch, and its last
-    optimizer step has the micro-steps that are left; else rollouts and steps go on into the next epoch.
+    Args:
+        sizes: Batch sizes.
+        num_steps: Length of the run in optimizer steps; None if it is unknown or unlimited.
+        num_prompts: Prompts of the data set, where their number is known.
+        drops_last: Whether an epoch leaves out the prompts that do not fill a rollout, so that its last optimizer step has the remaining
+            micro-steps. Otherwise rollouts and optimizer steps continue into the next epoch.
     """
 
     sizes: BatchSizes
@@ -77,7 +81,15 @@ class TrainingSchedule:
         cls, sizes: BatchSizes, *, max_steps: int | None = None, num_train_epochs: float | None = None,
         num_prompts: int | None = None, drops_last: bool = False,
     ) -> TrainingSchedule:  # fmt: skip
-        """The timetable of a run: `max_steps` optimizer steps, or else so many epochs (default 1) of `num_prompts` prompts."""
+        """Build the schedule of `max_steps` optimizer steps, or else of `num_train_epochs` epochs over `num_prompts` prompts.
+
+        Args:
+            sizes: Batch sizes.
+            max_steps: Optimizer steps; takes precedence over `num_train_epochs`.
+            num_train_epochs: Epochs; None is 1.
+            num_prompts: Prompts of the data set. None, without `max_steps`: the schedule has no end.
+            drops_last: See `TrainingSchedule`.
+        """
         table = cls(sizes, max_steps, num_prompts, drops_last)
         if max_steps is not None or num_prompts is None:
             return table
@@ -85,20 +97,24 @@ class TrainingSchedule:
 
     @property
     def prompts_per_epoch(self) -> int:
-        """Prompts that an epoch draws, but for what dynamic sampling draws besides; 0 where the size of the data set is not known."""
+        """Prompts that an epoch samples, without those that dynamic sampling adds; 0 if the size of the data set is unknown."""
         each = self.sizes.num_rollout_prompts if self.drops_last else 1
         return (self.num_prompts or 0) // each * each
 
     @property
     def whole_epoch(self) -> tuple[int, int] | None:
-        """(micro-steps, optimizer steps) of an epoch that ends with a whole rollout; None where its end is nothing to the timetable."""
+        """(micro-steps, optimizer steps) of an epoch that ends with a complete rollout; None if rollouts continue across epochs."""
         if not self.drops_last or not (prompts := self.prompts_per_epoch):
             return None
         micro_steps = prompts // self.sizes.num_rollout_prompts * self.sizes.micro_steps_per_rollout * self.sizes.num_iterations
         return micro_steps, -(-micro_steps // self.sizes.gradient_accumulation_steps)
 
     def steps_of_epochs(self, epochs: float) -> int:
-        """Optimizer steps until so many epochs are over: until the last of their prompts has been trained `num_iterations` times."""
+        """Return the optimizer steps until the last prompt of `epochs` epochs has been trained `num_iterations` times.
+
+        Args:
+            epochs: Number of epochs; may be a fraction.
+        """
         if self.whole_epoch:
             return math.ceil(epochs * self.whole_epoch[1])  # in floats, as transformers' Trainer rounds a part of an epoch
         prompts = math.ceil(Fraction(str(epochs)) * (self.num_prompts or 0))  # exact in decimals: 0.1 epochs of 30 prompts are 3, not 4
@@ -106,7 +122,11 @@ class TrainingSchedule:
         return self._step_of_use(rollout, self.sizes.num_iterations - 1, row // self.sizes.completions_per_micro_step) + 1
 
     def ends_epoch(self, row: MicroStep) -> int | None:
-        """The epoch, from 0, whose last completion is trained for the last time in this micro-step."""
+        """Return the epoch, from 0, whose last completion is trained for the last time in a micro-step; None if no epoch ends in it.
+
+        Args:
+            row: The micro-step.
+        """
         completions = self.prompts_per_epoch * self.sizes.num_generations
         if not completions or row.pass_index + 1 < self.sizes.num_iterations:
             return None
@@ -114,17 +134,17 @@ class TrainingSchedule:
         return after - 1 if after > before else None
 
     def step_of(self, s: int) -> int:
-        """The optimizer step of micro-step s."""
+        """Return the optimizer step of micro-step s."""
         length, steps = self.whole_epoch or (s + 1, 0)
         return s // length * steps + s % length // self.sizes.gradient_accumulation_steps
 
     def first_of(self, k: int) -> int:
-        """The first micro-step of optimizer step k."""
+        """Return the first micro-step of optimizer step k."""
         length, steps = self.whole_epoch or (0, k + 1)
         return k // steps * length + k % steps * self.sizes.gradient_accumulation_steps
 
     def micro_step(self, s: int) -> MicroStep:
-        """Micro-step s of the run, from 0, whether or not the run is that long."""
+        """Return micro-step s of the run, from 0, whether or not the run is that long."""
         sizes = self.sizes
         w, mu = sizes.micro_steps_per_rollout, sizes.num_iterations
         step, rollout = self.step_of(s), s // (w * mu)
@@ -152,14 +172,14 @@ class TrainingSchedule:
         return "recompute" if pass_index == 0 or self.sizes.old_logprobs == "always" else "cached"
 
     def sampled_by(self, rollout: int) -> int:
-        """The version that samples it: that of its own sampling step, or of the one before where sampling runs ahead."""
+        """Return the version that samples a rollout: that of its sampling step, or of the previous one if sampling runs ahead."""
         if not self.sizes.async_rollout_depth:
             return self.version_of(rollout)
         first = self.new_rollouts(self.version_of(rollout)).start
         return self.version_of(first - 1) if first else 0
 
     def version_of(self, rollout: int) -> int:
-        """The number of optimizer steps done before a rollout comes in, to be trained from then on."""
+        """Return the number of optimizer steps done before a rollout arrives. It is trained from then on."""
         return self.step_of(rollout * self.sizes.micro_steps_per_rollout * self.sizes.num_iterations)
 
     def _step_of_use(self, rollout: int, pass_index: int, slice_index: int) -> int:
@@ -167,22 +187,27 @@ class TrainingSchedule:
         return self.step_of(rollout * w * mu + pass_index * w + slice_index)
 
     def new_rollouts(self, k: int) -> range:
-        """The rollouts whose first micro-step falls inside optimizer step k: they come in just before it."""
+        """Return the rollouts whose first micro-step falls inside optimizer step k: they arrive just before it."""
         length = self.sizes.micro_steps_per_rollout * self.sizes.num_iterations
         return range(-(-self.first_of(k) // length), -(-self.first_of(k + 1) // length))
 
     def needs_old_logprobs(self, rollout: int, slice_index: int) -> bool:
-        """Its first use is later than its coming in, so only a forward-only pass at that version can give its log-probs.
+        """Return whether the old log-probs of a slice need a forward-only pass at the version at which its rollout arrives.
 
-        Not where the sampler's own log-probs are taken instead; where old log-probs are always made so, any stale use will do. A use
-        beyond the end of the run counts: that run may be made longer.
+        They do if the first use of the slice is later than that version. They do not if the sampler's log-probs are used instead
+        (`old_logprobs` "rollout"). With "always", a stale use in any pass suffices. A use beyond the end of the run counts: the run may be
+        extended.
+
+        Args:
+            rollout: Number of the rollout.
+            slice_index: Index of the slice in the rollout.
         """
         old_logprobs = self.sizes.old_logprobs
         decides = self.sizes.num_iterations - 1 if old_logprobs == "always" else 0
         return old_logprobs != "rollout" and self._step_of_use(rollout, decides, slice_index) > self.version_of(rollout)
 
     def step(self, k: int) -> ScheduledStep:
-        """Optimizer step k, from 0."""
+        """Return optimizer step k, from 0."""
         sizes = self.sizes
         w, mu = sizes.micro_steps_per_rollout, sizes.num_iterations
         new, is_ahead = self.new_rollouts(k), sizes.async_rollout_depth > 0
@@ -209,12 +234,15 @@ class TrainingSchedule:
         )
 
     def _following(self, new: range) -> range:
-        """The rollouts of the next sampling step; none if the run ends before it."""
+        """Return the rollouts of the next sampling step; none if the run ends before it."""
         found = self.new_rollouts(self.version_of(new.stop))
         return found if self.num_steps is None or self.version_of(new.stop) < self.num_steps else range(new.stop, new.stop)
 
     def _evaluates(self, k: int) -> range:
-        """An evaluation needs the weights of its own step in the sampler: it waits while anything is being sampled."""
+        """Return the evaluations that run at step k, by the steps done.
+
+        An evaluation needs the weights of its step in the sampler, so it waits while anything is being sampled.
+        """
         new = self.new_rollouts(k)
         if new and self.sizes.async_rollout_depth:
             return range(self.version_of(new.start - 1) + 1 if new.start else 0, k + 1)
@@ -222,14 +250,19 @@ class TrainingSchedule:
         return range(k, k) if is_sampling else range(k, k + 1)
 
     def is_between_rollouts(self, k: int, num_rollouts: int) -> bool:
-        """Whether k optimizer steps are the whole of so many rollouts, all of their passes."""
+        """Return whether k optimizer steps are exactly all passes over the first `num_rollouts` rollouts."""
         return self.first_of(k) == num_rollouts * self.sizes.micro_steps_per_rollout * self.sizes.num_iterations
 
     def from_step(self, k: int, num_rollouts: int | None = None) -> Iterator[ScheduledStep]:
-        """Optimizer steps k, k+1, ... to the end of the run, as a process that begins there takes them; without end if that is not known.
+        """Yield optimizer steps k, k+1, ... to the end of the run, as a process that starts at step k executes them.
 
-        num_rollouts: that have come in by then. None: those that are trained before step k. More came in if a save waited for what was
-        being sampled. What somebody else launched and never collected is sampled anew when it is needed.
+        Without a known end, the iterator is infinite. What an earlier process launched and never collected is sampled again when it is
+        needed.
+
+        Args:
+            k: First optimizer step.
+            num_rollouts: Rollouts that have arrived by then. None: those that are trained before step k. More have arrived if a checkpoint
+                waited for what was being sampled.
         """
         there, has_launched = num_rollouts or 0, False
         while self.num_steps is None or k < self.num_steps:

@@ -1,4 +1,4 @@
-"""Deals the rows of a pass to ranks and micro-batches: integers in, places out. Nothing else cuts a batch."""
+"""Partition the rows of a pass over ranks and micro-batches: integers in, indices out. No other module splits a batch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megatron_grpo.types import SequenceLengths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPartitioner:
-    """How a batch is cut for the data-parallel ranks. `max_tokens` and `balance_length`: see `batching.pack`."""
+    """How a batch is partitioned over the data-parallel ranks. `batching.pack` documents `max_tokens` and `balance_length`."""
 
     dp_size: int
     micro_batch_size: int
     alignment: Alignment = field(default_factory=Alignment)
-    multiple: int = 1  # micro-batches on a rank are a multiple of it
+    multiple: int = 1  # the number of micro-batches on a rank is a multiple of it
     max_tokens: int | None = None  # None: micro_batch_size completions each, whatever their lengths
-    scored_tokens: int = SCORED_TOKENS  # what is only scored is packed up to this, if micro-batches are smaller
+    scored_tokens: int = SCORED_TOKENS  # rows that are only scored are packed up to this many tokens, if micro-batches are smaller
     balance_length: float = math.inf
     pad_to_longest: bool = False  # the n-th micro-batches of all ranks are padded to one length
-    # Rows of a group share what they begin with if this part of their tokens, at least, need not be computed then; None: never.
+    # Rows of a group share their prefix if that saves at least this fraction of their tokens; None: never.
     min_saving_ratio: float | None = None
 
     @property
@@ -34,30 +34,38 @@ class BatchPartitioner:
         return self.micro_batch_size * self.dp_size
 
     def dp_rank_of(self, row: int) -> int:
-        """The data-parallel rank that trains a row of a rollout, unless a token budget rearranges rows."""
+        """Return the data-parallel rank that trains a row of a rollout, unless a token budget rearranges rows."""
         return row // self.micro_batch_size % self.dp_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchSpec:
-    """One micro-batch: which rows, which of them may share what they begin with, and the least length of its stream."""
+    """One micro-batch: its rows, which of them may share a prefix, and the minimum length of its packed stream."""
 
-    rows: tuple[int, ...]  # places in the list that was dealt
-    families: tuple[PrefixGroup, ...]  # their members are places in `rows`
-    at_least: int  # tokens
-    num_tokens: int  # in its stream, at most
+    rows: tuple[int, ...]  # indices into the partitioned list
+    families: tuple[PrefixGroup, ...]  # their members are indices into `rows`
+    at_least: int  # minimum tokens in its stream
+    num_tokens: int  # maximum tokens in its stream
 
 
 def partition(extents: Sequence[SequenceLengths], cut: BatchPartitioner) -> list[list[MicroBatchSpec]]:
-    """[data-parallel rank][micro-batch]: every row exactly once. Every rank gets as many micro-batches, a multiple of `cut.multiple`.
+    """Partition rows into micro-batches: [data-parallel rank][micro-batch], every row exactly once.
 
-    As the timetable has it: slices in order, each shared out in rank order. With a token budget: rearranged (`batching.pack`), groups kept
-    together where that is possible. Raises ValueError where the rows do not come out even.
+    Every rank gets the same number of micro-batches, a multiple of `cut.multiple`. Without a token budget, rows follow the training
+    schedule: slices in order, each distributed in rank order. With a token budget, rows are rearranged (`batching.pack`), and groups stay
+    together where possible.
+
+    Args:
+        extents: Lengths of each row, in tokens.
+        cut: How to partition.
+
+    Raises:
+        ValueError: The rows do not divide evenly, or are too few.
     """
     rows = RowColumns.of(extents, cut.alignment, balance_length=cut.balance_length, min_saving_ratio=cut.min_saving_ratio)
     min_saving_ratio = cut.min_saving_ratio or 0.0
     if cut.max_tokens is not None:
-        # The stream is rounded up at its end: a budget that is a multiple of what it is rounded to is kept all the same.
+        # The stream is rounded up at its end. It stays within a budget that is a multiple of its alignment.
         grain = cut.alignment.grain
         budget = max(cut.max_tokens // grain * grain, grain)
         rows = rows.worth(rows.group, min_saving_ratio)
@@ -79,7 +87,7 @@ def partition(extents: Sequence[SequenceLengths], cut: BatchPartitioner) -> list
 
 
 def _pieces(rows: RowColumns, dealt: list[list[list[int]]]) -> tuple[np.ndarray, np.ndarray]:
-    """(piece of each row, micro-batch of each piece): rows of a group that meet in one are a piece. Rank by rank."""
+    """Return (piece of each row, micro-batch of each piece). Rows of a group in one micro-batch are a piece. Rank by rank."""
     micro_batches = [members for mine in dealt for members in mine]
     number = np.empty(len(rows), dtype=np.int64)
     number[np.concatenate(micro_batches)] = np.repeat(np.arange(len(micro_batches)), [len(members) for members in micro_batches])
@@ -88,7 +96,7 @@ def _pieces(rows: RowColumns, dealt: list[list[list[int]]]) -> tuple[np.ndarray,
 
 
 def _num_tokens(rows: RowColumns, dealt: list[list[list[int]]], alignment: Alignment) -> np.ndarray:
-    """Tokens in the stream of each micro-batch, [data-parallel rank, micro-batch]."""
+    """Return the tokens in the stream of each micro-batch; int64 [data-parallel rank, micro-batch]."""
     piece, micro_batch = _pieces(rows, dealt)
     totals = np.bincount(micro_batch, weights=rows.sizes(piece)[0]).astype(np.int64)
     return np.array([alignment.of_stream(int(total)) for total in totals]).reshape(len(dealt), -1)
@@ -104,17 +112,26 @@ def _families(rows: RowColumns, members: Sequence[int], cut: BatchPartitioner) -
 
 
 def partition_padded(extents: Sequence[SequenceLengths], cut: BatchPartitioner) -> list[list[MicroBatchSpec]]:
-    """As `partition`, for a pass that trains nothing: rows that do not come out even are filled up with the first one again.
+    """Partition rows for a pass that trains nothing; rows that do not divide evenly are padded with copies of row 0.
 
-    Places beyond the rows are copies of row 0, whose results nobody needs.
+    Indices beyond the rows are those copies; their results are discarded.
+
+    Args:
+        extents: As in `partition`.
+        cut: As in `partition`.
     """
     missing = -len(extents) % (cut.rows_per_slice * cut.multiple)
     return partition([*extents, *[extents[0]] * missing], cut)
 
 
 def partition_for_scoring(extents: Sequence[SequenceLengths], cut: BatchPartitioner) -> list[list[MicroBatchSpec]]:
-    """As `partition_padded`, for a pass without a backward: it keeps one layer's activations alone, so small micro-batches are put
-    together.
+    """Partition rows as `partition_padded` does, for a pass without a backward: small micro-batches are merged.
+
+    Such a pass keeps the activations of one layer alone, so streams may be longer than in training.
+
+    Args:
+        extents: As in `partition`.
+        cut: As in `partition`. Micro-batches are packed up to `cut.scored_tokens`, if they are smaller.
     """
     dealt = partition_padded(extents, cut)
     if (cut.max_tokens or max(portion.num_tokens for mine in dealt for portion in mine)) >= cut.scored_tokens:
