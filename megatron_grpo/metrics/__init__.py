@@ -1,6 +1,6 @@
-"""What a run tells: metrics.jsonl, evaluations.jsonl, completions, plots, the live line, and the services of `--report_to`.
+"""Records of a run: metrics.jsonl, evaluations.jsonl, completions, plots, the live status line, and the services of `--report_to`.
 
-Only rank 0 tells anything; on the others every method returns at once. docs/metrics.md is the page for users.
+Only rank 0 writes; on other ranks every method returns at once. docs/metrics.md is the page for users.
 """
 
 from __future__ import annotations
@@ -28,12 +28,22 @@ TRAINING_ROWS = {"reward": "reward while training", "completions/mean_length": "
 
 
 class Metrics:
-    """Records of a run. Construct it before any model loads (it raises ConfigError for a service that is not installed), `start` it
-    after restoring.
+    """Records of a run.
 
-    total_steps: optimizer steps of the whole run. plot_steps: optimizer steps between two refreshes of plots/, 0 for only at the end.
-    config: the resolved settings, flat, for the services. console: for tests. heard: is given the numbers of every step and evaluation,
-    by name, as soon as they are known.
+    Construct it before any model loads, because it raises for a service that is not installed; call `start` after restoring.
+
+    Args:
+        output_dir: Directory of the run.
+        report_to: Services of `--report_to`.
+        rank: Global rank.
+        total_steps: Optimizer steps of the whole run.
+        plot_steps: Optimizer steps between two refreshes of plots/; 0 draws only at the end.
+        config: Resolved settings, flat, for the services.
+        console: Console to print to, for tests.
+        heard: Callback (step, numbers by name) for every optimizer step and evaluation, as soon as the numbers are known.
+
+    Raises:
+        ConfigError: A service of `report_to` is unknown or not installed.
     """
 
     def __init__(
@@ -56,7 +66,7 @@ class Metrics:
         self.total_steps, self.plot_steps, self.config = total_steps, plot_steps, dict(config or {})
         self._services = services(report_to)
         self._reporters: dict[str, InBackground] = {}
-        self._completions: Table | None = None  # of a rollout that the next step trains
+        self._completions: Table | None = None  # rows of a rollout that the next step trains
         self._display = Display(console, total=total_steps)
         self._courtesy = BestEffort()
         self._heard = heard or (lambda step, numbers: None)
@@ -69,15 +79,15 @@ class Metrics:
         )
         self._started = False
         self._num_tokens = 0
-        self._untold: list[dict[str, Any]] = []  # steps that no service has heard of
+        self._untold: list[dict[str, Any]] = []  # steps not yet sent to the services
 
     def open(self) -> None:
-        """From now on phases are told: loading comes before `start`."""
+        """Start displaying phases. Loading comes before `start`."""
         if self.tells:
             self._display.open()
 
     def start(self, progress: Progress) -> None:
-        """Begins after `progress.step` optimizer steps: what the files say beyond it, a run that was given up, is dropped."""
+        """Start logging after `progress.step` optimizer steps. Records beyond that step, from an abandoned run, are dropped."""
         if not self.tells or self._started:
             return
         self._started = True
@@ -85,7 +95,7 @@ class Metrics:
         for record in self._steps.all():
             self._remember(record)
         self._skipped.cut(progress.step)
-        self.evaluations.start(progress.step or -1)  # where nothing is saved, its first is gone too
+        self.evaluations.start(progress.step or -1)  # without a checkpoint, the evaluation before step 1 is dropped too
         self._remember_evaluations()
         begin = Begin(output_dir=self.output_dir, config=self.config, first_step=progress.step + 1)
         for name in self._services:
@@ -94,7 +104,12 @@ class Metrics:
         self._display.start(progress.step)
 
     def log(self, progress: Progress, stats: Mapping[str, float]) -> None:
-        """One optimizer step: one line of metrics.jsonl, with step, num_tokens and tokens_per_second. stats: holds `time/step`."""
+        """Log one optimizer step as a line of metrics.jsonl, with step, num_tokens and tokens_per_second.
+
+        Args:
+            progress: Progress that includes this step.
+            stats: Metrics by name, including `time/step` (seconds).
+        """
         if not self.tells:
             return
         if not self._started:
@@ -110,7 +125,7 @@ class Metrics:
         self._heard(progress.step, record)
         if progress.step % self.config.get("logging_steps", 1) == 0 or progress.step == self.total_steps:
             self._tell_services()
-        if plain(record.get("reward")) is not None:  # not every optimizer step has a rollout of its own
+        if plain(record.get("reward")) is not None:  # not every optimizer step has a new rollout
             self._display.show(reward=plain(record["reward"]))
         self._display.step(progress.step, seconds=seconds)
         if progress.step == 2 and (alike := self.learnt.alike()):
@@ -119,7 +134,7 @@ class Metrics:
             self.refresh_plots()
 
     def _tell_services(self) -> None:
-        """Of the steps since the last time: the mean of each metric over those that have it, and where the run is now."""
+        """Send the steps since the last call to the services: the mean of each metric over the steps that have it, and current progress."""
         if not self._untold:
             return
         last, told = self._untold[-1], self._untold
@@ -130,11 +145,16 @@ class Metrics:
         self._report(last["step"], means | {name: last[name] for name in ("step", "num_tokens")} if len(told) > 1 else last)
 
     def completions(self, version: int, table: Table) -> None:
-        """Rows of a rollout that the weights of `version` drew. The services hear of them with the next step."""
+        """Keep rows of a rollout for the services, which receive them with the next step.
+
+        Args:
+            version: Version of the weights that sampled the rollout.
+            table: Values per completion, by column.
+        """
         self._completions = table
 
     def log_evaluation(self, progress: Progress, evaluated: Sequence[Evaluated]) -> None:
-        """One evaluation of every set: a line of evaluations.jsonl each. Its score is shown, plotted and compared."""
+        """Log one evaluation of every set, one line of evaluations.jsonl each. The scores are displayed, plotted and compared."""
         if not self.tells:
             return
         if not self._started:
@@ -148,26 +168,27 @@ class Metrics:
         self._display.table(f"Evaluation at step {progress.step} ({how})", heads, rows)
 
     def log_skipped(self, progress: Progress, record: Mapping[str, Any]) -> None:
-        """A step that the guard refused: one line of skipped.jsonl."""
+        """Log an optimizer step that the guard rejected as a line of skipped.jsonl."""
         if self.tells:
             self._skipped.append({"step": progress.step, **record})
 
     def refresh_plots(self) -> list[Path]:
-        """Draws plots/*.png from everything logged so far."""
+        """Draw plots/*.png from everything logged so far and return their paths."""
         with self._courtesy("plots"):
             return draw.refresh(self.output_dir, self._history) if self.tells else []
         return []
 
     def say(self, text: str) -> None:
-        """A line above the live one."""
+        """Print a line above the live one."""
         if self.tells:
             self._display.say(text)
 
     def close(self, *, summary: bool = True, spent: TimeSummary | None = None) -> None:
-        """The end of the run, good or bad: last plots, and the page at the end: before and after, where there is something to compare, and
-        where the time went.
+        """End the run, successful or not: send the last records, draw the last plots, and print the summary.
 
-        summary: False for a run that failed: it shows no such page.
+        Args:
+            summary: Whether to print the comparison of before and after and the time table. False for a failed run.
+            spent: Time per phase.
         """
         if not self.tells:
             return
@@ -223,6 +244,6 @@ class Metrics:
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Of numbers; the last of anything else."""
+    """Return the mean of the numbers; the last value if there are none."""
     numbers = [number for number in map(plain, values) if number is not None]
     return sum(numbers) / len(numbers) if numbers else values[-1]

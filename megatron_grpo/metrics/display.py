@@ -1,4 +1,4 @@
-"""What a person at the terminal sees: one live line (or, in a file, a line every so often), warnings above it, a table at the end."""
+"""Terminal output of a run: one live status line (or periodic lines in a file), warnings above it, and a table at the end."""
 
 from __future__ import annotations
 
@@ -18,40 +18,46 @@ from rich.text import Text
 
 from megatron_grpo.base import activity
 
-SECONDS_BETWEEN_LINES = 10.0  # of optimizer steps, where it is no terminal
-SECONDS_BETWEEN_SIGNS = 30.0  # of a phase that lasts, there
+SECONDS_BETWEEN_LINES = 10.0  # between step lines, if the output is no terminal
+SECONDS_BETWEEN_SIGNS = 30.0  # between lines about a long phase, there
 SECONDS_BETWEEN_DRAWINGS = 0.5
 
 
 class _Terminal(Console):
     def on_broken_pipe(self) -> None:
-        """Whoever read this has gone (`train | head`). The run goes on; rich would end it."""
+        """Discard further output if the reader has closed the pipe (`train | head`). The run continues; rich would end it."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Display:
-    """The progress of one run on one console. On a terminal one line that is redrawn; elsewhere plain lines, now and then.
+    """Progress display of one run on one console.
 
-    A thread draws it, from what `activity` says: a phase may last long, and the main thread is in it.
+    On a terminal it is one line that is redrawn; elsewhere plain lines at intervals. A thread draws it from `activity`, because a phase may
+    be long and occupies the main thread.
     """
 
     def __init__(self, console: Console | None = None, *, total: int | None = None):
-        """total: optimizer steps of the run."""
+        """Create a display.
+
+        Args:
+            console: Console to print to. Default: standard output.
+            total: Optimizer steps of the run.
+        """
         self.console, self.total = console or _Terminal(highlight=False), total
         self._live: Live | None = None
         self._handler: logging.Handler | None = None
-        # Reward functions fork. A child of a fork in the midst of a drawing would find locks that nobody frees: forks wait for its end.
+        # Reward functions fork. A fork while drawing would leave locks in the child that are never released, so forks wait for it.
         self._lock = threading.RLock()
         self._closed = threading.Event()
-        self._last_line, self._last_step = time.monotonic(), float("-inf")  # when something was said; when a step was
+        self._last_line, self._last_step = time.monotonic(), float("-inf")  # times of the last line and of the last step line
         self._began: tuple[int, float] | None = None
         self._shown: dict[str, float] = {}
         self._step = 0
         self._seconds: float | None = None  # of the last optimizer step
 
     def open(self) -> None:
-        """From now on phases are told. Does nothing the second time."""
+        """Start displaying phases. Does nothing the second time."""
         if self._handler is not None:
             return
         self._handler = _Above(self.console)
@@ -63,17 +69,21 @@ class Display:
         threading.Thread(target=self._tell_now_and_then, name="display", daemon=True).start()
 
     def start(self, step: int) -> None:
-        """The loop begins. step: optimizer steps done before."""
+        """Start the training loop.
+
+        Args:
+            step: Optimizer steps done before.
+        """
         self.open()
         self._began, self._step = (step, time.monotonic()), step
 
     def show(self, **values: float) -> None:
-        """Values that the line shows, by name, from its next drawing on until they are replaced."""
+        """Set values that the line shows, by name, until they are replaced."""
         self._shown |= values
         self._draw()
 
     def step(self, step: int, *, seconds: float) -> None:
-        """An optimizer step has been taken, in so many seconds."""
+        """Show that an optimizer step took `seconds`."""
         self._step, self._seconds = step, seconds
         self._draw()
         now = time.monotonic()
@@ -98,7 +108,7 @@ class Display:
         line = Table.grid(padding=(0, 2))
         begun = [Text(self._number_of_step(step), style="bold")] if self._began else []
         bar = [ProgressBar(total=self.total, completed=step, width=24)] if self.total and self._began else []
-        # The phase comes last: its length changes, and a narrow terminal cuts it first.
+        # The phase is last: its length changes, and a narrow terminal cuts it first.
         line.add_row(*begun, *bar, Text("  ".join([*self._parts(step), phase_in_words()]), no_wrap=True, overflow="ellipsis"))
         return line
 
@@ -113,12 +123,13 @@ class Display:
         return [*parts, *([f"{_duration(left)} left"] if left is not None else [])]
 
     def say(self, text: str) -> None:
-        """A line that stays, above the live one."""
+        """Print a permanent line above the live one."""
         with self._lock:
             self._last_line = time.monotonic()
             self.console.print(escape(text), soft_wrap=True, highlight=False)
 
     def stop(self) -> None:
+        """Stop drawing and restore logging."""
         with self._lock:
             self._closed.set()
             if self._live:
@@ -129,7 +140,13 @@ class Display:
             self._handler = None
 
     def table(self, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """heads: of the columns after the first."""
+        """Print a table.
+
+        Args:
+            title: Line above the table.
+            heads: Headings of the columns after the first.
+            rows: Cells by row.
+        """
         self.console.print(title, style="bold", markup=False)  # a title of the table would be broken at the table's width
         table = Table()
         table.add_column("")
@@ -140,7 +157,13 @@ class Display:
         self.console.print(table)
 
     def compare(self, title: str, heads: tuple[str, str], rows: Sequence[tuple[str, float, float]]) -> None:
-        """The before/after table. rows: (name, before, after)."""
+        """Print a before/after table.
+
+        Args:
+            title: Line above the table.
+            heads: Headings of the two value columns.
+            rows: (name, before, after).
+        """
         told = [(name, _number(before), _number(after), f"{after - before:+.4g}") for name, before, after in rows]
         self.table(title, (*heads, "change"), told)
 
@@ -151,7 +174,10 @@ class Display:
 
 
 def phase_in_words() -> str:
-    """`sampling 312 of 1,024 completions, 0:41 left`; `starting vLLM, 0:20`: what goes on, and an estimate where something is counted."""
+    """Return the current phase with its time: `sampling 312 of 1,024 completions, 0:41 left` or `starting vLLM, 0:20`.
+
+    The remaining time is estimated if the phase counts something. Empty without a phase.
+    """
     phases = activity.current()
     if not phases:
         return ""
@@ -163,7 +189,7 @@ def phase_in_words() -> str:
 
 
 class _Above(logging.Handler):
-    """Log records of this program as lines above the live one."""
+    """Handler that prints this program's log records above the live line."""
 
     def __init__(self, console: Console):
         super().__init__(logging.INFO)
@@ -181,7 +207,7 @@ def _number(value: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """9 s, 4:05, 2:07:30"""
+    """Format seconds: 9 s, 4:05, 2:07:30."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

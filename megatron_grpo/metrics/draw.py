@@ -1,5 +1,6 @@
-"""Figures with matplotlib (the extra `plot`), imported where something is drawn: one look for all of them, and `plots/*.png`, the few
-curves that say whether a run is healthy, from what metrics.jsonl holds.
+"""Figures with matplotlib (the extra `plot`), in one style, and the plots of a run (`plots/*.png`), drawn from metrics.jsonl.
+
+matplotlib is imported only when something is drawn.
 """
 
 from __future__ import annotations
@@ -25,13 +26,21 @@ History = Mapping[str, Sequence[tuple[int, float]]]  # metric name -> (step, val
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def new_figure(width: float, height: float, *, dpi: int = 120, layout: Any = "constrained", **settings: Any) -> Figure:
-    """An empty figure of so many inches, on a canvas that needs no display."""
-    # The object interface: pyplot keeps figures alive and may look for a display.
+    """Return an empty figure on a canvas that needs no display.
+
+    Args:
+        width: Inches.
+        height: Inches.
+        dpi: Pixels per inch.
+        layout: Layout engine of matplotlib.
+        settings: Further arguments of `Figure`.
+    """
+    # The object interface, because pyplot keeps figures alive and may look for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -41,17 +50,17 @@ def new_figure(width: float, height: float, *, dpi: int = 120, layout: Any = "co
 
 
 def tidy(axes: Any) -> None:
-    """A pale grid behind the curves, and no frame on top and on the right."""
+    """Apply the common style: a pale grid behind the curves, and no frame at the top and right."""
     axes.grid(color="#e4e7ea", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def write_png(figure: Any, path: Path) -> Path:
-    """Writes the whole file or none, in a directory that is made if it is not there."""
+    """Write a figure completely or not at all, and return its path. The directory is created if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(path) as stream:
-        figure.canvas.print_png(stream, metadata={"Software": PAINTER})  # savefig would draw it twice, to lay it out first
+        figure.canvas.print_png(stream, metadata={"Software": PAINTER})  # savefig would draw twice, the first time for the layout
     return path
 
 
@@ -60,17 +69,20 @@ def write_png(figure: Any, path: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One picture. `curves` maps metric -> label; `stacked` ones are drawn as areas on top of each other. Without data it is not drawn."""
+    """One plot of a run.
+
+    `curves` maps metric -> label; with `stacked` they are drawn as areas on top of each other. A plot without data is not drawn.
+    """
 
     file: str
     title: str
     unit: str
     curves: Mapping[str, str]
     stacked: bool = False
-    held_out: bool = False  # with the means of several rewards, and the scores of evaluations, a dotted curve for each set
+    held_out: bool = False  # adds the means of several rewards, and one dotted curve of scores per evaluation set
 
 
-# Every block of the run's clock. They sum to `time/step`.
+# All phases of the run's clock. They sum to `time/step`.
 PARTS_OF_A_STEP = ("rollout", "reward", "old_logprobs", "ref_logprobs", "teacher", "train", "weight_sync", "eval", "checkpoint", "other")
 
 PLOTS = (
@@ -86,7 +98,17 @@ _warned = False
 
 
 def refresh(output_dir: Path, history: History) -> list[Path]:
-    """Draws every plot that has data; returns the files. Without matplotlib: nothing, and one warning for the whole run."""
+    """Draw every plot that has data.
+
+    Without matplotlib nothing is drawn, and a warning is logged once per run.
+
+    Args:
+        output_dir: Directory of the run.
+        history: Points of each metric.
+
+    Returns:
+        The files written.
+    """
     global _warned
     if not can_draw():
         if not _warned:
@@ -97,12 +119,12 @@ def refresh(output_dir: Path, history: History) -> list[Path]:
 
 
 def plotted(record: Mapping[str, Any]) -> list[str]:
-    """The numbers of an optimizer step that pictures show."""
+    """Return the names of an optimizer step's metrics that plots show."""
     return [name for name in record if name in _PLOTTED or re.fullmatch("rewards/.+/mean", name)]
 
 
 def remember(history: dict[str, list[tuple[int, float]]], record: Mapping[str, Any]) -> None:
-    """Adds what pictures show of an optimizer step."""
+    """Add the plotted metrics of an optimizer step to `history`."""
     for name in plotted(record):
         value = plain(record[name])
         if value is not None:
@@ -110,12 +132,12 @@ def remember(history: dict[str, list[tuple[int, float]]], record: Mapping[str, A
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a curve is that of evaluations of one set (`config.evaluation.curve_of`)."""
+    """Return whether a curve is that of an evaluation set (`config.evaluation.curve_of`)."""
     return name == "eval" or name.startswith("eval/")
 
 
 def _curves(plot: Plot, history: History) -> list[tuple[str, str, Sequence[tuple[int, float]]]]:
-    """(name, label, points) of the curves that there are data for."""
+    """Return (name, label, points) of the curves that have data."""
     held_out = {name: f"held out{name.removeprefix('eval').replace('/', ': ')}" for name in history if plot.held_out and is_held_out(name)}
     means = {name: name[8:-5] for name in history if plot.held_out and name.startswith("rewards/")}
     curves = {**plot.curves, **(means if len(means) > 1 else {}), **held_out}
@@ -123,7 +145,16 @@ def _curves(plot: Plot, history: History) -> list[tuple[str, str, Sequence[tuple
 
 
 def draw_together(path: Path, files: Sequence[str], history: History) -> bool:
-    """Several plots side by side in one picture, those that have data; whether there was anything to draw, and matplotlib to draw it."""
+    """Draw several plots side by side in one image, omitting those without data.
+
+    Args:
+        path: Image file.
+        files: `Plot.file` of the plots.
+        history: Points of each metric.
+
+    Returns:
+        Whether the image was drawn: there must be data and matplotlib.
+    """
     drawn = [plot for plot in PLOTS if plot.file in files and _curves(plot, history)]
     if not drawn or not can_draw():
         return False
@@ -159,13 +190,13 @@ def _line(axes, points: Sequence[tuple[int, float]], label: str, colour: str, *,
         axes.plot(steps, values, "o--", color=colour, markersize=4, linewidth=1.2, label=label)
     elif len(values) < 20:
         axes.plot(steps, values, "o-", color=colour, markersize=3, linewidth=1.8, label=label)
-    else:  # noisy and long: what was measured in pale, its moving mean over it
+    else:  # noisy and long: raw values in pale, their moving mean on top
         axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1.0)
         axes.plot(steps, _moving_mean(values, window=max(5, len(values) // 20)), color=colour, linewidth=1.8, label=label)
 
 
 def _stack(axes, curves: Sequence[tuple[str, str, Sequence[tuple[int, float]]]]) -> None:
-    """Areas for the parts, a line for `time/step`, the whole. A part that did not happen in a step took no time."""
+    """Draw areas for the phases and a line for `time/step`. A phase that is absent from a step took no time."""
     steps = sorted({step for _, _, points in curves for step, _ in points})
     parts = [(label, dict(points)) for name, label, points in curves if name != "time/step"]
     if parts:
@@ -178,7 +209,7 @@ def _stack(axes, curves: Sequence[tuple[str, str, Sequence[tuple[int, float]]]])
 
 
 def _moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Over the last `window` values; over fewer at the beginning."""
+    """Return the mean over the last `window` values, or over fewer at the beginning."""
     means, total = [], 0.0
     for place, value in enumerate(values):
         total += value - (values[place - window] if place >= window else 0.0)

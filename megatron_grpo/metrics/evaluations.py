@@ -1,10 +1,10 @@
-"""What evaluations leave behind: evaluations.jsonl, a table for people, and in evaluations/ the completions and what later ones pair with.
+"""Results of evaluations: evaluations.jsonl, a table for the terminal, and files in evaluations/.
 
     evaluations.jsonl                       one object per evaluation of a set
-    evaluations/NAME/prompts.jsonl          mean score of each prompt: two evaluations are compared prompt by prompt
-    evaluations/NAME/step_000100.parquet    a row per completion
+    evaluations/NAME/prompts.jsonl          mean score of each prompt; pairs two evaluations prompt by prompt
+    evaluations/NAME/step_000100.parquet    one row per completion
 
-Rank 0 alone writes. docs/evaluation.md says what each number is, and what it may be off by.
+Only rank 0 writes. docs/evaluation.md defines each number and its error.
 """
 
 from __future__ import annotations
@@ -25,23 +25,33 @@ from megatron_grpo.metrics.records import BestEffort, Records, plain, write_tabl
 
 logger = logging.getLogger(__name__)
 Numbers = Mapping[str, Any]
-EACH = "pass@1/"  # of one reward, where there are several
+EACH = "pass@1/"  # prefix of one reward's pass@1, if there are several rewards
 
 
-# ---- what was measured, and what it may be off by ----------------------------------------------------------------------------------------
-# scores: float64 [P, n], the n completions of each of P prompts; NaN where a completion has no score, which is then left out. Pure numpy.
+# ---- estimates and their standard errors -------------------------------------------------------------------------------------------------
+# scores: float64 [P, n] of P prompts with n completions each; NaN where a completion has no score, which is left out. Pure numpy.
 
 
 def prompt_means(scores: np.ndarray) -> np.ndarray:
-    """float64 [P]: of the scores that a prompt has; NaN where it has none."""
+    """Return the mean score of each prompt: float64 [P], NaN for a prompt without scores.
+
+    Args:
+        scores: float64 [P, n]; NaN is left out.
+    """
     count = (~np.isnan(scores)).sum(axis=1)
     return np.where(count > 0, np.nansum(scores, axis=1) / np.maximum(count, 1), np.nan)
 
 
 def over_prompts(values: np.ndarray) -> tuple[float, float]:
-    """(mean, standard error) where the prompts are a sample of all that could be asked: one value a prompt, however many completions.
+    """Return the mean and its standard error, treating the prompts as a sample of all possible prompts.
 
-    Completions of one prompt are not independent, so their number does not enter. NaNs are left out; the error of one value is NaN.
+    There is one value per prompt. Completions of one prompt are not independent, so their number does not enter.
+
+    Args:
+        values: float64 [P]; NaN is left out.
+
+    Returns:
+        (mean, standard error). The error of a single value is NaN; both are NaN without values.
     """
     found = values[~np.isnan(values)]
     if not len(found):
@@ -50,9 +60,12 @@ def over_prompts(values: np.ndarray) -> tuple[float, float]:
 
 
 def of_sampling(scores: np.ndarray) -> float:
-    """Standard error of the mean of `prompt_means` for these very prompts: what another seed alone would change.
+    """Return the standard error of the mean of `prompt_means` for these very prompts: the variation due to the seed alone.
 
-    A prompt with one score tells nothing of its own variance, and is given the mean of the others'; NaN where all are so.
+    A prompt with one score has no variance estimate and gets the mean of the others'. NaN if all prompts have one score.
+
+    Args:
+        scores: float64 [P, n]; NaN is left out.
     """
     count = (~np.isnan(scores)).sum(axis=1)
     scores, count = scores[count > 0], count[count > 0]
@@ -66,10 +79,14 @@ def of_sampling(scores: np.ndarray) -> float:
 
 
 def pass_at_k(num_right: np.ndarray, num_sampled: np.ndarray, k: int) -> np.ndarray:
-    """float64 [P]: the chance that one of k completions is right, unbiased: 1 - C(n - c, k) / C(n, k). NaN where k are not there.
+    """Return the unbiased pass@k of each prompt: float64 [P], 1 - C(n - c, k) / C(n, k). NaN if n < k.
 
-    It is the share of a prompt's k-subsets that hold a right one (Chen et al., arXiv:2107.03374, section 2.1).
-    num_right: c, int [P]. num_sampled: n, int [P].
+    It is the share of a prompt's k-subsets with a correct completion (Chen et al. 2021, arXiv:2107.03374, section 2.1).
+
+    Args:
+        num_right: c, int [P].
+        num_sampled: n, int [P].
+        k: Size of the subsets.
     """
     right, sampled = np.asarray(num_right)[:, None], np.asarray(num_sampled)[:, None]
     place = np.arange(k)[None, :]
@@ -79,13 +96,13 @@ def pass_at_k(num_right: np.ndarray, num_sampled: np.ndarray, k: int) -> np.ndar
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evaluated:
-    """One set, evaluated once. Numbers are the same on every rank."""
+    """Result of one evaluation of one set. Numbers are the same on every rank."""
 
     name: str  # of the set
     n: int  # completions asked of each prompt
     temperature: float  # 0 is greedy
-    score: str  # the reward that counts
-    question: str  # the same for two evaluations that asked the same of the same prompts
+    score: str  # name of the reward that is the score
+    question: str  # equal for two evaluations with the same task and prompts
     rows: Sequence[int]  # of each prompt in its data set
     scores: np.ndarray  # float64 [P, n]; NaN where a completion has no score
     pass_threshold: float | np.ndarray  # [P, n]: of each completion
@@ -94,11 +111,11 @@ class Evaluated:
 
     @property
     def means(self) -> np.ndarray:
-        """float64 [P]: mean score of each prompt."""
+        """Mean score of each prompt, float64 [P]."""
         return prompt_means(self.scores)
 
     def numbers(self) -> dict[str, Any]:
-        """What evaluations.jsonl holds of it. NaN: cannot be known."""
+        """Return the numbers for evaluations.jsonl. NaN means that a number cannot be estimated."""
         is_scored = ~np.isnan(self.scores)
         num_scored = is_scored.sum(axis=1)
         num_right = (np.where(is_scored, self.scores, -math.inf) >= self.pass_threshold).sum(axis=1)
@@ -122,14 +139,17 @@ class Evaluated:
 
 
 def score_in(record: Numbers) -> tuple[str, float | None]:
-    """(name of the set, its score) in a line of evaluations.jsonl. An older version wrote rewards alone, the one that counts first."""
+    """Return (name of the set, score) of a line of evaluations.jsonl.
+
+    An older version wrote only rewards, with the score first.
+    """
     key = f"mean@{record['n']}" if "n" in record and "name" in record else next((name for name in record if name != "step"), "")
     value = record.get(key)
     return str(record.get("name", ALONE)), float(value) if isinstance(value, (int, float)) else None
 
 
 def curves_in(records: Iterable[Numbers]) -> dict[str, list[tuple[int, float]]]:
-    """{curve: its points (step, score)}, for plots."""
+    """Return the points (step, score) of each curve, for plots."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         name, score = score_in(record)
@@ -139,7 +159,12 @@ def curves_in(records: Iterable[Numbers]) -> dict[str, list[tuple[int, float]]]:
 
 
 def compared(before: Numbers, after: Numbers) -> list[tuple[str, float, float]]:
-    """(name, before, after) of what a person compares in two lines of evaluations.jsonl: means, not counts, nor their errors."""
+    """Return (name, before, after) for each number worth comparing: means, but no counts and no errors.
+
+    Args:
+        before: A line of evaluations.jsonl.
+        after: A later line of the same set.
+    """
     rows = [name for name in before if name not in ("step", "n", "num_prompts", "temperature", "unscored") and "change" not in name]
     return [
         (name, before[name], after[name])
@@ -149,8 +174,13 @@ def compared(before: Numbers, after: Numbers) -> list[tuple[str, float, float]]:
 
 
 class Evaluations:
-    """All evaluations of one folder. replaces: one at the same step takes the place of the earlier one, as in a run that was resumed;
-    else all are kept, as by the command. writes_completions: whether the tables of completions are written too."""
+    """All evaluations in one folder.
+
+    Args:
+        folder: Directory of evaluations.jsonl.
+        replaces: Whether an evaluation replaces an earlier one at the same step, as in a resumed run. The eval command keeps all.
+        writes_completions: Whether to write tables of completions.
+    """
 
     def __init__(self, folder: Path, *, replaces: bool = True, writes_completions: bool = True):
         self.folder, self.replaces, self.writes_completions = folder, replaces, writes_completions
@@ -159,7 +189,7 @@ class Evaluations:
         self._courtesy = BestEffort()
 
     def start(self, step: int = sys.maxsize) -> None:
-        """Reads what is there; forgets what is beyond so many optimizer steps; warns where a line has been lost."""
+        """Read existing evaluations, drop those beyond `step` optimizer steps, and warn if a line is missing."""
         self._keep_until(step)
         for directory in self._directories():
             there = {record["step"] for record in self.records if score_in(record)[0] == directory.name}
@@ -178,16 +208,24 @@ class Evaluations:
                     path.unlink()
 
     def add(self, step: int, found: Evaluated, **told: Any) -> dict[str, Any]:
-        """Writes one evaluation; returns its record, as it stands in the file. told: what else the record is to say; `model`, where
-        weights are not told apart by steps alone."""
+        """Write one evaluation.
+
+        Args:
+            step: Optimizer steps done.
+            found: Result of the evaluation.
+            told: Further entries of the record, such as `model` where steps alone do not identify the weights.
+
+        Returns:
+            The record, as written to the file.
+        """
         if self.replaces and any(old["step"] == step and score_in(old)[0] == found.name for old in self.records):
             self._keep_until(step - 1)
         prompts = Records(self.folder / "evaluations" / found.name / "prompts.jsonl")
-        prompts.cut(step - 1 if self.replaces else sys.maxsize)  # a run that was killed in this very evaluation may have left its line
+        prompts.cut(step - 1 if self.replaces else sys.maxsize)  # a run killed during this evaluation may have left its line
         numbers = found.numbers()
         record = {"step": step, **numbers, **self._change(prompts, found), **told}
         record = {name: plain(value) for name, value in record.items()}
-        self._file.append(record)  # first: what later evaluations are compared with stands in it
+        self._file.append(record)  # write this first: later evaluations are compared with it
         self.records.append(record)
         means = [plain(mean) for mean in found.means]
         prompts.append({"step": step, "question": found.question, **told, "rows": list(found.rows), "means": means})
@@ -197,7 +235,7 @@ class Evaluations:
         return record
 
     def first_and_last(self) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
-        """Of every set that was evaluated twice, in the same way as far as their names tell."""
+        """Yield the first and last record of every set that was evaluated at least twice. Sets are compared by name."""
         for name in dict.fromkeys(score_in(record)[0] for record in self.records):
             mine = [record for record in self.records if score_in(record)[0] == name]
             if len(mine) > 1:
@@ -208,7 +246,7 @@ class Evaluations:
         return [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
 
     def _change(self, prompts: Records, found: Evaluated) -> Numbers:
-        """Against the first evaluation that asked the same, prompt by prompt; nothing where this is the first."""
+        """Return the change since the first evaluation of the same question, paired by prompt; empty if this is the first."""
         before = next((line for line in prompts.all() if line["question"] == found.question), None) if prompts.path.exists() else None
         if before is None:
             return {}
@@ -223,7 +261,11 @@ class Evaluations:
 
 
 def in_words(records: Sequence[Numbers]) -> tuple[str, list[str], list[list[str]]]:
-    """(how they were asked, heads of the columns after the first, rows) of a table of evaluations, a column per set."""
+    """Return a table of evaluations for the terminal, with one column per set.
+
+    Returns:
+        (how completions were sampled, headings after the first column, rows).
+    """
     how = dict.fromkeys(
         f"{record['n']} completions of each prompt at temperature {record['temperature']:g}" if record["temperature"] else "greedy"
         for record in records

@@ -1,4 +1,4 @@
-"""All that a run tells: metrics, which rows were trained, completions, where the time went, and what a person should be warned about."""
+"""All records of a training loop: metrics, the rows trained, completions, the time per phase, and warnings."""
 
 from __future__ import annotations
 
@@ -17,18 +17,24 @@ from megatron_grpo.metrics.rollout import Completions, JudgedRollout, rollout_st
 from megatron_grpo.metrics.summary import TimeSummary
 from megatron_grpo.types import GlobalBatch, Progress
 
-UNTOLD = "untold.json"  # in output_dir, while a run rests between a rollout and the step that tells of it
+UNTOLD = "untold.json"  # in output_dir, while a run is stopped between a rollout and the step that reports it
 
-SCHEDULE = "schedule.jsonl"  # which rows each optimizer step really trained, and how stale; `plan.json` says which it should have
-# Metrics of the step just taken -> what to warn about, if anything.
+SCHEDULE = "schedule.jsonl"  # rows each optimizer step trained and their staleness; `plan.json` has the planned ones
+# (progress, metrics of the step just taken) -> text of a warning, or None.
 Watch = Callable[[Progress, Mapping[str, float]], "str | None"]
 
 
 class MetricsLogger:
-    """One a rank; rank 0's is heard. Collective where it says so.
+    """Logger of the training loop, one per rank. Only rank 0 writes. Methods are collective where they say so.
 
-    tells_selection: rollouts choose among what they sample. from_all: one object of each data-parallel rank -> all of them, by rank
-    (collective). watches: further warnings, asked after every step.
+    Args:
+        metrics: Records of the run.
+        completions: Writer of the completions tables.
+        clock: Timers of the phases.
+        reward_weights: Weight of each reward function.
+        tells_selection: Whether rollouts select among the sampled groups (dynamic sampling).
+        from_all: Gathers one object of each data-parallel rank into a list by rank. Collective.
+        watches: Further warnings, evaluated after every step.
     """
 
     def __init__(
@@ -51,21 +57,28 @@ class MetricsLogger:
         self._spent = TimeSummary()
 
     def start(self, progress: Progress) -> None:
-        """Begins after `progress.step` optimizer steps: what the files say beyond it, a run that was given up, is dropped."""
+        """Start logging after `progress.step` optimizer steps. Records beyond that step, from an abandoned run, are dropped."""
         self.metrics.start(progress)
         self.completions.start(progress)
         if self.metrics.tells:
             self._schedule.begin(progress.step)
         activity.reached(progress.step)
-        self._spent.before(self.clock.take()["time/step"], step=progress.step)  # loading and restoring are no part of a step
+        self._spent.before(self.clock.take()["time/step"], step=progress.step)  # loading and restoring do not belong to a step
 
     def rollout(self, judged: JudgedRollout) -> None:
-        """A rollout has come in. Collective."""
+        """Record a finished rollout. Collective."""
         self._heard.append(judged)
         self.completions.write(judged)
 
     def step(self, progress: Progress, batch: GlobalBatch, metrics: Mapping[str, float], *, skipped: str | None = None) -> None:
-        """An optimizer step has been taken; `progress` counts it. metrics, skipped: what it says of itself. Collective."""
+        """Record an optimizer step. Collective.
+
+        Args:
+            progress: Progress that includes this step.
+            batch: The global batch that it trained.
+            metrics: Metrics of the step, by name.
+            skipped: Reason why the step was skipped, if it was.
+        """
         of_each_rank = self._from_all([micro_batch.rows for micro_batch in batch.micro_batches])
         if self.metrics.tells:  # rows: [micro-batch][data-parallel rank][(rollout, row)]
             rows = [list(micro_batch) for micro_batch in zip(*of_each_rank, strict=True)]
@@ -88,12 +101,12 @@ class MetricsLogger:
             self._untold.unlink(missing_ok=True)
 
     def keep(self, progress: Progress) -> None:
-        """The run ends before the step that tells of the rollouts it has heard of: the run that goes on from here will."""
+        """Save the metrics of rollouts that no step has reported yet, when the run ends. The resumed run reports them."""
         if self._heard and self.metrics.tells:
             write_whole(self._untold, json.dumps({"step": progress.step, "stats": self._rollout_stats()}, default=float) + "\n")
 
     def _kept(self, *, before: int) -> dict[str, float]:
-        """What `keep` wrote just before this optimizer step; nothing, if it did not."""
+        """Return the metrics that `keep` saved just before this optimizer step; empty if there are none."""
         if not self.metrics.tells:
             return {}
         with suppress(OSError, ValueError, KeyError):
@@ -107,15 +120,26 @@ class MetricsLogger:
         return stats | (selection_stats(self._heard, self.reward_weights) if self.tells_selection else {})
 
     def refusal(self, progress: Progress, record: Mapping[str, Any], lines: Sequence[str]) -> None:
-        """The guard has refused the step just taken. lines: who made its gradient, in words."""
+        """Record that the guard rejected the step just taken.
+
+        Args:
+            progress: Progress of the run.
+            record: Line of skipped.jsonl.
+            lines: Sentences about the rows that produced the gradient.
+        """
         for line in lines:
             self.metrics.say(f"  {line}")
         self.metrics.log_skipped(progress, record)
 
     def evaluation(self, progress: Progress, evaluated: Sequence[Evaluated]) -> None:
+        """Record an evaluation of every set."""
         self.metrics.log_evaluation(progress, evaluated)
 
     def close(self, *, summary: bool = True) -> None:
-        """The end of the run. summary: it ended well enough to be compared with its beginning."""
+        """End the run.
+
+        Args:
+            summary: Whether the run ended well enough to compare its end with its beginning.
+        """
         self._spent.add(self.clock.take())
         self.metrics.close(summary=summary, spent=self._spent)

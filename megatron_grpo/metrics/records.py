@@ -1,4 +1,4 @@
-"""Files of a run: `.jsonl` with one object a line, each about a step, that forget what a resumed run has not done yet; and tables."""
+"""Files of a run: `.jsonl` files with one object per line and step, cut to the current step on resume; and Parquet tables."""
 
 from __future__ import annotations
 
@@ -16,20 +16,29 @@ from megatron_grpo.base.errors import said_by
 from megatron_grpo.base.files import written_whole
 
 logger = logging.getLogger(__name__)
-LONG = 1 << 16  # bytes of a line from which on it is known by its beginning and its end alone: a step's rows on thousands of ranks
+LONG = 1 << 16  # bytes; longer lines (a step's rows on thousands of ranks) are checked only at their beginning and end
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
 
 class Records:
-    """Appends objects with a `step` to a file. A line is in the file when `append` returns, and whole: a reader may follow along."""
+    """Appender of objects with a `step` to a file.
+
+    When `append` returns, the complete line is in the file, so a reader may follow along.
+
+    Args:
+        path: The `.jsonl` file.
+    """
 
     def __init__(self, path: Path):
         self.path = path
 
     def begin(self, step: int) -> None:
-        """`cut`, for a file that has a line of every step; warns where steps are lacking that this run has done.
+        """Apply `cut` to a file that has a line for every step, and warn if steps that this run has done are missing.
 
-        A run that began in another output_dir has their lines there, and none here from before its first.
+        A run that began in another output_dir has its earlier lines there, and none here from before its first.
+
+        Args:
+            step: Optimizer steps done.
         """
         kept = self.cut(step)
         is_own = any((self.path.parent / "checkpoints").glob("iter_*"))
@@ -44,7 +53,10 @@ class Records:
             )
 
     def all(self) -> list[dict[str, Any]]:
-        """Oldest first; a line that is being written is left out, and so is one that cannot be read, which is said. None without a file."""
+        """Return all records, oldest first; empty if there is no file.
+
+        A line that is still being written is left out. An unreadable line is left out with a warning.
+        """
         if not self.path.exists():
             return []
         with self.path.open("rb") as lines:
@@ -53,8 +65,16 @@ class Records:
         return [record for _, _, record in read if record is not None]
 
     def cut(self, step: int) -> list[int]:
-        """Drops records of steps beyond `step`, a last line cut short by a kill, and, which is said, lines that cannot be read. Holds one
-        line at a time. Returns the steps of the others, in their order."""
+        """Drop records of steps beyond `step`, an incomplete last line (from a kill), and unreadable lines (with a warning).
+
+        Holds one line in memory at a time.
+
+        Args:
+            step: Last step to keep.
+
+        Returns:
+            The steps of the remaining records, in file order.
+        """
         kept, garbled = list[int](), list[int]()
         if not self.path.exists():
             return kept
@@ -84,18 +104,27 @@ class Records:
             logger.warning("%s: what is on line %s cannot be read, and is left out", self.path, numbers)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """NaN and infinity become null: JSON has no word for them."""
+        """Append a record. NaN and infinity become null, because JSON cannot represent them.
+
+        Raises:
+            OSError: The file cannot be written; its path is included.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps({name: plain(value) for name, value in record.items()}, allow_nan=False) + "\n"
         try:
             with self.path.open("a") as stream:
                 stream.write(line)
-        except OSError as error:  # a full disk does not say which file it was
+        except OSError as error:  # the error of a full disk does not name the file
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
 
 def write_table(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
-    """A Parquet file, whole or not at all."""
+    """Write a Parquet file, completely or not at all.
+
+    Args:
+        path: The file. Its directory is created if needed.
+        columns: Values by column.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -106,7 +135,7 @@ def write_table(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A number of numpy or torch as Python's own; None for NaN and infinity."""
+    """Convert a numpy or torch scalar to a Python number; NaN and infinity become None."""
     if hasattr(value, "item"):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -121,7 +150,7 @@ def _step_of(line: bytes) -> int | None:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record on a line; None where there is none."""
+    """Return the record on a complete line; None if it is not a record."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -132,7 +161,10 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 class BestEffort:
-    """`with courtesy("plots"): ...` never raises. The first failure of each kind is a warning; `missed` counts them all."""
+    """Context manager for optional work: `with courtesy("plots"): ...` never raises.
+
+    The first failure of each kind is logged as a warning; `missed` counts them all.
+    """
 
     def __init__(self) -> None:
         self.missed: dict[str, int] = {}
@@ -147,7 +179,7 @@ class BestEffort:
                 self._say(f"{what} failed, and the run goes on without it: {type(error).__name__}: {said_by(error)}")
 
     def summary(self) -> None:
-        """At the end: how often each of them failed, where it was more than the once that was said."""
+        """Log how often each kind of work failed, if more than once. Called at the end of a run."""
         for what, times in self.missed.items():
             if times > 1:
                 self._say(f"{what} failed {times} times")

@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: services that are told of a run, each in a thread of its own."""
+"""External experiment trackers besides metrics.jsonl (`--report_to`), each in a background thread."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatron_grpo.base.errors import Problem, problem_with, said_by
 
 logger = logging.getLogger(__name__)
 
-PROJECT = "megatron-grpo"  # where neither the settings nor the service's own variable names one
-SECONDS_TO_CLOSE = 30.0  # that the end of a run waits for a service
-MOST_WAITING = 10_000  # words that a service has not taken yet; one that is so far behind is given up
-MOST_ROWS = 1000  # of a table of completions
+PROJECT = "megatron-grpo"  # default project, if neither the settings nor the service's environment variable name one
+SECONDS_TO_CLOSE = 30.0  # longest wait for a service at the end of a run
+MOST_WAITING = 10_000  # calls queued for a service; a service further behind is given up
+MOST_ROWS = 1000  # rows in a table of completions
 ALL = "all"
 
 Table = Mapping[str, Sequence[Any]]  # by column
@@ -29,36 +29,52 @@ Table = Mapping[str, Sequence[Any]]  # by column
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begin:
-    """What a service is told first. config: the resolved settings, flat. first_step: the one that is told next."""
+    """Data that a service receives when it starts.
+
+    Args:
+        output_dir: Directory of the run.
+        config: Resolved settings, flat.
+        first_step: Number of the first optimizer step that will be logged.
+    """
 
     output_dir: Path
     config: Mapping[str, Any] = field(default_factory=dict)
     first_step: int = 1
 
     def name_or(self, variable: str = "") -> str:
-        """The run's name in the settings, else that of the service's own variable, else that of its folder."""
+        """Return the run's name: from the settings, else from the service's environment variable, else the name of the output directory."""
         return self.config.get("run_name") or os.environ.get(variable) or self.output_dir.absolute().name
 
     def project_or(self, variable: str) -> str:
-        """The project of the settings, else that of the service's own variable."""
+        """Return the project: from the settings, else from the service's environment variable, else `PROJECT`."""
         return self.config.get("project") or os.environ.get(variable) or PROJECT
 
 
 class Reporter:
-    """A service that has begun."""
+    """Connection to a service that has started."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Finite numbers only."""
+        """Log the metrics of an optimizer step.
+
+        Args:
+            step: Optimizer step.
+            values: Finite numbers only, by name.
+        """
 
     def completions(self, step: int, table: Table) -> None:
-        """Rows of a rollout that this step trained. Does nothing where a service has no tables."""
+        """Log rows of a rollout that this step trained. Does nothing if the service has no tables.
+
+        Args:
+            step: Optimizer step.
+            table: Values per completion, by column.
+        """
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Finish the run. No further calls follow."""
 
 
 class Tensorboard(Reporter):
-    """Event files under output_dir/tensorboard. Steps beyond the one resumed from are hidden."""
+    """Writer of event files under output_dir/tensorboard. Steps after the one resumed from are hidden."""
 
     def __init__(self, begin: Begin):
         from torch.utils.tensorboard import SummaryWriter
@@ -74,9 +90,15 @@ class Tensorboard(Reporter):
 
 
 class WandbReporter(Reporter):
-    """A service with the interface of Weights & Biases: init, log, finish. Its own environment variables (WANDB_MODE, ...) apply.
+    """Reporter to a service with the interface of Weights & Biases: init, log, finish.
 
-    as_table: (its module, rows by column) -> what it logs as a table; None for one without tables. further: arguments of `init`.
+    The service's environment variables (WANDB_MODE, ...) apply.
+
+    Args:
+        begin: Data of the run.
+        module: Python module of the service.
+        as_table: Function (module, rows by column) -> the service's table object; None if it has no tables.
+        further: Further arguments of `init`.
     """
 
     def __init__(self, begin: Begin, module: str, as_table: Callable[[Any, Table], Any] | None = None, **further: Any):
@@ -95,6 +117,8 @@ class WandbReporter(Reporter):
 
 
 def wandb(begin: Begin) -> WandbReporter:
+    """Start Weights & Biases, with its files in output_dir."""
+
     def as_table(service: Any, table: Table) -> Any:
         return service.Table(columns=list(table), data=[list(row) for row in zip(*table.values(), strict=True)])
 
@@ -103,23 +127,24 @@ def wandb(begin: Begin) -> WandbReporter:
 
 
 def swanlab(begin: Begin) -> WandbReporter:
+    """Start SwanLab, with its log directory in output_dir/swanlab."""
     return WandbReporter(begin, "swanlab", experiment_name=begin.name_or("SWANLAB_EXP_NAME"), logdir=str(begin.output_dir / "swanlab"))
 
 
 def trackio(begin: Begin) -> WandbReporter:
-    """On this machine, or on a Space of the Hub (TRACKIO_SPACE_ID)."""
+    """Start Trackio, on this machine or in a Space of the Hub (TRACKIO_SPACE_ID)."""
 
     def as_table(service: Any, table: Table) -> Any:
         import pandas
 
-        return service.Table(dataframe=pandas.DataFrame(dict(table)))  # it takes `columns` too, and ignores them
+        return service.Table(dataframe=pandas.DataFrame(dict(table)))  # it accepts `columns` too, but ignores them
 
     space = os.environ.get("TRACKIO_SPACE_ID")
     return WandbReporter(begin, "trackio", as_table, name=begin.name_or("TRACKIO_NAME"), resume="allow", space_id=space)
 
 
 class Mlflow(Reporter):
-    """MLflow; its own environment variables (MLFLOW_TRACKING_URI, ...) apply. A project is an experiment there."""
+    """Reporter to MLflow, whose environment variables (MLFLOW_TRACKING_URI, ...) apply. A project is an MLflow experiment."""
 
     def __init__(self, begin: Begin):
         import mlflow
@@ -130,7 +155,7 @@ class Mlflow(Reporter):
         mlflow.log_params({name: str(value)[:500] for name, value in begin.config.items()})
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        # It takes no @ in a name.
+        # MLflow does not allow @ in a name.
         self.mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in values.items()}, step=step)
 
     def completions(self, step: int, table: Table) -> None:
@@ -150,7 +175,14 @@ REPORTERS: dict[str, Callable[[Begin], Reporter]] = {
 
 
 class InBackground:
-    """A service in a thread of its own, so that it never holds a run up. What it raises first is said, and then it is off."""
+    """Reporter that runs in its own thread, so that it never blocks the run.
+
+    The first exception of the service is logged as a warning, and the service is switched off.
+
+    Args:
+        name: Name of the service, for messages.
+        make: Function that starts the service, called in the thread.
+    """
 
     def __init__(self, name: str, make: Callable[[], Reporter]):
         self.name = name
@@ -160,14 +192,16 @@ class InBackground:
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Queue the metrics of an optimizer step."""
         self._tell(lambda reporter: reporter.log(step, values))
 
     def completions(self, step: int, table: Table) -> None:
+        """Queue a table of completions, cut to `MOST_ROWS` rows."""
         rows = {name: column[:MOST_ROWS] for name, column in table.items()}
         self._tell(lambda reporter: reporter.completions(step, rows))
 
     def close(self) -> None:
-        """Waits for what it was told, but not for ever."""
+        """Wait until the queue is empty and the service is closed, for at most `SECONDS_TO_CLOSE`."""
         self._tell(None)
         if not self._is_off.is_set():
             self._thread.join(SECONDS_TO_CLOSE)
@@ -199,17 +233,18 @@ class InBackground:
 
 
 def services(report_to: Sequence[str]) -> list[str]:
-    """The services of `--report_to`, each once. `all` are those that are installed, as in transformers."""
+    """Return the services of `--report_to`, each once. `all` means all installed services, as in transformers."""
     named = [one for name in report_to for one in ([*filter(is_installed, REPORTERS)] if name == ALL else [name])]
     return [name for name in dict.fromkeys(named) if name != "none"]
 
 
 def is_installed(name: str) -> bool:
+    """Return whether the package of a service is installed, without importing it."""
     return importlib.util.find_spec(name) is not None
 
 
 def report_to_problems(report_to: Sequence[str]) -> list[Problem]:
-    """What is wrong with `--report_to`: unknown names, and services whose package is not installed. Imports none of them."""
+    """Return the problems of `--report_to`: unknown names, and services whose package is not installed. Imports none of them."""
     problems = []
     for name in services(report_to):
         if name not in REPORTERS:

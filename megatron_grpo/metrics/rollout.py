@@ -1,4 +1,4 @@
-"""What a rollout says about itself: metrics of rewards and lengths, and the completions themselves in a table."""
+"""Metrics of a rollout's rewards and lengths, and a table of its completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from megatron_grpo.types import FAULTS, DynamicSamplingResult, EpisodeRecord, Gr
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JudgedRollout:
-    """One rollout as the journal hears of it. `held`: {place among the kept groups: scored group} of those that this rank judged."""
+    """One scored rollout, as the logger receives it.
+
+    `held`: {index among the kept groups: scored group} for the groups that this rank scored.
+    """
 
     number: int
     harvest: DynamicSamplingResult
@@ -31,7 +34,12 @@ class JudgedRollout:
 
 
 def rollout_stats(rollouts: Sequence[JudgedRollout], reward_names: Sequence[str]) -> dict[str, float]:
-    """Metrics of the rollouts of one optimizer step, named and defined as in TRL: over all of their completions together."""
+    """Return the metrics of the rollouts of one optimizer step, named and defined as in TRL, over all their completions.
+
+    Args:
+        rollouts: Rollouts since the last step.
+        reward_names: Name of each reward function.
+    """
     kept = [verdict for one in rollouts for verdict in one.harvest.kept]
     lengths = np.array([length for verdict in kept for length in verdict.num_drawn])
     is_clipped = np.array([clipped for verdict in kept for clipped in verdict.is_truncated])
@@ -54,7 +62,7 @@ def rollout_stats(rollouts: Sequence[JudgedRollout], reward_names: Sequence[str]
 
 
 def episode_stats(verdicts: Sequence[GroupMetadata]) -> dict[str, float]:
-    """Means over episodes, those that failed among them; `episodes/failed` counts. With tools, TRL's names beside ours."""
+    """Return means over episodes, failed ones included; `episodes/failed` counts those. With tools, TRL's names are added."""
     episodes = [episode for verdict in verdicts for episode in verdict.episodes]
     contexts = [tokens for verdict in verdicts for tokens in verdict.contexts]
     drawn, count = sum(sum(verdict.num_drawn) for verdict in verdicts), len(episodes)
@@ -81,7 +89,14 @@ ENDS = ("done", "max_turns", "length", *FAULTS)
 
 
 def selection_stats(rollouts: Sequence[JudgedRollout], reward_weights: Sequence[float]) -> dict[str, float]:
-    """What was kept is no fair sample of what the policy answers: `dynamic_sample/reward` is over all that was sampled."""
+    """Return the metrics of dynamic sampling.
+
+    The kept groups are not a fair sample of the policy's completions; `dynamic_sample/reward` is over everything that was sampled.
+
+    Args:
+        rollouts: Rollouts since the last step.
+        reward_weights: Weight of each reward function.
+    """
     harvests = [one.harvest for one in rollouts]
     sampled = [verdict for one in harvests for verdict in one.sampled]
     rewards = total_rewards(rewards_per_func([verdict.rewards for verdict in sampled], len(reward_weights)), reward_weights)
@@ -94,17 +109,24 @@ def selection_stats(rollouts: Sequence[JudgedRollout], reward_weights: Sequence[
     }
 
 
-Table = dict[str, list[Any]]  # by column, a value per completion
+Table = dict[str, list[Any]]  # by column, one value per completion
 
 
 class Completions:
-    """`completions/step_*.parquet`: a row per completion, a file per rollout. The number is the version of the weights that sampled it;
-    a second rollout by the same weights ends in `_1`. A job of several nodes has a directory of that name, with a file per node.
+    """Writer of `completions/step_*.parquet`: one file per rollout, one row per completion.
 
-    Text never leaves its node: the first rank of a node writes what the ranks of the node have judged.
+    The number in the name is the version of the weights that sampled the rollout; a second rollout with the same weights ends in `_1`.
+    A job on several nodes has a directory of that name, with one file per node. Text never leaves its node: the first rank of a node writes
+    the completions that the ranks of the node scored.
 
-    every: write every so many rollouts, 0 for never. node: this rank's. most_nodes: that write a rollout; where there are more, they take
-    turns. tell: hears the rows of rank 0's node, on rank 0, as often as they are due.
+    Args:
+        output_dir: Directory of the run.
+        reward_names: Name of each reward function.
+        every: Write every `every`-th rollout; 0 for never.
+        rank: Global rank.
+        node: Node of this rank.
+        most_nodes: Number of nodes that write a rollout. If there are more nodes, they take turns.
+        tell: Callback (version, table), called on rank 0 with the rows of its node for every rollout that is due.
     """
 
     def __init__(
@@ -122,21 +144,24 @@ class Completions:
         self.reward_names, self.every, self.rank, self.node = tuple(reward_names), every, rank, node
         self.most_nodes = most_nodes or node.count
         self._tell = tell
-        self._latest = (-1, 0)  # version, and how many rollouts of it were due
+        self._latest = (-1, 0)  # (version, number of its rollouts that were due)
         self._courtesy = BestEffort()
 
     def start(self, progress: Progress) -> None:
-        """Forgets what a resumed run has not sampled yet."""
+        """Delete the tables of rollouts that a resumed run has not sampled yet."""
         if self.rank == 0:
             for path in self.directory.glob("step_*"):
-                ours = re.fullmatch(r"step_(\d{6,})(_\d+)?(\.parquet)?", path.name)  # other files there are somebody else's
+                ours = re.fullmatch(r"step_(\d{6,})(_\d+)?(\.parquet)?", path.name)  # leave other files alone
                 if ours and int(ours[1]) >= progress.step and path.is_dir() != bool(ours[3]) and not _came_in(path, progress):
                     _remove(path)
 
     def write(self, judged: JudgedRollout) -> Path | None:
-        """Writes a rollout when it is due; returns the file, on the rank that wrote it. Collective: each rank describes what it judged.
+        """Write a rollout if it is due. Collective: each rank provides the groups it scored.
 
-        A table that cannot be written is a warning: the run does not need it.
+        A table that cannot be written causes a warning, because the run does not need it.
+
+        Returns:
+            The file, on the rank that wrote it; None elsewhere.
         """
         if not self.every or judged.number % self.every:
             return None
@@ -166,7 +191,7 @@ class Completions:
         return (self.node.number - turn * self.most_nodes) % self.node.count < self.most_nodes
 
     def _columns(self, place: int, scored: ScoredGroup, judged: JudgedRollout) -> dict[str, list[Any]]:
-        """The rows of one group."""
+        """Return the rows of one group, by column."""
         group, found = scored.group, judged.advantages
         completions = group.completions
         columns: dict[str, list[Any]] = {
@@ -182,7 +207,7 @@ class Completions:
 
 
 def _of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
-    """Columns of episodes, beside `completion`, in which their turns can be read."""
+    """Return the columns of episodes. `messages` shows their turns one by one, beside the text in `completion`."""
     if not records:
         return {}
     return {
@@ -194,7 +219,7 @@ def _of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
     }
 
 
-MOST_CHARACTERS = 100_000  # of one message in the table: an environment may have said 10 MB
+MOST_CHARACTERS = 100_000  # of one message in the table: an environment may return 10 MB
 
 
 def _cut(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -205,13 +230,13 @@ def _cut(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def joined(groups: Sequence[Table]) -> Table:
-    """The columns of all groups, one below the other. Where no prompt shows a picture there is no column of them."""
+    """Concatenate the columns of all groups. The column `pictures` is dropped if no prompt has an image."""
     table = {name: [value for columns in groups for value in columns[name]] for name in (groups[0] if groups else {})}
     return {name: values for name, values in table.items() if name != "pictures" or any(values)}
 
 
 def said_in(group: Group) -> dict[str, list[Any]]:
-    """Columns of the rows of a group: what was asked and answered."""
+    """Return the columns with a group's prompt and completions."""
     completions = group.completions
     return {
         "dataset_row": [group.prompt.row] * len(completions),
@@ -223,7 +248,7 @@ def said_in(group: Group) -> dict[str, list[Any]]:
 
 
 def counted_in(group: Group) -> dict[str, list[Any]]:
-    """Further columns: how long it was, and how it ended."""
+    """Return the columns with lengths, finish reasons and episodes of a group."""
     completions = group.completions
     return {
         "num_prompt_tokens": [len(group.prompt.token_ids)] * len(completions),
@@ -233,13 +258,13 @@ def counted_in(group: Group) -> dict[str, list[Any]]:
     }
 
 
-TOKENS = ("token_ids", "sampler_logprobs")  # columns that are no reading for people
+TOKENS = ("token_ids", "sampler_logprobs")  # columns not meant for people
 
 
 def drawn_in(group: Group) -> dict[str, list[Any]]:
-    """Columns that `megatron-grpo mismatch` compares the trainer with: the prompt and what followed; NaN where the sampler drew nothing.
+    """Return the columns that `megatron-grpo mismatch` compares with the trainer: token IDs and the sampler's log-probs.
 
-    None for a completion of several contexts, or with pictures.
+    Log-probs are NaN at tokens that were not sampled. Both are None for a completion with several contexts or with images.
     """
     plain = [one if len(one.sequence.starts) == 1 and not one.sequence.shown else None for one in group.completions]
     return {
@@ -249,7 +274,7 @@ def drawn_in(group: Group) -> dict[str, list[Any]]:
 
 
 def _came_in(path: Path, progress: Progress) -> bool:
-    """Whether the rollout in a table is in the checkpoint, though its own step has not been taken."""
+    """Return whether the checkpoint contains the rollout of a table, though its own step has not been taken."""
     import pyarrow
     import pyarrow.parquet
 
@@ -261,7 +286,7 @@ def _came_in(path: Path, progress: Progress) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """A table, or the tables of a directory; and it, where nothing else is in it."""
+    """Delete a table, or the tables of a directory, and the directory if it is then empty."""
     if not path.is_dir():
         path.unlink()
         return
@@ -272,12 +297,12 @@ def _remove(path: Path) -> None:
 
 
 def _text(raw: Any) -> str:
-    """A prompt as one string: chat messages as JSON."""
+    """Return a prompt as one string: chat messages as JSON."""
     return raw if isinstance(raw, str) else json.dumps([dict(message) for message in raw], ensure_ascii=False, default=str)
 
 
 def _pictures(prompt: Prompt) -> str:
-    """Those that a prompt shows, in their order: their files, and how many tokens each has."""
+    """Return the images of a prompt in order: their files and numbers of tokens."""
     return ", ".join(f"{getattr(picture, 'name', picture.key)} ({num_tokens(picture)} tokens)" for _, picture in prompt.pictures)
 
 

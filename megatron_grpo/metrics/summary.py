@@ -1,4 +1,4 @@
-"""What the numbers of a run come to: whether sampler and trainer part, whether anything was learnt, where the time went."""
+"""Summaries of a run: drift between sampler and trainer, whether anything was trained, and the time per phase."""
 
 from __future__ import annotations
 
@@ -8,19 +8,26 @@ from typing import Any
 
 from megatron_grpo.base import activity, launcher
 
-# What two correct engines differ by stays well below, for any token: summation order in float32, roundings in bfloat16.
+# Upper bounds, in nats on any token, of the differences between two correct engines: float32 summation order, bfloat16 rounding.
 USUAL = {"float32": 1e-3, "bfloat16": 1.0}
 
 
 class DriftWatch:
-    """Says something once `sampling/logp_difference/max` exceeds `bound` (nats), and again whenever it has doubled since."""
+    """Warning when `sampling/logp_difference/max` exceeds `bound` (nats), repeated whenever the value has doubled since."""
 
     def __init__(self, *, bound: float | None, dtype: str, hint: str = ""):
-        """hint: a sentence that says what to do about it."""
+        """Create a watch.
+
+        Args:
+            bound: Limit in nats. None: the usual limit of the dtype.
+            dtype: "float32" or "bfloat16".
+            hint: Sentence with a remedy, appended to the warning.
+        """
         self.hint = hint
         self.bound = USUAL[dtype] if bound is None else bound
 
     def warning(self, metrics: Mapping[str, float]) -> str | None:
+        """Return the warning for a step's metrics; None if the difference is within the bound."""
         largest = metrics.get("sampling/logp_difference/max", 0.0)
         if not largest > self.bound:
             return None
@@ -33,15 +40,23 @@ class DriftWatch:
 
 
 class Learnt:
-    """Counts, over the optimizer steps on record, gradients that moved weights, and steps whose rewards told no completions apart."""
+    """Counts, over the recorded optimizer steps, the nonzero gradients and the steps in which all groups had zero reward std."""
 
     def __init__(self, *, compares_groups: bool = True):
-        """compares_groups: advantages are differences within a group."""
+        """Create a counter.
+
+        Args:
+            compares_groups: Whether advantages are differences within a group.
+        """
         self._compares_groups = compares_groups
         self.num_steps = self.num_gradients = self.num_refused = self.num_judged = self.num_alike = 0
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """record: of a step, as in metrics.jsonl."""
+        """Add an optimizer step.
+
+        Args:
+            record: Line of metrics.jsonl.
+        """
         self.num_steps += 1
         self.num_gradients += record.get("grad_norm", 0.0) != 0.0
         self.num_refused = record.get("skipped_iterations", 0)
@@ -49,15 +64,18 @@ class Learnt:
         self.num_alike += record.get("frac_reward_zero_std") == 1.0
 
     def alike(self) -> str:
-        """That rewards have never differed, as a clause; empty where they have, or where it does not matter."""
+        """Return a clause saying that rewards have never differed within a group; empty if they have, or if it does not matter."""
         if not self._compares_groups or not self.num_judged or self.num_alike < self.num_judged:
             return ""
         return f"no group's rewards differed in {self.num_alike} of {self.num_alike} steps"
 
     def nothing(self, step: int) -> str:
-        """That nothing was trained, in words; empty where a gradient of the run moved its weights.
+        """Return a sentence saying that nothing was trained; empty if a gradient of the run changed its weights.
 
-        step: those that it has taken. One step alone shows nothing: rewards may be alike by chance.
+        One step alone shows nothing, because its rewards may be equal by chance.
+
+        Args:
+            step: Optimizer steps that the run has taken.
         """
         if step < 2 or self.num_steps != step or self.num_gradients > self.num_refused:
             return ""
@@ -71,7 +89,7 @@ BEFORE = "loading and restoring"
 
 
 class TimeSummary:
-    """Adds up what the clock took, from the start of this process's run; a resumed run tells of itself alone."""
+    """Sum of the seconds per phase since this process started. A resumed run counts only its own time."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -80,11 +98,16 @@ class TimeSummary:
         self.resumed_from = 0
 
     def before(self, seconds: float, *, step: int) -> None:
-        """So many seconds went before the first step. step: optimizer steps done then."""
+        """Record the time before the first step.
+
+        Args:
+            seconds: Seconds of loading and restoring.
+            step: Optimizer steps done at that time.
+        """
         self._seconds[BEFORE], self.resumed_from = seconds, step
 
     def add(self, taken: Mapping[str, float]) -> None:
-        """taken: of a clock."""
+        """Add elapsed seconds per phase, as returned by the clock's `take()`."""
         for name, seconds in taken.items():
             if name not in _NO_PARTS:
                 words = activity.WORDS.get(name.removeprefix(_PREFIX), name.removeprefix(_PREFIX))
@@ -92,11 +115,12 @@ class TimeSummary:
         self.overlapped += taken.get(_BESIDE, 0.0)
 
     def step(self, *, is_skipped: bool) -> None:
+        """Count an optimizer step."""
         self.num_steps += 1
         self.num_skipped += is_skipped
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(phase, seconds, share), the longest first, and the sum."""
+        """Return (phase, seconds, share), the longest first, and the sum as the last row."""
         whole = sum(self._seconds.values())
         if not whole:
             return []
@@ -105,7 +129,7 @@ class TimeSummary:
         return [*rows, ("all", f"{whole:,.1f}", "100%")]
 
     def in_words(self) -> str:
-        """Steps, saves, restarts, and what was done meanwhile."""
+        """Return a sentence with the numbers of steps, checkpoints and restarts, and the overlapped sampling time."""
         told = [f"{self.num_steps:,} optimizer step{'s' * (self.num_steps != 1)} ({self.num_skipped:,} skipped)"]
         told.append(f"{activity.num_saved:,} checkpoint{'s' * (activity.num_saved != 1)} saved")
         if self.resumed_from:
