@@ -1,7 +1,7 @@
-"""The rollout servers of a run, as its rank 0 sees them: who is there, who is ours, and whom it waits for. No torch.
+"""Rollout servers of a run, as rank 0 tracks them: which answer, which it owns, and which it waits for.
 
-A server is ours from its claim on. It stays ours as long as it hears of us, also while the main thread trains, because a training step is
-longer than its patience. A server that fails is given up, and taken up again before the next push.
+A run owns a server from its claim on. Periodic requests renew the lease, also while the main thread trains, because a training step may
+take longer than the lease. A server that fails is dropped, and claimed again before the next push. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -29,28 +29,36 @@ from megatron_grpo.servers import wire
 from megatron_grpo.servers.http import CONNECT, Server, ServerGoneError, ServerRefusedError, begun, run_name, together, trust_of, within
 from megatron_grpo.weights.shape import ModelShape, flat
 
-SECONDS_BETWEEN_SIGNS = 10.0  # of life, to servers that are ours; and between two words while waiting
+SECONDS_BETWEEN_SIGNS = 10.0  # between heartbeats to servers, and between two log lines while waiting
 SECONDS_BETWEEN_TRIES = 0.25
-LOST = (ServerGoneError, ServerRefusedError, wire.MalformedMessageError)  # what a call to a server that is of no use raises
+LOST = (ServerGoneError, ServerRefusedError, wire.MalformedMessageError)  # exceptions of a call to an unusable server
 
 
 @dataclass(slots=True)
 class ServerHandle:
-    """A server, and what is known of it. Changed by whoever learns something."""
+    """A server and its last known status. Mutable: every call to the server may update it."""
 
     server: Server
-    state: wire.State | None = None  # as it answered the last claim; None: it was never ours
-    trouble: str | None = "it was not asked yet"  # why it is not used; None: it is
-    is_silent: bool = False  # it accepts calls and does not answer: asked again only beside all else, for each call would wait
-    times_claimed: int = 0  # by this process
-    is_proven: bool = False  # it took a push of ours since it was started
-    pictures: set[str] = field(default_factory=set)  # keys of those that it was sent since then
+    state: wire.State | None = None  # response to the last claim; None: never claimed
+    trouble: str | None = "it was not asked yet"  # why the server is not used; None: it is used
+    is_silent: bool = False  # it accepts connections but does not answer; only heartbeats try it again, since each call would time out
+    times_claimed: int = 0  # claims by this process
+    is_proven: bool = False  # it has completed a push of this run since its start
+    pictures: set[str] = field(default_factory=set)  # keys of the images that it was sent since its start
 
     def __str__(self) -> str:
         return str(self.server)
 
     def give_up(self, why: Exception, since: int | None = None) -> bool | None:
-        """Whether it was in use; None, and nothing changes, if it was claimed again since it had been claimed so often."""
+        """Mark the server as unused.
+
+        Args:
+            why: The exception that a call to it raised.
+            since: `times_claimed` when that call began; None: unconditional.
+
+        Returns:
+            Whether the server was in use. None, without any change, if it has been claimed again since.
+        """
         if since not in (None, self.times_claimed):
             return None
         was_used, self.trouble = self.trouble is None, str(why)
@@ -60,18 +68,25 @@ class ServerHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRequirements:
-    """What a server must have for this run."""
+    """Requirements that a rollout server must meet for this run."""
 
-    max_model_len: int  # tokens of prompt and completion
+    max_model_len: int  # prompt plus completion, in tokens
     shape: Mapping[str, Any] = field(default_factory=dict)  # `flat` of the model that is pushed; {}: not compared
-    adapter_rank: int = 0  # room for adapters of this rank; 0: none are pushed
-    tells_experts: bool = False  # answers come with the experts that their tokens were routed to
-    limit_images: int = 0  # pictures of a prompt
-    max_pixels: int = 0  # of a picture
-    most_kept: int = 0  # top_k, where answers come with what was left of the vocabulary
+    adapter_rank: int = 0  # LoRA rank that it must support; 0: no adapters are pushed
+    tells_experts: bool = False  # completions must include the experts that their tokens were routed to
+    limit_images: int = 0  # images per prompt
+    max_pixels: int = 0  # per image
+    most_kept: int = 0  # top_k of the run if completions must include the sampling mask, else 0
 
     def problem(self, state: wire.State) -> str | None:
-        """Why a server that is as `state` says cannot sample for this run, as the end of a sentence."""
+        """Return why a server in this state cannot sample for the run.
+
+        Args:
+            state: State that the server reports.
+
+        Returns:
+            The end of a sentence about the server, or None if it meets all requirements.
+        """
         if state.is_frozen:
             return "is frozen, and takes no weights of a run: start it without --frozen, or name it as teacher_model_server"
         theirs, mine = state.shape, self.shape
@@ -119,28 +134,42 @@ def needs_of(
     eyes: ImageProcessorSpec | None = None,
     most_pictures: int = 0,
 ) -> ServerRequirements:
-    """longest_prompt: of the data, in tokens. lora: how adapters are pushed. eyes: of a model that sees. most_pictures: of a prompt."""
+    """Derive the requirements on rollout servers from the settings and the data.
+
+    Args:
+        cfg: The settings.
+        shape: Shape of the policy.
+        longest_prompt: Length of the longest prompt in tokens.
+        lora: How adapters are pushed; None: full weights.
+        eyes: Image processor of a vision-language model; None: text only.
+        most_pictures: Largest number of images in a prompt.
+    """
     return ServerRequirements(
         max_model_len=longest_prompt + longest_completion(cfg),
         shape=flat(shape),
         adapter_rank=lora.slot_rank if lora else 0,
         tells_experts=cfg.grpo.router_replay_mode == "R3",
-        limit_images=max(1, most_pictures) if eyes else 0,  # one that is probed with
+        limit_images=max(1, most_pictures) if eyes else 0,  # at least 1, for the probe sequence with an image
         max_pixels=eyes.max_pixels if eyes else 0,
         most_kept=words_at_most(cfg.rollout),
     )
 
 
 def problems_with_servers(cfg: Config, needs: ServerRequirements) -> list[Problem]:
-    """What is wrong with servers that answer already, before a run claims any. Who is not there yet may still come.
+    """Check the servers that answer, before a run claims any. A server that does not answer yet may still start, and is no problem.
 
-    Raises ConfigError where there is no token.
+    Args:
+        cfg: The settings, which name the servers.
+        needs: Requirements of the run.
+
+    Raises:
+        ConfigError: The token is missing.
     """
     token, trust = read_token(cfg.rollout), trust_of(cfg.rollout.vllm_server_ca)
     servers = [Server(address, token=token, incarnation="", trust=trust) for address in addresses_of(cfg.rollout)]
     run, found = run_name(Path(cfg.run.output_dir)), []
     for server, call in [(server, begun(within(2 * CONNECT, look_at(server)))) for server in servers]:
-        with suppress(ServerGoneError):  # it is started later, or never: the run waits for it
+        with suppress(ServerGoneError):  # not started yet: the run waits for it
             state, sentence = call.result()
             if state is not None:
                 sentence = needs.problem(state)
@@ -155,7 +184,17 @@ def problems_with_servers(cfg: Config, needs: ServerRequirements) -> list[Proble
 
 
 async def look_at(server: Server) -> tuple[wire.State | None, str | None]:
-    """What a server says of itself; or why it does not, as the end of a sentence. Raises Gone."""
+    """Request the state of a server without claiming it.
+
+    Args:
+        server: The server.
+
+    Returns:
+        (state, None), or (None, reason) if it refuses the request; the reason is the end of a sentence.
+
+    Raises:
+        ServerGoneError: The server does not answer.
+    """
     try:
         return await server.state(as_owner=False), None
     except ServerRefusedError as refusal:
@@ -166,12 +205,20 @@ async def look_at(server: Server) -> tuple[wire.State | None, str | None]:
 
 
 class ServerGroup(ABC):
-    """Servers that come and go, as one asks for them: who is there, and for whom it waits."""
+    """A set of servers that may start and stop during a run.
 
-    WHOM = ""  # it waits for, for people
-    NONE = ""  # of them, as the beginning of a sentence
-    LOSS = REFUSAL = ""  # sentences: of a server and why it is not used any more; of a server and why any would refuse what was asked
-    SAYS_WHO_IS_MISSING = True  # where it begins without all
+    Args:
+        addresses: Returns the addresses of all servers that are known now.
+        server_at: Makes the client of an address.
+        timeout: Longest wait for servers in seconds.
+        waits_for_all: Whether the first `gather` waits for all servers.
+        say: Prints a line for the user; default: `say_aloud`.
+    """
+
+    WHOM = ""  # name of the servers in log lines
+    NONE = ""  # beginning of the sentence "no server answered"
+    LOSS = REFUSAL = ""  # format strings with a server and a reason: it is not used any more; every server would refuse the request
+    SAYS_WHO_IS_MISSING = True  # whether to log which servers are missing when the run begins without all
 
     def __init__(
         self,
@@ -182,24 +229,24 @@ class ServerGroup(ABC):
         waits_for_all: bool = True,
         say: Callable[[str], None] | None = None,
     ):
-        """addresses: of all servers that are known now. timeout: the longest wait for servers, in seconds.
-
-        waits_for_all: the first time."""
         self._addresses, self._server_at = addresses, server_at
         self.timeout, self.say = timeout, say or say_aloud
         self.members: dict[Address, ServerHandle] = {}
         self._has_begun, self._waits_for_all = False, waits_for_all
-        self.should_cancel: Callable[[], bool] = lambda: False  # what it waits for, since the run is to stop
+        self.should_cancel: Callable[[], bool] = lambda: False  # True if the run is to stop: then waits end
 
     @property
     def used(self) -> list[ServerHandle]:
-        """Those that are ours and well."""
+        """Servers that can be used now."""
         return [member for member in self.members.values() if member.trouble is None]
 
     def gather(self) -> list[ServerHandle]:
-        """Those that can be asked; waits for one, and the first time for all that are named.
+        """Return the servers that can be used. Waits for one of them, and the first time for all if `waits_for_all`.
 
-        Raises NoRolloutServerError after `timeout`, CancelledError soon after `should_cancel()` is true, and what `_look` raises.
+        Raises:
+            NoRolloutServerError: No server answered within `timeout`.
+            CancelledError: `should_cancel()` became true.
+            ConfigError: As `_look` of the subclass raises.
         """
         with activity.phase(f"waiting for {self.WHOM}", pause=self.timeout):
             start = next_word = time.monotonic()
@@ -218,23 +265,40 @@ class ServerGroup(ABC):
                 if time.monotonic() >= next_word + SECONDS_BETWEEN_SIGNS:
                     next_word = time.monotonic()
                     self.say(f"waiting for {self.WHOM} ({waited:.0f} of {self.timeout:g} s): {named(missing)}")
-                time.sleep(SECONDS_BETWEEN_TRIES)  # nobody tells that a server has come up
+                time.sleep(SECONDS_BETWEEN_TRIES)  # polling, since servers do not announce themselves
 
     def lose(self, member: ServerHandle, why: Exception, *, since: int | None = None) -> bool:
-        """It is given up, by a call that failed. Whether what was in flight may have killed it.
+        """Mark a server as unused after a call to it has failed.
 
-        since: `times_claimed` of the server as the call began. A call from before the last claim says nothing of the server: the push
-        that a claim is for ends what is under way there.
+        Args:
+            member: The server.
+            why: The exception of the call.
+            since: `times_claimed` of the server when the call began. A failure from before the last claim is ignored: the push after a
+                claim ends all requests on the server.
+
+        Returns:
+            Whether the requests in flight may have crashed the server.
         """
         was_used = member.give_up(why, since)
         if was_used:
             self.say(self.LOSS.format(member, why))
         if isinstance(why, ServerRefusedError):
             return was_used is not None and why.is_failure
-        return was_used is not None and not getattr(why, "is_silent", False)  # who stands still does not die of a prompt
+        return was_used is not None and not getattr(why, "is_silent", False)  # a silent server was not crashed by a prompt
 
     async def during(self, member: ServerHandle, work: Awaitable[object]) -> bool:
-        """One call. Whether what was in flight may have killed the server. Raises RunError where any server would refuse it."""
+        """Await one call to a server, and mark the server as unused if the call fails.
+
+        Args:
+            member: The server.
+            work: The call.
+
+        Returns:
+            Whether the requests in flight may have crashed the server.
+
+        Raises:
+            RunError: The server refused the request, as every server would.
+        """
         since = member.times_claimed
         try:
             await work
@@ -247,44 +311,48 @@ class ServerGroup(ABC):
 
     @abstractmethod
     def _look(self) -> None:
-        """Asks all that may be there, at the same time, whether they can be used."""
+        """Ask all known servers concurrently whether they can be used, and update `members`."""
 
     def _read_addresses(self) -> None:
-        """Raises ValueError."""
+        """Add new addresses to `members`. Raises ValueError for an invalid address."""
         for address in self._addresses():
             if address not in self.members:
                 self.members[address] = ServerHandle(self._server_at(address))
 
 
 class TrainingServerGroup(ServerGroup):
-    """Servers that are claimed, kept, lost and taken up again.
+    """Servers that a run claims, keeps alive with heartbeats, and claims again after a failure.
 
-    `gather` claims every server that answers, also one that was started again. It raises ConfigError, the first time, where a server is
-    another run's or cannot serve this one; RunError where another process of this run has taken over.
+    `gather` claims every server that answers, including restarted ones. The first time, it raises ConfigError if a server belongs to
+    another run or does not meet the requirements. It raises RunError if another process of this run has taken over.
+
+    Args:
+        where: As for `ServerGroup`.
+        run: Name of the run that claims.
+        incarnation: Name of this process.
+        needs: Requirements of the run.
+        more: As for `ServerGroup`. A resumed run passes `waits_for_all=False`: it has used its servers before, and begins with any of
+            them. Even with True, `gather` waits for missing servers no longer than `timeout`.
     """
 
     WHOM, NONE = "rollout servers", "no rollout server"
     LOSS, REFUSAL = "rollout server {} is given up until the next push: {}", "the rollout server {} refused to sample: {}"
 
     def __init__(self, *where: Any, run: str, incarnation: str, needs: ServerRequirements, **more: Any):
-        """where, more: as `ServerGroup`. run, incarnation: who claims.
-
-        waits_for_all: the first time, if they come in time. A run that is started again has had its servers, and begins with any.
-        """
         super().__init__(*where, **more)
         self._claim, self.needs = wire.Claim(run=run, incarnation=incarnation), needs
         self._staying = begun(self._stay_owner())
 
-    # ---- who is there
+    # ---- claims
 
     def _look(self) -> None:
-        """Claims all that may be there."""
+        """Claim all servers that are not silent."""
         try:
             self._read_addresses()
         except ValueError as error:
             if not self._has_begun:
                 raise config_error("vllm_server_host", f"servers: {error}.") from error
-            self.say(f"servers: {error}")  # those that are known stay
+            self.say(f"servers: {error}")  # the known servers remain
         together(self._take_up(member) for member in self.members.values() if not member.is_silent)
 
     async def _take_up(self, member: ServerHandle) -> None:
@@ -301,7 +369,7 @@ class TrainingServerGroup(ServerGroup):
         member.state, member.trouble, member.times_claimed = state, problem, member.times_claimed + 1
 
     async def _claimed(self, member: ServerHandle) -> wire.State:
-        """Takes a server, unless another process of this run has it by now: two copies of one run must not push in turns."""
+        """Claim a server. Raises RunError if another process of this run owns it: two copies of a run must not push alternately."""
         server = member.server
         try:
             if member.state is not None:
@@ -319,7 +387,7 @@ class TrainingServerGroup(ServerGroup):
             if refusal.is_conflict and (await member.server.state(as_owner=False)).owner == self._claim.run:
                 raise RunError(f"another process of this run has taken over {member}: this one ends.") from refusal
 
-    # ---- how they stay ours
+    # ---- heartbeats
 
     async def _stay_owner(self) -> None:
         while True:
@@ -333,23 +401,23 @@ class TrainingServerGroup(ServerGroup):
         except ServerRefusedError:
             member.is_silent = False
         except LOST:
-            pass  # whoever needs the server will notice
+            pass  # the next call to the server reports the failure
 
     def close(self) -> None:
-        """Gives all of them back, so that another run need not wait."""
+        """Release all servers, so that another run can claim them at once."""
         self._staying.cancel()
         together(self._release(member) for member in self.members.values() if member.state is not None and not member.is_silent)
 
     async def _release(self, member: ServerHandle) -> None:
-        with suppress(*LOST):  # it has gone, or is another's
+        with suppress(*LOST):  # it has stopped, or another run owns it
             await within(CONNECT, member.server.call("POST", "/release", wire.Nothing(), timeout=CONNECT))
 
 
 def named(members: Sequence[ServerHandle]) -> str:
-    """Who they are, and why none of them is used."""
+    """Return the names of servers for a log line, each with the reason why it is not used."""
     return "; ".join(f"{member} ({member.trouble})" for member in members) or "none has written its address yet"
 
 
 def say_aloud(text: str) -> None:
-    """To whoever started the run."""
+    """Print a line for the user on stderr."""
     print(f"megatron-grpo: {text}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Rollout servers as one engine of the trainer. Every rank has this object; rank 0 alone speaks to the servers.
+"""Rollout servers as one `Engine` of the trainer.
 
-While it does, the other ranks wait in a collective that has no limit: a server may take minutes to start. What rank 0 learns, or fails
-with, is told to all, so that they raise or go on alike.
+Every rank constructs `ServerEngine`; rank 0 alone communicates with the servers. Meanwhile the other ranks wait in a collective without a
+timeout, because a server may take minutes to start. Rank 0 broadcasts its result or its exception, so all ranks continue or raise alike.
 """
 
 from __future__ import annotations
@@ -48,13 +48,29 @@ TOLD = (
     CancelledError,
     WeightSyncError,
     ReceiverChangedError,
-)  # what rank 0 may end with, on behalf of all
+)  # exceptions of rank 0 that are raised on all ranks
 
 Value = TypeVar("Value")
 
 
 class ServerEngine:
-    """An `Engine`. See `megatron_grpo.rollout.engine` for what its methods promise."""
+    """`Engine` that samples on rollout servers. `megatron_grpo.rollout.engine` documents its methods.
+
+    The constructor is collective, and waits for servers.
+
+    Args:
+        pusher: Makes the `WeightBroadcaster` with its server group; called on rank 0 alone.
+        tokenizer: Tokenizer of the model, for the probe sequences.
+        vocab_size: Number of token IDs of the model.
+        tells_experts: Whether completions include the experts that their tokens were routed to.
+        eyes: Image processor of a vision-language model; None: text only.
+
+    Raises:
+        ConfigError: The token is missing, or a server is invalid for this run.
+        NoRolloutServerError: No server answered within `vllm_server_timeout`.
+        CancelledError: The run is to stop.
+        RunError: Another process of this run has taken over the servers.
+    """
 
     def __init__(
         self,
@@ -65,15 +81,13 @@ class ServerEngine:
         tells_experts: bool = False,
         eyes: ImageProcessorSpec | None = None,
     ):
-        """pusher: makes the one who speaks to the servers, with their fleet; called on rank 0. Collective, and waits for servers: raises
-        what `prepare` does. tells_experts: completions have the experts that their tokens were routed to. eyes: of a model that sees."""
         self._tokenizer, self._vocab_size, self.tells_experts, self._eyes = tokenizer, vocab_size, tells_experts, eyes
         self._pusher: WeightBroadcaster | None = None  # on rank 0
-        # What a server was started with is never version 0: nobody knows which files it read.
+        # The weights that a server was started with are never version 0: it is unknown which files it has read.
         self.version, self.has_base = NO_VERSION, False
-        self._questions = WeakSet[GenerationRequest]()  # that somebody may still wait for; on rank 0 alone
-        self._answering: tuple[object, ServerGenerationFuture] | None = None  # what was asked, and its answers so far
-        self._deaths: dict[Key, list[str]] = {}  # of servers with a turn in flight, while one question is played
+        self._questions = WeakSet[GenerationRequest]()  # requests that may still be awaited; on rank 0 alone
+        self._answering: tuple[object, ServerGenerationFuture] | None = None  # arguments of `generate`, and the answers so far
+        self._deaths: dict[Key, list[str]] = {}  # turn -> servers that died while it was in flight, during one `play`
         self.should_cancel: Callable[[], bool] = lambda: False
 
         def begin() -> None:
@@ -86,10 +100,21 @@ class ServerEngine:
     def build(cls, cfg: RolloutConfig, *, model_path: Path, shape: ModelShape, output_dir: Path, needs: ServerRequirements,
               device: torch.device, lora: LoraPush | None = None, eyes: ImageProcessorSpec | None = None,
               trust_remote_code: bool = False) -> ServerEngine:  # fmt: skip
-        """Claims the servers that the settings name, in the name of the run that writes to `output_dir`. Collective.
+        """Claim the servers that the settings name for the run that writes to `output_dir`. Collective.
 
-        lora: how adapters are pushed, where they train. eyes: of a model that sees. Raises what `prepare` does, and ConfigError where
-        there is no token.
+        Args:
+            cfg: The rollout settings.
+            model_path: Directory of the model, for its tokenizer.
+            shape: Shape of the model.
+            output_dir: Output directory of the run; the name of the run is stored there.
+            needs: Requirements that each server must meet.
+            device: Device of rank 0 from which weights are sent.
+            lora: How adapters are pushed; None: full weights are trained.
+            eyes: Image processor of a vision-language model; None: text only.
+            trust_remote_code: Whether code of the model repository may run.
+
+        Raises:
+            ConfigError: The token is missing, or as for the constructor.
         """
 
         def pusher() -> WeightBroadcaster:
@@ -108,7 +133,7 @@ class ServerEngine:
         return cls(pusher, tokenizer=tokenizer, vocab_size=shape.vocab_size, tells_experts=needs.tells_experts, eyes=eyes)
 
     def _told(self, work: Callable[[WeightBroadcaster], Value]) -> Value:
-        """What rank 0 gets of it, or fails with, on every rank. Collective."""
+        """Execute `work` on rank 0, and return its result or raise its exception on every rank. Collective."""
         return collectives.told(lambda: work(cast(WeightBroadcaster, self._pusher)), TOLD)
 
     # ---- weights
@@ -133,10 +158,10 @@ class ServerEngine:
             deque(update.tensors, maxlen=0)
 
         if self._pusher is None:
-            use_up()  # nothing comes; but this rank may have to send
+            use_up()  # yields no tensors here, but the stream is collective: this rank may have to send its shards
 
         def push(pusher: WeightBroadcaster) -> None:
-            # What is left of the stream is taken before anybody hears of an error: others send it, and would wait for this rank.
+            # The stream is consumed to its end before an error is raised: other ranks send it, and would wait for this rank.
             with CleanUp(use_up):
                 pusher.push(update)
 
@@ -148,7 +173,7 @@ class ServerEngine:
         return probe_sequences(self._tokenizer, vocab_size=self._vocab_size, max_model_len=self._max_model_len, eyes=self._eyes)
 
     def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
-        found: dict[str, list[list[float]]] = {}  # on rank 0, which speaks for all servers
+        found: dict[str, list[list[float]]] = {}  # of all servers on rank 0, empty on other ranks
         self._told(lambda pusher: found.update(pusher.scores(sequences, self.version, self._eyes)))
         return found
 
@@ -156,24 +181,24 @@ class ServerEngine:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Servers never sleep."""
+        """Do nothing, since servers never sleep."""
         yield
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
         asked = ([prompt.number for prompt in prompts], sampling, seed)
-        if self._answering is None or self._answering[0] != asked:  # else it goes on, with what was answered before the servers were lost
+        if self._answering is None or self._answering[0] != asked:  # else resume, with the answers from before the servers were lost
             self._answering = asked, self.begin(prompts, sampling, seed=seed)
         groups = self._answering[1].groups()
         self._answering = None
         return groups
 
     def play(self, prompts: Sequence[Prompt], sampling: SamplingSettings, begin: Callable[[Sequence[Prompt]], Player]) -> list[Group]:
-        """See `rollout.turns.TurnEngine`. Rank 0 plays all episodes."""
+        """Play episodes as `rollout.turns.TurnEngine` documents. Rank 0 plays all of them. Collective."""
         self.require_weights()
         parts: dict[int, Sequence[Group]] = {}
 
         def played(pusher: WeightBroadcaster) -> int:
-            """Fills `parts` with the groups of each rank; or returns how many turns are open, and no server is left."""
+            """Fill `parts` with the groups of each rank. Returns the number of open turns if no server is left, else 0."""
             player, rows = begin(prompts), {prompt.number: prompt.row for prompt in prompts}
             turns = ServerTurns(
                 pusher.fleet, _on_the_wire(sampling), version=self.version, deaths=self._deaths,
@@ -209,11 +234,20 @@ class ServerEngine:
         return ServerGenerationFuture(self, prompts, question)
 
     def require_weights(self) -> None:
+        """Raise WeightSyncError if the servers have no weights of a version."""
         if self.version == NO_VERSION:
             raise WeightSyncError("the rollout servers hold no weights of a version: a weight push failed. Push them first.")
 
     def hear(self, question: GenerationRequest | None, *, is_anew: bool) -> None:
-        """Waits until all is answered, on every rank. Raises WeightsLostError. is_anew: after that, what is left is asked again."""
+        """Wait on every rank until all prompts are answered. Collective.
+
+        Args:
+            question: The request; on rank 0 alone.
+            is_anew: True after weights were lost: send the unanswered prompts again, for the current version.
+
+        Raises:
+            WeightsLostError: No server with the weights is left.
+        """
 
         def wait(pusher: WeightBroadcaster) -> int:
             assert question is not None
@@ -225,7 +259,16 @@ class ServerEngine:
         self._require_all(wait, "{} prompts are left", "{} prompts are not answered")
 
     def _require_all(self, work: Callable[[WeightBroadcaster], int], left: str, lost: str) -> None:
-        """work: how much is left, though no server is. Raises WeightsLostError for that. left, lost: what it is, for people."""
+        """Execute `work` on rank 0. Collective.
+
+        Args:
+            work: Returns the number of items that are unfinished because no server is left, else 0.
+            left: Format string of the log line, with one place for that number.
+            lost: Format string for the exception.
+
+        Raises:
+            WeightsLostError: Some items are unfinished.
+        """
 
         def counted(pusher: WeightBroadcaster) -> int:
             if count := work(pusher):
@@ -246,7 +289,7 @@ class ServerEngine:
 
 
 class ServerGenerationFuture:
-    """A `Flight`: one question. Rank 0 has it, and hands out its answers."""
+    """`GenerationFuture` of one request. Rank 0 holds the request and distributes its answers."""
 
     def __init__(self, engine: ServerEngine, prompts: Sequence[Prompt], question: GenerationRequest | None):
         self._engine, self._prompts, self._question = engine, prompts, question
@@ -257,8 +300,12 @@ class ServerGenerationFuture:
         return wait_together(lambda part: self._question is None or self._question.rests(part), seconds, should_cancel=should_cancel)
 
     def groups(self) -> list[Group]:
-        """Each group goes to the one rank that judges it."""
-        if self._was_heard:  # and weights were lost
+        """Wait for all answers and return the groups that this rank scores. Collective.
+
+        Raises:
+            WeightsLostError: No server with the weights is left. Push weights and call it again.
+        """
+        if self._was_heard:  # an earlier call ended with WeightsLostError
             self._engine.require_weights()
         is_anew, self._was_heard = self._was_heard, True
         self._engine.hear(self._question, is_anew=is_anew)
@@ -277,7 +324,7 @@ class ServerGenerationFuture:
 
 
 def dealt(things: Sequence[Value]) -> dict[int, Sequence[Value]]:
-    """To each rank, which judges its share: of one rank after the other."""
+    """Deal things to the ranks that score them, round-robin. Returns rank -> its things."""
     return {rank: things[rank :: collectives.num_ranks()] for rank in range(min(collectives.num_ranks(), len(things)))}
 
 
@@ -289,7 +336,7 @@ def _request(prompt: Prompt, sampling: SamplingSettings, seed: int) -> wire.Requ
 
 
 def _on_the_wire(sampling: SamplingSettings) -> wire.Sampling:
-    """Its fields have the names of the settings'."""
+    """Convert sampling settings; the fields of both classes have the same names."""
     return wire.Sampling(**{name: getattr(sampling, name) for name in wire.Sampling.__struct_fields__})
 
 
@@ -303,7 +350,7 @@ def _group(prompt: Prompt, answers: Sequence[wire.SampledCompletion], *, tells_e
 
 
 def _completion(prompt: Prompt, drawn: wire.SampledCompletion, experts: np.ndarray | None) -> Completion:
-    [version] = {span[0] for span in drawn.versions}  # more are refused
+    [version] = {span[0] for span in drawn.versions}  # `requests` refuses completions of several versions
     return answered(
         prompt.token_ids, drawn.tokens.tolist(), drawn.logprobs.tolist(),
         text=drawn.text, ended=drawn.reason, version=version, experts=experts, shown=prompt.pictures, kept=drawn.kept,
