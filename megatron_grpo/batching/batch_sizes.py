@@ -1,4 +1,4 @@
-"""BatchSizes: all the integers, checked. How a rollout divides into optimizer steps, micro-steps and DP ranks."""
+"""Validated batch sizes: how a rollout divides into optimizer steps, micro-steps and DP ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron_grpo.batching.sizes import CP, EP, ETP, PP, SIZES, STEPS, TP, VPP,
 from megatron_grpo.config.config import Config
 from megatron_grpo.parallel.layout import Layout
 
-# What a pass without a backward packs up to, if training's micro-batches are smaller: tokens of a stream. On a CPU 64 rows of 71 tokens
+# Tokens per stream that a pass without a backward packs up to, if training's micro-batches are smaller. On a CPU 64 rows of 71 tokens
 # took 0.56 s one at a time, 0.16 s in streams of 2,048, and no less in longer ones.
 SCORED_TOKENS = 2048
 
 
 def quotient(top: int, bottom: int) -> int | float:
-    """top / bottom, an int where it is whole."""
+    """Return top / bottom, as an int if it is an integer."""
     return top // bottom if top % bottom == 0 else top / bottom
 
 
@@ -31,16 +31,23 @@ class BatchSizes:
     generation_batch_size: int
     num_generations: int
     num_iterations: int = 1
-    old_logprobs: str = "auto"  # of the settings; or "always": every slice that will be trained stale has its forward-only pass
+    old_logprobs: str = "auto"  # as in the settings; or "always": every slice that will be trained stale gets a forward-only pass
     async_rollout_depth: int = 0  # sampling steps that sampling runs ahead
 
     @classmethod
     def from_config(
         cls, cfg: Config, *, num_layers: int | None = None, num_experts: int | None = None, model: Model | None = None
     ) -> BatchSizes:
-        """The sizes of a configuration. Pass what is known of the model (num_experts 0: it is dense), or all of it as `model`.
+        """Derive the sizes of a configuration.
 
-        Raises ConfigError with every size that does not fit and the nearest values that do.
+        Args:
+            cfg: The configuration.
+            num_layers: Number of layers of the model, if known.
+            num_experts: Number of experts of the model, if known; 0 is a dense model.
+            model: All that is known of the model; takes precedence over `num_layers` and `num_experts`.
+
+        Raises:
+            ConfigError: Sizes do not fit. Names each of them, with the nearest values that fit.
         """
         from megatron_grpo.config.validation import validate
 
@@ -48,14 +55,20 @@ class BatchSizes:
         problems = size_problems(cfg, model, others_pass=not validate(cfg))
         if problems:
             raise ConfigError(problems)
-        # R2 replays what that pass chose.
+        # R2 replays the routing of the old log-prob pass.
         old_logprobs = "always" if cfg.grpo.router_replay_mode == "R2" else cfg.batch.old_logprobs
         inputs = inputs_of(cfg, model)
         return cls.of(inputs, old_logprobs=old_logprobs, async_rollout_depth=cfg.rollout.async_rollout_depth)
 
     @classmethod
     def of(cls, inputs: TypedSizes, *, old_logprobs: str = "auto", async_rollout_depth: int = 0) -> BatchSizes:
-        """From inputs that break no rule."""
+        """Derive the sizes from inputs that violate no rule.
+
+        Args:
+            inputs: The typed sizes.
+            old_logprobs: As in `BatchSizes`.
+            async_rollout_depth: Sampling steps that sampling runs ahead.
+        """
         v, d = inputs.values, derive(inputs)
         return cls(
             layout=Layout(world_size=v[WORLD], tp=v[TP], pp=v[PP], vpp=v.get(VPP), cp=v[CP], ep=v[EP], etp=v[ETP]),
@@ -74,7 +87,7 @@ class BatchSizes:
 
     @property
     def completions_per_micro_step(self) -> int:
-        """Over all DP ranks."""
+        """Completions of one micro-step, over all DP ranks."""
         return self.micro_batch_size * self.dp_size
 
     @property
@@ -89,34 +102,40 @@ class BatchSizes:
 
     @property
     def steps_per_generation(self) -> int | float:
-        """Global batches in one rollout; not whole only with allow_unaligned_generation."""
+        """Global batches in one rollout; a fraction only with allow_unaligned_generation."""
         return quotient(self.generation_batch_size, self.global_batch_size)
 
     @property
     def num_rollout_prompts(self) -> int:
+        """Prompts in one rollout."""
         return self.generation_batch_size // self.num_generations
 
     @property
     def num_train_prompts(self) -> int | float:
-        """Prompts in one optimizer step; may be a fraction, for a group may straddle optimizer steps."""
+        """Prompts in one optimizer step; may be a fraction, since a group may straddle optimizer steps."""
         return quotient(self.global_batch_size, self.num_generations)
 
     @property
     def num_prompts_per_dp_group(self) -> int | float:
+        """Prompts in one optimizer step per DP rank; may be a fraction."""
         return quotient(self.global_batch_size, self.num_generations * self.dp_size)
 
     @property
     def stream_sizes(self) -> dict[str, int | str]:
-        """What decides which rows an optimizer step trains and where their old log-probs come from. The layout has no part in it."""
+        """Sizes that decide which rows an optimizer step trains and where their old log-probs come from. Independent of the layout."""
         names = ("generation_batch_size", "global_batch_size", "num_generations", "num_iterations", "old_logprobs")
         return {name: getattr(self, name) for name in names}
 
 
 def size_problems(cfg: Config, model: Model | None = None, *, others_pass: bool = True, unreadable: Collection[str] = ()) -> list[Problem]:
-    """Everything that is wrong with the sizes, and the user's names of what to change.
+    """Return all problems with the sizes, with the user's names of the settings to change.
 
-    others_pass: the rest of the configuration is sound, so that a change of one size can make the whole of it pass; otherwise no
-    nearest values are offered. unreadable: settings whose values could not be read; rules about them are not judged.
+    Args:
+        cfg: The configuration.
+        model: What is known of the model.
+        others_pass: Whether the rest of the configuration is valid, so that a change of one size can make all of it pass. Otherwise no
+            nearest values are offered.
+        unreadable: Settings whose values could not be parsed; rules about them are skipped.
     """
     inputs = inputs_of(cfg, model)
     names = {flag: cfg.origins[flag].name if flag in cfg.origins else cfg.typed.get(flag, flag) for flag in inputs.values}
@@ -154,7 +173,12 @@ def _sentence(core: str, near: Mapping[str, Sequence[int]]) -> str:
 
 
 def settled(cfg: Config, sizes: BatchSizes) -> Config:
-    """The configuration with the derived sizes in it, so that what a run records is complete and native."""
+    """Return the configuration with the derived sizes filled in, so that what a run records is complete and in native names.
+
+    Args:
+        cfg: The configuration.
+        sizes: The sizes derived from it.
+    """
     values = {name: getattr(sizes, name) for name in SIZES}
     if not isinstance(sizes.steps_per_generation, int):  # a fraction follows from the other sizes and could not be typed
         del values[STEPS]

@@ -1,6 +1,6 @@
-"""Pictures in a packed stream: where their tokens stand, at which positions, and which of the encoded tokens each of them is. No torch.
+"""Images in a packed stream: the indices of their tokens, their positions, and the image embedding at each token. No torch.
 
-Places come from the sequences' `shown`, never from token ids: a sampler may draw the placeholder itself, and then it is an ordinary word.
+Locations come from the sequences' `shown`, never from token IDs: a sampler may sample the placeholder, which is then an ordinary token.
 """
 
 from __future__ import annotations
@@ -14,19 +14,26 @@ import numpy as np
 from megatron_grpo.batching.prefix_groups import ContextSpan
 from megatron_grpo.types import Image, Sequence
 
-Shown = tuple[tuple[int, Image], ...]  # (place of the first token, picture), ascending
+Shown = tuple[tuple[int, Image], ...]  # (index of the first token, image), ascending
 
 
 class StreamImages(NamedTuple):
-    """The pictures of one stream."""
+    """The images of one packed stream."""
 
     pictures: tuple[Image, ...]  # each key once
-    at: np.ndarray  # int64 [n], ascending: places in the stream, each once
-    token: np.ndarray  # int64 [n]: which of the tokens of all `pictures`, one picture behind the other, stands there
+    at: np.ndarray  # int64 [n], ascending: indices in the stream, each once
+    token: np.ndarray  # int64 [n]: index into the concatenated image tokens of all `pictures`
 
 
 def grid_of(picture: Image) -> tuple[int, int]:
-    """(rows, columns) of its tokens. Raises ValueError for what is not one still picture."""
+    """Return (rows, columns) of an image's tokens.
+
+    Args:
+        picture: The image.
+
+    Raises:
+        ValueError: It is not a single frame, or its grid does not divide into whole tokens.
+    """
     frames, rows, columns = picture.grid
     if frames != 1 or rows % picture.merge or columns % picture.merge:
         merge = f"{picture.merge} x {picture.merge}"
@@ -35,19 +42,30 @@ def grid_of(picture: Image) -> tuple[int, int]:
 
 
 def num_tokens(picture: Image) -> int:
+    """Return the number of tokens of an image."""
     rows, columns = grid_of(picture)
     return rows * columns
 
 
 def shown_in(sequence: Sequence, first: int, end: int) -> Shown:
-    """What a context shows, by its place in the context."""
+    """Return the images of a context, by their index in the context.
+
+    Args:
+        sequence: The sequence that contains the context.
+        first: First token of the context.
+        end: End of the context, exclusive.
+    """
     return tuple((place - first, picture) for place, picture in sequence.shown if first <= place < end)
 
 
 def positions(length: int, shown: Shown) -> np.ndarray:
-    """Of a context of so many tokens: int64 [3, length], by frame, row and column (Qwen2-VL, arXiv:2409.12191, section 2.1).
+    """Return the positions of a context's tokens, int64 [3, length]: frame, row and column (Qwen2-VL, arXiv:2409.12191, section 2.1).
 
-    A picture's tokens stand on a grid that begins where the text has come to; the text goes on behind the grid's longer side.
+    The tokens of an image are on a grid that begins at the next text position; the text continues after the grid's longer side.
+
+    Args:
+        length: Tokens of the context.
+        shown: Images of the context, by their index in it.
     """
     found, behind = np.tile(np.arange(length), (3, 1)), 0
     for place, picture in shown:
@@ -63,7 +81,13 @@ def positions(length: int, shown: Shown) -> np.ndarray:
 def seen(
     sequences: SequenceOf[Sequence], contexts: Iterable[ContextSpan], in_stream: Callable[[ContextSpan, np.ndarray], np.ndarray]
 ) -> StreamImages:
-    """in_stream: places of a context's tokens. What several contexts share lies, and is looked at, once."""
+    """Collect the images of a packed stream. What several contexts share is in the stream, and encoded, once.
+
+    Args:
+        sequences: Sequences of the micro-batch.
+        contexts: Their contexts.
+        in_stream: Maps a context and indices of its tokens, int64 [n], to indices in the stream.
+    """
     pictures: dict[str, tuple[int, Image]] = {}  # by key: its first token among those of all
     at, token, total = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)], 0
     for context in contexts:

@@ -1,4 +1,4 @@
-"""How sizes read: the flags' names, their values, what they were typed as in another system, and the arithmetic between them."""
+"""Text of messages about sizes: flag names, their values, their origin in another system, and the arithmetic between them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,30 @@ from megatron_grpo.batching.sizes import ACCUMULATION, CP, GENERATION, GLOBAL, M
 
 
 def remainder(top: int, bottom: int) -> str:
-    """`96 = 1 x 64 + 32`, the arithmetic of a broken multiple."""
+    """Return the arithmetic of a division with a remainder: `96 = 1 x 64 + 32`."""
     return f"{top} = {top // bottom} x {bottom} + {top % bottom}"
 
 
 class Messages:
-    """Products of the flags that make a size, with their values; and which flags these are."""
+    """Formats the flags that determine a size as products with their values, and lists these flags.
+
+    Args:
+        inputs: The typed sizes.
+        derived: The sizes derived from them.
+    """
 
     def __init__(self, inputs: TypedSizes, derived: Derived):
         self.inputs, self.derived, self.values = inputs, derived, inputs.values
 
     def name(self, flag: str) -> str:
+        """Return the user's name of a flag."""
         return self.inputs.names.get(flag, flag)
 
     def flag(self, flag: str) -> str:
-        """`global_batch_size (96)`; of another system's names `global_batch_size 96 (ppo_mini_batch_size 12 x rollout.n 8)`."""
+        """Return a flag with its value: `global_batch_size (96)`.
+
+        A flag that was typed under another system's name shows its origin: `global_batch_size 96 (ppo_mini_batch_size 12 x rollout.n 8)`.
+        """
         origin = self.inputs.origins.get(flag)
         if origin and origin.text and (origin.name != flag or origin.unit != "completions"):
             steps = f"{self.values[flag]} {origin.unit}"
@@ -31,7 +40,7 @@ class Messages:
         return f"{self.name(flag)} ({self.values[flag]}{mark})"
 
     def product(self, flags: Sequence[str]) -> str:
-        """`pipeline_model_parallel_size (2) x context_parallel_size (2) = 4`: those above 1."""
+        """Return the product of the flags above 1: `pipeline_model_parallel_size (2) x context_parallel_size (2) = 4`."""
         shown = [flag for flag in flags if self.values[flag] != 1] or flags[:1]
         total = 1
         for flag in shown:
@@ -39,6 +48,7 @@ class Messages:
         return _equation([self.flag(flag) for flag in shown], total)
 
     def dp(self) -> str:
+        """Return the data-parallel size with its derivation."""
         v = self.values
         cut = [f"{self.name(flag)} {v[flag]}" for flag in (TP, PP, CP) if v[flag] != 1]
         world = f"{self.name(WORLD)} {v[WORLD]}"
@@ -50,10 +60,11 @@ class Messages:
         return [self.flag(MICRO), self.dp()]
 
     def unit(self) -> str:
-        """One micro-step, in completions."""
+        """Return one micro-step, in completions."""
         return f"{' x '.join(self._unit_parts())} = {self.derived.unit}"
 
     def unit_flags(self) -> tuple[str, ...]:
+        """Return the flags that determine a micro-step."""
         if MICRO not in self.values:
             return (*self.inputs.flags(GLOBAL), ACCUMULATION)
         return (MICRO, WORLD, TP, PP, CP)
@@ -64,20 +75,27 @@ class Messages:
         return [self.flag(ACCUMULATION), *self._unit_parts()]
 
     def global_batch(self) -> str:
+        """Return the global batch, in completions."""
         return _equation(self._global_parts(), self.derived.global_batch)
 
     def accumulated(self) -> str:
-        """What gradient accumulation makes of a micro-step."""
+        """Return the product of a micro-step and gradient accumulation."""
         return _equation([self.flag(ACCUMULATION), *self._unit_parts()], self.values[ACCUMULATION] * self.derived.unit.whole())
 
     def rollout_of_steps(self, total: Fraction) -> str:
-        """What steps_per_generation makes of a global batch."""
+        """Return the product of a global batch and steps_per_generation.
+
+        Args:
+            total: The result, in completions.
+        """
         return _equation([*self._global_parts(), self.flag(STEPS)], total)
 
     def global_flags(self) -> tuple[str, ...]:
+        """Return the flags that determine the global batch."""
         return self.inputs.flags(GLOBAL) if GLOBAL in self.values else (ACCUMULATION, *self.unit_flags())
 
     def generation(self) -> str:
+        """Return the size of a rollout."""
         if GENERATION in self.values:
             return self.flag(GENERATION)
         if self.inputs.counts(STEPS, "micro-steps"):
@@ -87,6 +105,7 @@ class Messages:
         return f"a rollout of {_equation(parts, self.derived.generation)} completions"
 
     def generation_flags(self) -> tuple[str, ...]:
+        """Return the flags that determine the size of a rollout."""
         if GENERATION in self.values:
             return self.inputs.flags(GENERATION)
         in_micro_steps = self.inputs.counts(STEPS, "micro-steps")

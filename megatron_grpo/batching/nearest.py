@@ -1,4 +1,4 @@
-"""The closest values with which a whole configuration passes when only one flag is changed."""
+"""Find the nearest values with which a whole configuration passes if one flag is changed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MOST_CANDIDATES = 5_000
 
 
 def broken_rules(inputs: TypedSizes) -> list[SizeRule]:
-    """The rules that these inputs break, without those that only follow from another broken one.
+    """Return the rules that the sizes violate, without those that only follow from another violated rule.
 
-    A size that is too small hides only the rules it has a part in: the others are judged with the least it may be in its place.
+    A size that is too small hides only the rules that it takes part in: the others are checked with its minimum in its place.
     """
     below = [rule for rule in lower_bounds(inputs) if rule.broken]
     too_small = {flag for rule in below for flag in rule.flags}
@@ -30,7 +30,12 @@ def broken_rules(inputs: TypedSizes) -> list[SizeRule]:
 
 
 def nearest(inputs: TypedSizes, flag: str) -> list[int]:
-    """At most two values of `flag`, one below and one above the present one, with which no rule is broken."""
+    """Return at most two values of `flag` that violate no rule: the nearest one below and above the present one.
+
+    Args:
+        inputs: The typed sizes; `flag` is among them.
+        flag: The flag to change.
+    """
     present = inputs.values[flag]
     least = minimum(inputs, flag)
     if any(rule.broken for rule in lower_bounds(inputs) if rule.flags != (flag,)):
@@ -51,9 +56,9 @@ def nearest(inputs: TypedSizes, flag: str) -> list[int]:
 
 
 def _sieve(inputs: TypedSizes, flag: str) -> tuple[int, int | None]:
-    """(s, n): every value that breaks no rule is a multiple of s and, unless n is None, divides n.
+    """Return (s, n): every value that violates no rule is a multiple of s and, unless n is None, divides n.
 
-    Both sides of a rule are products of flags, so a flag enters each side linearly or not at all; two probes tell which.
+    Both sides of a rule are products of flags, so a flag enters each side linearly or not at all; two evaluations tell which.
     """
     one, two = ({rule.key: rule for rule in rules(inputs.with_value(flag, value))} for value in (1, 2))
     step, bound = 1, None

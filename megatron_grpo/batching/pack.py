@@ -1,6 +1,6 @@
-"""Whole sequences, or groups of them, into micro-batches of at most so many tokens, evenly over data-parallel ranks. No torch.
+"""Pack whole sequences, or groups of them, into micro-batches under a token budget, evenly over data-parallel ranks. No torch.
 
-Token weights are fixed before rows are packed, so the gradient does not depend on how they are (docs/parallelism.md).
+Token weights are fixed before rows are packed, so the gradient does not depend on the packing (docs/parallelism.md).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-# How far from a full micro-batch the last two sequences may end before one that merely fits is taken, in tokens.
+# Largest gap, in tokens, that the last two sequences may leave in a micro-batch before one that merely fits is taken.
 MOST_GAPS_TRIED = 8
-# Above, micro-batches are many to a rank, and even without further care.
+# Above this number of rows, each rank has many micro-batches, which are balanced without further work.
 MOST_ROWS_SPREAD = 20_000
 
 
@@ -26,15 +26,21 @@ def pack(
     balance_length: float = math.inf,
     costs: np.ndarray | None = None,
 ) -> list[list[list[int]]]:
-    """[data-parallel rank][micro-batch] -> rows, every row exactly once.
+    """Pack rows into micro-batches: [data-parallel rank][micro-batch] -> rows, every row exactly once.
 
-    lengths: tokens of each row as they will lie in the stream (alignment included). max_tokens: of one micro-batch; a longer row gets one
-    of its own. multiple: the number of micro-batches on a rank is a multiple of it (interleaved pipeline stages ask for that).
-    even_length: the length at which attention costs a token as much as everything else does; it only steers the balance. costs: of each
-    row, instead of what even_length says.
+    Every rank gets the same number of micro-batches, and the n-th of each rank cost about the same, since ranks wait for each other there.
 
-    Every rank gets as many micro-batches, and the n-th of each rank cost about the same, since ranks wait for each other there.
-    ValueError where there are too few rows for one in every micro-batch.
+    Args:
+        lengths: Tokens of each row in the stream, alignment included; int [rows].
+        max_tokens: Token budget of one micro-batch. A longer row gets a micro-batch to itself.
+        dp_size: Number of data-parallel ranks.
+        multiple: The number of micro-batches on a rank is a multiple of it, as interleaved pipeline stages require.
+        balance_length: Sequence length in tokens at which attention costs as much per token as all other computation; it only affects the
+            balance.
+        costs: Cost of each row, float [rows]; None computes it from `lengths` and `balance_length`.
+
+    Raises:
+        ValueError: There are fewer rows than micro-batches.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     unit = dp_size * multiple
@@ -57,10 +63,10 @@ def pack(
 
 
 def _full_bins(lengths: np.ndarray, max_tokens: int) -> Iterator[np.ndarray]:
-    """Arrays [bins, rows] of bins that are filled alike.
+    """Yield arrays [bins, rows] of bins that are filled alike.
 
-    First-fit-decreasing, one bin after another: the longest rows that fit, and the last two so that nothing is left over where such a pair
-    exists. What is found for one bin is done for as many as the rows allow, so the work grows with the number of different lengths.
+    First-fit-decreasing, one bin after another: the longest rows that fit, and the last two such that they fill the bin exactly where such
+    a pair exists. The filling of one bin is repeated as often as the rows allow, so the work grows with the number of different lengths.
     """
     clipped = np.clip(lengths, 1, max_tokens)
     by_length = np.argsort(clipped, kind="stable")
@@ -79,7 +85,7 @@ def _full_bins(lengths: np.ndarray, max_tokens: int) -> Iterator[np.ndarray]:
 
 
 class _Shelf:
-    """How many rows are left of each length, and quick answers about it."""
+    """Number of remaining rows of each length, with fast queries."""
 
     def __init__(self, counts: np.ndarray):
         self.left = counts.tolist()
@@ -95,13 +101,16 @@ class _Shelf:
             self.upward[length] = self.downward[self.size - 1 - length] = False
 
     def longest_within(self, room: int) -> int:
-        """0 where nothing fits."""
+        """Return the largest remaining length of at most `room` tokens; 0 if nothing fits."""
         start = self.size - 1 - room
         place = int(self.downward[start:].argmax())
         return room - place if self.downward[start + place] else 0
 
     def pair(self, total: int) -> tuple[int, ...]:
-        """Two lengths of exactly this total, as equal as can be: short rows are kept for later gaps. Nothing where there are none."""
+        """Return two remaining lengths with exactly this total, as equal as possible, which keeps short rows for later gaps.
+
+        Returns an empty tuple if there is no such pair.
+        """
         half = total // 2
         if total == 2 * half and self.left[half] > 1:
             return half, half
@@ -113,7 +122,7 @@ class _Shelf:
 
 
 def _fill(shelf: _Shelf, max_tokens: int) -> dict[int, int]:
-    """length -> how many of it, for one bin that begins with the longest row there is. Takes them from the shelf."""
+    """Take the rows of one bin from the shelf, beginning with the longest row left; return length -> number of rows."""
     chosen: dict[int, int] = {}
     room = max_tokens
     while (longest := shelf.longest_within(room)) > 0:
@@ -129,9 +138,10 @@ def _fill(shelf: _Shelf, max_tokens: int) -> dict[int, int]:
 
 
 def _spread(lengths: np.ndarray, cost_of_row: np.ndarray, wanted: int, max_tokens: int) -> list[list[int]] | None:
-    """So many micro-batches of nearly equal cost: the costliest row left goes to the cheapest with room. None where it ends without room.
+    """Fill `wanted` micro-batches of nearly equal cost: the costliest row left goes to the cheapest one with room.
 
-    Filling one after another leaves the last ones nearly empty; with few micro-batches to a rank, that is a rank that waits.
+    Returns None if a row finds no room. Filling one micro-batch after another would leave the last ones nearly empty; with few
+    micro-batches per rank, a rank would then wait.
     """
     bins: list[list[int]] = [[] for _ in range(wanted)]
     room = [max_tokens] * wanted
@@ -152,7 +162,7 @@ def _spread(lengths: np.ndarray, cost_of_row: np.ndarray, wanted: int, max_token
 
 
 def _split_until(bins: list[list[int]], cost: np.ndarray, cost_of_row: np.ndarray, wanted: int) -> np.ndarray:
-    """Halves the costliest bins, in place, until there are as many as wanted; returns the cost of each."""
+    """Split the costliest bins in two, in place, until there are `wanted` bins; return the cost of each."""
     missing = wanted - len(bins)
     heap = [(-float(cost[i]), int(i)) for i in np.argsort(-cost)[: len(bins)] if len(bins[i]) > 1] if missing else []
     heapq.heapify(heap)
@@ -172,7 +182,7 @@ def _split_until(bins: list[list[int]], cost: np.ndarray, cost_of_row: np.ndarra
 
 
 def _deal(cost: np.ndarray, dp_size: int) -> list[list[int]]:
-    """Bins in rounds of similar cost, the costliest of a round to the rank that has least so far."""
+    """Distribute bins over ranks in rounds of similar cost; the costliest bin of a round goes to the rank with the lowest total."""
     rounds = np.argsort(-cost, kind="stable").reshape(-1, dp_size)
     total = np.zeros(dp_size)
     for number, round_ in enumerate(rounds):

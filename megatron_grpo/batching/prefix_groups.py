@@ -1,7 +1,8 @@
-"""Contexts in a stream: what lengths are rounded up to, what a group has in common (docs/shared_prompts.md), and how groups are packed.
+"""Shared prefixes in a packed stream: alignment of lengths, common prefixes of a group (docs/shared_prompts.md), packing of groups.
 
-Two tokens have equal hidden states if all tokens up to them are equal, at equal positions. So a family is told by its tokens: those that
-its contexts begin with alike are computed once, as a trunk, and the rest of each context as a child of it. No torch.
+Two tokens have equal hidden states if all tokens up to them are equal, at equal positions. So a prefix group is identified by its tokens:
+those that its contexts begin with alike are computed once, as a shared prefix (`trunk`), and the rest of each context as a suffix (`tail`)
+of it. No torch.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from megatron_grpo.batching.pack import pack
 from megatron_grpo.types import Completion, Sequence, SequenceLengths
 
 Tokens = TypeVar("Tokens", int, np.ndarray)
-# A group is cut into pieces no dearer than an even share of a micro-batch on every rank; or than these parts of it, until ranks are even.
+# A group is split into pieces that cost at most total / (dp_size * multiple * n), for each n until ranks are even.
 PARTS_OF_A_SHARE = (1, 2, 4, 8)
 EVEN_ENOUGH = 0.97  # mean over slowest rank
-FREE = np.full((1, 1, 1), -1, dtype=np.int16)  # what routes freely, beside experts of any form
+FREE = np.full((1, 1, 1), -1, dtype=np.int16)  # marks tokens that route freely; broadcasts to experts of any shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,20 +33,24 @@ class Alignment:
 
     @property
     def grain(self) -> int:
-        """Every stream is a multiple of it."""
+        """Tokens that the length of every stream is a multiple of."""
         return math.lcm(self.sequence, self.stream)
 
     def of_segment(self, tokens: Tokens) -> Tokens:
-        """Tokens that a segment of so many takes in the stream."""
+        """Return the tokens that a segment takes in the stream, padding included.
+
+        Args:
+            tokens: Tokens of the segment, an int or an int array.
+        """
         return -(-tokens // self.sequence) * self.sequence
 
     def of_stream(self, total: int) -> int:
-        """Tokens in a stream whose segments take `total`. Never 0: Megatron's layers take no empty stream."""
+        """Return the tokens of a stream whose segments take `total` tokens. Never 0: Megatron's layers accept no empty stream."""
         return max(-(-total // self.grain), 1) * self.grain
 
 
 class ContextSpan(NamedTuple):
-    """One context of a sequence: the sequence's row in the micro-batch, and where the context begins and ends in its tokens."""
+    """One context of a sequence: the sequence's row in the micro-batch, and the token range of the context."""
 
     row: int
     first: int
@@ -54,15 +59,18 @@ class ContextSpan(NamedTuple):
 
 
 def contexts_of(sequences: SequenceOf[Sequence]) -> list[ContextSpan]:
-    """Row by row."""
+    """Return the contexts of all sequences, row by row."""
     return [ContextSpan(row, first, end, end - first - 1) for row, sequence in enumerate(sequences) for first, end in sequence.contexts]
 
 
 class PrefixGroup(NamedTuple):
-    """Rows of one group that meet in a micro-batch.
+    """Rows of one group in the same micro-batch.
 
-    members: their places in it. prefix: tokens that packing counts once, 0 if it counts each row by itself. least_saving: in that case they
-    share all the same if their tokens turn out to begin alike for so long that this part of them need not be computed.
+    Args:
+        members: Their indices in the micro-batch.
+        prefix: Tokens that packing counts once; 0 if it counts each row by itself.
+        min_saving_ratio: With `prefix` 0, rows still share a prefix if their tokens turn out to have so long a common prefix that at least
+            this fraction of them need not be computed.
     """
 
     members: tuple[int, ...]
@@ -71,14 +79,26 @@ class PrefixGroup(NamedTuple):
 
 
 def num_tokens(computed: SequenceOf[int], shared: int, alignment: Alignment) -> int:
-    """Tokens in the stream of contexts of so many computed tokens, if the first `shared` of them are computed once."""
+    """Return the tokens of contexts in the stream if their first `shared` computed tokens are computed once.
+
+    Args:
+        computed: Computed tokens of each context.
+        shared: Length of the shared prefix.
+        alignment: Multiples that lengths are rounded up to.
+    """
     return alignment.of_segment(shared) + sum(alignment.of_segment(tokens - shared) for tokens in computed)
 
 
 def num_shared(computed: SequenceOf[int], common: int, family: PrefixGroup, alignment: Alignment) -> int:
-    """Counts the tokens that a micro-batch computes once for a family of contexts of so many computed tokens, of which `common` are equal.
+    """Return the number of tokens that a micro-batch computes once for the contexts of a prefix group.
 
-    Never in a way that takes more tokens than packing counted. More than packing knew of if that takes no more tokens.
+    The result never takes more tokens than packing counted. It exceeds the prefix that packing knew of if that takes no more tokens.
+
+    Args:
+        computed: Computed tokens of each context.
+        common: Computed tokens that all contexts begin with.
+        family: The prefix group.
+        alignment: Multiples that lengths are rounded up to.
     """
     apart, packed = (num_tokens(computed, shared, alignment) for shared in (0, family.prefix))
     chosen, fewest = (family.prefix, packed) if packed < apart else (0, apart)
@@ -88,7 +108,12 @@ def num_shared(computed: SequenceOf[int], common: int, family: PrefixGroup, alig
 
 
 def common_prefix(sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextSpan]) -> int:
-    """Computed tokens that all these contexts begin with: equal tokens, equal pictures, equal forced experts."""
+    """Return the number of computed tokens that all contexts begin with: equal tokens, equal images, equal forced experts.
+
+    Args:
+        sequences: Sequences of the micro-batch.
+        contexts: Contexts to compare; not empty.
+    """
     length = max(min(context.num_computed for context in contexts), 0)
     differs = np.zeros(length, dtype=bool)
     ours, first = sequences[contexts[0].row], contexts[0].first
@@ -113,7 +138,7 @@ def _shown(sequence: Sequence, context: ContextSpan) -> set[tuple[int, str]]:
 
 
 def prefix_of(completions: SequenceOf[Completion]) -> int:
-    """`prefix` of a group: computed tokens that every context of every completion begins with."""
+    """Return the `prefix` of a group: computed tokens that every context of every completion begins with."""
     sequences = [completion.sequence for completion in completions]
     return common_prefix(sequences, contexts_of(sequences))
 
@@ -123,12 +148,13 @@ def prefix_of(completions: SequenceOf[Completion]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowColumns:
-    """Columns over rows: all that packing knows of them. Tokens include alignment; costs are tokens and, in their measure, attention.
+    """Columns over rows: all that packing knows of them. Tokens include alignment; costs are tokens plus attention in the same unit.
 
-    A row by itself takes `apart`. A piece of a group, which computes the group's prefix once, takes `trunk` and the `tails` of its rows.
+    A row by itself takes `apart`. A piece of a group, which computes the group's prefix once, takes `trunk` plus the `tail` of each of its
+    rows.
     """
 
-    group: np.ndarray  # int64, 0..; a row that shares with none has one of its own
+    group: np.ndarray  # int64, 0..; a row that shares with none has a number to itself
     prefix: np.ndarray  # int64, 0 if the row shares nothing
     apart: np.ndarray  # int64
     apart_cost: np.ndarray  # float64
@@ -144,7 +170,14 @@ class RowColumns:
     def of(
         cls, extents: SequenceOf[SequenceLengths], alignment: Alignment, *, balance_length: float, min_saving_ratio: float | None
     ) -> RowColumns:
-        """even_length: see `pack`. least_saving: None if nothing is to be shared."""
+        """Build the columns of some rows.
+
+        Args:
+            extents: Lengths of each row, in tokens.
+            alignment: Multiples that lengths are rounded up to.
+            balance_length: See `pack`.
+            min_saving_ratio: None if no prefix is to be shared.
+        """
         numbers: dict[object, int] = {}
         names = (extent.group if min_saving_ratio is not None and extent.group is not None else -1 - i for i, extent in enumerate(extents))
         group = np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
@@ -162,7 +195,16 @@ class RowColumns:
         cls, *, group: np.ndarray, prefix: np.ndarray, num_contexts: np.ndarray, computed: np.ndarray, alignment: Alignment,
         balance_length: float,
     ) -> RowColumns:  # fmt: skip
-        """computed: of each context, row by row."""
+        """Build the columns from arrays.
+
+        Args:
+            group: Group of each row, int64 [rows].
+            prefix: Shared prefix of each row in tokens, int64 [rows]; 0 if the row shares nothing.
+            num_contexts: Contexts of each row, int64 [rows].
+            computed: Computed tokens of each context, row by row, int64 [contexts].
+            alignment: Multiples that lengths are rounded up to.
+            balance_length: See `pack`.
+        """
         row = np.repeat(np.arange(len(group)), num_contexts)
         # Attention pairs every query with every key before it: half of length^2, and for a child all of the trunk besides.
         apart, trunk = alignment.of_segment(computed), alignment.of_segment(prefix)
@@ -185,7 +227,12 @@ class RowColumns:
         )
 
     def worth(self, together: np.ndarray, min_saving_ratio: float) -> RowColumns:
-        """The same rows; those with one number in `together` share their prefix only if that part of their tokens need not be computed."""
+        """Return the same rows, sharing a prefix only where it saves enough tokens.
+
+        Args:
+            together: Number of the piece that each row is in, int64 [rows]; the rows of a piece are of one group.
+            min_saving_ratio: Minimum fraction of the tokens of a piece that need not be computed.
+        """
         apart, shared = _sums(together, self.apart), _sums(together, self.tail)
         trunk = np.zeros_like(shared)
         trunk[together] = self.trunk
@@ -200,7 +247,11 @@ class RowColumns:
         )
 
     def sizes(self, piece: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, cost) of each piece. piece: of each row, numbers 0.. without a gap; rows of a piece are of one group."""
+        """Return (tokens, cost) of each piece.
+
+        Args:
+            piece: Piece of each row, int64 [rows], numbered from 0 without gaps; the rows of a piece are of one group.
+        """
         apart, tails = _sums(piece, self.apart), _sums(piece, self.tail)
         trunk, trunk_cost = np.zeros_like(tails), np.zeros(len(tails))
         trunk[piece], trunk_cost[piece] = self.trunk, self.trunk_cost
@@ -214,10 +265,22 @@ def _sums(number: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def pack_groups(rows: RowColumns, *, max_tokens: int, dp_size: int = 1, multiple: int = 1) -> list[list[list[int]]]:
-    """As `pack`, where rows of a group that meet in a micro-batch share their prefix: [data-parallel rank][micro-batch] -> rows.
+    """Pack rows as `pack` does, where rows of a group in one micro-batch share their prefix.
 
     A group stays together if the budget, the number of micro-batches and the balance of ranks allow it; each piece computes the prefix
-    once. A piece takes at most the budget, or what its longest row takes by itself. ValueError as from `pack`.
+    once. A piece takes at most the budget, or what its longest row takes by itself.
+
+    Args:
+        rows: Columns of the rows.
+        max_tokens: Token budget of one micro-batch.
+        dp_size: Number of data-parallel ranks.
+        multiple: The number of micro-batches on a rank is a multiple of it.
+
+    Returns:
+        [data-parallel rank][micro-batch] -> rows.
+
+    Raises:
+        ValueError: There are fewer rows than micro-batches.
     """
     sizes = {"max_tokens": max_tokens, "dp_size": dp_size, "multiple": multiple}
     if not rows.prefix.any():
@@ -240,7 +303,10 @@ def pack_groups(rows: RowColumns, *, max_tokens: int, dp_size: int = 1, multiple
 
 
 def _pack_pieces(rows: RowColumns, piece: np.ndarray, **sizes: int) -> tuple[np.ndarray, list[list[list[int]]]]:
-    """(piece of each row, [rank][micro-batch] -> pieces). The dearest are halved while they are too few, half of the missing at once."""
+    """Return (piece of each row, [rank][micro-batch] -> pieces).
+
+    While there are too few pieces, the costliest are split in two, half of the missing number at a time.
+    """
     unit = sizes["dp_size"] * sizes["multiple"]
     while True:
         tokens, cost = rows.sizes(piece)
@@ -264,7 +330,7 @@ def _rows_of(piece: np.ndarray, dealt: list[list[list[int]]]) -> list[list[list[
 
 
 def _within_budget(rows: RowColumns, max_tokens: int) -> np.ndarray:
-    """The piece of each row: groups, and in as few pieces as fit where a group takes more than the budget."""
+    """Return the piece of each row: whole groups; a group that exceeds the budget is split into as few pieces as fit."""
     shares = rows.prefix > 0
     key = np.where(shares, rows.group, rows.group.max() + 1 + np.arange(len(rows)))
     piece = np.unique(key, return_inverse=True)[1]
@@ -275,7 +341,7 @@ def _within_budget(rows: RowColumns, max_tokens: int) -> np.ndarray:
     large = np.flatnonzero((tokens > limit)[piece])
     if not len(large):
         return piece
-    # The rows of each large group, longest first, as a line of a matrix; then each column into the first piece of its line with room.
+    # Each large group is a line of a matrix, its rows longest first; column by column, a row goes to the first piece of its line with room.
     large = large[np.lexsort((-rows.tail[large], piece[large]))]
     _, first, line = np.unique(piece[large], return_index=True, return_inverse=True)
     column = np.arange(len(large)) - first[line]
@@ -304,7 +370,7 @@ def _no_dearer_than(limit: float, rows: RowColumns, piece: np.ndarray) -> np.nda
 
 
 def _halved(rows: RowColumns, piece: np.ndarray, which: np.ndarray) -> np.ndarray:
-    """The piece of each row, where each of `which` has become two. Both get long and short rows."""
+    """Return the piece of each row after splitting each piece of `which` in two. Both halves get long and short rows."""
     cut = np.flatnonzero(which[piece])
     cut = cut[np.lexsort((rows.tail[cut], piece[cut]))]
     _, first, line = np.unique(piece[cut], return_index=True, return_inverse=True)

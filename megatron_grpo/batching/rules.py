@@ -1,4 +1,4 @@
-"""The rules themselves, each with its sentence. docs/batching.md states them in a table."""
+"""The size rules, each with its message. docs/batching.md states them in a table."""
 
 from __future__ import annotations
 
@@ -36,14 +36,17 @@ from megatron_grpo.config.config import Origin
 
 
 def minimum(inputs: TypedSizes, flag: str) -> int:
-    """The least value a flag may have. A group of one has nothing to compare with; one chunk a stage is not interleaved."""
+    """Return the minimum of a flag. A group of one has nothing to compare with; one chunk per stage is not interleaved."""
     if flag == VPP:
         return 2
     return 2 if flag == GROUP and inputs.needs_group else 1
 
 
 def lower_bounds(inputs: TypedSizes) -> Iterator[SizeRule]:
-    """Python's -32 % 8 == 0 is why these come first, and why nothing else is checked while one is broken."""
+    """Yield the rules that every size is at least its minimum.
+
+    They come first, and no other rule is checked while one is violated, because Python's -32 % 8 is 0.
+    """
     for flag, value in inputs.values.items():
         yield _lower_bound(flag, value, minimum(inputs, flag), inputs.origins.get(flag))
 
@@ -61,7 +64,7 @@ def _lower_bound(flag: str, value: int, least: int, origin: Origin | None) -> Si
 
 
 def rules(inputs: TypedSizes) -> Iterator[SizeRule]:
-    """Every rule between sizes; assumes that `lower_bounds` hold."""
+    """Yield every rule between sizes; assumes that `lower_bounds` hold."""
     v, d = inputs.values, derive(inputs)
     words = Messages(inputs, d)
     yield SizeRule(
@@ -159,7 +162,7 @@ def _rollout_rules(inputs: TypedSizes, d: Derived, words: Messages) -> Iterator[
 
 
 def _rollout_of_steps_rules(inputs: TypedSizes, d: Derived, words: Messages) -> Iterator[SizeRule]:
-    """Between a rollout that is given as such and the optimizer steps that it is trained in."""
+    """Yield the rules between an explicit rollout size and the optimizer steps that train it."""
     v, glob, gen = inputs.values, d.global_batch, d.generation
     global_after = () if GLOBAL in v else ("ranks", "micro")
     if inputs.counts(STEPS, "micro-steps"):
@@ -219,7 +222,7 @@ def _interleaving_rules(inputs: TypedSizes, d: Derived, words: Messages) -> Iter
 
 
 def _layer_rules(inputs: TypedSizes, words: Messages) -> Iterator[SizeRule]:
-    """How the model's layers divide into stages and chunks of stages; the ends may be of a size of their own."""
+    """Yield the rules on how the model's layers divide into stages and chunks; the first and last stage may have sizes set separately."""
     v, layers = inputs.values, inputs.model.num_layers
     if inputs.parallel.pipeline_model_parallel_layout:  # says it all (`batching.stages`)
         return
@@ -254,7 +257,11 @@ def _layer_rules(inputs: TypedSizes, words: Messages) -> Iterator[SizeRule]:
 
 
 def _even_layers(key: str, what: str, layers: int, v: Mapping[str, int], words: Messages) -> SizeRule:
-    """The same number of them for each chunk of each stage. what: whose they are, and how many."""
+    """Return the rule that each chunk of each stage has the same number of layers.
+
+    Args:
+        what: The owner of the layers and their number, for the message.
+    """
     chunks = v.get(VPP, 1)
     return SizeRule(
         key=key,
@@ -282,7 +289,7 @@ def _teacher_layer_rule(inputs: TypedSizes, words: Messages, teacher: Model) -> 
 
 
 def _dense_rule(inputs: TypedSizes, words: Messages) -> Iterator[SizeRule]:
-    """Ranks that share out experts need a model that has some."""
+    """Yield the rule that expert parallelism needs a model with experts."""
     v, teacher = inputs.values, inputs.model.teacher
     if inputs.model.num_experts != 0 or (teacher is not None and teacher.num_experts != 0):
         return
@@ -296,7 +303,11 @@ def _dense_rule(inputs: TypedSizes, words: Messages) -> Iterator[SizeRule]:
 
 
 def _model_rules(inputs: TypedSizes, words: Messages, model: Model, name: str) -> Iterator[SizeRule]:
-    """name: what it is called in sentences, model or teacher."""
+    """Yield the rules on the experts and dimensions of one model.
+
+    Args:
+        name: Its name in messages: model or teacher.
+    """
     v, experts = inputs.values, model.num_experts
     if experts:
         verb = "trains" if name == "model" else "scores"

@@ -1,8 +1,8 @@
-"""Every rule that the sizes must obey, as arithmetic over what was typed.
+"""Batch and parallelism sizes as arithmetic over the typed numbers; the definitions that every size rule builds on.
 
-A size is a typed number, one that counts prompts times num_generations, or a fraction of two products
-(`micro_batch_size x world_size / (tp x pp x cp)`). Each rule says that one whole number is a multiple of another, cross-multiplied so that
-both are products of typed numbers. That is what lets `nearest` solve for any one of them.
+A size is a typed number, one that counts prompts times num_generations, or a fraction of two products (`micro_batch_size x world_size / (tp
+x pp x cp)`). Each rule states that one integer is a multiple of another, cross-multiplied so that both are products of typed numbers. This
+lets `nearest` solve for any one of them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ DEFAULT_GLOBAL_BATCH_SIZE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What the rules need to know of a model; None where it is not known. num_experts 0: a dense model.
+    """What the size rules need to know of a model; None where it is unknown. num_experts 0 is a dense model.
 
-    misfits: (tp, ep, etp) -> (flag, sentence) for every division of the model over ranks that leaves a rest. teacher: a second model in the
-    same layout, whose layers are dealt out evenly where it has not as many as this one.
+    Args:
+        num_layers: Number of transformer layers.
+        num_experts: Number of routed experts per layer.
+        misfits: (tp, ep, etp) -> (flag, sentence) for every division of the model over ranks that leaves a remainder.
+        teacher: A second model in the same layout, whose layers are distributed evenly if their number differs from this model's.
     """
 
     num_layers: int | None = None
@@ -40,39 +43,48 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedSizes:
-    """The numbers that sizes are made of, by flag, each in the unit that it was typed in."""
+    """The numbers that sizes are made of, by flag, each in the unit in which it was typed."""
 
-    values: Mapping[str, int]  # a flag that is left out is absent
-    typed: frozenset[str]  # of those flags, the ones that the user gave
-    origins: Mapping[str, Origin]  # of those that were typed under another system's names
+    values: Mapping[str, int]  # a flag that was not set is absent
+    typed: frozenset[str]  # of those flags, the ones that the user set
+    origins: Mapping[str, Origin]  # for flags that were typed under another system's names
     aligned: bool
     needs_group: bool
     sequence_parallel: bool
-    parallel: ParallelConfig  # how layers are dealt out, besides numbers
+    parallel: ParallelConfig  # pipeline settings that are no numbers
     model: Model
-    names: Mapping[str, str]  # what the user calls a flag, where it is an alias
+    names: Mapping[str, str]  # the user's name of a flag, where it is an alias
 
     def with_value(self, flag: str, value: int) -> TypedSizes:
+        """Return a copy in which the user has set `flag` to `value`."""
         return replace(self, values={**self.values, flag: value}, typed=self.typed | {flag})
 
     def counts(self, flag: str, unit: str) -> bool:
-        """Whether a size is given, and in that unit."""
+        """Return whether a size is set, and in that unit."""
         return flag in self.values and flag in self.origins and self.origins[flag].unit == unit
 
     def size(self, flag: str) -> int:
-        """A size in completions, or in what else it is counted natively."""
+        """Return a size in completions, or in its native unit."""
         return self.values[flag] * (self.values[GROUP] if self.counts(flag, "prompts") else 1)
 
     def flags(self, flag: str) -> tuple[str, ...]:
-        """Those that make a size."""
+        """Return the flags that determine a size."""
         return (flag, GROUP) if self.counts(flag, "prompts") else (flag,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeRule:
-    """The first of `ratio` must be a whole multiple of the second (equal to it where `equal`), or, without them, `holds` must be true.
+    """One rule on sizes.
 
-    after: rules that must hold before this one means anything. needs_removal: no value mends it, one of the flags has to go.
+    Args:
+        key: Name of the rule, unique.
+        flags: Flags that take part in it.
+        text: Returns the sentence of a violation.
+        ratio: (multiple, divisor). The first must be an integer multiple of the second.
+        equal: Whether both numbers of `ratio` must be equal instead.
+        holds: Further condition; without a `ratio` the only one.
+        needs_removal: No value satisfies the rule; one of the flags must be removed.
+        after: Keys of rules that must hold before this one is meaningful.
     """
 
     key: str
@@ -86,13 +98,19 @@ class SizeRule:
 
     @property
     def broken(self) -> bool:
+        """Whether the rule is violated."""
         multiple, divisor = self.ratio
         fits = multiple == divisor if self.equal else divisor != 0 and multiple % divisor == 0
         return not (self.holds and fits)
 
 
 def inputs_of(cfg: Config, model: Model | None = None) -> TypedSizes:
-    """The inputs that a configuration holds."""
+    """Return the sizes that a configuration sets, with defaults.
+
+    Args:
+        cfg: The configuration.
+        model: What is known of the model.
+    """
     values: dict[str, int | None] = {name: getattr(cfg.parallel, name) for name in PARALLEL}
     values[WORLD] = values[WORLD] if values[WORLD] is not None else 1
     values[VLLM_TP] = cfg.rollout.vllm_tensor_parallel_size
@@ -127,6 +145,7 @@ class Fraction:
     bottom: int = 1
 
     def whole(self) -> int:
+        """Return the fraction as an integer, rounded down."""
         return self.top // self.bottom
 
     def __str__(self) -> str:
@@ -134,13 +153,13 @@ class Fraction:
 
 
 def cross(a: Fraction, b: Fraction) -> tuple[int, int]:
-    """(multiple, divisor) of the rule that a is a whole multiple of b."""
+    """Return (multiple, divisor) of the rule that a is an integer multiple of b."""
     return a.top * b.bottom, a.bottom * b.top
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
-    """The sizes in native terms, in completions; whole numbers once every rule holds."""
+    """The derived sizes, in completions; integers once every rule holds."""
 
     ranks_per_replica: int
     unit: Fraction  # completions in one micro-step, over all DP ranks
@@ -153,7 +172,7 @@ class Derived:
 
 
 def derive(inputs: TypedSizes) -> Derived:
-    """Sizes by the definitions of docs/batching.md. Where two ways to say one size are given, the rules compare them."""
+    """Compute the sizes by the definitions of docs/batching.md. Where two settings determine one size, the rules compare them."""
     v, size = inputs.values, inputs.size
     replica = v[TP] * v[PP] * v[CP]
     if MICRO in v:

@@ -1,4 +1,4 @@
-"""How many layers each model chunk of a pipeline has. The one place that counts them, for the plan and for what is refused. No torch."""
+"""Layers per model chunk of a pipeline. The only place that counts them, for `plan` and for validation. No torch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ from megatron_grpo.config.config import Config, ParallelConfig
 LAYOUT = "pipeline_model_parallel_layout"
 ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-OF_ONE_DEPTH = (LAYOUT, *_ENDS)  # what is said in layers, of a model of so many
-_LARGEST = 4096  # characters of a layout that is written out
+OF_ONE_DEPTH = (LAYOUT, *_ENDS)  # settings in layers, which fit models of one depth
+_LARGEST = 4096  # characters of an expanded layout
 
 
 def counted_layers(parallel: ParallelConfig, num_layers: int) -> int:
-    """Layers that are dealt out: the embedding and the loss are one each, where they are accounted for."""
+    """Return the layers to distribute. The embedding and the loss count as one each, where the settings account for them."""
     return num_layers + sum(getattr(parallel, name) for name in ACCOUNTS)
 
 
 def layer_counts(parallel: ParallelConfig, num_layers: int) -> list[list[int]]:
-    """Layers of each model chunk of each stage: [chunk][stage]. Where they do not come out even, which is refused elsewhere, at least so
-    many."""
+    """Return the layers of each model chunk of each stage, [chunk][stage].
+
+    Where they do not divide evenly, which validation rejects, the counts are lower bounds.
+
+    Args:
+        parallel: Parallelism settings.
+        num_layers: Layers of the model.
+    """
     pp, chunks = max(1, parallel.pipeline_model_parallel_size), max(1, parallel.virtual_pipeline_model_parallel_size or 1)
     if parallel.pipeline_model_parallel_layout:
         stages = [piece.count("t") for piece in written_out(parallel.pipeline_model_parallel_layout)]
@@ -42,9 +48,13 @@ def layer_counts(parallel: ParallelConfig, num_layers: int) -> list[list[int]]:
 
 
 def written_out(layout: str) -> list[str]:
-    """Stages of a layout in Megatron-Core's language, `E` `t` and `L`, with its products done: `Et*2|(t|)*2L` is Ett, t, t, L.
+    """Expand a layout in Megatron-Core's notation (`E`, `t`, `L`) into its stages: `Et*2|(t|)*2L` is Ett, t, t, L.
 
-    Raises ValueError for one that grows too long.
+    Args:
+        layout: The layout.
+
+    Raises:
+        ValueError: The expanded layout is too long.
     """
     text = layout.replace(",", "").replace(" ", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
@@ -55,7 +65,12 @@ def written_out(layout: str) -> list[str]:
 
 
 def problems(cfg: Config, num_layers: int | None) -> Iterator[Problem]:
-    """Problems with how layers are dealt out, besides divisions (`batching.rules`). num_layers: of the model, where it is known."""
+    """Yield problems with the pipeline layout, besides divisions (`batching.rules`).
+
+    Args:
+        cfg: The configuration.
+        num_layers: Layers of the model, if known.
+    """
     parallel = cfg.parallel
     pp, layout = parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
     asked = [name for name in ACCOUNTS if getattr(parallel, name)]
