@@ -1,1 +1,4 @@
-"""The mathematics of GRPO and its relatives: advantages, token weights, the loss, corrections. Pure: no process groups, no model."""
+"""Mathematics of GRPO and related objectives: advantages, token weights, the loss, corrections.
+
+Pure functions of tensors and arrays: no process groups, no model.
+"""

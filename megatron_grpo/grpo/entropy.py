@@ -1,8 +1,8 @@
-"""The entropy from which on a token trains (`--top_entropy_quantile`), and the entropy bonus that follows the entropy.
+"""Entropy threshold of trained tokens (`--top_entropy_quantile`) and the adaptive entropy bonus.
 
 The threshold is one for the whole global batch, over all ranks. The completions of one prompt share the context of their first token, so
-those entropies are equal but for rounding, and rounding depends on how the batch was cut. A threshold between two of them would let the cut
-choose what trains. So entropies this close are one tie.
+those entropies are equal but for rounding, and rounding depends on how the batch was partitioned. A threshold between two of them would let
+the partition choose which tokens train. So entropies this close are treated as a tie.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron_grpo.config.config import GrpoConfig
 Counts = np.ndarray  # int64
 
 # Rounding moves an entropy in proportion to itself: dH = -sum p (log p + H) dlogit, whose size is at most 2 H max|dlogit|. Measured between
-# layouts and cuts in float32: 1e-5 of it at most, 2e-6 above 1 nat. The floor is for entropies near 0, where the rounding of the formula
-# itself is left.
+# layouts and partitions in float32: 1e-5 of it at most, 2e-6 above 1 nat. The floor is for entropies near 0, where the rounding of the
+# formula itself remains.
 TIE_RELATIVE = 1e-4
 TIE_NATS = 1e-5
 
@@ -32,15 +32,23 @@ def _alone(counts: Counts) -> Counts:
 def entropy_threshold(
     entropies: Sequence[np.ndarray], masks: Sequence[np.ndarray], top_quantile: float, *, over_ranks: Callable[[Counts], Counts] = _alone
 ) -> float:
-    """The entropy, in nats, from which on a token is in the top `top_quantile` of entropy (arXiv 2506.01939: 0.2).
+    """Return the lowest entropy, in nats, of the top `top_quantile` of tokens (arXiv 2506.01939: 0.2).
 
-    entropies, masks: one array per sample of this rank, nats and bool; only masked-in tokens are ranked. over_ranks: adds counts up over
-    all ranks that have samples of the global batch (collective); entropies themselves never travel. -inf where all tokens, or none, are
-    ranked.
+    The tokens kept are those that a quantile with linear interpolation keeps, and those so little below the lowest of them that they tie
+    with it. A rank's threshold moves by no more than its entropies do, and a tie is far wider than their rounding noise, so no partition
+    divides it; nor does the loss, which computes the entropies again. Ties are not chained from neighbour to neighbour: in a large batch
+    that chain would hold every token.
 
-    Kept is what a quantile with linear interpolation keeps, and what lies so little below the lowest of them that it ties with it. A rank's
-    value moves by no more than the values do, and a tie is wider than their noise by far, so no cut divides it; nor does the loss, which
-    computes entropies anew. Ties are not followed from neighbour to neighbour: in a large batch that chain would hold every token.
+    Collective if `over_ranks` is.
+
+    Args:
+        entropies: One array per sample of this rank, in nats.
+        masks: One bool array per sample; only tokens inside the mask are ranked.
+        top_quantile: Fraction of tokens to keep, 1 or more for all.
+        over_ranks: Sums counts over all ranks that have samples of the global batch; the entropies themselves are not communicated.
+
+    Returns:
+        The threshold in nats; -inf where all tokens, or none, are ranked.
     """
     if top_quantile >= 1.0:
         return -np.inf
@@ -56,10 +64,10 @@ def entropy_threshold(
 
 
 def _at_place(values: np.ndarray, place: int, over_ranks: Callable[[Counts], Counts]) -> float:
-    """The value at `place` when all ranks' values (float64) stand in order, exactly; NaN stands last.
+    """Return the value at index `place` of all ranks' values (float64) in sorted order, exactly; NaN is last.
 
-    Found by its bits, eight at a time from the top: ranks add up 256 counts each time, and go on with the values that begin with what was
-    found. So what travels does not grow with the batch.
+    The value is found by its bits, eight at a time from the top: ranks sum 256 counts each time, and continue with the values that begin
+    with the bits found so far. So the communication volume does not grow with the batch.
     """
     sign = np.uint64(1 << 63)
     bits = values.view(np.uint64)
@@ -79,10 +87,15 @@ def _at_place(values: np.ndarray, place: int, over_ranks: Callable[[Counts], Cou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveEntropy:
-    """The coefficient of the entropy bonus after some optimizer steps (`--use_adaptive_entropy`): Skywork-OR1, arXiv 2505.22312, as in TRL.
+    """Coefficient of the entropy bonus after some optimizer steps (`--use_adaptive_entropy`).
 
-    It rises by `entropy_coef_delta` after a step whose entropy was at the target or below, else it falls; and it is applied only after
-    such a step. entropy: of the last step, in nats; infinite before the first.
+    The rule is that of Skywork-OR1 (arXiv 2505.22312), as in TRL: the coefficient rises by `entropy_coef_delta` after a step whose entropy
+    was at the target or below, else it falls; and it is applied only after such a step.
+
+    Args:
+        cfg: The GRPO settings.
+        coef: The current coefficient.
+        entropy: Entropy of the last step, in nats; infinite before the first.
     """
 
     cfg: GrpoConfig
@@ -91,23 +104,28 @@ class AdaptiveEntropy:
 
     @classmethod
     def of(cls, cfg: GrpoConfig) -> AdaptiveEntropy | None:
-        """None where the coefficient is constant."""
+        """Return the coefficient before the first step, or None if the settings make it constant."""
         return cls(cfg=cfg, coef=cfg.entropy_coef) if cfg.use_adaptive_entropy else None
 
     @property
     def applied(self) -> float:
-        """What the next step's bonus is multiplied by: the same in all of its micro-batches."""
+        """Coefficient of the next step's bonus, the same in all of its micro-batches."""
         return self.coef if self.entropy <= self.cfg.entropy_target else 0.0
 
     def after(self, entropy: float) -> AdaptiveEntropy:
-        """entropy: mean over all tokens that an optimizer step trained, in nats."""
+        """Return the coefficient after one more optimizer step.
+
+        Args:
+            entropy: Mean over all tokens that the step trained, in nats.
+        """
         cfg, is_low = self.cfg, entropy <= self.cfg.entropy_target
         up, down = self.coef + cfg.entropy_coef_delta, self.coef - cfg.entropy_coef_delta
         return replace(self, coef=min(up, cfg.entropy_coef_max) if is_low else max(down, cfg.entropy_coef_min), entropy=entropy)
 
     def state(self) -> dict[str, Any]:
-        """As JSON: what a checkpoint holds of it. The rest is settings."""
+        """Return the state for a checkpoint, as JSON values. The rest comes from the settings."""
         return {"coef": self.coef, "entropy": self.entropy if math.isfinite(self.entropy) else None}
 
     def restored(self, state: Mapping[str, Any]) -> AdaptiveEntropy:
+        """Return the coefficient with the given `state()` of a checkpoint."""
         return replace(self, coef=state["coef"], entropy=math.inf if state["entropy"] is None else state["entropy"])

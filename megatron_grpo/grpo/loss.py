@@ -1,7 +1,7 @@
-"""The GRPO loss of one packed micro-batch, as a plain weighted sum over tokens: sum of u * (c * l + beta * kl) - coef * entropy.
+"""GRPO loss of one packed micro-batch, a plain weighted sum over tokens: sum of u * (c * l + beta * kl) - coef * entropy.
 
 Read this after docs/algorithms.md. Every choice is made once, in `GrpoLoss.from_config`; `__call__` tests no strings. Everything is
-float64. It costs little, for there is one number per trained token; and how the batch was cut changes the sum by at most 1e-15.
+float64. It costs little, because there is one number per trained token; and the partition of the batch changes the sum by at most 1e-15.
 """
 
 from __future__ import annotations
@@ -56,20 +56,26 @@ OBJECTIVES: dict[str, Callable[[GrpoConfig], Objective]] = {
     "fipo": _fipo,
     "real": lambda cfg: objectives.real,
 }
-# Their token's loss needs other tokens of its sequence.
+# In these, the loss of a token depends on other tokens of its sequence.
 _OF_A_SEQUENCE = ("vespo", "fipo")
 
 
-# ---- token weights: fixed once per global batch, before it is cut. The loss is a plain sum, so no reduction afterwards divides
+# ---- token weights: fixed once per global batch, before it is partitioned. The loss is a plain sum: no later reduction divides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenWeights:
-    """of_rows: float64 [rows], what each trained token of a row counts. All zero without a loss token: the step is skipped."""
+    """Token weights of one global batch.
+
+    Args:
+        of_rows: float64 [rows], the weight of each trained token of a row. All zero without a loss token: the step is skipped.
+        num_sequences: N, the number of completions that count, over the whole global batch.
+        num_loss_tokens: Sum of the masks after filtering.
+    """
 
     of_rows: np.ndarray
     num_sequences: int  # N: completions that count, over the whole global batch
-    num_loss_tokens: int  # sum of the masks that are left
+    num_loss_tokens: int  # sum of the masks after filtering
 
 
 def token_weights(
@@ -82,10 +88,18 @@ def token_weights(
     overlong_filter: bool = False,
     exclude_dead_groups: bool = False,
 ) -> TokenWeights:
-    """`u` of every row of one global batch, all data-parallel ranks together: one number a row, from integers and flags alone.
+    """Compute `u` for every row of one global batch, all data-parallel ranks together.
 
-    num_masked: trained tokens of each row. `overlong_filter` empties the mask of a truncated completion, which still counts in N;
-    `exclude_dead_groups` takes the completions of dead groups out of N as well.
+    There is one weight per row, and it depends on integers and flags alone.
+
+    Args:
+        num_masked: Trained tokens of each row.
+        loss_type: Loss type, which selects the normalisation.
+        is_truncated: Whether each row reached the length limit.
+        is_dead: Whether each row belongs to a zero-std group.
+        max_completion_length: Limit of the completion length, in tokens.
+        overlong_filter: Empty the mask of a truncated completion, which still counts in N.
+        exclude_dead_groups: Remove the completions of zero-std groups, from N as well.
     """
     counts = [not (exclude_dead_groups and dead) for dead in is_dead]
     trains = [count and not (overlong_filter and truncated) for count, truncated in zip(counts, is_truncated, strict=True)]
@@ -96,12 +110,12 @@ def token_weights(
     return TokenWeights(of_rows=np.array(weights, dtype=np.float64), num_sequences=num_sequences, num_loss_tokens=num_loss_tokens)
 
 
-# loss_type -> what a trained token's weight is one over: of (completions, trained tokens, those of its row, max_completion_length).
+# loss_type -> denominator of a trained token's weight, from (completions, trained tokens, those of its row, max_completion_length).
 NORMALISATIONS: dict[str, Callable[[int, int, int, int], float]] = {
     **dict.fromkeys(("grpo", "sapo", "real"), lambda sequences, tokens, own, longest: sequences * own),  # a mean of means
     **dict.fromkeys(("dapo", "bnpo", "cispo", "vespo", "fipo"), lambda sequences, tokens, own, longest: tokens),
     "dr_grpo": lambda sequences, tokens, own, longest: sequences * longest,
-    # luspo: GSPO's loss of a sequence times its length
+    # luspo: the sequence loss of GSPO times its length
     **dict.fromkeys(("sequence_sum", "luspo"), lambda sequences, tokens, own, longest: sequences),
 }
 
@@ -111,28 +125,29 @@ NORMALISATIONS: dict[str, Callable[[int, int, int, int], float]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
-    """What the loss knows of one packed micro-batch: C trained positions of S sequences (or a context-parallel rank's part of them).
+    """Inputs of the loss for one packed micro-batch.
 
-    old_logprobs is NaN where a position is on-policy: there the current log-prob, held constant, is the old one. A stale position never
-    has NaN, because `batching.collate` refuses a stale sample that is no `SampleWithOldLogprobs`.
+    It has C trained positions of S sequences (or a context-parallel rank's part of them). `old_logprobs` is NaN where a position is
+    on-policy: there the current log-prob, held constant, is the old one. A stale position never has NaN, because `batching.collate` refuses
+    a stale sample that is not a `SampleWithOldLogprobs`.
     """
 
-    token_weights: torch.Tensor  # float [C], `u`; 0 where a filter took the completion out
+    token_weights: torch.Tensor  # float [C], `u`; 0 where a filter removed the completion
     advantages: torch.Tensor  # float [C]
     sampler_logprobs: torch.Tensor  # float [C], NaN where the sampler gave none
-    old_logprobs: torch.Tensor  # float [C], or NaN
-    is_compared: torch.Tensor  # bool [C]: old log-probs are the trainer's own, so comparing them with the sampler's means something
-    sequence: torch.Tensor  # int64 [C], 0..S-1
+    old_logprobs: torch.Tensor  # float [C], NaN where on-policy
+    is_compared: torch.Tensor  # bool [C]: old log-probs come from the trainer, so comparing them with the sampler's is meaningful
+    sequence: torch.Tensor  # int64 [C], 0..S-1: sequence of each position
     num_sequences: int  # S
     num_loss_tokens: int  # over the whole global batch, all ranks: the entropy bonus is a mean over them
-    teacher_logprobs: torch.Tensor | None = None  # float [C], NaN where no teacher has seen the row
-    place: torch.Tensor | None = None  # int64 [C]: which token of its row each is, from 0, untrained ones counted; for `fipo`
-    longest: int = 0  # more than any place in the whole micro-batch
-    labels: Labels | None = None  # of the rows' groups, where `needs_classification`
+    teacher_logprobs: torch.Tensor | None = None  # float [C], NaN where no teacher scored the row
+    place: torch.Tensor | None = None  # int64 [C]: token index in its row, from 0, untrained tokens counted; for `fipo`
+    longest: int = 0  # greater than any `place` in the whole micro-batch
+    labels: Labels | None = None  # classification terms of the rows' groups, if `needs_classification`
 
 
 class _Terms(NamedTuple):
-    """A loss without its entropy bonus, and what it was made of."""
+    """Loss without its entropy bonus, and the terms it is made of."""
 
     loss: torch.Tensor
     per_token: PerToken
@@ -140,35 +155,40 @@ class _Terms(NamedTuple):
     mismatch: torch.Tensor
     importance: Importance | None
     kl: torch.Tensor | None
-    of_teacher: torch.Tensor | None  # float64 [C]: log p_teacher - log p_old, 0 where no teacher has seen the row
+    of_teacher: torch.Tensor | None  # float64 [C]: log p_teacher - log p_old, 0 where no teacher scored the row
 
 
 def gives_bonus(cfg: GrpoConfig) -> bool:
-    """Whether entropy is in the loss, in some step at least."""
+    """Return whether entropy is part of the loss in at least some steps."""
     return cfg.entropy_coef != 0.0 or cfg.use_adaptive_entropy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoLoss:
-    """The loss of a run. Call it on each micro-batch and add up: losses and `logs.sums` over micro-batches, DP and CP ranks.
+    """Loss of a run.
 
-    needs_entropy: pass `entropy`. needs_reference: pass `ref_logprobs`. needs_entropy_threshold: a no-grad pass over the global batch
-    must find the threshold first (`entropy.entropy_threshold`). needs_classification: one must find `LossInputs.labels`, with this tau
-    (`objectives.classification`). temperature: what logits are divided by before the softmax. is_per_token: what a token adds depends
-    on its own log-prob alone, so `slope` can be asked.
+    Call it on each micro-batch and sum: losses and `logs.sums` over micro-batches, DP and CP ranks.
+
+    Args:
+        needs_entropy: Whether `entropy` must be passed.
+        needs_reference: Whether `ref_logprobs` must be passed.
+        needs_entropy_threshold: Whether a no-grad pass over the global batch must first find the threshold (`entropy.entropy_threshold`).
+        needs_classification: Tau for `objectives.classification` if a no-grad pass must first find `LossInputs.labels`, else None.
+        temperature: Divisor of the logits before the softmax.
+        is_per_token: Whether a token's contribution depends on its own log-prob alone, so that `slope` can be called.
     """
 
-    token_weights: Callable[..., TokenWeights]  # the function with everything but the batch chosen
+    token_weights: Callable[..., TokenWeights]  # the function with all arguments bound but those of the batch
     temperature: float
     ratio: ratios.Ratio
     objective: Objective
-    sequence_clip: bool  # a clip decision, or a weight that is told, is one per sequence, and counted so
-    corrects_inside: bool  # the objective takes the rollout correction in, so it is no factor besides
+    sequence_clip: bool  # a clip decision, or a logged weight, is one per sequence and is counted once per sequence
+    corrects_inside: bool  # the objective includes the rollout correction, so it is not applied as a factor as well
     kl: ratios.KlEstimator
     beta: float  # of the KL term in the loss; 0 where the KL is in the reward
     use_bias_correction_kl: bool
     teacher_kl_coef: float  # 0 without a teacher
-    entropy_coef: float  # of every step; `adaptive`: as it is before the first, where it moves
+    entropy_coef: float  # of every step; with `adaptive`, the initial value
     adaptive: AdaptiveEntropy | None
     correction: RolloutCorrection | None
     off_policy_delta: float | None
@@ -181,7 +201,13 @@ class GrpoLoss:
 
     @classmethod
     def from_config(cls, cfg: GrpoConfig, *, max_completion_length: int, temperature: float) -> GrpoLoss:
-        """Expects settings that `refused.problems` has found nothing wrong with."""
+        """Build the loss from settings that passed `validation.problems`.
+
+        Args:
+            cfg: The GRPO settings.
+            max_completion_length: Limit of the completion length, in tokens.
+            temperature: Sampling temperature, by which logits are divided.
+        """
         return cls(
             token_weights=partial(
                 token_weights,
@@ -217,7 +243,15 @@ class GrpoLoss:
         )
 
     def slope(self, tensors: LossInputs, *, logprobs: torch.Tensor, ref_logprobs: torch.Tensor | None = None) -> torch.Tensor:
-        """Gradient of the loss by the log-probs [C] of some trained positions, whose `tensors` are theirs alone. See `is_per_token`."""
+        """Return the gradient of the loss with respect to the log-probs [C] of some trained positions.
+
+        Needs `is_per_token`.
+
+        Args:
+            tensors: Inputs of the loss for exactly these positions.
+            logprobs: [C], current log-probs.
+            ref_logprobs: [C], log-probs of the reference; None without one.
+        """
         assert self.is_per_token, "a token's gradient depends on others"
         with torch.enable_grad():
             logprobs = logprobs.detach().requires_grad_()
@@ -235,11 +269,25 @@ class GrpoLoss:
         entropy_coef: float | None = None,
         sum_over_context: SumOverContext = whole_sequences,
     ) -> tuple[torch.Tensor, LossLogs]:
-        """Loss (0-d float64, to be summed, never averaged) and its logs.
+        """Compute the loss of one micro-batch.
 
-        logprobs, entropy, ref_logprobs: [C], of the policy now, and of the reference; those of a sampling distribution at `temperature`.
-        entropy_coef: of this step, where it moves.
-        sum_over_context: see ratios.SumOverContext. Works for C = 0, where it returns a 0 that can still be back-propagated.
+        Works for C = 0, where it returns a 0 that can still be back-propagated. All log-probs and entropies are those of the sampling
+        distribution at `temperature`.
+
+        Args:
+            tensors: Inputs of the loss.
+            logprobs: [C], log-probs of the current policy.
+            entropy: [C], entropy of the current policy, in nats; required if `needs_entropy`.
+            ref_logprobs: [C], log-probs of the reference; required if `needs_reference`.
+            entropy_threshold: Result of `entropy.entropy_threshold`, in nats; required if `needs_entropy_threshold`.
+            entropy_coef: Entropy coefficient of this step, if it is adaptive.
+            sum_over_context: See `ratios.SumOverContext`.
+
+        Returns:
+            The loss (0-d float64, to be summed, never averaged) and its logs.
+
+        Raises:
+            ValueError: A required argument is missing.
         """
         self._require(entropy, ref_logprobs, entropy_threshold)
         sequences = Sequences(tensors.sequence, tensors.num_sequences, sum_over_context)

@@ -1,4 +1,4 @@
-"""What the loss measures on the way: sums per micro-batch, and the metrics they come to once they are added up over the global batch."""
+"""Metrics of the loss: sums per micro-batch, and the final values after they are added up over the global batch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ LARGEST_EXPONENT = 709.0  # exp of a little more is too large for float64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossLogs:
-    """0-d float64 tensors under the same names on every rank. `sums` are to be added, `maxima` compared, over micro-batches, DP and CP."""
+    """Logged values as 0-d float64 tensors, with the same names on every rank.
+
+    `sums` are summed over micro-batches, DP and CP ranks; of `maxima` the maximum is taken.
+    """
 
     sums: dict[str, torch.Tensor]
     maxima: dict[str, torch.Tensor]
 
 
 def combine(logs: Iterable[LossLogs]) -> LossLogs:
-    """The logs of several micro-batches of one rank as one."""
+    """Combine the logs of several micro-batches of one rank."""
     logs = list(logs)
     return LossLogs(
         sums={name: torch.stack([one.sums[name] for one in logs]).sum() for name in logs[0].sums},
@@ -32,15 +35,25 @@ def combine(logs: Iterable[LossLogs]) -> LossLogs:
 
 
 def clip_logs(per_token: PerToken, units: torch.Tensor) -> dict[str, torch.Tensor]:
-    """units [C]: what each position counts for: 1, or 1/length of its sequence where the decision is one per sequence."""
+    """Return the sums for the clip ratios.
+
+    Args:
+        per_token: Output of the objective.
+        units: [C], weight of each position: 1, or 1/length of its sequence where the clip decision is one per sequence.
+    """
     low, high = per_token.is_low.double(), per_token.is_high.double()
     return {"clip_units": units.sum(), "clip_low": (units * low).sum(), "clip_high": (units * high).sum()}
 
 
 def clip_extremes(clips: Mapping[str, torch.Tensor], sum_over_context: SumOverContext) -> dict[str, torch.Tensor]:
-    """The clipped shares of this one micro-batch, of which the step's metrics name the smallest and the largest, as TRL's do.
+    """Return the clipped shares of this micro-batch, for the smallest and largest share in a step (as in TRL).
 
-    Unlike every other metric they depend on how a batch is cut. The smaller one is negated, since extremes are compared by their maximum.
+    Unlike every other metric they depend on how a batch is partitioned. The share below is negated, since extremes are combined by their
+    maximum.
+
+    Args:
+        clips: Result of `clip_logs`.
+        sum_over_context: See `ratios.SumOverContext`.
     """
     units, low, high = sum_over_context(torch.stack([clips["clip_units"], clips["clip_low"], clips["clip_high"]]))
     nothing = torch.full_like(units, -math.inf)
@@ -59,10 +72,19 @@ def mismatch_logs(
     is_trained: torch.Tensor,
     is_scored: torch.Tensor,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """How far the trainer's log-probs are from the sampler's, at the weights that sampled. (sums, maxima)
+    """Measure how far the trainer's log-probs are from the sampler's, at the weights that sampled.
 
-    is_scored: 1 where there are log-probs of both to compare, else 0. The others are left out, except that the ratio that was applied
-    to them (1) counts.
+    Args:
+        log_rho: [C], trainer minus sampler log-prob, 0 where the sampler gave none.
+        sampler_logprobs: [C], NaN where the sampler gave none.
+        old_logprobs: [C], the trainer's old log-probs.
+        importance: The rollout correction that was applied; None without one.
+        is_trained: [C], 1 where a position is trained, else 0.
+        is_scored: [C], 1 where both sides have a log-prob to compare, else 0. Other positions are left out, except that the ratio applied
+            to them (1) counts.
+
+    Returns:
+        (sums, maxima).
     """
     rho = bounded(log_rho).exp()
     factors, units = (rho, is_trained) if importance is None else (importance.factors, importance.units * is_trained)
@@ -83,22 +105,28 @@ def mismatch_logs(
 
 
 def teacher_logs(log_ratio: torch.Tensor, is_seen: torch.Tensor) -> dict[str, torch.Tensor]:
-    """KL(old || teacher) of the trained tokens by the estimator that is never negative (k3), as Megatron-SWIFT logs it.
+    """Return the sums for KL(old || teacher) of the trained tokens, by the k3 estimator, as Megatron-SWIFT logs it.
 
-    log_ratio: log p_teacher - log p_old. is_seen: 1 where a teacher has seen a trained token, else 0.
+    Args:
+        log_ratio: [C], log p_teacher - log p_old.
+        is_seen: [C], 1 where a teacher scored a trained token, else 0.
     """
     return {"teacher_kl": (is_seen * (bounded(log_ratio).exp() - log_ratio - 1.0)).sum(), "num_seen_tokens": is_seen.sum()}
 
 
-# What single objectives tell of themselves, under TRL's and Megatron-SWIFT's names: means over what a clip decision is one of.
+# Metrics of single objectives, under TRL's and Megatron-SWIFT's names: means over the units of a clip decision (tokens or sequences).
 TOLD = ("vespo/phi_seq_mean", "fipo/future_kl_mean", "fipo/influence_weight_mean", "fipo/safety_keep_ratio")
 
 
 def finish(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-    """Added-up logs of one optimizer step -> the metrics of the contract. A mean over nothing is left out rather than invented.
+    """Compute the metrics of one optimizer step from its summed logs. A mean over nothing is left out.
 
-    `sampling/*`: log-probs are natural logs; KL(rollout || trainer) by two estimators; perplexities per token; the effective sample size
-    is the share of tokens that importance weights leave, 1 when the engines agree.
+    `sampling/*`: log-probs are natural logs; KL(rollout || trainer) by two estimators; perplexities per token; the effective sample size is
+    the share of tokens that importance weights leave, 1 when the engines agree.
+
+    Args:
+        sums: `LossLogs.sums`, summed over the whole step.
+        maxima: `LossLogs.maxima`, the maximum over the whole step.
     """
     totals = {name: float(value) for name, value in sums.items()}
     metrics = {"loss": totals["loss"]}
@@ -131,5 +159,5 @@ def finish(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, 
 
 
 def _perplexity(mean_logprob: float) -> float:
-    """exp(-mean log-prob), infinite where that is no float64. A metric never ends a run."""
+    """Return exp(-mean log-prob), or infinity where that overflows float64. A metric never ends a run."""
     return math.exp(-mean_logprob) if mean_logprob > -LARGEST_EXPONENT else math.inf

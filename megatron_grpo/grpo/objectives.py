@@ -1,4 +1,4 @@
-"""What one trained token adds to the loss, before its weight: l[i,t] of the ratio r, the log-prob and the advantage A.
+"""Objectives: the loss l[i,t] of one trained token before its weight, from the ratio r, the log-prob and the advantage A.
 
 A new objective is a function here and a row in `loss.OBJECTIVES`.
 """
@@ -16,29 +16,35 @@ from megatron_grpo.grpo.ratios import Sequences, bounded
 
 
 class Labels(NamedTuple):
-    """What `real` knows of a token's sequence before the step, see `classification`: its share of the loss, and its slope."""
+    """Classification terms of a token's sequence for `real`, see `classification`."""
 
-    value: torch.Tensor  # float64 [C]
-    slope: torch.Tensor  # float64 [C]
+    value: torch.Tensor  # float64 [C]: the sequence's share of the loss
+    slope: torch.Tensor  # float64 [C]: its derivative by the sequence's score
 
 
 class Tokens(NamedTuple):
-    """What an objective may look at, of C trained positions."""
+    """Inputs of an objective, for C trained positions."""
 
     ratio: torch.Tensor  # r, at the level of `importance_sampling_level`
     logprobs: torch.Tensor
     old_logprobs: torch.Tensor  # constants
     advantages: torch.Tensor
     sequences: Sequences
-    place: torch.Tensor | None = None  # int64: which token of its row each is, from 0, untrained ones counted
-    longest: int = 0  # more than any place in this micro-batch
+    place: torch.Tensor | None = None  # int64: token index in its row, from 0, untrained tokens counted
+    longest: int = 0  # greater than any `place` in this micro-batch
     correction: torch.Tensor | None = None  # factors of the rollout correction; None without one
     labels: Labels | None = None
 
 
 class PerToken(NamedTuple):
-    """loss [C]; is_low, is_high bool [C]: the bound below or above was what decided it (for the clip metrics); told: [C] by the name of
-    the metric that is its mean."""
+    """Loss of each trained position, and its clip decision.
+
+    Args:
+        loss: [C].
+        is_low: bool [C], whether the lower bound determined the loss (for the clip metrics).
+        is_high: bool [C], whether the upper bound determined the loss.
+        told: Further metrics by name, [C] each; the metric is the mean.
+    """
 
     loss: torch.Tensor
     is_low: torch.Tensor
@@ -50,12 +56,18 @@ Objective = Callable[[Tokens], PerToken]
 
 
 def clipped(epsilon: float, epsilon_high: float) -> Objective:
-    """-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A): PPO's surrogate; DAPO raises epsilon_high (arXiv 2503.14476)."""
+    """Return PPO's surrogate -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A).
+
+    DAPO raises epsilon_high (arXiv 2503.14476).
+    """
     return two_sided(epsilon, epsilon_high, float("inf"))
 
 
 def two_sided(epsilon: float, epsilon_high: float, delta: float) -> Objective:
-    """As `clipped`, with min(r, delta) for r in the unclipped term: bounds what A < 0 can do (INTELLECT-2, arXiv 2505.07291)."""
+    """Return the surrogate of `clipped`, with min(r, delta) for r in the unclipped term.
+
+    It bounds the contribution of A < 0 (INTELLECT-2, arXiv 2505.07291).
+    """
     lowest, highest = 1.0 - epsilon, 1.0 + epsilon_high
 
     def objective(of: Tokens) -> PerToken:
@@ -67,9 +79,9 @@ def two_sided(epsilon: float, epsilon_high: float, delta: float) -> Objective:
 
 
 def cispo(epsilon_high: float) -> Objective:
-    """-stopgrad(min(r, epsilon_high)) A logp: no token loses its gradient, only its weight is bounded (MiniMax-M1, arXiv 2506.13585).
+    """Return the objective -stopgrad(min(r, epsilon_high)) A logp (MiniMax-M1, arXiv 2506.13585).
 
-    Here epsilon_high bounds r itself, not its distance from 1.
+    No token loses its gradient, only its weight is bounded. Here epsilon_high bounds r itself, not its distance from 1.
     """
 
     def objective(of: Tokens) -> PerToken:
@@ -81,7 +93,14 @@ def cispo(epsilon_high: float) -> Objective:
 
 
 def sapo(temperature_pos: float, temperature_neg: float) -> Objective:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, a soft gate in place of the clip (arXiv 2511.20347). Its slope at r = 1 is A, as PPO's."""
+    """Return the objective -(4 / tau) sigmoid(tau (r - 1)) A, a soft gate in place of the clip (arXiv 2511.20347).
+
+    Its slope at r = 1 is A, as PPO's.
+
+    Args:
+        temperature_pos: tau where A > 0.
+        temperature_neg: tau elsewhere.
+    """
 
     def objective(of: Tokens) -> PerToken:
         tau = torch.where(of.advantages > 0, of.ratio.new_tensor(temperature_pos), of.ratio.new_tensor(temperature_neg))
@@ -90,15 +109,19 @@ def sapo(temperature_pos: float, temperature_neg: float) -> Objective:
     return objective
 
 
-# Below it a sequence's weight counts as this, above exp(20) as that: the bounds of TRL and of the paper's own code.
+# A sequence's weight is clamped to [this, exp(20)]: the bounds of TRL and of the paper's code.
 SMALLEST_WEIGHT = 1e-8
 
 
 def vespo(positive: tuple[float, float], negative: tuple[float, float]) -> Objective:
-    """-stopgrad(phi(w)) A logp with phi(w) = w^k exp(lambda (1 - w)), which is 1 at w = 1 (arXiv 2602.10693).
+    """Return the objective -stopgrad(phi(w)) A logp with phi(w) = w^k exp(lambda (1 - w)) (arXiv 2602.10693).
 
-    w is the product of the sequence's token ratios, and of the factors of the rollout correction where there is one: it belongs into phi,
-    not beside it. positive, negative: (k, lambda) where A is at least 0, and where it is below.
+    phi is 1 at w = 1. w is the product of the sequence's token ratios, and of the factors of the rollout correction if there is one: it
+    belongs inside phi, not beside it.
+
+    Args:
+        positive: (k, lambda) where A is at least 0.
+        negative: (k, lambda) where A is below 0.
     """
 
     def objective(of: Tokens) -> PerToken:
@@ -117,12 +140,17 @@ def vespo(positive: tuple[float, float], negative: tuple[float, float]) -> Objec
 def fipo(
     surrogate: Objective, *, half_life: float, clip_range: float, high_only: bool, safety: float | None, delta: float | None
 ) -> Objective:
-    """The clipped surrogate times an influence weight, a constant of the gradient (arXiv 2603.19835):
+    """Return the clipped surrogate times an influence weight, a constant of the gradient (arXiv 2603.19835).
 
         f[t] = clip(exp(sum over k >= t of 2^(-(k - t) / half_life) (logp - old)[k]), low, 1 + clip_range)
 
-    low is 1, or 1 - clip_range unless high_only; clip_range 0 clips nothing. delta: a token with a ratio above it adds nothing to the sum.
-    safety: where A < 0 and the ratio is above it, f is at least 0.8 and at most 1.
+    Args:
+        surrogate: The objective that the weight multiplies.
+        half_life: Half-life of the discount, in tokens.
+        clip_range: Clip range of the weight; 0 clips nothing.
+        high_only: Whether low is 1 instead of 1 - clip_range.
+        safety: Ratio above which, where A < 0, f is at least 0.8 and at most 1; None for no bound.
+        delta: Ratio above which a token adds nothing to the sum; None for no limit.
     """
 
     def objective(of: Tokens) -> PerToken:
@@ -146,10 +174,11 @@ def fipo(
 
 
 def real(of: Tokens) -> PerToken:
-    """A group's rollouts as labels of a classifier whose logit is the sequence's mean of logp - old (arXiv 2602.05630).
+    """Return the loss of a classifier whose labels are a group's rollouts (arXiv 2602.05630).
 
-    The sums inside its logarithms go over a group, which micro-batches and ranks divide: `classification` has taken them beforehand. What
-    is left is the sequence's share of the value and the tangent there, so the gradient is that of the paper's loss.
+    The logit is the sequence's mean of logp - old. The sums inside the logarithms go over a group, which micro-batches and ranks divide, so
+    `classification` computes them beforehand. This function uses the sequence's share of the value and the tangent there, so the gradient
+    is that of the paper's loss.
     """
     assert of.labels is not None, "real needs what classification finds"
     return _unclipped(of, of.labels.value + of.labels.slope * (of.logprobs - of.logprobs.detach()))
@@ -161,9 +190,9 @@ def _unclipped(of: Tokens, loss: torch.Tensor, told: Mapping[str, torch.Tensor] 
 
 
 def _discounted_future(of: Tokens, values: torch.Tensor, discount: float) -> torch.Tensor:
-    """[C]: of each token the sum of its sequence's values from it on, each times discount^(places between them).
+    """Sum each token's and its sequence's later values, each times discount^(distance in tokens), [C].
 
-    In log2(longest) doublings: after n of them a place holds the sum of the 2^n values from it on.
+    It takes log2(longest) doublings: after n of them an entry holds the sum of the 2^n values from it on.
     """
     assert of.place is not None, "fipo needs the places of tokens"
     sequences = of.sequences
@@ -179,23 +208,29 @@ def _discounted_future(of: Tokens, values: torch.Tensor, discount: float) -> tor
 def classification(
     scores: Sequence[float], advantages: Sequence[float], groups: Sequence[Hashable], trains: Sequence[bool], *, tau: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What `real` asks of a whole global batch before its step: each rollout's part of its group's loss, and the slope there.
+    """Compute each rollout's share of its group's `real` loss and the slope there, for a whole global batch.
 
     The loss of a group is log(1 + sum over A > 0 of exp(-s / tau)) + log(1 + sum over A < 0 of exp(s / tau)), where s is the mean over a
     rollout's trained tokens of logp - old; groups without a rollout on either side have none (arXiv 2602.05630, with its anchor logits of
-    0). A step's loss is the mean over its groups. Plain numbers: the rows may lie anywhere.
+    0). The loss of a step is the mean over its groups. The arguments are plain numbers, so the rows may be on any rank. A rollout with A =
+    0, either because no reward applied or because it is exactly average, is on neither side.
 
-    Returns (values, slopes), float64 [rows]. The mean of `values` over all rows is the loss, that of `slopes` its derivative by each score.
+    Args:
+        scores: s of each row.
+        advantages: A of each row.
+        groups: Any identifier of each row's group. All rows of a group must be given.
+        trains: Whether any token of each row is trained. If not, the row takes no part in its group's sums.
+        tau: Temperature of the classifier.
 
-    scores: s of each row. groups: any name of its group, all of whose rows are here. trains: whether anything of it does; if not, it takes
-    no part in its group's sums. A rollout with A = 0, which no reward judged or which is just average, is on neither side.
+    Returns:
+        (values, slopes), float64 [rows]. The mean of `values` over all rows is the loss, that of `slopes` its derivative by each score.
     """
     s, a, does = np.asarray(scores, dtype=np.float64) / tau, np.asarray(advantages), np.asarray(trains, dtype=bool)
     values, slopes = np.zeros(len(s)), np.zeros(len(s))
     rows: dict[Hashable, list[int]] = {}
     for row, group in enumerate(groups):
         rows.setdefault(group, []).append(row)
-    share = len(s) / max(len(rows), 1)  # a mean over rows of what counts once a group
+    share = len(s) / max(len(rows), 1)  # turns a mean over rows into a mean over groups
     for members in rows.values():
         here = np.array(members)
         sides = [(here[(a[here] > 0) & does[here]], -1.0), (here[(a[here] < 0) & does[here]], 1.0)]

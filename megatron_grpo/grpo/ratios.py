@@ -1,7 +1,7 @@
-"""What two policies say of the same tokens: the importance ratio, the estimates of a KL divergence, a teacher's log-ratio, and corrections.
+"""Ratios between two policies on the same tokens: importance ratios, KL estimators, a teacher's log-ratio, and corrections.
 
-Corrections are importance weights for the mismatch between the engine that sampled and the trainer that scores, and the mask for sequences
-that drifted too far. Sums over whole sequences of a packed micro-batch, whose trained positions may lie on several context-parallel ranks,
+Corrections are importance weights for the mismatch between the engine that samples and the trainer that scores, and the mask for sequences
+that drifted too far. Sums over whole sequences of a packed micro-batch, whose trained positions may be on several context-parallel ranks,
 come first.
 """
 
@@ -13,37 +13,42 @@ from typing import NamedTuple
 
 import torch
 
-# Adds a tensor, such as one number a sequence [S], over the ranks that hold parts of the same sequences; differentiable. Every such rank
-# sees the total, so its backward must add the gradients over the same ranks.
+# Sums a tensor, such as one number per sequence [S], over the ranks that hold parts of the same sequences; differentiable. Every such rank
+# gets the total, so its backward must sum the gradients over the same ranks.
 SumOverContext = Callable[[torch.Tensor], torch.Tensor]
 
 
 def whole_sequences(per_sequence: torch.Tensor) -> torch.Tensor:
-    """The SumOverContext of a rank that holds every sequence whole."""
+    """Return the input: the SumOverContext of a rank that holds every sequence whole."""
     return per_sequence
 
 
 class Sequences:
-    """Which of the S sequences each of the C trained positions belongs to.
+    """Mapping of the C trained positions to their S sequences.
 
     Each quantity costs at most one reduction, in an order that depends on the configuration alone, so context-parallel ranks agree on it.
+
+    Args:
+        index: int64 [C], 0..S-1: sequence of each position.
+        num_sequences: S.
+        sum_over_context: Sums partial results over context-parallel ranks.
     """
 
     def __init__(self, index: torch.Tensor, num_sequences: int, sum_over_context: SumOverContext):
         self.index = index
         self.num_sequences = num_sequences
-        self.over_context = sum_over_context  # of parts of which each context-parallel rank has those of its own positions
+        self.over_context = sum_over_context  # sums partial results, each over one context-parallel rank's positions
 
     def sum(self, per_token: torch.Tensor) -> torch.Tensor:
-        """[C] -> [S], over all context-parallel ranks."""
+        """Sum values per sequence, [C] -> [S], over all context-parallel ranks."""
         return self.over_context(per_token.new_zeros(self.num_sequences).index_add(0, self.index, per_token))
 
     def mean(self, per_token: torch.Tensor) -> torch.Tensor:
-        """[C] -> [S], over the trained positions of each sequence."""
+        """Average values per sequence, [C] -> [S], over its trained positions."""
         return self.sum(per_token) / self.lengths
 
     def spread(self, per_sequence: torch.Tensor) -> torch.Tensor:
-        """[S] -> [C]."""
+        """Broadcast values per sequence to its positions, [S] -> [C]."""
         return per_sequence[self.index]
 
     @cached_property
@@ -53,13 +58,13 @@ class Sequences:
 
     @cached_property
     def one_over_length(self) -> torch.Tensor:
-        """[C]: 1 / length of the position's sequence. Summed over positions it counts each sequence once."""
+        """1 / length of the position's sequence, [C]. Summed over positions it counts each sequence once."""
         return self.spread(1.0 / self.lengths)
 
 
 # ---- the importance ratio, and the KL
 
-# r [C], per token or per sequence, of logprobs [C], old_logprobs [C] (a constant) and the sequences.
+# (logprobs [C], old_logprobs [C] (a constant), sequences) -> r [C], per token or per sequence.
 Ratio = Callable[[torch.Tensor, torch.Tensor, Sequences], torch.Tensor]
 
 # exp(20) is 5e8: far outside every clip range, and still harmless in float32. Outside it the gradient is 0.
@@ -67,16 +72,17 @@ LOG_RATIO_BOUND = 20.0
 
 
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Clamp log-ratios to +-`LOG_RATIO_BOUND`."""
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """r[i,t] = exp(logp - old), PPO's."""
+    """Return PPO's ratio r[i,t] = exp(logp - old), [C]."""
     return bounded(logprobs - old_logprobs).exp()
 
 
 def sequence_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """r[i] = exp(mean over t of (logp - old)), shared by the sequence's tokens (GSPO, arXiv 2507.18071).
+    """Return r[i] = exp(mean over t of (logp - old)), shared by the sequence's tokens, [C] (GSPO, arXiv 2507.18071).
 
     The gradient of every token goes through the mean, hence through the sum over context-parallel ranks.
     """
@@ -84,7 +90,7 @@ def sequence_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences
 
 
 def sequence_token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """r[i,t] has the value of the sequence's ratio and the gradient of the token's log-prob (GSPO-token, arXiv 2507.18071)."""
+    """Return the sequence's ratio with the gradient of each token's log-prob, [C] (GSPO-token, arXiv 2507.18071)."""
     with torch.no_grad():
         value = sequence_ratio(logprobs, old_logprobs, sequences)
     return value * (logprobs - logprobs.detach()).exp()
@@ -98,17 +104,20 @@ KlEstimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """-d: unbiased, may be negative. As a loss without the ratio its on-policy gradient has zero mean: `check` refuses that."""
+    """Return -d: unbiased, may be negative. `validation.problems` refuses it as a loss without the ratio.
+
+    On-policy, its gradient then has zero mean.
+    """
     return -bounded(ref_logprobs - logprobs)
 
 
 def k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """d*d/2."""
+    """Return d*d/2."""
     return 0.5 * bounded(ref_logprobs - logprobs).square()
 
 
 def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """exp(d) - d - 1: unbiased and never negative."""
+    """Return exp(d) - d - 1: unbiased and never negative."""
     d = bounded(ref_logprobs - logprobs)
     return d.exp() - d - 1.0
 
@@ -117,11 +126,15 @@ KL_ESTIMATORS: dict[str, KlEstimator] = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def teacher_log_ratio(teacher_logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
-    """log p_teacher - log p_old [C], a constant of the gradient; 0 where no teacher has seen the row (NaN).
+    """Return log p_teacher - log p_old [C], a constant of the gradient; 0 where no teacher scored the row (NaN).
 
-    Its mean over what the old policy draws is -KL(old || teacher), so as a reward of each token it draws the policy to the teacher
-    ("On-Policy Distillation", Thinking Machines Lab 2025; Megatron-SWIFT's `teacher_kl_coef`). A token is rewarded for itself alone:
-    what it does to the tokens after it does not count.
+    Its mean over tokens sampled from the old policy is -KL(old || teacher), so as a reward of each token it pulls the policy towards the
+    teacher ("On-Policy Distillation", Thinking Machines Lab 2025; Megatron-SWIFT's `teacher_kl_coef`). A token is rewarded for itself
+    alone: its effect on later tokens does not count.
+
+    Args:
+        teacher_logprobs: [C], NaN where no teacher scored the row.
+        old_logprobs: [C].
     """
     return (teacher_logprobs - old_logprobs).nan_to_num(nan=0.0)
 
@@ -130,7 +143,12 @@ def teacher_log_ratio(teacher_logprobs: torch.Tensor, old_logprobs: torch.Tensor
 
 
 class Importance(NamedTuple):
-    """factors [C], and how often each counts in a mean [C]: 1 per token, or 1/length where all tokens of a sequence share theirs."""
+    """Importance weights of the rollout correction.
+
+    Args:
+        factors: [C].
+        units: [C], weight of each factor in a mean: 1 per token, or 1/length where all tokens of a sequence share a factor.
+    """
 
     factors: torch.Tensor
     units: torch.Tensor
@@ -141,7 +159,7 @@ RolloutCorrection = Callable[[torch.Tensor, Sequences], Importance]
 
 
 def log_rho(old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor) -> torch.Tensor:
-    """old - sampler, and 0 (a ratio of 1) where the sampler has no log-prob."""
+    """Return old - sampler log-prob [C], and 0 (a ratio of 1) where the sampler has no log-prob."""
     return (old_logprobs - sampler_logprobs).nan_to_num(nan=0.0)
 
 
@@ -154,9 +172,20 @@ def off_policy_mask(
     advantages: torch.Tensor,
     sequences: Sequences,
 ) -> torch.Tensor:
-    """0 for sequences of negative advantage whose mean `sampler - logp` exceeds delta, else 1 (DeepSeek-V3.2, arXiv 2512.02556).
+    """Mask sequences of negative advantage that drifted from the sampler (DeepSeek-V3.2, arXiv 2512.02556).
 
-    Where the sampler gave no log-prob the old one stands in.
+    Where the sampler gave no log-prob the old one is used instead.
+
+    Args:
+        delta: Largest allowed mean of `sampler - logp` over a sequence, in nats.
+        logprobs: [C], current log-probs, constants.
+        old_logprobs: [C].
+        sampler_logprobs: [C], NaN where the sampler gave none.
+        advantages: [C].
+        sequences: Sequences of the positions.
+
+    Returns:
+        [C], 0 for the tokens of masked sequences, else 1.
     """
     before = torch.where(sampler_logprobs.isnan(), old_logprobs, sampler_logprobs)
     drifted = sequences.spread(sequences.mean(before - logprobs) > delta)
@@ -164,10 +193,16 @@ def off_policy_mask(
 
 
 def rollout_correction(mode: str, *, lowest: float, highest: float, geometric: bool) -> RolloutCorrection:
-    """`token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`, resolved once.
+    """Return the correction function of a mode.
 
-    Truncated: min(rho, C). Masked: rho where it is inside its bounds, else 0. A sequence's rho, for all its tokens, is the product over
-    them (TRL), or with `geometric` their geometric mean (Megatron-SWIFT).
+    Truncate: min(rho, C), and at least `lowest`. Mask: rho where it is inside its bounds, else 0. A sequence's rho, for all its tokens, is
+    the product over them (TRL), or with `geometric` their geometric mean (Megatron-SWIFT).
+
+    Args:
+        mode: `token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`.
+        lowest: Lower bound of rho.
+        highest: Upper bound C of rho.
+        geometric: Whether a sequence's rho is the geometric mean.
     """
     level, _, bound = mode.partition("_")
     limit: Callable[[torch.Tensor], torch.Tensor] = {

@@ -1,7 +1,7 @@
-"""Which of the settings of the mathematics go together. No torch here: `plan` asks too.
+"""Compatibility rules among the settings of the mathematics. No torch here, because `plan` uses them too.
 
-`problems` are refused before anything starts; `warnings` are legal and probably not what was meant. What a single value may be stands
-beside it, in `config.config`.
+`problems` are refused before anything starts; `warnings` are legal and probably not intended. The allowed values of a single setting are in
+`config.config`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_grpo.config.config import Config, GrpoConfig
 from megatron_grpo.config.rules import Rule, broken, changed, settings_of
 from megatron_grpo.config.sampling_mask import NOTE, SAMPLING_MASK, flag_of, of_training
 
-# What scale_rewards may say next to an estimator: the default, or what the estimator does anyway.
+# Allowed scale_rewards of each estimator: the default, or what the estimator does anyway.
 SCALES_OF_ESTIMATOR: Mapping[str, tuple[str, ...]] = {
     "grpo": ("group", "batch", "none", "gdpo"),
     "rloo": ("group", "none"),
@@ -24,28 +24,36 @@ SCALES_OF_ESTIMATOR: Mapping[str, tuple[str, ...]] = {
     "gdpo": ("group", "gdpo"),
 }
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "luspo", "fipo")
-# These look at the whole sequence by themselves: the level of the ratio is left for the KL's correction alone.
+# These always use the whole sequence: the level of the ratio only affects the bias correction of the KL.
 SEQUENCE_LOSS_TYPES = ("vespo", "real")
-# What they do to a token depends on the sign of its sequence's one advantage, or on what follows in the sequence.
+# Their loss of a token depends on the sign of its sequence's single advantage, or on later tokens of the sequence.
 OF_ONE_SIGN = ("vespo", "fipo", "real")
-# These add tokens up, so a ratio shared by a whole sequence counts once per token.
+# These sum over tokens, so a ratio shared by a whole sequence counts once per token.
 LOSS_TYPES_OVER_TOKENS = ("bnpo", "dapo", "dr_grpo", "cispo", "sequence_sum", "fipo")
 ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
 
 
 def problems(config: Config) -> list[Problem]:
-    """Every combination that has no meaning, each with its reason."""
+    """Return every combination of settings that has no meaning, each with its reason."""
     return list(broken((*RULES, *SAMPLING_MASK), _settings(config)))
 
 
 def group_problems(cfg: GrpoConfig, *, generation: int, global_batch: int, group: int, passes: int) -> list[Problem]:
-    """Where sizes that go together do not suit the loss. generation, global_batch, group: in completions. passes: over a rollout."""
+    """Return problems of batch sizes that do not suit the loss.
+
+    Args:
+        cfg: The GRPO settings.
+        generation: Rollout size, in completions.
+        global_batch: Global batch size, in completions.
+        group: Completions per prompt.
+        passes: Passes over a rollout.
+    """
     c = SimpleNamespace(loss_type=cfg.loss_type, generation=generation, global_batch=global_batch, group=group, passes=passes)
     return list(broken([GROUP_RULES], c))
 
 
 def warnings(config: Config) -> list[str]:
-    """Legal, and worth a line before the run."""
+    """Return warnings about settings that are legal but probably not intended."""
     return [problem.message for problem in broken((NOTE, *WARNINGS), _settings(config))]
 
 
@@ -85,7 +93,7 @@ RULES = (
          "loss_type vespo multiplies the correction of every token into the sequence's weight: rollout_importance_sampling_mode "
          "{rollout_importance_sampling_mode}, which gives all tokens the sequence's, would count it once per token. Use a mode per token, "
          "or none.", {"rollout_importance_sampling_mode": ["token_truncate", "token_mask", "none"]}),
-    # the loss of `real` is one number a group, not a sum over tokens that could be weighed one by one
+    # the loss of `real` is one number per group, not a sum over tokens that could be weighted one by one
     Rule("loss_type {name}", lambda c: c.loss_type == "real"
          and changed(c, "rollout_importance_sampling_mode", "off_policy_sequence_mask_delta", "top_entropy_quantile"),
          "{name} ({value}) is a factor of single tokens, and loss_type real is a function of a whole group's mean log-ratios, which has "
@@ -132,7 +140,7 @@ RULES = (
          lambda c: c.rollout_importance_sampling_min is not None and c.rollout_importance_sampling_mode == "none",
          "rollout_importance_sampling_min ({rollout_importance_sampling_min}) bounds a correction that is off. Choose a "
          "rollout_importance_sampling_mode, or leave it out."),
-    # experts that are chosen again
+    # router replay
     Rule("router_replay_mode old_logprobs", lambda c: c.router_replay_mode == "R2" and c.old_logprobs == "rollout",
          "router_replay_mode R2 replays what the pass for old log-probs chose, and with old_logprobs rollout there is none. Use "
          "old_logprobs auto, or router_replay_mode R3.", {"old_logprobs": ["auto"], "router_replay_mode": ["R3", "disabled"]}),
@@ -143,7 +151,7 @@ RULES = (
     Rule("teacher_kl_coef teacher_model", lambda c: not c.teacher and changed(c, "teacher_kl_coef"),
          "teacher_kl_coef ({teacher_kl_coef}) weighs what a teacher says, and there is none. Name it with teacher_model, or its servers "
          "with teacher_model_server, or leave this out."),
-    # vLLM tells of drawn tokens the log-probs of a whole softmax at temperature 1
+    # vLLM returns log-probs of sampled tokens over the full softmax at temperature 1
     Rule("teacher_model_server {name}",
          lambda c: c.teacher == "teacher_model_server" and changed(c, "temperature", "top_p", "top_k", "min_p"),
          "teacher_model_server: a server's log-probs are those of its whole softmax at temperature 1, and with {name} ({value}) tokens are "
