@@ -1,1 +1,1 @@
-"""The life of one process: signals, failure reports, what libraries may say."""
+"""The life of one process: signals, failure reports, and the filters of library messages."""

@@ -1,6 +1,7 @@
-"""`megatron-grpo doctor`: what is installed, what each absence switches off, and whether it works here. No torch, no network, no settings.
+"""The `megatron-grpo doctor` command: check which packages are installed and whether they work. No torch, no network, no settings.
 
-What may crash (a broken library, a machine that refuses) is tried in processes of its own, so that it is told and not met.
+It reports what each missing package disables. What may crash (a broken library, an incompatible machine) runs in a subprocess, so that a
+crash is reported instead of ending the command.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError
 
 OURS = "megatron-grpo"
-# Distribution -> the module that is imported, for what a run cannot do without.
+# Distribution -> the module that is imported. A run needs all of them.
 REQUIRED = {
     "torch": "torch", "megatron-core": "megatron.core", "transformers": "transformers", "safetensors": "safetensors", "numpy": "numpy",
     "pyyaml": "yaml", "psutil": "psutil", "rich": "rich", "sentencepiece": "sentencepiece", "pyarrow": "pyarrow",
@@ -42,7 +43,7 @@ OPTIONAL = {
     "peft": ("peft", "nothing in a run: tests hold adapters against it"),
     **{name: (name, f"--report_to {name}") for name in ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")},
 }
-SECONDS = 600.0  # of a try: the first import after an install reads gigabytes, and a machine may be busy
+SECONDS = 600.0  # time limit of a subprocess: the first import after an install reads gigabytes, and a machine may be busy
 LEAST_SHARED, LEAST_FILES, LEAST_DISK = 64 * 2**20, 1024, 2**30  # bytes, files, bytes
 GOOD_FILES = 65536
 
@@ -59,8 +60,14 @@ print(json.dumps({"built": torch.version.cuda, "devices": found}))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that was looked at. status: "ok", "absent" or "fails". found: what is there, in words. remedy: a sentence with what to do,
-    or what an absence switches off; "" where all is well."""
+    """Result of one check.
+
+    Args:
+        name: What was checked.
+        status: "ok", "absent" or "fails".
+        found: What was found, in words.
+        remedy: What to do, or what a missing package disables; "" if all is well.
+    """
 
     name: str
     status: str
@@ -69,7 +76,17 @@ class Check:
 
 
 def run_doctor(argv: list[str]) -> int:
-    """Prints a table, or with --json one object; returns the exit code: 1 where something that a run needs fails."""
+    """Run all checks and print them as a table, with --json as one object.
+
+    Args:
+        argv: Arguments of the command.
+
+    Returns:
+        The exit code: 1 if something that a run needs fails.
+
+    Raises:
+        ConfigError: If there are other arguments than --json.
+    """
     if unknown := [word for word in argv if word != "--json"]:
         raise ConfigError(f"doctor takes --json and nothing else, not {unknown[0]}.")
     as_json, found = "--json" in argv, list[Check]()
@@ -86,7 +103,7 @@ def run_doctor(argv: list[str]) -> int:
 
 
 def look_at_everything() -> Iterator[Check]:
-    """One check after the other, each as soon as it is known."""
+    """Yield the result of each check as soon as it is known."""
     broken = set[str]()
     for check in look_at_packages():
         broken |= {check.name} if check.status == "fails" else set()
@@ -105,7 +122,14 @@ def _tell(check: Check) -> None:
 
 
 def _checked(name: str, found: str, wrong: str | None = None, remedy: str = "") -> Check:
-    """wrong: said in place of `found`, where it fails."""
+    """Return a failed check if `wrong` is given, else a passed one.
+
+    Args:
+        name: What was checked.
+        found: What was found, in words.
+        wrong: Replaces `found` in a failed check.
+        remedy: What to do about a failure.
+    """
     return Check(name=name, status="fails", found=wrong, remedy=remedy) if wrong else Check(name=name, status="ok", found=found)
 
 
@@ -113,6 +137,7 @@ def _checked(name: str, found: str, wrong: str | None = None, remedy: str = "") 
 
 
 def look_at_packages() -> Iterator[Check]:
+    """Yield a check for each package that a run needs or can use."""
     yield _checked("python", f"{platform.python_version()} ({sys.executable})")
     yield _checked(OURS, __version__)
     wanted = _wanted()
@@ -138,7 +163,10 @@ def _sampler() -> Check:
 
 
 def _torchvision() -> Check:
-    """vLLM's models that see import it; one that does not load breaks transformers too, for models of text as well."""
+    """Check torchvision.
+
+    vLLM's vision-language models import it. A broken installation also breaks transformers, even for text models.
+    """
     if installed_version("torchvision") is None:
         off = "Switched off: sampling from models that see, for which vLLM imports it. tools/install.sh installs it beside any torch."
         return Check(name="torchvision", status="absent", found="is not installed", remedy=off)
@@ -165,20 +193,21 @@ def _imported(name: str, module: str, remedy: str) -> Check:
 
 
 def _wanted() -> dict[str, str]:
-    """Distribution -> the versions that setup.py asks for; nothing where this package runs from a folder that was never installed."""
+    """Return the version specifiers that setup.py requires, by distribution; {} if this package is not installed."""
     try:
         from packaging.requirements import Requirement
 
         asked = [Requirement(line) for line in metadata.requires(OURS) or []]
     except (ImportError, metadata.PackageNotFoundError):
         return {}
-    return {one.name: str(one.specifier) for one in reversed(asked)}  # the first, without an extra, is the last to be put in
+    return {one.name: str(one.specifier) for one in reversed(asked)}  # the first requirement, which has no extra, wins
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------------------------
 
 
 def look_at_machine() -> Iterator[Check]:
+    """Yield checks of the machine: cores, memory, GPUs, shared memory, open files and disks."""
     cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield _checked("machine", f"{os.uname().nodename}, {os.uname().sysname} {os.uname().release}, {cores} cores, {memory / 1e9:.0f} GB")
     yield _devices()
@@ -232,11 +261,16 @@ def _not_writable(folder: Path, size: int) -> str | None:
     return None
 
 
-# ---- tries -----------------------------------------------------------------------------------------------------------------------------
+# ---- a tiny run ------------------------------------------------------------------------------------------------------------------------
 
 
 def try_a_run(folder: Path, broken: Collection[str]) -> Check:
-    """`torchrun ... train` for one step. broken: packages that fail; what needs one is not tried."""
+    """Train a tiny model for one step with torchrun.
+
+    Args:
+        folder: Empty folder for model, data and output.
+        broken: Packages whose checks failed; the run is skipped if it needs one of them.
+    """
     name = "a tiny run"
     if lacking := [part for part in ("torch", "megatron-core", "transformers", *SAMPLERS) if part in broken]:
         return _checked(name, "", f"cannot be tried without {' and '.join(lacking)}", f"Mend {' and '.join(lacking)} first.")
@@ -255,9 +289,17 @@ def try_a_run(folder: Path, broken: Collection[str]) -> Check:
 
 
 def run(command: Sequence[str], *, seconds: float = SECONDS) -> tuple[str, str]:
-    """(why it failed, as the end of a sentence, "" where it did not; its standard output)."""
+    """Run a command in its own session, outside any launcher's environment.
+
+    Args:
+        command: Program and arguments.
+        seconds: Time limit.
+
+    Returns:
+        (reason of the failure as the end of a sentence, "" on success; standard output).
+    """
     environment = dict(os.environ)
-    launcher.forget(environment)  # it is no rank of whoever asks
+    launcher.forget(environment)  # the subprocess is not a rank of the caller's job
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
         env=environment | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}, start_new_session=True,
@@ -280,7 +322,7 @@ def run(command: Sequence[str], *, seconds: float = SECONDS) -> tuple[str, str]:
 
 
 def _reason(err: str, code: int) -> str:
-    """The line of standard error that says most: a problem or a sentence of ours, else an error's last line, else the last."""
+    """Return the most informative line of standard error: a message of this package, else the last error, else the last line."""
     lines = [line.strip() for line in err.splitlines() if not re.match(r"^(\s|~|\^)*$", line)]
     for looked_for in (r"1\. ", r"megatron-grpo: ", r"[\w.]*(Error|Exception|Exit)\b.*:"):
         if found := next((line for line in reversed(lines) if re.match(looked_for, line)), ""):

@@ -1,7 +1,7 @@
-"""`megatron-grpo rehearse`: what data, template and rewards would do in a run, tried on a few rows. No weights are read.
+"""The `megatron-grpo rehearse` command: try data, chat template and rewards on a few rows. No weights are read.
 
-Every reward function judges three completions of each row: the row's own answer, nothing at all, and garbage. A run would meet all three,
-and a function that fails on one of them ends it, perhaps in the night.
+Every reward function scores three completions of each row: the row's own answer, an empty text, and garbage. A run would meet all three,
+and a function that fails on one of them ends it, possibly hours after its start.
 """
 
 from __future__ import annotations
@@ -35,16 +35,22 @@ from megatron_grpo.trainer.reward_manager import as_batch
 from megatron_grpo.types import Prompt
 
 ROWS = 8
-MOST_LENGTHS = 5000  # rows that are tokenised, evenly spread
+MOST_LENGTHS = 5000  # maximum rows that are tokenized, evenly spaced
 WIDTH = 400  # characters of the prompt that is shown
-ANSWERS = ("answer", "solution", "completion")  # columns that hold one, where answer_column does not say
+ANSWERS = ("answer", "solution", "completion")  # columns that may hold one, if answer_column is not set
 GARBAGE = "zqxj \u00e9\u4e16\U0001f600 <think> \\boxed{ {{ ((1/0 \x00 ]] "
 QUANTILES = {"shortest": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What a function made of one kind of completion. error: the sentence that would end the run."""
+    """Scores of one reward function on one kind of completion.
+
+    Args:
+        scores: One for each completion.
+        seconds: Duration of the call.
+        error: The message that would end the run; "" if the call succeeded.
+    """
 
     scores: tuple[Score, ...] = ()
     seconds: float = 0.0
@@ -53,9 +59,19 @@ class Judged:
 
 @dataclass(slots=True, kw_only=True)
 class DryRun:
-    """Everything that was found, in the order of --json. pictures: a line about them, where there are some. wrong: sentences about what a
-    run would stumble over; notes: what is worth knowing. episodes: by what the model says at every turn. rewards: by function, by kind of
-    completion.
+    """Everything that a dry run found, in the order of --json.
+
+    Args:
+        num_rows: Rows of the data set.
+        num_tokenised: Rows that were tokenized.
+        lengths: Tokens of a prompt, by name of the quantile.
+        num_too_long: Prompts longer than `max_prompt_length`.
+        prompt: The first prompt, as the model receives it.
+        pictures: A line about the images; "" without any.
+        wrong: Problems that a run would hit, in sentences.
+        notes: Other findings, in sentences.
+        episodes: Course of an episode, by what the model says at every turn.
+        rewards: Scores by reward function, then by kind of completion.
     """
 
     num_rows: int = 0
@@ -71,23 +87,31 @@ class DryRun:
 
 
 def run_rehearsal(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
-    """Prints what was found, with --json as one object; returns the exit code, 1 where a run would stumble.
+    """Run the command and print its findings, with --json as one object.
 
-    Raises ConfigError where it cannot begin.
+    Args:
+        argv: Arguments of the command.
+        parse: Parser of settings.
+
+    Returns:
+        The exit code: 1 if a run would fail.
+
+    Raises:
+        ConfigError: If a run could not even begin.
     """
     num_rows, rest = _rows_asked(argv)
     parsed = parse(rest)
     if parsed.problems:
         raise ConfigError(parsed.problems)
     cfg = parsed.config
-    with redirect_stdout(sys.stderr):  # a reward function may print, and stdout is for the answer
+    with redirect_stdout(sys.stderr):  # a reward function may print, and stdout is for the report
         found = rehearse(cfg, num_rows)
     print(json.dumps({"passed": not found.wrong, **asdict(found)}, indent=1) if cfg.plan.json else in_words(found, cfg))
     return EXIT_CRASH if found.wrong else EXIT_DONE
 
 
 def _rows_asked(argv: Sequence[str]) -> tuple[int, list[str]]:
-    """(what --rows says, the other words)."""
+    """Return the value of --rows and the remaining arguments."""
     words = [part for word in argv for part in (word.split("=", 1) if word.startswith("--rows=") else [word])]
     if "--rows" not in words:
         return ROWS, words
@@ -99,7 +123,7 @@ def _rows_asked(argv: Sequence[str]) -> tuple[int, list[str]]:
 
 
 def rows_alone(cfg: Config, found: ValidatedInputs) -> None:
-    """Which are made tokens of one by one, so that each that is refused can be told."""
+    """Read rows without tokenizing them. They are tokenized one by one later, so that each failure can be reported."""
     found.rows = rows_to_look_at(cfg.data, eyes=found.eyes, is_blind=found.is_blind, seed=cfg.run.seed)
     check_pictures(found.rows, at_most=MOST_LENGTHS)
 
@@ -110,15 +134,23 @@ PARTS = (
     InputPart("eyes", inputs.eyes, needs="tokenizer"),
     InputPart("dataset", rows_alone),
     InputPart("environment", inputs.environment, "environment tools"),
-    InputPart("rewards", inputs.rewards),  # the user's own code, which may change the directory, comes last
+    InputPart("rewards", inputs.rewards),  # the user's code comes last: it may change the working directory
 )
 
 
 def rehearse(cfg: Config, num_rows: int = ROWS) -> DryRun:
-    """Raises ConfigError, with all problems, where model, data or rewards cannot even be opened."""
+    """Run all checks of a dry run.
+
+    Args:
+        cfg: Settings of the run.
+        num_rows: Rows whose completions are scored.
+
+    Raises:
+        ConfigError: With all problems, if model, data or rewards cannot be opened.
+    """
     opened = read_inputs(cfg, parts=PARTS)
     rows = opened.rows
-    assert rows is not None  # or a problem has been raised
+    assert rows is not None  # otherwise `read_inputs` has raised
     try:
         found = DryRun(num_rows=len(rows))
         if rows.is_beginning:
@@ -139,13 +171,13 @@ def rehearse(cfg: Config, num_rows: int = ROWS) -> DryRun:
 
 
 def _look_at_prompts(found: DryRun, cfg: Config, rows: PromptRows, encode: PromptEncoder) -> None:
-    tokens: list[int] = []  # of each picture
+    tokens: list[int] = []  # of each image
     lengths, refused = [], Counter[str]()
     for index in _spread(len(rows), MOST_LENGTHS):
         try:
             pictures = rows.pictures(index)
             token_ids = encode(rows.raw(index), pictures)
-        except Exception as error:  # noqa: BLE001 - a chat template raises what it likes, and that is what is looked for
+        except Exception as error:  # noqa: BLE001 - a chat template may raise anything, and such errors are what this looks for
             refused[f"{type(error).__name__}: {said_by(error)}"] += 1
             continue
         lengths.append(len(token_ids))
@@ -194,7 +226,10 @@ def _spread(size: int, most: int) -> Iterator[int]:
 def _batches(
     found: DryRun, cfg: Config, opened: ValidatedInputs, rows: PromptRows, picked: Sequence[int], encode: PromptEncoder
 ) -> dict[str, RewardBatch]:
-    """What is judged, by kind of completion; of an environment the episodes in which the model says that at every turn."""
+    """Return the batches to score, by kind of completion.
+
+    With an environment they are the episodes in which the model gives that completion at every turn.
+    """
     answers = [_answer_of(rows, index, cfg) for index in picked]
     kinds: dict[str, list[str | None]] = {"nothing": [""] * len(picked), "garbage": [GARBAGE] * len(picked)}
     if any(answers):
@@ -235,9 +270,9 @@ def _look_at_reward(found: DryRun, cfg: Config, rows: PromptRows, batches: Mappi
     given = [value for one in judged.values() for value in one.scores]
     scored = [value for value in given if value is not None]
     if given and not scored:
-        told = found.wrong if "its answer" in judged else found.notes  # of a good completion nobody knows
+        told = found.wrong if "its answer" in judged else found.notes  # without an answer no good completion was tried
         told.append(f"Reward `{function.name}` gives None for everything that was tried: so it would take no part in the run.")
-    elif _says_nothing(judged):  # as rewards of a format or a length do, which are good all the same
+    elif _says_nothing(judged):  # normal for rewards of a format or a length
         found.notes.append(f"Reward `{function.name}` gives {scored[0]:g} to everything that was tried.")
     elif {"its answer", "garbage"} <= judged.keys():
         best, worst = _mean(judged["its answer"]), _mean(judged["garbage"])
@@ -249,7 +284,7 @@ def _look_at_reward(found: DryRun, cfg: Config, rows: PromptRows, batches: Mappi
 
 
 def _look_at_all(found: DryRun, cfg: Config, batches: Mapping[str, RewardBatch]) -> None:
-    """What only all functions together say."""
+    """Add the findings that concern all reward functions together."""
     if batches and "its answer" not in batches:
         names = cfg.rewards.answer_column or " or ".join(ANSWERS)
         found.notes.append(f"No row has {names}, so no good completion could be tried: answer_column names the column that holds one.")
@@ -260,16 +295,19 @@ def _look_at_all(found: DryRun, cfg: Config, batches: Mapping[str, RewardBatch])
 
 
 def _says_nothing(judged: Mapping[str, Judged]) -> bool:
-    """Whether all kinds of completions, several of them, got one and the same score."""
+    """Return whether several kinds of completions all received the same score."""
     scored = {value for one in judged.values() for value in one.scores if value is not None}
     return len(judged) > 1 and len(scored) == 1 and not any(one.error for one in judged.values())
 
 
 def _look_at_speed(found: DryRun, cfg: Config, function: RewardFunction, slowest: Judged, num_rows: int) -> None:
-    """A function is called once with all completions of a rollout that its rank judges."""
+    """Add a problem if scoring would exceed `reward_timeout`.
+
+    A function is called once with all completions of a rollout that its rank scores.
+    """
     try:
         sizes = BatchSizes.from_config(cfg)
-    except ConfigError:  # sizes are for `plan` to say
+    except ConfigError:  # `plan` reports wrong sizes
         return
     count = -(-sizes.generation_batch_size // sizes.layout.world_size)
     seconds = slowest.seconds / num_rows * count
@@ -288,7 +326,7 @@ def _answer_of(rows: PromptRows, index: int, cfg: Config) -> str | None:
 
 
 def _batch(rows: PromptRows, picked: Sequence[int], texts: Sequence[str | None], tokenizer: Any) -> RewardBatch:
-    """Without the rows that have no text."""
+    """Build a batch from the rows that have a text."""
     said = [(index, text) for index, text in zip(picked, texts, strict=True) if text is not None]
     columns = [rows.columns(index) for index, _ in said]
     names = list(dict.fromkeys(name for row in columns for name in row))
@@ -315,10 +353,11 @@ def _mean(one: Judged) -> float | None:
     return sum(scored) / len(scored) if scored else None
 
 
-# -- what is said -------------------------------------------------------------------------------------------------------------------------
+# -- report -------------------------------------------------------------------------------------------------------------------------------
 
 
 def in_words(found: DryRun, cfg: Config) -> str:
+    """Return the report as text."""
     shown = found.prompt if len(found.prompt) <= WIDTH else found.prompt[:WIDTH] + " ..."
     of_all = "" if found.num_tokenised == found.num_rows else f", {found.num_tokenised:,} of them tokenised"
     lines = [f"{cfg.data.dataset}: {found.num_rows:,} prompts{of_all}", "", "The first prompt, as the model will see it:", shown, ""]
@@ -335,7 +374,7 @@ def in_words(found: DryRun, cfg: Config) -> str:
 
 
 def _table(found: DryRun) -> Iterator[str]:
-    """A line for each function and kind of completion: lowest, mean and highest score, and seconds."""
+    """Yield a line for each function and kind of completion: lowest, mean and highest score, and seconds."""
     yield f"{'reward':<24}{'on':<12}{'lowest':>10}{'mean':>10}{'highest':>10}{'seconds':>10}"
     for name, kinds in found.rewards.items():
         for kind, one in kinds.items():

@@ -1,4 +1,4 @@
-"""`megatron-grpo eval`: held-out sets, answered by a model, an export, an adapter beside its base, or a checkpoint of any layout."""
+"""The `megatron-grpo eval` command: evaluate a model, an export, an adapter or a checkpoint of any layout on held-out sets."""
 
 from __future__ import annotations
 
@@ -39,9 +39,17 @@ _OF_A_RUN, _EVAL = ("metrics.jsonl", "checkpoints", "plan.json"), "eval"
 
 
 def run_eval(parsed: Parsed, same_bits: Callable[[], None]) -> int:
-    """Evaluates, writes to `output_dir` what docs/evaluation.md lists, and prints a table. Returns the exit code.
+    """Evaluate, write the files that docs/evaluation.md lists to `output_dir`, and print a table.
 
-    Raises ConfigError with all that is wrong, before a model loads. same_bits: what is done to vLLM where the setting is true.
+    Args:
+        parsed: Parsed settings.
+        same_bits: Called to make vLLM batch invariant, if `same_bits` is set.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: With all problems, before a model loads.
     """
     cfg = asked_for(parsed)
     looked = read_inputs(cfg, OF_A_RUN)
@@ -69,7 +77,14 @@ def run_eval(parsed: Parsed, same_bits: Callable[[], None]) -> int:
 
 
 def asked_for(parsed: Parsed) -> Config:
-    """The configuration: of a checkpoint, that of its run, with what was typed over it. Raises ConfigError."""
+    """Return the settings of the evaluation; for a checkpoint those of its run, with typed values on top.
+
+    Args:
+        parsed: Parsed settings.
+
+    Raises:
+        ConfigError: With all problems of the settings.
+    """
     cfg, problems = parsed.config, list(parsed.problems)
     if "output_dir" not in cfg.typed:
         problems.append(problem_with("output_dir", "eval needs --output_dir."))
@@ -94,7 +109,18 @@ def asked_for(parsed: Parsed) -> Config:
 def evaluate(
     cfg: Config, looked: ValidatedInputs, parallel: ParallelState, clean_up: CleanUp, same_bits: Callable[[], None]
 ) -> tuple[int, list[Evaluated]]:
-    """(optimizer steps behind the weights, what came of each set). Collective. clean_up: gets what this opens."""
+    """Evaluate all held-out sets. Collective.
+
+    Args:
+        cfg: Settings of the evaluation.
+        looked: Validated inputs.
+        parallel: Process groups of this rank.
+        clean_up: Receives the closers of everything opened here.
+        same_bits: Called to make vLLM batch invariant, if `same_bits` is set.
+
+    Returns:
+        (optimizer steps of the weights, result of each set).
+    """
     step, model = loaded(cfg, looked, parallel)
     engine = ENGINES[cfg.rollout.vllm_mode](cfg, looked, parallel, same_bits=same_bits)
     clean_up.add(engine.close)
@@ -108,7 +134,11 @@ def evaluate(
 
 
 def loaded(cfg: Config, looked: ValidatedInputs, parallel: ParallelState) -> tuple[int, FrozenPolicy | None]:
-    """(optimizer steps, the model that the sampler must be given); None where it reads the model's files by itself. Collective."""
+    """Load the model that the sampler must receive. Collective.
+
+    Returns:
+        (optimizer steps of the weights, the model); the model is None if the sampler reads its files directly.
+    """
     is_of_checkpoint = _is_of_checkpoint(cfg)
     if not is_of_checkpoint and not cfg.tuner.adapters and cfg.rollout.vllm_mode == "colocate":
         return 0, None
@@ -133,7 +163,7 @@ def _tell(cfg: Config, display: Display, step: int, evaluated: Sequence[Evaluate
 
 
 def _what(cfg: Config) -> str:
-    """What was evaluated, in words."""
+    """Return what was evaluated, in words."""
     if _is_of_checkpoint(cfg):
         return cfg.run.resume
     return f"{cfg.model.model} with {cfg.tuner.adapters}" if cfg.tuner.adapters else cfg.model.model
@@ -144,7 +174,7 @@ def _is_of_checkpoint(cfg: Config) -> bool:
 
 
 def _without_other_sets(cfg: Config, *, typed: Config) -> Config:
-    """Who names sets means those, and not the ones of the run as well."""
+    """Drop the held-out sets of the checkpoint's run if any set was typed."""
     nothing: dict[str, Any] = {"eval_dataset": "", "eval_datasets": {}, "split_dataset_ratio": 0.0}
     said = {name for name in nothing if name in typed.typed}
     return cfg.with_values({name: value for name, value in nothing.items() if name not in said}) if said else cfg

@@ -1,8 +1,7 @@
-"""The policy on disk, as others read it: a Hugging Face checkpoint, or an adapter as PEFT writes it; `--push_to_hub`; and
-`megatron-grpo export`.
+"""Export of the policy in Hugging Face or PEFT format, `--push_to_hub`, and the `megatron-grpo export` command.
 
-A repository of the Hub is made, or found, before anything is trained, so that a missing token or a wrong name costs nothing. The token is
-the business of the Hub's own client (HF_TOKEN).
+A Hub repository is created or found before training starts, so that a missing token or an invalid name costs no training. The token is
+handled by the Hub's own client (HF_TOKEN).
 """
 
 from __future__ import annotations
@@ -52,16 +51,21 @@ from megatron_grpo.weights.shape import ModelShape
 
 logger = logging.getLogger(__name__)
 _OF_THE_HUB = ("push_to_hub", "hub_model_id")
-Stream = Iterable[tuple[str, torch.Tensor]]  # full tensors under their names; collective
+Stream = Iterable[tuple[str, torch.Tensor]]  # (name, full tensor) pairs; iterating is collective
 
 
 def export_hf(
     named: Stream, out: str | Path, *, source: str | Path, dtype: torch.dtype, expected: frozenset[str], max_shard_size: str = "5GB"
 ) -> None:
-    """Writes safetensors, config and tokenizer to `out`, whole or not at all. Collective; the main rank writes.
+    """Write safetensors, config and tokenizer to `out`, completely or not at all. Collective; the main rank writes.
 
-    named: of a whole model. source: the checkpoint that config.json and the tokenizer are taken from. expected: every name there must be.
-    max_shard_size: of one file.
+    Args:
+        named: (name, full tensor) pairs of a whole model.
+        out: Output directory.
+        source: Checkpoint from which config.json and the tokenizer are copied.
+        dtype: Dtype of the written tensors.
+        expected: Names of all tensors that must be written.
+        max_shard_size: Maximum size of one file, such as "5GB".
     """
     with drained(named) as rest:
         if collectives.rank() == 0:
@@ -72,9 +76,13 @@ def export_hf(
 
 
 def export_adapter(named: Stream, out: str | Path, *, source: str | Path, config: Mapping[str, Any]) -> None:
-    """Writes an adapter to `out`, whole or not at all, as PEFT, transformers and vLLM read it. Collective; the main rank writes.
+    """Write an adapter to `out`, completely or not at all, as PEFT, transformers and vLLM read it. Collective; the main rank writes.
 
-    source: the base, whose fingerprint goes beside it. config: adapter_config.json.
+    Args:
+        named: (name, full tensor) pairs of the adapter.
+        out: Output directory.
+        source: The base model; its fingerprint is written beside the adapter.
+        config: Content of adapter_config.json.
     """
     with drained(named) as rest:
         if collectives.rank() == 0:
@@ -87,10 +95,16 @@ def export_adapter(named: Stream, out: str | Path, *, source: str | Path, config
 def export_model(
     model: Policy | FrozenPolicy, out: Path, *, cfg: Config, source: str | Path, card: Card, merged: Path | None = None
 ) -> None:  # fmt: skip
-    """Writes what was trained to `out`: a model, or an adapter. Collective.
+    """Write the trained model or adapter to `out`. Collective.
 
-    merged: where merge_lora puts the model that adapter and base make (default: `out`_merged); where that is `out`, it is written alone.
-    card: what their model cards say; its kind is filled in here.
+    Args:
+        model: The trained or loaded model.
+        out: Output directory.
+        cfg: Settings of the run.
+        source: Checkpoint of the base model.
+        card: Content of the model cards; its kind is set here.
+        merged: Directory of the merged model that `merge_lora` writes; default `out`_merged. If it equals `out`, only the merged model is
+            written.
     """
     exchange, tensors, adapters = model.exchange, model.tensors(), model.adapters
     dtype, expected = getattr(torch, cfg.model.torch_dtype), exchange.map.stored_names()
@@ -112,12 +126,12 @@ def export_model(
 
 
 def merged_folder(out: Path) -> Path:
-    """Where the model goes that an adapter in `out` makes of its base."""
+    """Return the default directory of the merged model, for an adapter in `out`."""
     return out.with_name(f"{out.name}_merged")
 
 
 def describe(out: Path, card: Card) -> None:
-    """The model card of an export. The main rank writes; without it an export is whole all the same."""
+    """Write the model card of an export. Only the main rank writes; an error is logged, because an export is complete without a card."""
     if collectives.rank() == 0:
         with BestEffort()(f"the model card in {out}"):
             mark(out, "export", files=[*mark_of(out)["files"], CARD, CURVES])
@@ -125,9 +139,15 @@ def describe(out: Path, card: Card) -> None:
 
 
 def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> None:
-    """Writes the model with the adapter added in, tensor by tensor, in the dtype of its files. One process, and no Megatron.
+    """Write the model with the adapter merged in, tensor by tensor, in the dtype of the model's files. One process, without Megatron.
 
-    Raises ConfigError where the adapter is not for this model.
+    Args:
+        model: Checkpoint of the base model.
+        adapter: Directory of the adapter.
+        out: Output directory.
+
+    Raises:
+        ConfigError: If the adapter does not belong to this model, or if the model stores the experts of a layer in one tensor.
     """
     shape, reader, settings = ModelShape.from_pretrained(model), HfReader(model), LoraSettings.from_peft(adapter)
     adapter_read = from_file(adapter, settings, shape)
@@ -145,7 +165,7 @@ def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> No
 
 @contextmanager
 def drained(named: Stream) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """Whatever the block leaves of a stream is taken after it: the other ranks are sent it too, and would wait for this one."""
+    """Consume what the block leaves of a stream, because the other ranks send it too and would wait for this one."""
     rest = iter(named)
     with CleanUp(lambda: deque(rest, maxlen=0)):
         yield rest
@@ -155,9 +175,17 @@ def drained(named: Stream) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
 
 
 def open_repositories(cfg: Config, folders: Sequence[Path]) -> dict[Path, str]:
-    """{folder to be pushed: its repository}. The first rank asks; ConfigError on every rank where it is refused. Collective.
+    """Create or find the Hub repositories. Collective; the first rank talks to the Hub.
 
-    folders: the export, and the merged model that may be beside it.
+    Args:
+        cfg: Settings of the run.
+        folders: The export, and optionally the merged model.
+
+    Returns:
+        {folder to upload: its repository}; {} unless `push_to_hub` is true.
+
+    Raises:
+        ConfigError: On every rank, if the Hub refuses.
     """
     if not cfg.run.push_to_hub:
         return {}
@@ -174,14 +202,21 @@ def open_repositories(cfg: Config, folders: Sequence[Path]) -> dict[Path, str]:
 
 
 def push_to_hub(repositories: dict[Path, str]) -> None:
-    """Uploads each folder; for one rank. Raises RunError, with the command that does it again, for all that failed."""
+    """Upload each folder. Call it on one rank.
+
+    Args:
+        repositories: {folder: repository}.
+
+    Raises:
+        RunError: For all failed uploads, with the commands that repeat them.
+    """
     from huggingface_hub import upload_folder
 
     failures = []
     for folder, repository in repositories.items():
         try:
             upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=MARK, commit_message="Trained with megatron_grpo")
-        except Exception as error:  # noqa: BLE001 - of HTTP, of files, of the client itself: the export is there all the same
+        except Exception as error:  # noqa: BLE001 - errors of HTTP, of files or of the client: the export is complete anyway
             again = shlex.join(["hf", "upload", repository, str(folder.absolute()), "."])
             reason = said_by(error, first_line) or type(error).__name__
             failures.append(f"{folder} was not uploaded to {repository} ({reason}). It is complete on this disk; upload it with: {again}")
@@ -200,7 +235,7 @@ def _repository(cfg: Config, suffix: str) -> str:
         raise config_error(_OF_THE_HUB, "push_to_hub true needs a token that may write: set HF_TOKEN, or log in with `hf auth login`.")
     try:
         return create_repo(name, private=cfg.run.hub_private_repo, exist_ok=True).repo_id
-    except Exception as error:  # of HTTP, of a name, of a network that is not there
+    except Exception as error:  # HTTP errors, an invalid name, no network
         reason = said_by(error, first_line) or type(error).__name__
         raise config_error(_OF_THE_HUB, f"push_to_hub: the repository {name} can neither be made nor used: {reason}") from error
 
@@ -209,7 +244,17 @@ def _repository(cfg: Config, suffix: str) -> str:
 
 
 def run_export(parsed: Parsed) -> int:
-    """Writes to `output_dir`: of a checkpoint (`resume`), or of `model` with `adapters` and `merge_lora`. Returns the exit code."""
+    """Run the command: export a checkpoint (`resume`), or merge `adapters` into `model` (`merge_lora`).
+
+    Args:
+        parsed: Parsed settings.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: If settings are missing or invalid.
+    """
     cfg = parsed.config
     out = Path(cfg.run.output_dir)
     wrong = why_not_replaced(out) if "output_dir" in cfg.typed else "export needs --output_dir."
@@ -231,7 +276,15 @@ def run_export(parsed: Parsed) -> int:
 
 
 def export_checkpoint(cfg: Config, model: Path) -> None:
-    """The model of a checkpoint, under the layout of `cfg`, which need not be the one that wrote it. Collective."""
+    """Export a training checkpoint under the layout of `cfg`, which may differ from the layout that wrote it. Collective.
+
+    Args:
+        cfg: Settings of the checkpoint's run, with typed values on top.
+        model: Checkpoint of the base model.
+
+    Raises:
+        ConfigError: If the layout does not fit the model.
+    """
     shape = ModelShape.from_pretrained(model)
     layout, problems = layout_of(cfg, shape)
     if problems:
@@ -248,12 +301,12 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
             print(f"Done: {out.resolve()} (the {kind})", flush=True)
     finally:
         state.stop()
-    if is_first:  # the others need not wait for it
+    if is_first:  # the other ranks need not wait for the upload
         push_to_hub(repositories)
 
 
 def card_of(directory: Path, model: Path) -> Card:
-    """What is told of the model of a checkpoint: the settings that trained it, and the curves of its run where they lie beside it."""
+    """Return the content of a checkpoint's model card: the settings it was trained with, and its run's curves if they are found."""
     manifest = read_manifest(directory)
     assert not isinstance(manifest, str)  # it has been read before
     known, beside = table(), directory.absolute().parent.parent

@@ -1,4 +1,4 @@
-"""How a failure is told: to the person, once for the whole job; to torchrun, for its report; to the shell, as an exit code."""
+"""Failure reports: once per job for the user, in torchrun's error file, and as an exit code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,13 @@ PREFIX = "megatron-grpo: "
 
 
 def report(error: BaseException) -> int:
-    """Says why this process ends and returns its exit code. What all ranks know alike is said once; a crash by each rank that has one."""
+    """Print why this process ends and return its exit code.
+
+    A message that all ranks share is printed once; an unexpected error is printed by each rank that has one, with its traceback.
+
+    Args:
+        error: The error that ended the process.
+    """
     text, code = told(error)
     if code == EXIT_CONFIG or (isinstance(error, RunInterruptedError) and error.is_final):
         launcher.note_end(code)
@@ -52,7 +58,7 @@ def report(error: BaseException) -> int:
 
 
 def tell(text: str) -> None:
-    """For torchrun's report and for the person: what every rank may know is said once on each machine, by whichever rank comes first."""
+    """Print a message once on each machine, by whichever rank comes first, and write it to torchrun's error file."""
     with _turn(text) as is_first:
         if is_first:
             note(text)
@@ -62,7 +68,7 @@ def tell(text: str) -> None:
 
 
 def told(error: BaseException) -> tuple[str | None, int]:
-    """(what to say, exit code). None: nobody but a programmer can use it, and its traceback is needed."""
+    """Return (message, exit code) for an error; the message is None if only a traceback helps."""
     if isinstance(error, ConfigError):
         count = len(error.problems)
         lines = [f"{PREFIX}{count} problem{'s' if count > 1 else ''} in the configuration; nothing was started."]
@@ -86,16 +92,16 @@ def told(error: BaseException) -> tuple[str | None, int]:
     return (f"{PREFIX}{sentence}" if sentence else None), EXIT_CRASH
 
 
-# -- once a job ---------------------------------------------------------------------------------------------------------------------------
+# -- once per job -------------------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _turn(text: str) -> Iterator[bool]:
-    """Whether this rank is the one to say `text`. No other rank leaves this block before it has been said.
+    """Yield whether this rank is to print `text`. No other rank leaves this block before it has been printed.
 
-    The ranks share a file, and whoever holds its lock reads what has been said. It is not enough that rank 0 speaks: the first rank that
-    leaves with an error makes the launcher end all others, and rank 0 may be late. If the speaker dies with the lock, the kernel frees it,
-    and the next one speaks. Where ranks share no file the first of each machine speaks.
+    The ranks share a file; whoever holds its lock reads what has been printed. Printing on rank 0 alone is not enough: the first rank that
+    exits with an error makes the launcher end all others, and rank 0 may be late. If the printing rank dies with the lock, the kernel frees
+    it, and the next one prints. Where ranks share no file, the first rank of each machine prints.
     """
     launched = launcher.read()
     if launched.said is None:
@@ -103,10 +109,10 @@ def _turn(text: str) -> Iterator[bool]:
         return
     try:
         stream = launched.said.open("a+")
-    except OSError:  # twice is better than not at all
+    except OSError:  # printing twice is better than not at all
         yield True
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # not killed between the words and their mark
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})  # not killed between printing and marking
     try:
         fcntl.flock(stream, fcntl.LOCK_EX)
         mark = hashlib.sha256(text.encode()).hexdigest()
@@ -116,15 +122,18 @@ def _turn(text: str) -> Iterator[bool]:
         if is_first:
             stream.write(mark + "\n")
     finally:
-        with suppress(OSError):  # the disk is full, say: that may be the very news
+        with suppress(OSError):  # for example a full disk, which may be the reason being reported
             stream.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def note(text: str, *, seconds_later: int = 0) -> None:
-    """Writes torchrun's error file, in the form that `torch.distributed.elastic` reads: its report shows the earliest as Root Cause.
+    """Write torchrun's error file, in the form that `torch.distributed.elastic` reads. Its report shows the earliest one as Root Cause.
 
-    Its clock has whole seconds: seconds_later makes sure that a rank which only follows is not taken for the first.
+    Args:
+        text: The message.
+        seconds_later: Added to the timestamp, whose resolution is one second, so that a rank that only follows another is not taken for the
+            first.
     """
     path = launcher.read().error_file
     if path is None or path.exists():
@@ -136,7 +145,7 @@ def note(text: str, *, seconds_later: int = 0) -> None:
 
 # -- what a machine refuses ---------------------------------------------------------------------------------------------------------------
 
-_BY_TEXT = {  # how libraries spell them that raise something else than OSError
+_BY_TEXT = {  # the text in errors of libraries that do not raise OSError
     "No space left on device": errno.ENOSPC,
     "Disk quota exceeded": errno.EDQUOT,
     "Too many open files": errno.EMFILE,
@@ -147,9 +156,9 @@ _BY_TEXT = {  # how libraries spell them that raise something else than OSError
 }
 
 
-# How torch, CUDA, cuBLAS, NCCL and vLLM's allocator say that a GPU has no room left.
+# Out-of-memory messages of torch, CUDA, cuBLAS, NCCL and vLLM's allocator.
 _NO_ROOM_ON_GPU = re.compile(r"CUDA ([Ee]rror: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure 2 ")
-# By the innermost module of ours that the error passed: what was being done, and what takes less.
+# (modules of this package, activity, settings that need less memory); the innermost module that the error passed decides.
 _ON_GPU = (
     ("rollout/vllm_weights|rollout/vllm_weight_layout|policy/hf_export|trainer/weight_sync.py",
      "pushing weights", "a lower weight_sync_bucket_mb, offload_model true and offload_optimizer true, or sleep_level 2"),
@@ -165,7 +174,7 @@ _ON_GPU = (
 
 
 def _gpu_sentence(error: BaseException) -> str | None:
-    """A GPU without room for what was asked of it; None for all other errors."""
+    """Return a sentence for an out-of-memory error of a GPU; None for all other errors."""
     if type(error).__name__ != "OutOfMemoryError" and not _NO_ROOM_ON_GPU.search(str(error)):
         return None
     where = _where(error)
@@ -180,7 +189,11 @@ def _gpu_sentence(error: BaseException) -> str | None:
 
 
 def machine_sentence(error: BaseException) -> str | None:
-    """What the machine refused and what helps, for errors that a user can mend; None for all others."""
+    """Return what the machine refused and what helps, for errors that a user can fix; None for all others.
+
+    Args:
+        error: The error that ended the process.
+    """
     if on_gpu := _gpu_sentence(error):
         return on_gpu
     number = error.errno if isinstance(error, OSError) else errno.ENOMEM if isinstance(error, MemoryError) else None
@@ -212,7 +225,7 @@ def machine_sentence(error: BaseException) -> str | None:
 
 
 def _where(error: BaseException) -> str:
-    """The last place in this package that the error passed, for whoever wants to look."""
+    """Return the last place in this package that the error passed, in parentheses."""
     trace: TracebackType | None = error.__traceback__
     place = ""
     while trace is not None:
@@ -224,7 +237,7 @@ def _where(error: BaseException) -> str:
 
 
 def _memory() -> str:
-    """What it has, what it may have, and what the machine has."""
+    """Return the memory of this process, its limits, and the free memory of the machine, in words."""
     lines = [line.split() for name in ("/proc/self/status", "/proc/meminfo") for line in _lines_of(name)]
     mebibytes = {words[0]: int(words[1]) // 1024 for words in lines if len(words) == 3 and words[2] == "kB"}
     parts = [f"it holds {mebibytes.get('VmRSS:', 0)} MiB ({mebibytes.get('VmSize:', 0)} MiB of addresses)"]

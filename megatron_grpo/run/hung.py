@@ -1,7 +1,8 @@
-"""What is found, and said, of a process that hangs: by the watchdog of the ranks, or by the parent of one that is alone. No torch.
+"""Report on a process that hangs, for the watchdog of the ranks or for the parent of a single process. No torch.
 
-A signal makes the process write where its threads are, by a handler in C: it needs no interpreter lock, so it also works where Python code
-holds that lock for ever. What it writes, and the note of what it was doing, lie in memory that other processes of the same user can read.
+A signal makes the process write the stacks of its threads through a handler in C. The handler needs no interpreter lock, so it also works
+where Python code holds that lock forever. The stacks, and a note of what the process was doing, lie in memory that other processes of the
+same user can read.
 """
 
 from __future__ import annotations
@@ -25,12 +26,23 @@ from typing import Any
 from megatron_grpo.base import activity
 
 FOLDER = "watchdog"  # in output_dir
-NAMED = 8  # culprits that are told one by one
+NAMED = 8  # culprits that are named individually
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What is found of a rank after an alarm, by itself or by a neighbour. waits: in which collective, "" if in none."""
+    """State of a rank after an alarm, reported by the rank itself or by another process of its machine.
+
+    Args:
+        words: Phase of the run, in words.
+        step: Optimizer steps done.
+        age: Seconds since the rank last made progress.
+        is_silent: Whether the rank does not respond.
+        is_stuck: Whether it makes no progress in a phase in which it waits for no other rank.
+        waits: Collective in which it waits; "" if in none.
+        state: State of the process, as the end of a sentence.
+        where: Innermost frame of the main thread.
+    """
 
     words: str
     step: int
@@ -43,7 +55,13 @@ class RankReport:
 
 
 def culprits(accounts: Mapping[int, RankReport]) -> list[int]:
-    """Whom the others wait for: who is silent; or stuck alone; or waits in no collective; or is behind; [] if all wait for each other."""
+    """Return the ranks that the others wait for; [] if all wait for each other.
+
+    These are, in order of precedence: silent ranks; ranks that are stuck alone; ranks that wait in no collective; ranks that are behind.
+
+    Args:
+        accounts: Report of each rank.
+    """
     for is_one in (lambda one: one.is_silent, lambda one: one.is_stuck, lambda one: not one.waits):
         if found := [rank for rank, account in accounts.items() if is_one(account)]:
             first = min(accounts[rank].step for rank in found)
@@ -53,7 +71,13 @@ def culprits(accounts: Mapping[int, RankReport]) -> list[int]:
 
 
 def verdict(accounts: Mapping[int, RankReport], hosts: Mapping[int, str], timeout: float) -> str:
-    """The sentences that name the culprits, and say what the others do."""
+    """Return the message that names the culprits and what the other ranks do.
+
+    Args:
+        accounts: Report of each rank.
+        hosts: Host name of each rank.
+        timeout: `rank_heartbeat_timeout`, seconds.
+    """
     named = culprits(accounts)
     lines = [_of_culprit(rank, hosts[rank], accounts[rank]) for rank in named[:NAMED]]
     if len(named) > NAMED:
@@ -80,7 +104,8 @@ def _of_other(one: RankReport) -> str:
 
 
 def where_to_look(output_dir: Path) -> str:
-    from megatron_grpo.checkpoint.manifest import Folder  # only now: a supervisor, which imports this, stays small
+    """Return the message that names the stack files and the newest checkpoint."""
+    from megatron_grpo.checkpoint.manifest import Folder  # imported late, because the supervisor imports this module and must stay small
 
     steps = Folder(output_dir / "checkpoints").steps()
     saved = f"The newest checkpoint is that of optimizer step {steps[-1]}; the same command resumes from it." if steps else (
@@ -89,7 +114,7 @@ def where_to_look(output_dir: Path) -> str:
 
 
 def keep(output_dir: Path, name: str, text: str) -> str:
-    """Writes a file of the report, and returns the text. Without a disk the run still ends with its sentence."""
+    """Write a file of the report and return its text. Disk errors are ignored, so that the run still ends with its message."""
     with suppress(OSError):
         (output_dir / FOLDER).mkdir(parents=True, exist_ok=True)
         (output_dir / FOLDER / name).write_text(text)
@@ -97,18 +122,26 @@ def keep(output_dir: Path, name: str, text: str) -> str:
 
 
 def look_from_outside(pid: int, rank: int, output_dir: Path, *, age: float, death: str | None = None) -> RankReport:
-    """Of a silent process of this machine; its stacks go into its file. death: how it died, where it did."""
+    """Report on a silent process of this machine and write its stacks to the rank's file.
+
+    Args:
+        pid: The process.
+        rank: Its rank.
+        output_dir: Output directory of the run.
+        age: Seconds since it last made progress.
+        death: How the process died, if it did.
+    """
     state = f"it {death}" if death else state_of(pid)
     note, text = note_of(pid), "" if death else collect(pid)
     keep(output_dir, f"rank_{rank:05d}.txt", text or f"{state}; it could not say where it is\n")
     return RankReport(words=note.get("words", ""), step=note.get("step", 0), age=age, is_silent=True, state=state, where=innermost(text))
 
 
-# ---- where the threads of a process are: this one's, and those of one that can no longer speak for itself -------------------------------
+# ---- stacks of this process, and of one that no longer responds -------------------------------------------------------------------------
 
-SIGNAL = signal.SIGRTMIN + 12  # 11 is the deadline's of a reward function
+SIGNAL = signal.SIGRTMIN + 12  # 11 is used for the deadline of reward functions
 _NAME, _NOTE = "megatron_grpo.stacks", "megatron_grpo.note"
-SECONDS = 10.0  # for a process to write where it is
+SECONDS = 10.0  # for a process to write its stacks
 
 STATES = {
     "T": "it is stopped (SIGSTOP or SIGTSTP)",
@@ -126,7 +159,7 @@ _note_file: int | None = None
 
 
 def register() -> None:
-    """From now on SIGNAL makes this process write its stacks, and its note can be read. Linux; elsewhere nobody can ask for them."""
+    """Make this process write its stacks on SIGNAL, and make its note readable. Linux only; elsewhere this does nothing."""
     global _note_file
     if sys.platform != "linux" or _place(os.getpid(), _NAME) is not None:
         return
@@ -137,26 +170,28 @@ def register() -> None:
 
 
 def write_down(**facts: Any) -> None:
-    """For whoever looks at this process from outside: its step, its phase, and these facts until they are written anew.
+    """Update the note that other processes read: the current step and phase, and `facts`, which stay until they are overwritten.
 
-    beats, timeout: it lives, and should be taken for hung after so many seconds in which `beats` stands still (0: never).
+    Args:
+        **facts: `beats` and `timeout`: the process counts as hung once `beats` has not changed for `timeout` seconds (0: never).
+            `output_dir`: where a report is written.
     """
     if _note_file is not None:
         _note.update(facts, step=activity.step, words=activity.in_words(activity.current()))
-        os.pwrite(_note_file, json.dumps(_note).encode() + b"\n", 0)  # what is left of a longer one comes after the end of the line
+        os.pwrite(_note_file, json.dumps(_note).encode() + b"\n", 0)  # the rest of a longer previous note stays behind the end of the line
 
 
 def note_of(pid: int) -> dict[str, Any]:
-    """What a process last wrote down; {} where it does not say."""
+    """Return the note of a process; {} if it has none."""
     try:
         place = _place(pid, _NOTE)
         return json.loads(place.read_bytes().split(b"\n")[0]) if place is not None else {}
-    except (OSError, ValueError):  # it has gone, or is about to write
+    except (OSError, ValueError):  # it has exited, or is just writing
         return {}
 
 
 def _place(pid: int, name: str) -> Path | None:
-    """A file in memory that a process has registered."""
+    """Return the path of an in-memory file that a process has registered."""
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
             if os.readlink(entry).startswith(f"/memfd:{name}"):
@@ -165,7 +200,7 @@ def _place(pid: int, name: str) -> Path | None:
 
 
 def mine() -> str:
-    """Of all threads of this process."""
+    """Return the stacks of all threads of this process."""
     with tempfile.TemporaryFile("w+") as stream:
         faulthandler.dump_traceback(file=stream, all_threads=True)
         stream.seek(0)
@@ -173,7 +208,7 @@ def mine() -> str:
 
 
 def state_of(pid: int) -> str:
-    """What the kernel says of a process, as the end of a sentence."""
+    """Return the kernel's state of a process, as the end of a sentence."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
@@ -182,25 +217,25 @@ def state_of(pid: int) -> str:
 
 
 def collect(pid: int) -> str:
-    """Of another process, which has called `register`: what it writes when asked; "" where it cannot.
+    """Return the stacks of another process that has called `register`; "" if it cannot write them.
 
-    One that is stopped runs for it, and is stopped again: it would go on as if nothing had been.
+    A stopped process is continued for this and stopped again; otherwise it would keep running.
     """
     try:
         if (place := _place(pid, _NAME)) is None:
             return ""
         before, was_stopped = place.stat().st_size, state_of(pid) == STATES["T"]
-        # To its main thread, which then writes before it does anything else.
+        # Sent to its main thread, which then writes before it does anything else.
         if ctypes.CDLL(None).tgkill(pid, pid, SIGNAL) != 0:
             return ""
         os.kill(pid, signal.SIGCONT)
         end = time.monotonic() + SECONDS
         while time.monotonic() < end and (place.stat().st_size == before or _grows(place)):
-            time.sleep(0.002)  # it writes into memory, and nothing says when it is done
+            time.sleep(0.002)  # it writes to memory and does not signal the end
         if was_stopped:
             os.kill(pid, signal.SIGSTOP)
         return place.read_bytes()[before:].decode(errors="replace")
-    except OSError:  # it has gone
+    except OSError:  # it has exited
         return ""
 
 
@@ -211,7 +246,7 @@ def _grows(place: Path) -> bool:
 
 
 def innermost(text: str) -> str:
-    """Where the main thread is, of what `faulthandler` wrote: `reward.py line 3, f`; "" where that cannot be told."""
+    """Return the frame of the main thread from a `faulthandler` dump, as `reward.py line 3, f`; "" if it cannot be parsed."""
     threads = [part for part in re.split(r"^(?=(?:Current thread|Thread) 0x)", text, flags=re.M) if "Thread" in part or "thread" in part]
     for part in reversed(threads):  # the main thread is the oldest, and comes last
         if found := re.search(r'File "([^"]+)", line (\d+) in (.+)', part):

@@ -1,4 +1,4 @@
-"""What `plan` does not look at, each part as it is told: it needs neither inputs nor a network, and answers at once."""
+"""Parts that `plan` does not check, with the reason for each. No inputs and no network are needed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from megatron_grpo.data.hub import is_path
 from megatron_grpo.rewards.loading import may_be_here
 from megatron_grpo.run.inputs import ADAPTERS, part_of
 
-Absent = Iterator[tuple[str, str]]  # (one of `inputs.PARTS`, or a reward; what is said of it). Of two about one part the later holds.
+Absent = Iterator[tuple[str, str]]  # (name of one of `inputs.PARTS`, or a reward; text). Of two about one part the later one holds.
 
 
 def left_out_of_plan(cfg: Config) -> dict[str, str]:
+    """Return {part of `inputs.PARTS`, or a reward: what is not checked and why}."""
     return dict(_absent(cfg))
 
 
@@ -75,7 +76,7 @@ def _is_configuration_alone(model: Path) -> bool:
 
 
 def _elsewhere(cfg: Config) -> Absent:
-    """What only the machine of the run may have: on the Hub, or at a path of a foreign file."""
+    """Yield what may exist only on the machine of the run: names on the Hub, and paths in another system's configuration."""
     sets = [("dataset", "dataset", cfg.data.dataset), *((part_of(name), flag_of(name, cfg), at) for name, at in sets_of(cfg).items())]
     sets += [("dataset", "dataset", name) for name in cfg.data.further_datasets]
     named = [(part, flag, plain_name(where), f"the rows of {flag}") for part, flag, where in sets]
@@ -86,20 +87,20 @@ def _elsewhere(cfg: Config) -> Absent:
     if "reward_model" in cfg.rewards.reward_funcs:
         named.append(("reward_model", "reward_model", cfg.rewards.reward_model or "", "the classifier of the reward reward_model"))
     for part, flag, where, what in named:
-        is_word = flag in ("ref_model", "teacher_model") and "/" not in where and not _is_guest(cfg, flag)  # which no repository is called
+        is_word = flag in ("ref_model", "teacher_model") and "/" not in where and not _is_guest(cfg, flag)  # not a repository's name
         if _is_elsewhere(cfg, flag, where) and not is_word:
             yield part, f"{what} ({where} is not on this machine)"
 
 
 def user_code(cfg: Config) -> list[tuple[str, str, str]]:
-    """(part, setting, file:name) of all that is imported to be looked at."""
+    """Return (part, setting, file:name) for all user code that validation imports."""
     turns = [("environment", "environment", cfg.turns.environment), *(("environment", "tools", spec) for spec in cfg.turns.tools)]
     code = [*(("reward", "reward_funcs", spec) for spec in cfg.rewards.reward_funcs), *turns]
     return [(part, flag, spec) for part, flag, spec in (*code, ("rollout_func",) * 2 + (cfg.rollout.rollout_func,)) if spec and ":" in spec]
 
 
 def _not_loaded(cfg: Config, flag: str, spec: str) -> str:
-    """Why `plan` does not load what a foreign file names; empty where it does."""
+    """Return why `plan` does not load the code that another system's configuration names; "" if it does."""
     if not _is_guest(cfg, flag):
         return ""
     if Path(spec.rpartition(":")[0]).name == cfg.sources[flag]:
@@ -108,7 +109,7 @@ def _not_loaded(cfg: Config, flag: str, spec: str) -> str:
 
 
 def _is_guest(cfg: Config, name: str) -> bool:
-    """Whether a setting comes from a foreign file, which was written for another machine."""
+    """Return whether a setting comes from another system's configuration file, which was written for another machine."""
     return cfg.plan.dialect is not None and cfg.sources.get(name, "default") not in (COMMAND_LINE, "default")
 
 

@@ -1,4 +1,4 @@
-"""When a run stops by itself: `--stop_after_minutes`, and the end of a Slurm job; and how such a job is put back into the queue."""
+"""Time limits of a run (`--stop_after_minutes`, the end of a Slurm job), and requeueing of a Slurm job."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from typing import TYPE_CHECKING
 from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import Problem
 
-if TYPE_CHECKING:  # signals are heard before anything else is imported
+if TYPE_CHECKING:  # signal handlers are installed before anything else is imported
     from megatron_grpo.config.config import Config
 
-LONGEST_LEAD = 300.0  # seconds before the end of a Slurm job, or a tenth of it where that is less
-REQUEUE_SECONDS = 60.0  # in which slurmctld must answer
+LONGEST_LEAD = 300.0  # seconds before the end of a Slurm job, or a tenth of its length if that is less
+REQUEUE_SECONDS = 60.0  # time limit for slurmctld to answer
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """at: of time.monotonic. why: ends the sentence "stopped by ..."."""
+    """Time limit of a run.
+
+    Args:
+        at: When it ends, in seconds of time.monotonic.
+        why: End of the sentence "stopped by ...".
+    """
 
     at: float
     why: str
@@ -31,14 +36,25 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class StopReason:
-    """What asked a run to stop. why: ends the sentence "stopped by ...". is_time: the job's time is up, so that it may be queued again."""
+    """Reason why a run is to stop.
+
+    Args:
+        why: End of the sentence "stopped by ...".
+        is_time: Whether the time of the job is up, so that it may be requeued.
+    """
 
     why: str
     is_time: bool = False
 
 
 def limits_of(cfg: Config, launched_at: float, env: Mapping[str, str] = os.environ) -> list[Limit]:
-    """launched_at: of time.monotonic."""
+    """Return the time limits of a run.
+
+    Args:
+        cfg: Settings of the run.
+        launched_at: When the job was launched, in seconds of time.monotonic.
+        env: Environment variables.
+    """
     found = []
     if cfg.run.stop_after_minutes is not None:
         found.append(Limit(launched_at + 60 * cfg.run.stop_after_minutes, f"stop_after_minutes ({cfg.run.stop_after_minutes:g})"))
@@ -52,7 +68,7 @@ def limits_of(cfg: Config, launched_at: float, env: Mapping[str, str] = os.envir
 
 
 def lead_of(cfg: Config, job: launcher.SlurmJob) -> float:
-    """Seconds before the end of the job in which the run is to stop."""
+    """Return how many seconds before the end of the Slurm job the run stops."""
     typed = cfg.run.stop_before_end_seconds
     if typed is not None or job.seconds is None:
         return LONGEST_LEAD if typed is None else typed
@@ -60,7 +76,7 @@ def lead_of(cfg: Config, job: launcher.SlurmJob) -> float:
 
 
 def problems_with_limits(cfg: Config, env: Mapping[str, str] = os.environ) -> list[Problem]:
-    """What cannot work in this job, before anything is started."""
+    """Return problems with the time limits in this job, before anything is started."""
     job, problems = launcher.slurm_job(env), []
     lead, seconds = cfg.run.stop_before_end_seconds, job.seconds if job is not None else None
     if job is not None and lead is not None and seconds is not None and lead >= seconds:
@@ -82,9 +98,13 @@ def problems_with_limits(cfg: Config, env: Mapping[str, str] = os.environ) -> li
 
 
 def requeue(env: Mapping[str, str] = os.environ) -> str:
-    """Puts this Slurm job back into the queue; says what came of it. Slurm then ends the job's processes."""
+    """Requeue this Slurm job; Slurm then ends the job's processes.
+
+    Returns:
+        The outcome, in words.
+    """
     job = launcher.slurm_job(env)
-    assert job is not None  # `problems_with_limits`
+    assert job is not None  # checked by `problems_with_limits`
     try:
         asked = subprocess.run(["scontrol", "requeue", job.number], capture_output=True, text=True, timeout=REQUEUE_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -96,7 +116,7 @@ def requeue(env: Mapping[str, str] = os.environ) -> str:
 
 
 def age_of(pid: int) -> float:
-    """Seconds since a process began; 0 where nobody knows."""
+    """Return the seconds since a process started; 0 if unknown."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,7 @@
-"""One run at a time in an output_dir. The kernel holds the lock and frees it when its owner dies, however it dies."""
+"""Lock that allows one run at a time in an output directory.
+
+The kernel holds the lock and frees it when its owner dies, however it dies.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +20,36 @@ from megatron_grpo.checkpoint.written import LOCK as NAME
 from megatron_grpo.run.peers import Process
 
 logger = logging.getLogger(__name__)
-# Some network file systems have no locks. There the note in the file has to do.
+# Some network file systems have no locks. The note in the file replaces the lock there.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class OutputLock:
-    """Holds `output_dir`/run.lock until `release` or the end of this process. In the file stands who holds it: host, pid, start.
+    """Lock on `output_dir`/run.lock, held until `release` or the end of this process.
 
-    On a network file system with locks a run on another host is seen too. The file stays when the lock goes: a lock on a file that somebody
-    may delete and make again is none.
+    The file contains the owner's host, pid and start time. On a network file system with locks, runs on other hosts are detected too. The
+    file stays after the lock is released: a lock on a file that another process may delete and recreate protects nothing.
+
+    Args:
+        path: The lock file.
+        handle: Its open file descriptor.
     """
 
     def __init__(self, path: Path, handle: int):
         self.path, self._handle = path, handle
-        # A forked child (a reward function's, say) would share the lock, and hold it when this process is dead.
+        # A forked child, for example of a reward function, would share the lock and hold it after this process has died.
         os.register_at_fork(after_in_child=self._in_child)
 
     @classmethod
     def take(cls, output_dir: str | Path) -> OutputLock:
-        """Makes the folder if need be. Raises ConfigError if another run holds it, or if nothing can be written there."""
+        """Lock a directory, creating it if needed.
+
+        Args:
+            output_dir: Output directory of the run.
+
+        Raises:
+            ConfigError: If another run holds the lock, or if the directory cannot be written.
+        """
         path = Path(output_dir) / NAME
         if (out := path.parent).is_symlink() and not out.exists():
             raise _refusal(f"output_dir ({out}) is a link to {os.readlink(out)}, which is not there. Remove the link, or make its target.")
@@ -61,6 +75,7 @@ class OutputLock:
         return cls(path, handle)
 
     def release(self) -> None:
+        """Release the lock. A second call does nothing."""
         if self._handle >= 0:
             try:
                 os.ftruncate(self._handle, 0)
@@ -107,7 +122,7 @@ def _note_of_this_process() -> dict[str, Any]:
 
 
 def _owner(handle: int) -> dict[str, Any]:
-    """Who wrote the note; {} where there is none, or half of one."""
+    """Return the note of the lock's owner; {} if it is missing or incomplete."""
     try:
         found = json.loads(os.pread(handle, 4096, 0))
     except ValueError:

@@ -1,4 +1,4 @@
-"""A checkpoint opened by another program than the run that goes on from it: its settings, a layout of one's own, its weights."""
+"""Open a checkpoint outside the run that wrote it: its settings, a layout for this job, and its weights."""
 
 from __future__ import annotations
 
@@ -23,22 +23,37 @@ from megatron_grpo.policy import sharded_state
 from megatron_grpo.weights.layout_validation import layout_problems
 from megatron_grpo.weights.shape import ModelShape
 
-# Of a checkpoint's settings these are not wanted: an export has a layout of its own, needs no reference, and is no run.
+# Settings of a checkpoint that are ignored: an export has its own layout, needs no reference, and is not a training run.
 _OTHERS = (
     *(*vars(ParallelConfig()), "resume", "output_dir", "beta", "ref_adapters", "merge_lora", "share_prompts"),
-    "trust_remote_code",  # who has a checkpoint of a stranger says it himself
+    "trust_remote_code",  # must be typed by the user, because the checkpoint may come from someone else
     *("metric_for_best_model", "greater_is_better", "load_best_model_at_end", "finetune", "no_load_optim", "no_load_rng"),
-    *OF_THE_OPTIMIZER,  # and float32 may be typed over the run's bfloat16
+    *OF_THE_OPTIMIZER,  # they exclude float32, which may be typed over the run's bfloat16
 )
 
 
 def settings_of_checkpoint(cfg: Config, directory: Path) -> Config:
-    """What was typed, over what the run was that wrote the checkpoint. Raises ConfigError where it is damaged, or no checkpoint."""
+    """Return the settings of the checkpoint's run, with typed values on top.
+
+    Args:
+        cfg: Settings of this command.
+        directory: The checkpoint.
+
+    Raises:
+        ConfigError: If the checkpoint is damaged, or if there is none.
+    """
     return settings_over(cfg, whole_checkpoint(directory).origin.settings)
 
 
 def whole_checkpoint(directory: Path) -> Manifest:
-    """Its manifest. Raises ConfigError where it is damaged, or no checkpoint."""
+    """Return the manifest of an undamaged checkpoint.
+
+    Args:
+        directory: The checkpoint.
+
+    Raises:
+        ConfigError: If the checkpoint is damaged, or if there is none.
+    """
     manifest = read_manifest(directory)
     if isinstance(manifest, str):
         raise config_error("resume", f"resume: {manifest}. Name a directory such as OUTPUT_DIR/checkpoints/iter_0000100.")
@@ -48,12 +63,17 @@ def whole_checkpoint(directory: Path) -> Manifest:
 
 
 def settings_over(cfg: Config, of_run: Mapping[str, Any]) -> Config:
-    """What was typed, over a run's settings by name, but for those that belong to a run alone."""
+    """Return a run's settings, except those that only concern a training run, with typed values on top.
+
+    Args:
+        cfg: Settings of this command.
+        of_run: Settings of the run, by name.
+    """
     known = table()
     values = {name: value for name, value in of_run.items() if name in known and name not in _OTHERS}
     start = values.get("adapters")
     if start and not Path(start).is_dir():
-        values["adapters"] = None  # where the run began; ranks and targets stand in its settings too
+        values["adapters"] = None  # the run's initial adapters are gone; its settings contain ranks and targets too
     if values.get("mcore_model") and not Path(values["mcore_model"]).is_dir():
         values["mcore_model"] = None
     typed = {name: getattr(section, name) for section in cfg.groups().values() for name in vars(section) if name in cfg.typed}
@@ -61,7 +81,12 @@ def settings_over(cfg: Config, of_run: Mapping[str, Any]) -> Config:
 
 
 def layout_of(cfg: Config, shape: ModelShape) -> tuple[Layout, list[Problem]]:
-    """How this job's ranks are arranged, and what forbids it. No sizes of batches enter."""
+    """Return the parallel layout of this job and its problems, without regard to batch sizes.
+
+    Args:
+        cfg: Settings of this command.
+        shape: The model's shape.
+    """
     p = cfg.parallel
     layout = Layout(
         world_size=launcher.read().world_size, tp=p.tensor_model_parallel_size, pp=p.pipeline_model_parallel_size,
@@ -77,13 +102,26 @@ def layout_of(cfg: Config, shape: ModelShape) -> tuple[Layout, list[Problem]]:
 
 
 def load_weights(chunks: Sequence[Any], directory: Path) -> None:
-    """Puts what a checkpoint holds of the model into `chunks`, adapters too. Collective."""
+    """Load the model's weights from a checkpoint into `chunks`, adapters included. Collective.
+
+    Args:
+        chunks: Model chunks of this rank.
+        directory: The checkpoint.
+    """
     described = sharded_state.sharded_state(chunks, None, None, is_loading=True)
     sharded_state.load_state(chunks, None, None, read_sharded(described, directory, partly=True))
 
 
 def begin_with(chunks: Sequence[Any], path: str | Path) -> None:
-    """Puts the weights that a run begins with into `chunks`. Collective. Raises ConfigError where they are damaged, or of another shape."""
+    """Load the initial weights of a run (`mcore_model`) into `chunks`. Collective.
+
+    Args:
+        chunks: Model chunks of this rank.
+        path: The checkpoint.
+
+    Raises:
+        ConfigError: If the checkpoint is damaged, or of another shape.
+    """
     manifest = beginning_of(path)
     directory = manifest.directory
     if faults := damage_of(manifest):
@@ -96,7 +134,12 @@ def begin_with(chunks: Sequence[Any], path: str | Path) -> None:
 
 
 def copy_weights(chunks: Sequence[Any], of: Sequence[Any]) -> None:
-    """The weights of one model into another one of the same shape on the same ranks."""
+    """Copy the parameters and buffers of one model into another of the same shape on the same ranks.
+
+    Args:
+        chunks: Model chunks to write.
+        of: Model chunks to read.
+    """
     with torch.no_grad():
         for mine, theirs in zip(chunks, of, strict=True):
             for kind in ("named_parameters", "named_buffers"):

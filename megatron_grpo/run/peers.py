@@ -1,4 +1,4 @@
-"""What a rank knows of the other ranks' end: who reported a failure, and who died without a word."""
+"""Detection of the end of other ranks: failures that they reported, and deaths without a report."""
 
 from __future__ import annotations
 
@@ -16,17 +16,23 @@ from typing import Any
 
 from megatron_grpo.run.limits import StopReason
 
-# What gloo, NCCL and the store say when the other end has gone.
+# Messages of gloo, NCCL and the store when the other end has exited.
 _LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|gloo|nccl|socket timeout|\brecv\b", re.IGNORECASE)
 SHARED_MEMORY = "/dev/shm"
-SECONDS_TO_LEARN = 3.0  # from a broken connection until the death behind it shows
-LOOKS_PER_SECOND = 1000.0  # of all ranks together: the store answers a hundred times as many
+SECONDS_TO_LEARN = 3.0  # from a broken connection until the death of its process is visible
+LOOKS_PER_SECOND = 1000.0  # of all ranks together; the store answers a hundred times as many
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A rank's process. machine: what two processes share that can see each other's ids. started: in ticks, so that an id used again is
-    another process."""
+    """The process of a rank.
+
+    Args:
+        host: Host name.
+        machine: Host and pid namespace: processes with the same value can see each other's pids.
+        pid: Process id.
+        started: Start time in clock ticks, which tells apart processes that reuse a pid.
+    """
 
     host: str
     machine: str
@@ -35,15 +41,16 @@ class Process:
 
     @classmethod
     def mine(cls) -> Process:
+        """Return this process."""
         try:
             namespace = os.readlink("/proc/self/ns/pid")
-        except OSError:  # no Linux
+        except OSError:  # not Linux
             namespace = ""
         host = socket.gethostname()
         return cls(host, f"{host} {namespace}", os.getpid(), (_stat(os.getpid()) or [""] * 20)[19])
 
     def death(self) -> str | None:
-        """How the process ended, as far as this one can see: None while it lives."""
+        """Return how the process ended, as far as this one can see; None while it lives."""
         fields = _stat(self.pid)
         if fields is None:
             return None if not Path("/proc/self/stat").exists() else "died"
@@ -51,12 +58,12 @@ class Process:
             return "died"
         if fields[0] not in ("Z", "X"):
             return None
-        number = int(fields[49]) & 0x7F if len(fields) > 49 else 0  # shown to its owner until the launcher has taken it
+        number = int(fields[49]) & 0x7F if len(fields) > 49 else 0  # visible to the process's owner until the launcher has reaped it
         return f"died (signal {number}, {signal.Signals(number).name})" if number else "died"
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the third one, the state, on."""
+    """Return the fields of /proc/PID/stat from the third one (the state) on; None if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -64,19 +71,25 @@ def _stat(pid: int) -> list[str] | None:
 
 
 class Peers:
-    """The ranks of a job, as this one sees them. store: `collectives.store`. processes: of all ranks, in their order."""
+    """The ranks of a job, as seen by this one.
+
+    Args:
+        store: Key-value store of the job (`collectives.store`).
+        rank: This rank.
+        processes: Processes of all ranks, in rank order.
+    """
 
     def __init__(self, store: Any, *, rank: int, processes: Sequence[Process]):
         self._store, self._rank, self.processes = store, rank, processes
         self.seconds_between_looks = max(1.0, len(processes) / LOOKS_PER_SECOND)
 
     def pass_on(self, asked: StopReason) -> None:
-        """This rank was asked to stop."""
-        with suppress(RuntimeError):  # the store has gone, and the others with it
+        """Notify the other ranks that this one was asked to stop."""
+        with suppress(RuntimeError):  # the store is closed, and the others have exited
             self._store.set("stop", f"{int(asked.is_time)}{asked.why}")
 
     def asked(self) -> StopReason | None:
-        """What asked another rank to stop."""
+        """Return why another rank was asked to stop; None if none was."""
         with suppress(RuntimeError):
             if self._store.check(["stop"]):
                 told = self._store.get("stop").decode()
@@ -84,33 +97,45 @@ class Peers:
         return None
 
     def report_failure(self, rank: int | None = None) -> None:
-        """This rank has failed and is about to leave: said before any clean-up, for others may wait in a collective that it never joins.
+        """Report that a rank has failed and is about to exit.
 
-        rank: of another one, which this one ends.
+        Call it before any clean-up: other ranks may wait in a collective that the failed one never joins.
+
+        Args:
+            rank: The failed rank; default this one. A rank that kills another reports for it.
         """
         try:
             self._store.set("failed", "1")
             self._store.set(f"failed/{self._rank if rank is None else rank}", "1")
-        except RuntimeError:  # the store has gone, and nobody is left to tell
+        except RuntimeError:  # the store is closed, and no rank is left to notify
             pass
 
     def report_done(self) -> None:
-        """This rank has nothing left to do with the others."""
+        """Report that this rank has nothing left to do with the others."""
         self._store.set(f"done/{self._rank}", "1")
 
     def why_doomed(self) -> str | None:
-        """Why this rank cannot go on: a sentence about a dead peer, "" about one that has reported for itself, None while all is well."""
+        """Return why this rank cannot continue.
+
+        Returns:
+            A sentence about a rank that died without a report; "" if a rank has reported its own failure; None if all is well.
+        """
         try:
             reported = self._store.check(["failed"])
-        except RuntimeError:  # the store has gone, and with it the job
+        except RuntimeError:  # the store is closed, and the job has ended
             return self._deaths(has_spoken=lambda rank: False) or ""
         deaths = self._deaths(has_spoken=lambda rank: any(self._store.check([f"{end}/{rank}"]) for end in ("done", "failed")))
         return deaths or ("" if reported else None)
 
     def explain(self, error: BaseException, who_is_silent: Callable[[], Sequence[int]] = tuple) -> str | None:
-        """What an error says that only tells of another rank's end, or silence: a sentence; None if it is this rank's own.
+        """Return the cause of an error that only reflects the end or silence of another rank.
 
-        who_is_silent: `Watchdog.who_is_silent`, asked where nobody has failed or died.
+        Args:
+            error: The error that this rank met.
+            who_is_silent: `Watchdog.who_is_silent`, called if no rank has failed or died.
+
+        Returns:
+            A sentence; None if the error is this rank's own.
         """
         if not isinstance(error, RuntimeError) or not _LOST.search(str(error)):
             return None
@@ -142,7 +167,10 @@ its machine is out of reach. The same command resumes from the last checkpoint."
 
 
 def _likely_cause() -> str:
-    """Whoever touches shared memory that is not there gets SIGBUS, which no program can turn into a sentence of its own."""
+    """Return a sentence about the likely cause of a death without a report.
+
+    A process that touches shared memory beyond the available space gets SIGBUS, which no program can turn into a message.
+    """
     if Path(SHARED_MEMORY).is_dir() and (usage := shutil.disk_usage(SHARED_MEMORY)).free < 2**20:
         return f"Shared memory is full: {SHARED_MEMORY} has {usage.total / 2**20:.0f} MiB; give it more (docker run --shm-size 16g)."
     return "The launcher's report names the signal; 9 that nobody sent is the kernel's, short of memory (dmesg says so)."

@@ -1,9 +1,9 @@
-"""A small parent for the program: no process that leaves before its command has ended is taken for one that is done.
+"""Parent process that keeps a premature exit with code 0 from counting as success.
 
-A user's reward function runs inside a rank. `os._exit(0)` there, or in a library, cannot be held from inside, and a launcher believes exit
-code 0. So the program forks first, before anything is imported: the child does all the work, and the parent, a few megabytes of Python,
-waits for it. It passes signals on, ends as the child ends, and turns an exit code 0 that nobody meant into 1. It also ends a child that
-is stopped, or whose threads are locked out: alone, nobody else could notice (`run.watchdog`).
+A user's reward function runs inside a rank. `os._exit(0)` there, or in a library, cannot be caught from inside, and a launcher trusts exit
+code 0. So the program forks before anything is imported: the child does all the work, and the parent, a few megabytes of Python, waits for
+it. The parent forwards signals, ends as the child ends, and turns an exit code 0 before the command has ended into 1. It also kills a child
+that is stopped or whose threads are locked out: for a single process, no other rank could notice (`run.watchdog`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from megatron_grpo.base.errors import EXIT_CRASH
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _HEARD = {*_PASSED_ON, signal.SIGCHLD, signal.SIGALRM}
 _SECONDS_BETWEEN_LOOKS = 1.0
-_SENT_BY_THE_KERNEL = 0x80  # SI_KERNEL: from the terminal, which tells the child as well
+_SENT_BY_THE_KERNEL = 0x80  # SI_KERNEL: from the terminal, which also sends it to the child
 _STARTED_BY: list[int] = []
 
 
 def supervised(command: Callable[[], int]) -> int:
-    """`command()` in a child of this process; returns, in both, what the process should exit with. Linux; elsewhere it is called here."""
+    """Run `command` in a child process. On other systems than Linux it is called directly.
+
+    Returns:
+        The exit code of the process, in parent and child.
+    """
     if sys.platform != "linux":
         return command()
     started_by = os.getppid()
@@ -41,7 +45,7 @@ def supervised(command: Callable[[], int]) -> int:
     _STARTED_BY.append(started_by)
     me = os.getpid()
     ended, says_end = os.pipe()
-    os.set_blocking(ended, False)  # a process that the child leaves behind may hold the other end
+    os.set_blocking(ended, False)  # a process that outlives the child may hold the other end
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     child = os.fork()
@@ -53,7 +57,7 @@ def supervised(command: Callable[[], int]) -> int:
         os.write(says_end, b".")
         return code
     os.close(says_end)
-    # A timer, and no time limit of the wait: where SIGCONT ends that, Python 3.11 returns a signal that nobody sent.
+    # A timer instead of a timeout of the wait: if SIGCONT interrupts such a wait, Python 3.11 returns a signal that was never sent.
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, _SECONDS_BETWEEN_LOOKS, _SECONDS_BETWEEN_LOOKS)
     status = _wait_for(child)
@@ -67,18 +71,21 @@ def supervised(command: Callable[[], int]) -> int:
 
 
 def launcher_pid() -> int:
-    """The process that started this program, which may be this process's parent or the parent of its supervisor."""
+    """Return the pid of the process that started this program: this process's parent, or the parent of its supervisor."""
     return _STARTED_BY[0] if _STARTED_BY else os.getppid()
 
 
 def _tell(text: str) -> None:
-    from megatron_grpo.run.failures import PREFIX, tell  # only now: this process stays small
+    from megatron_grpo.run.failures import PREFIX, tell  # imported late, so that this process stays small
 
     tell(f"{PREFIX}{text}")
 
 
 def _wait_for(child: int) -> int:
-    """The exit code of `child`, negative for a signal. Until then signals to this process are the child's."""
+    """Wait for `child`, forwarding signals to it, and return its exit code, negative for a signal.
+
+    A child that hangs is killed.
+    """
     looked, beats, silent = time.monotonic(), 0, 0.0
     while True:
         heard = signal.sigwaitinfo(_HEARD)
@@ -86,7 +93,7 @@ def _wait_for(child: int) -> int:
             from megatron_grpo.run import hung
 
             now, note = time.monotonic(), hung.note_of(child)
-            gap, looked = min(now - looked, 2 * _SECONDS_BETWEEN_LOOKS), now  # no more pass while this process is stopped
+            gap, looked = min(now - looked, 2 * _SECONDS_BETWEEN_LOOKS), now  # time while this process itself is stopped does not count
             silent, beats = (silent + gap, beats) if note.get("beats", beats) == beats else (0.0, note["beats"])
             if note.get("timeout") and silent > note["timeout"]:
                 _end_hung(child, Path(note["output_dir"]), silent)
@@ -99,7 +106,7 @@ def _wait_for(child: int) -> int:
 
 
 def _end_hung(child: int, output_dir: Path, seconds: float) -> None:
-    """Says where a process is that gives no sign of life, and kills it."""
+    """Report where a process hangs, and kill it."""
     from megatron_grpo.run import hung
 
     rank = launcher.read().rank
@@ -111,6 +118,7 @@ def _end_hung(child: int, output_dir: Path, seconds: float) -> None:
 
 
 def _has_said_so(ended: int) -> bool:
+    """Return whether the child has reported that its command ended."""
     try:
         return bool(os.read(ended, 1))
     except BlockingIOError:
@@ -118,8 +126,8 @@ def _has_said_so(ended: int) -> bool:
 
 
 def _die_of(number: int, mask: set[int | signal.Signals]) -> None:
-    """As the child did, so that a launcher or a shell sees what happened."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child's core file is the one to look at
+    """End this process by the signal that ended the child, so that a launcher or a shell sees what happened."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child has written the core file that matters
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask - {number})

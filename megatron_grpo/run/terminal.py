@@ -1,4 +1,7 @@
-"""What is printed: a terminal that has gone, or that knows few signs, costs that and nothing else; and what libraries need not say."""
+"""Robust terminal output, and filters for messages of libraries.
+
+A closed terminal or one with few characters must not end a run.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from typing import Any
 
 
 def outlive_terminal() -> None:
-    """From now on a write to a terminal that has gone raises nothing. Streams that are no terminal stay as they are."""
+    """Make writes to a closed terminal succeed silently. Streams that are not a terminal stay as they are."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
             is_terminal = stream is not None and stream.isatty()
             handle = stream.fileno() if is_terminal else -1
-        except (OSError, ValueError):  # closed, or no file
+        except (OSError, ValueError):  # closed, or not a file
             continue
         if is_terminal:
             stream.flush()
@@ -28,7 +31,7 @@ def outlive_terminal() -> None:
 
 
 def speak_plainly() -> None:
-    """From now on a sign that standard output does not have, in ASCII say, is printed as `?`, and raises nothing."""
+    """Print characters that standard output cannot encode (in ASCII, say) as `?` instead of raising."""
     if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
         sys.stdout.reconfigure(errors="replace")
 
@@ -47,15 +50,18 @@ class _Terminal(io.FileIO):
 
 
 _HARMLESS = (
-    ".*Apex is not installed.*",  # optional parts, which every module of Megatron-Core that could use them misses aloud
+    ".*Apex is not installed.*",  # optional packages; every module of Megatron-Core that could use them warns
     ".*Transformer Engine and Apex are not installed.*",
-    ".*full scope is deprecated.*",  # a default of Megatron-Core's own
-    ".*attribute of a Tensor that is not a leaf Tensor is being accessed.*",  # its optimizer looks at shards
+    ".*full scope is deprecated.*",  # a default of Megatron-Core
+    ".*attribute of a Tensor that is not a leaf Tensor is being accessed.*",  # by Megatron-Core's optimizer, on shards
 )
 
 
 def quiet_libraries() -> None:
-    """Filters what they would say to every rank of every run; what else they say passes. Called before they are imported; errors stay."""
+    """Filter known harmless warnings that libraries would print on every rank. Errors and other messages pass.
+
+    Call it before the libraries are imported.
+    """
     for message in _HARMLESS:
         warnings.filterwarnings("ignore", message=message)
     warnings.filterwarnings("ignore", category=FutureWarning)

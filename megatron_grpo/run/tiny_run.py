@@ -1,4 +1,7 @@
-"""For `doctor`: `python -m megatron_grpo.run.tiny_run FOLDER` makes a tiny model, and becomes `torchrun ... train` on it."""
+"""Tiny training run for `doctor`.
+
+`python -m megatron_grpo.run.tiny_run FOLDER` creates a tiny model and replaces itself with `torchrun ... train` on it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,13 @@ VOCABULARY = 128
 
 
 def command(folder: Path) -> list[str]:
-    """Makes model, data and reward in `folder`; returns what trains one step on them: on two ranks, but for a single GPU on one."""
+    """Create model, data and reward in `folder`, and return the command that trains one step on them.
+
+    It uses two ranks, or one if there is a single GPU.
+
+    Args:
+        folder: Receives model, data, reward and output.
+    """
     devices = torch.cuda.device_count()
     dtype = "bfloat16" if devices else "float32"
     make_model(folder / "model", dtype)
@@ -40,7 +49,12 @@ def command(folder: Path) -> list[str]:
 
 
 def make_model(path: Path, dtype: str) -> None:
-    """A Qwen3 of two layers with random weights, and a tokenizer whose words are numbers."""
+    """Save a Qwen3 with two layers and random weights, and a tokenizer whose tokens are numbers.
+
+    Args:
+        path: Directory of the model.
+        dtype: Name of a torch dtype.
+    """
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         "qwen3", vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,

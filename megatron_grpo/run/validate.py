@@ -1,4 +1,4 @@
-"""For `train` and `plan`: settings, what they name (`run.inputs`), what lies in output_dir, and whether all of it goes together."""
+"""Validation for `train` and `plan`: settings, the inputs they name (`run.inputs`), `output_dir`, and their combination."""
 
 from __future__ import annotations
 
@@ -22,21 +22,33 @@ from megatron_grpo.run.left_out import left_out_of_plan, user_code
 
 
 def load_inputs(parsed: Parsed, *, has_sampler: bool = False) -> tuple[Plan, ValidatedInputs]:
-    """For `train`: the plan and the inputs of a run. Raises ConfigError with all that is wrong with either.
+    """Return the plan and the inputs of a training run.
 
-    has_sampler: it was written elsewhere, and stands in for the servers that the settings name.
+    Args:
+        parsed: Parsed settings.
+        has_sampler: Whether a custom sampler replaces the servers that the settings name.
+
+    Raises:
+        ConfigError: With all problems of settings and inputs.
     """
     return _look_at(parsed, ("servers",) if has_sampler else (), is_asked_to_train=True)
 
 
 def validate_run(parsed: Parsed) -> Plan:
-    """For `plan`: the plan alone, with what was not looked at. Raises ConfigError with all that `train` would refuse of the rest."""
+    """Return the plan of a run for the `plan` command, including what was not checked.
+
+    Args:
+        parsed: Parsed settings.
+
+    Raises:
+        ConfigError: With all problems that `train` would report about what was checked.
+    """
     left_out = left_out_of_plan(parsed.config)
     absent = {flag: None for flag in ADAPTERS if flag in left_out}
     parsed = replace(parsed, config=parsed.config.with_values(absent))
     if imports := [spec for part, _, spec in user_code(parsed.config) if not {part, spec} & set(left_out)]:
         print(f"plan imports {', '.join(imports)}, and so runs what stands at the top of these files.", file=sys.stderr)
-    with redirect_stdout(sys.stderr):  # a reward function's file may print as it is loaded, and stdout is for the plan
+    with redirect_stdout(sys.stderr):  # the file of a reward function may print when it is loaded, and stdout is for the plan
         made, found = _look_at(parsed, left_out, is_asked_to_train=False)
     close_rewards(found.rewards)
     if made.checked.shape is None and (model := parsed.config.model.model):
@@ -46,7 +58,7 @@ def validate_run(parsed: Parsed) -> Plan:
 
 
 def _look_at(parsed: Parsed, left_out: Collection[str], *, is_asked_to_train: bool) -> tuple[Plan, ValidatedInputs]:
-    """Settings first, then what they name, then whether the two go together."""
+    """Validate the settings, then the inputs they name, then their combination."""
     problems, paths = Problems(), _absolute_paths(parsed.config)
     checked = problems.attempt(lambda: check_parsed(parsed))
     if not _begins_anew(parsed.config):
@@ -65,14 +77,14 @@ def _look_at(parsed: Parsed, left_out: Collection[str], *, is_asked_to_train: bo
 
 
 def _unreadable(parsed: Parsed) -> set[str]:
-    """What the command line names in a way that cannot be read, by part: that is said, and there is nothing to look at."""
+    """Return the input parts to skip because a value on the command line could not be parsed, which is reported already."""
     of_parts = {"model": ("model", "tokenizer", "weights"), "reward_funcs": ("rewards",)}
     return {part for name in parsed.unreadable for part in of_parts.get(name, (name,))}
 
 
 def _plan_of(parsed: Parsed, checked: Checked, found: ValidatedInputs, paths: Mapping[str, str], *, is_asked_to_train: bool) -> Plan:
-    """The plan of a run with these inputs, which are told how it begins."""
-    fetched: dict[str, str] = {}  # Hub names, whose config.json has only now come
+    """Return the plan of a run with these inputs, and set how the run begins in them."""
+    fetched: dict[str, str] = {}  # Hub names whose config.json has been downloaded by now
     if checked.shape is None and found.model_path is not None:
         fetched["model"] = str(found.model_path)
     if checked.teacher is None and found.teacher_path is not None:
@@ -89,7 +101,7 @@ def _plan_of(parsed: Parsed, checked: Checked, found: ValidatedInputs, paths: Ma
         raise ConfigError(problems)
     if rows is not None and found.eyes is not None and not rows.most_pictures and made.checked.shape is not None:
         made = replace(made, warnings=[*made.warnings, *learns_nothing(cfg, made.checked.shape)])
-    if not is_asked_to_train and found.model_path and cfg.model.trust_remote_code:  # who trains hears it as it runs
+    if not is_asked_to_train and found.model_path and cfg.model.trust_remote_code:  # `train` logs it during the run
         made = replace(made, warnings=[*made.warnings, *filter(None, [remote_code.warning_of(found.model_path)])])
     if not is_asked_to_train and _begins_anew(cfg):
         return made
@@ -104,14 +116,17 @@ def _plan_of(parsed: Parsed, checked: Checked, found: ValidatedInputs, paths: Ma
 
 
 def _begins_anew(cfg: Config) -> bool:
-    """Nothing lies where the run would write, and nothing is in its way. Then `plan` has nothing to judge, and answers at once."""
+    """Return whether there is no output directory yet and nothing prevents creating it. Then `plan` need not judge a resume."""
     out = Path(cfg.run.output_dir)
     nearest = next((path for path in (out, *out.absolute().parents) if path.exists()), out)
     return cfg.run.resume in ("auto", "never") and nearest != out and nearest.is_dir()
 
 
 def _absolute_paths(cfg: Config) -> dict[str, str]:
-    """Settings whose paths are used after the user's code has run, which may change the directory; as they have to be then."""
+    """Return, as absolute paths, the settings that are used after the user's code has run.
+
+    That code may change the working directory.
+    """
     paths = {"output_dir": cfg.run.output_dir, "resume": cfg.run.resume, "lengths": cfg.plan.lengths, "png": cfg.plan.png}
     paths |= {flag: getattr(cfg.tuner, flag) for flag in ADAPTERS}
     if cfg.run.mcore_model:

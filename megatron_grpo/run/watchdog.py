@@ -1,17 +1,17 @@
-"""A rank that hangs, or is stopped, is named, and the run ends; one that is slow is left alone.
+"""Watchdog that names ranks that hang or are stopped, and ends the run. Slow ranks are left alone.
 
-Every rank has a thread that writes a pulse into the job's store now and then: its phase, how far it is, that it lives. Three things raise
-the alarm, each after `rank_heartbeat_timeout` seconds, and after the pause that a phase may make:
+Every rank has a thread that periodically writes a pulse to the job's store: its phase, its progress, and that it is alive. Three conditions
+raise the alarm, each after `rank_heartbeat_timeout` seconds plus the pause that a phase may make:
 
-silent       the pulse of the next rank (each rank watches one, in a ring) stands still: its process is stopped, dead, or its threads are
-             locked out by code that holds the interpreter
-stuck        this rank makes no progress, in a phase in which it waits for nobody
-standstill   nobody makes progress: what all ranks wait for is found by asking them
+silent       The pulse of the next rank stands still (each rank watches one, in a ring): its process is stopped or dead, or code that
+             holds the interpreter locks out its threads.
+stuck        This rank makes no progress in a phase in which it waits for no other rank.
+standstill   No rank makes progress: what all of them wait for is found by asking them.
 
-So slow work that moves is never an alarm, and a rank that waits in a collective is not the culprit. Four messages a period to the store,
-whatever the number of ranks; all pulses are read only after an alarm, twice, by the rank that was first to raise it.
+Slow work that progresses never raises an alarm, and a rank that waits in a collective is not the culprit. The store receives four messages
+per period and rank, whatever the number of ranks; all pulses are read only after an alarm, twice, by the rank that raised it first.
 
-The gloo or NCCL timeout (`distributed_timeout_minutes`) is the net below. One process alone is watched by its parent, `run.supervisor`.
+The timeout of gloo or NCCL (`distributed_timeout_minutes`) is the fallback. A single process is watched by its parent, `run.supervisor`.
 """
 
 from __future__ import annotations
@@ -35,21 +35,30 @@ from megatron_grpo.run.hung import RankReport, keep
 from megatron_grpo.run.peers import Process
 
 LONGEST_PERIOD = 10.0  # seconds between two pulses
-PERIODS = 10  # in a timeout, at least
-SECONDS_TO_ANSWER = 15.0  # for the ranks that live, once there is an alarm
+PERIODS = 10  # minimum number of periods in a timeout
+SECONDS_TO_ANSWER = 15.0  # for live ranks to report after an alarm
 SECONDS_TO_LEAVE = 2.0
 
 _NO_VERDICT = f"{PREFIX}a rank hangs, and the one that was to say which has gone."
 
-# Where a thread of a rank that waits for others is: innermost frames, by module.
+# Modules of the innermost frames of a thread that waits for other ranks.
 _WAITING = ("torch.distributed.", "megatron.core.pipeline_parallel.p2p_communication", "megatron.core.distributed.")
 _DEPTH = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
-    """What a rank says of itself. age: seconds since it last made progress. pause: seconds for which its pulse may stand still too, because
-    a user's function may hold the interpreter as long as it is given."""
+    """What a rank reports about itself.
+
+    Args:
+        beat: Number of pulses so far.
+        step: Optimizer steps done.
+        words: Phase of the run, in words.
+        age: Seconds since the rank last made progress.
+        pause: Seconds for which its pulse may stand still too, because a user's function may hold the interpreter for as long as it is
+            given.
+        has_left: Whether the rank has finished.
+    """
 
     beat: int = 0
     step: int = 0
@@ -60,7 +69,14 @@ class Pulse:
 
 
 class Age:
-    """Seconds since something changed, as this process has lived them: while it is stopped itself, or the machine sleeps, none pass."""
+    """Seconds since a value changed, as experienced by this process.
+
+    While the process is stopped or the machine sleeps, hardly any time counts.
+
+    Args:
+        longest_gap: Maximum seconds that count between two calls of `look`.
+        now: Clock, in seconds.
+    """
 
     def __init__(self, longest_gap: float, now: Callable[[], float] = time.monotonic):
         self._longest_gap, self._now = longest_gap, now
@@ -69,6 +85,7 @@ class Age:
         self.seconds = 0.0
 
     def look(self, value: Any) -> float:
+        """Compare `value` with the previous one and return the seconds since it changed."""
         now = self._now()
         gap, self._looked = min(now - self._looked, self._longest_gap), now
         self.seconds = 0.0 if value != self._last else self.seconds + gap
@@ -77,19 +94,39 @@ class Age:
 
 
 class Alarms:
-    """When there is one, as arithmetic. A call of `reason` is a period; it returns a sentence's beginning, or None."""
+    """Decides when to raise an alarm.
+
+    `reason` is called once per period.
+
+    Args:
+        timeout: `rank_heartbeat_timeout`, seconds.
+        period: Seconds between two pulses.
+        now: Clock, in seconds.
+    """
 
     def __init__(self, timeout: float, period: float, now: Callable[[], float] = time.monotonic):
         self.timeout = timeout
         self.mine, self.everyone, self.neighbour = (Age(5 * period, now) for _ in range(3))
 
     def is_moving(self, moves: int, pause: float) -> bool:
-        """Whether this rank vouches for the job: it has moved since the last look, or its phase may stand still as long as it does."""
+        """Return whether this rank vouches for the job: it has progressed since the last call, or its phase may stand still this long.
+
+        Args:
+            moves: Counter of this rank's progress.
+            pause: Seconds for which the current phases may stand still.
+        """
         seconds = self.mine.look(moves)
         return seconds == 0.0 or seconds <= pause
 
     def reason(self, *, moving: int, is_alone: bool, pause: float, neighbour: Pulse | None) -> str | None:
-        """moving: counts the ranks that vouch. neighbour: the pulse of the rank that this one watches, None where there is none."""
+        """Return "silent", "stuck" or "standstill" if there is an alarm, else None.
+
+        Args:
+            moving: Counter that grows as ranks vouch for the job.
+            is_alone: Whether this rank is in a phase in which it waits for no other rank.
+            pause: Seconds for which the current phases may stand still.
+            neighbour: Pulse of the rank that this one watches; None without one.
+        """
         everyone = self.everyone.look(moving)
         if neighbour is not None and not neighbour.has_left:
             if self.neighbour.look(neighbour.beat) > self.timeout + neighbour.pause:
@@ -102,20 +139,28 @@ class Alarms:
 
 
 def waits_in(thread: int) -> str:
-    """The collective in which a thread of this process waits for other ranks, "" if in none."""
+    """Return the collective in which a thread of this process waits for other ranks; "" if in none."""
     frame, depth, found = sys._current_frames().get(thread), 0, ""
     while frame is not None and depth < _DEPTH:
         if frame.f_globals.get("__name__", "").startswith(_WAITING):
-            found = frame.f_code.co_name  # the outermost of them: what was called, not how it is done
+            found = frame.f_code.co_name  # the outermost frame: the collective that was called
         frame, depth = frame.f_back, depth + 1
     return found
 
 
 class Watchdog:
-    """The watch of one rank. Made in its main thread, collectively: `wait_for_all` returns once every rank's first pulse is there.
+    """Watchdog of one rank.
 
-    store: `collectives.store`. processes: of all ranks. timeout: `rank_heartbeat_timeout`, seconds.
-    leaves: called for this rank, and for those that it ends, before they leave: they have not died without a word.
+    Create it in the main thread. Collective: `wait_for_all` returns once the first pulse of every rank is in the store.
+
+    Args:
+        store: Key-value store of the job (`collectives.store`).
+        rank: This rank.
+        processes: Processes of all ranks, in rank order.
+        timeout: `rank_heartbeat_timeout`, seconds.
+        output_dir: Output directory of the run; receives the report.
+        wait_for_all: Barrier over all ranks.
+        leaves: Called with this rank, and with ranks that it kills, before they exit, so that they do not count as died without a report.
     """
 
     def __init__(
@@ -132,7 +177,7 @@ class Watchdog:
         self.timeout, self.period = timeout, min(LONGEST_PERIOD, timeout / PERIODS)
         self.rank, self.processes, self.output_dir = rank, processes, output_dir
         self._store, self._store_is_gone, self._leaves = store, False, leaves
-        self.leaves_behind: Callable[[str], object] | None = None  # told that ranks hang, it writes down what this rank was at
+        self.leaves_behind: Callable[[str], object] | None = None  # called when ranks hang; it dumps the current step
         self._alarms = Alarms(timeout, self.period)
         self._main = threading.main_thread().ident or 0
         hung.register()
@@ -144,37 +189,43 @@ class Watchdog:
         self._neighbour = (rank + 1) % len(processes)
         self._round = Age(5 * self.period)
         self._rounds = 0
-        self._found: tuple[int, Pulse | None, bool] = (0, None, False)  # moving, the neighbour's pulse, whether there is an alarm
+        self._found: tuple[int, Pulse | None, bool] = (0, None, False)  # (moving, the neighbour's pulse, whether there is an alarm)
         os.register_at_fork(after_in_child=self._in_child)
         self._speaker = threading.Thread(target=self._speak, name="watchdog pulse", daemon=True)
         self._speaker.start()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """This rank has nothing left to do with the others."""
+        """End the watch: this rank has nothing left to do with the others."""
         self.hold_if_alarmed()
         self._ended.set()
-        self._speaker.join(SECONDS_TO_LEAVE)  # says so to the others
+        self._speaker.join(SECONDS_TO_LEAVE)  # it notifies the others
 
     def hold_if_alarmed(self) -> None:
-        """For the main thread, before it tells of an error. After an alarm it does not return: what it met is that others leave."""
+        """Block the main thread forever if there is an alarm. Call it before reporting an error.
+
+        After an alarm the error only reflects that other ranks have left.
+        """
         if self._alarm.is_set():
             threading.Event().wait()
 
     def who_is_silent(self) -> list[int]:
-        """Other ranks whose pulse stands still, for the main thread where a collective has failed and nobody has. Takes some periods."""
+        """Return other ranks whose pulse stands still. It takes several periods.
+
+        The main thread calls it when a collective has failed although no rank has reported a failure.
+        """
         try:
             before = self._pulses()
             time.sleep(3 * self.period)
             still = [rank for rank, pulse in enumerate(self._pulses()) if pulse.beat == before[rank].beat and not pulse.has_left]
             return [rank for rank in still if rank != self.rank]
-        except RuntimeError:  # the store has gone
+        except RuntimeError:  # the store is closed
             return []
 
     def _in_child(self) -> None:
-        self._ended.set()  # a forked child (a reward function's) has no threads; should it come to close this, nothing is to be said
+        self._ended.set()  # a forked child (of a reward function) has no threads; if it calls `close`, nothing must be sent
 
-    # ---- two threads: one speaks with the store and may hang with it; one counts
+    # ---- two threads: one talks to the store and may hang with it; the other counts
 
     def _speak(self) -> None:
         try:
@@ -182,7 +233,7 @@ class Watchdog:
                 self._speak_once()
             if not self._alarm.is_set():
                 self._write(f"pulse/{self.rank}", replace(self._pulse, has_left=True))
-        except RuntimeError:  # the store has gone, and with it the job: `run.peers` tells of that
+        except RuntimeError:  # the store is closed, and the job has ended: `run.peers` reports that
             self._store_is_gone = True
         finally:
             hung.write_down(timeout=0.0)
@@ -197,7 +248,7 @@ class Watchdog:
             age=self._alarms.mine.seconds,
             pause=sum(one.pause for one in phases if one.is_alone),
         )
-        # For this process's parent. In a job of many the others notice first, and know more.
+        # For the parent of this process. In a job with several ranks the others must notice first, because they know more.
         seconds = (self.timeout + self._pulse.pause) * (1.0 if len(self.processes) == 1 else 2.0)
         hung.write_down(beats=self._pulse.beat, timeout=seconds)
         self._write(f"pulse/{self.rank}", self._pulse)
@@ -242,13 +293,13 @@ class Watchdog:
         return Pulse(**json.loads(self._store.get(f"pulse/{rank}")))
 
     def _pulses(self) -> list[Pulse]:
-        """Of all ranks."""
+        """Return the pulses of all ranks."""
         return [Pulse(**json.loads(text)) for text in self._store.multi_get([f"pulse/{rank}" for rank in range(len(self.processes))])]
 
     # ---- after an alarm
 
     def _end(self, reason: str) -> None:
-        """What every rank that lives does: it says where it is, looks after silent ones of its machine, hears the verdict, and leaves."""
+        """Report where this rank is, look at the silent ranks of its machine, wait for the verdict, and exit. Every live rank does this."""
         text, silent, mine = _NO_VERDICT, [], []
         try:
             leads = self._store.compare_set("alarm", "", str(self.rank)).decode() == str(self.rank)
@@ -267,13 +318,13 @@ class Watchdog:
                 text = self._store.get("verdict").decode()
             for rank in (self.rank, *mine):
                 self._leaves(rank)
-        except RuntimeError:  # the store has gone: whoever held it has left, and has said why
+        except RuntimeError:  # the store is closed: the process that held it has exited and reported why
             pass
         finally:
             self._leave(text, silent, mine)
 
     def _give_up(self) -> None:
-        """The store may stop answering in the midst of it."""
+        """Exit after a time limit, because the store may stop answering during `_end`."""
         time.sleep(2 * self._patience)
         self._leave(_NO_VERDICT, [], [])
 
@@ -284,7 +335,7 @@ class Watchdog:
             elif self._is_first_here(silent):
                 print(text, file=sys.stderr, flush=True)
             self._kill(mine)
-            if self.rank == 0:  # which may hold the store that the others read the verdict from
+            if self.rank == 0:  # it may hold the store from which the others read the verdict
                 time.sleep(2 * self.period + 1.0)
         finally:
             os._exit(EXIT_CRASH)
@@ -298,7 +349,7 @@ class Watchdog:
             return
         try:
             self.leaves_behind(f"a rank hangs (rank_heartbeat_timeout {self.timeout:g} s)")
-        except Exception as error:  # noqa: BLE001 - whatever it is, who hangs must be named all the same
+        except Exception as error:  # noqa: BLE001 - the hanging rank must be named in any case
             print(f"{PREFIX}rank {self.rank} could keep nothing of its step: {error}", file=sys.stderr, flush=True)
 
     def _my_account(self) -> RankReport:
@@ -311,7 +362,11 @@ class Watchdog:
         )  # fmt: skip
 
     def _without_account(self, expected: Collection[int]) -> list[int]:
-        """Ranks that do not say where they are, when they have had time to. expected: they are known to be silent, and not waited for."""
+        """Return the ranks that have not reported where they are within the time limit.
+
+        Args:
+            expected: Ranks known to be silent, which are not waited for.
+        """
         missing = [rank for rank, pulse in enumerate(self._pulses()) if not pulse.has_left]
         end = time.monotonic() + 4 * self.period + SECONDS_TO_ANSWER
         while (missing := [rank for rank in missing if not self._has(f"account/{rank}")]) and time.monotonic() < end:
@@ -321,15 +376,19 @@ class Watchdog:
         return missing
 
     def _here(self) -> list[int]:
-        """Ranks of this machine."""
+        """Return the ranks of this machine."""
         return [rank for rank, process in enumerate(self.processes) if process.machine == self.processes[self.rank].machine]
 
     def _is_first_here(self, silent: Collection[int]) -> bool:
-        """Of the ranks of this machine that live."""
+        """Return whether this is the first live rank of its machine."""
         return next(rank for rank in self._here() if rank not in silent) == self.rank
 
     def _look_after(self, silent: Collection[int]) -> list[int]:
-        """Stacks and accounts of the silent ranks of this machine, by the first of its ranks that lives. Returns those it cared for."""
+        """Collect stacks and reports of the silent ranks of this machine, if this is its first live rank.
+
+        Returns:
+            The ranks that were looked at.
+        """
         if not self._is_first_here(silent):
             return []
         mine = [rank for rank in self._here() if rank in silent]
@@ -338,12 +397,15 @@ class Watchdog:
         return mine
 
     def _look_at(self, rank: int, *, age: float) -> RankReport:
-        """Of a silent rank of this machine."""
+        """Report on a silent rank of this machine."""
         process = self.processes[rank]
         return hung.look_from_outside(process.pid, rank, self.output_dir, age=age, death=process.death())
 
     def _verdict(self, silent: Collection[int]) -> str:
-        """Of what ranks say of themselves, and of what is found of the silent ones; those may come back to life when they are looked at."""
+        """Return the verdict, from the reports of live ranks and from what was found of silent ones.
+
+        A silent rank may come back to life when it is looked at.
+        """
         pulses, silent = self._pulses(), set(silent)
         missing = [rank for rank, pulse in enumerate(pulses) if rank in silent or not pulse.has_left]
         accounts: dict[int, RankReport] = {}
@@ -369,7 +431,7 @@ class Watchdog:
                 os.kill(self.processes[rank].pid, signal.SIGKILL)
 
     def _end_without_store(self) -> None:
-        """The store, which rank 0 or its launcher holds, does not answer: whoever can look at rank 0 says how it is."""
+        """End the run because the store, which rank 0 or its launcher holds, does not answer. A rank on its machine reports on rank 0."""
         self._alarm.set()
         keep(self.output_dir, f"rank_{self.rank:05d}.txt", hung.mine())
         host, mine = self.processes[0].host, []
