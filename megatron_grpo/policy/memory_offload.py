@@ -1,8 +1,8 @@
-"""Room for the sampler: the policy's memory goes to the host while the sampler needs the device, and comes back under the same tensors.
+"""Offload of the policy's memory to the host while the sampler needs the device.
 
-By storage, not by tensor. Megatron-Core's flat buffers, parameters, gradients and the optimizer's shards are views of each other, and a
-view that is moved by itself leaves the others behind without an error. So storages are copied whole, emptied and filled again: every view
-is right by itself, and nothing is rebuilt.
+Memory moves by storage, not by tensor. Megatron-Core's flat buffers, parameters, gradients and the optimizer's shards are views of each
+other, and moving a view by itself separates it from the others without an error. So whole storages are copied, emptied and filled again:
+every view stays valid, and nothing is rebuilt.
 """
 
 from __future__ import annotations
@@ -18,31 +18,43 @@ from megatron_grpo.policy.sharded_state import torch_optimizers, unwrapped
 
 Role = Literal["weights", "reference", "optimizer", "gradients"]
 Part = Literal["nothing", "weights", "reference", "all"]
-# What each part needs. A storage that tensors of two roles share has the first of them: float32 masters are views of weights.
+# Roles that each part needs. A storage that tensors of two roles share has the first of the two: float32 main weights are views of weights.
 ROLES: tuple[Role, ...] = ("weights", "reference", "optimizer", "gradients")
 NEEDS: dict[Part, tuple[Role, ...]] = {"nothing": (), "weights": ROLES[:1], "reference": ROLES[:2], "all": ROLES}
-CHUNK = 256 << 20  # bytes of host memory that are pinned at once; torch rounds what it pins up to a power of two
+CHUNK = 256 << 20  # bytes of host memory that are pinned at once; torch rounds the size of pinned memory up to a power of two
 
 
 class PolicyOffloader:
-    """What is on the device and what is on the host. Gradients are not kept: they come back as zeros.
+    """Offload of the policy's memory to the host and back. Gradients are not copied: they come back as zeros.
 
-    What stays on the device is small: Adam's step counters, rotary frequencies, the states of generators.
+    A little stays on the device: Adam's step counters, rotary frequencies, and the states of random number generators.
+
+    Args:
+        held: Returns every tensor of the policy with its role, as they are at the time of the call.
+        movable: Roles that may be offloaded.
+        device: The device of the policy.
+        clock: Timers that record the offload.
+
+    Attributes:
+        given_bytes: Bytes of this rank that are offloaded, after the latest `make`.
     """
 
     def __init__(
         self, held: Callable[[], Iterable[tuple[Role, torch.Tensor]]], movable: Collection[Role], device: torch.device, clock: Timers
     ):
-        """held: every tensor of the policy with its role, as they are when it is called. movable: what may be given away."""
         self._held, self.movable, self._device, self._clock = held, movable, device, clock
         self._away: dict[Role, list[tuple[torch.UntypedStorage, int]]] = {}
         self._host: dict[Role, list[torch.Tensor]] = {role: [] for role in ROLES}
         self._in_use: list[Part] = []
-        self.given_bytes = 0  # of this rank, when room was last made
+        self.given_bytes = 0
 
     @contextmanager
     def resident(self, part: Part) -> Iterator[None]:
-        """What `part` needs is on the device while the block runs; what was given away is taken back for it."""
+        """Keep what a part needs on the device while the block runs; offloaded memory comes back first.
+
+        Args:
+            part: What the block needs: "weights", "reference" (with the weights) or "all".
+        """
         if any(role in self._away for role in NEEDS[part]):
             with self._clock("offload"):
                 for role in NEEDS[part]:
@@ -55,7 +67,14 @@ class PolicyOffloader:
             self._in_use.pop()
 
     def make(self, *, keep: Part = "nothing") -> None:
-        """Gives away all that may be given away and that `keep` does not need. Raises RuntimeError inside a block that needs it."""
+        """Offload everything that may be offloaded and that `keep` does not need.
+
+        Args:
+            keep: What stays on the device.
+
+        Raises:
+            RuntimeError: Inside a `resident` block that needs what would be offloaded.
+        """
         if used := [part for part in self._in_use if not set(NEEDS[part]) <= set(NEEDS[keep])]:
             raise RuntimeError(f"memory of the policy is to be given away while {used[-1]} is in use")
         leaving = [role for role in ROLES if role in self.movable and role not in NEEDS[keep] and role not in self._away]
@@ -67,14 +86,21 @@ class PolicyOffloader:
             torch.cuda.empty_cache()  # the sampler's allocator does not see what torch keeps for itself
 
     def require(self, part: Part) -> None:
-        """Raises RuntimeError where something that `part` needs has been given away: kernels would read memory that is gone."""
+        """Check that everything a part needs is on the device: kernels would read memory that has been freed.
+
+        Args:
+            part: What is needed.
+
+        Raises:
+            RuntimeError: If any of it is offloaded.
+        """
         if missing := [role for role in NEEDS[part] if role in self._away]:
             raise RuntimeError(f"{' and '.join(missing)} of the policy were given away: this belongs inside `resident({part!r})`")
 
-    # ---- how ---------------------------------------------------------------------------------------------------------------------
+    # ---- implementation ----------------------------------------------------------------------------------------------------------
 
     def _give(self, roles: Sequence[Role]) -> None:
-        """All copies are made before the first storage is emptied: a host without memory for them leaves the policy whole."""
+        """Offload roles. All copies are made before the first storage is emptied: a host without enough memory leaves the policy whole."""
         storages = self._storages()
         for role in roles:
             if role != "gradients":
@@ -98,16 +124,16 @@ class PolicyOffloader:
             self._copy(role, storages, to_host=False)
 
     def _storages(self) -> dict[Role, list[torch.UntypedStorage]]:
-        """Those on the device by role, each once. What is away is empty, and is left out."""
+        """Return the storages on the device by role, each once. Offloaded ones are empty and not among them."""
         found: dict[int, tuple[Role, torch.UntypedStorage]] = {}
         for role, tensor in sorted(self._held(), key=lambda held: ROLES.index(held[0])):
             storage = tensor.untyped_storage()
-            if tensor.device.type == self._device.type and storage.nbytes():  # an optimizer may be on the host for good
+            if tensor.device.type == self._device.type and storage.nbytes():  # an optimizer may be on the host permanently
                 found.setdefault(storage._cdata, (role, storage))
         return {role: [storage for its, storage in found.values() if its == role] for role in ROLES}
 
     def _copy(self, role: Role, storages: Sequence[torch.UntypedStorage], *, to_host: bool) -> None:
-        """Between these storages and the role's memory on the host, where they lie one behind the other."""
+        """Copy between these storages and the role's memory on the host, where they are concatenated."""
         host = self._host_memory(role, sum(storage.nbytes() for storage in storages))
         chunk = offset = 0
         for storage in storages:
@@ -120,7 +146,7 @@ class PolicyOffloader:
                 chunk, offset = (chunk, offset + len(theirs)) if offset + len(theirs) < len(host[chunk]) else (chunk + 1, 0)
 
     def _host_memory(self, role: Role, size: int) -> list[torch.Tensor]:
-        """At least so many bytes, made once and kept for the next time."""
+        """Return at least `size` bytes of host memory, allocated once and reused."""
         host, is_pinned = self._host[role], self._device.type == "cuda"
         missing = size - sum(map(len, host))
         while missing > 0:
@@ -132,20 +158,27 @@ class PolicyOffloader:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def _wait(self) -> None:
-        """Copies are done. Other streams, and the sampler's allocator, know nothing of the order on this one."""
+        """Wait until all copies are done, because other streams and the sampler's allocator are not ordered after this one."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 def refuse_if_away(chunks: Iterable[torch.nn.Module]) -> None:
-    """Raises RuntimeError where a model's weights have been given away."""
+    """Check that the weights of a model are on the device.
+
+    Args:
+        chunks: The model chunks.
+
+    Raises:
+        RuntimeError: If weights are offloaded.
+    """
     for chunk in chunks:
         if any(parameter.numel() and not parameter.untyped_storage().nbytes() for parameter in chunk.parameters()):
             raise RuntimeError("a model whose weights were given away was asked for log-probs: this belongs inside `resident`")
 
 
 def tensors_of(policy: Any) -> Iterator[tuple[Role, torch.Tensor]]:
-    """Every tensor that a `Policy` holds from step to step, with its role."""
+    """Yield every tensor that a `Policy` holds from step to step, with its role."""
     reference = policy.reference.chunks if policy.reference is not None else ()
     models: tuple[tuple[Role, Sequence[torch.nn.Module]], ...] = (("weights", policy.chunks), ("reference", reference))
     for role, chunks in models:
@@ -153,7 +186,7 @@ def tensors_of(policy: Any) -> Iterator[tuple[Role, torch.Tensor]]:
             yield from ((role, tensor.data) for tensor in (*module.parameters(), *module.buffers()))
     for wrapped in policy.wrapped:
         for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
-            if buffer.param_data is not None:  # where the optimizer is distributed; padding is a part of it
+            if buffer.param_data is not None:  # with a distributed optimizer; it includes padding
                 yield "weights", buffer.param_data
             yield "gradients", buffer.grad_data
     for inner in torch_optimizers(policy.optimizer):

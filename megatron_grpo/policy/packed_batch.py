@@ -1,4 +1,4 @@
-"""A micro-batch as tensors on this rank's device: its part of the packed stream, and how attention should read it."""
+"""A micro-batch as tensors on this rank's device: its part of the packed stream, and the attention runs over it."""
 
 from __future__ import annotations
 
@@ -18,28 +18,33 @@ from megatron_grpo.parallel.vocab import VocabMask
 from megatron_grpo.policy.kernels import Rotation
 from megatron_grpo.types import Image, MicroBatch, Segment
 
-# On a CPU a call of attention costs about as much as copying so many tokens there and back.
+# On a CPU one attention call costs about as much as copying this many tokens to another place and back.
 TOKENS_A_CALL = 24
 
 
 class Runs(NamedTuple):
-    """`num` runs of queries that lie side by side in a part, as their runs of keys do, all of one size."""
+    """`num` adjacent runs of queries in a part, and their adjacent runs of keys, all of one size."""
 
     num: int
     num_queries: int
     num_keys: int
 
 
-Places = slice | torch.Tensor  # of a stream; without a copy if they lie side by side, else int64
+Places = slice | torch.Tensor  # indices into a stream: a slice (no copy) if they are contiguous, else int64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Runs of queries, each on a run of keys.
+    """Runs of queries, each with the run of keys that it attends to.
 
-    queries: in this rank's part of the stream, each once. keys: among the keys of all context-parallel ranks, rank after rank. Causal runs
-    have as many queries as keys, and a query sees keys up to its own place; of others it sees all. cu_queries, cu_keys: int32 [runs + 1],
-    bounds of the runs.
+    Attributes:
+        queries: Indices into this rank's part of the stream, each once.
+        keys: Indices into the keys of all context-parallel ranks, concatenated in rank order.
+        is_causal: Causal runs have as many queries as keys, and a query attends to keys up to its own index. In other runs it attends to
+            all keys.
+        runs: The sizes of the runs.
+        cu_queries: Bounds of the runs of queries, int32 [runs + 1].
+        cu_keys: Bounds of the runs of keys, int32 [runs + 1].
     """
 
     queries: Places
@@ -51,35 +56,55 @@ class Part:
 
     @property
     def most_queries(self) -> int:
+        """Queries of the longest run."""
         return max(run.num_queries for run in self.runs)
 
     @property
     def most_keys(self) -> int:
+        """Keys of the longest run."""
         return max(run.num_keys for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
-    """Given to every attention layer in place of Megatron-Core's PackedSeqParams.
+    """Attention over the packed stream; every attention layer receives it in place of Megatron-Core's PackedSeqParams.
 
-    `qkv_format` is not "thd": Megatron then applies RoPE row by row, and the frequencies we hand it are already a gather by position.
+    `qkv_format` is not "thd": Megatron then applies RoPE row by row, and the frequencies that it receives are already gathered by position.
+
+    Attributes:
+        causal: Every query except padding once, on its own segment or on the chunk of it that lies on this rank. None if all tokens are
+            padding.
+        full: What queries attend to besides: under context parallelism the earlier chunks of their segment; and their parent.
+        has_parents: Whether a segment has a parent.
+        windowed: Returns `causal` and `full` for a window of so many tokens, a query's own token included.
+        longest: Tokens of the longest segment together with its parent.
+        cu_seqlens: Bounds of the segments in the whole stream, int32 [segments + 1], for Transformer Engine's attention.
+        max_seqlen: Tokens of the longest segment.
+        rotations: Rotations of queries and keys, one for each rope of the model, set by the model that reads the stream. Empty if the model
+            has rotated them before.
     """
 
-    causal: Part | None  # every query but those of padding once, on its segment, or on the chunk of it that lies here; None: all is padding
-    full: tuple[Part, ...]  # what queries see besides: under context parallelism earlier chunks of their segment; their parent
+    causal: Part | None
+    full: tuple[Part, ...]
     has_parents: bool
-    windowed: Callable[[int], tuple[Part | None, tuple[Part, ...]]]  # the same two where a token sees so many, itself among them
-    longest: int  # tokens of a segment and its parent
-    cu_seqlens: torch.Tensor  # int32 [segments + 1], of the whole stream: what Transformer Engine's attention reads
+    windowed: Callable[[int], tuple[Part | None, tuple[Part, ...]]]
+    longest: int
+    cu_seqlens: torch.Tensor  # int32 [segments + 1]
     max_seqlen: int
-    # Of queries and keys, by the model that reads the stream, for each of its ropes; (): it has rotated them before.
     rotations: tuple[Rotation, ...] = ()
     qkv_format: str = "segments"
     local_cp_size: None = None
     cp_group: None = None
 
     def within(self, window: int | None) -> PackedBatch:
-        """As a layer reads it whose tokens see `window` tokens, themselves among them; all of them where it is None."""
+        """Return the stream for a layer with sliding-window attention.
+
+        Args:
+            window: Tokens that a token attends to, itself included; None for all.
+
+        Raises:
+            ValueError: If the window cuts a segment and the stream has parents, because shared prompts need attention to whole sequences.
+        """
         if window is None or self.longest <= window:
             return self
         if self.has_parents:
@@ -90,35 +115,46 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalPictures:
-    """The pictures of which this context-parallel rank holds tokens."""
+    """The images of which this context-parallel rank holds tokens."""
 
     pictures: tuple[Image, ...]
-    at: torch.Tensor  # int64 [n], ascending: places among the t tokens
-    token: torch.Tensor  # int64 [n]: which of the tokens of all `pictures`, one picture behind the other, stands there
+    at: torch.Tensor  # int64 [n], ascending: indices into the t tokens of this rank
+    token: torch.Tensor  # int64 [n]: index of that image token among the tokens of all `pictures`, concatenated
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalBatch:
-    """This context-parallel rank's part of a micro-batch. t = T / cp tokens, c of the C trained positions."""
+    """This context-parallel rank's part of a micro-batch: t = T / cp tokens and c of the C trained positions."""
 
-    number: int  # of the micro-batch in its pass
-    held: np.ndarray  # int64 [t]: places of these tokens in the whole stream
+    number: int  # index of the micro-batch in its pass
+    held: np.ndarray  # int64 [t]: indices of these tokens in the whole stream
     token_ids: torch.Tensor  # int64 [1, t]
     positions: torch.Tensor  # int64 [t], or [3, t] where the micro-batch has pictures
-    multiplicity: torch.Tensor  # int64 [t]: contexts that a token stands for; 0 is alignment padding
+    multiplicity: torch.Tensor  # int64 [t]: number of contexts that share a token; 0 is alignment padding
     packed: PackedBatch
-    predict_at: torch.Tensor  # int64 [c], places among the t tokens; shared ones stand several times
+    predict_at: torch.Tensor  # int64 [c], indices into the t tokens; an index that several contexts share occurs several times
     targets: torch.Tensor  # int64 [c]
     trained: np.ndarray  # int64 [c], which of the C trained positions these are
-    experts: Mapping[int, torch.Tensor]  # by place among the model's layers with experts, of this stage's: int16 [t, k], -1 routes freely
-    kept: VocabMask | None  # of the c trained positions; None: their softmax runs over all words
-    seen: LocalPictures | None  # None: no picture's token is here
+    # By index among the model's MoE layers, those of this stage: int16 [t, k], -1 lets the router choose.
+    experts: Mapping[int, torch.Tensor]
+    kept: VocabMask | None  # sampling mask of the c trained positions; None: their softmax runs over the whole vocabulary
+    seen: LocalPictures | None  # None: no image token is on this rank
 
 
 def sequences(packed: PackedBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each run of queries their places, and those of all keys of their sequence up to the last query, in its order; int64.
+    """Yield the runs of queries and the keys that belong to each, as int64 indices.
 
-    Under context parallelism a sequence has two runs here. ValueError where sequences have parents.
+    Under context parallelism a sequence has two runs on this rank.
+
+    Args:
+        packed: The packed stream.
+
+    Yields:
+        The indices of a run of queries; and those of all keys of its sequence up to the last of these queries, in the order of the
+        sequence.
+
+    Raises:
+        ValueError: If the sequences have parents.
     """
     if packed.has_parents:
         raise ValueError("a sequence with a parent begins elsewhere in the stream")
@@ -141,7 +177,13 @@ ToDevice = Callable[[np.ndarray], torch.Tensor]
 
 
 def to_local(batch: MicroBatch, parallel: ParallelState, moe_layers: Sequence[int] = ()) -> LocalBatch:
-    """Cuts a micro-batch for this rank and moves it to its device. moe_layers: this stage's, by their place among those of the model."""
+    """Cut a micro-batch for this rank and move it to its device.
+
+    Args:
+        batch: The micro-batch of this data-parallel rank.
+        parallel: The layout and the process groups of this rank.
+        moe_layers: MoE layers of this stage, by their index among those of the model.
+    """
     cp, rank, device = parallel.cp_size, parallel.cp_rank, parallel.device
     held = held_tokens(batch.segments, cp, rank)
     place = np.full(batch.num_tokens, -1)
@@ -169,16 +211,22 @@ def to_local(batch: MicroBatch, parallel: ParallelState, moe_layers: Sequence[in
 
 
 def _seen(batch: MicroBatch, place: np.ndarray, tensor: ToDevice) -> LocalPictures | None:
-    """place: of each token of the stream among those of this rank, -1 for those of others."""
+    """Return the images of which this rank holds tokens.
+
+    Args:
+        batch: The micro-batch.
+        place: Index of each token of the stream among the tokens of this rank, -1 for tokens of other ranks.
+        tensor: Moves an array to the device.
+    """
     here = np.flatnonzero(place[batch.picture_at] >= 0)
     if not len(here):
         return None
     ends = np.cumsum([num_tokens(picture) for picture in batch.pictures])
-    which = np.searchsorted(ends, batch.picture_token[here], side="right")  # the picture of each token
+    which = np.searchsorted(ends, batch.picture_token[here], side="right")  # the image of each token
     needed = np.unique(which)
     counts = np.diff(ends, prepend=0)
     begins = np.zeros(len(ends), dtype=np.int64)
-    begins[needed] = np.cumsum(counts[needed]) - counts[needed]  # of those that are needed, among themselves
+    begins[needed] = np.cumsum(counts[needed]) - counts[needed]  # first token of each needed image among those of the needed ones
     token = batch.picture_token[here] - (ends - counts)[which] + begins[which]
     at = place[batch.picture_at[here]]
     order = np.argsort(at, kind="stable")
@@ -186,7 +234,15 @@ def _seen(batch: MicroBatch, place: np.ndarray, tensor: ToDevice) -> LocalPictur
 
 
 def packed_stream(segments: Sequence[Segment], cp: int, rank: int, tensor: ToDevice, *, by_length: bool = False) -> PackedBatch:
-    """How rank `rank` of `cp` reads a stream of these segments. by_length: short ones may be copied, by length."""
+    """Return the attention of one context-parallel rank over a stream of segments.
+
+    Args:
+        segments: The segments, which cover the stream.
+        cp: Number of context-parallel ranks.
+        rank: This rank among them.
+        tensor: Moves an array to the device.
+        by_length: Short segments may be copied and sorted by length, to save attention calls.
+    """
     causal, full = _own(segments, cp, rank)
     cu = np.array([0] + [segment.end for segment in segments], dtype=np.int32)
 
@@ -210,11 +266,11 @@ def packed_stream(segments: Sequence[Segment], cp: int, rank: int, tensor: ToDev
     )
 
 
-Pair = tuple[np.ndarray, np.ndarray]  # places of a run of queries, and of the keys that it sees
+Pair = tuple[np.ndarray, np.ndarray]  # indices of a run of queries, and of the keys that it attends to
 
 
 def _own(segments: Sequence[Segment], cp: int, rank: int) -> tuple[list[Pair], list[Pair]]:
-    """Segments on themselves: (causal, full). Padding attends to nothing: nobody sees it."""
+    """Return the attention of segments to themselves, as (causal, full). Padding attends to nothing: no other token attends to it."""
     causal, full, total = [], [], segments[-1].end
     for segment in segments:
         if not segment.length:
@@ -224,7 +280,7 @@ def _own(segments: Sequence[Segment], cp: int, rank: int) -> tuple[list[Pair], l
             causal.append((places, places))
             continue
         keys, chunk = gathered_places(segment, total, cp), (segment.end - segment.start) // (2 * cp)
-        for place, number in enumerate((rank, 2 * cp - 1 - rank)):  # the chunks that this rank holds, in its order
+        for place, number in enumerate((rank, 2 * cp - 1 - rank)):  # the chunks that this rank holds, in the order it holds them
             queries = segment.start // cp + place * chunk + np.arange(chunk)
             causal.append((queries, keys[number * chunk : (number + 1) * chunk]))
             if number:
@@ -233,10 +289,15 @@ def _own(segments: Sequence[Segment], cp: int, rank: int) -> tuple[list[Pair], l
 
 
 def _in_window(causal: Sequence[Pair], full: Sequence[Pair], window: int) -> tuple[list[Pair], list[Pair], list[Pair]]:
-    """What is left of `_own` where a token sees `window` tokens, itself among them, as (causal, causal, full): no part needs a mask.
+    """Reduce the result of `_own` to a sliding window, as (causal, causal, full). No part needs a mask.
 
-    Runs are cut into blocks of a window. In its own block a token sees what comes before it; of the block before it sees a triangle the
-    other way round, which is causal attention of what stands in reverse.
+    Runs are cut into blocks of one window. In its own block a token attends to the tokens before it. Of the previous block it attends to a
+    triangle in the opposite direction, which is causal attention in reverse order.
+
+    Args:
+        causal: Causal pairs of `_own`.
+        full: Full pairs of `_own`.
+        window: Tokens that a token attends to, itself included.
     """
     own: list[Pair] = []
     bands: list[Pair] = []
@@ -246,13 +307,16 @@ def _in_window(causal: Sequence[Pair], full: Sequence[Pair], window: int) -> tup
             own.append((queries[begin : begin + window], keys[begin : begin + window]))
             if begin:
                 _add_band(queries[begin : begin + window], keys[begin - window : begin], window, bands, seen)
-    for queries, keys in full:  # earlier chunks of the segment, which end where the queries begin
+    for queries, keys in full:  # earlier chunks of the segment, which end at the first query
         _add_band(queries[:window], keys[-window:], window, bands, seen)
     return own, bands, seen
 
 
 def _add_band(queries: np.ndarray, keys: np.ndarray, window: int, bands: list[Pair], seen: list[Pair]) -> None:
-    """The keys come before the queries, side by side: query i sees all but the first i + 1 + len(keys) - window of them."""
+    """Add the attention of queries to the keys directly before them.
+
+    Query i attends to all but the first i + 1 + len(keys) - window keys.
+    """
     if window == 1:
         return
     queries, keys = queries[: window - 1], keys[-(window - 1) :]
@@ -267,14 +331,17 @@ def _add_band(queries: np.ndarray, keys: np.ndarray, window: int, bands: list[Pa
 
 
 def _by_length(pairs: Sequence[Pair]) -> Sequence[Pair]:
-    """In the order of their lengths, where that saves calls enough to pay for the copies."""
+    """Sort pairs by length if that saves enough attention calls to pay for the copies."""
     ordered = sorted(pairs, key=lambda pair: len(pair[0]))
     saves = (len(_runs(pairs)) - len(_runs(ordered))) * TOKENS_A_CALL > sum(len(queries) for queries, _ in pairs)
     return ordered if saves else pairs
 
 
 def _inherited(segments: Sequence[Segment], cp: int) -> list[Pair]:
-    """The children of a parent lie side by side, so their queries are one run. They see all of it but its alignment padding."""
+    """Return the attention of children to their parents.
+
+    The children of a parent are adjacent, so their queries are one run. They attend to the whole parent except its alignment padding.
+    """
     children: dict[int, list[Segment]] = {}
     for segment in segments:
         if segment.parent >= 0:

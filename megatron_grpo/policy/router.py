@@ -1,10 +1,12 @@
-"""What the policy's routers do beside Megatron-Core's: a z-loss that depends on the global batch alone, and experts chosen before.
+"""The policy's routers: a z-loss that depends on the global batch alone, and replay of recorded experts.
 
-Megatron-Core means its z-loss over the tokens of one micro-batch on one rank, and trusts later divisions to make that right; which ones
-happen differs between its versions and layouts. Here it is what every other loss is: a sum over tokens with a weight fixed in advance.
+Megatron-Core averages its z-loss over the tokens of one micro-batch on one rank and relies on later divisions to correct this; which
+divisions happen differs between its versions and layouts. Here the z-loss is like every other loss: a sum over tokens with a weight fixed
+in advance.
 
-A router must know which micro-batch it routes, and may not remember it: others run between a forward and its recompute. Megatron-Core hands
-a padding mask on, recomputed or not, but makes it bool; so the mask has the binary digits of the micro-batch's number.
+A router must know which micro-batch it routes and must not remember it, because other micro-batches run between a forward and its
+recomputation. Megatron-Core passes a padding mask on, recomputed or not, but converts it to bool; so the mask holds the binary digits of
+the micro-batch's number.
 """
 
 from __future__ import annotations
@@ -23,25 +25,39 @@ from megatron_grpo.types import MicroBatch
 
 
 class RouterPass:
-    """One pass of a model, as its routers see it."""
+    """One pass of a model, as its routers use it.
+
+    Args:
+        replays: Tokens take the experts that their micro-batch names.
+        records: The experts that the routers choose are stored for `recorded`.
+    """
 
     def __init__(self, *, replays: bool = False, records: bool = False):
-        """replays: tokens take the experts that their micro-batch names. records: what the routers chose is kept (`recorded`)."""
         self.replays, self.records = replays, records
         self.batches: Mapping[int, LocalBatch] = {}  # by number
-        self.in_forward = -1  # the number of the micro-batch whose forward runs, where none is recomputed
+        self.in_forward = -1  # the number of the micro-batch whose forward is running (not a recomputation)
         self._recorded: dict[tuple[int, int], torch.Tensor] = {}  # (micro-batch, layer) -> int64 [tokens of the router, k]
         self._counts: torch.Tensor | None = None  # float64 [3], see `metrics`
 
     def choose(self, scores: torch.Tensor, own: torch.Tensor, router: PolicyRouter, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores, experts) [t, k] of tokens of a micro-batch whose router would take the experts `own`."""
+        """Choose the experts of the tokens of one micro-batch.
+
+        Args:
+            scores: Router scores, [t, experts].
+            own: Experts that the router would choose, int64 [t, k].
+            router: The router that asks.
+            number: Number of the micro-batch.
+
+        Returns:
+            The scores of the chosen experts, [t, k]; and the experts, int64 [t, k].
+        """
         if self.records:
             self._recorded[number, router.place] = own
         if not self.replays:
             return scores.gather(1, own), own
         given = self.batches[number].experts.get(router.place)
         forced = torch.full_like(own, -1) if given is None else router.own_share(given).long()
-        if torch.is_grad_enabled():  # once a token, recomputed or not
+        if torch.is_grad_enabled():  # once per token, recomputed or not
             self._count(own, forced, router.copies.double())
         chosen = torch.where(forced[:, :1] >= 0, forced, own)
         return scores.gather(1, chosen), chosen
@@ -52,7 +68,10 @@ class RouterPass:
         self._counts = counts if self._counts is None else self._counts + counts
 
     def metrics(self, parallel: ParallelState) -> dict[str, float]:
-        """Of a pass that trained, over all ranks and layers. Collective; empty where nothing is replayed."""
+        """Return the replay metrics of a training pass, over all ranks and layers. Collective.
+
+        Empty if nothing is replayed.
+        """
         if not self.replays:
             return {}
         counts = torch.zeros(3, dtype=torch.float64) if self._counts is None else self._counts
@@ -62,14 +81,20 @@ class RouterPass:
         return found | ({"routing/agreement": agreeing / replayed} if replayed else {})
 
     def recorded(self, micro_batches: Sequence[MicroBatch], parallel: ParallelState, shape: tuple[int, int]) -> list[np.ndarray]:
-        """int16 [T, MoE layers, k] of each micro-batch, on every rank of its share. shape: MoE layers of the whole model, k. Collective."""
+        """Return the recorded experts of each micro-batch, int16 [T, MoE layers, k], on every rank of the model-parallel group. Collective.
+
+        Args:
+            micro_batches: The micro-batches of the pass.
+            parallel: The layout and the process groups of this rank.
+            shape: MoE layers of the whole model, and k.
+        """
         found = []
         for micro in micro_batches:
             whole = torch.zeros(micro.num_tokens, *shape, dtype=torch.int32, device=parallel.device)
             held = torch.from_numpy(self.batches[micro.number].held).to(parallel.device)
             if parallel.sequence_parallel:
                 held = held.chunk(parallel.tp_size)[parallel.tp_rank]
-            if parallel.sequence_parallel or parallel.tp_rank == 0:  # without it all of them have the same tokens
+            if parallel.sequence_parallel or parallel.tp_rank == 0:  # without sequence parallelism all TP ranks have the same tokens
                 for layer in range(shape[0]):
                     if (micro.number, layer) in self._recorded:
                         whole[held, layer] = self._recorded[micro.number, layer].int()
@@ -80,30 +105,37 @@ class RouterPass:
 
 
 class PolicyRouter(TopKRouter):
-    """Megatron's router with another z-loss: coeff / T * sum over tokens of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, section 3.3).
+    """Megatron's router with another z-loss, and with replay.
 
-    T (`num_routed_tokens`) counts the tokens of the global batch that are no padding; set it before a forward that trains. A token that
-    stands for several contexts counts in both as often.
+    The z-loss is coeff / T * sum over tokens of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, section 3.3). T (`num_routed_tokens`) is the
+    number of tokens of the global batch without padding; set it before a forward that trains. A token that several contexts share counts
+    once for each of them, in T and in the sum.
     """
 
     num_routed_tokens: int = 0
     running: RouterPass
-    copies: torch.Tensor  # int64 [t], multiplicity of the tokens that are being routed, and of no others: `routing` sets it
+    copies: torch.Tensor  # int64 [t], multiplicity of the tokens that are being routed; set only while `routing` runs
 
     @property
     def place(self) -> int:
-        """Among the layers with experts of the whole model, from 0."""
+        """Index of this layer among the MoE layers of the whole model, from 0."""
         return sum(self.config.moe_layer_freq[: self.layer_number - 1])
 
     def own_share(self, of_tokens: torch.Tensor) -> torch.Tensor:
-        """Of this rank's tokens those that its router sees: sequence parallelism cuts them once more."""
+        """Return the rows of this rank's tokens that its router processes: sequence parallelism splits them once more."""
         return of_tokens.chunk(self.tp_group.size())[self.tp_group.rank()] if self.config.sequence_parallel else of_tokens
 
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None):
-        """padding_mask: bool [t, bits], the binary digits of one more than the number of the tokens' micro-batch; 0 is padding."""
-        # Megatron-Core 0.16 has no mask for the layers that recompute_method block leaves out. They run once, in the forward of now.
+        """Route tokens.
+
+        Args:
+            logits: Router logits, [t, experts].
+            padding_mask: Bool [t, bits], the binary digits of the number of the tokens' micro-batch plus one; 0 is padding. None in a layer
+                that is not recomputed under recompute_method block.
+        """
+        # Megatron-Core 0.16 passes no mask to the layers that recompute_method block leaves out. They run once, in the current forward.
         number = self.running.in_forward if padding_mask is None else _number_of(padding_mask)
-        is_padding = number < 0  # all of it
+        is_padding = number < 0  # all tokens are padding
         self.copies = logits.new_zeros(len(logits)).long() if is_padding else self.own_share(self.running.batches[number].multiplicity)
         self.router_replay: _Asked | None = None if is_padding else _Asked(self, number)
         try:
@@ -113,26 +145,34 @@ class PolicyRouter(TopKRouter):
             del self.copies
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """logits [t, experts]."""
+        """Add the z-loss to the backward of the logits.
+
+        Args:
+            logits: Router logits, [t, experts].
+            padding_mask: Not used.
+
+        Returns:
+            The logits, unchanged.
+        """
         if not self.config.moe_z_loss_coeff or not torch.is_grad_enabled():
             return logits  # scoring, or the first forward of recomputed layers
         per_token = torch.logsumexp(logits.float() if logits.dtype is torch.bfloat16 else logits, dim=-1).square()
         per_token = per_token * self.copies
-        # 0 where no sequence of the global batch has a token to compute: then all here is padding.
+        # `num_routed_tokens` is 0 if no sequence of the global batch has a token to compute: then all tokens here are padding.
         return _WithLoss.apply(logits, self.config.moe_z_loss_coeff / max(self.num_routed_tokens, 1) * per_token.sum())
 
     def _apply_expert_bias(self, routing_map, padding_mask=None) -> None:
-        """Does nothing: the bias is part of the policy that samples, so it is not balanced here (see `model`)."""
+        """Do nothing: the bias is part of the policy that samples, so it is not balanced here (see `model_config`)."""
 
 
 def _number_of(padding_mask: torch.Tensor) -> int:
-    """Of the micro-batch whose tokens these are; -1 where all of them are padding."""
+    """Return the number of the micro-batch that the tokens belong to; -1 if all of them are padding."""
     digits = padding_mask.long()
     return int((digits << torch.arange(digits.shape[1], device=digits.device)).sum(dim=1).max()) - 1
 
 
 class _Asked:
-    """Stands where Megatron-Core asks a RouterReplay of its own: one list for all models of a process, with targets that stay set."""
+    """Replacement for Megatron-Core's RouterReplay, which has one list for all models of a process, with targets that stay set."""
 
     def __init__(self, router: PolicyRouter, number: int):
         self.router, self.number = router, number
@@ -143,7 +183,7 @@ class _Asked:
 
 
 class _WithLoss(torch.autograd.Function):
-    """Passes `x` on, and lets `loss` be minimised as well. Losses are not scaled: float32 and bfloat16 need no loss scale."""
+    """Return `x` unchanged and add `loss` to what is minimised. Losses are not scaled: float32 and bfloat16 need no loss scale."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, loss: torch.Tensor):
@@ -156,17 +196,25 @@ class _WithLoss(torch.autograd.Function):
 
 
 def replace_routers(model: torch.nn.Module) -> None:
+    """Turn Megatron's routers of a model into `PolicyRouter`s, in place: parameters, hooks and sharding stay."""
     for router in routers([model]):
-        router.__class__ = PolicyRouter  # re-classed in place: parameters, hooks and sharding stay
+        router.__class__ = PolicyRouter
 
 
 def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[PolicyRouter]:
+    """Yield all routers of the model chunks."""
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter))
 
 
 @contextmanager
 def routed(model: Sequence[torch.nn.Module], batches: Sequence[LocalBatch], running: RouterPass) -> Iterator[None]:
-    """Around a pass over these micro-batches, which the routers of `model` look up by their number."""
+    """Give the routers of a model the micro-batches of a pass, inside the block.
+
+    Args:
+        model: The model chunks.
+        batches: This rank's parts of the micro-batches; routers find them by number.
+        running: What the routers replay or record.
+    """
     running.batches = {batch.number: batch for batch in batches}
     mine = list(routers(model))
     for router in mine:

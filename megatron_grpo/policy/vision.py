@@ -1,4 +1,4 @@
-"""How a model sees: transformers' own vision tower, whole on each rank of the first stage, and how its tokens enter the packed stream."""
+"""Vision-language models: transformers' vision tower, whole on each rank of the first stage, and its tokens in the packed stream."""
 
 from __future__ import annotations
 
@@ -20,14 +20,25 @@ from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.vision_towers import part_of
 
-KEPT_BYTES = 512 << 20  # of outputs of a tower that does not change
-Features = list[torch.Tensor]  # [tokens, hidden]; and where the model has DeepStack one more for each of its first layers
+KEPT_BYTES = 512 << 20  # bytes of cached outputs of a frozen tower
+Features = list[torch.Tensor]  # [tokens, hidden]; and with DeepStack one more for each of the model's first layers
 
 
 def build_tower(
     shape: ModelShape, model_path: str | Path, *, dtype: torch.dtype, device: torch.device | str, checkpointing: bool = True
 ) -> torch.nn.Module | None:
-    """The tower with weights yet to be set; None for a model that does not see. checkpointing: `vit_gradient_checkpointing`."""
+    """Build the vision tower of a model. Its weights are not loaded yet.
+
+    Args:
+        shape: The model's dimensions.
+        model_path: Folder with the model's configuration.
+        dtype: Dtype of the parameters.
+        device: Device of the parameters.
+        checkpointing: Recompute its layers in the backward (`vit_gradient_checkpointing`).
+
+    Returns:
+        The tower; None if the model has none.
+    """
     tower = FAMILIES[shape.architecture].tower
     if tower is None:
         return None
@@ -39,7 +50,7 @@ def build_tower(
     with torch.random.fork_rng(devices=[]), torch.device(device):
         built = kind._from_config(config, attn_implementation="sdpa")
     for parameter in built.parameters():
-        # Not `built.to(dtype)`: that rounds the buffers of rotary frequencies as well, which no checkpoint holds.
+        # Not `built.to(dtype)`: that would also round the buffers of rotary frequencies, which no checkpoint holds.
         parameter.data = parameter.data.to(dtype)
     if checkpointing:
         _checkpoint_layers(built)
@@ -50,33 +61,50 @@ def _checkpoint_layers(tower: Any) -> None:
     from transformers.utils import logging
 
     level = logging.get_verbosity()
-    logging.set_verbosity_error()  # a tower without word embeddings is warned of, and has none
+    logging.set_verbosity_error()  # transformers warns that the tower has no word embeddings
     tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     logging.set_verbosity(level)
-    # It also makes what the first layer reads ask for a gradient, which would lead the backward through layers that are frozen.
+    # The call above also makes the input of the first layer require a gradient, so that the backward would run through frozen layers.
     tower.disable_input_require_grads()
 
 
 def keep_outputs(chunks: Sequence[Any]) -> None:
-    """Pictures that were encoded once need not be again. For towers that nobody changes any more."""
+    """Cache the outputs of the vision towers, so that an image is encoded once. For towers whose weights no longer change.
+
+    Args:
+        chunks: Model chunks of this stage.
+    """
     for chunk in chunks:
         if chunk.vision is not None:
             chunk.vision.keeps_outputs = True
 
 
 class Vision(torch.nn.Module):
-    """Encodes the pictures of a micro-batch, and puts their tokens where the stream has placeholders."""
+    """Vision part of a model, which encodes images and puts their tokens at the placeholders of the packed stream.
+
+    Args:
+        tower: The vision tower.
+        config: Megatron-Core's configuration of the model.
+        layers: The layers of this model chunk.
+        tp_group: The tensor-parallel group.
+        deep: Number of layers, from the first on, whose output receives features of the tower (DeepStack).
+
+    Raises:
+        ValueError: If the chunk has fewer layers than `deep`.
+
+    Attributes:
+        keeps_outputs: Cache outputs by image. Set it only if the tower does not change.
+    """
 
     def __init__(self, tower: torch.nn.Module, config: TransformerConfig, layers: Sequence[torch.nn.Module], tp_group: Any, *, deep: int):
-        """layers: of this model chunk. deep: so many of them, from the first on, take features of the tower (DeepStack)."""
         super().__init__()
         self.tower, self.tp_group, self.sequence_parallel = tower, tp_group, config.sequence_parallel
-        self.keeps_outputs = False  # true where the tower does not change as long as this object lives
-        self._kept: OrderedDict[str, Features] = OrderedDict()  # by key of the picture, the latest last
-        self._added: list[torch.Tensor] = []  # by layer: what is added to its output
+        self.keeps_outputs = False
+        self._kept: OrderedDict[str, Features] = OrderedDict()  # by key of the image, the latest last
+        self._added: list[torch.Tensor] = []  # by layer: the features added to its output
         for name, parameter in tower.named_parameters():
-            setattr(parameter, f"is_of_{part_of(f'visual.{name}')}", True)  # by which the optimizer finds them
-            # A rank sees the gradient of its own rows alone. Megatron sums over TP what carries this mark.
+            setattr(parameter, f"is_of_{part_of(f'visual.{name}')}", True)  # the optimizer's learning rates refer to this attribute
+            # A rank has the gradient of its own rows only. Megatron sums the gradients of parameters with this attribute over TP.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # a mark of Megatron's
         if len(layers) < deep:
             raise ValueError(f"the first model chunk has {len(layers)} layers, and pictures enter the first {deep}")
@@ -84,7 +112,15 @@ class Vision(torch.nn.Module):
             layer.register_forward_hook(lambda _, args, output, number=number: self._deepen(number, output))
 
     def see(self, hidden: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
-        """hidden [t or t/tp, 1, H], embeddings of the stream -> the same, with the tokens of pictures where they belong."""
+        """Replace the placeholders in the embeddings by the tokens of the images.
+
+        Args:
+            hidden: Embeddings of the stream, [t, 1, H], or [t/tp, 1, H] under sequence parallelism.
+            batch: This rank's part of the micro-batch.
+
+        Returns:
+            The embeddings with image tokens, in the shape of `hidden`.
+        """
         self._added = []
         if batch.seen is None:
             return self._touched(hidden)
@@ -97,18 +133,18 @@ class Vision(torch.nn.Module):
 
     @contextmanager
     def in_layers(self) -> Iterator[None]:
-        """Inside, the first layers add what the tower has for them; behind it nothing is held."""
+        """Let the first layers add the tower's features inside the block (DeepStack); the features are released at its end."""
         try:
             yield
         finally:
             self._added = []
 
     def forget(self) -> None:
-        """Gives the memory of kept outputs away."""
+        """Release the memory of cached outputs."""
         self._kept.clear()
 
     def _mine(self, seen: LocalPictures, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(places, tokens) in the run of rows that this rank has under sequence parallelism."""
+        """Return (indices, image tokens) in the run of rows that this rank holds under sequence parallelism."""
         if not self.sequence_parallel:
             return seen.at, seen.token
         first = self.tp_group.rank() * rows
@@ -116,8 +152,11 @@ class Vision(torch.nn.Module):
         return seen.at[mine] - first, seen.token[mine]
 
     def _touched(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The same values. Each micro-batch reaches each parameter that trains: a bucket of gradients whose reduction overlaps with the
-        backward waits for all of them, and Megatron fails in the next step if one never came."""
+        """Return the same values, connected to every parameter of the tower that trains.
+
+        A bucket of gradients whose reduction overlaps with the backward waits for all of its parameters, and Megatron fails in the next
+        step if one of them received no gradient. So each micro-batch must reach each of them.
+        """
         trained = [parameter for parameter in self.tower.parameters() if parameter.requires_grad]
         if not (trained and torch.is_grad_enabled()):
             return hidden
@@ -130,11 +169,11 @@ class Vision(torch.nn.Module):
         return hidden + self._added[number], *others
 
     def _features(self, pictures: Sequence[Image]) -> Features:
-        """Of all pictures, one behind the other."""
+        """Return the features of all images, concatenated."""
         if not self.keeps_outputs:
             return self._encode(pictures)
         with torch.no_grad():
-            # One by one: which pictures stand beside it must not decide the last bits of what is kept.
+            # One by one: the last bits of cached features must not depend on which other images are in the batch.
             found = [self._kept.get(picture.key) or self._encode([picture]) for picture in pictures]
         for picture, features in zip(pictures, found, strict=True):
             self._keep(picture.key, features)
