@@ -445,7 +445,7 @@ OF_ROW_AND_SAMPLE = ("rollout", "row", "prompt_number", "version", "fresh_at", "
 class TrainingRow:
     """Numbers and flags of a row that waits to be trained, known to every rank.
 
-    The `Sample` itself is on the ranks of one data-parallel rank, its home.
+    The `Sample` itself is held by all model-parallel ranks of one data-parallel rank, its home.
     """
 
     rollout: int

@@ -1,1 +1,1 @@
-"""What the loop calls: rollouts, rows that wait, scoring, evaluation, the push of weights, the teacher."""
+"""Parts that the training loop calls: rollouts, the sample buffer, scoring, evaluation, weight sync, the teacher."""

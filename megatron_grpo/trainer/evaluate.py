@@ -1,7 +1,8 @@
-"""Held-out prompts, answered by the sampler's weights as they are, and scored by the run's own reward functions.
+"""Evaluation on held-out prompts, sampled with the engine's current weights and scored by the run's reward functions.
 
-Nothing here is shared with training but the sampler and the judge: prompts, their numbers and the seed are an evaluation's own, and the
-same every time. So a run draws the same whether it is evaluated or not, and two evaluations meet the same random numbers.
+Only the sampler and the reward functions are shared with training: an evaluation has separate prompts, prompt numbers and seed, and they
+are the same every time. So a run samples the same completions whether it is evaluated or not, and two evaluations use the same random
+numbers.
 """
 
 from __future__ import annotations
@@ -25,52 +26,67 @@ from megatron_grpo.types import FAULTS, Group, GroupMetadata, Prompt, ScoredGrou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSpec:
-    """What is asked at each evaluation, and what counts. seed: of evaluations alone, and not the run's."""
+    """Prompts, sampling settings and score of each evaluation.
+
+    `seed` is used for evaluations alone and is not the run's.
+    """
 
     sets: Mapping[str, Sequence[Prompt]]  # by name
     sampling: SamplingSettings
-    score: str  # the reward function that counts, or SUM
-    pass_threshold: float | None = None  # a completion is right from it on; None: from 1, or from the sum of `most`
-    most: Sequence[float] = ()  # of SUM: what each reward that applies adds to that
+    score: str  # name of the reward function that counts, or SUM
+    pass_threshold: float | None = None  # least score of a correct completion; None: 1, or for SUM the sum of `most`
+    most: Sequence[float] = ()  # for SUM: the contribution of each reward that applies to that sum
     seed: int = 0
-    episodes: str = ""  # who answers between turns, and by which rules; "" where a prompt gets one answer
+    episodes: str = ""  # description of the environment and its rules; "" for single-turn prompts
 
     def seed_of(self, name: str) -> int:
-        """A run seed for `prompt_seed`: of no training run, and another one for each set."""
+        """Return the run seed of a set for `prompt_seed`: different from that of any training run and of any other set."""
         return int.from_bytes(hashlib.blake2b(f"evaluation {self.seed} of {name}".encode(), digest_size=8).digest(), "big")
 
     def digest(self, name: str) -> str:
-        """The same where the same is asked of the same prompts: two evaluations of it are paired."""
+        """Return a digest that is equal if two evaluations sample the same prompts in the same way and so can be paired."""
         asked = (self.sampling, self.score, self.seed_of(name), self.episodes, [prompt.token_ids for prompt in self.sets[name]])
         return hashlib.blake2b(repr(asked).encode(), digest_size=12).hexdigest()
 
 
 def sampling_of(training: SamplingSettings, how: HowEvaluated) -> SamplingSettings:
-    """How held-out prompts are answered: as those of training, but for what `how` says. Greedy is of the whole distribution."""
-    training = replace(training, tells_kept=False)  # nothing of it is trained
+    """Return the sampling settings of an evaluation: those of training, with the overrides in `how`.
+
+    Greedy sampling (temperature 0) uses the whole vocabulary, without top-p, top-k and min-p unless `how` sets them.
+    """
+    training = replace(training, tells_kept=False)  # nothing is trained on these completions
     training = replace(training, top_p=1.0, top_k=0, min_p=0.0) if not how.temperature else training
     said = {name: getattr(how, name) for name in ("top_p", "top_k", "min_p", "max_completion_length", "more")}
     return replace(training, n=how.n, temperature=how.temperature, **{name: value for name, value in said.items() if value is not None})
 
 
 class Evaluator:
-    """Scores the sampler's current weights. Without sets it is never due.
-
-    sampler: the one that answers training's prompts, so what plays episodes there plays them here.
-    """
+    """Evaluator of the sampler's current weights. Without sets it is never due."""
 
     def __init__(self, question: EvaluationSpec, sampler: Sampler, judge: RewardManager, *, every: int = 0, last_step: int = 0):
-        """every: optimizer steps between evaluations, 0 for only the first and the last."""
+        """Set up the evaluator.
+
+        Args:
+            question: Prompts, sampling settings and score.
+            sampler: The sampler of training, so that an environment that plays training episodes plays these too.
+            judge: The run's reward functions.
+            every: Optimizer steps between evaluations, 0 for only the first and the last.
+            last_step: Number of optimizer steps of the whole run.
+        """
         self.question, self.sampler, self.judge = question, sampler, judge
         self.every, self.last_step = every, last_step
 
     def is_due(self, steps: Iterable[int]) -> bool:
-        """Before the first step, after the last, and every so often between. steps: after any of these numbers of optimizer steps."""
+        """Return whether an evaluation is due: before the first step, after the last, and every `every` steps between.
+
+        Args:
+            steps: Numbers of completed optimizer steps to check.
+        """
         asks = any(self.question.sets.values())
         return asks and any(step in (0, self.last_step) or (self.every > 0 and step % self.every == 0) for step in steps)
 
     def run(self) -> list[Evaluated]:
-        """Every set, in their order. Collective."""
+        """Evaluate every set, in order. Collective."""
         asked = self.question
         with self.sampler.awake():
             answered = {
@@ -104,7 +120,7 @@ class Evaluator:
         )  # fmt: skip
 
     def _table(self, mine: Mapping[int, ScoredGroup]) -> dict[str, list[Any]]:
-        """All completions by column, in the order of the prompts, on rank 0. Collective."""
+        """Return all completions by column, in the order of the prompts, on rank 0. Collective."""
         parts = collectives.gather_object({place: self._columns(one) for place, one in mine.items()})
         groups = {place: columns for part in parts or [] for place, columns in part.items()}
         return joined([groups[place] for place in sorted(groups)])
@@ -118,8 +134,10 @@ class Evaluator:
 
 
 def _means(names: Sequence[str], rewards: np.ndarray, rows: Sequence[GroupMetadata]) -> dict[str, float]:
-    """Means over completions: of every reward that applies anywhere, of lengths, and of those that ran into their limit. Of episodes also
-    their turns, and how many failed. Of several rewards also how often each is 1 or more."""
+    """Return means over completions: every reward that applies, lengths, and the share cut at the length limit.
+
+    For episodes also the mean number of turns and the number that failed. With several rewards also how often each is 1 or more.
+    """
     given = {name: values[~np.isnan(values)] for name, values in zip(names, np.moveaxis(rewards, -1, 0), strict=True)}
     means = {name: float(values.mean()) for name, values in given.items() if len(values)}
     if len(names) > 1:

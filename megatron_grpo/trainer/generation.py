@@ -1,4 +1,4 @@
-"""Between a run and its sampler: prompts are asked, perhaps ahead; what comes with their tokens is checked; and all of it is judged."""
+"""Generation of scored completions: prompts are sampled, perhaps ahead; the results are checked; and all of them are scored."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutGenerator:
-    """Prompts -> verdicts, the same on every rank. Keeps the groups that this rank has judged, until they are taken.
+    """Generate and score completions for a list of prompts.
 
-    What is begun ahead is taken when its prompts are asked for; prompts are told apart by their numbers. Where the sampler loses its
-    weights in the middle of a question, the policy's are pushed again and the question goes on. They are newer than those that were lost
-    if the policy has trained since the question was begun. An evaluation has this object as its `Sampler`.
+    All ranks receive the per-group metadata; each rank keeps the scored groups it generated until `take()`.
+
+    Completions that were begun ahead are used when their prompts are requested; prompts are identified by their numbers. If the sampler
+    loses its weights during a request, the policy's weights are synced again and the request continues. They are newer than the lost ones
+    if the policy has trained since the request began. An evaluation uses this object as its `Sampler`.
     """
 
     def __init__(
@@ -45,24 +47,34 @@ class RolloutGenerator:
         before: Callable[[], object] = lambda: None,
         experts: ExpertLayers | None = None,
     ):
-        """seed: of the run. clock: told what sampling and judging take. again: gives the sampler the policy's weights. before: makes room
-        for the sampler, each time before it wakes. Both are collective. experts: if the sampler must tell which ones it took."""
+        """Set up the generator.
+
+        Args:
+            sampler: Samples the completions.
+            judge: Scores them.
+            sampling: Sampling settings of training.
+            seed: Seed of the run.
+            clock: Measures the time of sampling and scoring.
+            again: Syncs the policy's weights to the sampler. Collective.
+            before: Frees memory for the sampler, each time before it wakes. Collective.
+            experts: Checks the recorded experts, if the sampler must return them; None otherwise.
+        """
         self.sampler, self.judge, self.sampling, self.seed, self.clock = sampler, judge, sampling, seed, clock
         self._again, self._before, self._experts = again, before, experts
         self._flights: list[GenerationFuture] = []
-        self._begun: set[int] = set()  # numbers of prompts: the same on every rank
-        self._landed: dict[int, Group] = {}  # of this rank
-        self._held: dict[int, ScoredGroup] = {}  # by the prompt's number
+        self._begun: set[int] = set()  # numbers of prompts sampled ahead: the same on every rank
+        self._landed: dict[int, Group] = {}  # finished groups of this rank, by prompt number
+        self._held: dict[int, ScoredGroup] = {}  # by prompt number
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """As `Sampler.awake`."""
+        """Wake the sampler inside the block, as `Sampler.awake`."""
         self._before()
         with self.sampler.awake():
             yield
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        """As `Sampler.generate`, whatever was begun."""
+        """Sample as `Sampler.generate`, regardless of what was begun ahead."""
         while True:
             try:
                 return self.sampler.generate(prompts, sampling, seed=seed)
@@ -70,12 +82,22 @@ class RolloutGenerator:
                 self._again()
 
     def begin(self, prompts: Sequence[Prompt]) -> None:
-        """They will be asked for later. Returns at once. Needs a `BackgroundSampler`. Collective."""
+        """Begin to sample prompts that will be requested later. Returns at once. Collective.
+
+        The sampler must be a `BackgroundSampler`.
+        """
         self._flights.append(cast(BackgroundSampler, self.sampler).begin(prompts, self.sampling, seed=self.seed))
         self._begun |= {prompt.number for prompt in prompts}
 
     def wait(self, seconds: float | None = None) -> bool:
-        """For what was begun, at most so long; whether all has been answered, the same on every rank. Collective."""
+        """Wait for the completions that were begun. Collective.
+
+        Args:
+            seconds: Largest time to wait; None for no limit.
+
+        Returns:
+            Whether all are finished, the same on every rank.
+        """
         began = time.perf_counter()
         deadline, took = time.monotonic() + (seconds or 0.0), 0.0
         with self.clock("rollout"):
@@ -92,7 +114,10 @@ class RolloutGenerator:
         return True
 
     def _groups_of(self, flight: GenerationFuture, seconds: float | None) -> list[Group] | None:
-        """None if they take longer. With a limit, lost weights mean that the answers do not come in time."""
+        """Return the groups, or None if they take longer than `seconds`.
+
+        With a limit, lost weights count as too late.
+        """
         while flight.wait(seconds):
             try:
                 return flight.groups()
@@ -103,20 +128,35 @@ class RolloutGenerator:
         return None
 
     def forget(self) -> None:
-        """What was begun is no longer wanted: the prompts will be asked anew. Collective."""
+        """Drop everything that was begun: its prompts will be sampled again. Collective."""
         for flight in self._flights:
             flight.drop()
         self._flights, self._begun, self._landed = [], set(), {}
 
     def groups(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """As `Sampler.generate`, in the order of the prompts. What was begun must have landed. Collective."""
+        """Return this rank's groups of the prompts, in their order, as `Sampler.generate` does. Collective.
+
+        What was begun must have finished (`wait`).
+        """
         others = [prompt for prompt in prompts if prompt.number not in self._begun]
         asked = self.generate(others, self.sampling, seed=self.seed) if others else []
         found = self._landed | {group.prompt.number: group for group in asked}
         return [found[prompt.number] for prompt in prompts if prompt.number in found]
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[GroupMetadata]:
-        """In the order of the prompts. Collective; raises RewardError, or InvalidLogprobsError, on every rank."""
+        """Generate and score the completions of the prompts. Collective.
+
+        Args:
+            prompts: The prompts.
+
+        Returns:
+            The metadata of all groups, in the order of the prompts.
+
+        Raises:
+            RewardError: A reward function failed. Raised on every rank.
+            InvalidLogprobsError: No completion has valid log-probs. Raised on every rank.
+            InvalidSamplingMaskError: A sampling mask is missing or impossible.
+        """
         with self.clock("rollout"):
             groups, impossible = refuse_impossible(self.groups(prompts))
             impossible = [sentence for part in collectives.all_gather_object(impossible) for sentence in part]
@@ -138,29 +178,32 @@ class RolloutGenerator:
         return [verdicts[prompt.number] for prompt in prompts]
 
     def take(self, verdicts: Sequence[GroupMetadata]) -> dict[int, ScoredGroup]:
-        """{place among the verdicts: scored group} of those that this rank has judged. What else it held is forgotten."""
+        """Return the scored groups that this rank generated, by their index in `verdicts`, and drop all others."""
         held, self._held = self._held, {}
         return {place: held[verdict.prompt_number] for place, verdict in enumerate(verdicts) if verdict.prompt_number in held}
 
 
-# ---- log-probs that no distribution has ------------------------------------------------------------------------------------------------
+# ---- invalid log-probs -----------------------------------------------------------------------------------------------------------------
 
 
 class InvalidLogprobsError(RuntimeError):
-    """The sampler's log-probs are those of no distribution: its weights, or its arithmetic, are broken."""
+    """All completions have log-probs that no distribution has: the sampler's weights, or its arithmetic, are broken."""
 
 
 def first_impossible(logprobs: np.ndarray) -> int | None:
-    """The place of the first log-prob that no distribution has: NaN, infinite, or above 0."""
+    """Return the index of the first log-prob that is NaN, infinite, or above 0 by more than rounding; None if all are valid."""
     wrong = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > ROUNDING))
     return int(wrong[0]) if len(wrong) else None
 
 
 def refuse_impossible(groups: Sequence[Group]) -> tuple[list[Group], list[str]]:
-    """The groups, in which a completion with an impossible log-prob `is_refused`; and what was seen in each such completion.
+    """Exclude completions with an invalid log-prob from training.
 
-    Its tokens cannot be trusted to be draws of the policy, so none of them is trained. Taken as they are, NaN would mean a ratio of 1
-    between trainer and sampler, and -inf the largest ratio there is.
+    Their tokens may not be samples of the policy, so none of them is trained. Without this, NaN would mean a ratio of 1 between trainer and
+    sampler, and -inf the largest ratio there is.
+
+    Returns:
+        The groups, in which such completions have `is_refused`, and a description of each such completion.
     """
     found: list[str] = []
 
@@ -180,9 +223,14 @@ def refuse_impossible(groups: Sequence[Group]) -> tuple[list[Group], list[str]]:
 
 
 def warning_of(found: Sequence[str], total: int) -> str | None:
-    """What a person should be told of the completions refused, of all that were sampled together; None where there are none.
+    """Return the warning about refused completions, or None if there are none.
 
-    Raises InvalidLogprobsError where that leaves no completion.
+    Args:
+        found: Descriptions of the refused completions, of all ranks.
+        total: Number of completions that were sampled together.
+
+    Raises:
+        InvalidLogprobsError: All completions were refused.
     """
     if not found:
         return None
@@ -192,16 +240,21 @@ def warning_of(found: Sequence[str], total: int) -> str | None:
     return f"{said}: nothing of them is trained"
 
 
-# ---- what was left of the vocabulary -----------------------------------------------------------------------------------------------------
+# ---- sampling masks ----------------------------------------------------------------------------------------------------------------------
 
 
 class InvalidSamplingMaskError(RunError):
-    """The sampler did not say what it left of the vocabulary, or what cannot be. The trainer's softmax would be another one's."""
+    """The sampler's sampling mask is missing or impossible, so the trainer's softmax would run over other tokens than the sampler's."""
 
 
 def check_kept(sequence: Tokens, top_k: int) -> None:
-    """Each masked token is one of the different words that it was drawn among, no more of them than may travel. Raises
-    InvalidSamplingMaskError.
+    """Check the sampling mask of a sequence.
+
+    Each masked token must be one of the distinct token IDs that survived filtering at its position, and at most `1 + top_k + TIES` may
+    survive.
+
+    Raises:
+        InvalidSamplingMaskError: The mask is missing or impossible.
     """
     try:
         kept = sequence.kept

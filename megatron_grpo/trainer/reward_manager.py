@@ -1,6 +1,6 @@
-"""Owns the step from groups to scored groups: every rank scores its own.
+"""Scoring of groups by the reward functions: every rank scores the groups that it generated.
 
-What goes wrong on one rank travels to the others as a value and is raised on all of them: no rank is left waiting in a collective.
+An error on one rank is sent to the others as a value and raised on all of them, so no rank is left waiting in a collective.
 """
 
 from __future__ import annotations
@@ -22,31 +22,44 @@ _LOG = logging.getLogger(__name__)
 
 
 class RewardManager:
-    """The reward functions of a run. Every rank judges the groups that it was given; collective all the same."""
+    """Reward functions of a run. Every rank scores the groups that it was given; collective all the same."""
 
     def __init__(
         self, functions: Sequence[RewardFunction], reward_weights: Sequence[float] = (), *,
         should_cancel: Callable[[], bool] = lambda: False, most_failed_episodes: float = 1.0,
     ):  # fmt: skip
-        """reward_weights: one per function, or none for 1 each. should_cancel: whether the run has no time left to judge.
-        most_failed_episodes: the largest share of a rollout's episodes that may fail by their environment's fault."""
+        """Set up the reward functions.
+
+        Args:
+            functions: The reward functions.
+            reward_weights: One weight per function, or empty for 1 each.
+            should_cancel: Returns whether the run has no time left to score.
+            most_failed_episodes: Largest share of a rollout's episodes whose environment may fail.
+        """
         self.functions, self.reward_weights = list(functions), list(reward_weights) or [1.0] * len(functions)
         self._gives_up, self.most_failed_episodes = should_cancel, most_failed_episodes
 
     @property
     def names(self) -> list[str]:
+        """Names of the reward functions."""
         return [function.name for function in self.functions]
 
     def __call__(self, groups: Sequence[Group], *, places: Sequence[int] | None = None, trainer_state: Any = None) -> list[ScoredGroup]:
-        """Scores every completion of this rank's groups with every function.
+        """Score every completion of this rank's groups with every function. Collective.
 
-        places: of each group among all that were sampled together (default: as they come here); an error names rows by it.
-        trainer_state: handed to the functions that ask for it. Raises RewardError or CancelledError, with the same message on every rank.
+        Args:
+            groups: This rank's groups.
+            places: Index of each group among all that were sampled together (default: its index here); errors name rows by it.
+            trainer_state: Passed to the functions that ask for it.
+
+        Raises:
+            RewardError: A reward function failed. Raised on every rank, with the same message.
+            CancelledError: The run has no time left to score. Raised on every rank, with the same message.
         """
         batch = as_batch(groups, places=places, trainer_state=trainer_state)
         local: RewardScores | RewardError | CancelledError
         try:
-            # A call of one function may take its timeout, and tells nothing meanwhile.
+            # A call of one function may take its whole timeout without reporting progress.
             pause = max((function.timeout for function in self.functions), default=0.0)
             with activity.phase("judging", total=len(batch) * len(self.functions), unit="scores", pause=pause, is_alone=True):
                 local = score(self.functions, batch, self._gives_up)
@@ -60,9 +73,10 @@ class RewardManager:
         ]
 
     def warn_of_sameness(self, rows: Sequence[Sequence[Score]]) -> None:
-        """One line, once, for a function that has given nothing, or one value, as long as the run has lasted.
+        """Warn once about a function that has returned no value, or a single value, since the run began.
 
-        rows: [completions][functions], of all that was sampled together; the same on every rank.
+        Args:
+            rows: [completions][functions], scores of all that was sampled together; the same on every rank.
         """
         for function, scores in zip(self.functions, zip(*rows)):
             sentence = function.watch.take(scores)
@@ -72,8 +86,8 @@ class RewardManager:
                     _LOG.warning("Reward `%s` %s", function.name, sentence)
 
     def _agree(self, local: RewardScores | RewardError | CancelledError) -> None:
-        """What went wrong anywhere is raised everywhere; what is to be said is said once, by one rank."""
-        collectives.barrier_with_timeout()  # a judge may take minutes more for one rank's rows
+        """Raise an error of any rank on all ranks, and log notices once, on rank 0."""
+        collectives.barrier_with_timeout()  # scoring may take minutes longer for the rows of one rank
         everyone = collectives.all_gather_object(local.notices if isinstance(local, RewardScores) else local)
         errors = [str(found) for found in everyone if isinstance(found, RewardError)]
         if errors:
@@ -85,9 +99,15 @@ class RewardManager:
 
 
 def as_batch(groups: Sequence[Group], *, places: Sequence[int] | None = None, trainer_state: Any = None) -> RewardBatch:
-    """Completions of all groups in TRL's shape. A column that a row lacks is None there. places: see `RewardManager`.
+    """Return the completions of all groups in TRL's shape.
 
-    An episode that failed is left out: nobody judges it. Of the others there are the columns of `of_episodes`.
+    A column that a row lacks is None there. A failed episode is left out: it is not scored. For other episodes the columns of `of_episodes`
+    are added.
+
+    Args:
+        groups: The groups.
+        places: See `RewardManager.__call__`.
+        trainer_state: Passed to the functions that ask for it.
     """
     names = list(dict.fromkeys(name for group in groups for name in group.prompt.columns))
     places = range(len(groups)) if places is None else places
@@ -112,7 +132,10 @@ def as_batch(groups: Sequence[Group], *, places: Sequence[int] | None = None, tr
 
 
 def _told(prompt: Prompt, completion: Completion) -> Any:
-    """Of an episode all messages after its opening: the model's, its tools' and its environment's."""
+    """Return the completion as reward functions get it.
+
+    For an episode these are all messages after its opening: those of the model, of its tools and of its environment.
+    """
     record = completion.record
     if record is None:
         return as_completion(prompt.raw, completion.text)
@@ -120,7 +143,7 @@ def _told(prompt: Prompt, completion: Completion) -> Any:
 
 
 def of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
-    """What reward functions get of episodes by name, besides their completions."""
+    """Return the columns that reward functions get for episodes, besides their completions."""
     return {
         "messages": [[dict(message) for message in one.messages] for one in records],
         "turn_rewards": [list(one.turn_rewards) for one in records],
@@ -130,7 +153,7 @@ def of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
 
 
 def _warn_once(functions: Sequence[RewardFunction], notices: Sequence[Notice], *, aloud: bool) -> None:
-    """One line per function and kind of failure, for the whole run."""
+    """Log one line per function and kind of failure, for the whole run."""
     by_name = {function.name: function for function in functions}
     for notice in notices:
         warned = by_name[notice.function].warned
@@ -141,17 +164,29 @@ def _warn_once(functions: Sequence[RewardFunction], notices: Sequence[Notice], *
 
 
 def verdicts_of(scored: Sequence[ScoredGroup]) -> dict[int, GroupMetadata]:
-    """By the prompt's number, of what all ranks have judged. scored: by this one. Collective."""
+    """Return the metadata of the groups that all ranks have scored, by prompt number. Collective.
+
+    Args:
+        scored: The groups that this rank has scored.
+    """
     mine = [GroupMetadata.of(one) for one in scored]
     return {verdict.prompt_number: verdict for part in collectives.all_gather_object(mine) for verdict in part}
 
 
 class EnvironmentFailuresError(RunError):
-    """Too many of a rollout's episodes ended by the fault of their environment."""
+    """Too many episodes of a rollout ended because their environment failed."""
 
 
 def check_failures(verdicts: Sequence[GroupMetadata], most: float) -> None:
-    """Raises EnvironmentFailuresError, with the most frequent sentence, if all episodes failed, or a larger share than `most`."""
+    """Check how many episodes of a rollout failed.
+
+    Args:
+        verdicts: Metadata of all groups that were sampled.
+        most: Largest allowed share of failed episodes.
+
+    Raises:
+        EnvironmentFailuresError: All episodes failed, or a larger share than `most`. The message names the most frequent failure.
+    """
     episodes = [episode for verdict in verdicts for episode in verdict.episodes]
     faults = Counter(episode.fault for episode in episodes if episode.ended in FAULTS)
     count = faults.total()

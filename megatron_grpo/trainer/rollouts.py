@@ -1,6 +1,6 @@
-"""Rollouts of a run: prompts are answered and judged, and come in as rows that wait to be trained.
+"""Rollouts of a run: prompts are sampled and scored, and become rows that wait to be trained.
 
-What every rank needs travels to every rank: rewards, integers, flags. Tokens and log-probs go to the ranks that will train them.
+Rewards, integers and flags go to every rank. Tokens and log-probs go only to the ranks that will train them.
 """
 
 from __future__ import annotations
@@ -56,13 +56,24 @@ def harvest(
     dynamic_sample: bool = False,
     max_resample_times: int = 3,
 ) -> DynamicSamplingResult:
-    """Samples and scores until there are `num_groups` groups to train on. They keep the order of their prompts.
+    """Sample and score until there are `num_groups` groups to train on.
 
-    dynamic_sample: groups whose rewards are all equal are replaced by groups of further prompts, in at most `max_resample_times` rounds
-    (DAPO, arXiv:2503.14476, section 3.2). A live group is never given up for another round; where live ones do not suffice, dead ones fill
-    the rollout, the oldest first. oversample_ratio: every round asks for this many times the prompts it needs. What is beyond `num_groups`
-    is cut, dead groups before live ones; from the first live group that is cut on, prompts go back to the stream, so that they are asked
-    again by the next rollout: none that can teach something is lost.
+    Oversampling cuts the groups beyond `num_groups`, zero-std groups before others. From the first group that is cut and is not zero-std
+    on, prompts go back to the stream, so that the next rollout samples them again: no prompt with a training signal is lost.
+
+    Args:
+        take: Takes a number of prompts from the stream.
+        give_back: Returns a number of the last taken prompts to the stream.
+        ask: Generates and scores completions of prompts.
+        are_dead: Returns which groups are zero-std groups.
+        num_groups: Groups to train on.
+        oversample_ratio: Every round samples this many times the prompts it needs.
+        dynamic_sample: Replace groups whose rewards are all equal by groups of further prompts (DAPO, arXiv:2503.14476, section 3.2). Other
+            groups are never given up for another round; if there are too few of them, zero-std groups fill the rollout, the oldest first.
+        max_resample_times: Largest number of rounds after the first.
+
+    Returns:
+        The groups, in the order of their prompts, and statistics of their sampling.
     """
     sampled: list[GroupMetadata] = []
     live: list[GroupMetadata] = []
@@ -88,20 +99,30 @@ def harvest(
 
 
 def num_asked(num_groups: int, oversample_ratio: float) -> int:
-    """Prompts of a round that needs so many groups. Exact in decimals: 1.1 times 10 prompts are 11, not 12."""
+    """Return the number of prompts of a round that needs `num_groups` groups.
+
+    Exact in decimals: 1.1 times 10 prompts are 11, not 12.
+    """
     return math.ceil(num_groups * Fraction(str(oversample_ratio)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlPenalty:
-    """What `kl_in_reward` subtracts, by row: beta * sum over trained tokens of (log p - log p_ref)."""
+    """KL penalty of `kl_in_reward` by row: beta * sum over trained tokens of (log p - log p_ref)."""
 
     policy: Policy
     reference: Reference
     beta: float
 
     def __call__(self, rows: PlacedRows) -> tuple[dict[RowKey, float], dict[RowKey, np.ndarray]]:
-        """(of every row, on every rank; log p, float32 [T], of the rows whose home this rank is). Collective."""
+        """Compute the penalties. Collective.
+
+        Args:
+            rows: The rows of a rollout.
+
+        Returns:
+            (penalty of every row, on every rank; log p, float32 [T], of the rows whose home this rank is).
+        """
         cut, parallel = self.policy.cut, self.policy.parallel
         with self.policy.resident("reference"):
             scored, held_to = (
@@ -117,21 +138,35 @@ class KlPenalty:
 
 
 class Teacher(Protocol):
-    """What a teacher says of drawn tokens. `megatron_grpo.trainer.teacher` has two."""
+    """Teacher model that scores sampled tokens. `megatron_grpo.trainer.teacher` has two implementations."""
 
     def __call__(self, rows: PlacedRows) -> dict[RowKey, np.ndarray]:
-        """log p of each masked token given those before it in its context, float32 [T], 0 elsewhere; of the rows whose home this rank is.
-        Collective."""
+        """Score the masked tokens of rows. Collective.
+
+        Args:
+            rows: The rows of a rollout.
+
+        Returns:
+            Log p of each masked token given those before it in its context, float32 [T], 0 elsewhere; of the rows whose home this rank is.
+        """
 
 
 class Rollouts:
-    """Samples at once, while training waits; or launches, and collects later what was sampled meanwhile.
+    """Rollouts of a run, sampled synchronously while training waits, or launched ahead and collected later.
 
-    What is under way are answers to the prompts that come next in the stream. The stream itself stays where the rollouts that have come in
-    have left it. So a rollout is chosen as if its prompts were asked only when it is collected, and a launch that is never collected
+    Launched rollouts sample the prompts that come next in the stream. The stream's position is advanced only by rollouts that have been
+    collected. So a rollout selects its groups as if its prompts were sampled when it is collected, and a launch that is never collected
     leaves no trace.
 
-    timetable: of the run. journal: hears of every rollout. teacher: who scores drawn tokens.
+    Args:
+        generator: Generates and scores completions.
+        prompts: The stream of prompts.
+        cfg: The GRPO settings.
+        timetable: The training schedule of the run.
+        policy: The policy that trains.
+        journal: Logs every rollout.
+        penalty: KL penalty subtracted from the rewards; None without one.
+        teacher: Scores sampled tokens; None without a teacher.
     """
 
     def __init__(
@@ -149,13 +184,16 @@ class Rollouts:
         self.generator, self.prompts, self.cfg, self.timetable = generator, prompts, cfg, timetable
         self.cut, self.parallel, self.journal, self.penalty, self.teacher = policy.cut, policy.parallel, journal, penalty, teacher
         self.num_groups = timetable.sizes.num_rollout_prompts
-        self._under_way: dict[int, int] = {}  # by rollout: prompts
+        self._under_way: dict[int, int] = {}  # rollout number: prompts being sampled
         self._drained: set[int] = set()
 
     def sample(self, numbers: Iterable[int]) -> list[Rollout]:
-        """These rollouts, by the weights that the engine holds now. Collective.
+        """Sample these rollouts with the engine's current weights. Collective.
 
-        All are sampled and judged first; then the engine sleeps, and what needs the trainer's weights is computed.
+        All are sampled and scored first; then the engine sleeps, and everything that needs the trainer's weights is computed.
+
+        Args:
+            numbers: Numbers of the rollouts.
         """
         wanted = list(numbers)
         if not wanted:
@@ -165,7 +203,7 @@ class Rollouts:
         return [self._finish(number, *one, drained_at=None) for number, one in zip(wanted, found, strict=True)]
 
     def launch(self, number: int) -> None:
-        """Rollout `number` begins to be sampled, by the weights that the engine holds now. Returns at once. Collective."""
+        """Begin to sample rollout `number` with the engine's current weights. Returns at once. Collective."""
         earlier = sum(self._under_way.values())
         count = num_asked(self.num_groups, self.cfg.oversample_ratio)
         self.generator.begin(self.prompts.take(earlier + count)[earlier:])
@@ -173,7 +211,14 @@ class Rollouts:
         self._under_way[number] = count
 
     def collect(self, numbers: Iterable[int]) -> list[Rollout]:
-        """These rollouts, which must be all that were launched; but for those that have been drained. Collective."""
+        """Collect launched rollouts. Collective.
+
+        Args:
+            numbers: Numbers of all rollouts that were launched; those already drained are skipped.
+
+        Raises:
+            KeyError: Other rollouts were launched.
+        """
         wanted = [number for number in numbers if number not in self._drained]
         if not wanted:
             return []
@@ -182,9 +227,11 @@ class Rollouts:
         return self._land(drained_at=None)
 
     def drain(self, step: int, *, at_most: float | None = None) -> list[Rollout]:
-        """What is under way, after so many optimizer steps: for a checkpoint. `collect` does not give it again. Collective.
+        """Collect all launched rollouts early, for a checkpoint. `collect` does not return them again. Collective.
 
-        at_most: seconds. What takes longer is dropped, all of it.
+        Args:
+            step: Number of optimizer steps done.
+            at_most: Largest time to wait, in seconds; None for no limit. If it passes, all launched rollouts are dropped.
         """
         numbers = list(self._under_way)
         if not numbers:
@@ -227,7 +274,14 @@ class Rollouts:
         return reaped, self.generator.take(reaped.kept)
 
     def _finish(self, number: int, reaped: DynamicSamplingResult, mine: Mapping[int, ScoredGroup], *, drained_at: int | None) -> Rollout:
-        """drained_at: optimizer steps done, where the rollout comes in before its own step."""
+        """Turn the scored groups of a rollout into rows and samples.
+
+        Args:
+            number: Number of the rollout.
+            reaped: The groups to train on.
+            mine: The scored groups that this rank generated, by their index in `reaped.kept`.
+            drained_at: Number of optimizer steps done, if the rollout is collected before its own step.
+        """
         table, kept, came_in = self.timetable, reaped.kept, self.timetable.version_of(number)
         _check_versions(number, reaped.sampled, at_least=table.sampled_by(number), at_most=came_in)
         placed, held = self._placed(number, kept, mine)
@@ -241,10 +295,10 @@ class Rollouts:
         if self.teacher is not None:
             with self.generator.clock("teacher"):
                 taught = self.teacher(placed)
-        # Last of what may end the run: a rollout that is asked again is told of once.
+        # After everything that may end the run, so that a rollout that is sampled again is logged once.
         self.journal.rollout(JudgedRollout(number=number, harvest=reaped, advantages=found, penalty=penalty, held=mine))
         rows = self._rows(number, kept, found, placed.homes, came_in)
-        # The policy's log-probs are those that stale slices need, if the weights are those of the rollout's own step.
+        # The policy's log-probs are the old log-probs of stale slices, if the weights are those of the rollout's own step.
         if logprobs is not None and drained_at in (None, came_in) and table.sizes.old_logprobs != "always":
             needed = {place: table.needs_old_logprobs(number, place) for place in {row.row // self.cut.rows_per_slice for row in rows}}
             rows = [replace(row, is_anchored=needed[row.row // self.cut.rows_per_slice]) for row in rows]
@@ -263,7 +317,11 @@ class Rollouts:
     def _placed(
         self, number: int, kept: Sequence[GroupMetadata], mine: Mapping[int, ScoredGroup]
     ) -> tuple[PlacedRows, dict[RowKey, Completion]]:
-        """The rows of a rollout, brought to their homes; and the completions whose home this rank is. Collective."""
+        """Send the rows of a rollout to their homes. Collective.
+
+        Returns:
+            The rows, and the completions whose home this rank is.
+        """
         group_size = len(kept[0].rewards)
         extents = {
             (number, place * group_size + i): SequenceLengths(contexts, (number, verdict.prompt_number), verdict.prefix)
@@ -283,8 +341,16 @@ class Rollouts:
     def _rows(
         self, number: int, kept: Sequence[GroupMetadata], found: Advantages, homes: Mapping[RowKey, int], came_in: int
     ) -> list[TrainingRow]:
-        """came_in: the version at which the rollout comes in, where a ratio against the trainer's log-probs is 1; against the sampler's own
-        it is 1 at its weights."""
+        """Return the rows of a rollout.
+
+        Args:
+            number: Number of the rollout.
+            kept: Metadata of its groups.
+            found: Advantages of its completions.
+            homes: Data-parallel rank of each row.
+            came_in: Weights version at which the rollout arrives, where a ratio against the trainer's log-probs is 1. Against the sampler's
+                log-probs it is 1 at the version that sampled.
+        """
         rows: list[TrainingRow] = []
         for place, verdict in enumerate(kept):
             fresh_at = verdict.version if self.timetable.sizes.old_logprobs == "rollout" else came_in
@@ -317,9 +383,13 @@ def _sample(row: TrainingRow, completion: Completion, advantage: float, of_teach
 
 
 def _check_versions(number: int, verdicts: Sequence[GroupMetadata], *, at_least: int, at_most: int) -> None:
-    """Raises ValueError where a group was drawn by other weights than the timetable says.
+    """Check that each group was sampled by the weights of the training schedule.
 
-    They may be newer than planned: a resumed run samples what was dropped, and servers that were lost answer with the weights they get.
+    They may be newer than planned: a resumed run samples dropped rollouts again, and servers that were lost sample with the weights they
+    get when they return.
+
+    Raises:
+        ValueError: A group was sampled by other weights.
     """
     for verdict in verdicts:
         if not at_least <= verdict.version <= at_most:

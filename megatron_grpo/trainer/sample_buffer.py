@@ -1,7 +1,7 @@
-"""Owns the rows that wait to be trained, by (rollout, row): what every rank knows of them, and the samples that this rank holds.
+"""Buffer of the rows that wait to be trained, by (rollout, row).
 
-Every rank has the same `rows`: integers and flags. A sample is with the ranks of one data-parallel share, its home, and travels only when
-another share is to score or train it.
+Every rank has the same `rows`: integers and flags. A sample is held by all model-parallel ranks of one data-parallel rank, its home, and is
+sent only when another data-parallel rank scores or trains it.
 """
 
 from __future__ import annotations
@@ -27,26 +27,34 @@ if TYPE_CHECKING:
     from megatron_grpo.policy.passes import ModelScorer
 
 logger = logging.getLogger(__name__)
-SHOWN = 8  # rows that are named one by one
+SHOWN = 8  # rows that a message lists
 
 
-# Of each micro-batch: log-probs, float32 [C]; and the experts of each token of its stream, int16 [T, MoE layers, k], where they are wanted.
+# Per micro-batch: log-probs, float32 [C]; and the experts of each token of its stream, int16 [T, MoE layers, k], if they are needed.
 Scores = tuple[list[np.ndarray], list[np.ndarray] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRows:
-    """Rows that lie on several shares. extents, homes: of all of them, the same on every rank."""
+    """Rows that are distributed over data-parallel ranks.
+
+    `extents` and `homes` cover all of the rows and are the same on every rank.
+    """
 
     extents: Mapping[RowKey, SequenceLengths]
     homes: Mapping[RowKey, int]  # data-parallel ranks
-    sequences: Mapping[RowKey, Any]  # of those whose home this rank is
+    sequences: Mapping[RowKey, Any]  # of the rows whose home this rank is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRows:
-    """Rows where they were scored. Of those that this rank now holds log-probs (float32 [T], 0 where the mask is false) and experts (int16
-    [T, MoE layers, k]; None where they are not wanted)."""
+    """Rows on the data-parallel ranks that scored them.
+
+    Args:
+        rows: The rows, with their new homes.
+        logprobs: float32 [T] of each row that this rank now holds, 0 where the mask is false.
+        experts: int16 [T, MoE layers, k] of each row that this rank now holds; None if they are not needed.
+    """
 
     rows: PlacedRows
     logprobs: dict[RowKey, np.ndarray]
@@ -54,18 +62,31 @@ class ScoredRows:
 
 
 def emptied(sample: Sample) -> Sample:
-    """The sample without anything that trains. It still counts in N."""
+    """Return the sample without anything that trains. It still counts in N."""
     nothing = np.zeros(len(sample.token_ids), dtype=np.float32)
     return replace(sample, mask=nothing > 0, sampler_logprobs=nothing, kept_at=None, kept_ids=None).anchored(nothing, "recompute")
 
 
 def deliver(items: Mapping[RowKey, tuple[int, Any]], parallel: ParallelState) -> dict[RowKey, Any]:
-    """{row: (data-parallel rank, item)} -> {row: item} on every rank of that share. Each row is handed in by one rank. Collective."""
+    """Send items to data-parallel ranks. Collective.
+
+    Args:
+        items: {row: (data-parallel rank, item)}. Each row is passed by one rank.
+        parallel: The parallel layout.
+
+    Returns:
+        {row: item} on every rank of the row's data-parallel rank.
+    """
     return _to_shares(((home, key, item) for key, (home, item) in items.items()), parallel)
 
 
 def _to_shares(items: Iterable[tuple[int, RowKey, Any]], parallel: ParallelState) -> dict[RowKey, Any]:
-    """What all ranks together hand in for this rank's share. items: (data-parallel rank, row, item). Collective."""
+    """Return the items that all ranks together send to this data-parallel rank. Collective.
+
+    Args:
+        items: (data-parallel rank, row, item).
+        parallel: The parallel layout.
+    """
     by_share: dict[int, list[tuple[RowKey, Any]]] = {}
     for share, key, item in items:
         by_share.setdefault(share, []).append((key, item))
@@ -76,13 +97,20 @@ def _to_shares(items: Iterable[tuple[int, RowKey, Any]], parallel: ParallelState
 def score_rows(
     rows: PlacedRows, *, score: Callable[[SequenceOf[MicroBatch]], Scores], cut: BatchPartitioner, parallel: ParallelState
 ) -> ScoredRows:
-    """Log-probs of rows that lie on several shares, wherever the cut has them scored. Collective."""
+    """Compute the log-probs of distributed rows, each on the data-parallel rank that the partition assigns. Collective.
+
+    Args:
+        rows: The rows.
+        score: Returns the scores of micro-batches.
+        cut: Partitions the rows over data-parallel ranks and micro-batches.
+        parallel: The parallel layout.
+    """
     keys = list(rows.extents)
     dealt = partition_for_scoring(list(rows.extents.values()), cut)
     filled = [*keys, *[keys[0]] * (sum(len(portion.rows) for mine in dealt for portion in mine) - len(keys))]
     places = [(home, i) for home, mine in enumerate(dealt) for portion in mine for i in portion.rows]
     homes = {filled[i]: home for home, i in places if i < len(keys)}
-    # A row that fills up is scored where it is dealt to again: its sequence must be there, and its result is not needed.
+    # A row repeated as filler is scored again where it is assigned: its sequence must be there, but its result is not used.
     wanted: dict[RowKey, set[int]] = {key: set() for key in keys}
     for home, i in places:
         wanted[filled[i]].add(home)
@@ -104,14 +132,14 @@ def score_rows(
 
 
 def without_experts(logprobs: Callable[[SequenceOf[MicroBatch]], list[np.ndarray]]) -> Callable[[SequenceOf[MicroBatch]], Scores]:
-    """What `score_rows` asks of a model whose experts are not wanted."""
+    """Adapt a log-prob function for `score_rows` when experts are not needed."""
     return lambda micro_batches: (logprobs(micro_batches), None)
 
 
 def _alike_where_shared(routes: Mapping[RowKey, np.ndarray], rows: PlacedRows, parallel: ParallelState) -> dict[RowKey, np.ndarray]:
-    """Experts of rows, where what those of a group begin with has the experts of the first of them, so that it can be computed once.
+    """Give the common prefix of a group the experts of its first row, so that it can be computed once. Collective.
 
-    (Micro-batches differ in rounding, and so now and then in a choice.) Collective.
+    Micro-batches differ in rounding, and so occasionally in a routing decision.
     """
     extents = rows.extents
     first: dict[object, RowKey] = {}
@@ -131,12 +159,18 @@ def _alike_where_shared(routes: Mapping[RowKey, np.ndarray], rows: PlacedRows, p
 
 
 def local_samples(items: Mapping[RowKey, Any], now: Mapping[RowKey, int], homes: Mapping[RowKey, int], parallel: ParallelState) -> dict:
-    """Items of rows that lie on the shares `now`, where their homes are. Every rank gets those of its share. Collective."""
+    """Send items from the data-parallel ranks `now` to their homes. Collective.
+
+    Every rank gets the items of its data-parallel rank.
+    """
     return _spread(items, now, {key: {homes[key]} for key in now}, parallel)
 
 
 def _spread(items: Mapping[RowKey, Any], homes: Mapping[RowKey, int], wanted: Mapping[RowKey, set[int]], parallel: ParallelState) -> dict:
-    """Each row's item on every share that wants it. The first rank of its home sends it; what already lies there does not travel."""
+    """Send each row's item to every data-parallel rank that needs it.
+
+    The first rank of its home sends it; items that are already in place are not sent.
+    """
     kept = {key: items[key] for key, shares in wanted.items() if parallel.dp_rank in shares and homes[key] == parallel.dp_rank}
     if all(shares <= {homes[key]} for key, shares in wanted.items()):
         return kept
@@ -146,18 +180,21 @@ def _spread(items: Mapping[RowKey, Any], homes: Mapping[RowKey, int], wanted: Ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleBuffer:
-    """Rows in the order in which they came. Every method that returns a `SampleBuffer` is collective, and leaves this one as it was."""
+    """Rows in the order in which they arrived.
+
+    Every method that returns a `SampleBuffer` is collective, and leaves this one unchanged.
+    """
 
     parallel: ParallelState
     cut: BatchPartitioner
     rows: Mapping[RowKey, TrainingRow] = field(default_factory=dict)
-    samples: Mapping[RowKey, Sample] = field(default_factory=dict)  # those whose home this rank is
+    samples: Mapping[RowKey, Sample] = field(default_factory=dict)  # samples whose home this rank is
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def add(self, rollouts: Iterable[Rollout]) -> SampleBuffer:
-        """With what has come in."""
+        """Return the buffer with the rows of new rollouts."""
         rows, samples = dict(self.rows), dict(self.samples)
         for rollout in rollouts:
             rows |= {row.key: row for row in rollout.rows}
@@ -165,16 +202,33 @@ class SampleBuffer:
         return replace(self, rows=rows, samples=samples)
 
     def anchored(self, scorer: ModelScorer, step: ScheduledStep) -> SampleBuffer:
-        """Log-probs by the weights as they are, for the slices whose first use will be stale (batching.md section 3)."""
+        """Compute old log-probs with the current weights, for the slices whose first use will be stale.
+
+        See batching.md section 3.
+
+        Args:
+            scorer: Computes log-probs of the policy.
+            step: The step from the training schedule.
+        """
         return self._scored([key for key in self._in_slices(step.anchors) if not self.rows[key].is_anchored], scorer)
 
     def after_refusal(self, scorer: ModelScorer, step: ScheduledStep) -> SampleBuffer:
-        """The guard has refused the gradient of `step`: what its forward said of rows is not kept. The weights are those that it started
-        from, so what later passes need of them is scored now, by the very version that it is to be of."""
+        """Compute old log-probs for later passes after the guard has refused the gradient of `step`.
+
+        The log-probs of the refused step's forward pass are discarded. The weights are those that the step started from, so what later
+        passes need is scored now, by exactly the required version.
+
+        Args:
+            scorer: Computes log-probs of the policy.
+            step: The refused step.
+        """
         return self._scored(self._in_slices(step.keeps), scorer)
 
     def _scored(self, due: list[RowKey], scorer: ModelScorer) -> SampleBuffer:
-        """A row that the policy cannot score, for it finds no number, trains nothing from here on: its mask is empty."""
+        """Score rows and store the result as their old log-probs.
+
+        A row with log-probs that are not finite trains nothing from here on: its mask is emptied.
+        """
         if not due:
             return self
         scored = score_rows(self.placed(due), score=scorer.anchors, cut=self.cut, parallel=self.parallel)
@@ -189,7 +243,7 @@ class SampleBuffer:
         return replace(moved, rows={key: replace(row, num_masked=0) if key in lost else row for key, row in moved.rows.items()})
 
     def placed(self, keys: Iterable[RowKey]) -> PlacedRows:
-        """These of the rows, as others are handed them."""
+        """Return these rows as `PlacedRows`."""
         rows = {key: self.rows[key] for key in keys}
         return PlacedRows(
             extents={key: row.extent for key, row in rows.items()},
@@ -198,7 +252,7 @@ class SampleBuffer:
         )
 
     def _without_a_number(self, logprobs: Mapping[RowKey, np.ndarray]) -> set[RowKey]:
-        """Rows that the policy itself cannot score, of all ranks. Collective."""
+        """Return the rows, of all ranks, that have log-probs that are not finite. Collective."""
         mine = {key for key, values in logprobs.items() if not np.isfinite(values).all()}
         if not collectives.all_reduce_max(len(mine)):
             return set()
@@ -209,10 +263,20 @@ class SampleBuffer:
         return lost
 
     def batch(self, step: ScheduledStep, *, weigh: Callable[..., TokenWeights]) -> tuple[SampleBuffer, GlobalBatch]:
-        """This rank's share of an optimizer step, and the rows where they then are. The only place where rows are cut for training.
+        """Build this rank's share of an optimizer step. The only place where rows are partitioned for training.
 
-        Token weights are fixed over the whole step, then cut: that is what makes the gradient independent of the cut.
-        Raises KeyError where the timetable asks for a row that was never sampled, ValueError where a row's version contradicts it.
+        Token weights are computed over the whole step before it is partitioned: that makes the gradient independent of the partition.
+
+        Args:
+            step: The step from the training schedule.
+            weigh: Computes the token weights of the step.
+
+        Returns:
+            The buffer with the rows in their new homes, and the global batch.
+
+        Raises:
+            KeyError: The training schedule asks for a row that was never sampled.
+            ValueError: The version of a row contradicts the training schedule.
         """
         rows = [self.rows[micro.rollout, row] for micro in step.micro_steps for row in range(*micro.rows)]
         _check_versions(step, self.rows)
@@ -243,9 +307,13 @@ class SampleBuffer:
         return self._moved(homes, held), batch
 
     def after(self, step: ScheduledStep, logprobs: Mapping[RowKey, np.ndarray]) -> SampleBuffer:
-        """Without what `step` has used up; with the log-probs of its training forward, where later passes take their ratio against them.
+        """Return the buffer after `step`: without the rows used up, with cached log-probs for later passes.
 
-        logprobs: [masked] of this share's rows, on the ranks of the last pipeline stage; empty elsewhere.
+        The log-probs of the training forward pass become the old log-probs of rows that later passes train.
+
+        Args:
+            step: The step that was trained.
+            logprobs: [masked] of this data-parallel rank's rows, on the ranks of the last pipeline stage; empty elsewhere.
         """
         keeps = set(self._in_slices(step.keeps))
         samples = dict(self.samples)
@@ -261,30 +329,39 @@ class SampleBuffer:
         )
 
     def to_save(self) -> list[Sample]:
-        """The samples that this rank writes: each is written by one rank."""
+        """Return the samples that this rank writes to a checkpoint. Each is written by one rank."""
         return [self.samples[key] for key in self.rows if key in self.samples] if self.parallel.is_model_parallel_src else []
 
     def of_step(self, step: ScheduledStep) -> list[Sample]:
-        """The rows that a step trains, in its order, on the first rank of all; elsewhere none. Collective."""
+        """Return the rows that a step trains, in its order, on rank 0; on other ranks an empty list. Collective."""
         keys = [(micro.rollout, row) for micro in step.micro_steps for row in range(*micro.rows)]
         mine = {key: self.samples[key] for key in keys if key in self.samples} if self.parallel.is_model_parallel_src else {}
         found = {key: sample for part in collectives.exchange({0: mine}) for key, sample in part.items()}
         return [found[key] for key in keys] if found else []
 
     def restored(self, samples: SequenceOf[Sample]) -> SampleBuffer:
-        """As it was when saved. samples: those that this rank has read; every one is read by one rank."""
+        """Return the buffer as it was when saved.
+
+        Args:
+            samples: The samples that this rank has read. Every sample is read by one rank.
+        """
         mine = [TrainingRow.of(sample, home=self.cut.dp_rank_of(sample.row)) for sample in samples]
         rows = {row.key: row for rows in collectives.all_gather_object(mine) for row in rows}
         held = deliver({row.key: (row.home, sample) for row, sample in zip(mine, samples, strict=True)}, self.parallel)
         return replace(self, rows=dict(sorted(rows.items())), samples=held)
 
     def _in_slices(self, slices: SequenceOf[tuple[int, int]]) -> list[RowKey]:
-        """The rows of the given (rollout, slice) pairs, in order."""
+        """Return the rows of the given (rollout, slice) pairs, in order."""
         wanted, size = set(slices), self.cut.rows_per_slice
         return [key for key in self.rows if (key[0], key[1] // size) in wanted]
 
     def _moved(self, homes: Mapping[RowKey, int], held: Mapping[RowKey, Sample]) -> SampleBuffer:
-        """With other homes for some rows, whose samples this rank holds where it is the home."""
+        """Return the buffer with new homes for some rows.
+
+        Args:
+            homes: New data-parallel rank of each row that moves.
+            held: Their samples, if this rank is the new home.
+        """
         rows = {key: replace(row, home=homes[key]) if homes.get(key, row.home) != row.home else row for key, row in self.rows.items()}
         stay = {key: sample for key, sample in self.samples.items() if key not in homes}
         return replace(self, rows=rows, samples=stay | dict(held))

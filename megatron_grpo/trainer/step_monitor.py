@@ -1,4 +1,4 @@
-"""Looks on while a step is taken: audits its copies, and keeps a capsule of a step with which something is wrong."""
+"""Monitor of training steps: audits replicas across ranks, and saves a step that looks wrong for later inspection."""
 
 from __future__ import annotations
 
@@ -15,17 +15,25 @@ from megatron_grpo.policy.guard import SkippedStep
 from megatron_grpo.policy.policy import Policy, SummedGradient
 from megatron_grpo.trainer.sample_buffer import SampleBuffer
 
-# Metrics of a step -> what is wrong with its log-probs, if anything; it may remember what it has said.
+# Metrics of a step -> description of a problem with its log-probs, or None; it may keep state between calls.
 Gap = Callable[[Mapping[str, float]], "str | None"]
 
 
 class ReplicaMismatchError(RunError):
-    """What must be the same on several ranks is not. Raised on every rank, before the optimizer acts."""
+    """State that must be equal on several ranks differs. Raised on every rank, before the optimizer step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpReason:
-    """Why a step is kept. kind: "not_finite", "spike", "logp_gap", "parted" or "time_out". finding: of an audit."""
+    """Reason why a step is saved.
+
+    Args:
+        kind: "not_finite", "spike", "logp_gap", "parted" or "time_out".
+        words: Description of the problem.
+        step: The step from the training schedule.
+        refusal: The guard's refusal, if any.
+        finding: The finding of an audit, if any.
+    """
 
     kind: str
     words: str
@@ -35,10 +43,17 @@ class DumpReason:
 
 
 class StepMonitor:
-    """One a run; a `policy.GradientHooks`. `with monitor(step, pending) as beside: policy.train_step(batch, beside)`.
+    """Monitor of all steps of a run; an implementation of `policy.GradientHooks`.
 
-    capsules: gives the `analysis.step_dump.StepDumps` of the run, and is asked for them when a step is kept. audit: an
-    `analysis.audit.Audit`, None for none. ends_run: what an audit finds ends the run; else it is said. gap: see `Gap`.
+    Usage: `with monitor(step, pending) as beside: policy.train_step(batch, beside)`.
+
+    Args:
+        policy: The policy that trains.
+        capsules: Returns the `analysis.step_dump.StepDumps` of the run; called when a step is saved.
+        audit: An `analysis.audit.Audit`, or None for no audit.
+        ends_run: Whether a finding of an audit ends the run; otherwise it is logged.
+        gap: See `Gap`.
+        say: Prints a line for the user.
     """
 
     def __init__(self, policy: Policy, capsules: Callable[[], Any], *, audit: Any, ends_run: bool, gap: Gap, say: Callable[[str], None]):
@@ -48,7 +63,12 @@ class StepMonitor:
 
     @contextmanager
     def __call__(self, step: ScheduledStep, pending: SampleBuffer) -> Iterator[StepMonitor]:
-        """pending: with the step's rows, where they are trained."""
+        """Monitor the step taken inside the block.
+
+        Args:
+            step: The step from the training schedule.
+            pending: The sample buffer, with the rows of the step on the ranks that train them.
+        """
         self._now = step, pending
         try:
             yield self
@@ -56,7 +76,11 @@ class StepMonitor:
             self._now = None
 
     def dump_on_hang(self, words: str) -> None:
-        """From the watchdog's thread, when ranks hang in a step: what this rank has of it. No collective."""
+        """Save what this rank has of the current step when ranks hang. Called by the watchdog's thread; uses no collective.
+
+        Args:
+            words: Description of the hang.
+        """
         now = self._now
         if now is not None:
             step, pending = now
@@ -85,7 +109,7 @@ class StepMonitor:
             self._keep(seen, kind="logp_gap", words=words)
 
     def _keep(self, seen: SummedGradient, **facts: Any) -> None:
-        """facts: of its `DumpReason`."""
+        """Save the current step. `facts` are fields of `DumpReason`."""
         assert self._now is not None, "a step is looked at inside `with monitor(step, pending)`"
         step, pending = self._now
         self.capsules().write(DumpReason(step=step, **facts), pending, self.policy, seen)

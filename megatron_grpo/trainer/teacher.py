@@ -1,6 +1,7 @@
-"""What a teacher says of the rows of a rollout, wherever they lie: one that servers hold, or one that the training ranks hold.
+"""Teacher models that score the rows of a rollout: one on separate servers, or one on the training ranks.
 
-`servers.teachers` asks servers, `policy.passes` computes, `grpo.teacher` uses what is said.
+`servers.teachers` queries the servers, `policy.passes` computes log-probs on the ranks, and `grpo.ratios.teacher_log_ratio` uses the
+result.
 """
 
 from __future__ import annotations
@@ -23,22 +24,31 @@ from megatron_grpo.types import RowKey, TokensToScore
 from megatron_grpo.types import Sequence as Scored
 
 Ask = Callable[[SequenceOf[TokensToScore]], SequenceOf[np.ndarray]]
-"""Tokens -> the log-probs of each from its `first` on, float32. What a teacher's servers say."""
+"""Function of a teacher's servers: tokens -> log-probs of each from its `first` on, float32."""
 
-TOLD = (ConfigError, RunError, NoRolloutServerError, CancelledError)  # what rank 0 may end with, on behalf of all
+TOLD = (ConfigError, RunError, NoRolloutServerError, CancelledError)  # errors of rank 0 that are raised on all ranks
 
 
 class ServedTeacher:
-    """Every rank has this object; rank 0 alone speaks to the teacher's servers."""
+    """Teacher on separate servers. Every rank has this object; only rank 0 queries the servers."""
 
     def __init__(self, parallel: ParallelState, gather: Callable[[], str] | None = None, ask: Ask | None = None):
-        """gather, ask: on rank 0 alone. gather: waits for servers, and returns the teacher's fingerprint. Raises what it raises, on
-        every rank. Collective."""
+        """Wait for the servers. Collective. An error of `gather` is raised on every rank.
+
+        Args:
+            parallel: The parallel layout.
+            gather: Waits for the servers and returns the teacher's fingerprint. On rank 0 alone.
+            ask: Queries the servers for log-probs. On rank 0 alone.
+        """
         self._parallel, self._ask = parallel, ask
-        self.fingerprint = collectives.told(gather or str, TOLD)  # of the teacher, on every rank
+        self.fingerprint = collectives.told(gather or str, TOLD)  # fingerprint of the teacher, on every rank
 
     def __call__(self, rows: PlacedRows) -> dict[RowKey, np.ndarray]:
-        """See `rollouts.Teacher`. At temperature 1, of the whole softmax. Raises what `Teacher.logprobs` does, on every rank."""
+        """Score rows, see `rollouts.Teacher`. The log-probs are of the full softmax at temperature 1.
+
+        Raises:
+            ConfigError, RunError, NoRolloutServerError, CancelledError: Errors of `ask`, raised on every rank.
+        """
         mine = dict(rows.sequences) if self._parallel.is_model_parallel_src else {}
         held = {key: sequence for part in collectives.exchange({0: mine}) for key, sequence in part.items()}
         found: dict[RowKey, np.ndarray] = {}
@@ -66,19 +76,33 @@ class ServedTeacher:
 
 
 class HeldTeacher:
-    """A model that the training ranks hold beside the policy and that nobody trains. It scores as old log-probs are made: by the same pass,
-    over the sampling temperature, among the words that sampling left; experts are its own choice."""
+    """Frozen teacher model on the training ranks, beside the policy.
+
+    It scores as old log-probs are computed: by the same forward pass, at the sampling temperature and with the sampling masks. Its router
+    chooses the experts without replay.
+    """
 
     def __init__(self, name: str, scorer: ModelScorer, clock: Timers, *, leaves: bool):
-        """name: for sentences. leaves: it is on the host between scorings."""
+        """Set up the teacher.
+
+        Args:
+            name: Name for error messages.
+            scorer: Computes log-probs of the teacher.
+            clock: Measures the time of moving weights.
+            leaves: Whether the weights are on the host between scorings.
+        """
         self._name, self._scorer = name, scorer
         movable: tuple[Role, ...] = ("weights",) if leaves else ()
         self._room = PolicyOffloader(self._tensors, movable, scorer.parallel.device, clock)
         self._make_room()
 
     def __call__(self, rows: PlacedRows) -> dict[RowKey, np.ndarray]:
-        """See `rollouts.Teacher`. Raises RunError on every rank where it gives no number."""
-        bare = {key: replace(sequence, experts=None) for key, sequence in rows.sequences.items()}  # routes are of the policy's layers
+        """Score rows, see `rollouts.Teacher`.
+
+        Raises:
+            RunError: A log-prob is not finite. Raised on every rank.
+        """
+        bare = {key: replace(sequence, experts=None) for key, sequence in rows.sequences.items()}  # recorded experts are the policy's
         scorer, parallel = self._scorer, self._scorer.parallel
         with self._room.resident("weights"):
             found = score_rows(replace(rows, sequences=bare), score=without_experts(scorer.logprobs), cut=scorer.cut, parallel=parallel)

@@ -1,8 +1,8 @@
-"""The policy's weights reach the rollout engine, and the engine proves that it samples from them. Only this module knows both.
+"""Weight sync from the policy to the rollout engine, and verification that the engine samples from these weights.
 
-A push can fail without an error: a packed copy of a tied head or of an expert stays as it was, part of a layer is lost, the KV cache of
-the old weights is continued with the new ones, or one engine of several misses it. All of them show in log-probs, and in nothing else, so
-after every push both sides score the same probe sequences.
+A sync can fail without an error: a packed copy of a tied head or of an expert keeps its old value, part of a layer is lost, the KV cache of
+the old weights is used with the new ones, or one engine of several misses the update. All of these show only in log-probs, so after every
+sync both sides score the same probe sequences. Only this module knows both the policy and the engine.
 """
 
 from __future__ import annotations
@@ -41,46 +41,66 @@ FLOAT32_MAX = 1e-3
 # it may be twice as large.
 BFLOAT16_MEAN = 0.2
 BFLOAT16_MEAN_CACHED = 0.4
-# The share of a trial's movement that an engine makes too is 1 if it takes the adapter, and 0 if it ignores it. It is measured over all
-# tokens of the probes, so it also tells of adapters that move less than the bounds above. Its standard error is to be a fifth of its bound.
+# The share of the trainer's change under a trial adapter that an engine shows too is 1 if it applies the adapter, and 0 if it ignores it.
+# It is measured over all tokens of the probes, so it also detects adapters whose effect is below the bounds above. Its standard error must
+# be at most a fifth of its bound.
 FOLLOWED = 0.5
 FOLLOWED_ERROR = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncStats:
-    """What a push did. Differences are |trainer - engine| log-probs of the probes over all engines, in nats; NaN: nothing was checked."""
+    """Statistics of a weight sync.
+
+    Differences are |trainer - engine| log-probs of the probes over all engines, in nats; NaN: nothing was checked.
+    """
 
     num_tensors: int = 0
     num_bytes: int = 0
     logp_difference_max: float = float("nan")
     logp_difference_mean: float = float("nan")
-    picture_difference_max: float = float("nan")  # over the probes that show one
+    picture_difference_max: float = float("nan")  # over the probes with an image
 
 
 class WeightSyncManager:
-    """Sees to it that the holder has the policy's weights, and has shown that it does.
+    """Keeper of the engine's weights: syncs the policy's weights to it and verifies that it uses them.
 
-    verify: compare log-probs after every push, and once before the first: the engine read the checkpoint by itself, and the two readings of
-    it must agree. say: tells a person what both make of a picture, at the first look and after the first push.
-    Where adapters train, the first look is a trial of one that is far from zero: a new adapter changes nothing, so an engine
-    that ignores it would agree. is_coarse: the trainer is not float32. starts_as_checkpoint: the policy of version 0 is the checkpoint.
+    If adapters train, the first check is a trial with an adapter far from zero: a new adapter changes nothing, so an engine that ignores it
+    would agree.
     """
 
     def __init__(
         self, policy: Policy | FrozenPolicy, holder: WeightReceiver, *, verify: bool, is_coarse: bool = False,
         starts_as_checkpoint: bool = True, say: Callable[[str], None] | None = None, hint: str = "",
     ):  # fmt: skip
-        """hint: a sentence for who reads that a check has failed."""
+        """Set up the manager.
+
+        Args:
+            policy: The policy whose weights are synced.
+            holder: The weight receiver of the engine.
+            verify: Compare log-probs after every sync, and once before the first: the engine read the checkpoint separately, and both sides
+                must agree on it.
+            is_coarse: Whether the trainer is not float32.
+            starts_as_checkpoint: Whether the policy of version 0 is the checkpoint.
+            say: Prints how well both sides agree on probes with images, at the first check and after the first sync.
+            hint: Sentence appended to the error of a failed check.
+        """
         self._say, self._num_said, self._hint = say, 0, hint
         self.policy, self.holder, self.verify, self.is_coarse = policy, holder, verify, is_coarse
         self._is_proven, self._has_policy = not verify, starts_as_checkpoint
 
     def publish(self, version: int) -> SyncStats | None:
-        """Pushes, unless the holder has this version; None where nothing was to be done. Collective over all ranks.
+        """Sync the weights, unless the engine has this version. Collective over all ranks.
 
-        Raises WeightSyncError, on every rank, where some engine does not hold what the trainer holds; NoRolloutServerError where none is
-        there.
+        Args:
+            version: Version of the policy's weights.
+
+        Returns:
+            The statistics, or None if there was nothing to do.
+
+        Raises:
+            WeightSyncError: The weights of some engine differ from the trainer's. Raised on every rank.
+            NoRolloutServerError: No rollout server is available.
         """
         if self._is_proven and self._has_policy and self.holder.version == version:
             return None
@@ -118,7 +138,10 @@ class WeightSyncManager:
             )
 
     def _try_adapter(self) -> None:
-        """Afterwards the holder has no version, so the policy itself is pushed; unless there was nothing to try."""
+        """Verify with a trial adapter that the engine applies adapters.
+
+        Afterwards the engine has no version, so the policy itself is pushed; unless there is no adapter to try.
+        """
         with self.policy.trial() as update:
             if update is None:
                 return
@@ -139,7 +162,15 @@ class WeightSyncManager:
 
 
 def push(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, version: int, verify: bool, is_coarse: bool = False) -> SyncStats:
-    """Gives the holder the policy's weights. Collective over all ranks. verify: compare log-probs afterwards."""
+    """Push the policy's weights to the engine. Collective over all ranks.
+
+    Args:
+        policy: The policy.
+        holder: The weight receiver of the engine.
+        version: Version of the weights.
+        verify: Compare log-probs afterwards.
+        is_coarse: Whether the trainer is not float32.
+    """
     num_tensors = num_bytes = 0
     policy.make_room(keep="weights")
     with policy.resident("weights"):
@@ -158,14 +189,22 @@ def _give(holder: WeightReceiver, update: WeightUpdate) -> _Counted:
 
 
 def check_weights(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, version: int, is_coarse: bool = False) -> SyncStats:
-    """Compares what trainer and engines make of the probes, over all engines. Collective over all ranks.
+    """Compare the log-probs of trainer and engines on the probes, over all engines. Collective over all ranks.
 
-    Once before the first rollout it proves that the checkpoint means the same to both. version: NO_VERSION is a trial. is_coarse: the
-    trainer is not float32. Raises WeightSyncError on every rank, with the numbers.
+    Called once before the first rollout, it verifies that both sides loaded the same checkpoint.
+
+    Args:
+        policy: The policy.
+        holder: The weight receiver of the engine.
+        version: Expected version of the engine's weights; NO_VERSION for a trial adapter.
+        is_coarse: Whether the trainer is not float32.
+
+    Raises:
+        WeightSyncError: The log-probs differ too much, or an engine has another version. Raised on every rank, with the numbers.
     """
     probes = holder.probes()
     expected = _logprobs(policy, probes)
-    policy.make_room()  # scoring wakes the engine's KV cache, as sampling does right after
+    policy.make_room()  # scoring wakes the engine's KV cache, which sampling then uses
     mine = {}
     for name, scores in holder.scores(probes).items():
         differences = [np.abs(np.asarray(theirs) - ours) for theirs, ours in zip(scores, expected, strict=True)]
@@ -182,18 +221,22 @@ def check_weights(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, vers
 
 
 def _of_all(mine: Mapping[str, Found]) -> dict[str, Found]:
-    """What every rank found of its engines, by the engine's name. Collective."""
+    """Return the findings of all ranks, by the engine's name. Collective."""
     return {name: found for part in collectives.all_gather_object(dict(mine)) for name, found in part.items()}
 
 
 def _logprobs(policy: Policy | FrozenPolicy, probes: SequenceOf[Sequence]) -> list[np.ndarray]:
-    """float32 [T - 1] of each probe, by the trainer."""
+    """Return the trainer's log-probs of each probe, float32 [T - 1]."""
     with policy.resident("weights"):
         return [scored[1:] for scored in policy.scorer.score(probes, temperature=1.0)]
 
 
 def _followed(theirs: np.ndarray, tried: np.ndarray, untried: np.ndarray) -> tuple[float, float]:
-    """(share of the trainer's movement from untried to tried that the engine made too, by least squares; its standard error)."""
+    """Return how much of the trainer's change the engine shows too.
+
+    Returns:
+        (share of the trainer's change from untried to tried, by least squares; its standard error).
+    """
     moved, followed = tried.astype(np.float64) - untried, np.asarray(theirs, dtype=np.float64) - untried
     length = float(moved @ moved)
     if not length:
@@ -203,7 +246,13 @@ def _followed(theirs: np.ndarray, tried: np.ndarray, untried: np.ndarray) -> tup
 
 
 def _trial_problem(found: Mapping[str, tuple[float, float]]) -> str | None:
-    """found: of each engine, by its name. The comparisons are written so that NaN is a problem."""
+    """Return the problem with a trial adapter, or None.
+
+    The comparisons are written so that NaN is a problem.
+
+    Args:
+        found: (share, standard error) of each engine, by its name.
+    """
     shares = ", ".join(f"{name} {share:.2f} +- {error:.2g}" for name, (share, error) in found.items())
     if not all(error <= FOLLOWED_ERROR for _, error in found.values()):
         return (
@@ -218,16 +267,16 @@ def _trial_problem(found: Mapping[str, tuple[float, float]]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Report:
-    """What one engine said. `cached`: the probes' last tokens, read through the prefix cache."""
+    """Differences of one engine. `cached` covers the probes' last tokens, read through the prefix cache."""
 
     version: int
     fresh: np.ndarray
     cached: np.ndarray
-    of_pictures: float = float("nan")  # the largest of a probe that shows one
+    of_pictures: float = float("nan")  # the largest of a probe with an image
 
 
 def _problem(reports: Mapping[str, _Report], version: int, is_coarse: bool) -> str | None:
-    """reports: by the engine's name."""
+    """Return the problem with the reports, by the engine's name, or None."""
     others = {name: report.version for name, report in reports.items() if report.version != version}
     if others:
         return f"after the push of {_name(version)} these engines hold another: {others} (engine: version)"
@@ -266,7 +315,7 @@ def _name(version: int) -> str:
 
 
 class _Counted:
-    """Passes the stream on, and remembers how much it was."""
+    """Iterator that passes tensors on and counts them and their bytes."""
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]]):
         self._named = iter(named)
@@ -280,6 +329,9 @@ class _Counted:
             yield name, tensor
 
     def finish(self) -> None:
-        """Takes what a holder that failed, or wants no more, has left: the other ranks are sent it too, and would wait for this one."""
+        """Consume what a receiver that failed or stopped has left.
+
+        The other ranks are sent these tensors too, and would wait for this rank.
+        """
         for _ in self._named:
             activity.advance()
