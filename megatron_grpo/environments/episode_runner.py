@@ -1,4 +1,4 @@
-"""Episodes in flight over one sampler: while some wait for their environment, the others are sampled. No lockstep."""
+"""Concurrent episodes on one sampler. While some episodes wait for their environment, others are sampled; there is no lockstep."""
 
 from __future__ import annotations
 
@@ -20,28 +20,37 @@ from megatron_grpo.rewards.process_isolation import ExitRequestedError
 from megatron_grpo.rollout.turns import Key, SampledTurn, TurnSampler
 from megatron_grpo.types import Completion, EpisodeNumbers, EpisodeRecord, Group, Prompt
 
-MOST_WAITED = 0.5  # seconds for environments, before the sampler is looked at again
-LARGE = 1_000_000  # characters: what is longer is looked at before it is encoded
+MOST_WAITED = 0.5  # longest wait for environments in seconds, before the sampler is polled again
+LARGE = 1_000_000  # characters; the length of a longer text is estimated before it is encoded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRunnerFactory:
-    """Where the episodes of a run are played: its environment, its template, its limits. Lengths in tokens."""
+    """Settings that all episodes of a run share. Lengths are in tokens."""
 
     environment: type[Environment]
     template: ChatTemplate
-    system: str | None  # of prompts that have none
+    system: str | None  # system message for prompts without one
     max_turns: int
-    max_completion_length: int  # of an episode after its opening, the environment's words included
-    max_model_len: int
-    timeout: float  # seconds of one call of an environment
-    concurrency: int  # such calls under way at a time
+    max_completion_length: int  # limit for an episode after its opening, including messages of the environment
+    max_model_len: int  # limit for one context
+    timeout: float  # of one environment call, in seconds
+    concurrency: int  # largest number of concurrent environment calls
     history: History = "template"
 
     @classmethod
     def of(
         cls, cfg: Config, environment: type[Environment], tokenizer: Any, *, model_path: Path, max_model_len: int
     ) -> EpisodeRunnerFactory:
+        """Derive the settings from the configuration.
+
+        Args:
+            cfg: The settings of the run.
+            environment: The environment class.
+            tokenizer: Tokenizer of the model.
+            model_path: Directory of the model, for its end tokens.
+            max_model_len: Context length in tokens where `vllm_max_model_len` is not set.
+        """
         turns, rollout = cfg.turns, cfg.rollout
         return cls(
             environment=environment,
@@ -56,8 +65,8 @@ class EpisodeRunnerFactory:
         )
 
     def opening(self, prompt: Prompt) -> list[Mapping[str, Any]]:
-        """A row's messages, as its tokens were made of them."""
-        assert not isinstance(prompt.raw, str)  # refused as the data are read
+        """Return the messages of a row, from which its token IDs were rendered."""
+        assert not isinstance(prompt.raw, str)  # a string prompt is refused when the data are read
         return opening_of(prompt.raw, system=self.system)
 
 
@@ -65,18 +74,18 @@ class EpisodeRunnerFactory:
 class _Episode:
     prompt: Prompt
     place: int
-    opening: Sequence[Message]  # the row's messages, as the data set has them
+    opening: Sequence[Message]  # the row's messages
     environment: Environment | None = None
     transcript: Trajectory | None = None
     num_turns: int = 0
-    messages: list[Message] = field(default_factory=list)  # as they were said
-    num_opening: int = 0
+    messages: list[Message] = field(default_factory=list)  # the whole conversation, unmodified
+    num_opening: int = 0  # messages before the first turn
     rewards: list[float | None] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     ended: str = ""
     fault: str = ""
-    version: int = 0  # of the weights that would draw its first token
+    version: int = 0  # of the weights when the episode started
 
     @property
     def key(self) -> Key:
@@ -84,18 +93,24 @@ class _Episode:
 
 
 class EpisodeRunner:
-    """Plays the episodes of some prompts to their ends: a `rollout.turns.Player`. What an environment does ends no more than its own
-    episode; an environment is made in a thread, in which its methods are called too.
+    """`rollout.turns.Player` that plays the episodes of some prompts.
 
-    n: episodes of a prompt. seed_of: (prompt's number, place, turn) -> the seed of that turn.
+    A failure of an environment ends its own episode alone. Environments are constructed in worker threads, and their methods are called
+    there too.
+
+    Args:
+        stage: Settings of the episodes.
+        prompts: The prompts.
+        n: Episodes per prompt.
+        seed_of: (prompt number, index of the episode in its group, turn) -> seed of that turn.
     """
 
     def __init__(self, stage: EpisodeRunnerFactory, prompts: Sequence[Prompt], *, n: int, seed_of: Callable[[int, int, int], int]):
         self.stage, self.prompts, self.n = stage, list(prompts), n
         self._seed_of = seed_of
         self._workers = Workers(concurrency=stage.concurrency, timeout=stage.timeout)
-        self._asked: dict[Key, tuple[tuple[int, ...], int, int]] = {}  # open turns: (tokens, seed, most tokens)
-        self._openings: dict[int, tuple[int, ...]] = {}  # by the prompt's number
+        self._asked: dict[Key, tuple[tuple[int, ...], int, int]] = {}  # open turns: (token IDs, seed, max_tokens)
+        self._openings: dict[int, tuple[int, ...]] = {}  # prompt number -> token IDs of its opening
         episodes = [
             _Episode(prompt=prompt, place=place, opening=opening)
             for prompt in self.prompts
@@ -109,9 +124,16 @@ class EpisodeRunner:
             self._workers.submit(("start", one.key), partial(self._start, one))
 
     def advance(self, turns: TurnSampler, seconds: float, *, version: int) -> bool:
-        """Plays for about so long; whether all episodes have ended. version: of the weights that draw.
+        """Play for about `seconds`.
 
-        With other `turns` than the last time, open turns are asked of these: who drew them is gone, perhaps.
+        Args:
+            turns: The sampler. If it is another one than in the last call, open turns are submitted to it again, since the earlier sampler
+                may be lost.
+            seconds: Approximate duration of the call.
+            version: Version of the weights that sample.
+
+        Returns:
+            Whether all episodes have ended.
         """
         if self.is_over:
             return True
@@ -133,7 +155,7 @@ class EpisodeRunner:
 
     @property
     def told(self) -> list[str]:
-        """What environments did to this process, as the end of a sentence about one."""
+        """Side effects of environments on this process; each entry completes a sentence about an environment."""
         return self._workers.told
 
     @property
@@ -141,11 +163,11 @@ class EpisodeRunner:
         return not self._open and not self._workers
 
     def close(self) -> None:
-        """No more is played."""
+        """End the worker threads."""
         self._workers.close()
 
     def groups(self) -> list[Group]:
-        """In the order of the prompts, once all have ended."""
+        """Return the groups in the order of the prompts. Call it after all episodes have ended."""
         return [
             Group(prompt=prompt, completions=tuple(_completion(self.episodes[prompt.number, place]) for place in range(self.n)))
             for prompt in self.prompts
@@ -154,12 +176,12 @@ class EpisodeRunner:
     # ---- one episode
 
     def _start(self, episode: _Episode) -> Any:
-        """In a thread."""
+        """Construct and start the environment. Runs in a worker thread."""
         episode.environment = self.stage.environment(episode.prompt.columns)
         return episode.environment.start([dict(message) for message in episode.opening])
 
     def _hear(self, outcome: CallResult, version: int) -> None:
-        """What a call of an environment has come to."""
+        """Process the result of an environment call."""
         kind, key = cast(tuple[str, Key], outcome.key)
         episode = self.episodes[key]
         episode.seconds += outcome.seconds
@@ -181,7 +203,7 @@ class EpisodeRunner:
             raise
         except ExitRequestedError as asked:
             self._finish(episode, "error", f"{kind} asked the process to end with {asked}")
-        except BaseException as raised:  # noqa: BLE001 - a user's code, and a template that refuses what it said
+        except BaseException as raised:  # noqa: BLE001 - user code, or a template that rejects its messages
             said = said_by(raised)
             self._finish(episode, "error", f"{kind} raised {type(raised).__name__}{': ' * bool(said)}{said}")
 
@@ -190,7 +212,7 @@ class EpisodeRunner:
         messages = tuple(value) if is_own else as_messages(value, who="start")
         if not messages:
             raise InvalidReplyError("start returned no messages, and there is nothing to answer")
-        token_ids = episode.prompt.token_ids if is_own else None  # of one function, for all ranks and all rounds
+        token_ids = episode.prompt.token_ids if is_own else None  # the data set's tokens, so all ranks and rounds use the same ones
         if not is_own and self._is_long(messages, self.stage.max_model_len):
             raise InvalidReplyError(f"start returned more than the {self.stage.max_model_len} tokens that an episode may have in all")
         transcript = Trajectory(self.stage.template, messages, token_ids, history=self.stage.history)
@@ -210,13 +232,13 @@ class EpisodeRunner:
         self._ask(episode)
 
     def _room(self, episode: _Episode) -> int:
-        """Tokens that the next turn may have."""
+        """Return the limit for the next turn in tokens."""
         assert episode.transcript is not None
         spent = episode.transcript.num_drawn + episode.transcript.num_heard
         return min(self.stage.max_completion_length - spent, self.stage.max_model_len - len(episode.transcript.ids))
 
     def _is_long(self, messages: Sequence[Message], room: int) -> bool:
-        """So many characters that these are more than `room` tokens: it is not encoded to find out."""
+        """Return whether messages have so many characters that they exceed `room` tokens for certain, without encoding them."""
         return sum(1 + len(message["content"]) for message in messages) > max(LARGE, room * self.stage.template.longest)
 
     def _ask(self, episode: _Episode) -> None:
@@ -229,21 +251,21 @@ class EpisodeRunner:
         self._turns.submit(episode.key, token_ids, seed=seed, max_tokens=room)
 
     def _say(self, episode: _Episode, drawn: SampledTurn) -> None:
-        """The model has said its turn."""
+        """Process a sampled turn and pass it to the environment."""
         assert episode.transcript is not None and episode.environment is not None
         del self._asked[episode.key]
         text = episode.transcript.say(drawn.token_ids, drawn.logprobs, drawn.version, drawn.kept)
         number, episode.num_turns = episode.num_turns, episode.num_turns + 1
         episode.rewards.append(None)
         episode.messages.append({"role": "assistant", "content": text})
-        if drawn.is_cut:  # half a tool call is never made
+        if drawn.is_cut:  # a truncated tool call is not executed
             return self._finish(episode, "length")
         is_last = episode.num_turns == self.stage.max_turns
         turn = Turn(number=number, text=text, messages=tuple(dict(message) for message in episode.messages), is_last=is_last)
         self._workers.submit(("reply", episode.key), partial(episode.environment.reply, turn))
 
     def _heard(self, episode: _Episode, value: Any) -> None:
-        """The environment has answered."""
+        """Process the reply of the environment."""
         assert episode.transcript is not None
         reply = as_reply(value)
         episode.rewards[-1] = reply.reward
@@ -286,7 +308,12 @@ def _completion(episode: _Episode) -> Completion:
 
 
 def _turns(messages: Sequence[Message], most: int = 20_000) -> str:
-    """Turns, one behind the other, each with who said it. most: characters of one."""
+    """Format messages as text, each after its role in brackets.
+
+    Args:
+        messages: The messages.
+        most: Limit for one message in characters.
+    """
     said = []
     for message in messages:
         name, text = message.get("name"), message["content"]

@@ -1,4 +1,4 @@
-"""Plays over the sampler of a run: where environments and rollout meet, which know nothing of each other."""
+"""Samplers that play episodes: the connection between the independent packages `environments` and `rollout`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ OnePlayer = TypeVar("OnePlayer", bound=Player)
 
 
 class PlayedSampler(Generic[OnePlayer]):
-    """A `Sampler` whose completions a player makes of the turns that an engine draws. A subclass says which player."""
+    """`Sampler` whose completions a player makes from sampled turns. A subclass defines the player.
+
+    Args:
+        engine: Engine that samples the turns.
+    """
 
     def __init__(self, engine: TurnEngine):
         self.engine = engine
@@ -26,11 +30,20 @@ class PlayedSampler(Generic[OnePlayer]):
         self._player: OnePlayer | None = None
 
     def new_player(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> OnePlayer:
-        """Plays these prompts from their beginning."""
-        raise NotImplementedError  # each has its own
+        """Make the player that plays these prompts from their beginning.
+
+        Args:
+            prompts: This rank's share of the prompts.
+            sampling: Sampling settings of the run.
+            seed: Seed of the run.
+        """
+        raise NotImplementedError  # every subclass implements it
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        """Asked the same after WeightsLostError, it goes on where it was."""
+        """Play the prompts and return their groups. Collective.
+
+        A call with the same arguments after WeightsLostError resumes the open episodes.
+        """
         asked = ([prompt.number for prompt in prompts], sampling, seed)
         if asked != self._asked:
             self._drop()
@@ -55,7 +68,7 @@ class PlayedSampler(Generic[OnePlayer]):
         return self._player
 
     def _check(self) -> None:
-        """Once all is played, on every rank. Raises what ends the run on all of them."""
+        """Check the result after all is played. Called on every rank; an exception ends the run on all of them."""
 
     def _drop(self) -> None:
         if self._player is not None:
@@ -64,7 +77,12 @@ class PlayedSampler(Generic[OnePlayer]):
 
 
 class Episodes(PlayedSampler[EpisodeRunner]):
-    """A `Sampler` whose completions are episodes."""
+    """`Sampler` whose completions are episodes of an environment.
+
+    Args:
+        engine: Engine that samples the turns.
+        stage: Settings of the episodes.
+    """
 
     def __init__(self, engine: TurnEngine, stage: EpisodeRunnerFactory):
         super().__init__(engine)

@@ -1,4 +1,4 @@
-"""`megatron-grpo rehearse` with an environment: it is played without a model, by turns that are made up."""
+"""Support of `megatron-grpo rehearse` for environments: plays an environment with scripted turns, without a model."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from megatron_grpo.environments.tools import ToolEnvironment
 from megatron_grpo.rollout.turns import Key, SampledTurn
 from megatron_grpo.types import FAULTS, Group, Prompt
 
-MADE_UP: Mapping[str, Any] = {"string": "7", "integer": 7, "number": 0.5, "boolean": True, "array": [], "object": {}}  # by type
+MADE_UP: Mapping[str, Any] = {"string": "7", "integer": 7, "number": 0.5, "boolean": True, "array": [], "object": {}}  # JSON type -> value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """The episodes in which the model says one kind of thing. told: of them, in a line. faults: what the environment did wrong."""
+    """Episodes played with one kind of scripted turn."""
 
     groups: Sequence[Group]
-    told: str
-    faults: list[str]
+    told: str  # summary in one line
+    faults: list[str]  # errors of the environment
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> Played:
-        """told: `8 episodes, 3.0 turns; done 6, error 2; the environment's reward 0.5`. faults: the most frequent first, with how often."""
+        """Summarize episodes.
+
+        `told` reads `8 episodes, 3.0 turns; done 6, error 2; the environment's reward 0.5`. `faults` lists the three most frequent errors
+        with their counts.
+        """
         records = [one.record for group in groups for one in group.completions if one.record is not None]
         ended = Counter(record.numbers.ended for record in records)
         turns = sum(record.numbers.num_turns for record in records) / len(records)
@@ -44,7 +48,7 @@ class Played:
 
 
 class _Scripted:
-    """Turns that always say the same of a row."""
+    """`TurnSampler` that returns the same text for every turn of a row."""
 
     num_running = 0
 
@@ -75,7 +79,19 @@ def play_rows(
     tokenizer: Any,
     model_path: Path,
 ) -> dict[str, Played]:
-    """An episode a prompt and kind. kinds: what the model says at every turn, by prompt; calls of the environment's tools come to them."""
+    """Play one episode per prompt and kind of scripted turn.
+
+    Args:
+        cfg: The settings of the run.
+        environment: The environment class.
+        prompts: The prompts; their numbers are their indices.
+        kinds: Name of a kind -> text of every turn, one per prompt. Calls of each tool of the environment are added as further kinds.
+        tokenizer: Tokenizer of the model.
+        model_path: Directory of the model.
+
+    Returns:
+        Name of a kind -> its episodes.
+    """
     longest = max(len(prompt.token_ids) for prompt in prompts)
     stage = EpisodeRunnerFactory.of(
         cfg, environment, tokenizer, model_path=model_path, max_model_len=longest + cfg.rollout.max_completion_length
@@ -90,7 +106,7 @@ def play_rows(
 
 
 def _calls(environment: type[Environment], count: int) -> dict[str, list[str]]:
-    """A call of each tool with arguments of the right types, as Hermes writes it."""
+    """Return a call of each tool in Hermes' format, with arguments of the right types."""
     if not issubclass(environment, ToolEnvironment):
         return {}
     found = {}

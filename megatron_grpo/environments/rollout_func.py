@@ -1,8 +1,8 @@
-"""Rollouts by a function of the user's own (`--rollout_func`), over the engine that draws turns of episodes.
+"""Rollouts by a user function (`--rollout_func`) on the engine that samples turns of episodes.
 
-The function runs in a thread, on each rank that plays, with that rank's share of the prompts; what it asks the sampler for joins the
-engine's running requests. So its answers depend neither on the number of ranks nor on who is quicker, and several of its calls are drawn
-together. docs/rollout_func.md is the page for users.
+The function runs in a thread on each rank that plays, with that rank's share of the prompts. Its requests join the running batch of the
+engine, so concurrent calls are sampled together. Seeds depend on prompt, generation and call count alone, so the results depend neither on
+the number of ranks nor on timing. docs/rollout_func.md is the page for users.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.turns import Key, SampledTurn, TurnEngine, TurnSampler, request_seed
 from megatron_grpo.types import Completion, Group, Prompt
 
-SECONDS_BETWEEN_LOOKS = 0.2  # at whether the function has asked, where nothing is being drawn
+SECONDS_BETWEEN_LOOKS = 0.2  # longest wait for a request of the function while the sampler is idle
 RolloutFunction = Callable[[Sequence[CompletionRequest], "RolloutFuncEngine"], Any]
 
 
 class _Over(BaseException):
-    """The rollout has ended without its function. No Exception: user code that catches those must not go on."""
+    """The rollout ended before its function returned. A BaseException, so that `except Exception` in user code does not catch it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutFunc:
-    """A function of the user's, and what it may rely on. name: as it was typed. timeout: seconds in which it neither asks nor returns."""
+    """A user's rollout function with its tokenizer and limits."""
 
-    name: str
+    name: str  # as given in `--rollout_func`
     function: RolloutFunction
     tokenizer: Any
     limits: Limits
-    timeout: float
+    timeout: float  # seconds in which the function must call the sampler or return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnTokens:
-    """What the sampler drew behind one context."""
+    """Tokens that the sampler generated after one context."""
 
-    token_ids: tuple[int, ...]  # with the one that ended it
-    logprobs: tuple[float, ...]  # natural logs, one each
-    is_cut: bool  # by max_tokens
+    token_ids: tuple[int, ...]  # including the end token
+    logprobs: tuple[float, ...]  # natural logs, one per token
+    is_cut: bool  # truncated by max_tokens
     text: str  # without special tokens
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One context to draw behind; its caller waits for what is drawn."""
+    """One context to sample after; its caller waits for `drawn`."""
 
     key: Key
     token_ids: tuple[int, ...]
@@ -66,9 +66,23 @@ class _Request:
 
 
 class RolloutFuncEngine:
-    """What a rollout function is given to draw with. It may be called from several threads; a call returns when all of it is drawn.
+    """Sampler that a rollout function receives as its second argument.
 
-    Drawing is at the run's temperature, stop and stop_token_ids: the policy is trained on just that distribution.
+    It may be called from several threads; a call returns when all its contexts are sampled. Sampling uses the run's temperature, stop and
+    stop_token_ids, because the policy is trained on exactly that distribution.
+
+    Args:
+        own: The rollout function.
+        sampling: Sampling settings of the run.
+        ask: Passes requests to the engine's thread.
+        seed_of: (prompt number, generation, call count) -> seed.
+
+    Attributes:
+        tokenizer: Tokenizer of the model.
+        temperature: Sampling temperature.
+        max_completion_length: Limit for one completion in tokens.
+        max_model_len: Limit for prompt plus completion in tokens.
+        num_generations: Completions per prompt.
     """
 
     def __init__(
@@ -82,16 +96,24 @@ class RolloutFuncEngine:
         self.max_completion_length, self.max_model_len = own.limits.max_completion_length, own.limits.max_model_len
         self.num_generations = sampling.n
         self._own, self._ask, self._seed_of = own, ask, seed_of
-        self._counts: Counter[tuple[int, int]] = Counter()  # what was drawn for each completion so far
+        self._counts: Counter[tuple[int, int]] = Counter()  # requests so far of each completion
         self._lock = threading.Lock()
 
     def __call__(
         self, asked: Sequence[CompletionRequest], token_ids: Sequence[Sequence[int]] | None = None, *, max_tokens: int | None = None
     ) -> list[DrawnTokens]:
-        """Draws once behind each context. token_ids: the contexts, one for each of `asked`, which may stand there more than once (default:
-        the prompts). max_tokens: most tokens of each (default: max_completion_length); less where the context leaves no more room.
+        """Sample once after each context.
 
-        Raises ValueError for a context that is none.
+        Args:
+            asked: The completions that the contexts belong to; one may occur more than once.
+            token_ids: Token IDs of the contexts, one for each of `asked`. Default: the prompts.
+            max_tokens: Limit for each sample in tokens. Default: max_completion_length. It is lowered to the room that the context leaves.
+
+        Returns:
+            One `DrawnTokens` per context, in order.
+
+        Raises:
+            ValueError: The number of contexts is wrong, or a context is empty, too long or contains an invalid token ID.
         """
         contexts = [one.token_ids for one in asked] if token_ids is None else [tuple(int(i) for i in ids) for ids in token_ids]
         if len(contexts) != len(asked):
@@ -113,7 +135,7 @@ class RolloutFuncEngine:
             with self._lock:
                 count = self._counts[one.number, one.generation]
                 self._counts[one.number, one.generation] += 1
-            key = one.number, one.generation + self.num_generations * count  # of one completion several may be drawn at a time
+            key = one.number, one.generation + self.num_generations * count  # unique, since a completion may have several open requests
             requests.append(_Request(key, ids, self._seed_of(one.number, one.generation, count), room))
         return requests
 
@@ -123,7 +145,14 @@ class RolloutFuncEngine:
 
 
 class RolloutFuncRunner:
-    """A `rollout.turns.Player`: pumps between the function's thread and the engine."""
+    """`rollout.turns.Player` that passes requests and samples between the function's thread and the engine.
+
+    Args:
+        own: The rollout function.
+        prompts: This rank's share of the prompts.
+        sampling: Sampling settings of the run.
+        seed: Seed of the run.
+    """
 
     def __init__(self, own: RolloutFunc, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int):
         self.own, self.prompts, self.n = own, list(prompts), sampling.n
@@ -138,11 +167,11 @@ class RolloutFuncRunner:
         self._has_ended = self._is_closed = False
         self._turns: TurnSampler | None = None
         self._version, self._heard_at = 0, time.monotonic()
-        self._oldest: int | None = None  # weights that drew anything
+        self._oldest: int | None = None  # oldest weights version that sampled a token
 
     def advance(self, turns: TurnSampler, seconds: float, *, version: int) -> bool:
-        """See `rollout.turns.Player`."""
-        if turns is not self._turns:  # the first, or others after lost weights
+        """Pass requests to the sampler and samples to the function, as `rollout.turns.Player` documents."""
+        if turns is not self._turns:  # the first call, or a new sampler after lost weights
             for request in self._open.values():
                 turns.submit(request.key, request.token_ids, seed=request.seed, max_tokens=request.max_tokens)
         self._turns, self._version = turns, version
@@ -165,14 +194,14 @@ class RolloutFuncRunner:
                 return False
 
     def groups(self) -> list[Group]:
-        """None of them where there is a `problem`."""
+        """Return the groups in the order of the prompts, or an empty list if there is a `problem`."""
         if self.problem is not None:
             return []
         parts = [self._completions[i * self.n : (i + 1) * self.n] for i in range(len(self.prompts))]
         return [Group(prompt=prompt, completions=tuple(part)) for prompt, part in zip(self.prompts, parts, strict=True)]
 
     def close(self) -> None:
-        """Calls that wait end; a function in its own code is left behind there."""
+        """End waiting calls of the sampler. A function that executes other code is abandoned in its thread."""
         with self._changed:
             self._is_closed = True
             left = [*self._waiting, *self._open.values()]
@@ -198,7 +227,7 @@ class RolloutFuncRunner:
         self._open.pop(key).drawn.set_result(drawn)
 
     def _rest(self) -> None:
-        """Until the function asks or ends; it is given up after its timeout."""
+        """Wait shortly for a request or the end of the function. After its timeout, set `problem` and abandon the function."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._has_ended, timeout=SECONDS_BETWEEN_LOOKS)
         if time.monotonic() - self._heard_at > self.own.timeout and not self._waiting and not self._has_ended:
@@ -218,7 +247,7 @@ class RolloutFuncRunner:
     def _run(self) -> None:
         found, problem = self._called()
         with self._changed:
-            if not self._has_ended:  # or else it was given up
+            if not self._has_ended:  # else it was abandoned
                 self._completions, self.problem = found, problem
             self._has_ended = True
             self._changed.notify_all()
@@ -234,12 +263,12 @@ class RolloutFuncRunner:
             return [], "was ended with the rollout."
         except InvalidRolloutOutputError as bad:
             return [], str(bad)
-        except BaseException as error:  # noqa: BLE001 - a user's code; whatever it raises ends the run with a sentence
+        except BaseException as error:  # noqa: BLE001 - any exception of user code ends the run with a message
             return [], raised(error) + _place(error, self.own.function)
 
 
 def _place(error: BaseException, function: Any) -> str:
-    """Where in the function's own file it was raised."""
+    """Return the innermost line of the function's file in the traceback, for the error message."""
     file = getattr(getattr(function, "__code__", None), "co_filename", None)
     lines, trace = [], error.__traceback__
     while trace is not None:
@@ -250,7 +279,12 @@ def _place(error: BaseException, function: Any) -> str:
 
 
 class RolloutFuncSampler(PlayedSampler[RolloutFuncRunner]):
-    """A `Sampler` whose completions are what a function of the user's makes of an engine's tokens."""
+    """`Sampler` whose completions a user function makes.
+
+    Args:
+        engine: Engine that samples for the function.
+        own: The rollout function.
+    """
 
     def __init__(self, engine: TurnEngine, own: RolloutFunc):
         super().__init__(engine)
@@ -260,7 +294,11 @@ class RolloutFuncSampler(PlayedSampler[RolloutFuncRunner]):
         return RolloutFuncRunner(self.own, prompts, sampling, seed=seed)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        """As `PlayedSampler.generate`. Raises RunError, on every rank, where the function fails on any."""
+        """Sample as `PlayedSampler.generate` does. Collective.
+
+        Raises:
+            RunError: The function failed on some rank (raised on every rank), or a prompt has images.
+        """
         if any(prompt.pictures for prompt in prompts):
             raise RunError("rollout_func does not go with pictures: what it returns has no place for them.")
         return super().generate(prompts, sampling, seed=seed)

@@ -1,7 +1,7 @@
-"""Python functions as tools: their schemas for the chat template, the calls that the model makes of them, and the answers.
+"""Tool calling: JSON schemas of Python functions, parsing of tool calls in a turn, and execution of the calls.
 
-A call that cannot be read is a call all the same, with an error: its answer says so. Read as "no call", a slip of the model would be taken
-for its final answer.
+A tool call that cannot be parsed is still a call, with an error, and its answer reports that error. Treated as "no call", a syntax error
+of the model would be taken for its final answer.
 """
 
 from __future__ import annotations
@@ -23,11 +23,19 @@ _UNNAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
 
 
 class InvalidToolError(ValueError):
-    """A function that cannot be shown to a model. The end of a sentence about it."""
+    """The function cannot be a tool. The message completes a sentence about the function."""
 
 
 def schema_of(function: Function) -> dict[str, Any]:
-    """Its JSON schema, from annotations and a docstring as Google writes it. Raises InvalidToolError, which names what is missing."""
+    """Return the JSON schema of a function, from its annotations and its Google-style docstring.
+
+    Args:
+        function: The tool.
+
+    Raises:
+        InvalidToolError: The function is a generator, has positional-only or variadic positional parameters, or lacks an annotation or a
+            description; the message names what is missing.
+    """
     from transformers.utils import get_json_schema
 
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -45,18 +53,27 @@ def schema_of(function: Function) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """error: why it could not be read."""
+    """One tool call of a turn."""
 
-    name: str = ""
+    name: str = ""  # of the tool
     arguments: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
+    error: str = ""  # why the call could not be parsed; "": it was
 
 
 ReadCalls = Callable[[str], Sequence[ToolCall]]
 
 
 def read_hermes(text: str) -> list[ToolCall]:
-    """Hermes' format, which Qwen uses: a JSON object between tags. What the model thinks (up to `</think>`) calls nothing."""
+    """Parse tool calls in Hermes' format, which Qwen uses: a JSON object between <tool_call> tags.
+
+    Calls inside a thinking block (up to `</think>`) are ignored.
+
+    Args:
+        text: Text of the turn.
+
+    Returns:
+        The calls in order; a call that cannot be parsed has an `error`.
+    """
     said = _behind_thoughts(text)
     if said is None:
         return [ToolCall(error="the call stands in a <think> that has no </think>")] if "<tool_call>" in text else []
@@ -67,8 +84,11 @@ def read_hermes(text: str) -> list[ToolCall]:
 
 
 def _behind_thoughts(text: str) -> str | None:
-    """None for thoughts without an end. A mark among a call's arguments ends none: a thought ends at the first that no call holds."""
-    if not text.lstrip().startswith("<think>"):  # the prompt may have begun one all the same
+    """Return the text after the thinking block, or None if the block has no end.
+
+    A `</think>` inside the arguments of a valid call does not end the block: the block ends at the first one outside all calls.
+    """
+    if not text.lstrip().startswith("<think>"):  # the generation prompt may have opened a block
         of_calls = [hit.span(1) for hit in _CALL.finditer(text) if "</think>" in hit[1] and not _of_json(hit[1]).error]
         ends = [hit.end() for hit in re.finditer("</think>", text) if not any(begin <= hit.start() < end for begin, end in of_calls)]
         return text[ends[0] :] if ends else text
@@ -93,7 +113,16 @@ def _checked(name: str, arguments: Any) -> ToolCall:
 
 
 def reader(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> ReadCalls:
-    """Our own for "hermes"; for others a parser of vLLM. tools: schemas. Raises ConfigError where there is none."""
+    """Return a parser of tool calls: `read_hermes` for "hermes", else a parser of vLLM.
+
+    Args:
+        name: The setting `tool_call_parser`.
+        tokenizer: Tokenizer of the model, for vLLM's parser.
+        tools: JSON schemas of the tools.
+
+    Raises:
+        ConfigError: vLLM is not installed, has no parser of this name, or the parser rejects the tokenizer.
+    """
     if name == "hermes":
         return read_hermes
     try:
@@ -114,7 +143,7 @@ def reader(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Rea
     return _Parser(parser, tools)
 
 
-# What a call begins with, in the formats that vLLM's parsers read.
+# Marks that begin a tool call in the formats of vLLM's parsers.
 _MARKS = (
     *("<tool_call", "<|tool_call", "<|python_tag|>", "[TOOL_CALLS]", "<\uff5ctool", "<function=", "<function_call", "functools["),
     *("<TOOLCALL>", "<|action_start|>", "<start_function_call>", "<minimax:tool_call", "<invoke "),
@@ -122,7 +151,7 @@ _MARKS = (
 
 
 class _Parser:
-    """vLLM's, which says "no call" of one that it cannot read; and that no two threads may use at a time."""
+    """Wrapper of a vLLM parser, which reports "no call" for an invalid call and is not thread-safe."""
 
     def __init__(self, parser: Any, tools: Sequence[Mapping[str, Any]]):
         self._parser, self._tools, self._lock = parser, list(tools), threading.Lock()
@@ -137,7 +166,7 @@ class _Parser:
             with self._lock:
                 found = self._parser.extract_tool_calls(text, request)
             calls = [self._read(call.function) for call in found.tool_calls] if found.tools_called else []
-        except Exception as error:  # noqa: BLE001 - a parser that trips over what a model wrote
+        except Exception as error:  # noqa: BLE001 - a parser may raise anything on a model's text
             return [ToolCall(error=f"the call cannot be read: {type(error).__name__}")]
         if not calls and (any(mark in text for mark in _MARKS) or self._begun.search(text)):
             return [ToolCall(error="the call cannot be read")]
@@ -152,13 +181,19 @@ class _Parser:
         return _checked(function.name, arguments)
 
 
-# ---- their answers
+# ---- execution of calls
 
 
 class ToolEnvironment(Environment):
-    """Answers each call of a turn with what the function returns. A turn without a call is for the environment inside, or ends the episode.
+    """Environment that executes tool calls and returns their results as messages of role "tool".
 
-    What a tool raises is its answer, for it is the model's business. `tool_set` makes classes of this kind.
+    A turn without a call goes to the inner environment, or ends the episode if there is none. An exception of a tool becomes the content
+    of its answer, so that the model can react to it. `tool_set` makes subclasses.
+
+    Attributes:
+        functions: The tools by name.
+        inner: Class of the inner environment, which answers turns without a call.
+        read: Parser of tool calls.
     """
 
     functions: ClassVar[Mapping[str, Function]] = {}
@@ -174,12 +209,15 @@ class ToolEnvironment(Environment):
         return prompt if self._inside is None else self._inside.start(prompt)
 
     def reply(self, turn: Turn) -> Any:
-        """Functions run in this thread; what is to be awaited is returned as a coroutine."""
+        """Execute the tool calls of a turn, or pass the turn to the inner environment.
+
+        Functions run in the calling thread. If a tool returns an awaitable, the result is a coroutine.
+        """
         calls = type(self).read(turn.text)
         if self._inside is not None and (not calls or turn.is_last or self._are_for_inside(calls)):
             return self._inside.reply(
                 turn
-            )  # at the last turn too: what a tool says then is heard by nobody, and it may have a reward to give
+            )  # the last turn too: the model would not read a tool's answer, and the inner environment may return a reward
         if not calls:
             return Reply(done=True)
         begun = [self._begin(call) for call in calls]
@@ -188,7 +226,7 @@ class ToolEnvironment(Environment):
         return self._reply(calls, begun)
 
     def _are_for_inside(self, calls: Sequence[ToolCall]) -> bool:
-        """The environment inside has tools of its own, and reads their calls itself."""
+        """Return whether the calls are to tools of the inner environment, which parses them itself."""
         theirs = [call.name for call in calls if call.name not in self.functions]
         known = {tool.get("function", tool).get("name") for tool in self._inside.tools} if self._inside is not None else set()
         return len(theirs) == len(calls) and not known.isdisjoint(theirs)
@@ -205,7 +243,7 @@ class ToolEnvironment(Environment):
         return self._reply(calls, found)
 
     def _reply(self, calls: Sequence[ToolCall], found: Sequence[tuple[Any, bool]]) -> Reply:
-        """Names of tools alone are repeated: any other is the model's own words, and may stand in a template's header."""
+        """Build the reply. An unknown tool name is replaced, since it is text of the model that a template would put into a header."""
         told = [(*_as_text(value), has_failed) for value, has_failed in found]
         messages = [
             {"role": "tool", "name": call.name if call.name in self.functions else "unknown", "content": text}
@@ -214,14 +252,14 @@ class ToolEnvironment(Environment):
         return Reply(messages=messages, metrics={"tool_calls": len(calls), "tool_errors": sum(any(failed) for _, *failed in told)})
 
     def _begin(self, call: ToolCall) -> tuple[Any, bool]:
-        """(what the function returned, or what is said instead; whether it failed)."""
+        """Call a tool. Returns (its result or an error text, whether it failed)."""
         if call.error:
             return f"Error: {call.error}", True
         if call.name not in self.functions:
             return f"Error: no tool is called {call.name!r}; there are {', '.join(self.functions)}", True
         try:
             return self.functions[call.name](**call.arguments), False
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the model is told what its call did
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the error is the answer to the model
             return _told(error), True
 
 
@@ -233,7 +271,7 @@ async def _outcome(value: Awaitable[Any]) -> tuple[Any, bool]:
 
 
 def _told(error: BaseException) -> str:
-    """pydantic's first line counts what is wrong; the model is told what it is."""
+    """Format an exception for the model: for pydantic all errors with their places, since its first line only counts them."""
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
@@ -244,25 +282,31 @@ def _told(error: BaseException) -> str:
 
 
 def _as_text(value: Any) -> tuple[str, bool]:
-    """(what a function returned as text, whether it can be none)."""
+    """Convert the return value of a tool to text. Returns (text, whether the conversion failed)."""
     failed = False
     if not isinstance(value, str):
         try:
             try:
                 value = json.dumps(value, ensure_ascii=False, default=str)
-            except (TypeError, ValueError, RecursionError):  # keys that are no strings, or a loop
+            except (TypeError, ValueError, RecursionError):  # unsupported keys, or a circular reference
                 value = str(value)
         except Exception as error:  # noqa: BLE001 - a user's object
             value, failed = _told(error), True
-    return value.encode("utf-8", "replace").decode("utf-8"), failed  # half a character is no text
+    return value.encode("utf-8", "replace").decode("utf-8"), failed  # lone surrogates become "?"
 
 
 def tool_set(
     functions: Mapping[str, Function], *, inner: type[Environment] | None = None, read: ReadCalls = read_hermes
 ) -> type[ToolEnvironment]:
-    """An environment with these tools. functions: by the name that their schemas have. inner: who answers turns without a call.
+    """Make an environment class with tools.
 
-    Raises InvalidToolError.
+    Args:
+        functions: The tools by the names in their schemas.
+        inner: Environment class that answers turns without a call; None: such a turn ends the episode.
+        read: Parser of tool calls.
+
+    Raises:
+        InvalidToolError: A function cannot be a tool.
     """
     from pydantic import validate_call
     from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
