@@ -1,1 +1,1 @@
-"""The only rooms that know how ranks are arranged: the grid (layout), its process groups (state), and what is sent over them."""
+"""Parallelism: the only modules that know how ranks are arranged: the grid (`layout`), its process groups (`state`), the collectives."""

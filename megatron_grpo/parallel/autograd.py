@@ -1,4 +1,4 @@
-"""Collectives that gradients go through: what every rank of a group uses, and each has a part of the gradient of."""
+"""Differentiable collectives, for values that every rank of a group uses and each rank has a part of the gradient of."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ class _CopyToRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        # A copy in memory of its own: collectives take dense tensors only, and the gradient may be someone else's.
+        # A copy: collectives take dense tensors only, and the gradient may be shared with other nodes of the graph.
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
 
 
 def copy_to_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`x`, the same on every rank of `group`; its gradient is the sum of what the ranks say of it.
+    """Return `x` unchanged; sum its gradient over the ranks of `group`.
 
-    In place of Megatron-Core's copy_to_tensor_model_parallel_region, which in 0.16 loses the sum where the gradient is not contiguous: it
-    reduces a contiguous copy and returns the original (`tensor_parallel/mappings.py`, `_reduce`; mended in 0.19).
+    Replaces Megatron-Core's copy_to_tensor_model_parallel_region, which in 0.16 loses the sum where the gradient is not contiguous: it
+    reduces a contiguous copy and returns the original (`tensor_parallel/mappings.py`, `_reduce`; fixed in 0.19).
+
+    Args:
+        x: Tensor, the same on every rank of `group`.
+        group: Process group.
     """
     return _CopyToRanks.apply(x, group) if group.size() > 1 else x
 
@@ -42,12 +46,19 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of every rank's `x`, which each of them goes on to use for a part of its own: gradients are summed as well."""
+    """Return the sum of `x` over the ranks of `group`; sum its gradient as well.
+
+    Each rank continues with the sum for a part of the computation, so the gradients of the parts add up. Collective over `group`.
+
+    Args:
+        x: Tensor of one shape on every rank.
+        group: Process group.
+    """
     return copy_to_ranks(_SumOverRanks.apply(x, group), group) if group.size() > 1 else x
 
 
 class _AllGather(torch.autograd.Function):
-    """[t, ...] on each rank -> [cp, t, ...] on all. The backward sums what every rank says of this rank's part."""
+    """[t, ...] on each rank -> [cp, t, ...] on all. The backward sums the ranks' gradients of this rank's part."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -64,4 +75,10 @@ class _AllGather(torch.autograd.Function):
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather `x` [t, ...] of every rank as [cp, t, ...]; sum the ranks' gradients of this rank's part. Collective over `group`.
+
+    Args:
+        x: Tensor of one shape on every rank.
+        group: Process group of cp ranks.
+    """
     return _AllGather.apply(x, group)

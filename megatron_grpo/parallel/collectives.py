@@ -1,7 +1,7 @@
-"""Everything that travels between ranks, under names that say who gets what. With `state`, the only importer of torch.distributed.
+"""Collectives and point-to-point messages between ranks. With `state`, the only importer of torch.distributed.
 
-A process without a process group is a job of one rank: every function then gives back what it was given. Objects are pickled, so they come
-from this job's own ranks only. A function without `group` is collective over all ranks.
+A process without a process group is a job of one rank: every function then returns its input. Objects are pickled, so they come from this
+job's ranks only. A function without `group` is collective over all ranks.
 """
 
 from __future__ import annotations
@@ -22,32 +22,39 @@ Group = Any  # a torch.distributed.ProcessGroup; None is all ranks
 
 
 def rank() -> int:
-    """This process's place among all ranks."""
+    """Return this process's rank among all ranks."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def num_ranks(group: Group = None) -> int:
+    """Return the number of ranks in a group; None is all ranks."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def place_in(group: Group) -> int:
-    """This process's place in the group; None is all ranks."""
+    """Return this process's rank in a group; None is all ranks."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def members(group: Group = None) -> tuple[int, ...]:
-    """The ranks of a group."""
+    """Return the global ranks of a group; None is all ranks."""
     return tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
 
 
 def has_job() -> bool:
-    """Whether this process has joined other ranks, or a job of one."""
+    """Return whether this process belongs to a process group, possibly of one rank."""
     return dist.is_initialized()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine among those of the job. first: the rank that speaks for it. number: of this machine, in the order of their first ranks."""
+    """A machine of the job.
+
+    Args:
+        first: Lowest rank on it.
+        number: Index of this machine, in the order of their first ranks.
+        count: Number of machines.
+    """
 
     first: int = 0
     number: int = 0
@@ -55,7 +62,11 @@ class Node:
 
 
 def node(host: str | None = None) -> Node:
-    """The machine that this rank runs on. Collective. host: what it is called (default: its own name)."""
+    """Return the machine that this rank runs on. Collective.
+
+    Args:
+        host: Name of the machine; None is its host name.
+    """
     name = (socket.gethostname() if host is None else host).encode()
     names = all_gather_object(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big"))
     firsts = {name: names.index(name) for name in dict.fromkeys(names)}
@@ -64,8 +75,13 @@ def node(host: str | None = None) -> Node:
 
 
 def store(name: str) -> Any:
-    """The job's key-value store, through which ranks can speak while a collective hangs: under names of `name`'s own, by a connection of
-    its own, for the main thread may be waiting on the other one."""
+    """Return a view of the job's key-value store, through which ranks can communicate while a collective hangs.
+
+    It uses a separate connection, because the main thread may be blocked on the job's own.
+
+    Args:
+        name: Prefix of the keys.
+    """
     default: Any = dist.distributed_c10d._get_default_store()
     return dist.PrefixStore(name, default.clone())
 
@@ -74,17 +90,22 @@ _patient: Group = None
 
 
 def long_timeout_group() -> Group:
-    """All ranks, for what one of them may wait for without a limit: NCCL, and a job's own group, would end the run. Collective at the first
-    call in a job; None where there is one rank."""
+    """Return a gloo group of all ranks with a timeout of a year; None if there is one rank.
+
+    For waits without a limit, which NCCL and the job's default group would end by ending the run. Collective at the first call in a job.
+    """
     global _patient
     if num_ranks() > 1 and not (_patient is not None and _patient in dist.distributed_c10d._world.pg_map):
-        _patient = dist.new_group(backend="gloo", timeout=timedelta(days=365))  # of this job: an earlier one's went with it
+        _patient = dist.new_group(backend="gloo", timeout=timedelta(days=365))  # an earlier job's group was destroyed with that job
     return _patient if num_ranks() > 1 else None
 
 
 def barrier_with_timeout() -> None:
-    """Until every rank is here, however long one of them takes: before a collective behind work that ranks end at different times, such as
-    sampling. NCCL would count those minutes against `distributed_timeout_minutes`, and end the run. Collective."""
+    """Wait until every rank is here, however long one of them takes. Collective.
+
+    Belongs before a collective that follows work which ranks finish at different times, such as sampling. NCCL would count those minutes
+    against `distributed_timeout_minutes`, and end the run.
+    """
     if num_ranks() > 1:
         dist.barrier(group=long_timeout_group())
 
@@ -93,7 +114,12 @@ def barrier_with_timeout() -> None:
 
 
 def all_gather_object(value: Any, group: Group = None) -> list[Any]:
-    """Every rank's `value`, in rank order of the group, on every rank of it. For integers, flags, rewards and sentences."""
+    """Gather every rank's `value`, in rank order of the group, on every rank of it. For integers, flags, rewards and sentences. Collective.
+
+    Args:
+        value: Any object that can be pickled.
+        group: Process group; None is all ranks.
+    """
     size = num_ranks(group)
     if size == 1:
         return [value]
@@ -103,7 +129,13 @@ def all_gather_object(value: Any, group: Group = None) -> list[Any]:
 
 
 def gather_object(value: Any) -> list[Any] | None:
-    """Every rank's `value`, in rank order, on rank 0; None elsewhere. For what a file will hold: texts, records."""
+    """Gather every rank's `value`, in rank order, on rank 0; None on other ranks. Collective.
+
+    For what a file will hold: texts, records.
+
+    Args:
+        value: Any object that can be pickled.
+    """
     if num_ranks() == 1:
         return [value]
     values: list[Any] | None = [None] * num_ranks() if rank() == 0 else None
@@ -112,12 +144,18 @@ def gather_object(value: Any) -> list[Any] | None:
 
 
 def broadcast_object(value: Any) -> Any:
-    """Rank 0's `value`, on every rank."""
+    """Return rank 0's `value` on every rank. Collective."""
     return from_rank(value, 0)
 
 
 def from_rank(value: Any, source: int, group: Group = None) -> Any:
-    """The `value` of one rank, on every rank of the group. source: its number among all ranks."""
+    """Return the `value` of one rank on every rank of a group. Collective.
+
+    Args:
+        value: Any object that can be pickled.
+        source: Global rank of the sender.
+        group: Process group; None is all ranks.
+    """
     if num_ranks(group) == 1:
         return value
     box = [value]
@@ -126,8 +164,15 @@ def from_rank(value: Any, source: int, group: Group = None) -> Any:
 
 
 def told(work: Callable[[], Value], failures: tuple[type[Exception], ...]) -> Value:
-    """What `work` gives on rank 0, on every rank; or what it raises, if that is one of `failures`. Others wait as long as it takes."""
-    group = long_timeout_group()  # the first call makes it, which waits no longer than a job's own group does
+    """Run `work` on rank 0 and return its result, or raise its exception, on every rank. Collective.
+
+    The other ranks wait without a limit.
+
+    Args:
+        work: Called on rank 0 only.
+        failures: Exceptions that are raised on every rank. Any other is raised on rank 0 alone.
+    """
+    group = long_timeout_group()  # the first call creates it, which waits no longer than the job's default group
     value: Value | None = None
     failure: Exception | None = None
     if rank() == 0:
@@ -142,10 +187,13 @@ def told(work: Callable[[], Value], failures: tuple[type[Exception], ...]) -> Va
 
 
 def exchange(parts: Mapping[int, Any]) -> list[Any]:
-    """Sends `parts[r]` to rank r, and to nobody else; returns what this rank was sent, in the order of the senders.
+    """Send `parts[r]` to rank r only; return the objects sent to this rank, in the order of the senders. Collective.
 
-    For what few ranks need: tokens and log-probs go to those who train them. What a rank sends to itself is not copied. One object for
+    For what few ranks need: tokens and log-probs go to the ranks that train them. What a rank sends to itself is not copied. One object for
     several ranks is pickled once.
+
+    Args:
+        parts: Objects by destination rank; a destination may be absent.
     """
     me, size = rank(), num_ranks()
     if size == 1:
@@ -169,7 +217,7 @@ def exchange(parts: Mapping[int, Any]) -> list[Any]:
 
 
 def device_of_messages() -> torch.device:
-    """Where a tensor must lie to travel: NCCL sends from the GPU alone."""
+    """Return the device that a tensor must be on to be sent: NCCL sends from the GPU only."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
@@ -177,7 +225,7 @@ def device_of_messages() -> torch.device:
 
 
 def all_reduce_max(number: float) -> float:
-    """Over all ranks."""
+    """Return the maximum of `number` over all ranks. Collective."""
     if num_ranks() == 1:
         return number
     tensor = torch.tensor([number], dtype=torch.float64, device=device_of_messages())
@@ -186,7 +234,11 @@ def all_reduce_max(number: float) -> float:
 
 
 def all_reduce_any(flags: Sequence[bool]) -> list[bool]:
-    """For each of as many flags on every rank: whether it is set on any."""
+    """Return for each flag whether it is set on any rank. Collective.
+
+    Args:
+        flags: Flags, equally many on every rank.
+    """
     if num_ranks() == 1 or not flags:
         return list(flags)
     tensor = torch.tensor(flags, dtype=torch.uint8, device=device_of_messages())
@@ -195,7 +247,7 @@ def all_reduce_any(flags: Sequence[bool]) -> list[bool]:
 
 
 def wait_for_all() -> None:
-    """Returns once every rank is here."""
+    """Wait until every rank is here. Collective."""
     if num_ranks() > 1:
         dist.barrier()
 
@@ -204,7 +256,15 @@ def wait_for_all() -> None:
 
 
 def add_(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum over the group, in place. Raises ValueError for a tensor whose elements do not lie in order: a copy would get the sum."""
+    """Sum a tensor over the group, in place. Collective over `group`.
+
+    Args:
+        tensor: Contiguous tensor of one shape on every rank.
+        group: Process group; None is all ranks.
+
+    Raises:
+        ValueError: The tensor is not contiguous: a copy would receive the sum.
+    """
     if num_ranks(group) > 1:
         _require_order(tensor)
         dist.all_reduce(tensor, group=group)
@@ -212,7 +272,15 @@ def add_(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def max_(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """The largest over the group, element by element, in place."""
+    """Take the elementwise maximum of a tensor over the group, in place. Collective over `group`.
+
+    Args:
+        tensor: Contiguous tensor of one shape on every rank.
+        group: Process group; None is all ranks.
+
+    Raises:
+        ValueError: The tensor is not contiguous.
+    """
     if num_ranks(group) > 1:
         _require_order(tensor)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
@@ -220,7 +288,12 @@ def max_(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def of_each(tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
-    """The tensors of all members of the group, in rank order, on all of them. All have one shape."""
+    """Gather the tensors of all members of the group, in rank order. Collective over `group`.
+
+    Args:
+        tensor: Tensor of one shape on every rank.
+        group: Process group; None is all ranks.
+    """
     if num_ranks(group) == 1:
         return [tensor]
     found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(num_ranks(group))]
@@ -234,34 +307,62 @@ def _require_order(tensor: torch.Tensor) -> None:
 
 
 def start_gather(run: torch.Tensor, group: Group, *, at_once: int, memory: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
-    """[ranks, len(run)], every rank's run in rank order, once all of the list has been waited for. Of one rank it is `run` itself.
+    """Start gathering every rank's `run`; return [ranks, len(run)] in rank order and the handles to wait for. Collective over `group`.
 
-    at_once: elements of `run` that go in one collective; there are as many as it takes. memory: gives room for so many elements.
+    The result is complete once all handles have been waited for. With one rank it is a view of `run`.
+
+    Args:
+        run: One-dimensional tensor of one length on every rank.
+        group: Process group; None is all ranks.
+        at_once: Elements of `run` per collective; there are as many collectives as necessary.
+        memory: Allocates a one-dimensional tensor with the given number of elements.
     """
     if num_ranks(group) == 1:
         return run[None], []
     rows = memory(num_ranks(group) * len(run)).view(num_ranks(group), len(run))
     if len(run) <= at_once:
-        into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # since torch 2.13 the first is its name
+        into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed to the first in torch 2.13
         return rows, [into(rows.view(-1), run, group=group, async_op=True)]
     pieces = zip(run.split(at_once), *(row.split(at_once) for row in rows), strict=True)
     return rows, [dist.all_gather(places, piece, group=group, async_op=True) for piece, *places in pieces]
 
 
 def from_member_(tensor: torch.Tensor, member: int, group: Group) -> torch.Tensor:
-    """The tensor of one member of the group (its place in it), on all of them, in place."""
+    """Broadcast the tensor of one member of the group to all of them, in place. Collective over `group`.
+
+    Args:
+        tensor: Tensor of one shape on every rank.
+        member: Rank of the sender in the group.
+        group: Process group.
+    """
     if num_ranks(group) > 1:
         dist.broadcast(tensor, src=dist.get_global_rank(group, member), group=group)
     return tensor
 
 
 def send(tensor: torch.Tensor, to: int) -> None:
-    """To one rank, which receives it with `start_receive`. Several between two ranks arrive in their order."""
+    """Send a tensor to one rank, which receives it with `start_receive`. Messages between two ranks arrive in order.
+
+    Args:
+        tensor: Contiguous tensor.
+        to: Global rank of the receiver.
+
+    Raises:
+        ValueError: The tensor is not contiguous.
+    """
     _require_order(tensor)
     dist.send(tensor, to)
 
 
 def start_receive(tensor: torch.Tensor, source: int) -> Any:
-    """What that rank sends is in `tensor` once the thing returned has been waited for."""
+    """Start receiving a tensor from one rank; return a handle. The data is in `tensor` once the handle has been waited for.
+
+    Args:
+        tensor: Contiguous tensor of the sender's shape and dtype, which is overwritten.
+        source: Global rank of the sender.
+
+    Raises:
+        ValueError: The tensor is not contiguous.
+    """
     _require_order(tensor)
     return dist.irecv(tensor, source)

@@ -1,8 +1,8 @@
-"""Megatron-Core on a machine without a GPU: the one sanctioned place that patches other people's code.
+"""Megatron-Core on a machine without a GPU: patches of its code and of torch.cuda.
 
 Megatron-Core's schedules, DDP buffers, optimizers and MoE layers are ordinary PyTorch, but they name CUDA: as `torch.cuda.*` calls, as
-`device="cuda"`, and as type strings. `enable()` gives those names the meaning "the CPU". It is never imported where there is a GPU.
-Nothing here changes what is computed.
+`device="cuda"`, and as type strings. `enable()` makes those names mean the CPU. It is never imported where there is a GPU. Nothing here
+changes what is computed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _enabled = False
 
 
 class _Immediate:
-    """Stands in for torch.cuda.Stream and torch.cuda.Event: on a CPU everything is already in order, and already done."""
+    """Stand-in for torch.cuda.Stream and torch.cuda.Event: on a CPU everything is already in order, and already done."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -42,7 +42,7 @@ class _Immediate:
 
 
 class _CpuTorch(types.ModuleType):
-    """The module `torch`, whose factories take device="cuda" to mean the CPU. Given to the few modules that say so in a literal."""
+    """The module `torch`, whose factories treat device="cuda" as the CPU. Given to the modules that contain that literal."""
 
     def __init__(self):
         super().__init__("torch")
@@ -74,7 +74,7 @@ _LITERAL_CUDA = (
 def _patch_cuda_calls() -> None:
     cuda: Any = torch.cuda  # what stands in has other types
     tensor: Any = torch.Tensor
-    cuda.current_device = lambda: torch.device("cpu")  # "device=torch.cuda.current_device()" is all over Megatron
+    cuda.current_device = lambda: torch.device("cpu")  # Megatron often passes "device=torch.cuda.current_device()"
     cuda.synchronize = cuda.empty_cache = lambda *args, **kwargs: None
     cuda.Stream = cuda.Event = _Immediate
     cuda.current_stream = cuda.default_stream = lambda *args: _Immediate()
@@ -88,7 +88,7 @@ def _patch_cuda_calls() -> None:
 
 
 def _patch_type_strings():
-    """The optimizers sort parameters by `p.type() == "torch.cuda.FloatTensor"`: answer them, and nobody else, so."""
+    """Make `p.type() == "torch.cuda.FloatTensor"` true on the CPU, for Megatron-Core's optimizers only, which sort parameters by it."""
     real = torch.Tensor.type
 
     def tensor_type(self, dtype=None, non_blocking=False, **kwargs):
@@ -106,7 +106,7 @@ def _patch_megatron():
     for name in _LITERAL_CUDA:
         importlib.import_module(name).torch = _CpuTorch()
     mcore_random = importlib.import_module("megatron.core.tensor_parallel.random")
-    # It warns when the CPU's generator moves while it guards the GPU's: here they are one.
+    # It warns when the CPU's generator advances while it guards the GPU's: here they are the same.
     logging.getLogger(mcore_random.__name__).setLevel(logging.ERROR)
     mcore_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
@@ -115,8 +115,11 @@ def _patch_megatron():
 
 
 def _patch_gloo():
-    """gloo takes split sizes as a list, where the token dispatcher passes a tensor; and it gathers and scatters equal parts only, where
-    experts that are cut (expert tensor parallelism) exchange as many tokens as the router sent them."""
+    """Extend gloo's collectives to what Megatron-Core passes to them.
+
+    gloo takes split sizes as a list, where the token dispatcher passes a tensor. It gathers and scatters equal parts only, where experts
+    with expert tensor parallelism exchange as many tokens as the router sent them.
+    """
     all_to_all_single, all_gather, reduce_scatter = dist.all_to_all_single, dist.all_gather, dist.reduce_scatter
 
     def with_lists(output, input, output_split_sizes=None, input_split_sizes=None, **kwargs):
@@ -149,7 +152,7 @@ def _are_alike(tensors):
 
 
 def enable() -> None:
-    """Patches once; later calls do nothing. Must run before the first Megatron object is built."""
+    """Apply the patches once; later calls do nothing. Must run before the first Megatron object is built."""
     global _enabled
     if _enabled:
         return

@@ -1,6 +1,6 @@
-"""Where a rank stands on the TP x CP x DP x PP grid, as arithmetic: no process group, no torch, no numpy.
+"""Position of a rank on the TP x CP x DP x PP grid, as arithmetic: no process group, no torch, no numpy.
 
-Ranks are numbered as Megatron-Core numbers them (order "tp-cp-ep-dp-pp"): TP varies fastest, PP slowest.
+Ranks are numbered as in Megatron-Core (order "tp-cp-ep-dp-pp"): TP varies fastest, PP slowest.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The sizes of the grid. `dp_size` is derived, never set. Sizes are checked by `batching.rules` before this is built."""
+    """Sizes of the parallelism grid. `dp_size` is derived, never set. `batching.rules` validates the sizes before a layout is built."""
 
     world_size: int
     tp: int = 1
@@ -22,10 +22,12 @@ class Layout:
 
     @property
     def dp_size(self) -> int:
+        """Number of data-parallel ranks."""
         return self.world_size // (self.tp * self.pp * self.cp)
 
     @property
     def expert_dp_size(self) -> int:
+        """Number of data-parallel ranks of expert weights."""
         return self.world_size // (self.etp * self.ep * self.pp)
 
     @property
@@ -34,18 +36,27 @@ class Layout:
         return self.vpp or 1
 
     def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """Return the global rank at the given coordinates."""
         return tp + self.tp * (cp + self.cp * (dp + self.dp_size * pp))
 
     def ranks_of_share(self, dp: int) -> list[int]:
-        """The ranks that train one data-parallel share together, the first of the first stage first."""
+        """Return the global ranks of a data-parallel rank's model-parallel group, the first rank of the first stage first.
+
+        Args:
+            dp: The data-parallel rank.
+        """
         return [self.rank_of(tp=tp, cp=cp, dp=dp, pp=pp) for pp in range(self.pp) for cp in range(self.cp) for tp in range(self.tp)]
 
 
 def sequence_alignment(layout: Layout, sequence_parallel: bool, rank_multiple: int = 1) -> tuple[int, int]:
-    """(multiple of a sequence, multiple of the whole stream) that the layout needs, in tokens.
+    """Return (multiple of a sequence, multiple of the whole stream) that the layout requires, in tokens.
 
-    Context parallelism cuts every sequence into 2*cp equal chunks; sequence parallelism cuts what one CP rank holds into tp parts.
-    rank_multiple: of the tokens that one rank computes.
+    Context parallelism splits every sequence into 2*cp equal chunks; sequence parallelism splits the tokens of one CP rank into tp parts.
+
+    Args:
+        layout: The parallelism grid.
+        sequence_parallel: Whether sequence parallelism is on.
+        rank_multiple: Required multiple of the tokens that one rank computes.
     """
     per_sequence = 2 * layout.cp if layout.cp > 1 else 1
     per_stream = layout.cp * layout.tp if sequence_parallel else 1

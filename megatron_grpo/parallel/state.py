@@ -1,4 +1,4 @@
-"""Process groups. The only module that asks Megatron-Core's `parallel_state` anything; everybody else asks `ParallelState`, in words."""
+"""Process groups. The only module that reads Megatron-Core's `parallel_state`; all others use `ParallelState`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,18 @@ from megatron_grpo.base.launcher import Launched
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.layout import Layout
 
-SECONDS_BETWEEN_WORDS = 10.0  # of a rank that waits for others
-SECONDS_TO_LEAVE_WORD = 30.0  # of one that does not come
+SECONDS_BETWEEN_WORDS = 10.0  # between two messages of a rank that waits for others
+SECONDS_TO_LEAVE_WORD = 30.0  # for a rank that cannot join to tell the others why
 
 
 class ParallelState:
-    """Where this rank stands on the grid and the groups it belongs to. One a process; made by `start`."""
+    """Position of this rank on the parallelism grid, and its process groups. One instance per process, made by `start`.
+
+    Args:
+        layout: The parallelism grid.
+        device: Device of this rank.
+        sequence_parallel: Whether sequence parallelism is on.
+    """
 
     def __init__(self, layout: Layout, *, device: torch.device, sequence_parallel: bool):
         from megatron.core import parallel_state as mpu
@@ -54,45 +60,57 @@ class ParallelState:
 
     @property
     def is_main(self) -> bool:
-        """The rank that talks to people and writes files."""
+        """Whether this is rank 0, which prints and writes files."""
         return self.rank == 0
 
     @property
     def is_first_stage(self) -> bool:
+        """Whether this rank is in the first pipeline stage."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
+        """Whether this rank is in the last pipeline stage."""
         return self.pp_rank == self.pp_size - 1
 
     @property
     def is_model_parallel_src(self) -> bool:
-        """One rank per data-parallel share: it sends and saves the rows whose home the share is."""
+        """Whether this rank sends and saves the rows of its data-parallel rank: one rank per model-parallel group."""
         return self.is_first_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
     def speaks_for_its_rows(self) -> bool:
-        """One rank per data-parallel share: it tells the others what the loss stage found about the rows of that share."""
+        """Whether this rank sends what the loss stage computed for its rows to other ranks: one rank per model-parallel group."""
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
     def last_stage_rank(self) -> int:
-        """Global rank, in this rank's pipeline, of the stage that owns the loss."""
+        """Global rank, in this rank's pipeline, of the stage that computes the loss."""
         return dist.get_global_rank(self.pp_group, self.pp_size - 1)
 
     def from_last_stage(self, value: Any) -> Any:
-        """What this rank's pipeline knows where the loss is, on all of its stages."""
+        """Return the last stage's `value` on all stages of this rank's pipeline. Collective over the pipeline."""
         return collectives.from_rank(value, self.last_stage_rank, self.pp_group)
 
 
 def start(
     layout: Layout, *, sequence_parallel: bool = False, seed: int = 0, timeout_minutes: float = 10.0, facts: Mapping[str, str] | None = None
 ) -> ParallelState:
-    """Joins the launcher's job and builds every group. Call once a process.
+    """Join the launcher's job and create every process group. Call once per process.
 
-    A single process without a launcher is a job of one rank. Uses NCCL with a GPU, else gloo and `parallel.cpu`. Says who is missing while
-    it waits; raises RunError where a rank does not come within `timeout_minutes`. facts: what decides of the run, by name; ConfigError on
-    every rank where they are not the same on all, before anything is made of them.
+    A single process without a launcher is a job of one rank. Uses NCCL with a GPU, otherwise gloo and `parallel.cpu`. Prints which ranks
+    are missing while it waits.
+
+    Args:
+        layout: The parallelism grid.
+        sequence_parallel: Whether sequence parallelism is on.
+        seed: Seed of Megatron-Core's random number generators.
+        timeout_minutes: Time to wait for other ranks here and in collectives, in minutes.
+        facts: Values by name that must be equal on all ranks.
+
+    Raises:
+        RunError: A rank does not join within `timeout_minutes`.
+        ConfigError: `facts` differ between ranks. Raised on every rank, before any model-parallel group is created.
     """
     launched = launcher.read()
     has_gpu = torch.cuda.is_available()
@@ -117,7 +135,7 @@ def start(
             "nccl" if has_gpu else "gloo", store=store, rank=launched.rank, world_size=launched.world_size, timeout=timeout
         )
 
-    _refuse_differences(facts or {}, collectives.long_timeout_group())  # made here, where all ranks come at one time
+    _refuse_differences(facts or {}, collectives.long_timeout_group())  # created here, where all ranks arrive at the same time
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
 
@@ -135,7 +153,7 @@ def start(
 
 
 def _refuse_differences(facts: Mapping[str, str], group: collectives.Group) -> None:
-    """Raises one ConfigError on all ranks where a fact is not the same on all: by name, with a rank and both values. Collective."""
+    """Raise one ConfigError on all ranks if a fact differs between ranks: by name, with a rank and both values. Collective."""
     if len(set(collectives.all_gather_object(hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).digest(), group))) == 1:
         return
     ranks, problems = collectives.all_gather_object(dict(facts), group), []
@@ -150,9 +168,14 @@ def _refuse_differences(facts: Mapping[str, str], group: collectives.Group) -> N
 
 
 def gpu_of(launched: Launched, visible: int) -> int:
-    """The number of this rank's GPU among those that it sees. Launchers show a task all GPUs of its machine, or its own alone.
+    """Return the index of this rank's GPU among those it sees. Launchers show a task all GPUs of its machine, or only its own.
 
-    Raises ConfigError where it is neither.
+    Args:
+        launched: The launcher's variables.
+        visible: Number of GPUs that this process sees.
+
+    Raises:
+        ConfigError: Neither is the case.
     """
     if launched.local_rank < visible:
         return launched.local_rank
@@ -165,7 +188,13 @@ def gpu_of(launched: Launched, visible: int) -> int:
 
 
 def refuse_shared_gpu(store: dist.Store, launched: Launched, gpu: str) -> None:
-    """Raises ConfigError on whoever comes second: NCCL takes one rank a GPU, and would say so in words of its own. gpu: its UUID."""
+    """Raise ConfigError on the second rank of a GPU: NCCL supports one rank per GPU, and its message would be less clear.
+
+    Args:
+        store: The job's store.
+        launched: The launcher's variables.
+        gpu: UUID of this rank's GPU.
+    """
     if store.add(f"gpu/{gpu}", 1) > 1:
         raise ConfigError(
             f"rank {launched.rank} would share GPU {gpu} with another rank, and NCCL takes one rank a GPU. Start as many ranks a machine "
@@ -176,11 +205,21 @@ def refuse_shared_gpu(store: dist.Store, launched: Launched, gpu: str) -> None:
 def meet(
     launched: Launched, *, timeout: timedelta, every: float = SECONDS_BETWEEN_WORDS, say: Callable[[str], None] | None = None
 ) -> dist.PrefixStore:
-    """The job's store, once every rank has reached it. Says every so many seconds who has not. Raises RunError after `timeout`.
+    """Return the job's store, once every rank has reached it. Prints the missing ranks at regular intervals.
 
-    `init_process_group` would wait just as long, without a word. A launcher that starts ranks again may keep its store, with the addresses
-    of ranks that are dead; and neither its count of restarts nor anything else that it says is the same on all ranks of an attempt. So
-    rank 0 makes up a name for the attempt, and tells it to each rank under a word that only this process of that rank has written.
+    `init_process_group` would wait just as long without a message. A launcher that restarts ranks may keep its store, with the addresses of
+    ranks that are dead; and neither its count of restarts nor any other of its variables is equal on all ranks of an attempt. So rank 0
+    makes up a name for the attempt, and sends it to each rank under a key that only this process of that rank has written.
+
+    Args:
+        launched: The launcher's variables.
+        timeout: Time to wait.
+        every: Time between two messages, in seconds.
+        say: Prints a message; None prints to standard error.
+
+    Raises:
+        RunError: A rank has not arrived within `timeout`.
+        ConfigError: Another rank has reported why it cannot join, or the port cannot be opened.
     """
     arrival = _Arrival(launched, end=time.monotonic() + timeout.total_seconds(), timeout=timeout, every=every, say=say or _say)
     arrival.store = store = _store_of_the_job(launched, arrival.end, every, arrival.say)
@@ -194,11 +233,15 @@ def meet(
 
 
 def leave_word(error: ConfigError) -> None:
-    """Tells the ranks of other machines, which wait in `meet`, why this one does not come."""
+    """Tell the ranks of other machines, which wait in `meet`, why this one cannot join.
+
+    Args:
+        error: The reason.
+    """
     launched, end = launcher.read(), time.monotonic() + SECONDS_TO_LEAVE_WORD
     if dist.is_initialized():
         return
-    with suppress(RuntimeError, RunError, ConfigError):  # nobody to tell
+    with suppress(RuntimeError, RunError, ConfigError):  # no other rank is reachable
         store = _store_of_the_job(launched, end, SECONDS_TO_LEAVE_WORD, _say)
         store.set(_word_of(launched), f"rank {launched.rank} on {socket.gethostname()} was refused: {error}")
         holds = launched.rank == 0 and not launched.launcher_holds_store
@@ -207,14 +250,17 @@ def leave_word(error: ConfigError) -> None:
 
 
 def _word_of(launched: Launched) -> str:
-    """Its key: what is refused is refused again, but a launcher that keeps its store may go on with fewer ranks."""
+    """Return the store key of a refusal.
+
+    It contains the world size: a refused job is refused again, but a launcher that keeps its store may continue with fewer ranks.
+    """
     return f"megatron_grpo/refused/{launched.world_size}"
 
 
 class _Arrival:
-    """Ranks that wait for each other. end: of time.monotonic."""
+    """State of a rank that waits for the others. `end` is a time of time.monotonic."""
 
-    store: dist.Store  # of the job, once it is reached
+    store: dist.Store  # the job's store, once it is reached
 
     def __init__(self, launched: Launched, *, end: float, timeout: timedelta, every: float, say: Callable[[str], None]):
         self.launched, self.end, self.say = launched, end, say
@@ -222,16 +268,16 @@ class _Arrival:
         self._next_word, self._nap = time.monotonic() + every, 0.005
 
     def answer_to(self, word: str, store: dist.Store) -> str:
-        """The name of the attempt, which rank 0 tells whoever it sees."""
+        """Return the name of the attempt, which rank 0 sends to each rank it sees."""
         store.set(f"megatron_grpo/word/{self.launched.rank}", word)
         while not store.check([f"megatron_grpo/attempt/{word}"]):
             self._pause(lambda: [0], speaks=self.launched.speaks or self.launched.rank == 1)
         return store.get(f"megatron_grpo/attempt/{word}").decode()
 
     def wait_for_all(self, own: dist.PrefixStore, store: dist.Store, attempt: str) -> None:
-        """own: of this attempt."""
+        """Wait until every rank has arrived in the store of this attempt, `own`."""
         missing: list[int] = list(range(self.launched.world_size))
-        if self.launched.rank != 0:  # which looks for all; every rank looking for every other would be too much for the store
+        if self.launched.rank != 0:  # rank 0 looks for all; every rank looking for every other would overload the store
             while not own.check(["all"]):
                 self._pause(lambda: [rank for rank in missing if not own.check([f"here/{rank}"])], speaks=False)
             return
@@ -263,7 +309,7 @@ class _Arrival:
 
 
 def _store_of_the_job(launched: Launched, end: float, every: float, say: Callable[[str], None]) -> dist.TCPStore:
-    """Where torchrun holds a store, that one; else rank 0 opens one for all."""
+    """Return torchrun's store if it holds one; otherwise the store that rank 0 opens for all."""
     hosts = launched.rank == 0 and not launched.launcher_holds_store
     if not hosts:
         _wait_for_the_host(launched, end, every, say)
@@ -279,7 +325,10 @@ def _store_of_the_job(launched: Launched, end: float, every: float, say: Callabl
 
 
 def _wait_for_the_host(launched: Launched, end: float, every: float, say: Callable[[str], None]) -> None:
-    """Until somebody listens where the ranks meet. TCPStore waits too, with a page of C++ for each try and no word of whom it waits for."""
+    """Wait until the store's address accepts connections.
+
+    TCPStore waits too, but prints a page of C++ for each attempt and does not say which rank it waits for.
+    """
     next_word = time.monotonic() + every
     while True:
         try:
@@ -306,7 +355,7 @@ def _say(text: str) -> None:
 
 
 def stop() -> None:
-    """Leaves the job. Safe to call twice."""
+    """Leave the job. Safe to call twice."""
     if dist.is_initialized():
         from megatron.core import parallel_state as mpu
 

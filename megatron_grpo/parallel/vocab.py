@@ -1,12 +1,12 @@
-"""Log-probs and entropy of a vocabulary that is cut over tensor-parallel ranks, straight from hidden states.
+"""Log-probs and entropy of a vocabulary that is split over tensor-parallel ranks, computed from hidden states.
 
 The output layer is fused with the softmax: the logits of one chunk of positions exist at a time, so memory is chunk_size x vocabulary,
-never tokens x vocabulary. The backward is written out by hand: every shard holds its own columns of `softmax - onehot`, whether or not it
-owns the target token.
+never tokens x vocabulary. The backward is written by hand: every shard holds its columns of `softmax - onehot`, whether or not it owns the
+target token.
 
-Where the loss can say what a token's log-prob is worth as soon as it is known (`Slope`), the gradients are made in the forward, while the
-logits are there: three matrix products instead of four, and one softmax instead of two. The backward then looks whether the loss has asked
-for just that. If not, it computes the chunk's logits again: a slope can save work, and never changes a gradient.
+Where the loss can compute the gradient of a token's log-prob as soon as it is known (`Slope`), the gradients are computed in the forward,
+while the logits exist: three matrix products instead of four, and one softmax instead of two. The backward then checks whether the loss has
+requested exactly that gradient. If not, it computes the chunk's logits again: a slope can save work, and never changes a gradient.
 """
 
 from __future__ import annotations
@@ -19,41 +19,48 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# (which of the C positions, their log-probs [n]) -> gradient of the loss by them [n]. The same on every rank of `group`.
+# (slice of the C positions, their log-probs [n]) -> gradient of the loss with respect to them [n]. The same on every rank of `group`.
 Slope = Callable[[slice, torch.Tensor], torch.Tensor]
 
-# Numbers of one chunk's logits, and of the rows of it that pass through the softmax together, which a processor's cache should hold.
+# Elements of one chunk's logits, and of the rows of it that pass through the softmax together, which should fit a processor's cache.
 _CPU_CHUNK, _CPU_ROWS = 2**23, 2**18
 
 
-# In place of logits of words that were left out: e to this is 0 whatever stands beside it, and 0 times it is no NaN, as that of -inf is.
+# Replaces the logits of masked tokens: exp of it is 0 in any softmax, and 0 times it is 0, where 0 times -inf is NaN.
 _LEFT_OUT = -1e30
 
 
 class VocabMask(NamedTuple):
-    """The words of the whole vocabulary that the softmax of each of the C positions runs over; of one that has none, over all of them."""
+    """Token IDs that the softmax of each of the C positions runs over (CSR layout). An empty row means the whole vocabulary."""
 
-    at: np.ndarray  # int64 [C + 1], on the host: where each position's words begin
+    at: np.ndarray  # int64 [C + 1], on the host: where each position's token IDs begin
     ids: torch.Tensor  # int64 [m]
-    positions: torch.Tensor  # int64 [m], 0..C-1: whose they are
-    is_some: torch.Tensor  # bool [C]: has words
+    positions: torch.Tensor  # int64 [m], 0..C-1: position that each token ID belongs to
+    is_some: torch.Tensor  # bool [C]: whether the position has token IDs
 
     @classmethod
     def of(cls, at: np.ndarray, ids: np.ndarray, device: torch.device) -> VocabMask:
+        """Build the mask.
+
+        Args:
+            at: int64 [C + 1], where each position's token IDs begin in `ids`.
+            ids: Token IDs, int [m].
+            device: Device of the tensors.
+        """
         counts = np.diff(at)
         of_ids = torch.from_numpy(np.stack([ids.astype(np.int64), np.repeat(np.arange(len(counts)), counts)])).to(device)
         return cls(at, of_ids[0], of_ids[1], torch.from_numpy(counts > 0).to(device))
 
 
 class TokenScores(NamedTuple):
-    """logprobs [C]; entropy [C] in nats, or None where it was not asked for. Float32 (float64 for float64 inputs)."""
+    """Log-probs [C] and entropy [C] in nats, None if it was not requested. Float32 (float64 for float64 inputs)."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor | None
 
 
 class _Gradients:
-    """Of hidden states and rows, or of those that are wanted; added to chunk by chunk."""
+    """Gradients of hidden states and of weight rows, or of those that are needed; accumulated chunk by chunk."""
 
     def __init__(self, hidden, weight, num_rows: int, temperature: float, *, wants_hidden: bool, wants_weight: bool):
         self.hidden_states, self.words, self.temperature = hidden, weight[:num_rows], temperature
@@ -63,7 +70,10 @@ class _Gradients:
         self.weight = torch.zeros_like(weight, dtype=_softmax_dtype(weight)) if wants_weight else None
 
     def add(self, chunk: slice, columns: torch.Tensor, factor: torch.Tensor) -> None:
-        """The gradient of the chunk's logits is columns * factor. columns [n, rows], factor [n]: it is cheaper on what has H columns."""
+        """Add the gradients of a chunk, whose logits have the gradient columns * factor.
+
+        columns is [n, rows], factor is [n]: it is cheaper to apply to what has H columns.
+        """
         hidden = self.hidden_states[chunk]
         columns, factor = columns.to(hidden.dtype), (factor / self.temperature)[:, None]
         if self.hidden is not None:
@@ -93,17 +103,25 @@ def linear_logprobs(
     slope: Slope | None = None,
     kept: VocabMask | None = None,
 ) -> TokenScores:
-    """Log-prob of each target, and the entropy of the distribution it was drawn from, under softmax(hidden @ weight.T / temperature).
-
-    hidden: [C, H], the same on every rank of `group`. weight: [V_shard, H], this rank's rows of the output layer, which are rows
-    vocab_start.. of the vocabulary. targets: int64 [C], ids in the whole vocabulary. num_valid_rows: how many of this shard's rows
-    are words; the rest is padding of the vocabulary and takes no part in the softmax (default: all). slope: see above; asked of one chunk
-    after another, if a gradient is wanted at all. kept: over which the softmax runs, with its entropy (default: all words). A target is
-    one of its own.
+    """Return the log-prob of each target under softmax(hidden @ weight.T / temperature), and optionally the entropy of that distribution.
 
     The matrix products run in the dtype of the inputs, everything after them in float32. One MAX and one SUM all-reduce per chunk in
-    forward, none in backward: the gradient of `hidden` that comes back is this shard's PARTIAL sum, to be summed over `group` by the
-    caller (as Megatron's column-parallel mappings do); that of `weight` is complete. C may be 0.
+    forward, none in backward: the returned gradient of `hidden` is this shard's PARTIAL sum, to be summed over `group` by the caller (as
+    Megatron's column-parallel mappings do); that of `weight` is complete. C may be 0. Collective over `group`.
+
+    Args:
+        hidden: [C, H], the same on every rank of `group`.
+        weight: [V_shard, H], this rank's rows of the output layer, which are rows vocab_start.. of the vocabulary.
+        targets: int64 [C], IDs in the whole vocabulary.
+        temperature: Sampling temperature.
+        vocab_start: First row of this shard in the vocabulary.
+        num_valid_rows: Rows of this shard that are tokens; the rest is padding of the vocabulary and takes no part in the softmax. None is
+            all rows.
+        group: Tensor-parallel group; None if the vocabulary is not split.
+        chunk_size: Positions whose logits exist at a time; fewer on a CPU.
+        with_entropy: Whether to return the entropy.
+        slope: Gradient of the loss by log-prob, see above. Called for one chunk after another, if a gradient is required at all.
+        kept: Tokens that softmax and entropy run over; they include the target. None is the whole vocabulary.
     """
     num_rows = weight.shape[0] if num_valid_rows is None else num_valid_rows
     logprobs, entropy = _LinearLogprobs.apply(
@@ -168,7 +186,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _again(ctx, grad_logprobs, grad_entropy) -> _Gradients:
-    """The gradients from logits that are computed once more."""
+    """Compute the gradients from logits that are computed a second time."""
     hidden, weight, targets, log_normaliser, entropy = ctx.saved_tensors
     wants = ctx.needs_input_grad[:2]
     made = _Gradients(hidden, weight, ctx.num_rows, ctx.temperature, wants_hidden=wants[0], wants_weight=wants[1])
@@ -195,7 +213,7 @@ def _again(ctx, grad_logprobs, grad_entropy) -> _Gradients:
 
 
 def _sums(logits, columns, owned, highest, with_entropy: bool) -> torch.Tensor:
-    """[3, n]: of exp(x), of the target's x, and of x * exp(x) where entropy is wanted, with x measured from `highest`.
+    """Return [3, n]: sums of exp(x), of the target's x, and of x * exp(x) if the entropy is needed; x is relative to `highest`.
 
     Leaves exp(x) in place of the logits.
     """
@@ -213,7 +231,7 @@ def _sums(logits, columns, owned, highest, with_entropy: bool) -> torch.Tensor:
 
 
 def _leave_out(logits: torch.Tensor, kept: VocabMask, chunk: slice, vocab_start: int) -> None:
-    """All but the kept words of each row of a chunk's logits, of those that this shard has. In place."""
+    """Mask all logits of a chunk but those of each row's kept tokens, as far as this shard has them. In place."""
     words = slice(int(kept.at[chunk.start]), int(kept.at[chunk.stop]))
     columns, owned = _own_columns(kept.ids[words], vocab_start, logits.shape[1])
     rows, columns = (kept.positions[words] - chunk.start)[owned], columns[owned]
@@ -223,12 +241,12 @@ def _leave_out(logits: torch.Tensor, kept: VocabMask, chunk: slice, vocab_start:
 
 
 def _rows_of_chunk(hidden: torch.Tensor, num_rows: int, chunk_size: int) -> int:
-    """As asked; on a CPU, whose matrix products need no more to run at full rate, as many as a cache holds."""
+    """Return the positions per chunk: `chunk_size` on a GPU; on a CPU as many as a cache holds, which reach full rate already."""
     return chunk_size if hidden.device.type != "cpu" else min(chunk_size, max(_CPU_CHUNK // max(num_rows, 1), 64))
 
 
 def _rows(logits: torch.Tensor) -> Iterator[slice]:
-    """Of a chunk, those to work on at a time: between two passes over them they stay in the cache. On a GPU, all."""
+    """Yield the rows of a chunk to process at a time, which stay in the cache between two passes over them. On a GPU, all rows."""
     size = len(logits) if logits.device.type != "cpu" else max(_CPU_ROWS // max(logits.shape[1], 1), 1)
     yield from _chunks(len(logits), size)
 
@@ -242,14 +260,14 @@ def _softmax_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _logits(hidden: torch.Tensor, words: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[n, rows] in the softmax's dtype, in memory of its own (callers work in place)."""
+    """Return the logits [n, rows] in the softmax's dtype, in newly allocated memory (callers work in place)."""
     if hidden.dtype == _softmax_dtype(hidden):
         return (hidden / temperature) @ words.t()
     return (hidden @ words.t()).to(_softmax_dtype(hidden)).div_(temperature)  # coarser hidden states would be rounded once more
 
 
 def _own_columns(targets: torch.Tensor, vocab_start: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Column of each target in this shard (some column of the shard where another owns it), and whether the shard owns it."""
+    """Return the column of each target in this shard (an arbitrary one if another shard owns it), and whether the shard owns it."""
     columns = targets - vocab_start
     owned = (columns >= 0) & (columns < num_rows)
     return columns.clamp(0, max(num_rows - 1, 0)), owned
