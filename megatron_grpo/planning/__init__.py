@@ -1,1 +1,1 @@
-"""The plan report: sizes, timetable, memory and cost of a run, from its settings alone. No torch."""
+"""The plan report: batch sizes, training schedule, memory and cost of a run, computed from its settings. Does not import torch."""

@@ -1,6 +1,6 @@
-"""Activations on one rank: what the backward of the micro-batches in flight needs, and what a vision tower adds on the first stage.
+"""Estimate the activations of one rank: what the backward of the micro-batches in flight needs, and the vision tower on the first stage.
 
-Estimates that say what they assume.
+The estimates state their assumptions.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from megatron_grpo.weights.lora import is_linear
 from megatron_grpo.weights.names import Entry, tower_entries
 from megatron_grpo.weights.shape import ModelShape
 
-PER_PATCH = 34  # channels a patch and layer, in widths of the tower: what its backward needs (attention without scores, two norms, an MLP)
+PER_PATCH = 34  # channels per patch and layer that the backward needs, in tower widths (attention without scores, two norms, an MLP)
 READ_ATTENTION_INPUT = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")  # all read the same normed tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredActivations:
-    """What linear layers keep for the backward in some of the model's layers, on average over them.
+    """What linear layers store for the backward, averaged over some of the model's layers.
 
-    inputs: share of the layers in which a linear, by its Megatron name, keeps its input: its weight trains, or it has an adapter. One with
-    a frozen weight alone keeps none, for only the gradient of its weight needs it.
-    inner: channels a token between the two matrices of adapters. copies: elements a micro-batch, of B of fused linears, which is kept with
-    a column for each module's A.
+    A linear stores its input if its weight trains or it has an adapter. A linear with only a frozen weight stores none, because only the
+    gradient of the weight needs it.
+
+    Args:
+        inputs: Share of the layers in which a linear stores its input, by Megatron name.
+        inner: Channels per token between the two matrices of adapters.
+        copies: Elements per micro-batch of the B matrices of fused linears, which are stored with a column for each module's A.
     """
 
     inputs: Mapping[str, float]
@@ -36,11 +39,12 @@ class StoredActivations:
     copies: float = 0.0
 
     def input_of(self, *linears: str) -> float:
+        """Return the largest share of layers in which one of these linears stores its input."""
         return max((self.inputs.get(linear, 0.0) for linear in linears), default=0.0)
 
 
 def kept_by_linears(shape: ModelShape, sizes: BatchSizes, tuning: Tuning, layers: Sequence[int]) -> StoredActivations:
-    """Over these layers, the experts of all ranks taken together."""
+    """Average what linear layers store over the given layers, over the experts of all ranks together."""
     kept: dict[str, float] = defaultdict(float)
     there: dict[str, int] = defaultdict(int)
     inner = copies = 0.0
@@ -75,17 +79,24 @@ def layer_bytes(
     without: tuple[str, ...] = (),
     adapter_size: int = 0,
 ) -> float:
-    """What the backward of one layer needs of so many tokens: inputs of its matrix products, norms and attention (flash: no scores).
+    """Return the bytes that the backward of one layer needs: inputs of matrix products, norms and attention (flash attention: no scores).
 
-    without: parts that selective recompute drops ("mlp", "moe", "layernorm"). adapter_size: bytes of an element of adapters.
+    Args:
+        shape: Shape of the model.
+        sizes: Batch sizes and layout.
+        cfg: Configuration of the run.
+        kept: What linears store.
+        tokens: Tokens of the micro-batch on the rank.
+        without: Parts that selective recompute drops ("mlp", "moe", "layernorm").
+        adapter_size: Bytes per element of adapters.
     """
     hidden = shape.hidden_size / (sizes.layout.tp if cfg.parallel.sequence_parallel else 1)
     query, key = shape.query_size / sizes.layout.tp, shape.key_size / sizes.layout.tp
     drops_mlp = "mlp" in without or "moe" in without
-    # A router keeps what it reads, whether it trains or not; so does what is recomputed.
+    # A router stores its input whether it trains or not; so does a recomputed part.
     mlp_input = 1 if shape.moe or drops_mlp else kept.input_of("mlp.linear_fc1")
     normed = 0 if "layernorm" in without else hidden * (kept.input_of(*READ_ATTENTION_INPUT) + mlp_input)
-    # Flash attention keeps its output itself, which is what linear_proj reads.
+    # Flash attention stores its own output, which is the input of linear_proj.
     attention = 2 * query + 2 * key + (query + key) * (shape.qk_norm + shape.qk_norm_is_whole)
     norms = hidden * (2 * shape.pre_norm + 2 * shape.post_norm) * (FP32 / BYTES[cfg.model.torch_dtype] if shape.norms_from_one else 1)
     channels = norms + normed + attention + (0 if drops_mlp else _mlp_channels(shape, sizes, kept))
@@ -93,7 +104,7 @@ def layer_bytes(
 
 
 def _mlp_channels(shape: ModelShape, sizes: BatchSizes, kept: StoredActivations) -> float:
-    """Three of the gated activation, and what linear_fc2 reads."""
+    """Return stored channels per token: three of the gated activation, and the input of linear_fc2."""
     if not shape.moe:
         return (3 + kept.input_of("mlp.linear_fc2")) * shape.ffn_hidden_size / sizes.layout.tp
     experts = "mlp.experts.local_experts.{e}."
@@ -105,7 +116,12 @@ def _mlp_channels(shape: ModelShape, sizes: BatchSizes, kept: StoredActivations)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """Bytes. forward: of one layer alone, while nothing is kept for a backward, in the larger micro-batches of such a pass."""
+    """Activation bytes on one rank.
+
+    Args:
+        training: Bytes for the backward of the micro-batches in flight.
+        forward: Bytes of one layer in a forward-only pass, which stores nothing for a backward and has larger micro-batches.
+    """
 
     training: int
     forward: int
@@ -115,7 +131,17 @@ class Activations:
 
 
 def activations_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, stage: int) -> Callable[[int], Activations]:
-    """Of the micro-batches that a stage has in flight (1F1B, or interleaved), by the tokens of one on this rank."""
+    """Return a function from the tokens of a micro-batch on a rank to the activations of a pipeline stage.
+
+    It counts the micro-batches that the stage has in flight (1F1B or interleaved schedule).
+
+    Args:
+        shape: Shape of the model.
+        sizes: Batch sizes and layout.
+        cfg: Configuration of the run.
+        tuning: What trains.
+        stage: Pipeline stage.
+    """
     numbers, model, layout = layers_of_stage(shape.num_layers, cfg, stage), cfg.model, sizes.layout
     kept, layers = kept_by_linears(shape, sizes, tuning, numbers), len(numbers)
     dropped = tuple(model.recompute_modules) if model.recompute_granularity == "selective" else ()
@@ -140,7 +166,7 @@ def activations_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tu
 
 
 def _in_flight(sizes: BatchSizes, cfg: Config, stage: int) -> float:
-    """Micro-batches of which a stage keeps what the backward needs, in layers of all its chunks."""
+    """Return the number of micro-batches whose activations a stage stores, measured in the layers of all its chunks."""
     a, pp, chunks = sizes.gradient_accumulation_steps, sizes.layout.pp, sizes.layout.num_chunks
     if chunks == 1:
         return min(a, pp - stage)
@@ -149,7 +175,16 @@ def _in_flight(sizes: BatchSizes, cfg: Config, stage: int) -> float:
 
 
 def logits_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, completion: int) -> int:
-    """Logits and their gradient exist for one chunk of completion positions at a time, in float32, cut over TP."""
+    """Return the bytes of logits and their gradient: float32, sharded over TP, for one chunk of completion positions at a time.
+
+    With a float32 head (`cast_lm_head_to_fp32`), the head's copy and its gradient are added.
+
+    Args:
+        shape: Shape of the model.
+        sizes: Batch sizes and layout.
+        cfg: Configuration of the run.
+        completion: Completion length in tokens.
+    """
     positions = min(cfg.model.logprob_chunk_size, sizes.micro_batch_size * completion)
     rows = padded_vocab(shape, sizes, cfg) // sizes.layout.tp
     head = 2 * rows * shape.hidden_size * FP32 if cfg.model.cast_lm_head_to_fp32 and cfg.model.torch_dtype != "float32" else 0
@@ -161,24 +196,39 @@ def logits_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, completion: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerCost:
-    """What sees, whole on each rank of the first stage. activations: while it trains, of all micro-batches that the stage has in flight."""
+    """The vision tower, which is unsharded on each rank of the first stage.
+
+    Args:
+        parameters: Parameters of the tower.
+        trainable_parameters: Parameters of the tower that train.
+        patches: Image patches of one micro-batch.
+        activations: Activation bytes; `training` counts all micro-batches that the stage has in flight.
+    """
 
     parameters: int
     trainable_parameters: int
-    patches: int  # of one micro-batch
+    patches: int
     activations: Activations
 
 
 def tower_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, picture_tokens: int) -> TowerCost | None:
-    """None for a model that does not see. picture_tokens: of one micro-batch."""
+    """Return the cost of the vision tower; None for a text model.
+
+    Args:
+        shape: Shape of the model.
+        sizes: Batch sizes and layout.
+        cfg: Configuration of the run.
+        tuning: What trains.
+        picture_tokens: Image tokens of one micro-batch.
+    """
     vision = shape.vision
     if vision is None:
         return None
     numels = [(elements(entry), tuning.trains_outer(entry)) for entry in tower_entries(shape)]
     trained, patches = sum(numel for numel, trains in numels if trains), picture_tokens * vision.merge**2
-    begin = patches * vision.width * tuning.size  # what a layer reads
-    kept = layer = begin * PER_PATCH  # a frozen tower works layer by layer
-    if trained:  # it keeps what each layer reads, and one layer while it is computed again; or all
+    begin = patches * vision.width * tuning.size  # input of a layer
+    kept = layer = begin * PER_PATCH  # a frozen tower stores one layer at a time
+    if trained:  # the inputs of all layers and one layer during recompute, or all layers
         kept = vision.depth * begin + layer if cfg.model.vit_gradient_checkpointing else vision.depth * layer
         kept *= min(sizes.gradient_accumulation_steps, sizes.layout.pp)
     activations = Activations(training=kept, forward=layer)
@@ -186,10 +236,17 @@ def tower_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, 
 
 
 def fewer_layers(shape: ModelShape, sizes: BatchSizes, rows: Sequence[Mapping[str, Any]], tower_bytes: int) -> dict[str, Any]:
-    """By how many layers a tower of so many bytes outweighs the first stage. rows: of each stage, what it holds.
+    """Return how many layers a vision tower outweighs on the first stage, and the best legal size of that stage.
 
-    Stages hold alike where the first has `layers` fewer than the others; `first` is the nearest `decoder_first_pipeline_num_layers` that
-    comes out even, None where there is no other stage, or no layer to give away.
+    Args:
+        shape: Shape of the model.
+        sizes: Batch sizes and layout.
+        rows: What each stage holds, as in `memory.stages`.
+        tower_bytes: Bytes of the tower, activations included.
+
+    Returns:
+        {"layers", "first"}. Stages are balanced if the first one has `layers` fewer than the others. `first` is the nearest legal
+        `decoder_first_pipeline_num_layers`; None with a single stage or if no split is legal.
     """
     own = rows[0]
     of_layers = sum(own[name] for name in ("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes")) - tower_bytes
@@ -201,5 +258,5 @@ def fewer_layers(shape: ModelShape, sizes: BatchSizes, rows: Sequence[Mapping[st
         for first in range(least * chunks, shape.num_layers)
         if first % chunks == 0 and pp > 1 and (shape.num_layers - first) % ((pp - 1) * chunks) == 0
     ]
-    even = (shape.num_layers - layers * (pp - 1)) / pp  # where first + layers is what each of the others holds
+    even = (shape.num_layers - layers * (pp - 1)) / pp  # balanced: first + layers equals the size of each other stage
     return {"layers": round(layers, 1), "first": min(legal, key=lambda first: abs(first - even), default=None)}

@@ -1,4 +1,4 @@
-"""The whole configuration, checked at once: what `train` and `plan` do before anything else. Neither torch nor the model is loaded."""
+"""Validation of the whole configuration, the first step of `train` and `plan`. Loads neither torch nor the model."""
 
 from __future__ import annotations
 
@@ -25,19 +25,34 @@ from megatron_grpo.weights.shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """A configuration that passes, its sizes, and the shapes of its models where their config.json is at hand."""
+    """A valid configuration.
+
+    Args:
+        config: Configuration, with derived sizes filled in.
+        sizes: Batch sizes and layout.
+        shape: Shape of the policy's model; None if its config.json is not on this machine.
+        parsed: Parsed command line that the configuration comes from.
+        teacher: Shape of the model of `teacher_model`; None without a teacher or without its config.json.
+    """
 
     config: Config
     sizes: BatchSizes
     shape: ModelShape | None
     parsed: Parsed
-    teacher: ModelShape | None = None  # the one of teacher_model
+    teacher: ModelShape | None = None
 
 
 def check_parsed(parsed: Parsed) -> Checked:
-    """Check everything that was parsed. The configuration of the result holds the derived sizes too.
+    """Validate everything that was parsed, and derive the sizes.
 
-    Raises ConfigError with all that is wrong, in the user's words.
+    Args:
+        parsed: Parsed command line.
+
+    Returns:
+        The valid configuration, including the derived sizes.
+
+    Raises:
+        ConfigError: With all problems, in the names that the user typed.
     """
     if parsed.is_other_task:
         raise ConfigError(parsed.problems)
@@ -63,24 +78,27 @@ def check_parsed(parsed: Parsed) -> Checked:
 
 
 def _with_sleep(cfg: Config) -> Config:
-    """Where adapters train, vLLM's base waits on the host unless somebody says otherwise: no push brings it, and it would be in the way."""
+    """Set `sleep_level` to 1 for LoRA in colocated mode, unless the user set it.
+
+    A weight sync sends adapters only, so the base weights wait on the host while the policy trains.
+    """
     if cfg.tuner.tuner_type != "lora" or cfg.rollout.vllm_mode != "colocate" or cfg.sources.get("sleep_level", "default") != "default":
         return cfg
     return cfg.with_values({"sleep_level": 1}, sources={"sleep_level": "derived from tuner_type"})
 
 
-# Of the model, and of a teacher beside it.
+# Shapes of the policy's model and of the teacher.
 Shapes = tuple[ModelShape | None, ModelShape | None]
 
 
 def _settings_problems(parsed: Parsed, shapes: Shapes) -> list[Problem]:
-    """All but those of parsing and of sizes."""
+    """Return all problems except those of parsing and of batch sizes."""
     cfg, (shape, teacher) = parsed.config, shapes
     longest = (cfg.data.max_prompt_length or 1) + longest_completion(cfg)
     of_stages = list(stages.problems(cfg, shape.num_layers if shape else None))
     of_model: list[Problem] = []
     if shape and not of_stages:
-        # Less than one is for the sizes to say.
+        # `size_problems` reports values below one.
         engine_ranks, world_size = max(1, cfg.rollout.vllm_tensor_parallel_size), max(1, cfg.parallel.world_size or 1)
         engine = engine_problems(shape, engine_ranks, world_size=world_size)
         of_model = [*length_problems(shape, longest), *engine, *policy_validation.problems(cfg, shape)]
@@ -98,7 +116,7 @@ def _settings_problems(parsed: Parsed, shapes: Shapes) -> list[Problem]:
 
 
 def _with_proven_values(problem: Problem, parsed: Parsed, shapes: Shapes, model: Model) -> Problem:
-    """The problem with those of its nearest values with which, when only they are changed, everything passes."""
+    """Return the problem with only those of its suggested values that make the whole configuration valid when changed alone."""
     proven = {
         flag: good
         for flag, values in problem.nearest.items()
@@ -109,7 +127,7 @@ def _with_proven_values(problem: Problem, parsed: Parsed, shapes: Shapes, model:
 
 def _passes_with(flag: str, value: Any, parsed: Parsed, shapes: Shapes, model: Model) -> bool:
     setting = names().get(flag)
-    if setting is None or setting.name == "dialect":  # which decides what all other names mean: they would have to be read anew
+    if setting is None or setting.name == "dialect":  # it defines the meaning of all other names, which would have to be parsed again
         return False
     left = [problem for problem in parsed.problems if list(problem.flags) != [flag] and flag not in problem.nearest]
     config = parsed.config.with_values({setting.name: None if value == "none" and setting.optional else value})

@@ -1,4 +1,4 @@
-"""What trains, checked against the model and against the adapter that the run begins with."""
+"""Validation of the trainable parameters and the initial adapter against the model."""
 
 from __future__ import annotations
 
@@ -22,9 +22,16 @@ _TARGETS = ("target_modules", "target_regex", "exclude_modules")
 
 
 def with_tower(parsed: Parsed, shape: ModelShape | None) -> Parsed:
-    """Where another system trains a model that sees whole, tower and aligner train here too, unless somebody says otherwise.
+    """Unfreeze vision tower and aligner where the other system of a dialect trains them, unless the user set otherwise.
 
-    A text model has neither, whatever its script says of pictures. shape: None where the model is not at hand; then that is said.
+    A text model has neither, whatever its script says about images.
+
+    Args:
+        parsed: Parsed command line.
+        shape: Shape of the model; None if its config.json is not on this machine. The unknown default is then reported.
+
+    Returns:
+        The parsed command line with `freeze_vit` and `freeze_aligner` set, and with a note for each changed default.
     """
     cfg, system = parsed.config, parsed.system
     if system is None or not system.trains_tower or cfg.tuner.tuner_type == "lora":
@@ -44,7 +51,12 @@ def with_tower(parsed: Parsed, shape: ModelShape | None) -> Parsed:
 
 
 def tuner_problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
-    """Of names that match nothing, and of adapters on disk. shape: None where the model is not at hand; then only files are looked at."""
+    """Return problems of module names that match nothing, and of adapters on disk.
+
+    Args:
+        cfg: Configuration.
+        shape: Shape of the model; None if its config.json is not on this machine. Only adapter files are checked then.
+    """
     tuner, found = cfg.tuner, list[Problem]()
     is_lora = tuner.tuner_type == "lora"
     for flag, directory in (("adapters", tuner.adapters), ("ref_adapters", tuner.ref_adapters)) if is_lora else ():
@@ -59,7 +71,7 @@ def tuner_problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
 
 
 def _of_push(cfg: Config, shape: ModelShape) -> list[Problem]:
-    """Of an adapter that is right, whether it reaches the sampler as `vllm_enable_lora true` asks."""
+    """Return the reasons why a valid adapter cannot be sent to the sampler as `vllm_enable_lora true` requires."""
     if not cfg.tuner.vllm_enable_lora:
         return []
     try:
@@ -79,7 +91,11 @@ def _of_files(cfg: Config, flag: str, directory: str, shape: ModelShape | None) 
 
 
 def with_adapter(cfg: Config) -> Config:
-    """The configuration with what the file of `adapters` says of ranks, alphas and targets. The file must be right."""
+    """Return the configuration with the ranks, alphas and targets stored in the files of `adapters`.
+
+    Args:
+        cfg: Configuration whose adapter files passed `tuner_problems`.
+    """
     if cfg.tuner.tuner_type != "lora" or not cfg.tuner.adapters:
         return cfg
     values = _settings_of(LoraSettings.from_peft(cfg.tuner.adapters))
@@ -100,7 +116,10 @@ def _settings_of(found: LoraSettings) -> dict[str, Any]:
 
 
 def _contradictions(cfg: Config, found: LoraSettings, shape: ModelShape | None) -> Iterator[Problem]:
-    """The file decides; who typed something else would train another adapter than is written there."""
+    """Yield a problem for each typed setting that differs from the adapter files.
+
+    The files decide, so a different typed value would not train the stored adapter.
+    """
     values = _settings_of(found)
     typed = [name for name in values if name in cfg.typed and name not in _TARGETS and getattr(cfg.tuner, name) != values[name]]
     for name in typed:

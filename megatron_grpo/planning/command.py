@@ -1,4 +1,4 @@
-"""The plan of a configuration that passes, and the JSON object that says all of it."""
+"""Build the plan of a valid configuration, and serialize it as the JSON object of `plan --json`."""
 
 from __future__ import annotations
 
@@ -22,30 +22,42 @@ if TYPE_CHECKING:
     from megatron_grpo.planning.parameters import Tuning
     from megatron_grpo.planning.token_counts import Lengths
 
-MOST_WAYS = 3  # in which a run would fit, that are named
-MOST_SAVED = 20_000  # micro-steps in the plan.json of a run
+MOST_WAYS = 3  # sets of changes with which a run would fit that are reported
+MOST_SAVED = 20_000  # maximum micro-steps in the plan.json of a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything that `plan` shows."""
+    """Everything that `plan` shows.
+
+    Args:
+        checked: Validated configuration, with its batch sizes and model shapes.
+        timetable: Training schedule, of the run's length where that is known.
+        num_prompts: Prompts in the data set; None if unknown.
+        memory: `memory` object of `plan --json`; None without a model shape.
+        cost: `cost` object of `plan --json`; None without a model shape and without a file of lengths.
+        sharing: Whether each prompt is computed once per group.
+        warnings: Sentences about settings that are valid but probably not intended.
+        not_checked: Checks that only `train` makes.
+        pictures: Statistics of the data set's images; None if it has none.
+    """
 
     checked: Checked
-    timetable: TrainingSchedule  # as long as the run, where that is known
-    num_prompts: int | None  # of the data set
+    timetable: TrainingSchedule
+    num_prompts: int | None
     memory: dict[str, Any] | None
     cost: dict[str, Any] | None
     sharing: Sharing
     warnings: list[str]
-    not_checked: tuple[str, ...] = ()  # what `train` would look at besides
-    pictures: PictureFacts | None = None  # of the data set, where it has some
+    not_checked: tuple[str, ...] = ()
+    pictures: PictureFacts | None = None
 
     @property
     def servers(self) -> dict[str, Any] | None:
-        """The `servers` object of `plan --json`; None where no servers sample.
+        """Return the `servers` object of `plan --json`; None without rollout servers.
 
-        num_servers: those that are named; files may name others by and by. prompts_per_call: of a server that holds vllm_max_num_seqs
-        sequences as it does by default, which is not known before it answers.
+        `num_servers` counts the servers named in the settings; address files may add others later. `prompts_per_call` assumes that a server
+        decodes `vllm_max_num_seqs` sequences at a time (the server default), because the real value is known only once the server responds.
         """
         rollout, sizes = self.checked.config.rollout, self.checked.sizes
         if rollout.vllm_mode != "server":
@@ -64,11 +76,14 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """Share of an optimizer step that a pipeline stage waits: with a token budget, by the micro-batches that it makes, if known."""
+        """Fraction of an optimizer step that a pipeline stage is idle.
+
+        With a token budget, it follows from the resulting number of micro-batches, if that is known.
+        """
         return self.cost["sharing"]["bubble_shared"] if self.cost else bubble_fraction(self.checked.sizes)
 
     def rest(self) -> dict[str, Any]:
-        """The part of the JSON object after the timetable."""
+        """Return the part of the JSON object that follows the training schedule."""
         sizes, cfg = self.checked.sizes, self.checked.config
         servers = {"servers": self.servers} if self.servers else {}
         pictures = {"pictures": self.pictures.as_json()} if self.pictures else {}
@@ -83,12 +98,22 @@ class Plan:
         }
 
     def as_json(self, num_rollouts: int | None = None) -> str:
-        """The whole object, compact; by default with as many rollouts as the settings ask for."""
+        """Return the complete JSON object in compact form, with a final newline.
+
+        Args:
+            num_rollouts: Rollouts that the training schedule lists; None for the setting `plan_rollouts`.
+        """
         found = plan_object(self.timetable, num_rollouts or self.checked.config.plan.plan_rollouts)
         return json.dumps(found | self.rest(), separators=(",", ":")) + "\n"
 
     def save(self, path: Path) -> None:
-        """The JSON object of the whole run, or of its first MOST_SAVED micro-steps' rollouts where it is longer; whole or not at all."""
+        """Write the JSON object of the whole run to a file, atomically.
+
+        A run of more than MOST_SAVED micro-steps is cut to the rollouts that contain the first MOST_SAVED of them.
+
+        Args:
+            path: File to write.
+        """
         sizes, steps = self.checked.sizes, self.timetable.num_steps
         per_rollout = sizes.micro_steps_per_rollout * sizes.num_iterations
         micro_steps = MOST_SAVED if steps is None else min(self.timetable.first_of(steps), MOST_SAVED)
@@ -96,9 +121,15 @@ class Plan:
 
 
 def make_plan(checked: Checked, *, num_prompts: int | None = None, pictures: PictureFacts | None = None) -> Plan:
-    """The plan of a configuration that passes. num_prompts, pictures: of the data set where the caller knows it.
+    """Return the plan of a configuration that passed validation.
 
-    Raises ConfigError where the file of lengths cannot be read, and where an epoch does not come out.
+    Args:
+        checked: Validated configuration.
+        num_prompts: Prompts in the data set; None to use the setting `num_prompts`.
+        pictures: Image statistics of the data set, if the caller has them.
+
+    Raises:
+        ConfigError: If the file of lengths cannot be read, or the data set's size does not suit the batch sizes.
     """
     if num_prompts is None:
         num_prompts = checked.config.plan.num_prompts
@@ -120,7 +151,7 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None, pictures: Pic
 
 
 def _estimates(checked: Checked, sharing: Sharing) -> tuple[dict[str, Any] | None, dict[str, Any] | None, Tuning | None]:
-    """(memory, cost, what trains), each None where neither a model nor lengths tell."""
+    """Return (memory, cost, what trains); each is None if neither a model shape nor a file of lengths is available."""
     cfg, shape = checked.config, checked.shape
     if shape is None and not cfg.plan.lengths:
         return None, None, None
@@ -143,18 +174,26 @@ def _estimates(checked: Checked, sharing: Sharing) -> tuple[dict[str, Any] | Non
 
 
 def ways_to_fit(checked: Checked, lengths: Lengths | None) -> list[dict[str, Any]]:
-    """A few changes of settings with which the run fits, the cheapest first: {"settings", "peak_bytes", "peak_phase"} of each."""
+    """Find up to MOST_WAYS sets of setting changes with which the run fits in GPU memory, the cheapest first.
+
+    Args:
+        checked: Validated configuration that does not fit.
+        lengths: (prompt, completion) lengths in tokens, if there is a file of lengths.
+
+    Returns:
+        For each set of changes: {"settings", "peak_bytes", "peak_phase"}.
+    """
     from megatron_grpo.planning.memory import estimate_memory
     from megatron_grpo.planning.parameters import Tuning
 
     found: list[dict[str, Any]] = []
     for changes in _changes(checked):
-        # What contains a change that is enough says nothing new, and neither does another value of the same settings.
+        # A superset of a sufficient change adds no information; neither does another value of the same settings.
         if any(set(way["settings"]) <= set(changes) for way in found):
             continue
         try:
             changed = check_parsed(replace(checked.parsed, config=checked.parsed.config.with_values(changes)))
-        except ConfigError:  # not a layout of this model, or not with these sizes
+        except ConfigError:  # the layout does not suit the model or the batch sizes
             continue
         assert changed.shape is not None
         shares = decide(changed.config, changed.shape).min_saving_ratio is not None
@@ -167,13 +206,14 @@ def ways_to_fit(checked: Checked, lengths: Lengths | None) -> list[dict[str, Any
 
 
 def _changes(checked: Checked) -> Iterator[dict[str, Any]]:
+    """Yield candidate setting changes in the order in which they are tried: offloading first, then other single changes, then both."""
     cfg, layout, shape = checked.config, checked.sizes.layout, checked.shape
     room: dict[str, Any] = {}
     others: list[dict[str, Any]] = []
     if cfg.rollout.vllm_mode == "colocate":
         room = {"sleep_level": 1} if cfg.rollout.sleep_level == 0 else {}
         room |= {name: "true" for name in ("offload_optimizer", "offload_model") if getattr(cfg.rollout, name) == "false"}
-        share = round(cfg.rollout.vllm_gpu_memory_utilization * 10)  # a larger one where its KV cache is too small
+        share = round(cfg.rollout.vllm_gpu_memory_utilization * 10)  # a larger fraction helps if the KV cache is too small
         others = [{"vllm_gpu_memory_utilization": tenth / 10} for tenth in (*range(share - 1, 1, -1), share + 1) if tenth < 10]
     if cfg.grpo.teacher_model and not cfg.grpo.offload_teacher_model:
         room |= {"offload_teacher_model": True}

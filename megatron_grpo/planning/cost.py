@@ -1,4 +1,4 @@
-"""Work of one rollout and of the training on it: matmul FLOPs by phase, bytes of a push and of a checkpoint, and how lengths pack."""
+"""Estimate the work of one rollout and its training: matmul FLOPs by phase, bytes of a weight sync and a checkpoint, and packing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ from megatron_grpo.weights.shape import ModelShape
 
 
 def estimate_cost(checked: Checked, tuning: Tuning | None, lengths: Lengths | None, sharing: Sharing, step: StepTokens) -> dict[str, Any]:
-    """The `cost` object of `plan --json`. Without a model, only what the lengths say."""
+    """Return the `cost` object of `plan --json`. Without a model shape, it contains only what the lengths determine.
+
+    Args:
+        checked: Validated configuration.
+        tuning: What trains; None without a model shape.
+        lengths: (prompt, completion) lengths in tokens, if there is a file of lengths.
+        sharing: Whether each prompt is computed once.
+        step: Tokens of one optimizer step.
+    """
     shape, sizes, cfg, teacher = checked.shape, checked.sizes, checked.config, checked.teacher
     cost: dict[str, Any] = {}
     both = {"sharing": _sharing(sharing, cfg, step)}
@@ -32,9 +40,9 @@ def estimate_cost(checked: Checked, tuning: Tuning | None, lengths: Lengths | No
         both["sharing"] |= {"flops_apart": apart, "flops_shared": shared}
         cost = {**_parameters(shape, tuning), **_flops(shape, sizes, cfg, tuning, lengths, shared), **_bytes(shape, sizes, cfg, tuning)}
         prompt, completion = sequence_tokens(cfg, lengths, longest=False)
-        if shape.moe and cfg.grpo.router_replay_mode != "disabled":  # int16, of every token and every layer that has experts
+        if shape.moe and cfg.grpo.router_replay_mode != "disabled":  # int16 expert IDs of every token and MoE layer
             cost["experts"] = _beside_rows(sizes, 2 * sum(shape.moe.layers) * shape.moe.topk, prompt + completion)
-        if is_cut(cfg.rollout):  # at most: ids, and where they begin, of the words that tokens are drawn among. top_p and min_p leave fewer
+        if is_cut(cfg.rollout):  # upper bound of the sampling mask: token IDs and row offsets. top_p and min_p leave fewer
             cost["kept"] = _beside_rows(sizes, 8 + 4 * words_at_most(cfg.rollout), completion)
     if lengths is not None:
         cost["packing"] = packing(sizes, cfg, lengths, sharing.min_saving_ratio)
@@ -42,7 +50,7 @@ def estimate_cost(checked: Checked, tuning: Tuning | None, lengths: Lengths | No
 
 
 def _beside_rows(sizes: BatchSizes, of_token: int, tokens: int) -> dict[str, int]:
-    """Bytes that are kept of every row: so many of each of so many tokens."""
+    """Return the bytes of data stored beside each row: `of_token` bytes for each of `tokens` tokens."""
     return {
         "bytes_of_token": of_token,
         "bytes_of_row": of_token * tokens,
@@ -52,7 +60,10 @@ def _beside_rows(sizes: BatchSizes, of_token: int, tokens: int) -> dict[str, int
 
 
 def _sharing(sharing: Sharing, cfg: Config, step: StepTokens) -> dict[str, Any]:
-    """One optimizer step, packed with a prompt for every completion and with each prompt once, alignment included."""
+    """Return the `sharing` object: one optimizer step packed with a prompt per completion, and with each prompt once.
+
+    Tokens include alignment.
+    """
     return {
         "setting": cfg.batch.share_prompts,
         "shares": sharing.min_saving_ratio is not None,
@@ -73,40 +84,60 @@ def _sharing(sharing: Sharing, cfg: Config, step: StepTokens) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """FLOPs: multiply-adds x 2 of matrix products."""
+    """FLOPs of matrix products; a multiply-add counts as 2.
 
-    linears: int  # of the model's own matrices, forward
-    attention: int  # forward
-    weight_gradients: int  # of those that train
-    adapters: int = 0  # forward
-    reference: int = 0  # forward, of the frozen adapters that the KL is measured against
+    Args:
+        linears: Forward of the model's own matrices.
+        attention: Forward of attention.
+        weight_gradients: Weight gradients of the matrices that train.
+        adapters: Forward of the trained adapters.
+        reference: Forward of the reference's frozen adapters.
+    """
+
+    linears: int
+    attention: int
+    weight_gradients: int
+    adapters: int = 0
+    reference: int = 0
 
     @property
     def forward(self) -> int:
+        """FLOPs of the policy's forward."""
         return self.linears + self.attention + self.adapters
 
     @property
     def reference_forward(self) -> int:
+        """FLOPs of the reference's forward."""
         return self.linears + self.attention + self.reference
 
     @property
     def backward(self) -> int:
-        """Every matrix hands its gradient on to its input; what trains has a gradient itself. Attention has two inputs a product."""
+        """FLOPs of the backward.
+
+        Every matrix computes the gradient of its input, and a trained one also its own. Each of attention's products has two inputs.
+        """
         return self.linears + self.weight_gradients + 2 * self.attention + 2 * self.adapters
 
 
 def work_of(
     shape: ModelShape, tuning: Tuning, tokens: int, *, squares: int, head_positions: int, lengths: Mapping[int, int] | None = None
 ) -> Work:
-    """Of so many tokens, with the output layer at `head_positions` of them. squares, lengths: as in `Computed`, of their attention, which
-    a window makes less; without lengths they are one sequence's.
+    """Return the FLOPs of a forward and backward over `tokens` tokens.
+
+    Args:
+        shape: Shape of the model.
+        tuning: What trains.
+        tokens: Computed tokens.
+        squares: Attention work as in `Computed.squares`; sliding windows reduce it.
+        head_positions: Positions at which the output layer is computed.
+        lengths: Sequences by length as in `Computed.lengths`; None for one sequence of `tokens` tokens.
     """
     lengths = {tokens: 1} if lengths is None else lengths
     of_layers = 0
     for layer in range(shape.num_layers):
         window = shape.window(layer) or tokens
         of_layers += squares - sum(count * max(0, length - window) ** 2 for length, count in lengths.items())
-    # Causal attention: half of the tokens x tokens scores, once for the scores and once for the values.
+    # Causal attention computes half of the tokens x tokens matrix, once for scores and once for values.
     value_size = shape.num_attention_heads * (shape.mla.v_head_dim if shape.mla else shape.head_dim)
     head = 2 * head_positions * shape.hidden_size * shape.vocab_size
     products, trained = _products(shape, tuning)
@@ -121,7 +152,7 @@ def work_of(
 
 
 def _products(shape: ModelShape, tuning: Tuning) -> tuple[int, int]:
-    """Elements of the matrices that one token meets in the layers, and of those among them that train; of experts on average."""
+    """Return the matrix elements that one token uses in the layers, and those of them that train. Experts count on average."""
     total, trained = 0, 0.0
     for row in tuning.rows:
         size, share = sum(math.prod(size) for _, size in row.entry.hf if len(size) == 2), _share(shape, row.entry)
@@ -131,7 +162,10 @@ def _products(shape: ModelShape, tuning: Tuning) -> tuple[int, int]:
 
 
 def _adapter_products(shape: ModelShape, rank: int, found: Sequence[tuple[WeightRow, Sequence[Sequence[int]]]]) -> int:
-    """As `_products`, of the matrices of adapters. A fused linear's rows are multiplied by the inner channels of all its modules."""
+    """Return the adapter elements that one token uses; experts count on average.
+
+    The rows of a fused linear are multiplied by the inner channels of all its modules.
+    """
     total = 0.0
     for row, adapters in found:
         if count := sum(any(ranks) for ranks in adapters):
@@ -141,14 +175,14 @@ def _adapter_products(shape: ModelShape, rank: int, found: Sequence[tuple[Weight
 
 
 def _share(shape: ModelShape, entry: Entry) -> float:
-    """Of the parameters of its kind, those that a token meets."""
+    """Return the share of a weight's copies that a token uses: the routed share for experts, else 1."""
     return shape.moe.topk / shape.moe.num_experts if shape.moe and entry.is_expert else 1.0
 
 
 def _trained(
     shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, computed: Computed, teacher: ModelShape | None
 ) -> dict[str, int]:
-    """FLOPs of the phases in which the policy's ranks compute the rows of one rollout, computed as those of this step are."""
+    """Return the FLOPs of the training ranks' phases for one rollout, with its rows packed as those of this step."""
 
     def of(shape: ModelShape, tuning: Tuning) -> Work:
         return work_of(shape, tuning, computed.tokens, squares=computed.squares, head_positions=computed.scored, lengths=computed.lengths)
@@ -156,7 +190,7 @@ def _trained(
     work = of(shape, tuning)
     taught = of(teacher, Tuning.of(config_of_teacher(cfg, teacher, shape), teacher)).forward if teacher is not None else 0
     rows, sequences = sizes.generation_batch_size, computed.sequences
-    period = min(1000, sizes.gradient_accumulation_steps)  # after so many rollouts the timetable repeats
+    period = min(1000, sizes.gradient_accumulation_steps)  # rollouts after which the schedule repeats
     summary = old_logprobs_summary(TrainingSchedule(sizes), period)
     recompute = work.forward if cfg.model.recompute_granularity == "full" else 0
     return {
@@ -173,7 +207,7 @@ def _flops(
     prompt, completion = sequence_tokens(cfg, lengths, longest=False)
     rows, prompts = sizes.generation_batch_size, sizes.num_rollout_prompts
     whole = work_of(shape, tuning, prompt + completion, squares=(prompt + completion) ** 2, head_positions=completion)
-    # Of the sampler without its adapters: a few parts in a hundred.
+    # The sampler's adapters are omitted: a few percent.
     sampled = whole.linears + whole.attention
     prompt_alone = work_of(shape, tuning, prompt, squares=prompt**2, head_positions=1)
     prefill = prompt_alone.linears + prompt_alone.attention
@@ -198,7 +232,10 @@ def _flops(
 
 
 def _parameters(shape: ModelShape, tuning: Tuning) -> dict[str, int]:
-    """Of the whole model, without its adapters in `parameters`. Those of adapters are counted as PEFT does, without padding."""
+    """Return the parameter counts of the whole model.
+
+    `parameters` excludes adapters. Adapter parameters are counted as PEFT counts them, without padding.
+    """
     return {
         "parameters": num_parameters(shape),
         "active_parameters": num_parameters(shape, active_only=True),
@@ -207,7 +244,11 @@ def _parameters(shape: ModelShape, tuning: Tuning) -> dict[str, int]:
 
 
 def _num_trained(shape: ModelShape, tuning: Tuning, rows: int) -> int:
-    """The model's own parameters that train. rows: of the vocabulary."""
+    """Return the number of the model's own parameters that train.
+
+    Args:
+        rows: Rows of the vocabulary.
+    """
     total = 0
     for entry in outer_entries(shape):
         if not entry.is_copy and tuning.trains_outer(entry):
@@ -216,11 +257,14 @@ def _num_trained(shape: ModelShape, tuning: Tuning, rows: int) -> int:
 
 
 def _bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> dict[str, int]:
-    """What a push sends and a checkpoint holds, over all ranks. base_push_bytes: what is sent once, before the first adapter."""
+    """Return the bytes that a weight sync sends and a checkpoint stores, over all ranks.
+
+    `base_push_bytes` is sent once, before the first adapter.
+    """
     own = num_parameters(shape) * tuning.size
     pushed = own - (sum(map(elements, tower_entries(shape))) * tuning.size if stays(cfg, tuning, shape) else 0)
     adapter = tuning.num_adapter_parameters * tuning.adapter_size if tuning.pushes_adapters else 0
-    again = cfg.rollout.sleep_level == 2  # the sampler forgets its weights
+    again = cfg.rollout.sleep_level == 2  # the sampler drops its weights
     return {
         "weight_push_bytes": pushed if not adapter else adapter + (own if again else 0),
         "base_push_bytes": own if adapter and not again else 0,
@@ -230,7 +274,16 @@ def _bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) ->
 
 
 def checkpoint_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> int:
-    """Tensors: what trains, its optimizer state in float32, a moving reference. What is frozen is in the model's own files."""
+    """Return the bytes of a checkpoint's tensors: trained parameters, their float32 optimizer state, and a moving reference.
+
+    Frozen weights are not stored; they are in the model's own files.
+
+    Args:
+        shape: Shape of the model.
+        sizes: Batch sizes and layout.
+        cfg: Configuration of the run.
+        tuning: What trains.
+    """
     rows, optimizer, size = padded_vocab(shape, sizes, cfg), cfg.optimizer, tuning.size_of_trained
     # The distributed optimizer saves its float32 copy of float32 weights as well.
     state = FP32 * (3 if optimizer.use_distributed_optimizer or size < FP32 else 2)

@@ -1,4 +1,4 @@
-"""The timetable as people read it: which micro-steps and which ranks are shown, and the figure in a terminal.
+"""The training schedule as a figure in the terminal.
 
 Rows are micro-steps, columns are data-parallel ranks, cells are prompt numbers. What does not fit is abridged and counted.
 """
@@ -19,14 +19,22 @@ if TYPE_CHECKING:
 PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99", "#99aa44", "#bb88dd")
 LABELS = {"on_policy": "own forward", "recompute": "forward-only", "cached": "kept", "rollout": "sampler's"}
 MOST_ROWS, MOST_RANKS = 48, 16
-COLUMNS = 160  # of the terminal that a picture shows
-POINTS, DPI, WIDTH = 9, 130, 10  # size of a letter of DejaVu Sans Mono, dots an inch, and whole dots that a letter is wide
+COLUMNS = 160  # width of the terminal that an image shows
+POINTS, DPI, WIDTH = 9, 130, 10  # font size of DejaVu Sans Mono in points, dots per inch, and width of a letter in dots
 PAPER, INK, FAINT = "#14181d", "#e6e6e6", "#8a929b"
-HEAD, TAIL = 3, 1  # micro-steps shown of a long stretch that belongs to one optimizer step and one pass of a rollout
+HEAD, TAIL = 3, 1  # micro-steps shown at the ends of a long stretch of one optimizer step and one pass over a rollout
 
 
 def shown_rows(timetable: TrainingSchedule, num_rollouts: int, *, most: int = MOST_ROWS) -> list[MicroStep | range]:
-    """Micro-steps of the first rollouts; of long stretches only the ends, and at most about `most` rows in all. Ranges are not shown."""
+    """Select the micro-steps to show.
+
+    Long stretches show only their ends, and the figure has about `most` rows. Ranges in the result are micro-steps that are not shown.
+
+    Args:
+        timetable: Training schedule of the run.
+        num_rollouts: Rollouts to show, from the first.
+        most: Approximate maximum number of rows.
+    """
     sizes = timetable.sizes
     total = num_rollouts * sizes.micro_steps_per_rollout * sizes.num_iterations
     rows: list[MicroStep | range] = []
@@ -45,7 +53,7 @@ def shown_rows(timetable: TrainingSchedule, num_rollouts: int, *, most: int = MO
 
 
 def _stretches(timetable: TrainingSchedule, total: int) -> Iterator[range]:
-    """Runs of micro-steps of one optimizer step and one pass over one rollout."""
+    """Yield ranges of micro-steps that belong to one optimizer step and one pass over one rollout."""
     w, begin = timetable.sizes.micro_steps_per_rollout, 0
     while begin < total:
         end = min(total, timetable.first_of(timetable.step_of(begin) + 1), (begin // w + 1) * w)
@@ -54,34 +62,40 @@ def _stretches(timetable: TrainingSchedule, total: int) -> Iterator[range]:
 
 
 def shown_ranks(dp_size: int, most: int) -> list[int | None]:
-    """DP ranks that have a column; None stands for those left out."""
+    """Return the DP ranks that have a column; None stands for the omitted ones."""
     if dp_size <= most:
         return list(range(dp_size))
     return [*range(max(1, most - 2)), None, dp_size - 1]
 
 
 def prompts_of(sizes: BatchSizes, row: MicroStep, rank: int) -> range:
-    """Prompts that a DP rank trains in a micro-step, numbered over the run."""
+    """Return the prompts that a DP rank trains in a micro-step, numbered over the whole run."""
     first = row.rows[0] + rank * sizes.micro_batch_size
     last, base = first + sizes.micro_batch_size - 1, row.rollout * sizes.num_rollout_prompts
     return range(base + first // sizes.num_generations, base + last // sizes.num_generations + 1)
 
 
 def cell(prompts: range) -> str:
-    """`7`, `7 8` or `7-12`."""
+    """Format prompt numbers as `7`, `7 8` or `7-12`."""
     if len(prompts) <= 2:
         return " ".join(map(str, prompts))
     return f"{prompts[0]}-{prompts[-1]}"
 
 
 def widest_cell(sizes: BatchSizes, rows: Sequence[MicroStep | range], ranks: Sequence[int | None]) -> int:
-    """Characters of the longest text in a column, its head included."""
+    """Return the width in characters of the longest text in a column, its header included."""
     cells = [cell(prompts_of(sizes, row, rank)) for row in rows if isinstance(row, MicroStep) for rank in ranks if rank is not None]
     return max(len(text) for text in (*cells, str(sizes.dp_size - 1)))
 
 
 def draw(timetable: TrainingSchedule, num_rollouts: int, *, width: int = 80) -> list[Text]:
-    """The figure as styled lines, none wider than `width` columns."""
+    """Draw the figure as styled lines, none wider than `width` columns.
+
+    Args:
+        timetable: Training schedule of the run.
+        num_rollouts: Rollouts to show, from the first.
+        width: Columns of the terminal.
+    """
     from rich.text import Text
 
     sizes, rows = timetable.sizes, shown_rows(timetable, num_rollouts)
@@ -139,12 +153,18 @@ def _line(timetable: TrainingSchedule, index: int, row: MicroStep, ranks: Sequen
 
 
 def bracket_of(first: bool, last: bool, *, right: bool = False) -> str:
-    """A bracket's piece in one row."""
+    """Return the piece of a bracket in one row.
+
+    Args:
+        first: Whether the bracket begins in this row.
+        last: Whether the bracket ends in this row.
+        right: Whether the bracket is on the right side of what it encloses.
+    """
     return ("│┐┘]" if right else "│┌└[")[first + 2 * last]
 
 
 def legend(sizes: BatchSizes) -> list[str]:
-    """What the marks mean, in lines for people."""
+    """Explain the marks of the figure, in lines of text."""
     per_cell = f"{sizes.micro_batch_size} completion{'s' * (sizes.micro_batch_size > 1)}"
     return [
         f"cells     prompts of the {per_cell} that a rank trains ({sizes.num_generations} make a group)",
@@ -156,9 +176,15 @@ def legend(sizes: BatchSizes) -> list[str]:
 
 
 def draw_png(timetable: TrainingSchedule, num_rollouts: int, path: str) -> None:
-    """Writes the figure of the terminal as a picture: the same lines in the same colours. Its format follows the file's suffix.
+    """Write the figure as an image with the lines and colours of the terminal. The file's suffix determines the format.
 
-    Raises ConfigError without matplotlib, or for a suffix it does not know.
+    Args:
+        timetable: Training schedule of the run.
+        num_rollouts: Rollouts to show, from the first.
+        path: File to write.
+
+    Raises:
+        ConfigError: If matplotlib is not installed, or does not know the suffix.
     """
     from megatron_grpo.metrics.draw import can_draw, new_figure
 
@@ -178,7 +204,7 @@ def draw_png(timetable: TrainingSchedule, num_rollouts: int, path: str) -> None:
         for segment in line.render(terminal):
             style = segment.style or Style()
             ink = style.color.get_truecolor().hex if style.color else FAINT if style.dim else INK
-            text = segment.text.replace("⋮", ":")  # which the font has not
+            text = segment.text.replace("⋮", ":")  # a character that the font lacks
             at = column / (columns + 2), 1 - (row + 0.5) / (len(lines) + 2)
             weight = "bold" if style.bold else None
             figure.text(*at, text, family="monospace", size=POINTS, weight=weight, color=ink, va="center")

@@ -1,6 +1,4 @@
-"""What pictures cost, from their headers: tokens of a picture and of a prompt, and the patches of a micro-batch; and what to say of a data
-set without them.
-"""
+"""Cost of images, computed from their headers: tokens per image and prompt, and the patches of a micro-batch."""
 
 from __future__ import annotations
 
@@ -18,17 +16,32 @@ if TYPE_CHECKING:
     from megatron_grpo.data.prompts import PromptRows
     from megatron_grpo.weights.shape import ModelShape
 
-MOST_ROWS = 2000  # that are looked at, evenly spread
-CHARACTERS_OF_A_TOKEN = 4  # of text, where nobody has tokenised it
+MOST_ROWS = 2000  # maximum rows examined, evenly spaced
+CHARACTERS_OF_A_TOKEN = 4  # estimate for text that is not tokenized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureFacts:
-    """Of a data set's prompts. Means are over all of them, also over those without a picture."""
+    """Statistics of the images in a data set's prompts. Means include prompts without an image.
+
+    Args:
+        rows_looked_at: Rows examined, at most MOST_ROWS.
+        rows_with_pictures: Examined rows with an image.
+        most_pictures: Maximum images of a prompt.
+        tokens_of_picture_mean: Mean tokens of an image.
+        tokens_of_picture_max: Maximum tokens of an image.
+        picture_tokens_of_prompt_mean: Mean image tokens of a prompt.
+        picture_tokens_of_prompt_max: Maximum image tokens of a prompt.
+        text_tokens_of_prompt_mean: Mean text tokens of a prompt.
+        text_is_estimated: Whether text tokens are estimated from characters, because the prompts are not tokenized.
+        max_pixels: Setting `max_pixels`.
+        side: Side of the square that one token covers, in pixels.
+        patches_bytes_of_micro_batch: Maximum bytes of a micro-batch's patches in float32.
+    """
 
     rows_looked_at: int
     rows_with_pictures: int
-    most_pictures: int  # of a prompt
+    most_pictures: int
     tokens_of_picture_mean: float
     tokens_of_picture_max: int
     picture_tokens_of_prompt_mean: float
@@ -36,12 +49,23 @@ class PictureFacts:
     text_tokens_of_prompt_mean: float
     text_is_estimated: bool
     max_pixels: int
-    side: int  # pixels of the side of a token
-    patches_bytes_of_micro_batch: int  # float32, at most
+    side: int
+    patches_bytes_of_micro_batch: int
 
     @classmethod
     def of(cls, prompts: PromptRows, sizes: BatchSizes) -> PictureFacts | None:
-        """None where there are no pictures. Raises ConfigError where one cannot be opened."""
+        """Measure the images of a data set.
+
+        Args:
+            prompts: Prompts of the data set.
+            sizes: Batch sizes and layout.
+
+        Returns:
+            The statistics; None if the data set has no images.
+
+        Raises:
+            ConfigError: If an image cannot be opened.
+        """
         import numpy as np
 
         from megatron_grpo.data.image_dataset import num_tokens
@@ -58,8 +82,8 @@ class PictureFacts:
         else:
             text = float(np.mean([_characters(prompts.raw(int(index))) for index in indices])) / CHARACTERS_OF_A_TOKEN
         eyes = album.eyes
-        # Completions of one prompt lie beside each other and share what was made of its pictures.
-        # A micro-batch begins in a group at a multiple of what divides both.
+        # Completions of one prompt are adjacent and share its processed images.
+        # A micro-batch begins inside a group at a multiple of gcd(rows, group).
         group, rows = sizes.num_generations, sizes.micro_batch_size
         num_prompts = math.ceil((group - math.gcd(rows, group) + rows) / group)
         most = sum(sorted(of_prompts, reverse=True)[: min(num_prompts, rows)])
@@ -73,14 +97,15 @@ class PictureFacts:
 
     @property
     def share(self) -> float:
-        """Of a prompt's tokens, those that are pictures'."""
+        """Share of a prompt's tokens that belong to images."""
         return self.picture_tokens_of_prompt_mean / max(1e-9, self.picture_tokens_of_prompt_mean + self.text_tokens_of_prompt_mean)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the `pictures` object of `plan --json`."""
         return {**asdict(self), "share_of_prompt_tokens": self.share}
 
     def told(self) -> Iterator[str]:
-        """For people."""
+        """Yield lines for the report."""
         yield (
             f"a picture has {self.tokens_of_picture_mean:,.0f} tokens on average, at most {self.tokens_of_picture_max:,} "
             f"({self.side} x {self.side} pixels each, max_pixels {self.max_pixels:,}); a prompt shows up to {self.most_pictures}"
@@ -97,6 +122,7 @@ class PictureFacts:
         )
 
     def warnings(self) -> Iterator[str]:
+        """Yield a warning if an image has many tokens."""
         if self.tokens_of_picture_max > MANY_TOKENS:
             bound = 1280 * self.side**2
             yield (
@@ -116,7 +142,12 @@ def _characters(raw: Any) -> int:
 
 
 def learns_nothing(cfg: Config, shape: ModelShape) -> Iterator[str]:
-    """What to say of a data set that shows no picture."""
+    """Yield a warning if the vision tower trains on a data set without images.
+
+    Args:
+        cfg: Configuration of the run.
+        shape: Shape of the model.
+    """
     if trains_tower(cfg.tuner, shape):
         thawed = " and ".join(f"{name} false" for name in ("freeze_vit", "freeze_aligner") if not getattr(cfg.tuner, name))
         yield (

@@ -1,6 +1,6 @@
-"""Bytes on one rank, by pipeline stage and phase: a pure function of the model's shape, the sizes and the settings.
+"""Estimate the memory of one rank by pipeline stage and phase: a pure function of the model's shape, the sizes and the settings.
 
-Weights and gradients are exact; the rest are estimates that say what they assume.
+Weights and gradients are exact. The rest are estimates, which state their assumptions.
 """
 
 from __future__ import annotations
@@ -25,34 +25,51 @@ from megatron_grpo.weights.buckets import MIB
 from megatron_grpo.weights.shape import ModelShape
 
 TOWER = "vision tower: on the first stage, whole on each rank; activations as if every token of a prompt were a picture's"
-LINK = 50e9  # bytes a second between a GPU and its host, in each direction: PCIe 5.0 x16
-UNCOUNTED = 6e9  # bytes that `auto` leaves for what no estimate counts: CUDA context, NCCL buffers, CUDA graphs, fragmentation
-MOST_TOKENS = 2**20  # of a micro-batch on one rank: no larger one is tried
+LINK = 50e9  # bytes per second between a GPU and its host, in each direction: PCIe 5.0 x16
+UNCOUNTED = 6e9  # bytes that `auto` reserves for what the estimates omit: CUDA context, NCCL buffers, CUDA graphs, fragmentation
+MOST_TOKENS = 2**20  # upper limit of the search for a micro-batch size, in tokens on one rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """What leaves the device while the sampler works. model: weights, gradients, the reference. optimizer: masters and moments."""
+    """What the policy moves off the GPU while the sampler works.
+
+    Args:
+        model: Whether weights, gradients and the reference are offloaded.
+        optimizer: Whether main weights and Adam's moments are offloaded.
+        why: Reason for the choice, a phrase.
+    """
 
     model: bool
     optimizer: bool
     why: str = ""
 
     def copied(self, static: Static) -> int:
-        """Bytes of a rank that go to the host and come back. Gradients do not: they come back as zeros."""
+        """Return the bytes of a rank that are copied to the host and back. Gradients are not copied: they return as zeros."""
         model = static.weights_bytes + static.adapters_bytes + static.reference_bytes
         return model * self.model + static.optimizer_bytes * self.optimizer
 
     def freed(self, static: Static, *, during_push: bool = False) -> int:
-        """Bytes of a rank that the sampler can have. during_push: the policy's weights stay, for they are pushed."""
+        """Return the bytes of a rank that the sampler can use.
+
+        Args:
+            static: Static memory of the rank.
+            during_push: During a weight sync, when the policy's weights stay on the GPU because they are sent.
+        """
         kept = (static.weights_bytes + static.adapters_bytes) * self.model if during_push else 0
         return self.copied(static) - kept + static.gradients_bytes * self.model
 
 
 def decide(cfg: Config, peak: Callable[[Offload], int], gpu: int | None) -> Offload:
-    """peak: bytes of the fullest rank in its fullest phase. gpu: bytes of a GPU, None where that is not known.
+    """Choose what is offloaded while the sampler works.
 
-    `auto` is on where the run does not fit otherwise, UNCOUNTED included: the optimizer first, which no push needs.
+    `auto` is on where the run does not fit otherwise, UNCOUNTED included. The optimizer is offloaded first, because no weight sync needs
+    it.
+
+    Args:
+        cfg: Configuration of the run.
+        peak: Returns the bytes of the fullest rank in its fullest phase.
+        gpu: Memory of a GPU in bytes; None if unknown.
     """
     model, optimizer = cfg.rollout.offload_model, cfg.rollout.offload_optimizer
     ways = [
@@ -79,14 +96,27 @@ def decide(cfg: Config, peak: Callable[[Offload], int], gpu: int | None) -> Offl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldStage:
-    """On a rank of one pipeline stage. weights_bytes: exact. scoring: bytes besides them, by the tokens of a micro-batch on the rank."""
+    """Memory of a frozen teacher on a rank of one pipeline stage.
+
+    Args:
+        weights_bytes: Bytes of weights, exact.
+        scoring: Further bytes that a forward needs, by the tokens of a micro-batch on the rank.
+    """
 
     weights_bytes: int = 0
     scoring: Callable[[int], int] = lambda tokens: 0
 
 
 def held_stages(teacher: ModelShape | None, student: ModelShape, sizes: BatchSizes, cfg: Config, completion: int) -> list[HeldStage]:
-    """Of each stage; nothing without a teacher. completion: tokens."""
+    """Return the teacher's memory of each pipeline stage; zeros without a teacher.
+
+    Args:
+        teacher: Shape of the teacher; None without one.
+        student: Shape of the policy's model.
+        sizes: Batch sizes and layout.
+        cfg: Configuration of the run.
+        completion: Completion length in tokens.
+    """
     stages = range(sizes.layout.pp)
     if teacher is None:
         return [HeldStage() for _ in stages]
@@ -104,7 +134,14 @@ def held_stages(teacher: ModelShape | None, student: ModelShape, sizes: BatchSiz
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """What one pipeline stage needs while the policy works, by the tokens of a micro-batch on one rank."""
+    """Memory of a rank of one pipeline stage while the policy works, by the tokens of a micro-batch on the rank.
+
+    Args:
+        static: Bytes held for the whole run.
+        logits: Bytes of the logits and their gradient; 0 except on the last stage.
+        activations: Returns the activations for a number of tokens.
+        teacher: Memory of the teacher.
+    """
 
     static: Static
     logits: int
@@ -112,7 +149,12 @@ class StageMemory:
     teacher: HeldStage
 
     def holds(self, tokens: int, apart: int) -> dict[str, int]:
-        """By name. tokens: of a micro-batch on one rank; apart: as many as they are where no prompt is shared."""
+        """Return the bytes of each part by name.
+
+        Args:
+            tokens: Tokens of a micro-batch on one rank.
+            apart: The same without prompt sharing.
+        """
         training = self.activations(tokens).training
         return {
             **asdict(self.static),
@@ -123,16 +165,26 @@ class StageMemory:
         }
 
     def needs(self, tokens: int, asleep: int, *, teacher_leaves: bool) -> int:
-        """The most of training and of scoring. asleep: what the sampler keeps meanwhile."""
+        """Return the peak bytes of training and scoring.
+
+        Args:
+            tokens: Tokens of a micro-batch on one rank.
+            asleep: Bytes that the sleeping sampler keeps.
+            teacher_leaves: Whether the teacher is on the host except while it scores.
+        """
         found, teacher = self.activations(tokens), self.teacher.weights_bytes
         own = max(found.training + self.logits, found.forward + self.logits // 2) + teacher * (not teacher_leaves)
         return self.static.total() + asleep + max(own, teacher + self.teacher.scoring(tokens))
 
 
 def estimate_memory(checked: Checked, tuning: Tuning, lengths: Lengths | None, *, shares: bool) -> dict[str, Any]:
-    """The `memory` object of `plan --json`: every pipeline stage, every phase, the peak, and whether it fits in gpu_memory_gb.
+    """Return the `memory` object of `plan --json`: all pipeline stages and phases, the peak, and whether it fits in `gpu_memory_gb`.
 
-    tuning: of the model that the configuration names. shares: each prompt is computed once.
+    Args:
+        checked: Validated configuration with a model shape.
+        tuning: What trains in the model of the configuration.
+        lengths: (prompt, completion) lengths in tokens, if there is a file of lengths.
+        shares: Whether each prompt is computed once.
     """
     shape, sizes, cfg = checked.shape, checked.sizes, checked.config
     assert shape is not None
@@ -164,7 +216,7 @@ def estimate_memory(checked: Checked, tuning: Tuning, lengths: Lengths | None, *
     holds_one = cfg.rollout.vllm_mode != "colocate" or sampler["kv_cache_tokens"] >= prompt + completion
     most = _most_tokens(stages, gpu, _asleep(cfg, sampler), teacher_leaves=_teacher_leaves(cfg, offload)) if gpu else 0
     if most * sizes.layout.cp < prompt + completion:
-        most = 0  # the longest sequence is a micro-batch by itself, whatever the budget
+        most = 0  # the longest sequence is a micro-batch by itself under any budget
     return {
         "peak_bytes": peak,
         "peak_stage": peak_stage,
@@ -189,7 +241,7 @@ def _with_tower(found: Callable[[int], Activations], tower: TowerCost | None) ->
 
 
 def _tower(shape: ModelShape, sizes: BatchSizes, size: int, tower: TowerCost, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of the `memory` object. Each parameter is as many bytes as one of the language model that trains, or does not, as it does."""
+    """Return the `tower` object. Bytes per parameter are those of the first stage's own frozen and trained parameters."""
     own, activations = rows[0], tower.activations.training
     per_trained = (own["gradients_bytes"] + own["optimizer_bytes"]) / max(own["num_trainable_parameters"], 1)
     static = round(tower.parameters * size + tower.trainable_parameters * per_trained)
@@ -204,17 +256,25 @@ def _tower(shape: ModelShape, sizes: BatchSizes, size: int, tower: TowerCost, ro
 
 
 def stream_tokens(sizes: BatchSizes, cfg: Config, prompt: int, completion: int, *, shares: bool) -> int:
-    """Tokens of the fullest micro-batch if every sequence is that long. A token budget bounds it, shared or not."""
+    """Return the tokens of the fullest micro-batch if every sequence has the given lengths. A token budget limits them, shared or not.
+
+    Args:
+        sizes: Batch sizes and layout.
+        cfg: Configuration of the run.
+        prompt: Prompt length in tokens.
+        completion: Completion length in tokens.
+        shares: Whether each prompt is computed once.
+    """
     budget, rows, group = cfg.batch.max_tokens_per_micro_batch, sizes.micro_batch_size, sizes.num_generations
     if budget:
         return max(budget, prompt + completion)
-    # The group that a micro-batch begins in may have begun before it, by a multiple of what divides both.
+    # The first group of a micro-batch may begin before it, by a multiple of gcd(rows, group).
     prompts = -(-(group - math.gcd(rows, group) + rows) // group) if shares else rows
     return min(prompts, rows) * prompt + rows * completion
 
 
 def _most_tokens(stages: Sequence[StageMemory], gpu: int, asleep: int, *, teacher_leaves: bool) -> int:
-    """Of a micro-batch on one rank, so that training and scoring fit on every stage; 0 if none does."""
+    """Return the maximum tokens of a micro-batch on one rank with which training and scoring fit on every stage; 0 if none does."""
 
     def fits(tokens: int) -> bool:
         return all(stage.needs(tokens, asleep, teacher_leaves=teacher_leaves) <= gpu for stage in stages)
@@ -223,18 +283,18 @@ def _most_tokens(stages: Sequence[StageMemory], gpu: int, asleep: int, *, teache
 
 
 def _asleep(cfg: Config, sampler: Mapping[str, int]) -> int:
-    """Bytes that the sampler keeps on the device while it sleeps."""
+    """Return the bytes that the sampler keeps on the GPU while it sleeps."""
     awake = sampler["weights_bytes"] + sampler["adapters_bytes"] + sampler["kv_cache_bytes"]
     return {0: awake, 1: 0, 2: 0}[cfg.rollout.sleep_level]
 
 
 def _teacher_leaves(cfg: Config, offload: Offload) -> bool:
-    """Whether a teacher is on the host but for its scorings."""
+    """Return whether the teacher is on the host except while it scores."""
     return cfg.grpo.offload_teacher_model or offload.model
 
 
 def _offload(cfg: Config, chosen: Offload, sampler: Mapping[str, int], stages: Sequence[StageMemory]) -> dict[str, Any]:
-    """What is given away between training and sampling, of the rank that has most of it; and what all of it would be."""
+    """Return the `offload` object: what is offloaded on the rank that offloads most, and the maximum if everything were."""
     on_host = sampler["weights_bytes"] + sampler["adapters_bytes"] if cfg.rollout.sleep_level == 1 else 0
 
     def of(way: Offload, prefix: str = "") -> dict[str, Any]:
@@ -250,9 +310,10 @@ def _offload(cfg: Config, chosen: Offload, sampler: Mapping[str, int], stages: S
 
 
 def _staged(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, statics: Sequence[Static]) -> int:
-    """Host memory of a rank of the widest stage, on the average of its ranks: what it writes of a checkpoint is copied first.
+    """Return the host memory of a checkpoint copy on a rank of the widest stage, averaged over its ranks.
 
-    A stage has as much of the checkpoint as of what trains; its ranks deal that out."""
+    A stage's share of the checkpoint is its share of the trainable parameters; its ranks split that share.
+    """
     widest, all_stages = (of(static.num_trainable_parameters for static in statics) for of in (max, sum))
     ranks = sizes.layout.world_size // sizes.layout.pp
     return -(-checkpoint_bytes(shape, sizes, cfg, tuning) * widest // max(1, all_stages * ranks))
@@ -261,16 +322,22 @@ def _staged(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, s
 def _phases(
     cfg: Config, tuning: Tuning, stage: StageMemory, tokens: int, offload: Offload, sampler: Mapping[str, int], pushed: int
 ) -> dict[str, int]:
-    """What is there at the same time. Of the policy, while the sampler works, what was not given away; log-probs of later steps of a
-    rollout are computed with everything there. pushed: what is on its way in a push. A teacher scores before the policy is back, unless
-    the KL in the reward has just needed that."""
+    """Return the peak bytes of each phase.
+
+    While the sampler works, the parts of the policy that are not offloaded stay on the GPU. Log-probs of later steps of a rollout are
+    computed with everything on the GPU. A teacher scores before the policy is loaded back, unless the KL in the reward needed the policy
+    just before.
+
+    Args:
+        pushed: Bytes in transit during a weight sync.
+    """
     teacher, leaves, asleep = stage.teacher, _teacher_leaves(cfg, offload), _asleep(cfg, sampler)
     base, found = stage.static.total() + teacher.weights_bytes * (not leaves), stage.activations(tokens)
     back = 0 if cfg.grpo.kl_in_reward and cfg.grpo.beta else offload.freed(stage.static)
     scoring = base - back + teacher.weights_bytes * leaves + asleep + teacher.scoring(tokens)
     held = sampler["weights_bytes"] + sampler["adapters_bytes"]
     awake = held + sampler["kv_cache_bytes"]
-    # The trial before the first push of adapters has woken the KV cache.
+    # The verification of the first adapter sync has woken the KV cache.
     is_awake = cfg.rollout.sleep_level == 0 or (tuning.adapter_size and cfg.rollout.verify_weight_push)
     return {
         "rollout": base - offload.freed(stage.static) + awake,

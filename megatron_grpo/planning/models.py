@@ -1,6 +1,7 @@
-"""The shapes of the models that a run names, the policy's and that of a teacher in the training ranks (`--teacher_model`), from their
-config.json, wherever it lies on this machine; how the teacher is computed, and what stands against it. Read as plain JSON: transformers
-would cost a second. No torch.
+"""Shapes of the models that a run names: the policy's model and the teacher in the training ranks (`--teacher_model`).
+
+Shapes come from the config.json on this machine. It is read as plain JSON, because importing transformers takes about a second. The module
+also derives the teacher's configuration and its problems. Does not import torch.
 """
 
 from __future__ import annotations
@@ -29,9 +30,15 @@ _WITHOUT_EXPERTS = dict(expert_model_parallel_size=1, expert_tensor_parallel_siz
 
 
 def read_shape(model: str) -> tuple[ModelShape | None, list[Problem]]:
-    """(shape, problems) of a checkpoint directory, a config.json, or a Hub name that has been downloaded before.
+    """Read the shape of a model from a checkpoint directory, a config.json, or a Hub name that was downloaded before.
 
-    (None, []) where there is nothing to read: no model is given, or a Hub name that is not on this machine. Nothing is downloaded.
+    Downloads nothing.
+
+    Args:
+        model: Path or Hub name.
+
+    Returns:
+        (shape, problems). (None, []) if no model is given, or if a Hub name is not on this machine.
     """
     file = find_config(model)
     if file is None:
@@ -56,14 +63,14 @@ def _shape(config: dict[str, Any]) -> tuple[ModelShape | None, list[Problem]]:
 
 
 def find_config(model: str) -> Path | None:
-    """The config.json of `model`, or None."""
+    """Return the path of the config.json of `model`, or None."""
     if not model:
         return None
     path = Path(model)
     if path.is_dir():
         return path / "config.json" if (path / "config.json").is_file() else None
     if path.is_file():
-        return path if path.suffix == ".json" else None  # any other file is refused where the model is looked for
+        return path if path.suffix == ".json" else None  # loading the model rejects any other file
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     snapshots = sorted((cache / f"models--{model.replace('/', '--')}" / "snapshots").glob("*/config.json"))
@@ -71,19 +78,22 @@ def find_config(model: str) -> Path | None:
 
 
 def _with_architecture(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json that names its type only, as one written by hand for `plan` may: `qwen3_moe` is Qwen3MoeForCausalLM."""
+    """Add the architecture to a config.json that only has a `model_type`, for example one written by hand for `plan`.
+
+    `qwen3_moe` becomes Qwen3MoeForCausalLM.
+    """
     words = str(config.get("model_type", "")).removesuffix("_text").split("_")
     architecture = f"{''.join(map(str.capitalize, words))}ForCausalLM"
     return config if config.get("architectures") or architecture not in FAMILIES else {**config, "architectures": [architecture]}
 
 
 def rules_of(shape: ModelShape) -> Model:
-    """What the rules of the layout need to know of it."""
+    """Return what the layout rules need to know about a model."""
 
     def misfits(tp: int, ep: int, etp: int) -> Sequence[tuple[str, str]]:
-        if shape.moe is None:  # experts are dealt out for the other model, or not at all
+        if shape.moe is None:  # expert parallelism applies to the other model, or to none
             ep = etp = 1
-        # The nearest values that stand in these sentences are about the model alone; ours are about the whole configuration.
+        # The suggested values in these sentences consider the model alone; the caller's consider the whole configuration.
         return [
             (problem.flags[0], problem.message.partition(" Use ")[0].rstrip("."))
             for problem in layout_problems(shape, tp=tp, ep=ep, etp=etp)
@@ -96,15 +106,21 @@ def rules_of(shape: ModelShape) -> Model:
 
 
 def read_teacher(cfg: Config) -> tuple[ModelShape | None, list[Problem]]:
-    """As `read_shape`, of the teacher."""
+    """Read the teacher's shape, as `read_shape` does."""
     shape, problems = read_shape(cfg.grpo.teacher_model or "")
     return shape, [of_teacher(problem) for problem in problems]
 
 
 def config_of_teacher(cfg: Config, teacher: ModelShape, student: ModelShape | None) -> Config:
-    """What it is computed with: the run's layout and dtype, without what is about training, adapters or the policy's own shape.
+    """Return the configuration that the teacher is computed with.
 
-    Layers that are dealt out by hand are so for the policy's depth; a teacher of another depth has them dealt out evenly.
+    It has the run's layout and dtype, but no settings for training, adapters or the shape of the policy. A manual split of layers over
+    pipeline stages holds for the policy's depth; a teacher of another depth is split evenly.
+
+    Args:
+        cfg: Configuration of the run.
+        teacher: Shape of the teacher.
+        student: Shape of the policy's model; None if unknown.
     """
     own = cfg.with_values(
         dict(model=cfg.grpo.teacher_model, tuner_type="full", adapters=None, ref_adapters=None, beta=0.0, ref_model=None,
@@ -122,7 +138,14 @@ def config_of_teacher(cfg: Config, teacher: ModelShape, student: ModelShape | No
 
 
 def teacher_problems(cfg: Config, student: ModelShape | None, teacher: ModelShape, longest: int) -> Iterator[Problem]:
-    """What stands between this teacher and this run, besides divisions (`batching.rules`). longest: tokens of a sequence."""
+    """Yield the problems of this teacher in this run, except divisibility (`batching.rules`).
+
+    Args:
+        cfg: Configuration of the run.
+        student: Shape of the policy's model; None if unknown.
+        teacher: Shape of the teacher.
+        longest: Maximum sequence length in tokens.
+    """
     name, own = cfg.grpo.teacher_model, config_of_teacher(cfg, teacher, student)
     if student is not None and teacher.vocab_size < student.vocab_size:
         message = (
@@ -141,6 +164,6 @@ def _against(cfg: Config, shape: ModelShape) -> list[Problem]:
 
 
 def of_teacher(problem: Problem) -> Problem:
-    """What was said of a model, said of the teacher."""
+    """Rewrite a problem of a model as a problem of the teacher."""
     flags = dict.fromkeys((FLAG, *(flag for flag in problem.flags if flag != "model")))
     return replace(problem, flags=tuple(flags), message=f"teacher_model: {problem.message.removeprefix('model: ')}")

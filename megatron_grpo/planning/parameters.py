@@ -1,6 +1,7 @@
-"""What a model is made of, as the plan counts it: each tensor of its layers, whether it trains, the adapters beside it, and how much of all
-that a rank holds. Counts of elements, from the table of weights (`weights.names`); what Megatron-Core's buffers hold besides, to align
-them, is left out. No torch.
+"""Parameters of a model as the plan counts them: each tensor of a layer, whether it trains, its adapters, and a rank's share.
+
+Counts are elements, from the table of weights (`weights.names`); the alignment padding in Megatron-Core's buffers is not counted. Does not
+import torch.
 """
 
 from __future__ import annotations
@@ -28,29 +29,54 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRow:
-    """A row of the table of weights in one layer. Sequences have an item for each expert; of what is no expert's, one."""
+    """One row of the table of weights in one layer.
+
+    Args:
+        entry: Row of the table of weights.
+        layer: Number of the layer.
+        trains: Whether the weight trains; one item per expert, or a single item outside experts.
+        adapters: Per expert, the adapter ranks of the modules that a fused linear joins, without padding; empty without an adapter.
+        reference: The same for the frozen adapters of the reference.
+    """
 
     entry: Entry
     layer: int
     trains: Sequence[bool]
-    adapters: Sequence[Sequence[int]]  # ranks in the modules that a linear fuses, without padding; none: no adapter
-    reference: Sequence[Sequence[int]]  # the same of frozen ones that the KL is measured against
+    adapters: Sequence[Sequence[int]]
+    reference: Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What a run trains, and which adapters it needs besides. size: bytes of an element of the model's own weights."""
+    """What a run trains, and the adapters that it needs.
 
-    trains: Callable[[str], bool]  # the model's own weights, by Hugging Face name
+    Args:
+        trains: Returns whether a weight of the model trains, by Hugging Face name.
+        layers: Rows of the weights of each layer.
+        size: Bytes per element of the model's own weights.
+        adapter_size: Bytes per element of adapters; 0 if none train.
+        has_second_model: Whether the reference is a separate model.
+        push: How adapters reach the sampler; None without adapters.
+    """
+
+    trains: Callable[[str], bool]
     layers: Sequence[Sequence[WeightRow]]
     size: int
-    adapter_size: int = 0  # bytes of an element of adapters; 0 where none train
-    has_second_model: bool = False  # the reference is a model of its own
-    push: LoraPush | None = None  # how adapters reach the sampler
+    adapter_size: int = 0
+    has_second_model: bool = False
+    push: LoraPush | None = None
 
     @classmethod
     def of(cls, cfg: Config, shape: ModelShape) -> Tuning:
-        """Raises ConfigError where an adapter that the settings name cannot be read, or cannot be pushed as they ask."""
+        """Derive what a run trains from its settings.
+
+        Args:
+            cfg: Configuration of the run.
+            shape: Shape of the model.
+
+        Raises:
+            ConfigError: If an adapter that the settings name cannot be read, or cannot be sent to the sampler as requested.
+        """
         tuner, has_kl = cfg.tuner, cfg.grpo.beta > 0
         rule, lora, reference = cache(trains(tuner)), lora_of(tuner, shape), None
         if lora is not None and has_kl and not cfg.grpo.ref_model:
@@ -69,35 +95,37 @@ class Tuning:
 
     @property
     def rows(self) -> Iterator[WeightRow]:
+        """Rows of the weights of all layers."""
         return (row for layer in self.layers for row in layer)
 
     @property
     def rank(self) -> int:
-        """Of all adapters in memory, where narrower ones are padded."""
+        """Rank of all adapters in memory, where narrower ones are padded to the widest."""
         return max((rank for row in self.rows for ranks in row.adapters for rank in ranks), default=0)
 
     @property
     def reference_rank(self) -> int:
+        """Rank of the reference's adapters in memory, padded to the widest."""
         return max((rank for row in self.rows for ranks in row.reference for rank in ranks), default=0)
 
     @property
     def num_adapter_parameters(self) -> int:
-        """As PEFT counts them, and as they are pushed: of the whole model, without padding."""
+        """Adapter parameters of the whole model without padding, as PEFT counts them and as a weight sync sends them."""
         pairs = ((rank, size) for row in self.rows for ranks in row.adapters for rank, (_, size) in zip(ranks, row.entry.hf))
         return sum(rank * sum(size) for rank, size in pairs)
 
     @property
     def pushes_adapters(self) -> bool:
-        """To the sampler, alone; if not, and if there are any, merged into the weights."""
+        """Whether a weight sync sends adapters alone. If not, adapters are merged into the weights."""
         return self.push is not None and self.push.kind == "adapter"
 
     @property
     def size_of_trained(self) -> int:
-        """Bytes of an element of what trains."""
+        """Bytes per element of the trained parameters."""
         return self.adapter_size or self.size
 
     def trains_outer(self, entry: Entry) -> bool:
-        """Of a row outside the layers."""
+        """Return whether a weight outside the layers trains."""
         return self.trains(entry.hf[0][0])
 
 
@@ -124,13 +152,13 @@ def _layers(
 
 
 def padded_vocab(shape: ModelShape, sizes: BatchSizes, cfg: Config) -> int:
-    """Rows of the embedding over all TP ranks."""
+    """Return the number of embedding rows over all TP ranks, padding included."""
     multiple = cfg.model.padded_vocab_multiple * sizes.layout.tp
     return -(-shape.vocab_size // multiple) * multiple
 
 
 def layers_of_stage(num_layers: int, cfg: Config, stage: int) -> list[int]:
-    """Numbers of the layers of a stage, over all its chunks."""
+    """Return the numbers of the layers of a pipeline stage, over all its chunks."""
     begin, found = 0, list[int]()
     for counts in layer_counts(cfg.parallel, num_layers):
         for other, count in enumerate(counts):
@@ -141,33 +169,51 @@ def layers_of_stage(num_layers: int, cfg: Config, stage: int) -> list[int]:
 
 
 def elements(entry: Entry) -> int:
-    """Of the whole parameter."""
+    """Return the number of elements of the whole parameter."""
     return sum(math.prod(size) for _, size in entry.hf)
 
 
 def numel_of(entry: Entry, sizes: BatchSizes) -> int:
-    """Elements of a rank's shard of an entry inside a layer."""
+    """Return the number of elements of a rank's shard of a weight inside a layer."""
     ranks = 1 if entry.cut is ShardCut.REPLICATED else sizes.layout.etp if entry.is_expert else sizes.layout.tp
     return elements(entry) // ranks
 
 
 def rows_and_channels(entry: Entry) -> tuple[int, int]:
-    """Of a Megatron linear: rows of all modules that it fuses, and the channels that all of them read."""
+    """Return (rows of all modules that a fused Megatron linear joins, input channels that they all read)."""
     return sum(size[0] for _, size in entry.hf), entry.hf[0][1][1]
 
 
 @dataclass(slots=True)
 class Held:
-    """Elements on a rank. helpers: what tells adapters which module a row of a fused linear belongs to."""
+    """Elements on one rank.
 
-    weights: int = 0  # the model's own
+    Args:
+        weights: Elements of the model's own weights.
+        adapters: Elements of trained adapters.
+        reference: Elements of the reference's frozen adapters.
+        helpers: Elements that map the rows of a fused linear to its modules, for adapters.
+        trained: Trained elements outside experts.
+        trained_experts: Trained elements of experts.
+    """
+
+    weights: int = 0
     adapters: int = 0
     reference: int = 0
     helpers: int = 0
-    trained: int = 0  # of these, what trains and no expert has
+    trained: int = 0
     trained_experts: int = 0
 
     def add(self, row: WeightRow, sizes: BatchSizes, ep_rank: int, *, rank: int, reference_rank: int) -> None:
+        """Add a rank's share of one row of weights.
+
+        Args:
+            row: Row of the table of weights in one layer.
+            sizes: Batch sizes and layout.
+            ep_rank: Expert-parallel rank.
+            rank: Adapter rank in memory.
+            reference_rank: Rank of the reference's adapters in memory.
+        """
         entry, numel = row.entry, numel_of(row.entry, sizes)
         count = len(row.trains) // sizes.layout.ep if entry.is_expert else 1
         mine = slice(ep_rank * count, (ep_rank + 1) * count) if entry.is_expert else slice(1)
@@ -192,7 +238,16 @@ def _pair(linear: Entry, rank: int, sizes: BatchSizes) -> int:
 
 
 def held_by(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, stage: int, ep_rank: int = 0) -> Held:
-    """By a rank of a pipeline stage. ep_rank: its place among those that share out the experts."""
+    """Count the elements on a rank of a pipeline stage.
+
+    Args:
+        shape: Shape of the model.
+        sizes: Batch sizes and layout.
+        cfg: Configuration of the run.
+        tuning: What trains.
+        stage: Pipeline stage.
+        ep_rank: Expert-parallel rank.
+    """
     found = Held()
     for entry, numel in _outside_layers(shape, sizes, cfg, stage):
         found.weights += numel
@@ -206,7 +261,10 @@ def held_by(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, s
 
 
 def _outside_layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: int) -> Iterator[tuple[Entry, int]]:
-    """Embedding and tower of the first stage, last norm and output layer of the last, with a rank's elements of each."""
+    """Yield (weight, elements on a rank) outside the layers of a stage.
+
+    The first stage has the embedding and the vision tower; the last stage has the final norm and the output layer.
+    """
     outer = {entry.megatron: entry for entry in outer_entries(shape)}
     vocabulary = padded_vocab(shape, sizes, cfg) * shape.hidden_size // sizes.layout.tp
     if stage == 0:
@@ -221,22 +279,33 @@ def _outside_layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, stage: in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Static:
-    """What a rank holds from the first step to the last, in bytes."""
+    """Memory that a rank holds for the whole run, in bytes.
 
-    num_parameters: int  # the model's own weights, and its adapters as they lie in memory: all of the widest rank
+    Args:
+        num_parameters: Parameters of the model and of its adapters in memory (padded to the widest rank).
+        num_trainable_parameters: Parameters that train.
+        weights_bytes: Model weights.
+        adapters_bytes: Adapters, without their scales (a few numbers per linear).
+        gradients_bytes: Gradients, one per trainable parameter, float32 unless `main_grads_dtype` is set.
+        optimizer_bytes: A rank's share of both Adam moments, and of the main weights of bfloat16 weights, in the dtypes of the settings.
+        reference_bytes: Reference, if `beta` requires one: a frozen model, or with adapters nothing or a second set of adapters.
+    """
+
+    num_parameters: int
     num_trainable_parameters: int
-    weights_bytes: int  # the model's own
-    adapters_bytes: int  # without their scales, a few numbers a linear
-    gradients_bytes: int  # one per parameter that trains, float32 unless main_grads_dtype says otherwise
-    optimizer_bytes: int  # a rank's share of both Adam moments, and of the main weights of bfloat16 ones, in the dtypes of the settings
-    reference_bytes: int  # where beta asks for one: a frozen model; with adapters nothing, or other matrices of theirs
+    weights_bytes: int
+    adapters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    reference_bytes: int
 
     def total(self) -> int:
+        """Return the bytes of all parts."""
         return self.weights_bytes + self.adapters_bytes + self.gradients_bytes + self.optimizer_bytes + self.reference_bytes
 
 
 def static_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, stage: int, ep_rank: int = 0) -> Static:
-    """The bytes of weights, gradients and optimizer state of a rank, as `held_by` has them."""
+    """Return the bytes of weights, gradients and optimizer state of a rank, for the elements that `held_by` counts."""
     held, size, layout = held_by(shape, sizes, cfg, tuning, stage, ep_rank), tuning.size_of_trained, sizes.layout
     trained = owned = held.trained + held.trained_experts
     if cfg.optimizer.use_distributed_optimizer:
@@ -254,6 +323,11 @@ def static_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tun
 
 
 def state_bytes(optimizer: OptimizerConfig, size: int) -> int:
-    """Of one weight that trains, whose own are `size`: both moments, and the main weight, which float32 is itself."""
+    """Return the optimizer bytes per trained weight: both moments, and the main weight unless the weight is float32.
+
+    Args:
+        optimizer: Optimizer settings.
+        size: Bytes per element of the trained weight.
+    """
     main = BYTES_OF_STATE[optimizer.main_params_dtype] if size < FP32 else 0
     return BYTES_OF_STATE[optimizer.exp_avg_dtype] + BYTES_OF_STATE[optimizer.exp_avg_sq_dtype] + main

@@ -1,4 +1,7 @@
-"""The `plan` command, and the plan for people: sizes, the figure, what it costs, what is unusual. Colours only where they are seen."""
+"""The `plan` command and its report in the terminal: sizes, training schedule, memory, cost and warnings.
+
+Colours are written only if the output is a terminal.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,18 @@ from megatron_grpo.planning.summary import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-HELD = ("weights", "adapters", "gradients", "optimizer", "reference", "teacher", "activations", "logits")  # by a pipeline stage
+HELD = ("weights", "adapters", "gradients", "optimizer", "reference", "teacher", "activations", "logits")  # parts that a stage holds
 
 
 def run_plan(parsed: Parsed, look_at: Callable[[Parsed], Plan]) -> int:
-    """Print the plan; the exit code. Raises ConfigError, except with --json, which prints the errors as its answer.
+    """Print the plan and return the exit code.
 
-    look_at: makes the plan of what was parsed, and looks at what it names (`run.validate.validate_run`).
+    Args:
+        parsed: Parsed command line.
+        look_at: Builds the plan from the parsed command line and checks the files that it names (`run.validate.validate_run`).
+
+    Raises:
+        ConfigError: If the configuration is invalid. With `--json`, the errors are printed as the JSON object instead.
     """
     as_json = parsed.config.plan.json
     try:
@@ -46,7 +54,7 @@ def run_plan(parsed: Parsed, look_at: Callable[[Parsed], Plan]) -> int:
             draw_png(made.timetable, made.checked.config.plan.plan_rollouts, png)
         if as_json:
             sys.stdout.write(made.as_json())
-            if made.not_checked:  # the object has the keys that it always had
+            if made.not_checked:  # on stderr, so that the keys of the object stay the same
                 print(f"Not checked: {'; '.join(made.not_checked)}.", file=sys.stderr)
         else:
             print_report(made)
@@ -59,7 +67,13 @@ def run_plan(parsed: Parsed, look_at: Callable[[Parsed], Plan]) -> int:
 
 
 def print_report(made: Plan, *, file: TextIO | None = None, is_short: bool = False) -> None:
-    """Everything, or with is_short what `train` says at its start: sizes and warnings."""
+    """Print the report.
+
+    Args:
+        made: Plan to print.
+        file: Output stream; standard output by default.
+        is_short: Print only what `train` shows at its start: sizes and warnings.
+    """
     from rich.console import Console
 
     console = Console(file=file or sys.stdout, highlight=False, soft_wrap=False)
@@ -74,7 +88,7 @@ def print_report(made: Plan, *, file: TextIO | None = None, is_short: bool = Fal
         _print(console, *((f"• {one}", "" if one.startswith(("Note", "Your", "What differs")) else "yellow") for one in made.warnings))
 
 
-# A line as it is, or with its style; or what rich makes of a table.
+# A line of text, a (text, style) pair, or a rich table.
 Line = Any
 
 
@@ -85,7 +99,11 @@ def _print(console: Console, *lines: Line) -> None:
 
 
 def _sections(made: Plan, width: int, *, is_short: bool) -> Iterator[tuple[str, Iterable[Line]]]:
-    """Titles and lines. width: columns that there are."""
+    """Yield (title, lines) of each section.
+
+    Args:
+        width: Columns of the terminal.
+    """
     sizes, cfg = made.checked.sizes, made.checked.config
     yield "sizes", _sizes(made)
     if not is_short:
@@ -187,7 +205,10 @@ def _memory(memory: dict[str, Any], cost: dict[str, Any]) -> Iterator[Line]:
 
 
 def _stages(memory: dict[str, Any]) -> Line:
-    """A column for each pipeline stage, or for the first and the last ones; what it holds, and the peak of each phase, in GB."""
+    """Return a table of memory in GB: one column per pipeline stage (the first two and last two if there are more than four).
+
+    Rows are the parts that a stage holds, and the peak of each phase.
+    """
     from rich.table import Table
 
     stages = memory["stages"] if len(memory["stages"]) <= 4 else [memory["stages"][i] for i in (0, 1, -2, -1)]
@@ -205,7 +226,7 @@ def _stages(memory: dict[str, Any]) -> Line:
 
 
 def tower_in_words(memory: dict[str, Any]) -> list[str]:
-    """What sees pictures takes of the first stage, and what to do about it; nothing of a model that does not see."""
+    """Describe what the vision tower costs the first stage, and the layer split that balances it. Empty for a text model."""
     if "tower" not in memory:
         return []
     tower, here = memory["tower"], memory["stages"][0]["num_layers"]
@@ -232,7 +253,7 @@ def _beside_the_policy(memory: dict[str, Any]) -> Iterator[Line]:
 
 
 def room_in_words(offload: dict[str, Any]) -> str:
-    """What the policy gives away while the sampler works."""
+    """Describe in one sentence what the policy offloads while vLLM samples."""
     from megatron_grpo.planning.memory import LINK
 
     given = [name for name in ("model", "optimizer") if offload[name]]
@@ -300,7 +321,7 @@ def _sharing(sharing: dict[str, Any]) -> Iterator[Line]:
 
 
 def _to_paste(flags: str, width: int) -> str:
-    """The flags on several lines, each continued with a backslash."""
+    """Return the flags on several lines, joined by backslash continuations."""
     lines = [""]
     for flag in flags.split(" --"):
         flag = flag if flag.startswith("--") else f"--{flag}"
@@ -311,24 +332,29 @@ def _to_paste(flags: str, width: int) -> str:
 
 
 def trainable(cost: dict[str, Any]) -> str:
-    """How much of the model trains, in a line."""
+    """Return one line with the number of trainable parameters and their share of the model."""
     some, all_ = cost["trainable_parameters"], cost["parameters"]
     return f"trainable parameters: {counted(some)} of {counted(all_)} ({100 * some / all_:.3g} %)"
 
 
 def counted(value: int) -> str:
-    """3.1 M, 7.6 B."""
+    """Format a count with a unit, for example `3.1 M` or `7.6 B`."""
     unit, name = next(((unit, name) for unit, name in ((1e9, " B"), (1e6, " M"), (1e3, " k")) if value >= unit), (1, ""))
     return f"{value / unit:.3g}{name}"
 
 
 def gigabytes(value: float) -> str:
-    """In units of 10^9 bytes; small models in three significant digits."""
+    """Format bytes as GB (10^9 bytes); values below 0.01 GB with three significant digits."""
     return f"{value / 1e9:.2f}" if value >= 1e7 else f"{value / 1e9:.3g}"
 
 
 def servers_in_words(servers: dict[str, Any], push_bytes: int | None) -> list[str]:
-    """How many there are, what they are asked at a time, and who pushes. push_bytes: of one push, where the model is known."""
+    """Describe the rollout servers: their addresses, the size of a call, and the weight sync.
+
+    Args:
+        servers: `servers` object of the plan.
+        push_bytes: Bytes of one weight sync; None if the model is unknown.
+    """
     some = ", ".join(servers["addresses"][:4]) + (", ..." if len(servers["addresses"]) > 4 else "")
     files = f"{' and ' if some else ''}whoever writes to {', '.join(servers['files'])}" if servers["files"] else ""
     lines = [

@@ -1,5 +1,7 @@
-"""What the sampler costs a rank: vLLM's memory, an estimate; and a push to it, by the push's own plan, so exact: collectives, bytes
-received, and the memory of buckets on their way.
+"""Memory and communication that the sampler costs a rank.
+
+vLLM's memory is an estimate. Collectives, received bytes and bucket memory of a weight sync come from the sync's own plan, so they are
+exact.
 """
 
 from __future__ import annotations
@@ -18,9 +20,17 @@ from megatron_grpo.weights.vision_towers import MEGATRON
 
 
 def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, sequence: int) -> dict[str, int]:
-    """vLLM's share on one rank, which is nothing where servers sample.
+    """Return the memory of vLLM on one rank in bytes; zeros with rollout servers.
 
-    The KV cache is what vllm_gpu_memory_utilization leaves, or else what its sequences can need at most.
+    The KV cache is what `vllm_gpu_memory_utilization` leaves beside the weights, or without `gpu_memory_gb` the maximum that its sequences
+    can need.
+
+    Args:
+        shape: Shape of the model.
+        sizes: Batch sizes and layout.
+        cfg: Configuration of the run.
+        tuning: What trains.
+        sequence: Maximum sequence length in tokens.
     """
     if cfg.rollout.vllm_mode == "server":
         nothing = ("weights_bytes", "adapters_bytes", "kv_cache_bytes", "kv_bytes_per_token", "kv_cache_tokens", "sequences_at_once")
@@ -48,7 +58,7 @@ def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tu
 
 
 def _adapter_room(shape: ModelShape, push: LoraPush, tp: int) -> int:
-    """Elements on one rank of the room that vLLM makes for one adapter: in every module with a targeted name, whatever its layer."""
+    """Return the elements that vLLM allocates on one rank for one adapter: in all modules with a targeted name, in every layer."""
     total, words = 0, set(push.last_words)
     for module in linear_modules(shape):
         if module.name.rsplit(".", 1)[1] in words:
@@ -60,15 +70,24 @@ def _adapter_room(shape: ModelShape, push: LoraPush, tp: int) -> int:
 
 
 def push_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> dict[str, int]:
-    """Of one push to the sampler, without what is sent once: collectives, and what the busiest rank receives in them."""
+    """Return collectives, buckets and received bytes of one weight sync, without what is sent only once.
+
+    `received_bytes` is that of the rank that receives most.
+
+    Args:
+        shape: Shape of the model.
+        sizes: Batch sizes and layout.
+        cfg: Configuration of the run.
+        tuning: What trains.
+    """
     ranks = ranks_of(sizes)
     pushed: list[list[Bucket]] = []
-    if not tuning.pushes_adapters or cfg.rollout.sleep_level == 2:  # the sampler forgets its weights
+    if not tuning.pushes_adapters or cfg.rollout.sleep_level == 2:  # the sampler drops its weights
         pushed.append(buckets_of(weights(shape, sizes, cfg, tuning), sizes, cfg))
     if tuning.pushes_adapters:
         pushed.append(buckets_of(adapters(shape, sizes, cfg, tuning), sizes, cfg))
     to_first = cfg.rollout.vllm_mode == "server"
-    stages = range(1 if to_first else sizes.layout.pp)  # rank 0 is of the first, and then it alone receives
+    stages = range(1 if to_first else sizes.layout.pp)  # with servers only rank 0 receives, which is in the first stage
     received = [sum(_received(b, ranks, stage, to_first) for buckets in pushed for b in buckets) for stage in stages]
     return {
         "collectives": 0 if to_first else sum(num_collectives(buckets, ranks) for buckets in pushed),
@@ -79,39 +98,59 @@ def push_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -
 
 
 def _received(bucket: Bucket, ranks: Ranks, stage: int, to_first: bool) -> int:
-    """By a rank of that stage. Of another stage's bucket rank 0 is sent every shard; elsewhere one shard, and the rest is gathered."""
+    """Return the bytes that a rank of `stage` receives of a bucket.
+
+    Rank 0 receives every shard of another stage's bucket when it sends to servers. Otherwise, one shard is sent and the rest is gathered.
+    """
     if not to_first or stage == bucket.stage:
         return bucket.received_bytes(ranks, stage)
     return sum(bucket.sizes[part] * ranks.sharing(part) for part in BucketPart)
 
 
 def push_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> int:
-    """Bytes of two buckets, one with the receiver and one on its way; and one parameter that is joined from shards, or merged.
+    """Return the memory of a weight sync in bytes: two buckets (one with the receiver, one in transit), and one joined or merged parameter.
 
-    Of weights, which are pushed before adapters too.
+    It is that of model weights, which are also sent before adapters.
+
+    Args:
+        shape: Shape of the model.
+        sizes: Batch sizes and layout.
+        cfg: Configuration of the run.
+        tuning: What trains.
     """
     ranks, buckets = ranks_of(sizes), buckets_of(weights(shape, sizes, cfg, tuning), sizes, cfg)
     joined = max(slot.num_bytes * ranks.sharing(slot.part) // (sizes.layout.ep if slot.part is BucketPart.EXPERTS else 1)
                  for bucket in buckets for slot in bucket.slots)  # fmt: skip
-    link = bucket_bytes(cfg) if cfg.rollout.vllm_mode == "server" else 0  # what rank 0 sends on is packed once more
+    link = bucket_bytes(cfg) if cfg.rollout.vllm_mode == "server" else 0  # rank 0 packs what it sends once more
     return most_bytes(buckets, ranks) + joined + link
 
 
 def bucket_bytes(cfg: Config) -> int:
-    """On a GPU, where nothing else is asked for."""
+    """Return the bucket size in bytes: `weight_sync_bucket_mb`, or the default for GPUs."""
     return (cfg.rollout.weight_sync_bucket_mb or DEFAULT_BUCKET_MB["cuda"]) * MIB
 
 
 def ranks_of(sizes: BatchSizes) -> Ranks:
+    """Return the numbers of ranks that share the weights of a layout."""
     return Ranks(sizes.layout.pp, sizes.layout.tp, sizes.layout.ep * sizes.layout.etp)
 
 
 def buckets_of(owned: Iterator[Owned], sizes: BatchSizes, cfg: Config) -> list[Bucket]:
+    """Pack parameters into buckets of the configured size."""
     return fill(owned, ranks_of(sizes), bucket_bytes(cfg))
 
 
 def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> Iterator[Owned]:
-    """What a push of all weights sends. Of experts that lie side by side, those of the first expert rank: the others are alike."""
+    """Yield the parameters that a sync of all weights sends.
+
+    Of experts at the same position on all expert ranks, only those of the first expert rank are yielded: the others have the same sizes.
+
+    Args:
+        shape: Shape of the model.
+        sizes: Batch sizes and layout.
+        cfg: Configuration of the run.
+        tuning: What trains.
+    """
     for place, entry in enumerate(outer_entries(shape)):
         if not entry.is_copy and not (stays(cfg, tuning, shape) and entry.megatron.startswith(MEGATRON)):
             is_first = entry.megatron.startswith(("embedding.", MEGATRON))
@@ -126,26 +165,29 @@ def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -
 
 
 def stays(cfg: Config, tuning: Tuning, shape: ModelShape) -> bool:
-    """Whether the sampler keeps the tower that it read by itself: nobody moves it, and it is never forgotten."""
+    """Return whether the sampler keeps the vision tower that it loaded, so that no sync sends it.
+
+    That holds if the tower is frozen, no adapters train, and the sampler never drops its weights.
+    """
     forgets = cfg.rollout.sleep_level == 2 and cfg.rollout.vllm_mode == "colocate"
     return not tuning.adapter_size and not forgets and not any(map(tuning.trains_outer, tower_entries(shape)))
 
 
 def adapters(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> Iterator[Owned]:
-    """What a push of adapters sends, as `weights`. Matrices have the widest rank of the run."""
+    """Yield the parameters that a sync of adapters sends, as `weights` does. Matrices are padded to the widest rank of the run."""
     rank = tuning.rank
     for stage, found in _layers(shape, sizes, cfg, tuning):
         for number, row in enumerate(row for row in found if is_linear(row.entry)):
             count = shape.num_experts // sizes.layout.ep if row.entry.is_expert else 1
             for expert in range(count):
-                if any(any(ranks) for ranks in row.adapters[expert::count]):  # of the experts that lie side by side
+                if any(any(ranks) for ranks in row.adapters[expert::count]):  # experts at the same position on all expert ranks
                     for which, entry in enumerate(adapter_entries(row.entry, rank)):
                         num_bytes = numel_of(entry, sizes) * tuning.adapter_size
                         yield _owned(entry, (row.layer, 2 * number + which, expert), stage, num_bytes)
 
 
 def _layers(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> Iterator[tuple[int, Sequence[WeightRow]]]:
-    """Stages and the rows of their layers."""
+    """Yield (stage, rows of the weights) of each layer."""
     return ((stage, tuning.layers[layer]) for stage in range(sizes.layout.pp) for layer in layers_of_stage(shape.num_layers, cfg, stage))
 
 

@@ -1,5 +1,7 @@
-"""Whether a run computes each prompt once (`--share_prompts`), why, and what that saves: decided once, before training. And the token
-budget of a micro-batch that a run would do well with: one that holds groups, fits, and keeps the pipeline busy. No torch.
+"""Decide whether a run computes each prompt once (`--share_prompts`), and suggest a token budget for micro-batches.
+
+The decision, its reason and the saving are fixed before training. A suggested budget holds whole groups, fits in memory and keeps the
+pipeline busy. Does not import torch.
 """
 
 from __future__ import annotations
@@ -17,15 +19,20 @@ if TYPE_CHECKING:
     from megatron_grpo.planning.token_counts import Computed, StepTokens
 
 FLAG = "max_tokens_per_micro_batch"
-TRIES = 4  # packings, until a budget leaves enough micro-batches
-LEAST_SAVING = 1 / 16  # of a group's tokens; on CPU, sharing that saved less was slower than computing them again
+TRIES = 4  # maximum packings in the search for a budget that leaves enough micro-batches
+LEAST_SAVING = 1 / 16  # of a group's tokens; on a CPU, sharing that saved less was slower than recomputing them
 
 _PLAIN = "attention with parents is plain matrix products, and every score of a part exists at one time"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """The decision. least_saving: as in `BatchPartitioner`, None if nothing is shared. why: a phrase."""
+    """Decision about prompt sharing.
+
+    Args:
+        min_saving_ratio: Minimum share of a group's tokens that sharing must save, as in `BatchPartitioner`; None if nothing is shared.
+        why: Reason, a phrase.
+    """
 
     min_saving_ratio: float | None
     why: str
@@ -35,10 +42,16 @@ class Sharing:
 
 
 def decide(cfg: Config, shape: ModelShape | None, *, has_gpu: bool | None = None, gpu_lacks: str | None = None) -> Sharing:
-    """has_gpu: of the machine that trains, None where that is not known. Who gives `gpu_memory_gb` plans for GPUs.
-    gpu_lacks: why this GPU has no kernel for attention with parents (`policy.attention.gpu_kernel`).
+    """Decide whether prompts are shared.
 
-    Raises ConfigError where the file of lengths cannot be read. `true` with an obstacle is refused before (`policy.validation`).
+    Args:
+        cfg: Configuration of the run. A set `gpu_memory_gb` means that the plan is for GPUs.
+        shape: Shape of the model; None if unknown.
+        has_gpu: Whether the training machine has a GPU; None if unknown.
+        gpu_lacks: Why this GPU has no kernel for attention with shared prefixes (`policy.attention.gpu_kernel`).
+
+    Raises:
+        ConfigError: If the file of lengths cannot be read. Validation rejects `true` with an obstacle before (`policy.validation`).
     """
     lacks = gpu_lacks
     if has_gpu is None:
@@ -58,7 +71,11 @@ def decide(cfg: Config, shape: ModelShape | None, *, has_gpu: bool | None = None
 
 
 def _kernel(has_gpu: bool | None, otherwise: str | None) -> str:
-    """What attention does on a GPU. otherwise: than torch's flash attention."""
+    """Describe the attention kernel on a GPU.
+
+    Args:
+        otherwise: Alternative to torch's flash attention, a phrase; None if flash attention is used.
+    """
     if has_gpu is False:
         return ""
     condition = "" if otherwise or has_gpu else ", of compute capability 8.0 or more,"
@@ -81,7 +98,7 @@ def _nothing_to_gain(cfg: Config) -> str | None:
 
 
 def _tokens(extents: Sequence[Any]) -> tuple[int, int]:
-    """Computed tokens if every row is computed by itself, and if every prefix is computed once."""
+    """Return computed tokens (with every row separate, with every prefix computed once)."""
     apart = sum(tokens - 1 for extent in extents for tokens in extent.contexts)
     copies = sum(extent.prefix for extent in extents)
     once = sum({extent.group: extent.prefix for extent in extents}.values())
@@ -94,9 +111,18 @@ def _tokens(extents: Sequence[Any]) -> tuple[int, int]:
 def suggest_budget(
     cfg: Config, shape: ModelShape | None, sharing: Sharing, step: StepTokens, memory: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
-    """{max_tokens_per_micro_batch, why, tokens, micro_batches_of_rank, bubble}: of the step if it were packed so, prompts shared.
+    """Suggest `max_tokens_per_micro_batch` for a run with prompt sharing.
 
-    None where prompts would not be shared with a budget either, where none fits, and where the one that is given will do.
+    Args:
+        cfg: Configuration of the run.
+        shape: Shape of the model; None if unknown.
+        sharing: Decision about prompt sharing.
+        step: Tokens of one optimizer step.
+        memory: `memory` object of the plan; None if unknown.
+
+    Returns:
+        {max_tokens_per_micro_batch, why, tokens, micro_batches_of_rank, bubble} of the step packed with that budget. None if prompts would
+        not be shared with a budget either, if no budget fits in memory, or if the configured one is good enough.
     """
     given = cfg.batch.max_tokens_per_micro_batch
     saving = (sharing if given or sharing.min_saving_ratio is not None else decide(cfg.with_values({FLAG: 1}), shape)).min_saving_ratio
@@ -114,7 +140,7 @@ def suggest_budget(
         found = step.with_budget(budget, saving)
         if step.micro_batches_of_rank(found) == step.cut.multiple and found.largest < budget:
             budget, why = found.largest, "all that a rank computes in an optimizer step"
-    # Fewer than the pipeline wants, and fewer than there would be with a prompt for every completion.
+    # Fewer than the pipeline needs, and fewer than without sharing.
     is_short = step.micro_batches_of_rank(found) < min(wanted_micro_batches(step.sizes), step.micro_batches_of_rank(step.apart))
     if is_short and (smaller := budget_for_pipeline(step, found, saving)):
         budget, found = smaller
@@ -131,7 +157,7 @@ def suggest_budget(
 
 
 def largest_group(step: StepTokens) -> int:
-    """Tokens of the stream that holds the step's largest group whole: its prompt once, and all its completions."""
+    """Return the stream length in tokens that holds the step's largest group: its prompt once and all its completions."""
     size, of_segment, largest = step.sizes.num_generations, step.cut.alignment.of_segment, 0
     for begin in range(0, len(step.pairs), size):
         group = step.pairs[begin : begin + size]
@@ -140,13 +166,25 @@ def largest_group(step: StepTokens) -> int:
 
 
 def wanted_micro_batches(sizes: BatchSizes) -> int:
-    """Of a rank, so that pipeline stages wait a fifth of a step at most: 4 (pp - 1) / vpp, a multiple of pp where stages interleave."""
+    """Return the micro-batches per rank that limit pipeline idle time to a fifth of a step: 4 (pp - 1) / vpp.
+
+    The number is a multiple of pp for interleaved stages.
+    """
     multiple = sizes.layout.pp if sizes.layout.vpp else 1
     return max(1, -(-4 * (sizes.layout.pp - 1) // (sizes.layout.num_chunks * multiple))) * multiple
 
 
 def budget_for_pipeline(step: StepTokens, computed: Computed, min_saving_ratio: float) -> tuple[int, Computed] | None:
-    """The largest budget found that leaves a rank `wanted_micro_batches`; None if the rows are too few. computed: under a larger one."""
+    """Find a budget that leaves each rank `wanted_micro_batches`, in at most TRIES packings, starting from the largest.
+
+    Args:
+        step: Tokens of one optimizer step.
+        computed: The step packed with a larger budget.
+        min_saving_ratio: As in `BatchPartitioner`.
+
+    Returns:
+        (budget, the step packed with it); None if the step has too few rows.
+    """
     sizes, grain, wanted = step.sizes, step.cut.alignment.grain, wanted_micro_batches(step.sizes)
     whole = computed.tokens * sizes.global_batch_size // computed.sequences
     budget = whole // (sizes.dp_size * wanted) // grain * grain

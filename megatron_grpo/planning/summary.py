@@ -1,4 +1,4 @@
-"""What a plan means for a run: sizes, timetable and epochs as JSON, old log-probs, the pipeline's bubble, flags that say it natively."""
+"""Consequences of a plan: sizes, training schedule and epochs as JSON, old log-prob passes, the pipeline bubble, and native flags."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron_grpo.config.read import words_of
 from megatron_grpo.config.rules import in_typed_names
 from megatron_grpo.planning.check import Checked
 
-MOST_EPOCHS = 1000  # whose ends are listed
+MOST_EPOCHS = 1000  # epochs whose ends are listed
 
 
 def sizes_object(sizes: BatchSizes) -> dict[str, dict[str, Any]]:
-    """The `parallel` and `batch` parts."""
+    """Return the `parallel` and `batch` objects of `plan --json`."""
     parallel = ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp", "dp_size", "expert_dp_size")
     batch = (
         "micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "steps_per_generation", "generation_batch_size",
@@ -31,7 +31,12 @@ def sizes_object(sizes: BatchSizes) -> dict[str, dict[str, Any]]:
 
 
 def plan_object(timetable: TrainingSchedule, num_rollouts: int) -> dict[str, Any]:
-    """The first part of `plan --json`: sizes, old log-probs, epochs, and the timetable of so many rollouts."""
+    """Return the first part of `plan --json`: sizes, old log-probs, epochs, and the training schedule.
+
+    Args:
+        timetable: Training schedule of the run.
+        num_rollouts: Rollouts to list, from the first.
+    """
     found: dict[str, Any] = {**sizes_object(timetable.sizes), "old_logprobs": old_logprobs_summary(timetable, num_rollouts)}
     if epochs := epochs_object(timetable):
         found["epochs"] = epochs
@@ -39,13 +44,13 @@ def plan_object(timetable: TrainingSchedule, num_rollouts: int) -> dict[str, Any
 
 
 def timetable_rows(timetable: TrainingSchedule, num_rollouts: int) -> Iterator[dict[str, Any]]:
-    """One object per micro-step of the first rollouts, in micro-step order."""
+    """Yield one JSON object for each micro-step of the first `num_rollouts` rollouts, in micro-step order."""
     sizes = timetable.sizes
     slices, size, group = sizes.micro_steps_per_rollout, sizes.micro_batch_size, sizes.num_generations
-    rows: dict[int, list[list[int]]] = {}  # by slice: the same in every rollout and pass
+    rows: dict[int, list[list[int]]] = {}  # by slice; equal in all rollouts and passes
     for rollout in range(num_rollouts):
         first = rollout * sizes.num_rollout_prompts
-        prompts: dict[int, list[tuple[int, ...]]] = {}  # by slice: the same in every pass over this rollout
+        prompts: dict[int, list[tuple[int, ...]]] = {}  # by slice; equal in all passes over this rollout
         for s in range(rollout * slices * sizes.num_iterations, (rollout + 1) * slices * sizes.num_iterations):
             row = timetable.micro_step(s)
             j, begins = row.slice_index, range(row.rows[0], row.rows[1], size)
@@ -61,50 +66,63 @@ def timetable_rows(timetable: TrainingSchedule, num_rollouts: int) -> Iterator[d
 
 
 def old_logprobs_summary(timetable: TrainingSchedule, num_rollouts: int) -> dict[str, Any]:
-    """rollouts[r]: some slice of it is trained by another version than sampled it. slices_recomputed: forward-only passes, in slices."""
+    """Summarize which rollouts are off-policy and how many slices need a forward-only pass for old log-probs.
+
+    A slice is the rows of a rollout that one micro-step trains.
+
+    Args:
+        timetable: Training schedule of the run.
+        num_rollouts: Rollouts to count, from the first.
+
+    Returns:
+        `rollouts[r]` is True if a version other than the one that sampled rollout r trains some slice of it; `slices_recomputed` is the
+        number of slices with a forward-only pass, and `slices_total` the number of all slices.
+    """
     sizes = timetable.sizes
     slices, passes = sizes.micro_steps_per_rollout, sizes.num_iterations
     is_stale = [timetable.step_of((r + 1) * slices * passes - 1) > timetable.sampled_by(r) for r in range(num_rollouts)]
     recomputed = 0
     if sizes.old_logprobs != "rollout":
-        decides = passes - 1 if sizes.old_logprobs == "always" else 0  # the pass whose uses need it (`TrainingSchedule.needs_old_logprobs`)
+        decides = passes - 1 if sizes.old_logprobs == "always" else 0  # the pass that needs them (`TrainingSchedule.needs_old_logprobs`)
         for r in range(num_rollouts):
-            # Slices are used in order; those from the next optimizer step on need a pass.
+            # Slices are trained in order; those of the next optimizer step and later need a forward-only pass.
             fresh = timetable.first_of(timetable.version_of(r) + 1) - (r * passes + decides) * slices
             recomputed += slices - min(max(fresh, 0), slices)
     return {"rollouts": is_stale, "slices_recomputed": recomputed, "slices_total": num_rollouts * slices}
 
 
 def staleness(sizes: BatchSizes) -> tuple[float, int]:
-    """(mean, largest) over the rows that a long run trains, in optimizer steps, once it has left its beginning behind."""
+    """Return (mean, maximum) staleness of the trained rows in optimizer steps, for the steady state of a long run."""
     timetable, length = TrainingSchedule(sizes), sizes.micro_steps_per_rollout * sizes.num_iterations
-    # Rollouts lie alike in optimizer steps again after so many of them; of very odd sizes a part will do.
+    # The position of rollouts in optimizer steps repeats after `period` rollouts; for very uneven sizes a part of the period is enough.
     period = min(sizes.gradient_accumulation_steps // gcd(sizes.gradient_accumulation_steps, length), 1000)
     ages = [timetable.micro_step(s).staleness for s in range(2 * period * length, 3 * period * length)]
     return sum(ages) / len(ages), max(ages)
 
 
 def most_waiting_rows(sizes: BatchSizes) -> int:
-    """Rows that still wait to be trained behind an optimizer step, at most: what a checkpoint then holds."""
+    """Return the maximum number of rows that still wait for training after an optimizer step. A checkpoint stores these rows."""
     a, slices, passes = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout, sizes.num_iterations
-    begun = {(k + 1) * a % (slices * passes) for k in range(min(slices * passes, 1000))} - {0}  # micro-steps of a rollout that is under way
+    begun = {(k + 1) * a % (slices * passes) for k in range(min(slices * passes, 1000))} - {0}  # micro-steps done of a partial rollout
     waiting = max((slices - max(0, done - (passes - 1) * slices) for done in begun), default=0)
-    if sizes.async_rollout_depth:  # a checkpoint waits for what is being sampled, and holds it
+    if sizes.async_rollout_depth:  # a checkpoint waits for the rollout that is being sampled, and stores it
         waiting += slices * max(len(TrainingSchedule(sizes).new_rollouts(k)) for k in range(min(slices * passes, 1000)))
     return waiting * sizes.completions_per_micro_step
 
 
 def bubble_fraction(sizes: BatchSizes, micro_batches: int | None = None) -> float:
-    """Share of an optimizer step that a pipeline stage waits: (pp - 1) / (vpp * m + pp - 1).
+    """Return the fraction of an optimizer step that a pipeline stage is idle: (pp - 1) / (vpp * m + pp - 1).
 
-    micro_batches: m, of each rank. None for gradient_accumulation_steps, which it is without a token budget.
+    Args:
+        sizes: Batch sizes and layout.
+        micro_batches: m, the micro-batches of each rank. None for `gradient_accumulation_steps`, its value without a token budget.
     """
     m, waits = micro_batches or sizes.gradient_accumulation_steps, sizes.layout.pp - 1
     return waits / (sizes.layout.num_chunks * m + waits)
 
 
 def native_flags(cfg: Config, sizes: BatchSizes) -> str:
-    """The command line that says the same without a dialect and without defaults that may change."""
+    """Return an equivalent command line that uses no dialect and does not rely on defaults that may change."""
     words = ["--world_size", str(sizes.layout.world_size)]
     layout = sizes.layout
     grid = {
@@ -145,7 +163,15 @@ def native_flags(cfg: Config, sizes: BatchSizes) -> str:
 
 
 def as_long_as_there(checked: Checked, rows: int | None) -> tuple[Checked, list[str]]:
-    """(the configuration with the `max_steps` that so many rows come to in the system of its dialect, what is said of it)."""
+    """Set `max_steps` to the length that the system of the run's dialect derives from the number of rows.
+
+    Args:
+        checked: Validated configuration.
+        rows: Rows of the data set; None if unknown.
+
+    Returns:
+        (the configuration, notes for the user). The configuration is unchanged if there is no dialect or the length stays the same.
+    """
     cfg, run, system = checked.config, checked.config.run, checked.parsed.system
     steps, notes = system.length(cfg, checked.sizes, rows) if system else (None, [])
     if rows is None and cfg.data.dataset_drop_last:
@@ -159,7 +185,11 @@ def as_long_as_there(checked: Checked, rows: int | None) -> tuple[Checked, list[
 
 
 def epoch_problems(checked: Checked, timetable: TrainingSchedule) -> list[Problem]:
-    """What is wrong with a data set of this size: it fills no rollout, or the last step of an epoch does not suit interleaved stages."""
+    """Return problems of the data set's size.
+
+    There are two: the data set does not fill one rollout, or the number of micro-steps in the last optimizer step of an epoch does not suit
+    interleaved pipeline stages.
+    """
     cfg, sizes, rows = checked.config, timetable.sizes, timetable.num_prompts
     last, pp = last_micro_steps(timetable), sizes.layout.pp
     if rows and (not timetable.prompts_per_epoch or cfg.run.max_steps == 0):
@@ -176,13 +206,16 @@ a multiple of pipeline_model_parallel_size ({pp}). Use dataset_drop_last false, 
 
 
 def last_micro_steps(timetable: TrainingSchedule) -> int:
-    """Micro-steps of the last optimizer step of an epoch."""
+    """Return the number of micro-steps in the last optimizer step of an epoch."""
     a = timetable.sizes.gradient_accumulation_steps
     return (timetable.whole_epoch[0] - 1) % a + 1 if timetable.whole_epoch else a
 
 
 def epochs_object(timetable: TrainingSchedule) -> dict[str, Any] | None:
-    """Where epochs end, of a data set of known size. ends_after_steps: optimizer steps done then, of the first MOST_EPOCHS."""
+    """Return the `epochs` object of `plan --json`; None if the size of the data set or the length of the run is unknown.
+
+    `ends_after_steps` lists the optimizer steps completed at the end of each of the first MOST_EPOCHS epochs.
+    """
     prompts, sizes = timetable.prompts_per_epoch, timetable.sizes
     if not prompts or timetable.num_steps is None:
         return None
@@ -193,7 +226,7 @@ def epochs_object(timetable: TrainingSchedule) -> dict[str, Any] | None:
 
 
 def epoch_in_words(epochs: dict[str, Any], checked: Checked) -> str:
-    """What an epoch trains, and the optimizer steps in which epochs end."""
+    """Describe an epoch in one line: its prompts and optimizer steps, the prompts it drops, and the steps in which epochs end."""
     ends, short, left = epochs["ends_after_steps"], epochs["micro_steps_of_last_step"], epochs["dropped_prompts"]
     a, of_order = checked.sizes.gradient_accumulation_steps, "" if checked.config.data.dataset_shuffle else ", always the last ones"
     return (
@@ -209,6 +242,7 @@ def epoch_in_words(epochs: dict[str, Any], checked: Checked) -> str:
 
 
 def errors_object(problems: Sequence[Problem]) -> dict[str, Any]:
+    """Return the JSON object that `plan --json` prints for an invalid configuration."""
     return {
         "errors": [
             {"flags": list(problem.flags), "message": problem.message, "nearest": {k: list(v) for k, v in problem.nearest.items()}}

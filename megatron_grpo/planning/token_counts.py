@@ -1,6 +1,7 @@
-"""Tokens of a run: lengths of prompts and completions, from a file or the longest that the settings allow; how well they pack; and what the
-passes over one optimizer step compute, with each prompt once and with one for every completion. Imports numpy,
-which a plan of sizes alone does without.
+"""Token counts of a run: lengths of prompts and completions, packing efficiency, and the tokens that one optimizer step computes.
+
+Lengths come from a file or are the maximum that the settings allow. Steps are counted with each prompt once and with a prompt for every
+completion. Imports numpy, which a plan of sizes alone does not need.
 """
 
 from __future__ import annotations
@@ -22,15 +23,27 @@ from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.planning.summary import bubble_fraction
 from megatron_grpo.types import SequenceLengths
 
-MOST_ROWS = 65_536  # of an optimizer step whose packing is tried
-ASSUMED_PROMPT = 512  # tokens, where neither max_prompt_length nor a file says
+MOST_ROWS = 65_536  # maximum rows of an optimizer step that are packed
+ASSUMED_PROMPT = 512  # tokens, without max_prompt_length and a file of lengths
 
 
-Lengths = Sequence[tuple[int, int]]  # (prompt, completion) in tokens, one pair a line of the file
+Lengths = Sequence[tuple[int, int]]  # (prompt, completion) in tokens, one pair per line of the file
 
 
 def read_lengths(path: str) -> Lengths:
-    """Two whole numbers a line, parted by blanks, a tab or a comma; blank lines and # comments are passed over. Raises ConfigError."""
+    """Read a file of lengths: two integers per line, separated by blanks, a tab or a comma.
+
+    Blank lines and # comments are skipped.
+
+    Args:
+        path: File of lengths.
+
+    Returns:
+        (prompt, completion) lengths in tokens, one pair per line.
+
+    Raises:
+        ConfigError: If the file cannot be read, a line is malformed, or there are no lengths.
+    """
     pairs, bad = list[tuple[int, int]](), list[int]()
     for number, line in enumerate(read_text(path, errors="replace").splitlines(), 1):
         text = line.partition("#")[0].strip()
@@ -54,7 +67,15 @@ def read_lengths(path: str) -> Lengths:
 
 
 def sequence_tokens(cfg: Config, lengths: Lengths | None, *, longest: bool) -> tuple[int, int]:
-    """(prompt, completion) tokens of the longest sequence of the file, or of its mean; without a file, the longest that may occur."""
+    """Return the (prompt, completion) lengths in tokens that estimates assume.
+
+    They are those of the longest sequence in the file, or the mean; without a file, the maximum that the settings allow.
+
+    Args:
+        cfg: Configuration of the run.
+        lengths: Contents of the file of lengths; None without one.
+        longest: Return the longest sequence instead of the mean.
+    """
     if lengths is None:
         return cfg.data.max_prompt_length or ASSUMED_PROMPT, cfg.rollout.max_completion_length
     if longest:
@@ -64,32 +85,46 @@ def sequence_tokens(cfg: Config, lengths: Lengths | None, *, longest: bool) -> t
 
 
 def extents_of(pairs: Sequence[tuple[int, int]], num_generations: int) -> list[SequenceLengths]:
-    """Rows of these (prompt, completion) lengths, as packing sees them: so many in a row of one prompt length are a group."""
+    """Convert (prompt, completion) lengths to the rows that packing uses.
+
+    Args:
+        pairs: (prompt, completion) lengths in tokens.
+        num_generations: Rows per group. Consecutive rows with one prompt length form a group.
+    """
     extents = []
     for begin in range(0, len(pairs), num_generations):
         group = pairs[begin : begin + num_generations]
         is_group = len({prompt for prompt, _ in group}) == 1
-        # The last token of a sequence predicts nothing and is not computed.
+        # The last token of a sequence predicts no token and is not computed.
         prefix = min(min(prompt, prompt + completion - 1) for prompt, completion in group) if is_group else 0
         extents += [SequenceLengths((sum(pair),), (0, begin if is_group else begin + i), prefix) for i, pair in enumerate(group)]
     return extents
 
 
 def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths, min_saving_ratio: float | None) -> dict[str, Any]:
-    """How these lengths, taken in order as the rows of the run, fill micro-batches: cut as training cuts them.
+    """Measure how well these lengths, taken in order as the rows of the run, fill micro-batches.
 
-    packing_efficiency: computed tokens without the alignment that CP and sequence parallelism need, and with it. padded_efficiency: what
-    it would be if each micro-batch were padded to its longest sequence instead. balance: mean / slowest of the DP ranks in a micro-step,
-    by tokens. least_saving: as in `BatchPartitioner`.
+    They are split as training splits them.
+
+    Args:
+        sizes: Batch sizes and layout.
+        cfg: Configuration of the run.
+        lengths: (prompt, completion) lengths in tokens.
+        min_saving_ratio: As in `BatchPartitioner`.
+
+    Returns:
+        The `packing` object. `packing_efficiency` is computed tokens divided by stream tokens, which include the alignment that CP and
+        sequence parallelism need. `padded_efficiency` is the same if each micro-batch were padded to its longest sequence. `balance` is the
+        mean of (mean tokens / maximum tokens) over the DP ranks of a micro-step.
     """
     cut = cut_of(sizes, cfg, min_saving_ratio)
-    full: list[list[int]] = []  # [micro-step][DP rank] tokens, the last of each sequence included
+    full: list[list[int]] = []  # [micro-step][DP rank] tokens, including the last one of each sequence
     padded = streams = sequences = 0  # tokens if padded, tokens in the streams, rows
     unit = cut.rows_per_slice * cut.multiple
     for begin in range(0, len(lengths), sizes.global_batch_size):
         rows = extents_of(lengths[begin : begin + sizes.global_batch_size], sizes.num_generations)
         if len(rows) < unit and full:
-            break  # the file's last lines are too few for a step of their own
+            break  # the last lines of the file do not fill a step
         filled = [*rows, *[rows[0]] * unit]
         for together in zip(*partition_padded(rows, cut), strict=True):
             full.append([_computed(portion, filled) + len(portion.rows) for portion in together])
@@ -110,13 +145,13 @@ def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths, min_saving_ratio: 
 
 
 def _computed(portion: MicroBatchSpec, rows: Sequence[SequenceLengths]) -> int:
-    """Tokens of a micro-batch that are computed, alignment left out."""
+    """Return the computed tokens of a micro-batch without alignment."""
     computed = [rows[i].contexts[0] - 1 for i in portion.rows]
     return sum(computed) - sum((len(family.members) - 1) * family.prefix for family in portion.families)
 
 
 def cut_of(sizes: BatchSizes, cfg: Config, min_saving_ratio: float | None) -> BatchPartitioner:
-    """As `policy.policy.cut_for` makes it, but that costs are tokens alone."""
+    """Return the partitioner that `policy.policy.cut_for` makes, except that costs are token counts."""
     layout = sizes.layout
     sequence, stream = sequence_alignment(layout, cfg.parallel.sequence_parallel, rank_multiple(cfg))
     return BatchPartitioner(
@@ -134,32 +169,61 @@ def cut_of(sizes: BatchSizes, cfg: Config, min_saving_ratio: float | None) -> Ba
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """Over all ranks, in one forward, of so many sequences."""
+    """What one forward over some sequences computes, over all ranks.
+
+    Args:
+        sequences: Sequences.
+        tokens: Tokens in the streams, alignment included.
+        squares: Attention work: twice the number of (query, key) pairs, which is T^2 for a sequence of T tokens.
+        lengths: Number of sequences by their tokens.
+        scored: Positions of the output layer.
+        pieces: Parts of groups, counted over all micro-batches.
+        micro_batches: Micro-batches.
+        largest: Tokens of the fullest stream.
+    """
 
     sequences: int
-    tokens: int  # in the streams, alignment included
-    squares: int  # of attention: twice its pairs of a query and a key, which makes T^2 of a sequence of T tokens
-    lengths: Mapping[int, int]  # sequences by their tokens
-    scored: int  # places of the output layer
+    tokens: int
+    squares: int
+    lengths: Mapping[int, int]
+    scored: int
     pieces: int
     micro_batches: int
-    largest: int  # tokens of the fullest stream
+    largest: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTokens:
-    """One optimizer step, or the first MOST_ROWS rows of a larger one. `shared` is as the run does it: `apart`, if nothing is shared."""
+    """Tokens of one optimizer step, or of the first MOST_ROWS rows of a larger one.
+
+    Args:
+        sizes: Batch sizes and layout.
+        cut: Partitioner of the rows.
+        pairs: (prompt, completion) tokens of the rows.
+        extents: The rows as packing uses them.
+        apart: The step with a prompt for every completion.
+        shared: The step as the run computes it; equal to `apart` if nothing is shared.
+    """
 
     sizes: BatchSizes
     cut: BatchPartitioner
-    pairs: Sequence[tuple[int, int]]  # (prompt, completion) tokens of its rows
+    pairs: Sequence[tuple[int, int]]
     extents: Sequence[SequenceLengths]
     apart: Computed
     shared: Computed
 
     @classmethod
     def of(cls, min_saving_ratio: float | None, sizes: BatchSizes, cfg: Config, lengths: Lengths | None) -> StepTokens:
-        """A file of fewer rows than a step is taken again from its first line; without a file, all sequences are as long as may be."""
+        """Pack one optimizer step with and without prompt sharing.
+
+        A file with fewer rows than a step is repeated from its first line.
+
+        Args:
+            min_saving_ratio: As in `BatchPartitioner`; None if nothing is shared.
+            sizes: Batch sizes and layout.
+            cfg: Configuration of the run.
+            lengths: (prompt, completion) lengths in tokens; None to give all sequences the maximum length.
+        """
         cut = cut_of(sizes, cfg, min_saving_ratio)
         unit = cut.rows_per_slice * cut.multiple
         most = min(sizes.global_batch_size, max(MOST_ROWS // unit, 1) * unit)
@@ -171,21 +235,35 @@ class StepTokens:
         return cls(sizes=sizes, cut=cut, pairs=pairs, extents=extents, apart=apart, shared=shared)
 
     def with_budget(self, max_tokens: int, min_saving_ratio: float) -> Computed:
-        """The same rows under another token budget, prompts shared."""
-        # A budget beyond all rows together changes nothing, and packing needs room for every length up to it.
+        """Pack the same rows with another token budget and prompts shared.
+
+        Args:
+            max_tokens: Token budget of a micro-batch.
+            min_saving_ratio: As in `BatchPartitioner`.
+        """
+        # A budget above all rows together has no effect, and packing allocates memory for every length up to it.
         max_tokens = min(max_tokens, self.cut.alignment.of_stream(self.apart.tokens))
         return packed(self.pairs, self.extents, replace(self.cut, max_tokens=max_tokens, min_saving_ratio=min_saving_ratio))
 
     def micro_batches_of_rank(self, computed: Computed) -> int:
-        """Of the whole step, where only its first rows were packed too."""
+        """Return the micro-batches per rank of the whole step, extrapolated if only its first rows were packed."""
         return -(-computed.micro_batches * self.sizes.global_batch_size // (computed.sequences * self.sizes.dp_size))
 
     def bubble(self, computed: Computed) -> float:
+        """Return the fraction of an optimizer step that a pipeline stage is idle."""
         return bubble_fraction(self.sizes, self.micro_batches_of_rank(computed))
 
 
 def packed(pairs: Sequence[tuple[int, int]], extents: Sequence[SequenceLengths], cut: BatchPartitioner) -> Computed:
-    """Rows that do not come out even are filled up with the first one again, as in passes that train nothing."""
+    """Pack rows into micro-batches and count what they compute.
+
+    Rows that do not divide evenly are filled up with copies of the first one, as in forward-only passes.
+
+    Args:
+        pairs: (prompt, completion) tokens of the rows.
+        extents: The rows as packing uses them.
+        cut: Partitioner of the rows.
+    """
     portions = [portion for mine in partition_padded(extents, cut) for portion in mine]
     rows = [i if i < len(pairs) else 0 for portion in portions for i in portion.rows]
     return Computed(
@@ -201,7 +279,10 @@ def packed(pairs: Sequence[tuple[int, int]], extents: Sequence[SequenceLengths],
 
 
 def _squares_saved(portion: MicroBatchSpec, extents: Sequence[SequenceLengths], alignment: Alignment) -> int:
-    """A child attends to all of its trunk: P^2 + sum (2 P t + t^2) is sum (P + t)^2 less P^2 for every copy of the trunk but one."""
+    """Return the attention work that prefix sharing saves in a micro-batch.
+
+    A row attends to its whole prefix of P tokens: P^2 + sum (2 P t + t^2) is sum (P + t)^2 minus P^2 for every copy of the prefix but one.
+    """
     saved = 0
     for family in portion.families:
         if len(family.members) > 1 and family.prefix:

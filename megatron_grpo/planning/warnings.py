@@ -1,4 +1,4 @@
-"""Legal, but probably not meant: one sentence each, as rows that `config.rules` runs. Also what a dialect changes in the reading."""
+"""Warnings about settings that are valid but probably not intended, as rules that `config.rules` evaluates, and notes about a dialect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ BUBBLE = 0.3
 def warnings_of(
     checked: Checked, timetable: TrainingSchedule, memory: dict[str, Any] | None, cost: dict[str, Any] | None, push: LoraPush | None = None
 ) -> list[str]:
-    """All warnings of a configuration that passes. push: how its adapters reach the sampler, where that is known."""
+    """Return all warnings of a valid configuration, one sentence each.
+
+    Args:
+        checked: Validated configuration.
+        timetable: Training schedule of the run.
+        memory: `memory` object of the plan; None if unknown.
+        cost: `cost` object of the plan; None if unknown.
+        push: How adapters reach the sampler; None without adapters or if unknown.
+    """
     cfg, shape = checked.config, checked.shape
     c = settings_of(
         cfg, sizes=checked.sizes, layout=checked.sizes.layout, timetable=timetable, steps=timetable.num_steps, memory=memory, push=push,
@@ -55,26 +63,26 @@ def _dialect(checked: Checked) -> Iterator[str]:
 
 
 def defaults_of(checked: Checked) -> list[str]:
-    """The defaults of a dialect that nobody typed and that are not ours, for programs; people get a table."""
+    """Return the defaults of a dialect that differ from ours and were not typed, as sentences for `--json`. The report shows a table."""
     return [f"{row.name} is {row.ours} by default here and {row.theirs} there; {row.used} is used." for row in checked.parsed.defaults]
 
 
-# ---- what the rows look at: further words of a sentence, nothing where it does not apply ------------------------------------------------
+# ---- conditions of the rules: the values that a sentence needs; None or empty if the rule does not apply --------------------------------
 
 
 def _worst_staleness(timetable: TrainingSchedule) -> int:
-    """In optimizer steps, over every row that the run trains."""
+    """Return the maximum staleness of the rows that the run trains, in optimizer steps."""
     sizes, last = timetable.sizes, math.inf if timetable.num_steps is None else timetable.num_steps - 1
     # Staleness repeats after lcm(A, W * mu) micro-steps; the first rollouts show the worst case.
     length = sizes.micro_steps_per_rollout * sizes.num_iterations
-    # Three times as many where sampling runs ahead: the beginning of a run is fresher.
+    # Three times as many with asynchronous rollouts, because the first rollouts of a run are less stale.
     num_rollouts = min(sizes.gradient_accumulation_steps, 1000) * (3 if sizes.async_rollout_depth else 1)
     reached = (r for r in range(num_rollouts) if timetable.version_of(r) <= last)
     return int(max(min(timetable.step_of((r + 1) * length - 1), last) - timetable.sampled_by(r) for r in reached))
 
 
 def _ahead(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Where a rollout that is sampled ahead is trained for more than one optimizer step."""
+    """Check for a rollout that is sampled ahead and trained for more than one optimizer step."""
     each = c.sizes.steps_per_generation * c.sizes.num_iterations
     if not c.sizes.async_rollout_depth or each <= 1:
         return None
@@ -89,14 +97,14 @@ def _idle(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _waits(c: SimpleNamespace) -> dict[str, Any]:
-    """Of a pipeline stage, with the micro-batches that a token budget makes, where that is known."""
+    """Return the pipeline idle time, with the micro-batches of the token budget if known."""
     m = c.sharing["micro_batches_of_rank_shared"] if c.sharing else c.sizes.gradient_accumulation_steps
     waits = c.layout.pp - 1
     return {"m": m, "waits": waits, "vpp": c.layout.num_chunks, "fraction": bubble_fraction(c.sizes, m)}
 
 
 def _fewer_micro_batches(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Where each prompt is computed once, and too few are left."""
+    """Check for prompt sharing that leaves too few micro-batches."""
     found, wanted = _waits(c), wanted_micro_batches(c.sizes)
     if not c.sharing or found["m"] >= min(c.sharing["micro_batches_of_rank_apart"], wanted):
         return None
@@ -140,14 +148,14 @@ def _unread_by_peft(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _in_the_clear(c: SimpleNamespace) -> dict[str, Any] | None:
-    """What travels for all to read."""
+    """Return the servers that receive unencrypted traffic."""
     addresses = addresses_of(c.cfg.rollout) if c.vllm_mode == "server" else ()
     clear = [str(address) for address in addresses if not address.is_https and not address.is_here]
     return {"them": ", ".join(clear[:4])} if clear else None
 
 
 def _peak(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Of an estimate that does not fit, in GB."""
+    """Return the peak of an estimate that does not fit in GPU memory, in GB."""
     if not c.memory or not c.memory.get("gpu_memory_bytes") or c.memory["fits"]:
         return None
     peak, gpu = c.memory["peak_bytes"], c.memory["gpu_memory_bytes"]
@@ -175,7 +183,7 @@ def _nobody_to_make_room_for(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _of_pictures(c: SimpleNamespace) -> dict[str, Any] | None:
-    """What was said of pictures to a model of text."""
+    """Return the image settings typed for a text model."""
     if c.shape is None or c.shape.vision is not None:
         return None
     typed = [name for name in ("data_root", "max_pixels", "min_pixels", "limit_images") if getattr(c, name) is not None]
@@ -183,11 +191,11 @@ def _of_pictures(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _is_of_swift(c: SimpleNamespace) -> bool:
-    """Whose rules about prompts are stricter than the mathematics need: nothing to who comes from another system."""
+    """Return whether Megatron-SWIFT's stricter rules about prompts matter to the user. They do not for other dialects."""
     return c.dialect in (None, "swift-megatron")
 
 
-# ---- the rows ----------------------------------------------------------------------------------------------------------------------------
+# ---- the rules ---------------------------------------------------------------------------------------------------------------------------
 
 # fmt: off
 OF_SIZES: Rules = (
