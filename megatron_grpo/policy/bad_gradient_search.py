@@ -1,4 +1,7 @@
-"""Finds out who made a gradient that the guard refused. Costs as much as the step did, so only after one that was refused."""
+"""Search for the micro-batches and rows that produced a refused gradient.
+
+It costs as much as the step did, so it runs only after a refused gradient.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,27 @@ from megatron_grpo.policy.guard import BadMicroBatch
 from megatron_grpo.policy.optimizer import own_norm
 from megatron_grpo.types import RowKey, TrainingMicroBatch
 
-MOST = 8  # micro-batches that a rank tells of, and that are named
+MOST = 8  # micro-batches that a rank reports, and that the result lists
 # Micro-batch -> its log-probs, float32 [C], on ranks of the last stage; None elsewhere. Leaves its gradient in the buffers.
 RunAlone = Callable[[TrainingMicroBatch], "np.ndarray | None"]
-Rows = tuple[tuple[RowKey, ...], str]  # and what of them is not finite
+Rows = tuple[tuple[RowKey, ...], str]  # rows, and which of their values is not finite
 
 
 def ranks_not_finite(own: torch.Tensor) -> tuple[int, ...]:
-    """Ranks whose own gradient, of which `own` is the norm, was not finite. Collective."""
+    """Return the ranks whose own gradient was not finite. Collective.
+
+    Args:
+        own: Norm of this rank's own gradient.
+    """
     return tuple(rank for rank, is_finite in enumerate(collectives.all_gather_object(math.isfinite(float(own)))) if not is_finite)
 
 
 def weights_not_finite(chunks: Sequence[torch.nn.Module]) -> tuple[tuple[int, str], ...]:
-    """(rank, the first of its parameters that is not finite) of every rank that has one. Collective."""
+    """Return (rank, its first parameter that is not finite) of every rank that has one. Collective.
+
+    Args:
+        chunks: Model chunks of this stage.
+    """
     named = ((name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters())
     mine = next((name for name, parameter in named if not bool(torch.isfinite(parameter.detach()).all())), None)
     return tuple((rank, name) for rank, name in enumerate(collectives.all_gather_object(mine)) if name is not None)
@@ -43,10 +54,21 @@ def search(
     references: Sequence[np.ndarray],
     finite: bool,
 ) -> tuple[tuple[BadMicroBatch, ...], int]:
-    """Runs every micro-batch alone, without summing over ranks. Collective; the gradient buffers are left as they fall.
+    """Run every micro-batch alone, without sums over ranks, and return those that produce such a gradient. Collective.
 
-    references: the reference's log-probs by micro-batch, where it has any. finite: the gradient was finite, and the largest is wanted;
-    else those that are not, of which MOST are returned, and the number of the others that were heard of.
+    The gradient buffers are left with arbitrary contents.
+
+    Args:
+        wrapped: The chunks in DDP.
+        micro_batches: The micro-batches of this data-parallel rank.
+        run_alone: Runs forward and backward of one micro-batch.
+        parallel: The layout and the process groups of this rank.
+        references: The reference's log-probs by micro-batch, float32 [C]; empty without a reference.
+        finite: True if the refused gradient was finite: then the micro-batch with the largest gradient is returned. Otherwise those whose
+            gradient is not finite, at most MOST.
+
+    Returns:
+        The micro-batches found, the same on every rank; and the number of further ones that ranks reported.
     """
     mine: list[_Told] = []
     rows: dict[int, Rows] = {}  # of this share's micro-batches, on ranks of the last stage
@@ -71,7 +93,16 @@ def search(
 def each_alone(
     wrapped: Sequence[Any], micro_batches: Sequence[TrainingMicroBatch], run_alone: RunAlone
 ) -> Iterator[tuple[TrainingMicroBatch, np.ndarray | None]]:
-    """Every micro-batch with its log-probs (on ranks of the last stage), while its own gradient is in the buffers, summed with nobody's."""
+    """Yield every micro-batch with its log-probs, while its own gradient is in the buffers, not summed over ranks.
+
+    Args:
+        wrapped: The chunks in DDP.
+        micro_batches: The micro-batches of this data-parallel rank.
+        run_alone: Runs forward and backward of one micro-batch.
+
+    Yields:
+        The micro-batch; and its log-probs, float32 [C], on ranks of the last stage, None elsewhere.
+    """
     for micro in micro_batches:
         for chunk in wrapped:
             chunk.zero_grad_buffer()
@@ -81,7 +112,13 @@ def each_alone(
 
 
 class _Told(NamedTuple):
-    """What a rank says of a micro-batch. is_own: more than gradients of experts, which are of other ranks' tokens too, is wrong there."""
+    """Report of one rank about one micro-batch.
+
+    Attributes:
+        norm: Norm of this rank's part of its gradient; infinite if it is not finite.
+        micro_batch: Index of the micro-batch on its data-parallel rank.
+        is_own: Whether something is wrong besides the gradients of experts, to which tokens of other ranks contribute.
+    """
 
     norm: float
     micro_batch: int
@@ -89,7 +126,15 @@ class _Told(NamedTuple):
 
 
 def _together(told: Sequence[tuple[int, list[_Told]]]) -> dict[tuple[int, int], list[tuple[_Told, int]]]:
-    """[(share, what it says)] by rank -> {(share, micro-batch): [(what is said of it, by whom)]}."""
+    """Group the reports by micro-batch.
+
+    Args:
+        told: (data-parallel rank, its reports), by rank.
+
+    Returns:
+        {(data-parallel rank, micro-batch): [(report, reporting rank)]}. If some rank reports `is_own` of a micro-batch index, reports about
+        that index without `is_own` are left out.
+    """
     origins = {one.micro_batch for _, its in told for one in its if one.is_own}
     found: dict[tuple[int, int], list[tuple[_Told, int]]] = {}
     for rank, (share, its) in enumerate(told):
@@ -106,9 +151,14 @@ def _culprit(told: Sequence[tuple[_Told, int]], rows: tuple[RowKey, ...], what: 
 
 
 def wrong_rows(micro: TrainingMicroBatch, logprobs: np.ndarray, reference: np.ndarray | None) -> Rows:
-    """Rows with a number that is not finite, and the name of that number; all rows and "" if there are none.
+    """Return the rows with a value that is not finite, and the name of that value; all rows and "" if all values are finite.
 
-    A NaN is no fault where it says that there is no such number.
+    NaN is allowed where it means that there is no value, as in old, teacher and sampler log-probs.
+
+    Args:
+        micro: The micro-batch.
+        logprobs: The policy's log-probs, float32 [C].
+        reference: The reference's log-probs, float32 [C]; None without a reference.
     """
     numbers = {
         "the policy's log-probs": logprobs,
@@ -129,7 +179,7 @@ def wrong_rows(micro: TrainingMicroBatch, logprobs: np.ndarray, reference: np.nd
 
 @contextmanager
 def _unsummed(wrapped: Sequence[Any]) -> Iterator[None]:
-    """Inside, a pass that trains leaves each rank its own gradient: nobody adds anything, neither behind it nor while it runs."""
+    """Keep each rank's own gradient inside the block: no gradient is summed over ranks, neither during a pass nor after it."""
     config = wrapped[0].config
     names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
     before = {name: getattr(config, name) for name in names}

@@ -1,8 +1,8 @@
-"""Weights between this rank's Megatron shards and full Hugging Face tensors: who holds what, and a push of it in few large pieces.
+"""Conversion between this rank's Megatron shards and full Hugging Face tensors, and streams of them in few large buckets.
 
-Every rank packs its shards as bytes, and one collective brings a whole bucket together: at most one broadcast of shards over the stages,
-one gather over tensor parallelism, and one over the ranks that share the experts. `weights.buckets` says what is in a bucket; the rest of
-`weights` does the arithmetic.
+Every rank packs its shards as bytes, and collectives gather a whole bucket at once: at most one broadcast of shards over the pipeline
+stages, one gather over tensor parallelism, and one over the ranks that share the experts. `weights.buckets` defines what is in a bucket;
+the rest of `weights` does the arithmetic.
 """
 
 from __future__ import annotations
@@ -25,21 +25,27 @@ from megatron_grpo.weights.names import ShardCut
 
 
 class MegatronToHF:
-    """Loads, and streams out, the weights of the model chunks of one pipeline; or, of the same chunks, the adapters beside the weights."""
+    """Conversion of the weights of one pipeline's model chunks, or of the adapters in the same chunks.
+
+    Args:
+        weight_map: Names and shapes of the weights in both formats.
+        parallel: The layout and the process groups of this rank.
+        of_adapters: Convert the adapters instead of the weights.
+        bucket_bytes: Size of the full tensors in one bucket; None for the default of the device.
+        to_first: Only rank 0 receives what streams; the streams of all other ranks are empty.
+    """
 
     def __init__(
         self, weight_map: WeightMap, parallel: ParallelState, *, of_adapters: bool = False, bucket_bytes: int | None = None,
         to_first: bool = False,
     ):  # fmt: skip
-        """bucket_bytes: of full tensors that are pushed at once; None for what suits the device. to_first: rank 0 alone gets what streams,
-        and the streams of all others are empty."""
         self.map, self.parallel, self.of_adapters, self.to_first = weight_map, parallel, of_adapters, to_first
         self.bucket_bytes = bucket_bytes or DEFAULT_BUCKET_MB[parallel.device.type] * MIB
         self._plans: dict[str, PushPlan] = {}
         self._buffers = weight_map.buffer_names()
 
     def tensors(self, chunks: Sequence[GPTModel]) -> dict[str, torch.Tensor]:
-        """This rank's parameters (and the buffers that a checkpoint holds) under their names in the whole model."""
+        """Return this rank's parameters, and the buffers that a checkpoint holds, by their names in the whole model."""
         found = {}
         for chunk in chunks:
             first_layer = min((layer.layer_number for layer in chunk.decoder.layers), default=1) - 1
@@ -53,9 +59,15 @@ class MegatronToHF:
 
     @torch.no_grad()
     def load(self, chunks: Sequence[GPTModel], read: Callable[[str], torch.Tensor]) -> None:
-        """Fills every parameter from a checkpoint; `read` gives the full Hugging Face tensor of a name. Collective.
+        """Load every parameter from a checkpoint. Collective.
 
-        ValueError where a tensor of the model has no place on any rank: training would go on without it.
+        Args:
+            chunks: Model chunks of this stage.
+            read: Returns the full Hugging Face tensor of a name.
+
+        Raises:
+            ValueError: If a tensor of the model is on no rank, because training would continue without it; or if a shard has another shape
+                than the parameter.
         """
         mine = self.tensors(chunks)
         self.map.check_held(owned.name for owned in self._catalogue(mine))
@@ -73,37 +85,59 @@ class MegatronToHF:
             activity.advance()
 
     def mark(self, name: str, tensor: Any) -> None:
-        """Says how a parameter is shared, where Megatron's initialisation, which is skipped, would have said it."""
+        """Set the attributes by which Megatron knows how a parameter is sharded.
+
+        Megatron's initialisation, which is skipped, would have set them.
+
+        Args:
+            name: Name of the parameter in the whole model.
+            tensor: The parameter.
+        """
         kind = self.map.entry(name)
         if kind.cut is not ShardCut.REPLICATED or kind.is_expert:
-            # Without it the gradient norm counts the shards of the first TP rank only; a whole bias is of this rank's expert alone.
+            # Without it the gradient norm counts the shards of the first TP rank only. A replicated bias belongs to this rank's expert.
             tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = True, int(kind.cut is ShardCut.ROW), 1
         if kind.is_expert:
-            # Megatron says so only where EP > 1; with EP 1 and ETP below TP, experts have a data-parallel group of their own as well.
+            # Megatron sets it only with EP > 1; with EP 1 and ETP below TP, experts too have a separate data-parallel group.
             tensor.allreduce = False
 
     def stream(
         self, mine: dict[str, torch.Tensor], kind: str, *, prepare: Prepare = lambda tensor: tensor
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor) of every weight, on every rank or on the first alone, layer by layer. Collective.
+        """Yield (Hugging Face name, full tensor) of every weight, layer by layer. Collective.
 
-        mine: this rank's parameters, or what is sharded as they are: their gradients, say. kind: names what is pushed, the same on every
-        rank; always with the same names, shapes and dtypes. prepare: makes of each what is sent, when its turn comes; of the same shape and
-        dtype. What is yielded may be a view, of a live parameter too, and stays as it is until the stream ends: who keeps one clones it.
+        Every rank receives the tensors; with `to_first` rank 0 alone.
+        A yielded tensor may be a view, also of a live parameter, and stays valid until the stream ends: clone it to keep it longer.
+
+        Args:
+            mine: This rank's parameters, or tensors that are sharded like them, such as their gradients.
+            kind: Name of the kind of stream, the same on every rank. All streams of one kind have the same names, shapes and dtypes.
+            prepare: Converts each tensor to what is sent, when its turn comes; shape and dtype stay the same.
         """
         streamed = self.plan(mine, kind).stream(mine, prepare)
         return streamed if self.of_adapters else as_stored(streamed, self.map.shape)
 
     def plan(self, mine: dict[str, torch.Tensor], kind: str) -> PushPlan:
-        """Made at the first push of a kind, which is collective. By the caller's word for it: where one stage has nothing of two kinds,
-        its own list could not tell them apart, and it would not take part when the others plan the second."""
+        """Return the plan of a kind of stream, which is made at its first stream. Collective.
+
+        The caller names the kind. A stage that has no tensor of either of two kinds could not tell them apart by its own list, and would
+        not take part when the other stages plan the second kind.
+
+        Args:
+            mine: This rank's tensors.
+            kind: Name of the kind of stream, the same on every rank.
+        """
         if kind not in self._plans:
             make = Rank0WeightGather if self.to_first else PushPlan
             self._plans[kind] = make(self._catalogue(mine), self.map, self.parallel, bucket_bytes=self.bucket_bytes)
         return self._plans[kind]
 
     def whole_bytes(self, mine: dict[str, torch.Tensor]) -> int:
-        """Of the whole model, as it would be written. Collective."""
+        """Return the size of the whole model in bytes, as it would be written. Collective.
+
+        Args:
+            mine: This rank's tensors.
+        """
         p, total = self.parallel, 0
         for owned in self._catalogue(mine):
             kind = self.map.entry(owned.name)
@@ -112,12 +146,12 @@ class MegatronToHF:
         return total
 
     def forget_memory(self) -> None:
-        """What pushes have used is not kept for the next one."""
+        """Release the memory that streams have used."""
         for plan in self._plans.values():
             plan.memory.forget()
 
     def _catalogue(self, mine: dict[str, torch.Tensor]) -> list[Owned]:
-        """Every exported parameter of the model once, in the same order on every rank."""
+        """Return every exported parameter of the model once, in the same order on every rank. Collective."""
         p = self.parallel
         here = [self._owned(name, tensor) for name, tensor in mine.items() if not self.map.entry(name).is_copy]
         over_pp = [owned for rank in collectives.all_gather_object(here, p.pp_group) for owned in rank]
@@ -135,28 +169,41 @@ class MegatronToHF:
         )
 
 
-Prepare = Callable[[torch.Tensor], torch.Tensor]  # a parameter -> what is sent of it, of the same shape and dtype
+Prepare = Callable[[torch.Tensor], torch.Tensor]  # a parameter -> the tensor that is sent for it, of the same shape and dtype
 
 
 class PushPlan:
-    """What one kind of push sends, and in which pieces; the same on every rank. Making one is collective."""
+    """Contents and buckets of one kind of stream, the same on every rank. Making one is collective.
+
+    Args:
+        owned: All tensors of the stream, over all ranks.
+        weight_map: Names and shapes of the weights in both formats.
+        parallel: The layout and the process groups of this rank.
+        bucket_bytes: Size of the full tensors in one bucket.
+    """
 
     def __init__(self, owned: Iterable[Owned], weight_map: WeightMap, parallel: ParallelState, *, bucket_bytes: int):
-        """owned: what is pushed, over all ranks."""
         self.map, self.parallel = weight_map, parallel
         self._groups = {BucketPart.DENSE: parallel.tp_group, BucketPart.EXPERTS: parallel.expert_group}
         places = collectives.all_gather_object((parallel.ep_rank, parallel.etp_rank), parallel.expert_group)
-        self._row = {place: row for row, place in enumerate(places)}  # in a gather of experts
+        self._row = {place: row for row, place in enumerate(places)}  # row of each rank in a gather of experts
         self.ranks = Ranks(parallel.pp_size, parallel.tp_size, len(places))
         self.buckets = fill(owned, self.ranks, bucket_bytes)
         self.memory = Memory(parallel.device, most_bytes(self.buckets, self.ranks))
 
     def stream(self, mine: Mapping[str, torch.Tensor], prepare: Prepare) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, full tensor) of everything, on every rank. Collective.
+        """Yield (Hugging Face name, full tensor) of every tensor, on every rank. Collective.
 
-        mine: this rank's tensors. A tensor may be a view of a live parameter or of a bucket. It stays as it is until the stream ends.
-        While the receiver has one bucket the next is on its way; there are never more than two. A receiver that stops early still takes
-        part in the rest of the collectives. Raises ValueError where `mine` is not what was planned.
+        A yielded tensor may be a view of a live parameter or of a bucket. It stays valid until the stream ends. While the receiver uses one
+        bucket the next is being gathered; there are never more than two. A receiver that stops early still takes part in the remaining
+        collectives.
+
+        Args:
+            mine: This rank's tensors.
+            prepare: Converts each tensor to what is sent; shape and dtype stay the same.
+
+        Raises:
+            ValueError: If `mine` is not what was planned.
         """
         self._check(mine)
         own = self._own(mine, prepare)
@@ -168,7 +215,7 @@ class PushPlan:
         try:
             send_next()
             while coming:
-                # The receiver holds a tensor of the bucket before until it has one of this: only then is there room for the next.
+                # The receiver holds a tensor of the previous bucket until it has one of this bucket: only then is there room for the next.
                 for number, named in enumerate(self._unpack(coming.popleft(), own)):
                     yield named
                     if number == 0:
@@ -202,7 +249,7 @@ class PushPlan:
             return PendingBucket(bucket, [None, None, None], [], None)
         run = self._pack(bucket, sizes, own)
         parts = run.split(sizes)
-        # Shards cross the stages, not full tensors: of the slow links a rank needs its share alone.
+        # Shards cross the stages, not full tensors: over the slow links a rank receives only its own shard.
         collectives.from_member_(run, bucket.stage, p.pp_group)
         rows: list[torch.Tensor | None] = [None, None, None]
         works = []
@@ -216,7 +263,7 @@ class PushPlan:
         return PendingBucket(bucket, rows, works, torch.cuda.current_stream() if p.device.type == "cuda" else None)
 
     def _pack(self, bucket: Bucket, sizes: list[int], own: LocalTensors) -> torch.Tensor:
-        """This rank's run, uint8; of another stage's bucket, memory for it."""
+        """Pack this rank's shards of a bucket, uint8 [bytes]; for another stage's bucket, return memory to receive it."""
         is_own, p = self.parallel.pp_rank == bucket.stage, self.parallel
         held = [
             (slot, slot.names.get(p.ep_rank if slot.part is BucketPart.EXPERTS else 0))
@@ -224,7 +271,7 @@ class PushPlan:
             if is_own and sizes[slot.part]
         ]
         if len(held) == 1 and held[0][1] is not None and held[0][0].num_bytes == sum(sizes):
-            # Alone, as the embedding often is: it is sent from where it lives.
+            # A single tensor, as the embedding often is, is sent from its own memory.
             return own.tensor(held[0][1], held[0][0]).contiguous().view(-1).view(torch.uint8)
         run = own.memory.take(sum(sizes))
         parts = run.split(sizes)
@@ -242,27 +289,33 @@ class PushPlan:
                 yield from self.map.export(name, shards)
 
     def _shards(self, slot: BucketSlot, rows: torch.Tensor, expert_rank: int, cut: ShardCut) -> list[torch.Tensor]:
-        """rows: uint8 [ranks of the gather, bytes]."""
+        """Return the shards of one tensor from a gather, whose rows are uint8 [ranks of the gather, bytes]."""
         if slot.part is BucketPart.EXPERTS:
             copies = 1 if cut is ShardCut.REPLICATED else self.parallel.etp_size
             return [_view(rows[self._row[expert_rank, rank]], slot) for rank in range(copies)]
         if slot.num_bytes == rows.shape[1] and cut in (ShardCut.COLUMN, ShardCut.VOCAB):
-            # Alone in its gather, as the embedding often is: one shard lies behind the other, which is the full tensor.
+            # A single tensor in its gather, as the embedding often is: the shards are concatenated, which is the full tensor.
             return [rows.view(-1).view(slot.dtype).view(-1, *slot.shape[1:])]
         return [_view(row, slot) for row in rows]
 
 
 class Memory:
-    """Room for buckets. On a CPU what nobody holds any more is used again, in the next push too: every 4 KiB of new memory is a page fault,
-    and for dense layers over two ranks that cost half as much as gloo itself. GPUs have an allocator that does so."""
+    """Memory for buckets, reused on a CPU as soon as no view of it is alive, across streams too.
+
+    On a CPU every 4 KiB of new memory is a page fault, and for dense layers over two ranks that cost half as much as gloo itself. A GPU's
+    allocator reuses memory anyway.
+
+    Args:
+        device: Device of the memory.
+        most: Bytes that are kept, in use or not.
+    """
 
     def __init__(self, device: torch.device, most: int):
-        """most: bytes that are kept, in use or not."""
         self._device, self._most = device, most
         self._mine: list[torch.Tensor] = []
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes], of any content."""
+        """Return uninitialised memory, uint8 [num_bytes]."""
         if self._device.type != "cpu":
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         idle = sorted((one for one in self._mine if _is_idle(one)), key=len)
@@ -276,45 +329,72 @@ class Memory:
         return self._mine[-1][:num_bytes]
 
     def forget(self) -> None:
-        """Keeps none of it for the next push."""
+        """Keep no memory for the next stream."""
         self._mine = []
 
 
 def _is_idle(tensor: torch.Tensor) -> bool:
-    """Whether no view of it lives, in a receiver's hands or in gloo's. Two hold it then: the tensor, and the name in this function."""
+    """Return whether no view of the tensor is alive, in a receiver or in gloo.
+
+    Two references remain then: the tensor, and the name in this function.
+    """
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) <= 2
 
 
 class LocalTensors:
-    """This rank's tensors, each prepared when its turn comes; and memory for what of them travels."""
+    """This rank's tensors, each prepared when its turn comes, with the memory for the bytes that are sent.
+
+    Args:
+        mine: This rank's tensors by name.
+        prepare: Converts each tensor to what is sent.
+        memory: Memory for buckets.
+    """
 
     def __init__(self, mine: Mapping[str, torch.Tensor], prepare: Prepare, memory: Memory):
         self._mine, self._prepare, self.memory = mine, prepare, memory
 
     def tensor(self, name: str, slot: BucketSlot) -> torch.Tensor:
+        """Return the prepared tensor of a name.
+
+        Args:
+            name: Name of the tensor in the whole model.
+            slot: Its planned shape and dtype.
+
+        Raises:
+            ValueError: If shape or dtype differ from the plan. A copy into the bucket would broadcast and convert it without an error.
+        """
         with torch.no_grad():
             tensor = self._prepare(self._mine[name]).detach()
-        if tuple(tensor.shape) != slot.shape or tensor.dtype != slot.dtype:  # a copy into the bucket would stretch and round it
+        if tuple(tensor.shape) != slot.shape or tensor.dtype != slot.dtype:
             raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} is to be pushed where {slot.dtype} {slot.shape} was planned")
         return tensor
 
 
 class PendingBucket:
-    """A bucket on its way."""
+    """A bucket that is being gathered.
+
+    Args:
+        bucket: The bucket.
+        rows: Gathered bytes by part, uint8 [ranks, bytes]; None for a part of which nothing is sent.
+        works: The collectives that are running.
+        packed_on: CUDA stream on which the bucket was packed; None on a CPU.
+    """
 
     def __init__(self, bucket: Bucket, rows: list[torch.Tensor | None], works: list[Any], packed_on: Any):
-        """rows: by part, uint8 [ranks, bytes]; None where nothing travels. packed_on: the stream of the GPU."""
         self.bucket, self.rows, self._works, self._packed_on = bucket, rows, works, packed_on
 
     def wait(self) -> None:
-        """On a GPU nothing waits on the host: what is queued from now on is done after what was packed and gathered."""
+        """Wait for the bucket.
+
+        On a GPU the host does not wait: work that is queued from now on runs after the packing and the gather.
+        """
         for work in self._works:
             work.wait()
         self._works = []
         if self._packed_on is None or self._packed_on == (now := torch.cuda.current_stream()):
             return
-        now.wait_stream(self._packed_on)  # the receiver works on a stream of its own
+        now.wait_stream(self._packed_on)  # the receiver works on another CUDA stream
         for rows in self.rows:
             if rows is not None:
                 rows.record_stream(now)
@@ -325,15 +405,15 @@ def _view(run: torch.Tensor, slot: BucketSlot) -> torch.Tensor:
 
 
 class Rank0WeightGather(PushPlan):
-    """As `PushPlan`, but every rank other than 0 has an empty stream. It runs it to its end all the same, and sends in it.
+    """`PushPlan` whose stream is empty on all ranks but 0. They must still run it to its end, because they send in it.
 
-    On rank 0 a bucket is on its way while the receiver has the one before. A sender holds one bucket.
+    On rank 0 the next bucket is being received while the receiver uses the current one. A sender holds one bucket.
     """
 
     def __init__(self, owned: Iterable[Owned], weight_map: WeightMap, parallel: ParallelState, *, bucket_bytes: int):
         super().__init__(owned, weight_map, parallel, bucket_bytes=bucket_bytes)
         p = parallel
-        # Of ranks that hold the same shard the first sends: rank 0 is the first of all, and reads its own where they live.
+        # The first of the ranks that hold the same shard sends it. Rank 0 comes first and reads its own shards from their memory.
         first: dict[tuple[BucketPart, int, Any], int] = {}
         for rank, (stage, tp, expert) in enumerate(collectives.all_gather_object((p.pp_rank, p.tp_rank, (p.ep_rank, p.etp_rank)))):
             first.setdefault((BucketPart.DENSE, stage, tp), rank)
@@ -344,7 +424,7 @@ class Rank0WeightGather(PushPlan):
             BucketPart.DENSE: list(range(p.tp_size)),
             BucketPart.EXPERTS: sorted(self._row, key=self._row.__getitem__),
         }
-        # By part and stage, in the order of the rows of a gather.
+        # Sending ranks by part and stage, in the order of the rows of a gather.
         self._senders = {
             (part, stage): [first[part, stage, place] for place in places[part]] for part in BucketPart for stage in range(p.pp_size)
         }
@@ -359,7 +439,7 @@ class Rank0WeightGather(PushPlan):
             self._send(bucket, own)
 
     def _send(self, bucket: Bucket, own: LocalTensors) -> PendingBucket:
-        """Rank 0 begins to receive, all others send what is theirs to send."""
+        """Start to receive a bucket on rank 0; send this rank's shards on the others."""
         me, stage = self.parallel.rank, bucket.stage
         senders = {part: self._senders[part, stage] for part in BucketPart if bucket.sizes[part] and self._senders[part, stage] != [0]}
         sizes = [bucket.sizes[part] if me in senders.get(part, ()) else 0 for part in BucketPart]

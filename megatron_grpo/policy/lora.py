@@ -1,16 +1,19 @@
-"""LoRA on Megatron's parallel linear layers, right under every layout.
+"""LoRA on Megatron's parallel linear layers, in every layout (LoRA: arXiv:2106.09685).
 
-A layer stays Megatron's module under its own name, so loading, pushing and checkpoints of the base do not change. It gains one term,
+A layer remains Megatron's module under the same name, so that loading, weight streams and checkpoints of the base do not change. It gains
+one term,
     y += spread(B) (scale * A x)
-where A stands above A if the layer fuses modules, and each row of B meets only the A of its own module. `weights.lora` has names and sizes.
+where a layer that fuses several modules has their A stacked, and each row of B is multiplied with the A of its own module only.
+`weights.lora` has names and sizes.
 
-Who holds what, and what its gradient needs (P modules, rank r):
+Sharding of the matrices, and what their gradients need (P modules, rank r):
                      lora_a [P*r, in]     lora_b [out, r]      h = A x
   column-parallel    whole                cut as the weight    each rank's rows of B use all of h: its gradient is summed over TP
   row-parallel       cut as the weight    whole                summed over TP
-The matrix that is whole on every rank is the *shared* one. Under sequence parallelism a rank sees its own tokens, so the shared matrix's
-gradient is a part; the mark `sequence_parallel` makes Megatron add the parts up once a step. In experts under expert tensor parallelism the
-dispatcher gathers tokens and sums outputs, so nothing is done to h, and the shared matrix's gradient is summed in its own backward.
+The matrix that is whole on every rank is the *shared* one. Under sequence parallelism a rank has only its own tokens, so its gradient of
+the shared matrix is partial; the attribute `sequence_parallel` makes Megatron sum the partial gradients once a step. In experts under
+expert tensor parallelism the dispatcher gathers tokens and sums outputs, so nothing is done to h, and the gradient of the shared matrix is
+summed in the matrix's own backward.
 """
 
 from __future__ import annotations
@@ -40,27 +43,30 @@ from megatron_grpo.weights.adapters import Read, adapter_map, drawn_far, even_si
 from megatron_grpo.weights.lora import AdapterPush, B, LoraSettings, Sizes, linear_modules, module_of, own_sizes, widest_rank
 from megatron_grpo.weights.names import ShardCut
 
-TRAINED, REFERENCE = "lora", "ref"  # whose matrices: `lora_a` and `lora_b` train, `ref_a` and `ref_b` stay
+TRAINED, REFERENCE = "lora", "ref"  # prefixes of the matrices: `lora_a` and `lora_b` train, `ref_a` and `ref_b` are frozen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Place:
-    """What a layer's matrices are to the ranks that share it."""
+    """Sharding of a layer's LoRA matrices over ranks."""
 
     group: Any
     is_column: bool
-    is_gated: bool  # gate and up of B are cut one by one
+    is_gated: bool  # the gate rows and the up rows of B are cut separately
     is_expert: bool
     sequence_parallel: bool
     sums_outside: bool  # the dispatcher gathers tokens and sums outputs over `group`
 
 
 class LoraLinear:
-    """Mixed in before one of Megatron's parallel linear layers (`_adapted`). `Adapters` sets the attributes and registers the matrices."""
+    """Mixin before one of Megatron's parallel linear layers (see `_adapted`), which adds LoRA.
+
+    `Adapters` sets the attributes and registers the matrices.
+    """
 
     lora_place: _Place
-    lora_part: torch.Tensor | None  # [rows, P]: one-hot, which module a row belongs to; None for one module
-    lora_use: str | None = None  # whose matrices are added; None for neither
+    lora_part: torch.Tensor | None  # [rows, P]: one-hot, the module that a row belongs to; None for one module
+    lora_use: str | None = None  # the matrices that are added, TRAINED or REFERENCE; None for neither
     lora_dropout = 0.0
 
     def forward(self: Any, x, *args, **kwargs):
@@ -88,7 +94,7 @@ class LoraLinear:
         return reduce_from_tensor_model_parallel_region(inner, group=place.group)
 
     def _spread(self: Any, b):
-        """[rows, r] -> [rows, P * r]: each row's columns stand where the A of its module stands."""
+        """Put each row's values [rows, r] into the columns of its module's A, [rows, P * r]."""
         return b if self.lora_part is None else (b[:, None] * self.lora_part[:, :, None]).flatten(1)
 
     def _dropped(self: Any, x):
@@ -98,7 +104,10 @@ class LoraLinear:
             return F.dropout(x, self.lora_dropout)
 
     def _generator(self) -> AbstractContextManager[Any]:
-        """Ranks that hold the same x must draw the same mask, and ranks that hold different ones different masks."""
+        """Return the random number generator for dropout.
+
+        Ranks that hold the same x must sample the same mask, and ranks that hold different x different masks.
+        """
         if self.lora_place.is_expert:
             return get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
         is_same = self.lora_place.is_column and not self.lora_place.sequence_parallel
@@ -106,12 +115,18 @@ class LoraLinear:
 
     @torch.no_grad()
     def merged(self: Any) -> torch.Tensor:
-        """This rank's shard of W + scale * B A. No communication: both are cut as W is."""
+        """Return this rank's shard of W + scale * B A.
+
+        No communication is needed: B A is cut as W is.
+        """
         delta = self._spread(self.lora_b).float() @ (self.lora_scale[:, None] * self.lora_a.float())
         return (self.weight.float() + delta).to(self.weight.dtype)
 
     def sharded_state_dict(self: Any, prefix="", sharded_offsets=(), metadata=None):
-        """Megatron would take both matrices for copies, and cuts gate and up one by one for `weight` and `bias` alone."""
+        """Describe the layer for a checkpoint, with both matrices.
+
+        Megatron would take both matrices for replicated ones, and cuts gate and up separately for `weight` and `bias` only.
+        """
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]  # of the layer that this is mixed into
         if not hasattr(self, "lora_a"):
             return state  # only the reference has an adapter here
@@ -131,7 +146,18 @@ def _adapted(linear: type) -> type:
 
 
 class Adapters:
-    """The adapters of one stage's model chunks. What streams is collective."""
+    """The LoRA adapters of one stage's model chunks. Methods that stream are collective.
+
+    Making one freezes the chunks and adds adapters to their target modules; do this before DDP wraps the chunks.
+
+    Args:
+        chunks: Model chunks of this stage.
+        base: Conversion of the weights of the chunks.
+        settings: Ranks, scales and target modules.
+        read: Returns the initial values of an adapter matrix by name.
+        base_model: Name of the base model in PEFT's configuration file.
+        push: What a sampler receives: the adapter, or weights with the adapter merged.
+    """
 
     def __init__(
         self,
@@ -143,10 +169,6 @@ class Adapters:
         base_model: str,
         push: AdapterPush = "adapter",
     ):
-        """Freezes the chunks, and puts adapters with the values that `read` says beside their targets. Before DDP wraps them.
-
-        base: exchanges the weights of the chunks. base_model: what PEFT's file calls it. push: what a sampler is given.
-        """
         self.base_model, self.push = base_model, push
         shape = base.map.shape
         self.chunks, self.base, self.settings = chunks, base, settings
@@ -155,7 +177,7 @@ class Adapters:
         self._modules: dict[str, list[str]] = {}  # by Megatron linear
         for module in linear_modules(shape):
             self._modules.setdefault(module.megatron, []).append(module.name)
-        self.linears: dict[str, Any] = {}  # those that were given matrices, by the name of the Megatron linear
+        self.linears: dict[str, Any] = {}  # layers that have matrices, by the name of the Megatron linear
         for chunk in chunks:
             chunk.requires_grad_(False)
         let_gradients_in(chunks)
@@ -163,12 +185,17 @@ class Adapters:
         self._use(TRAINED)
 
     def keep_reference(self, settings: LoraSettings, read: Read) -> None:
-        """The model with this adapter is the reference from now on, not the model without any. Ranks and targets may be others."""
+        """Make the base with another adapter the reference, instead of the base alone.
+
+        Args:
+            settings: Ranks, scales and target modules of the reference's adapter, which may differ from the trained one's.
+            read: Returns the values of an adapter matrix by name.
+        """
         self._add(REFERENCE, settings, read, self._exchange_of(settings))
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside, the chunks are the reference."""
+        """Turn the chunks into the reference inside the block."""
         self._use(REFERENCE)
         try:
             yield
@@ -176,33 +203,47 @@ class Adapters:
             self._use(TRAINED)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's matrices under their names in the whole model."""
+        """Return this rank's matrices by their names in the whole model."""
         return self.exchange.tensors(self.chunks)
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name of PEFT's files without its prefix, full matrix) of every module, on every rank, as they are now."""
+        """Yield (name, full matrix) of every module, on every rank, with current values. Collective.
+
+        Names are those of PEFT's files without their prefix.
+        """
         return self.trimmed(self.tensors(), "adapter")
 
     def trimmed(self, mine: dict[str, torch.Tensor], kind: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `named`, of this rank's matrices or of what is sharded as they are: their gradients, say. kind: as `MegatronToHF.stream`."""
+        """Yield the same as `named` for other tensors that are sharded like the matrices, such as their gradients. Collective.
+
+        Args:
+            mine: This rank's tensors.
+            kind: Name of the kind of stream; see `MegatronToHF.stream`.
+        """
         return trimmed(self.exchange.stream(mine, kind), self.sizes)
 
     @property
     def config(self) -> dict[str, Any]:
-        """adapter_config.json."""
+        """Contents of adapter_config.json."""
         return self.settings.to_peft(
             dict.fromkeys(map(module_of, self.sizes)), self.base_model, sees=self.base.map.shape.vision is not None
         )
 
     def merged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter of the base with its adapter added in, if it has one."""
+        """Return a parameter of the base with its adapter merged, if it has one."""
         linear = self._by_weight.get(id(tensor))
         return tensor if linear is None else linear.merged()
 
     def put_far_from_zero(self, seed: int) -> dict[str, torch.Tensor]:
-        """Gives the adapters other values, which move every log-prob: whoever uses them shows it. Alike under every layout.
+        """Set the adapters to values that change every log-prob, to test that a sampler uses them.
 
-        Returns what they were, for `put_back`.
+        The values are the same in every layout.
+
+        Args:
+            seed: Seed of the values.
+
+        Returns:
+            The previous values, for `put_back`.
         """
         mine = self.tensors()
         kept = {name: tensor.detach().clone() for name, tensor in mine.items()}
@@ -211,10 +252,11 @@ class Adapters:
         return kept
 
     def put_back(self, values: dict[str, torch.Tensor]) -> None:
+        """Set the adapters to the values that `put_far_from_zero` returned."""
         for name, tensor in self.tensors().items():
             tensor.data.copy_(values[name])
 
-    # ---- how they are put there --------------------------------------------------------------------------------------------------
+    # ---- construction ------------------------------------------------------------------------------------------------------------
 
     def _add(self, use: str, settings: LoraSettings, read: Read, weights: MegatronToHF) -> None:
         names, even = {id(tensor): name for name, tensor in self.base.tensors(self.chunks).items()}, self._even(settings)
@@ -233,7 +275,7 @@ class Adapters:
         self._by_weight = {id(linear.weight): linear for linear in self.linears.values() if hasattr(linear, "lora_a")}
 
     def _adapted(self, linear: Any, stem: str, weights: MegatronToHF, even: Sizes) -> Any:
-        """The same layer, re-classed in place: its parameters, hooks and sharding stay."""
+        """Turn a layer into a `LoraLinear`, in place: its parameters, hooks and sharding stay."""
         linear.__class__, linear.lora_dropout = _adapted(linear.__class__), self.settings.dropout
         kind = weights.map.entry(f"{stem}.lora_b")
         linear.lora_place = _Place(
@@ -245,7 +287,7 @@ class Adapters:
             sums_outside=getattr(linear, "explicit_expert_comm", kind.is_expert),
         )
         modules = self._modules[stem]
-        # Which module each row belongs to: matrices that hold the module's number, packed and cut as B is.
+        # The module of each row: matrices filled with the module's number, packed and cut as B is.
         number = {module + B: float(index) for index, module in enumerate(modules)}
         rows = self._shard(weights, f"{stem}.lora_b", lambda name: torch.full(even[name], number[name]))[:, 0].long()
         part = F.one_hot(rows, len(modules)).to(linear.weight) if len(modules) > 1 else None
@@ -264,13 +306,13 @@ class Adapters:
             self._mark_shared(linear)
 
     def _mark_shared(self, linear: Any) -> None:
-        """Says of the matrix that is whole on every rank how its gradient comes together, and who counts it."""
+        """Set the attributes of the matrix that is whole on every rank: how its gradient is summed, and which rank counts it."""
         place = linear.lora_place
         shared = linear.lora_a if place.is_column else linear.lora_b
-        # Never in experts: their gradients meet over expert data parallelism, which TP ranks are part of.
+        # Never in experts: their gradients are summed over expert data parallelism, which TP ranks are part of.
         shared.sequence_parallel = place.sequence_parallel and not place.is_expert
         if place.is_expert:
-            # Megatron takes an unmarked parameter for a copy wherever the rank in *dense* TP is not 0. So it is said who counts it.
+            # Megatron takes an unmarked parameter for a copy on every rank whose *dense* TP rank is not 0. So this names the counting rank.
             shared.tensor_model_parallel, shared.shared = place.group.rank() == 0, place.group.rank() != 0
 
     def _exchange_of(self, settings: LoraSettings) -> MegatronToHF:
@@ -278,7 +320,7 @@ class Adapters:
         return MegatronToHF(weights, self.base.parallel, of_adapters=True, bucket_bytes=self.base.bucket_bytes, to_first=self.base.to_first)
 
     def _even(self, settings: LoraSettings) -> Sizes:
-        """All matrices of the whole model as Megatron's linears hold them."""
+        """Return the sizes of all matrices of the whole model as Megatron's linears hold them."""
         return even_sizes(self.base.map.shape, widest_rank(settings, self.base.map.shape))
 
     def _shard(self, weights: MegatronToHF, name: str, read: Read) -> torch.Tensor:
