@@ -1,1 +1,1 @@
-"""Prompts: rows of a data set, the seeded stream that hands them out, and their tokens. No torch."""
+"""Prompts: reading data sets into rows, the seeded stream of prompts, and tokenization. No torch."""

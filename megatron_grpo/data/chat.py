@@ -1,7 +1,7 @@
-"""Owns the way from what a row holds (a string, or chat messages) to prompt tokens, and from a completion's text to what rewards see.
+"""Convert data set prompts (strings or chat messages) to prompt tokens, and completion text to the format that rewards receive.
 
-Both follow TRL: a string is tokenised as it stands, with the special tokens the tokenizer itself adds; messages go through the model's own
-chat template. A reward gets a string back for a string, and `[{"role": "assistant", "content": ...}]` for messages.
+Both follow TRL: a string is tokenized unchanged, with the special tokens that the tokenizer adds; messages go through the model's chat
+template. A reward receives a string for a string prompt, and `[{"role": "assistant", "content": ...}]` for messages.
 """
 
 from __future__ import annotations
@@ -31,32 +31,41 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Raw = str | Sequence[Mapping[str, Any]]
-PATIENCE = 120.0  # seconds that a rank waits for another one that loads a tokenizer with code of its own
+PATIENCE = 120.0  # seconds that a rank waits for another rank that loads a tokenizer with custom code
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "model", warns: bool = True) -> Any:
-    """The tokenizer of a Hugging Face checkpoint (directory or Hub name). Raises ConfigError where there is none.
+    """Load the tokenizer of a Hugging Face checkpoint.
 
-    trust_remote_code: code in the directory may run, and is named before it does. Nobody is ever asked. flag: the setting that names the
-    checkpoint. warns: the caller has not named the code already.
+    Args:
+        path: Directory or Hub name.
+        trust_remote_code: Whether code in the directory may run. The code is named in a warning before it runs; there is no interactive
+            question.
+        flag: Setting that names the checkpoint, for error messages.
+        warns: Whether to log that warning; False if the caller has already done so.
+
+    Raises:
+        ConfigError: If there is no tokenizer that can be loaded, or custom code is needed and not trusted.
     """
     if problem := remote_code.problem_of(Path(path), is_trusted=trust_remote_code, flag=flag):
         raise ConfigError([problem])
     if trust_remote_code and warns:
         _warn_once(path)
-    from transformers import AutoTokenizer  # a second of imports that `plan` must not pay
+    from transformers import AutoTokenizer  # takes a second to import, which `plan` must not spend
 
     try:
         with _copied_alone() if trust_remote_code else nullcontext():
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
         reason = said_by(error, first_line)
-        if type(error).__name__.startswith("StrictDataclass"):  # transformers reads config.json too, and its fields do not go together
+        if type(error).__name__.startswith("StrictDataclass"):  # transformers also reads config.json, whose fields are inconsistent
             reason = said_by(error).strip().splitlines()[-1].strip()
             raise config_error(flag, f"{flag} {path!r}: transformers refuses its config.json: {reason}") from error
         reason = reason if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {reason}"
         raise config_error(flag, f"{flag} {path!r} has no tokenizer that can be loaded: {reason}") from error
-    if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():  # transformers makes an empty one where its files are missing
+    if (
+        not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
+    ):  # transformers returns an empty tokenizer if its files are missing
         raise config_error(flag, f"{flag} {path!r} has no tokenizer: its files (tokenizer.json, ...) are missing.")
     return tokenizer
 
@@ -70,7 +79,10 @@ def _warn_once(path: str) -> None:
 
 @contextmanager
 def _copied_alone() -> Iterator[None]:
-    """transformers copies a model's code into its cache and runs the copy: ranks that did so together would read halves of files."""
+    """Let one rank at a time load custom code.
+
+    transformers copies the code to its cache and runs the copy; ranks doing so at the same time would read half-written files.
+    """
     from transformers.dynamic_module_utils import HF_MODULES_CACHE
 
     folder = Path(HF_MODULES_CACHE)
@@ -80,13 +92,16 @@ def _copied_alone() -> Iterator[None]:
 
 
 def vocabulary_of(tokenizer: Any) -> str:
-    """A fingerprint of which token id is which word: two models with the same one read the same ids alike, whatever their files."""
+    """Return a fingerprint of the mapping from token IDs to tokens.
+
+    Two models with equal fingerprints interpret the same token IDs alike, whatever their files.
+    """
     words = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
 
 
 def unread_options(tokenizer: Any, options: Mapping[str, Any]) -> list[Problem]:
-    """Of `chat_template_kwargs`, those that the template never names: they would do nothing, and nobody would hear of it."""
+    """Report entries of `chat_template_kwargs` that the chat template never names and that would therefore have no effect."""
     template = getattr(tokenizer, "chat_template", None) or ""
     text = " ".join(template.values()) if isinstance(template, dict) else template
     unread = [name for name in options if not re.search(rf"\b{re.escape(name)}\b", text)]
@@ -99,7 +114,13 @@ def unread_options(tokenizer: Any, options: Mapping[str, Any]) -> list[Problem]:
 def opening_of(
     raw: Sequence[Mapping[str, Any]], *, system: str | None = None, eyes: ImageProcessorSpec | None = None
 ) -> list[Mapping[str, Any]]:
-    """Chat messages as the template is to get them. `system` is put before those that have no system message of their own."""
+    """Return chat messages in the form that the chat template expects.
+
+    Args:
+        raw: Chat messages of a row.
+        system: System message to prepend if the messages do not begin with one.
+        eyes: Image processor of the model; None converts content given in parts to plain text.
+    """
     content_of = with_parts if eyes else text_of_parts
     messages: list[Mapping[str, Any]] = [dict(message) | {"content": content_of(message["content"])} for message in raw]
     if system is not None and messages[0]["role"] != "system":
@@ -108,19 +129,24 @@ def opening_of(
 
 
 def text_of_parts(content: Any) -> Any:
-    """Content given in parts, which are all text (`data.prompts` has looked), as one string: joined by newlines, as vLLM does.
+    """Join content given as text parts to one string with newlines, as vLLM does.
 
-    Most chat templates of text models drop a list without a word.
+    Most chat templates of text models silently drop a list. `data.checks` has verified that all parts are text.
     """
     return "\n".join(part["text"] for part in content) if isinstance(content, (list, tuple)) else content
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEncoder:
-    """Token ids of prompts, ready to be continued by the model; what `PromptStream` calls.
+    """Callable that converts a prompt to token IDs, ready for the model to continue. Used by `PromptStream`.
 
-    system: see `opening_of`; a string prompt has no place for it. options: handed to the chat template. keep_last: left truncation, to
-    so many tokens. tools: JSON schemas that it shows. eyes: of a model that sees; a picture then becomes so many tokens as it has.
+    Args:
+        tokenizer: Tokenizer of the model.
+        system: System message, see `opening_of`; has no effect on string prompts.
+        options: Extra arguments of the chat template.
+        keep_last: Left truncation to this many tokens, or None.
+        tools: JSON schemas that the chat template shows.
+        eyes: Image processor of a vision-language model. Each image then takes as many tokens as its size requires.
     """
 
     tokenizer: Any
@@ -134,7 +160,14 @@ class PromptEncoder:
     def of(
         cls, cfg: DataConfig, tokenizer: Any, eyes: ImageProcessorSpec | None, tools: Sequence[Mapping[str, Any]] | None
     ) -> PromptEncoder:
-        """As a run's settings ask for. tools: None and none are the same to a template."""
+        """Create the encoder that the settings of a run describe.
+
+        Args:
+            cfg: Data settings.
+            tokenizer: Tokenizer of the model.
+            eyes: Image processor of the model, or None.
+            tools: JSON schemas; None is equivalent to an empty list.
+        """
         keep_last = cfg.max_prompt_length if cfg.truncation_strategy == "left" else None
         return cls(tokenizer, cfg.system, cfg.template_options, keep_last, tools or (), eyes)
 
@@ -145,8 +178,13 @@ class PromptEncoder:
         return token_ids if self.keep_last is None else token_ids[-self.keep_last :]
 
     def short(self, raw: Raw) -> tuple[int, ...]:
-        """Of a string, or of chat messages, nothing cut off, and a picture is one token. Messages that end with an assistant turn are left
-        open, so that the model continues that turn (TRL's prefill)."""
+        """Return the token IDs of a prompt without truncation and with one token per image.
+
+        Messages that end with an assistant turn are left open, so that the model continues that turn (TRL's prefill).
+
+        Args:
+            raw: A string, or chat messages.
+        """
         if isinstance(raw, str):
             if self.eyes is None:
                 return tuple(self.tokenizer(raw)["input_ids"])
@@ -168,5 +206,5 @@ class PromptEncoder:
 
 
 def as_completion(raw: Raw, text: str) -> str | list[dict[str, str]]:
-    """A completion in the shape that TRL's reward functions get: a string for a string prompt, one assistant message for a chat."""
+    """Return a completion in the format of TRL's reward functions: a string for a string prompt, one assistant message for a chat."""
     return text if isinstance(raw, str) else [{"role": "assistant", "content": text}]

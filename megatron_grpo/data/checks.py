@@ -1,6 +1,6 @@
-"""What a row must be to be trained on, and what prompts are as tokens: every row is looked at before it is handed out.
+"""Checks of the rows of a data set before training: valid prompts, images, token lengths.
 
-A data set is looked at whole before a run begins (`data.prompts`); or block by block, as the run goes (`data.streamed`).
+A data set is checked as a whole before a run begins (`data.prompts`), or block by block during the run (`data.streamed`).
 """
 
 from __future__ import annotations
@@ -27,52 +27,53 @@ from megatron_grpo.data.images import require_pillow
 from megatron_grpo.data.tokens import TokenTable
 from megatron_grpo.types import Image
 
-SLOWEST = 60.0  # seconds for one prompt; the longest take some hundredths
-_MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # columns that mean this wherever rows with them are trained on
+SLOWEST = 60.0  # seconds allowed for tokenizing one prompt; the longest take some hundredths of a second
+_MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # columns that hold media by common convention
 _OWN_SOURCE = ("image", "image_url", "url", "path", "base64")
-Encode = Callable[..., Sequence[int]]  # of a prompt, and of its pictures where it has some
+Encode = Callable[..., Sequence[int]]  # takes a prompt, and its images if it has any
 _NOT_COLUMNS = frozenset({"prompt", "messages", "completion", "completions", "completion_ids", "trainer_state"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRows:
-    """A data set whose rows are known to hold prompts. `keep` maps a prompt's row here to its row in the file."""
+    """A data set whose rows have been checked to hold prompts. `keep` maps a prompt's index to its row in the file."""
 
     rows: Rows
     keep: np.ndarray  # int64 [number of prompts]
     longest_prompt: int | None  # tokens, after truncation; None before `check_lengths`
     tokens: TokenTable | None = None  # of every row of the file; None before `check_lengths`
-    digest: str | None = None  # the fingerprint, where it is known
-    album: ImageStore | None = None  # of the file's rows, where the model sees and some of them show something
-    is_beginning: bool = False  # more rows follow, which are read as the run goes
-    named: Mapping[str, int] = field(default_factory=dict)  # how many rows of the file have a column, by its name
+    digest: str | None = None  # the fingerprint, if known
+    album: ImageStore | None = None  # images of the file's rows; None for a text model or rows without images
+    is_beginning: bool = False  # True if more rows follow, read during the run (streaming)
+    named: Mapping[str, int] = field(default_factory=dict)  # number of rows of the file that have a column, by column name
 
     def __len__(self) -> int:
         return len(self.keep)
 
     def raw(self, index: int) -> Raw:
+        """Return the prompt at `index`: a string or chat messages."""
         return raw_prompt(self.rows[int(self.keep[index])])
 
     def pictures(self, index: int) -> tuple[Image, ...]:
-        """Raises ConfigError where one cannot be used any more."""
+        """Return the images of the prompt at `index`. Raises ConfigError if one is no longer usable."""
         return self.album.pictures(int(self.keep[index])) if self.album is not None else ()
 
     def shown(self, index: int) -> list[str]:
-        """What tells the pictures of a prompt from others, unopened."""
+        """Return identifiers that distinguish the images of a prompt from others, without opening them."""
         return self.album.identity(int(self.keep[index])) if self.album is not None else []
 
     @property
     def most_pictures(self) -> int:
-        """Of a prompt."""
+        """Largest number of images in one prompt."""
         return int(self.album.counts[self.keep].max()) if self.album is not None and len(self.keep) else 0
 
     def columns(self, index: int) -> dict[str, Any]:
-        """Every column that is handed to the rewards."""
+        """Return the columns that are passed to the rewards, by name."""
         row = self.rows[int(self.keep[index])]
         return {name: value for name, value in row.items() if name not in _NOT_COLUMNS}
 
     def fingerprint(self) -> str:
-        """SHA-256 of all rows in their order, all columns, those too that were left out for their length."""
+        """Return the SHA-256 of all rows in order and of all columns, including rows that were left out for their length."""
         if self.digest is not None:
             return self.digest
         digest = hashlib.sha256()
@@ -83,16 +84,27 @@ class PromptRows:
         return digest.hexdigest()
 
     def described(self, digits: int) -> str:
-        """For a checkpoint and for people: how many rows there are, and the beginning of their fingerprint."""
+        """Return the number of rows and the beginning of their fingerprint, for checkpoints and messages.
+
+        Args:
+            digits: Number of digits of the fingerprint.
+        """
         first = "first " if self.is_beginning else ""
         return f"{first}{len(self.rows)} rows, {self.fingerprint()[:digits]}"
 
     def column_names(self) -> tuple[str, ...]:
-        """Columns that some row has, of those that are handed to the rewards."""
+        """Return the columns that at least one row has and that are passed to the rewards."""
         return tuple(name for name in self.named if name not in _NOT_COLUMNS)
 
     def without(self, names: Sequence[str]) -> str:
-        """`20 of 40 rows (data.jsonl line 2, ...)`: those that have none of these columns. Empty where all have one, be it null."""
+        """Describe the rows that have none of the given columns, like `20 of 40 rows (data.jsonl line 2, ...)`.
+
+        Args:
+            names: Alternative column names.
+
+        Returns:
+            The description; "" if every row has one of the columns, even if its value is null.
+        """
         if any(self.named.get(name) == len(self.rows) for name in names):
             return ""
         lacking = [int(row) for row in self.keep if not self.rows[int(row)].keys() & set(names)]
@@ -100,12 +112,12 @@ class PromptRows:
 
 
 def bytes_of(row: Mapping[str, Any]) -> bytes:
-    """Of all columns; equal for equal rows, in every process."""
+    """Serialize all columns of a row to bytes. Equal rows give equal bytes in every process."""
     return json.dumps(row, sort_keys=True, default=_described).encode() + b"\n"
 
 
 def _described(value: Any) -> str:
-    """What JSON has no word for, in words that are the same in every process: not the address of an object."""
+    """Represent a value that JSON cannot, in the same way in every process: never by the address of an object."""
     if isinstance(value, (bytes, bytearray)):
         return hashlib.sha256(value).hexdigest()
     if hasattr(value, "tobytes"):  # an array, a decoded picture
@@ -123,10 +135,21 @@ def check_rows(
     eyes: ImageProcessorSpec | None = None,
     is_blind: bool = True,
 ) -> PromptRows:
-    """Checks that every row holds a prompt; no tokenizer needed, and no picture opened.
+    """Check that every row holds a prompt. Needs no tokenizer and opens no image.
 
-    names: of the data sets that they are of. eyes: of the model, if it sees. is_blind: it does not; without either nobody knows. Raises
-    ConfigError with every kind of fault found, each counted, the first rows named by file and line.
+    Args:
+        rows: Rows of the data sets.
+        cfg: Data settings.
+        names: Names of the data sets.
+        flag: Setting that names the data sets, for error messages.
+        eyes: Image processor of the model, if it is a vision-language model.
+        is_blind: Whether the model takes text only. False without `eyes` means that the model is unknown.
+
+    Returns:
+        The rows, with an ImageStore if the model takes images and some rows have them.
+
+    Raises:
+        ConfigError: With every kind of fault, the number of rows that have it, and the first of these rows by file and line.
     """
     is_blind = is_blind and eyes is None
     faults: dict[str, list[int]] = {}
@@ -161,7 +184,15 @@ def check_rows(
 
 
 def check_pictures(prompts: PromptRows, *, at_most: int | None = None) -> None:
-    """Opens the pictures of all rows, or of so many that are evenly spread. Raises ConfigError with those that cannot be used."""
+    """Open and decode the images of the rows.
+
+    Args:
+        prompts: Checked rows.
+        at_most: If given, check only this many evenly spaced rows.
+
+    Raises:
+        ConfigError: If some images cannot be used.
+    """
     if prompts.album is None:
         return
     rows = np.flatnonzero(prompts.album.counts)
@@ -172,7 +203,10 @@ def check_pictures(prompts: PromptRows, *, at_most: int | None = None) -> None:
 
 
 def raw_prompt(row: Mapping[str, Any]) -> Raw:
-    """`prompt`, or else `messages` without the answer they end with (a chat data set for supervised training can be used as it is)."""
+    """Return `prompt`, or else `messages` without a final assistant message.
+
+    So a chat data set for supervised training can be used unchanged.
+    """
     if row.get("prompt") is not None:
         return row["prompt"]
     messages = row["messages"]
@@ -188,12 +222,25 @@ def check_lengths(
     tokens: TokenTable | None = None,
     may_be_none: bool = False,
 ) -> PromptRows:
-    """Encodes every prompt once, and applies max_prompt_length and truncation_strategy. Returns the rows that remain.
+    """Apply max_prompt_length and truncation_strategy.
 
-    tokens: of every row, where they have been made. may_be_none: that all are too long is no fault. Raises ConfigError for prompts that
-    encode to nothing, and, with `raise`, for those that are too long.
+    Args:
+        prompts: Checked rows.
+        encode: Maps a prompt to token IDs.
+        cfg: Data settings.
+        flag: Setting that names the data set, for error messages.
+        tokens: Token IDs of every row, if available; otherwise every prompt is encoded once.
+        may_be_none: Whether it is acceptable that all prompts are too long.
+
+    Returns:
+        The rows that remain, with their token IDs and the longest prompt.
+
+    Raises:
+        ConfigError: If a prompt has no tokens, if no prompt remains (unless `may_be_none`), or, with `raise`, if a prompt is too long.
     """
-    limit = cfg.max_prompt_length if (cfg.max_prompt_length or 0) >= 1 else None  # less than one is for the settings to say
+    limit = (
+        cfg.max_prompt_length if (cfg.max_prompt_length or 0) >= 1 else None
+    )  # values below one are reported by the checks of the settings
     tokens = tokens or tokenised(prompts, encode, flag)
     lengths = tokens.lengths
     empty = np.flatnonzero(lengths == 0)
@@ -223,9 +270,18 @@ the shortest has {int(lengths.min())} tokens."
 
 
 def tokenised(prompts: PromptRows, encode: Encode, flag: str, *, seconds: float = SLOWEST) -> TokenTable:
-    """Tokens of each prompt. Raises ConfigError for prompts that the chat template refuses, and for one without an end.
+    """Tokenize every prompt.
 
-    A template is a program of whoever made the model. It runs in a thread, so that one that loops for ever is left behind there.
+    A chat template is a program from the author of the model. It runs in a thread, so that an endless loop can be left behind there.
+
+    Args:
+        prompts: Checked rows.
+        encode: Maps a prompt to token IDs.
+        flag: Setting that names the data set, for error messages.
+        seconds: Time limit for one prompt.
+
+    Raises:
+        ConfigError: If the chat template rejects prompts, or does not finish a prompt within the time limit.
     """
     found: list[np.ndarray] = []
     refused: dict[str, list[int]] = {}
@@ -236,7 +292,7 @@ def tokenised(prompts: PromptRows, encode: Encode, flag: str, *, seconds: float 
             at[0] = index
             try:
                 found.append(np.asarray(encoded(prompts, encode, index), dtype=np.int32))
-            except Exception as error:  # noqa: BLE001 - what a template raises is about the row that it was given
+            except Exception as error:  # noqa: BLE001 - any exception of a template is reported for its row
                 why = f"are refused by the model's tokenizer or chat template ({type(error).__name__}: {said_by(error)})"
                 refused.setdefault(why, []).append(index)
 
@@ -257,12 +313,13 @@ def tokenised(prompts: PromptRows, encode: Encode, flag: str, *, seconds: float 
 
 
 def encoded(prompts: PromptRows, encode: Encode, index: int) -> Sequence[int]:
+    """Return the token IDs of the prompt at `index`."""
     raw, pictures = prompts.raw(index), prompts.pictures(index)
     return encode(raw, pictures) if pictures else encode(raw)
 
 
 def _fault(row: Mapping[str, Any], *, is_blind: bool) -> str | None:
-    """What is wrong with a row, as the end of a sentence whose subject is the rows; None for a good one."""
+    """Describe what is wrong with a row, as the end of a sentence whose subject is the rows; None for a valid row."""
     prompt, messages = row.get("prompt"), row.get("messages")
     seen = [name for name in _MEDIA if _is_filled(row.get(name)) and (is_blind or name not in COLUMNS)]
     if seen:
@@ -295,7 +352,7 @@ def _is_filled(value: Any) -> bool:
 
 
 def _fault_of_places(row: Mapping[str, Any], limit: int | None) -> str | None:
-    """Where a model sees: of a row whose prompt is one."""
+    """Check, for a vision-language model, that the row has one placeholder per image. Expects a row whose prompt is valid."""
     num_pictures, found = len(shown_by(row)), num_places(raw_prompt(row))
     if num_pictures != found:
         return (
@@ -308,7 +365,7 @@ def _fault_of_places(row: Mapping[str, Any], limit: int | None) -> str | None:
 
 
 def _content_fault(message: Mapping[str, Any], *, is_blind: bool) -> str | None:
-    """What a chat template for text would leave out, or print as Python prints it."""
+    """Detect content that a chat template for text would drop, or print in Python's notation."""
     content = message["content"]
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return None
@@ -336,7 +393,7 @@ def _places(rows: Rows, indices: Sequence[int] | np.ndarray) -> str:
 
 
 def check_for_episodes(rows: PromptRows, flag: str) -> None:
-    """Environments and tools answer in chats, of text alone. Raises ConfigError."""
+    """Check that all prompts are chats without images, as environments and tools require. Raises ConfigError."""
     check_without_pictures(rows, flag, "episodes of several turns are of text alone: a later turn would not see them")
     strings = [index for index in range(len(rows)) if isinstance(rows.raw(index), str)]
     if strings:
@@ -345,13 +402,22 @@ def check_for_episodes(rows: PromptRows, flag: str) -> None:
 
 
 def check_without_pictures(rows: PromptRows, flag: str, why: str) -> None:
-    """Raises ConfigError."""
+    """Check that no row has images.
+
+    Args:
+        rows: Checked rows.
+        flag: Setting that names the data set.
+        why: Reason, as a clause that ends the error message.
+
+    Raises:
+        ConfigError: If a row has images.
+    """
     if rows.album is not None:
         raise ConfigError([_problem(flag, rows.rows, np.flatnonzero(rows.album.counts), f"show pictures, and {why}")])
 
 
 def check_template(rows: PromptRows, tokenizer: Any, flag: str) -> None:
-    """Chats are written by the model's own chat template. Raises ConfigError where it has none."""
+    """Check that the tokenizer has a chat template if any prompt is a chat. Raises ConfigError."""
     if not getattr(tokenizer, "chat_template", None):
         chats = [index for index in range(len(rows)) if not isinstance(rows.raw(index), str)]
         if chats:

@@ -1,7 +1,7 @@
-"""Owns reading a data set from disk or the Hub into rows: plain dicts, in file order, each with a place to name it by in an error.
+"""Read a data set from disk or the Hub as rows: plain dicts in file order, each with a location for error messages.
 
-`read_rows` reads all of them. `open_source` gives them one after the other from any place on, and holds none. JSON is read with the
-standard library; parquet and the Hub need the extra `data`. Nothing here imports torch.
+`read_rows` reads all rows. `open_source` yields rows one after another from any position and holds none. JSON is read with the standard
+library; parquet and the Hub need the extra `data`. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from megatron_grpo.data.hub import SUFFIXES, from_hub, is_path, saved_by_dataset
 if TYPE_CHECKING:
     import numpy as np
 
-NAMED_ROWS = 5  # how many bad rows an error names; the rest are counted
-LONGEST_LINE = 64 << 20  # bytes: a file without line ends is no data set, and is not taken into memory whole
-BATCH = 256  # rows of a Parquet file that are decoded together, where it is not read whole
-BUFFER = 1 << 20  # bytes of each of its columns that are read together
+NAMED_ROWS = 5  # number of bad rows that an error lists; the rest are counted
+LONGEST_LINE = 64 << 20  # bytes: a file without line ends is not a data set, and must not be read into memory whole
+BATCH = 256  # rows of a Parquet file decoded together when it is streamed
+BUFFER = 1 << 20  # bytes of each Parquet column read together
 Row = dict[str, Any]
 
 
 class Rows(Sequence[Row]):
-    """Rows of one or several sets behind each other, and where each stands, for errors: `data.jsonl line 7`, `part-1.parquet row 7`."""
+    """Rows of one or several data sets in sequence, with the location of each: `data.jsonl line 7`, `part-1.parquet row 7`."""
 
     def __init__(
         self,
@@ -38,9 +38,12 @@ class Rows(Sequence[Row]):
         numbers: np.ndarray | None = None,
         columns: Mapping[str, str] | None = None,
     ):
-        """parts: rows, and where one of them stands, by its number there.
+        """Combine parts into one sequence.
 
-        numbers: those of all of them that are taken, in this order (default: all). columns: names here by names there.
+        Args:
+            parts: (rows, function that maps a row's number in the part to its location) of each part.
+            numbers: Numbers of the rows to use, counted over all parts, in this order. Default: all.
+            columns: New column names by the names in the files.
         """
         self._parts, self._ends = parts, list(accumulate(len(rows) for rows, _ in parts))
         self._numbers, self._columns = numbers, columns
@@ -49,7 +52,7 @@ class Rows(Sequence[Row]):
         return self._ends[-1] if self._numbers is None else len(self._numbers)
 
     def _locate(self, index: int) -> tuple[int, int]:
-        """(part, number in it)."""
+        """Return (part, number in the part) of a row."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         number = index if self._numbers is None else int(self._numbers[index])
@@ -62,17 +65,18 @@ class Rows(Sequence[Row]):
         return {self._columns.get(name, name): value for name, value in row.items()} if self._columns else row
 
     def place(self, index: int) -> str:
+        """Return the location of a row for error messages."""
         part, number = self._locate(index)
         return self._parts[part][1](number)
 
 
 def by_row(name: str) -> Callable[[int], str]:
-    """Where the rows of a file stand that has no lines."""
+    """Return a function that gives the location of a row in a file without lines."""
     return lambda index: f"{name} row {index}"
 
 
 class _ParquetRows(Sequence[Row]):
-    """Rows of a table, made into Python objects one at a time: a table is several times smaller than its dicts."""
+    """Rows of a table, converted to Python objects one at a time. A table is several times smaller than its dicts."""
 
     def __init__(self, table: Any):
         self.table = table
@@ -85,21 +89,34 @@ class _ParquetRows(Sequence[Row]):
 
 
 class Read(NamedTuple):
-    """A row that was read from a place on. after: the place behind it. stands: where it stands. row: a string says why it is none."""
+    """A row read from a source.
+
+    Args:
+        after: Position after the row, from which reading can continue.
+        stands: Location of the row for error messages.
+        row: The row; or, as a string, the reason why the line holds none.
+    """
 
     after: Any
     stands: str
     row: Row | str
 
 
-# Of a place, the rows behind it. A place is JSON, so that a checkpoint can hold one; None is the beginning.
+# Maps a position to an iterator over the rows after it. A position is JSON, so that a checkpoint can hold it; None is the beginning.
 Source = Callable[[Any], Iterator[Read]]
 
 
 def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> Rows:
-    """All rows of `dataset`: a .jsonl, .json or .parquet file, a directory of them, or a Hub name (`name` or `name:subset`).
+    """Read all rows of a data set.
 
-    Raises ConfigError about `flag`: an unknown path, an unreadable file, every line that is not JSON, a data set without rows.
+    Args:
+        dataset: A .jsonl, .json or .parquet file, a directory of them, or a Hub name (`name` or `name:subset`).
+        split: Split of a Hub data set. In a directory with files named after it, only those are read.
+        flag: Setting that names the data set, for error messages.
+
+    Raises:
+        ConfigError: If the path does not exist, a file is unreadable, lines are not JSON objects (up to five are listed), or there are no
+            rows.
     """
     kind = _kind_of(dataset, flag)
     if kind == "files":
@@ -113,7 +130,7 @@ def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> R
 
 
 def open_source(dataset: str, split: str, flag: str) -> Source:
-    """The same rows, none of which is read yet. Raises ConfigError."""
+    """Open the same rows as `read_rows` for streaming. Raises ConfigError."""
     kind = _kind_of(dataset, flag)
     if kind == "hub":
         return _hub(dataset, lambda: from_hub(dataset, split, flag, streaming=True), flag)
@@ -123,7 +140,7 @@ def open_source(dataset: str, split: str, flag: str) -> Source:
 
 
 def behind_each_other(sources: Sequence[Source]) -> Source:
-    """A place: number of the source, and the place in it."""
+    """Concatenate sources. A position is [number of the source, position in it]."""
 
     def begin(at: Any) -> Iterator[Read]:
         first, inner = at or (0, None)
@@ -135,7 +152,11 @@ def behind_each_other(sources: Sequence[Source]) -> Source:
 
 
 def _kind_of(dataset: str, flag: str) -> Literal["saved", "files", "hub"]:
-    """Where a data set is: a directory of `datasets.save_to_disk`, files, or the Hub. Raises ConfigError for a path that is not there."""
+    """Determine the kind of a data set: a directory of `datasets.save_to_disk`, files, or the Hub.
+
+    Raises:
+        ConfigError: If a path does not exist.
+    """
     path = Path(dataset)
     if not dataset:
         raise config_error(flag, f"{flag} is not given: a .jsonl, .json or .parquet file, a directory, or a Hugging Face Hub name.")
@@ -153,13 +174,16 @@ def _kind_of(dataset: str, flag: str) -> Literal["saved", "files", "hub"]:
 
 
 def plain_name(name: str) -> str:
-    """Without the number of rows behind it."""
+    """Return a data set name without its `#count` suffix."""
     plain, _, count = name.rpartition("#")
     return plain if plain and count.isdigit() and not Path(name).exists() else name
 
 
 def _files_of(path: Path, split: str, flag: str) -> list[tuple[Path, str]]:
-    """The data files of a path, each with the name it has in errors. In a directory with files named after the split, only those."""
+    """List the data files of a path, each with its name for errors.
+
+    If a directory has files named after the split, only those are listed.
+    """
     if path.is_file():
         if path.suffix not in SUFFIXES:
             raise config_error(flag, f"{flag} {str(path)!r} ends in {path.suffix or 'nothing'!r}. What can be read: {', '.join(SUFFIXES)}.")
@@ -172,10 +196,10 @@ def _files_of(path: Path, split: str, flag: str) -> list[tuple[Path, str]]:
 
 
 def _read_file(file: Path, name: str, flag: str) -> tuple[Sequence[Row], Callable[[int], str]]:
-    """All rows of a file, and where each stands."""
+    """Read all rows of a file. Return them with a function that gives their locations."""
     if file.suffix == ".parquet":
         parquet = _parquet(flag)
-        import psutil  # a plan of other files does without
+        import psutil  # imported here because `plan` of other files does not need it
 
         with _read_as_parquet(name, flag):
             return _ParquetRows(_table(parquet, file, name, flag, psutil.virtual_memory().available // 2)), by_row(name)
@@ -195,7 +219,7 @@ def _read_file(file: Path, name: str, flag: str) -> tuple[Sequence[Row], Callabl
 
 
 def _open_file(file: Path, name: str, flag: str) -> Source:
-    """A place: rows of a Parquet file before it; else (lines before it, bytes before it)."""
+    """Open a file for streaming. A position is the number of rows before it (parquet), or [lines before it, bytes before it]."""
     if file.suffix == ".parquet":
         _parquet(flag)
         return lambda at: _rows_of_parquet(file, name, flag, at or 0)
@@ -210,9 +234,11 @@ def _open_file(file: Path, name: str, flag: str) -> Source:
 
 
 def _lines(file: Path, name: str, flag: str, before: int = 0, begin: int = 0) -> Iterator[tuple[int, int, Row | str]]:
-    """(its number, from 1; the byte behind it; its row, or why it holds none) of each line that holds something.
+    """Yield (line number from 1, byte offset after the line, row or the reason why it holds none) for each line that is not empty.
 
-    before: lines that end at `begin`.
+    Args:
+        before: Number of lines that end at `begin`.
+        begin: Byte offset to start from.
     """
     with file.open("rb") as lines:
         lines.seek(begin)
@@ -226,16 +252,16 @@ def _lines(file: Path, name: str, flag: str, before: int = 0, begin: int = 0) ->
 
 
 def _row_of(text: bytes) -> Row | str:
-    """The row that a line holds; or, as a string, why it holds none."""
+    """Parse the row of a line; return a string with the reason if it holds none."""
     try:
         row = json.loads(text.rstrip(b"\r\n"))
-    except (ValueError, RecursionError) as error:  # JSONDecodeError; UnicodeDecodeError for bytes that are no UTF-8; too deep
+    except (ValueError, RecursionError) as error:  # JSONDecodeError; UnicodeDecodeError for bytes that are not UTF-8; nesting too deep
         return f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
     return row if isinstance(row, dict) else f"a {type(row).__name__} where an object with named columns should be"
 
 
 def _is_json_array(file: Path) -> bool:
-    """Whether a .json file holds one array. Many hold one object a line, whatever their name."""
+    """Whether a .json file holds one array. Many hold one object per line instead."""
     if file.suffix != ".json":
         return False
     with file.open("rb") as content:
@@ -247,7 +273,7 @@ def _json_array(file: Path, name: str, flag: str) -> list[Row]:
         rows = json.loads(file.read_bytes())
     except json.JSONDecodeError as error:
         raise config_error(flag, f"{name} line {error.lineno} column {error.colno} is not JSON: {error.msg}.") from error
-    except (ValueError, RecursionError) as error:  # bytes that are no UTF-8, a number of 5,000 digits; too deep
+    except (ValueError, RecursionError) as error:  # bytes that are not UTF-8, a number of 5,000 digits; nesting too deep
         raise config_error(flag, f"{name} cannot be read as JSON: {error}.") from error
     bad = [index for index, row in enumerate(rows) if not isinstance(row, dict)]
     if bad:
@@ -275,9 +301,12 @@ def _read_as_parquet(name: str, flag: str) -> Iterator[None]:
 
 
 def _table(parquet: Any, file: Path, name: str, flag: str, room: int) -> Any:
-    """The table of a file. A column of one value, a thousand million times, takes a few bytes there: what comes out is counted.
+    """Read a parquet file as a table, limited by its size in memory.
 
-    room: bytes that it may take.
+    A column that repeats one value 10^9 times takes only a few bytes in the file, so the decoded size is counted.
+
+    Args:
+        room: Limit in bytes.
     """
     import pyarrow
 
@@ -297,16 +326,16 @@ def _table(parquet: Any, file: Path, name: str, flag: str, room: int) -> Any:
 
 
 def _rows_of_parquet(file: Path, name: str, flag: str, begin: int) -> Iterator[Read]:
-    """Row groups before it are not read."""
+    """Yield rows from number `begin` on. Row groups before it are not read."""
     import psutil
 
-    buffers = {"buffer_size": BUFFER, "pre_buffer": False}  # without either, a whole row group is read, which may be the file
+    buffers = {"buffer_size": BUFFER, "pre_buffer": False}  # otherwise a whole row group is read, which may be the whole file
     with _read_as_parquet(name, flag), _parquet(flag).ParquetFile(file, **buffers) as source:
         groups, row = list(range(source.metadata.num_row_groups)), 0
         while groups and row + source.metadata.row_group(groups[0]).num_rows <= begin:
             row += source.metadata.row_group(groups.pop(0)).num_rows
         for batch in source.iter_batches(batch_size=BATCH, row_groups=groups) if groups else ():
-            # A column of one value, many times, takes a few bytes in a file.
+            # A column that repeats one value takes only a few bytes in the file.
             room = psutil.virtual_memory().available // 2
             if batch.nbytes > room:
                 message = f"{name}: rows {row} to {row + len(batch)} take {batch.nbytes:,} bytes, more than half of what is free."
@@ -321,12 +350,12 @@ def _rows_of_parquet(file: Path, name: str, flag: str, begin: int) -> Iterator[R
 
 
 def _mapped(name: str, rows: Sequence[Row]) -> Source:
-    """Of a table in mapped memory. A place: rows before it."""
+    """Open a memory-mapped table for streaming. A position is the number of rows before it."""
     return lambda at: (Read(row + 1, f"{name} row {row}", rows[row]) for row in range(at or 0, len(rows)))
 
 
 def _hub(name: str, open_it: Callable[[], Any], flag: str) -> Source:
-    """A place: rows before it, and where `datasets` says it is."""
+    """Open a Hub data set for streaming. A position is [rows before it, state of the `datasets` iterator]."""
 
     def begin(at: Any) -> Iterator[Read]:
         row, state = at or (0, None)

@@ -1,4 +1,4 @@
-"""What a name means, a path here or a name of the Hub, and fetching what the Hub has under it: models and data sets."""
+"""Distinguish local paths from Hub names, and fetch models and data sets from the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ from typing import Any
 
 from megatron_grpo.base.errors import config_error, first_line, said_by
 
-SUFFIXES = (".jsonl", ".json", ".parquet")  # of data sets
+SUFFIXES = (".jsonl", ".json", ".parquet")  # of data set files
 _FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only be a path on this machine, there or not: one on the Hub is `name` or `owner/name`."""
+    """Whether a name can only be a local path, existing or not. A Hub name is `name` or `owner/name`."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name.partition("#")[0]).suffix in SUFFIXES
 
 
 def find_model(name: str, *, flag: str = "model", with_code: bool = False) -> Path:
-    """The directory of a Hugging Face checkpoint; a Hub name is fetched first.
+    """Return the directory of a Hugging Face checkpoint. A Hub name is downloaded first.
 
-    flag: the setting that names it. with_code: Python files are fetched as well; nothing is run.
+    Args:
+        name: Directory or Hub name.
+        flag: Setting that names the checkpoint, for error messages.
+        with_code: Whether to download Python files as well. Nothing is executed.
+
+    Raises:
+        ConfigError: If there is no such directory and no such model on the Hub.
     """
     if not name:
         raise config_error("model", "model is missing: give a Hugging Face checkpoint directory or a Hub name.")
@@ -52,12 +58,22 @@ def _datasets(flag: str) -> Any:
 
 
 def saved_by_datasets(directory: str, flag: str) -> Any:
-    """A data set that `datasets` maps into memory."""
+    """Load a data set saved by `datasets.save_to_disk`, mapped into memory."""
     return _datasets(flag).load_from_disk(directory)
 
 
 def from_hub(dataset: str, split: str, flag: str, *, streaming: bool = False) -> Any:
-    """streaming: what `datasets` reads as it is asked for it, and does not fetch first."""
+    """Load a data set from the Hub.
+
+    Args:
+        dataset: Hub name, `name` or `name:subset`.
+        split: Split to load.
+        flag: Setting that names the data set, for error messages.
+        streaming: Whether `datasets` reads rows on demand instead of downloading the data set first.
+
+    Raises:
+        ConfigError: If the data set cannot be loaded, or the package `datasets` is not installed.
+    """
     datasets = _datasets(flag)
     name, _, subset = dataset.partition(":")
     try:

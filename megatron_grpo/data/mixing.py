@@ -1,7 +1,7 @@
-"""Which rows of which data sets a run trains on, in which order, under which names of columns. No torch.
+"""Select and order the rows of the data sets of a run, and rename their columns. No torch.
 
-All of it follows from settings and seed alone, so every rank, every layout and every resumed run makes the same rows. `read_sets` reads
-them whole; `open_sets` gives the same order one row after the other, before anything is drawn or shuffled.
+The result follows from settings and seed alone, so every rank, every parallel layout and every resumed run gets the same rows.
+`read_sets` reads whole data sets; `open_sets` yields rows in the same order one at a time, without sampling or shuffling.
 """
 
 from __future__ import annotations
@@ -17,12 +17,23 @@ from megatron_grpo.config.evaluation import SPLIT
 from megatron_grpo.data.files import Read, Rows, Source, behind_each_other, open_source, plain_name, read_rows
 
 Part = Literal["all", "trained", "held out"]
-_SPLIT_EPOCH = 1 << 62  # of the permutation that holds rows out, so that it is none of the run's own
+_SPLIT_EPOCH = 1 << 62  # epoch number of the held-out permutation, distinct from all epochs of a run
 _DRAW_EPOCH = _SPLIT_EPOCH + 1
 
 
 def read_sets(cfg: DataConfig, names: Sequence[str], *, flag: str, seed: int, part: Part) -> Rows:
-    """The rows of these data sets together. part: of them, as `split_dataset_ratio` divides them. Raises ConfigError."""
+    """Read the rows of several data sets.
+
+    Args:
+        cfg: Data settings.
+        names: Data sets, each optionally with a `#count` suffix.
+        flag: Setting that names them, for error messages.
+        seed: Seed for sampling rows and for the held-out split.
+        part: Which rows to return, as divided by `split_dataset_ratio`.
+
+    Raises:
+        ConfigError: If a data set cannot be read, or a count or ratio leaves no rows.
+    """
     read = [_drawn(name, cfg, flag=flag, seed=seed) for name in names]
     rows = read[0] if len(read) == 1 else Rows([(one, one.place) for one in read], _merged([len(one) for one in read], cfg))
     if part == "all" or not cfg.split_dataset_ratio:
@@ -31,7 +42,16 @@ def read_sets(cfg: DataConfig, names: Sequence[str], *, flag: str, seed: int, pa
 
 
 def open_sets(cfg: DataConfig, names: Sequence[str], flag: str) -> Source:
-    """The rows of these data sets together, read as they are asked for. Raises ConfigError."""
+    """Open several data sets for streaming.
+
+    Args:
+        cfg: Data settings.
+        names: Data sets, each optionally with a `#count` suffix.
+        flag: Setting that names them, for error messages.
+
+    Raises:
+        ConfigError: If a data set cannot be opened.
+    """
     sources = [_open_set(name, cfg, flag) for name in names]
     if len(sources) > 1 and cfg.interleave_prob:
         return _mixed(sources, cfg.interleave_prob, ends_with_first=cfg.stopping_strategy == "first_exhausted")
@@ -42,13 +62,17 @@ def open_sets(cfg: DataConfig, names: Sequence[str], flag: str) -> Source:
 
 
 def _with_count(name: str) -> tuple[str, int | None]:
-    """`name#n` as (name, n)."""
+    """Split `name#n` into (name, n)."""
     plain = plain_name(name)
     return plain, None if plain == name else int(name.rpartition("#")[2])
 
 
 def _drawn(name: str, cfg: DataConfig, *, flag: str, seed: int) -> Rows:
-    """`name#n` is n rows: all of them as often as they go into n, and the rest drawn (the first ones, with dataset_shuffle false)."""
+    """Read a data set and select the number of rows in its name.
+
+    `name#n` gives n rows: the whole set as often as it fits into n, and the remainder sampled (the first rows, if dataset_shuffle is
+    false).
+    """
     plain, count = _with_count(name)
     rows = read_rows(plain, split=cfg.dataset_split, flag=flag)
     if count is not None and count < 1:
@@ -61,7 +85,10 @@ def _drawn(name: str, cfg: DataConfig, *, flag: str, seed: int) -> Rows:
 
 
 def _open_set(name: str, cfg: DataConfig, flag: str) -> Source:
-    """`name#n` is its first n rows; it begins anew where it has fewer. Looks at the first row: there is one, with the columns named."""
+    """Open a data set for streaming. `name#n` gives its first n rows, starting again if it has fewer.
+
+    The first row is read, to check that it exists and has the columns to rename.
+    """
     plain, count = _with_count(name)
     if count is not None and count < 1:
         raise config_error(flag, f"{flag} ({name}) asks for {count} rows. Ask for at least 1.")
@@ -77,7 +104,16 @@ def _open_set(name: str, cfg: DataConfig, flag: str) -> Source:
 
 
 def names_here(first: Mapping[str, Any], columns: Mapping[str, str], flag: str) -> dict[str, str]:
-    """Other names of columns, of those that a set has. first: its first row. Raises ConfigError."""
+    """Return the column renames that apply to a data set, new names by old names.
+
+    Args:
+        first: First row of the data set.
+        columns: Renames requested by the setting `columns`.
+        flag: Setting that names the data set, for error messages.
+
+    Raises:
+        ConfigError: If a column does not exist, or a new name is already in use.
+    """
     missing = [theirs for theirs, ours in columns.items() if theirs not in first and ours not in first]
     if missing:
         message = f"columns: the first row of {flag} has no {', '.join(missing)}; it has {', '.join(first) or 'none'}."
@@ -100,7 +136,7 @@ def _renamed(source: Source, names: Mapping[str, str]) -> Source:
 
 
 def _so_many(source: Source, count: int) -> Source:
-    """A place: rows before it, and the place in the source."""
+    """Limit a source to `count` rows. A position is [rows before it, position in the source]."""
 
     def begin(at: Any) -> Iterator[Read]:
         given, inner = at or (0, None)
@@ -117,7 +153,11 @@ def _so_many(source: Source, count: int) -> Source:
 
 
 def _there(read: Read | None) -> Read:
-    """A row that was there when its set was last read. Raises ConfigError where it is gone: a set without rows never comes to its share."""
+    """Return a row that existed when its data set was last read.
+
+    Raises:
+        ConfigError: If it no longer exists; a data set without rows could never yield its share.
+    """
     if read is None:
         raise config_error("dataset", "One of the sets of dataset has fewer rows than when this run read it last. Restore its files.")
     return read
@@ -127,15 +167,16 @@ def _there(read: Read | None) -> Read:
 
 
 def _merged(sizes: Sequence[int], cfg: DataConfig) -> np.ndarray:
-    """Numbers of rows in the sets behind each other. Without weights, all rows of all; else by them, as evenly as can be at every place.
+    """Return the order of the rows of several data sets, as row numbers of their concatenation.
 
-    A set whose rows are used up begins anew, until the first one is used up, or all have been (stopping_strategy).
+    Without weights the sets follow one another. With weights they are interleaved as evenly as possible at every position. A set that is
+    exhausted starts again, until the first set is exhausted or until all have been (stopping_strategy).
     """
     starts = np.concatenate([[0], np.cumsum(sizes)])
-    if not cfg.interleave_prob or min(cfg.interleave_prob) <= 0:  # the second is refused
+    if not cfg.interleave_prob or min(cfg.interleave_prob) <= 0:  # a weight of 0 or less is rejected elsewhere
         return np.arange(starts[-1])
     weights = np.array(cfg.interleave_prob) / sum(cfg.interleave_prob)
-    # Set i gives its k-th row where its share has come to k - 1/2: the sets merge in the order of these places.
+    # Set i yields its k-th row when its share reaches k - 1/2; the sets are merged in the order of these positions.
     rounds = np.array(sizes) / weights
     length = rounds.min() if cfg.stopping_strategy == "first_exhausted" else rounds.max()
     counts = [max(1, int(np.floor(length * weight + 1e-9))) for weight in weights]
@@ -145,10 +186,10 @@ def _merged(sizes: Sequence[int], cfg: DataConfig) -> np.ndarray:
 
 
 def _mixed(sources: Sequence[Source], weights: Sequence[float], *, ends_with_first: bool) -> Source:
-    """As `_merged`, of sets of which nobody knows how long they are; one that is used up begins anew.
+    """Interleave sources of unknown length like `_merged`. A source that is exhausted starts again.
 
-    A place: of each source the rows that it has given, the place in it, and how many it has, where that is known. It is known with its
-    last row, so a set may by then have given one row more than its share of the epoch.
+    A position holds, per source, the rows it has yielded, the position in it, and its length if known. The length becomes known with the
+    last row, so by then a set may have yielded one row more than its share of the epoch.
     """
     shares = [weight / sum(weights) for weight in weights]
 
@@ -181,7 +222,7 @@ def _mixed(sources: Sequence[Source], weights: Sequence[float], *, ends_with_fir
 
 
 def _part(size: int, ratio: float, seed: int, part: Part, flag: str) -> np.ndarray:
-    if ratio >= 1:  # which is refused as a number
+    if ratio >= 1:  # rejected by the checks of the settings
         return np.arange(size)
     num_held = max(1, round(size * ratio))
     if num_held >= size:
@@ -192,15 +233,22 @@ def _part(size: int, ratio: float, seed: int, part: Part, flag: str) -> np.ndarr
 
 
 def part_of_flag(flag: str, cfg: DataConfig) -> Part:
-    """What a setting's rows are of the training data's."""
+    """Return the part of the training data that the rows of a setting come from."""
     return "held out" if flag == SPLIT else "trained" if flag == "dataset" and cfg.split_dataset_ratio else "all"
 
 
 def permutation(size: int, seed: int, epoch: int, block: int = 0) -> np.ndarray:
-    """A permutation of range(size), int64, that depends on (seed, epoch, block) alone.
+    """Return a permutation of range(size), int64 [size], that depends on (seed, epoch, block) alone.
 
-    It sorts the raw stream of a counter-based generator: numpy promises that stream for ever, and does not promise `Generator.permutation`.
+    It sorts the raw stream of a counter-based generator (Philox). NumPy guarantees that stream across versions, but not
+    `Generator.permutation`.
+
+    Args:
+        size: Number of elements.
+        seed: Seed of the run.
+        epoch: Number of the epoch.
+        block: Number of the block in the epoch, for streamed data sets.
     """
-    counter = np.array([0, 0, 0, block], dtype=np.uint64)  # the last word: two blocks of one epoch never meet
+    counter = np.array([0, 0, 0, block], dtype=np.uint64)  # the highest word, so that the counters of two blocks of an epoch never overlap
     keys = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64), counter=counter).random_raw(size)
     return np.argsort(keys, kind="stable")

@@ -1,8 +1,8 @@
-"""Owns the prompts of a run: reading a data set before anything is loaded, and the seeded stream that hands them out and can be resumed.
+"""The prompts of a run: reading and checking a data set before anything is loaded, and the seeded, resumable stream of prompts.
 
-The order is a function of (seed, epoch) alone, so every rank and every layout derives the same one, and the whole state is one small dict.
-An epoch is a permutation without replacement; the next one continues where it ends, and no prompt is padded, nor dropped unless
-`dataset_drop_last` leaves out those that do not fill a rollout (docs/data.md).
+The order is a function of (seed, epoch) alone, so every rank and every parallel layout derives the same order, and the whole state is one
+small dict. An epoch is a permutation without replacement; the next epoch follows directly. No prompt is padded, and none is dropped
+unless `dataset_drop_last` leaves out those that do not fill a rollout (docs/data.md).
 """
 
 from __future__ import annotations
@@ -37,9 +37,18 @@ def load_rows(
     is_blind: bool = True,
     seed: int = 0,
 ) -> PromptRows:
-    """Reads the data set and checks that every row holds a prompt (`check_rows`).
+    """Read the data set and check that every row holds a prompt (`check_rows`).
 
-    `dataset` and `flag` stand in for cfg.dataset (the held-out set). seed: of the run, which draws rows. Raises ConfigError.
+    Args:
+        cfg: Data settings.
+        dataset: Data set to read instead of `cfg.dataset`, for the held-out set.
+        flag: Setting that names the data set, for error messages.
+        eyes: Image processor of the model; None for a text model or an unknown model.
+        is_blind: Whether the model is known to take text only. Ignored if `eyes` is given.
+        seed: Seed of the run, used to sample rows.
+
+    Raises:
+        ConfigError: If the data set cannot be read or a row holds no usable prompt.
     """
     names = names_of(cfg, dataset, flag)
     rows = read_sets(cfg, names, flag=flag, seed=seed, part=part_of_flag(flag, cfg))
@@ -47,7 +56,13 @@ def load_rows(
 
 
 def names_of(cfg: DataConfig, dataset: str | None, flag: str) -> list[str]:
-    """Of the data sets that a setting means."""
+    """Return the names of the data sets that a setting refers to.
+
+    Args:
+        cfg: Data settings.
+        dataset: Name that replaces `cfg.dataset`, or None.
+        flag: The setting.
+    """
     name = cfg.dataset if dataset is None else dataset
     return [name, *cfg.further_datasets] if flag in ("dataset", SPLIT) else [name]
 
@@ -64,11 +79,21 @@ def open_stream(
     tools: Sequence[Mapping[str, Any]] | None = None,
     data_seed: int | None = None,
 ) -> PromptStream:
-    """Reads and checks a data set, and opens its stream: all of the above in one call.
+    """Read and check a data set, tokenize its prompts, and open its stream.
 
-    `dataset`, `shuffle` and `flag` stand in for the settings, for the held-out set. eyes: of the model, if it sees. tools: JSON schemas
-    that episodes show to the model, where completions are episodes; None: they are single answers. data_seed: draws and holds out rows
-    (default: seed).
+    Args:
+        cfg: Data settings.
+        tokenizer: Tokenizer of the model.
+        seed: Seed of the order.
+        dataset: Replaces `cfg.dataset`, for the held-out set.
+        shuffle: Replaces `cfg.dataset_shuffle`.
+        flag: Setting that names the data set.
+        eyes: Image processor of the model, or None for a text model.
+        tools: JSON schemas shown to the model if completions are episodes; None if they are single answers.
+        data_seed: Seed for sampling rows and for the held-out split. Default: `seed`.
+
+    Raises:
+        ConfigError: If the data set cannot be read, or a prompt fails a check.
     """
     rows = load_rows(cfg, dataset=dataset, flag=flag, eyes=eyes, seed=seed if data_seed is None else data_seed)
     if tools is not None:
@@ -91,16 +116,23 @@ def open_stream(
 
 
 class PromptStream:
-    """Hands out prompts in a seeded order, without end. `number` counts them over the whole run; row and epoch follow from it."""
+    """An endless stream of prompts in a seeded order. `number` counts prompts over the whole run; row and epoch follow from it.
 
-    # Of a state: name, the setting that it comes from, and how its value is said.
+    Args:
+        rows: Checked rows of the data set.
+        encode: Maps a prompt to token IDs.
+        seed: Seed of the order.
+        shuffle: Whether each epoch is a permutation; False keeps the order of the data set.
+    """
+
+    # Entries of a state that must agree on resume: name, the setting it comes from, and the format of its value in messages.
     COMPARED: tuple[tuple[str, str, str], ...] = (
         ("seed", "seed", "{}"),
         ("shuffle", "dataset_shuffle", "{}"),
         ("num_rows", "dataset", "{} rows"),
         ("drops_last", "dataset_drop_last", "{}"),
     )
-    whole = 1  # an epoch ends with its last whole so many prompts (dataset_drop_last)
+    whole = 1  # prompts per epoch are a multiple of this (dataset_drop_last)
 
     def __init__(self, rows: PromptRows, encode: Encode, *, seed: int, shuffle: bool = True):
         self.rows, self.encode, self.seed, self.shuffle = rows, encode, seed, shuffle
@@ -108,47 +140,55 @@ class PromptStream:
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     def __len__(self) -> int:
-        """Prompts of the data set."""
+        """Return the number of prompts in the data set."""
         return len(self.rows)
 
     @property
     def per_epoch(self) -> int:
-        """Prompts of it that an epoch draws."""
+        """Number of prompts that one epoch takes from the data set."""
         return len(self) // self.whole * self.whole
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens."""
+        """Length of the longest prompt in tokens.
+
+        Raises:
+            ValueError: If `check_lengths` has not been called on the rows.
+        """
         if self.rows.longest_prompt is None:
             raise ValueError("check_lengths comes before a stream is opened")
         return self.rows.longest_prompt
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts, going on into the next epoch where this one ends."""
+        """Return the next `count` prompts, continuing into the next epoch if necessary."""
         prompts = [self._prompt(number) for number in range(self.taken, self.taken + count)]
         self.taken += count
         return prompts
 
     def give_back(self, count: int) -> None:
-        """The last `count` prompts were not used after all: they are the next ones again."""
+        """Return the last `count` prompts to the stream; the next `take` yields them again."""
         self.taken -= count
 
     def state(self) -> dict[str, Any]:
-        """All there is to know for going on from here, as JSON."""
+        """Return everything needed to continue from here, as JSON-serializable values."""
         found = {"taken": self.taken, "seed": self.seed, "shuffle": self.shuffle, "num_rows": len(self), "fingerprint": self._fingerprint()}
         return found | ({"drops_last": f"true ({self.per_epoch} prompts an epoch)"} if self.per_epoch < len(self) else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a saved state. Raises ConfigError where seed, order or data set are not those it was saved with."""
+        """Continue from a saved state.
+
+        Raises:
+            ConfigError: If seed, order or data set differ from those of the saved state.
+        """
         problems = self.problems_with(state)
         if problems:
             raise ConfigError(problems)
         self.taken = int(state["taken"])
 
     def problems_with(self, state: Mapping[str, Any]) -> list[Problem]:
-        """Why this stream cannot go on from a saved state; empty where it can."""
+        """Return the reasons why this stream cannot continue from a saved state; empty if it can."""
         now, problems = self.state(), list[Problem]()
-        # What a run read as it went is in another order, and says other things of itself: nothing else can be compared then.
+        # A streamed data set has another order and other entries in its state, so nothing else can be compared then.
         compared = self.COMPARED if state.get("streaming", False) == now.get("streaming", False) else (("streaming", "streaming", "{}"),)
         for name, flag, value in compared:
             if state.get(name, False) != now.get(name, False):
@@ -166,12 +206,12 @@ another output_dir."
         return [Problem(flags=("dataset",), message=message)]
 
     def row_of(self, number: int) -> int:
-        """The row in the data set of prompt `number` of the run."""
+        """Return the data set row of prompt `number` of the run."""
         rows, index, first = self._found(number)
         return first + int(rows.keep[index])
 
     def _found(self, number: int) -> tuple[PromptRows, int, int]:
-        """(rows that prompt `number` of the run is among, its index there, the row of the data set with which they begin)."""
+        """Locate prompt `number` of the run: (rows that contain it, its index in them, data set row of their first row)."""
         epoch, place = divmod(number, self.per_epoch)
         if self._order[0] != epoch:
             self._order = (epoch, permutation(len(self), self.seed, epoch) if self.shuffle else np.arange(len(self)))
@@ -185,11 +225,11 @@ another output_dir."
         return Prompt(number=number, row=first + row, raw=rows.raw(index), token_ids=token_ids, columns=columns, pictures=pictures)
 
     def pictures_of(self, number: int) -> tuple[tuple[int, Image], ...]:
-        """((place, picture), ...) of prompt `number` of the run, without drawing it: what a checkpoint of its rows leaves out."""
+        """Return ((position, image), ...) of prompt `number` of the run without taking it. Checkpoints do not store images."""
         return () if self.rows.album is None else self._prompt(number).pictures
 
     def _fingerprint(self) -> int:
-        """A checksum of up to 16 prompts, spread evenly: enough to notice another file under the same name."""
+        """Return a checksum of up to 16 evenly spaced prompts, to detect another file under the same name."""
         picked = sorted({round(i * (len(self) - 1) / 15) for i in range(16)})
         return zlib.crc32(json.dumps([self.rows.raw(index) for index in picked], default=str).encode())
 

@@ -1,10 +1,10 @@
-"""Prompts of a data set that is read as the run goes (`streaming`): a block of `shuffle_buffer_size` rows at a time, each looked at when it
-comes as a whole data set is before a run.
+"""Streaming data sets (`streaming`): prompts are read during the run, a block of `shuffle_buffer_size` rows at a time.
 
-An epoch is the blocks in their order; inside a block the order is a permutation that depends on (seed, epoch, block) alone. So every rank
-and every layout derives the same order, and a data set of one block is trained on in the order that it has without `streaming`. What a
-block holds depends on nothing but the rows, so a place in the data set is all that a checkpoint needs for going on; where a prompt is older
-than the places that are remembered, they are found again by reading from the beginning.
+Each block is checked when it is read, like a whole data set before a run. An epoch is the blocks in their order; inside a block the order
+is a permutation that depends on (seed, epoch, block) alone. So every rank and every parallel layout derives the same order, and a data
+set of one block is trained on in the same order as without `streaming`. The contents of a block depend only on the rows, so a checkpoint
+only needs a position in the data set to continue. If a prompt precedes the remembered positions, its block is found by reading from the
+beginning.
 """
 
 from __future__ import annotations
@@ -34,19 +34,28 @@ from megatron_grpo.types import Image, Prompt
 
 logger = logging.getLogger(__name__)
 
-# A collective that gives what every rank tells to all: (what is wrong with its rows, or "", a checksum of them).
+# An all-gather over ranks of (problem with the rank's rows, or ""; checksum of the rows).
 Ask = Callable[[tuple[str, int]], Sequence[tuple[str, int]]]
-REMEMBERED = 16  # blocks before the place of a checkpoint, whose places it holds
-MOST_MARKS = 1000  # whose places a process remembers
+REMEMBERED = 16  # blocks before the position of a checkpoint whose positions it stores
+MOST_MARKS = 1000  # blocks whose positions a process remembers
 _BLIND = "streaming reads rows of text alone: the sampler is made for the most pictures of a prompt, which only the whole data set tells"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Where a block is. begin, after: places in the data set; after is None where the epoch ends.
+    """Position and size of a block.
 
-    first: its first prompt, counted over the run, as is that of its epoch. digest: of its rows. left_out: rows of the run up to its end
-    that were too long.
+    Args:
+        epoch: Epoch of the block.
+        block: Number of the block in its epoch.
+        begin: Position in the data set where the block begins.
+        after: Position after the block; None at the end of the epoch.
+        first: First prompt of the block, counted over the run.
+        num_prompts: Prompts of the block.
+        num_rows: Rows of the block.
+        first_of_epoch: First prompt of the epoch, counted over the run.
+        left_out: Rows of the run up to the end of the block that were too long.
+        digest: Checksum of the rows.
     """
 
     epoch: int
@@ -62,7 +71,7 @@ class Mark:
 
     @property
     def end(self) -> int:
-        """The first prompt behind it."""
+        """Number of the first prompt after the block, counted over the run."""
         return self.first + self.num_prompts
 
 
@@ -72,13 +81,34 @@ NOTHING = Mark(epoch=-1, block=0, begin=None, after=None, first=0, num_prompts=0
 def open_prompts(
     cfg: DataConfig, tokenizer: Any, *, seed: int, eyes: ImageProcessorSpec | None = None, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> PromptStream:
-    """The training set's stream: read whole and checked (`open_stream`), or as the run goes. Raises ConfigError."""
+    """Open the training set's stream, read as a whole (`open_stream`) or streamed.
+
+    Args:
+        cfg: Data settings.
+        tokenizer: Tokenizer of the model.
+        seed: Seed of the order.
+        eyes: Image processor of the model, or None for a text model.
+        tools: JSON schemas shown to the model if completions are episodes; None if they are single answers.
+
+    Raises:
+        ConfigError: If the data set cannot be read, or a prompt fails a check.
+    """
     opened = open_streamed if cfg.streaming else open_stream
     return opened(cfg, tokenizer, seed=seed, eyes=eyes, tools=tools)
 
 
 def rows_to_look_at(cfg: DataConfig, *, eyes: ImageProcessorSpec | None, is_blind: bool, seed: int) -> PromptRows:
-    """Rows of the training set, no tokenizer needed: all of them, or the first block. Raises ConfigError."""
+    """Return checked rows of the training set: all, or the first block with `streaming`. Needs no tokenizer.
+
+    Args:
+        cfg: Data settings.
+        eyes: Image processor of the model, or None.
+        is_blind: Whether the model is known to take text only.
+        seed: Seed for sampling rows.
+
+    Raises:
+        ConfigError: If the data set cannot be read, or a row holds no usable prompt.
+    """
     if not cfg.streaming:
         return load_rows(cfg, eyes=eyes, is_blind=is_blind, seed=seed)
     flag, names = "dataset", names_of(cfg, None, "dataset")
@@ -92,7 +122,18 @@ def rows_to_look_at(cfg: DataConfig, *, eyes: ImageProcessorSpec | None, is_blin
 def open_streamed(
     cfg: DataConfig, tokenizer: Any, *, seed: int, eyes: ImageProcessorSpec | None = None, tools: Sequence[Mapping[str, Any]] | None = None
 ) -> StreamedPrompts:
-    """Reads the first block, and no more. eyes, tools: as for `open_stream`. Raises ConfigError."""
+    """Open a streamed data set. Reads blocks until one has a prompt, normally only the first.
+
+    Args:
+        cfg: Data settings.
+        tokenizer: Tokenizer of the model.
+        seed: Seed of the order.
+        eyes: Image processor of the model, or None for a text model.
+        tools: JSON schemas shown to the model if completions are episodes; None if they are single answers.
+
+    Raises:
+        ConfigError: If the data set cannot be read, or a prompt fails a check.
+    """
     flag, names = "dataset", names_of(cfg, None, "dataset")
     encode = PromptEncoder.of(cfg, tokenizer, eyes, tools)
 
@@ -108,22 +149,30 @@ def open_streamed(
 
 
 class StreamedPrompts(PromptStream):
-    """Hands out prompts as `PromptStream` does, and holds no more rows than those of the blocks that they are taken from."""
+    """A prompt stream that holds only the rows of the blocks that prompts are being taken from."""
 
     COMPARED = (("seed", "seed", "{}"), ("shuffle", "dataset_shuffle", "{}"), ("block_size", "shuffle_buffer_size", "{}"))
 
     def __init__(self, source: Source, look: Callable[[Rows], PromptRows], encode: Encode, *, cfg: DataConfig, seed: int):
-        """look: at the rows of a block; raises ConfigError. Reads blocks until one has a prompt."""
+        """Read blocks until one has a prompt.
+
+        Args:
+            source: Rows of the data set from any position.
+            look: Checks the rows of a block; raises ConfigError.
+            encode: Maps a prompt to token IDs.
+            cfg: Data settings.
+            seed: Seed of the order.
+        """
         nothing = PromptRows(rows=Rows([([], str)]), keep=np.empty(0, dtype=np.int64), longest_prompt=None)
         super().__init__(nothing, encode, seed=seed, shuffle=cfg.dataset_shuffle)
         self._source, self._look, self._size = source, look, max(1, cfg.shuffle_buffer_size)
         self._ask: Ask = lambda told: [told]
-        self._going_on: tuple[Any, Iterator[Read]] | None = None  # a reader that stands at a place
+        self._going_on: tuple[Any, Iterator[Read]] | None = None  # (position, reader at that position)
         self._held: dict[tuple[int, int], tuple[Mark, PromptRows]] = {}
         self._marks: list[Mark] = []
         while not self._marks or not self._marks[-1].num_prompts:
             self._remember(self._next(self._marks[-1] if self._marks else NOTHING))
-        # Prompts that nobody has read yet are as long as they may be.
+        # Assume the maximum length for prompts that have not been read yet.
         begin = self._rows_of(self._marks[-1])
         self.rows = replace(begin, is_beginning=True, longest_prompt=cfg.max_prompt_length or begin.longest_prompt)
 
@@ -131,12 +180,23 @@ class StreamedPrompts(PromptStream):
         raise TypeError("nobody knows how many prompts an epoch has that is read as the run goes")
 
     def agree_by(self, ask: Ask) -> None:
-        """From here on all ranks read the same rows, or end together. ask: see there. Raises RowsError, on every rank."""
+        """Verify from here on that all ranks read the same rows, and fail on all ranks otherwise. Collective.
+
+        Args:
+            ask: All-gather of (problem, checksum) over the ranks.
+
+        Raises:
+            RowsError: On every rank, if the rows read so far differ.
+        """
         self._ask = ask
         self._agree("", self._marks[-1])
 
     def take(self, count: int) -> list[Prompt]:
-        """As of any stream. Raises RowsError, on every rank, where rows cannot be read, or are not what rows must be."""
+        """Return the next `count` prompts. Collective after `agree_by`.
+
+        Raises:
+            RowsError: On every rank, if rows cannot be read or fail a check on any rank.
+        """
         while self._marks[-1].end < self.taken + count:
             made, fault = NOTHING, ""
             try:
@@ -167,10 +227,10 @@ class StreamedPrompts(PromptStream):
         self._marks = [known[key] for key in sorted(known)]
 
     def pictures_of(self, number: int) -> tuple[tuple[int, Image], ...]:
-        return ()  # rows that show some are refused
+        return ()  # rows with images are rejected
 
     def _of_other_rows(self, state: Mapping[str, Any]) -> list[Problem]:
-        """Whether the block that the run stopped in is what it was: its rows are read, the others when they are asked for."""
+        """Check that the block in which the saved run stopped is unchanged. Other blocks are checked when they are read."""
         marks = _marks_of(state)
         at = marks[_place_among(marks, int(state["taken"]))]
         if at in self._marks or not at.num_rows:
@@ -188,10 +248,10 @@ class StreamedPrompts(PromptStream):
     def _found(self, number: int) -> tuple[PromptRows, int, int]:
         mark = self._marks[_place_among(self._marks, number)]
         try:
-            while mark.end <= number:  # its place is not remembered
+            while mark.end <= number:  # the position of the block is not remembered
                 mark = self._next(mark)
             rows = self._rows_of(mark)
-        except (ConfigError, OSError) as error:  # which are for before a run
+        except (ConfigError, OSError) as error:  # these exception types are for problems before a run
             raise RunError(str(error)) from error
         if self._order[0] != mark.first:
             count = mark.num_prompts
@@ -199,7 +259,7 @@ class StreamedPrompts(PromptStream):
         return rows, int(self._order[1][number - mark.first]), mark.block * self._size
 
     def _next(self, mark: Mark) -> Mark:
-        """The block behind another one, read and looked at. Raises ConfigError."""
+        """Read and check the block after `mark`. Raises ConfigError."""
         epoch, block, begins = mark.epoch, mark.block + 1, mark.first_of_epoch
         if mark.after is None:
             if mark.end == begins:
@@ -218,7 +278,7 @@ class StreamedPrompts(PromptStream):
         return made
 
     def _rows_of(self, mark: Mark) -> PromptRows:
-        """Raises ConfigError where they are not what they were."""
+        """Return the rows of a block. Raises ConfigError if they have changed since they were first read."""
         key = (mark.epoch, mark.block)
         if key not in self._held or self._held[key][0] != mark:
             read, _ = self._read(mark.begin)
@@ -238,7 +298,7 @@ afresh in another output_dir."
             return self._look(_rows_of(read, "dataset"))
 
     def _read(self, begin: Any) -> tuple[list[Read], Any]:
-        """(rows of the block that begins there, the place behind it: None where the epoch ends)."""
+        """Read one block from a position. Return its rows and the position after them, None at the end of the epoch."""
         going_on, self._going_on = self._going_on, None
         reader = going_on[1] if going_on is not None and going_on[0] == begin else self._source(begin)
         read = list(islice(reader, self._size))
@@ -248,7 +308,7 @@ afresh in another output_dir."
         return read, after
 
     def _hold(self, mark: Mark, rows: PromptRows) -> None:
-        """Blocks that prompts are still taken from, and the one before them: prompts may be given back."""
+        """Keep the blocks that prompts are still taken from, and one block before them, because prompts may be given back."""
         behind = [key for key, (one, _) in self._held.items() if one.end <= self.taken]
         for key in behind[:-1]:
             del self._held[key]
@@ -273,12 +333,12 @@ def _marks_of(state: Mapping[str, Any]) -> list[Mark]:
 
 
 def _place_among(marks: Sequence[Mark], number: int) -> int:
-    """Of the last one that begins at this prompt or before it."""
+    """Return the index of the last mark that begins at prompt `number` or before it."""
     return max(0, bisect_right(marks, number, key=lambda mark: mark.first) - 1)
 
 
 def _digest(read: Sequence[Read]) -> int:
-    """A checksum of rows: enough to notice other ones at the same place."""
+    """Return a checksum of rows, to detect other rows at the same position."""
     digest = 0
     for one in read:
         digest = zlib.crc32(checks.bytes_of(one.row) if isinstance(one.row, dict) else b"", digest)
@@ -286,7 +346,7 @@ def _digest(read: Sequence[Read]) -> int:
 
 
 def _rows_of(read: Sequence[Read], flag: str) -> Rows:
-    """Raises ConfigError with what are no rows."""
+    """Collect the rows that were read. Raises ConfigError with the lines that hold no row."""
     bad = [f"{one.stands}: {one.row}" for one in read if isinstance(one.row, str)]
     if bad:
         named = f"{'; '.join(bad[:NAMED_ROWS])}{'; ...' if len(bad) > NAMED_ROWS else ''}"
@@ -296,7 +356,7 @@ def _rows_of(read: Sequence[Read], flag: str) -> Rows:
 
 @contextmanager
 def _named(first: int, count: int, flag: str) -> Iterator[None]:
-    """Around what looks at rows: what is wrong with some is said of those that were read together."""
+    """Add the range of a block's rows to the messages of ConfigErrors raised in the `with` block."""
     try:
         yield
     except ConfigError as error:

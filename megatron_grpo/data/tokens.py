@@ -1,7 +1,7 @@
-"""Prompts as tokens, made once on a machine: a file in the user's cache, which every rank maps into its memory.
+"""Cache of tokenized prompts: tokenized once per machine into a file in the user's cache directory, which every rank maps into memory.
 
-A file is named by all that decides what is in it: the rows, the tokenizer with its chat template, the settings, and the versions of the
-libraries. So whatever changes finds no file, and is tokenised anew. docs/data.md is the page for users.
+A file name is a digest of everything that determines the contents: the rows, the tokenizer with its chat template, the settings, and
+library versions. After any change there is no such file, and the prompts are tokenized again. docs/data.md is the page for users.
 """
 
 from __future__ import annotations
@@ -26,21 +26,27 @@ from megatron_grpo.data.chat import PromptEncoder
 
 logger = logging.getLogger(__name__)
 
-FEW = 2000  # rows up to which a file is not worth it
-PATIENCE = 900.0  # seconds that a rank waits for another one that tokenises the same
-UNUSED = 90 * 24 * 3600.0  # seconds after which a file that nobody has opened is removed
+FEW = 2000  # data sets of up to this many rows are not cached
+PATIENCE = 900.0  # seconds that a rank waits for another rank that tokenizes the same data set
+UNUSED = 90 * 24 * 3600.0  # seconds since last use after which a file is removed
 _MAGIC = b"megatron_grpo tokens 1\n\0"
-_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # of a model's folder: what a tokenizer may be read from
+_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # suffixes of files that a tokenizer may be loaded from
 
 
 class TokenTable(Sequence[tuple[int, ...]]):
-    """The token ids of every row. ends: int64 [rows], where each row ends in `tokens`, int32."""
+    """Token IDs of every row, in one flat array.
+
+    Args:
+        ends: End of each row in `tokens`, int64 [rows].
+        tokens: Token IDs of all rows, int32 [total tokens].
+    """
 
     def __init__(self, ends: np.ndarray, tokens: np.ndarray):
         self.ends, self.tokens = ends, tokens
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int] | np.ndarray]) -> TokenTable:
+        """Create a table from the token IDs of each row."""
         ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
         return cls(ends, np.concatenate([np.asarray(row, dtype=np.int32) for row in rows]) if rows else np.zeros(0, dtype=np.int32))
 
@@ -53,14 +59,19 @@ class TokenTable(Sequence[tuple[int, ...]]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each row, int64 [rows]."""
+        """Number of tokens of each row, int64 [rows]."""
         return np.diff(self.ends, prepend=0)
 
 
 def shared(key: str, make: Callable[[], TokenTable]) -> TokenTable:
-    """What `make` gives; or what it gave another rank, or an earlier run, under the same key.
+    """Return a table from the cache, or create it and store it there.
 
-    One process of a machine makes it, and the others wait. A cache that cannot be used is said, and costs only time.
+    One process of a machine creates the table while the others wait. If the cache cannot be used, a warning is logged; that only costs
+    time.
+
+    Args:
+        key: Name of the table in the cache, from `key_of`.
+        make: Creates the table.
     """
     folder = cache_directory()
     path = folder / f"{key}.tokens"
@@ -89,28 +100,33 @@ def shared(key: str, make: Callable[[], TokenTable]) -> TokenTable:
 
 
 def cache_directory() -> Path:
-    """MEGATRON_GRPO_CACHE, or the user's cache directory."""
+    """Return the cache directory: below MEGATRON_GRPO_CACHE if set, otherwise below the user's cache directory."""
     own = os.environ.get("MEGATRON_GRPO_CACHE")
     users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return (Path(own) if own else Path(users) / "megatron-grpo") / "prompts"
 
 
 def key_of(fingerprint: str, encode: PromptEncoder) -> str:
-    """The name of a data set's tokens. fingerprint: of its rows."""
+    """Return the cache key of a tokenized data set.
+
+    Args:
+        fingerprint: Fingerprint of the rows.
+        encode: Encoder that produces the token IDs.
+    """
     tokenizer = encode.tokenizer
     facts = {
         "rows": fingerprint,
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "settings": [encode.system, dict(encode.options), encode.keep_last, *([list(encode.tools)] if encode.tools else [])],
         "versions": [version("transformers"), version("tokenizers")],
-        # A template that writes the date writes another one tomorrow.
+        # A template that prints the date gives other tokens tomorrow.
         "day": time.strftime("%Y-%m-%d") if "strftime_now" in str(getattr(tokenizer, "chat_template", "")) else "",
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Of the tokenizer as it was loaded, and of the files that it may have been loaded from."""
+    """Return a digest of the loaded tokenizer and of the files it may have been loaded from."""
     digest = hashlib.sha256()
 
     def add(parts: Iterable[bytes]) -> None:
@@ -132,12 +148,12 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def write(path: Path, table: TokenTable) -> None:
-    """The file is there whole or not at all; its checksum tells when it is not what was written."""
+    """Write a table to a file atomically, with a checksum that detects later changes."""
     body = [np.int64(len(table)).tobytes(), np.ascontiguousarray(table.ends).tobytes(), np.ascontiguousarray(table.tokens).tobytes()]
     digest = hashlib.sha256()
     for part in body:
         digest.update(part)
-    beside = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")  # a folder may be shared between machines
+    beside = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")  # machines may share the directory
     try:
         with beside.open("wb") as stream:
             stream.writelines([_MAGIC, digest.digest(), *body])
@@ -148,7 +164,7 @@ def write(path: Path, table: TokenTable) -> None:
 
 
 def read(path: Path) -> TokenTable | None:
-    """The table of a file, mapped into memory; None where there is none, it is damaged, or somebody else put it there."""
+    """Map the table of a file into memory. Return None if the file is missing or damaged, or belongs to another user (other than root)."""
     try:
         with path.open("rb") as stream:
             if os.fstat(stream.fileno()).st_uid not in (os.getuid(), 0):
@@ -162,7 +178,7 @@ def read(path: Path) -> TokenTable | None:
     if hashlib.sha256(content[start:].data).digest() != bytes(content[len(_MAGIC) : start]):
         return None
     with suppress(OSError):
-        os.utime(path)  # it is in use
+        os.utime(path)  # marks the file as in use
     num_rows = int(content[start : start + 8].view(np.int64)[0])
     ends = content[start + 8 : start + 8 + 8 * num_rows].view(np.int64)
     return TokenTable(ends, content[start + 8 + 8 * num_rows :].view(np.int32))
@@ -171,7 +187,7 @@ def read(path: Path) -> TokenTable | None:
 def _forget_unused(folder: Path) -> None:
     oldest = time.time() - UNUSED
     for path in folder.iterdir():
-        with suppress(OSError):  # another process does the same
+        with suppress(OSError):  # another process may remove the same file
             if path.stat().st_mtime < oldest:
                 path.unlink()
 
