@@ -1,8 +1,8 @@
-"""Owns the pictures of a data set: which rows show which, their places in a prompt's tokens, and what their patches are when asked for.
+"""The images of a data set: which row has which images, their positions in the prompt's tokens, and their patches on demand.
 
-A picture is a reference. Its header is read when a prompt is drawn, its pixels when a rank of the first pipeline stage trains on it. Every
-rank reads the same rows, so none is ever sent: what is sent names the data set, the row and the place in it, and is found again at the
-other end.
+An image is a reference. Its header is read when a prompt is taken from the stream, its pixels when a rank of the first pipeline stage
+trains on it. Every rank reads the same rows, so no image is sent between processes: a message names the data set, the row and the index
+in it, and the receiver looks the image up.
 """
 
 from __future__ import annotations
@@ -29,14 +29,22 @@ if TYPE_CHECKING:
     from megatron_grpo.types import Image
 
 COLUMNS = ("images", "image")
-TAG = "<image>"  # Megatron-SWIFT's, in a text
-MOST_DECODED = 2_000_000_000  # pixels that are decoded before a run, to find files that are damaged behind their headers
+TAG = "<image>"  # Megatron-SWIFT's image placeholder in a text
+MOST_DECODED = 2_000_000_000  # pixels decoded before a run, to find files damaged after their headers
 _KEY_BYTES = 16
 _OPEN: WeakValueDictionary[str, ImageStore] = WeakValueDictionary()
 
 
 class ImageFile:
-    """A `Image` of a data set. One object for all who look at it."""
+    """An `Image` of a data set. All users of the image share one object.
+
+    Args:
+        album: Images of the data set.
+        row: Row of the data set.
+        index: Index of the image in the row.
+        source: Where the bytes are.
+        grid: Frames, rows and columns of patches.
+    """
 
     __slots__ = ("__weakref__", "_key", "album", "grid", "index", "merge", "row", "source")
 
@@ -47,21 +55,26 @@ class ImageFile:
 
     @property
     def key(self) -> str:
-        """Equal for equal pictures alone: of the bytes, and of all that decides what becomes of them."""
+        """Digest of the file's bytes and of all processor settings; equal only for images that become equal patches."""
         self._key = self._key or key_of(self.source.read(), self.album.eyes)
         return self._key
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for messages."""
         return self.source.name
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens of the image in a prompt."""
         return self.album.eyes.tokens(self.grid)
 
     def data(self) -> bytes:
-        """Of the file. Raises ConfigError where it is not the one any more that the run began with."""
+        """Return the bytes of the file.
+
+        Raises:
+            ConfigError: If the file has changed since the run first read it, or cannot be read.
+        """
         with self.album.told_of(self.row, self.source):
             data = self.source.read()
             key = key_of(data, self.album.eyes)
@@ -71,7 +84,11 @@ class ImageFile:
             return data
 
     def patches(self) -> np.ndarray:
-        """float32 [n, channels]."""
+        """Return the patches, float32 [patches, channels], from the cache if possible.
+
+        Raises:
+            ConfigError: If the file has changed or cannot be decoded.
+        """
         found = self.album.cache.get(self.key)
         if found is None:
             with self.album.told_of(self.row, self.source):
@@ -95,14 +112,22 @@ def _found_again(album: str, row: int, index: int) -> Image:
 
 
 def key_of(data: bytes, eyes: ImageProcessorSpec) -> str:
+    """Return the key of an image: a digest of its bytes, keyed by the processor settings."""
     return hashlib.blake2b(data, digest_size=_KEY_BYTES, key=eyes.digest.encode()).hexdigest()
 
 
 class ImageStore:
-    """The pictures of a data set's rows."""
+    """The images of a data set's rows."""
 
     def __init__(self, rows: Rows, eyes: ImageProcessorSpec, *, root: str | Path, flag: str = "dataset"):
-        """root: paths are inside it. flag: the setting that names the data set."""
+        """Register the images of a data set in this process. No file is opened.
+
+        Args:
+            rows: Rows of the data set.
+            eyes: Image processor of the model.
+            root: Directory that must contain all image paths.
+            flag: Setting that names the data set, for error messages.
+        """
         self.rows, self.eyes, self.root, self.flag = rows, eyes, Path(root), flag
         self.cache = PatchCache()
         self.name = f"{flag} {len(rows)} {eyes.digest}"
@@ -111,13 +136,17 @@ class ImageStore:
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """Pictures of each row, int64 [rows]."""
-        import numpy as np  # `plan` without a data set imports none
+        """Number of images of each row, int64 [rows]."""
+        import numpy as np  # `plan` without a data set does not import NumPy
 
         return np.array([len(shown_by(row)) for row in self.rows], dtype=np.int64)
 
     def pictures(self, row: int) -> tuple[ImageFile, ...]:
-        """In the order in which they are shown. Raises ConfigError."""
+        """Return the images of a row in the order of their placeholders. Reads their headers.
+
+        Raises:
+            ConfigError: If an image cannot be used.
+        """
         given = shown_by(self.rows[row])
         return tuple(self._picture(row, index, one) for index, one in enumerate(given))
 
@@ -133,17 +162,24 @@ class ImageStore:
 
     @contextmanager
     def told_of(self, row: int, source: ImageSource) -> Iterator[None]:
-        """Around what may raise ImageError: it becomes a ConfigError that names row and file."""
+        """Convert ImageError in the `with` block to a ConfigError that names row and file."""
         try:
             yield
         except ImageError as fault:
             raise ConfigError([Problem(flags=(self.flag,), message=self.sentence(row, source, fault))]) from fault
 
     def sentence(self, row: int, source: ImageSource, fault: object) -> str:
+        """Return an error message about an image.
+
+        Args:
+            row: Row of the data set.
+            source: The image.
+            fault: End of the sentence whose subject is the image.
+        """
         return f"{self.rows.place(row)}: the picture {source.name} {fault}."
 
     def stamp(self) -> str:
-        """Of what the files look like from outside: another one where one was written anew."""
+        """Return a digest of path, size and modification time of all image files; it changes when a file is rewritten."""
         digest = hashlib.sha256(self.eyes.digest.encode())
         for row in self.counts.nonzero()[0]:
             for given in shown_by(self.rows[int(row)]):
@@ -155,12 +191,12 @@ class ImageStore:
         return digest.hexdigest()
 
     def identity(self, row: int) -> list[str]:
-        """Of each picture of a row: its file's name, or a digest of what the row holds. Raises ImageError."""
+        """Return an identifier per image of a row: the path of its file, or a digest of the bytes in the row. Raises ImageError."""
         sources = [source_of(given, self.root) for given in shown_by(self.rows[row])]
         return [str(one.path) if one.held is None else hashlib.sha256(one.held).hexdigest() for one in sources]
 
     def num_bytes(self, row: int) -> list[int]:
-        """Of each picture's file: what tells, without reading it, that a data set is another one."""
+        """Return the file size of each image of a row in bytes. Detects a changed data set without reading the files."""
         found = []
         for given in shown_by(self.rows[row]):
             with suppress(ImageError, OSError):
@@ -168,12 +204,18 @@ class ImageStore:
                 found.append(len(source.held) if source.held is not None else source.path.stat().st_size if source.path else 0)
         return found
 
-    # ---- what is looked at before anything loads
+    # ---- checks before anything is loaded
 
     def faults(self, rows: Sequence[int]) -> list[Problem]:
-        """What is wrong with the pictures of these rows, a sentence each: with their headers, and then with what is behind them.
+        """Check the images of rows: first all headers, and if those are valid, the image data.
 
-        At most MOST_DECODED pixels are decoded, the first ones.
+        At most `MOST_DECODED` pixels are decoded, in the order of the rows.
+
+        Args:
+            rows: Rows of the data set to check.
+
+        Returns:
+            One problem that describes all faults, or an empty list.
         """
         found: list[str] = []
         behind: list[tuple[int, ImageSource]] = []
@@ -205,7 +247,7 @@ class ImageStore:
                 return self.sentence(row, source, fault)
             return None
 
-        with ThreadPoolExecutor(max_workers=4) as pool:  # decoders let other threads run
+        with ThreadPoolExecutor(max_workers=4) as pool:  # decoders release the interpreter lock
             return [sentence for sentence in pool.map(fault, pictures) if sentence]
 
 
@@ -213,7 +255,7 @@ class ImageStore:
 
 
 def shown_by(row: Mapping[str, Any]) -> list[Any]:
-    """What a row's column of pictures holds; an empty list where it has none."""
+    """Return the contents of a row's image column; an empty list if it has no images."""
     for name in COLUMNS:
         value = row.get(name)
         if isinstance(value, (list, tuple)):
@@ -224,7 +266,7 @@ def shown_by(row: Mapping[str, Any]) -> list[Any]:
 
 
 def num_places(raw: Any) -> int:
-    """Places for pictures in a prompt: parts of type image, and tags in its texts."""
+    """Return the number of image placeholders in a prompt: parts of type image, and `<image>` tags in its texts."""
     if isinstance(raw, str):
         return raw.count(TAG)
     return sum(_places_in(message.get("content")) for message in raw)
@@ -239,7 +281,10 @@ def _places_in(content: Any) -> int:
 
 
 def with_parts(content: Any) -> Any:
-    """Content as chat templates of models that see want it: parts, with an image where a text has the tag. A plain string stays one."""
+    """Convert message content to the parts that chat templates of vision-language models expect.
+
+    Each `<image>` tag in a text becomes a part of type image. A string without tags is returned unchanged.
+    """
     if isinstance(content, str) and TAG not in content:
         return content
     if not isinstance(content, (str, list, tuple)):
@@ -259,7 +304,16 @@ def with_parts(content: Any) -> Any:
 
 
 def expanded(short: Sequence[int], pictures: Sequence[Image], image_token: int) -> list[int]:
-    """Each picture's one token in its prompt becomes as many as it has. Raises ValueError where there are not as many as pictures."""
+    """Repeat each image token as often as its image has tokens.
+
+    Args:
+        short: Token IDs with one image token per image.
+        pictures: Images, in order.
+        image_token: The image token.
+
+    Raises:
+        ValueError: If the numbers of image tokens and images differ.
+    """
     if short.count(image_token) != len(pictures):
         raise ValueError(f"the prompt has {short.count(image_token)} places for pictures, and the row {len(pictures)} pictures")
     left, long = iter(pictures), list[int]()
@@ -269,7 +323,13 @@ def expanded(short: Sequence[int], pictures: Sequence[Image], image_token: int) 
 
 
 def places(token_ids: Sequence[int], pictures: Sequence[Image], image_token: int) -> tuple[tuple[int, Image], ...]:
-    """((place of its first token, picture), ...) in the long form."""
+    """Return ((index of its first token, image), ...) in the expanded token IDs.
+
+    Args:
+        token_ids: Token IDs after `expanded`.
+        pictures: Images, in order.
+        image_token: The image token.
+    """
     found, at = [], 0
     for picture in pictures:
         at = token_ids.index(image_token, at)
@@ -279,7 +339,12 @@ def places(token_ids: Sequence[int], pictures: Sequence[Image], image_token: int
 
 
 def shortened(token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """The other way: one token a picture. spans: (first token, tokens) of each. What else is the same token stays as it is."""
+    """Invert `expanded`: keep one token per image.
+
+    Args:
+        token_ids: Token IDs after `expanded`.
+        spans: (first token, number of tokens) of each image. Image tokens outside of these spans are kept.
+    """
     left, at = list[int](), 0
     for place, count in spans:
         left += [*token_ids[at:place], token_ids[place]]
@@ -288,5 +353,6 @@ def shortened(token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> lis
 
 
 def num_tokens(picture: Image) -> int:
+    """Return the number of tokens of an image."""
     frames, rows, columns = picture.grid
     return frames * rows * columns // picture.merge**2

@@ -1,7 +1,7 @@
-"""How a model sees: what becomes of a picture before its first layer, as the files beside its weights say.
+"""Image preprocessing of vision-language models: image size to number of tokens, image to patches, as the model's files specify.
 
-How many tokens a picture has follows from its size alone, so the lengths of a data set are known without a pixel. Patches are made by
-transformers' own image processor, with its Pillow backend wherever they are made: its torchvision backend resizes to other pixels.
+The number of tokens of an image follows from its size alone, so the lengths of a data set are known without decoding a pixel. Patches are
+always made by transformers' image processor with its Pillow backend: its torchvision backend resizes to different pixel values.
 """
 
 from __future__ import annotations
@@ -28,34 +28,43 @@ if TYPE_CHECKING:
     from megatron_grpo.config.config import DataConfig
 
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
-MOST_CACHED = 512 << 20  # bytes of patches that are kept
-MANY_TOKENS = 4096  # of one picture: more is worth a word
+MOST_CACHED = 512 << 20  # bytes of patches in the cache
+MANY_TOKENS = 4096  # tokens of one image above which a note is printed
 _FILE = "preprocessor_config.json"
-# What the image processor is told, and the value that holds where the file says nothing.
+# Settings of the image processor, with the defaults for those that the file lacks.
 _SETTINGS: Mapping[str, Any] = {
     "do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True, "merge_size": 2, "patch_size": 14,
     "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711], "resample": 3,
     "rescale_factor": 1 / 255, "temporal_patch_size": 2,
 }  # fmt: skip
-_SMALLEST, _LARGEST = 56 * 56, 28 * 28 * 1280  # pixels, where the file says nothing
+_SMALLEST, _LARGEST = 56 * 56, 28 * 28 * 1280  # pixels, if the file has no bounds
 VARIABLES = {"max_pixels": "MAX_PIXELS", "min_pixels": "MIN_PIXELS"}  # Megatron-SWIFT's names in the environment
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageProcessorSpec:
-    """Everything that decides which tokens and patches a picture becomes."""
+    """All settings that determine the tokens and patches of an image."""
 
-    image_token: int  # stands for each part of a picture
-    around: tuple[int, int]  # tokens before and behind a picture
+    image_token: int  # token ID that stands for each part of an image
+    around: tuple[int, int]  # token IDs before and after an image
     min_pixels: int
     max_pixels: int
-    settings: Mapping[str, Any] = field(repr=False)  # of transformers' image processor, without its sizes
+    settings: Mapping[str, Any] = field(repr=False)  # arguments of transformers' image processor, without its size bounds
 
     @classmethod
     def of(cls, model_path: str | Path, *, min_pixels: int | None = None, max_pixels: int | None = None) -> ImageProcessorSpec | None:
-        """What the files of a model say; None for a model of text. Raises ConfigError.
+        """Read the image settings from the files of a model.
 
-        min_pixels, max_pixels: instead of the model's own.
+        Args:
+            model_path: Directory of a Hugging Face checkpoint.
+            min_pixels: Replaces the model's lower bound on the number of pixels.
+            max_pixels: Replaces the model's upper bound on the number of pixels.
+
+        Returns:
+            The settings; None for a text model.
+
+        Raises:
+            ConfigError: If files are missing or contradict each other, or the bounds are invalid.
         """
         config = _read(Path(model_path) / "config.json")
         if not sees(config):
@@ -89,45 +98,54 @@ class ImageProcessorSpec:
 
     @property
     def patch(self) -> int:
-        """Pixels of a side."""
+        """Side of a patch in pixels."""
         return self.settings["patch_size"]
 
     @property
     def merge(self) -> int:
-        """So many by so many patches are one token."""
+        """Side of a token in patches: merge x merge patches form one token."""
         return self.settings["merge_size"]
 
     @property
     def side(self) -> int:
-        """Pixels of the side of a token."""
+        """Side of a token in pixels."""
         return self.patch * self.merge
 
     @property
     def channels(self) -> int:
-        """Numbers of a patch."""
+        """Number of values in a patch."""
         return 3 * self.settings["temporal_patch_size"] * self.patch**2
 
     @property
     def processor_size(self) -> dict[str, int]:
-        """As transformers' image processor takes it, in pixels in spite of the names."""
+        """Size bounds as transformers' image processor takes them, in pixels despite the key names."""
         return {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
 
     @cached_property
     def digest(self) -> str:
-        """Of all that decides what becomes of a picture."""
+        """Digest of all settings that affect the tokens and patches of an image."""
         facts = {"settings": dict(self.settings), "size": self.processor_size, "token": self.image_token}
         return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def grid(self, height: int, width: int) -> Grid:
-        """Patches of a picture of this many pixels. Raises ImageError for a strip."""
+        """Return the patch grid of an image.
+
+        Args:
+            height: Height in pixels.
+            width: Width in pixels.
+
+        Raises:
+            ImageError: If one side is too long relative to the other.
+        """
         rows, columns = resized(height, width, factor=self.side, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
         return 1, rows // self.patch, columns // self.patch
 
     def tokens(self, grid: Grid) -> int:
+        """Return the number of tokens of an image with this patch grid."""
         return math.prod(grid) // self.merge**2
 
     def patches(self, image: Image) -> np.ndarray:
-        """float32 [patches, channels] of an upright RGB picture."""
+        """Return the patches of an upright RGB image, float32 [patches, channels]."""
         return self._processor(images=[image], return_tensors="np")["pixel_values"]
 
     @cached_property
@@ -140,14 +158,28 @@ class ImageProcessorSpec:
 
 
 def sees(config: Mapping[str, Any]) -> bool:
-    """Whether a model with this config.json has eyes."""
+    """Return whether a config.json belongs to a vision-language model."""
     return "vision_config" in config and "image_token_id" in config
 
 
 def resized(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """(height, width) that Qwen's image processor resizes to: multiples of `factor`, about as wide and high as before, between the bounds.
+    """Return the size to which Qwen's image processor resizes an image.
 
-    transformers' `smart_resize` (Apache-2.0), which is behind an import of torch. Raises ImageError where it would fail.
+    Height and width become multiples of `factor`, with about the same aspect ratio and a number of pixels within the bounds. Reimplements
+    transformers' `smart_resize` (Apache-2.0), whose import needs torch.
+
+    Args:
+        height: Height in pixels.
+        width: Width in pixels.
+        factor: Side of a token in pixels.
+        min_pixels: Lower bound on height x width.
+        max_pixels: Upper bound on height x width.
+
+    Returns:
+        (height, width) in pixels.
+
+    Raises:
+        ImageError: If `smart_resize` would fail: one side is more than `LARGEST_RATIO` times the other.
     """
     if max(height, width) > LARGEST_RATIO * min(height, width):
         raise ImageError(f"is {width} x {height} pixels: one side is more than {LARGEST_RATIO} times the other")
@@ -163,13 +195,24 @@ def resized(height: int, width: int, *, factor: int, min_pixels: int, max_pixels
 
 
 def eyes_of(cfg: DataConfig, model_path: str | Path) -> ImageProcessorSpec | None:
-    """How the model of a run sees, with the run's own bounds. Raises ConfigError."""
+    """Return the image settings of a run's model. Bounds come from the run's settings, else from the environment, else from the model.
+
+    Args:
+        cfg: Data settings.
+        model_path: Directory of a Hugging Face checkpoint.
+
+    Returns:
+        The settings; None for a text model.
+
+    Raises:
+        ConfigError: If the model's files or the bounds are invalid.
+    """
     bounds = {name: getattr(cfg, name) or _of_environment(variable) for name, variable in VARIABLES.items()}
     return ImageProcessorSpec.of(model_path, min_pixels=bounds["min_pixels"], max_pixels=bounds["max_pixels"])
 
 
 def said_of_bounds(cfg: DataConfig) -> list[str]:
-    """Which of two bounds on the size of pictures holds: what was typed, or what the environment has."""
+    """Return a sentence for each image size bound in the environment that differs from the setting, saying which one applies."""
     said = []
     for name, variable in VARIABLES.items():
         typed, found = getattr(cfg, name), os.environ.get(variable)
@@ -209,7 +252,11 @@ def _wrong(sentence: str, *flags: str) -> ConfigError:
 
 
 class PatchCache:
-    """Patches of pictures that were made last, by key, up to so many bytes."""
+    """Least-recently-used cache of image patches, by image key. Thread-safe.
+
+    Args:
+        most_bytes: Capacity in bytes.
+    """
 
     def __init__(self, most_bytes: int = MOST_CACHED):
         self.most_bytes = most_bytes
@@ -218,12 +265,14 @@ class PatchCache:
         self._lock = threading.Lock()
 
     def get(self, key: str) -> np.ndarray | None:
+        """Return the cached patches of an image, or None."""
         with self._lock:
             if key in self._held:
                 self._held.move_to_end(key)
             return self._held.get(key)
 
     def put(self, key: str, patches: np.ndarray) -> None:
+        """Add patches, and evict the least recently used ones if the cache is full. Patches larger than the cache are not added."""
         with self._lock:
             if key in self._held or patches.nbytes > self.most_bytes:
                 return

@@ -1,8 +1,7 @@
-"""Owns how the file of a picture is opened: looked at by its header alone, or made upright and RGB, in the trainer as in a sampler.
+"""Open image files: read the size from the header, or decode to upright RGB. Used by the trainer and the sampler.
 
-Whatever samples and whatever trains must see the same pixels, so both decode a file's bytes with `decoded`. Pictures come from strangers:
-only formats whose decoders are plain arithmetic are opened, and none that would fill the memory. Needs Pillow (the extra `images`); no
-torch.
+Both must see the same pixels, so both decode a file's bytes with `decoded`. Image files are untrusted input: only formats whose decoders
+are plain arithmetic are opened, and no image that would fill the memory. Needs Pillow (the extra `images`); no torch.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MOST_PIXELS = 89_478_485  # from here on Pillow itself warns of a decompression bomb
-MOST_BYTES = 256 << 20  # of a file
-LARGEST_RATIO = 200  # of the longer side to the shorter one: Qwen's own bound
-# Other formats of Pillow's start programs (EPS), or are read by code that few look at.
+MOST_PIXELS = 89_478_485  # Pillow warns of a decompression bomb above this
+MOST_BYTES = 256 << 20  # largest file
+LARGEST_RATIO = 200  # longer side to shorter side: Qwen's bound
+# Other formats of Pillow start programs (EPS), or have decoders that few people review.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _BROKEN = (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error, zlib.error)
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap height and width
@@ -33,19 +32,19 @@ _ORIENTATION = 0x0112
 
 
 class ImageError(ValueError):
-    """What is wrong with a picture, as the end of a sentence whose subject it is."""
+    """The problem with an image, as the end of a sentence whose subject is the image."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """Where the bytes of a picture are: in a file, or here."""
+    """Location of the bytes of an image: a file, or memory."""
 
-    name: str  # for people
+    name: str  # name for messages
     path: Path | None = None
     held: bytes | None = None
 
     def read(self) -> bytes:
-        """Raises ImageError."""
+        """Return the bytes of the image. Raises ImageError."""
         if self.held is not None:
             return self.held
         assert self.path is not None
@@ -54,7 +53,7 @@ class ImageSource:
             return self.path.read_bytes()
 
     def size(self) -> tuple[int, int]:
-        """(height, width) in pixels once it is upright, from the header alone. Raises ImageError."""
+        """Return (height, width) in pixels of the upright image, from the header alone. Raises ImageError."""
         with _as_fault():
             if self.path is not None:
                 _require_file(self.path)
@@ -64,9 +63,14 @@ class ImageSource:
 
 
 def source_of(given: Any, root: Path) -> ImageSource:
-    """What a row of a data set names: a path, bytes, {"bytes", "path"} as parquet has it, or a PIL image.
+    """Return the source of an image in a data set row.
 
-    root: paths are inside it. Raises ImageError.
+    Args:
+        given: A path, bytes, {"bytes", "path"} as in parquet files, or a PIL image.
+        root: Directory that must contain all paths.
+
+    Raises:
+        ImageError: If the value is of another type, is a URL, or lies outside of `root`.
     """
     if isinstance(given, Mapping) and {"bytes", "path"} & given.keys():
         held, name = given.get("bytes"), given.get("path")
@@ -95,7 +99,7 @@ def _file(name: str, root: Path) -> ImageSource:
 
 
 def decoded(data: bytes) -> Image:
-    """The picture as a model is to see it: upright and RGB, on white where it is transparent. Raises ImageError."""
+    """Decode an image as the model receives it: upright and RGB, on white where it is transparent. Raises ImageError."""
     with _as_fault(), _opened(io.BytesIO(data)) as image:
         turn = _orientation(image)
         image.load()
@@ -103,7 +107,7 @@ def decoded(data: bytes) -> Image:
 
 
 def as_png(image: Image) -> bytes:
-    """Bytes that `decoded` makes the same picture of. Raises ImageError."""
+    """Encode an image as PNG bytes from which `decoded` restores the same pixels. Raises ImageError."""
     with _as_fault():
         turn = _orientation(image)
         image.load()
@@ -113,12 +117,12 @@ def as_png(image: Image) -> bytes:
 
 
 def require_pillow() -> str | None:
-    """What is missing here, as a sentence; None where nothing is."""
+    """Return a sentence that says how to install Pillow, or None if it is installed."""
     return None if find_spec("PIL") else "Reading pictures needs the extra `images`: pip install 'megatron-grpo[images]'."
 
 
 def _require_file(path: Path) -> None:
-    """Raises ImageError for what is no file, or a huge one: reading a device would never end."""
+    """Raise ImageError unless the path is a regular file of at most `MOST_BYTES` bytes. Reading a device would never end."""
     facts = path.stat()
     if not stat.S_ISREG(facts.st_mode):
         raise ImageError("is no file")
@@ -128,10 +132,10 @@ def _require_file(path: Path) -> None:
 
 @contextmanager
 def _opened(stream: Any) -> Iterator[Image]:
-    from PIL import Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401 - the two that Pillow would not know without
+    from PIL import Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401 - plugins that must be imported to be registered
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of bombs, which are refused below, and of damaged metadata
+        warnings.simplefilter("ignore")  # of decompression bombs, which are rejected below, and of damaged metadata
         with Image.open(stream, formats=FORMATS) as image:
             width, height = image.size
             if width * height > MOST_PIXELS:
@@ -145,7 +149,7 @@ def _opened(stream: Any) -> Iterator[Image]:
 
 @contextmanager
 def _as_fault() -> Iterator[None]:
-    """All ways in which a decoder fails, as one."""
+    """Convert every exception that a decoder raises to ImageError."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -161,11 +165,11 @@ def _as_fault() -> Iterator[None]:
 
 
 def _orientation(image: Image) -> int:
-    """EXIF's: 1 is upright. As the header tells it, so that a size without pixels and the pixels agree."""
-    if image.format == "TIFF":  # Pillow turns these by itself as it loads them, and its size is that of the turned one
+    """Return the EXIF orientation (1 is upright) from the header, so that sizes from the header agree with the pixels."""
+    if image.format == "TIFF":  # Pillow rotates TIFF files while loading, and reports the rotated size
         return 1
     if image.format == "PNG" and not {"exif", "Raw profile type exif", "xmp"} & image.info.keys():
-        return 1  # asked for, Pillow would decode all of it to look behind the pixels
+        return 1  # getexif() would decode the whole image to look for data after the pixels
     found = image.getexif().get(_ORIENTATION, 1)
     return found if found in range(1, 9) else 1
 
@@ -185,8 +189,8 @@ def _rgb(image: Image) -> Image:
 
     if image.mode == "F":
         raise ImageError("holds floating-point numbers, and nothing says which of them is white")
-    if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut at 255
-        import numpy as np  # `plan` of a run on text imports none
+    if image.mode.startswith("I"):  # 16-bit grayscale, which Pillow would clip at 255
+        import numpy as np  # `plan` of a text model does not import NumPy
 
         return images.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
