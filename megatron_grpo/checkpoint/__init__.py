@@ -1,7 +1,7 @@
-"""Checkpoints of a run: everything that decides what happens next, complete on disk or not there at all.
+"""Checkpoints of a run: the complete state that determines how training continues. A checkpoint is either complete on disk or absent.
 
-`resume` judges, without torch, which checkpoint a run continues: by `manifest` (names, renames, checksums, and what it is of),
-`continuity` (what may change) and `content` (settings and fingerprints). `saving` writes and restores: `distributed` has the Megatron part
-and brings files to the disk, `pieces` says who writes what of it, `samples` has the rows that wait, `generators` the random states.
-docs/checkpoints.md is the page for users.
+`resume` decides, without torch, which checkpoint a run continues, using `manifest` (names, renames, checksums, contents of a manifest),
+`resume_compatibility` (which settings may change) and `fingerprints` (settings and fingerprints). `saving` writes and restores
+checkpoints: `distributed` has the Megatron-Core part and writes files to disk, `shards` assigns the pieces to ranks, `samples` has the
+pending rows, `rng_state` the random states. docs/checkpoints.md is the page for users.
 """

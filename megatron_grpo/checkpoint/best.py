@@ -1,7 +1,7 @@
-"""Which checkpoint of a run is the best one (`--metric_for_best_model`), in checkpoints/best.json. No torch; rank 0 alone.
+"""Track the best checkpoint of a run (`--metric_for_best_model`) in checkpoints/best.json. No torch; rank 0 only.
 
-A number is of a checkpoint where it is told of the same optimizer step: held-out prompts are answered by the weights as they were saved.
-What training metrics say of a step was measured on what earlier weights sampled. The names in the file are those of transformers.
+A metric value belongs to the checkpoint of the same optimizer step. Evaluation metrics of a step are measured with the weights as saved;
+training metrics of a step were measured on samples from earlier weights. The file has the field names of transformers.
 """
 
 from __future__ import annotations
@@ -21,27 +21,38 @@ FILE = "best.json"
 
 
 class Best:
-    """The best of the checkpoints in a folder, by one metric. Of equals the earlier one stays.
+    """The best checkpoint in a folder by one metric. In case of a tie the earlier one wins.
 
-    metric: a name of metrics.jsonl, or eval/..., as services hear it. `published` may be called by the thread that writes checkpoints.
+    `published` may be called from the thread that writes checkpoints.
+
+    Args:
+        folder: The `checkpoints` directory.
+        metric: Name of a metric in metrics.jsonl, or eval/..., as services receive it.
+        greater: Whether larger values are better.
+        say: Called with each message. Default: print.
     """
 
     def __init__(self, folder: Path, metric: str, *, greater: bool, say: Callable[[str], None] | None = None):
         self.folder, self.metric, self.greater = Folder(folder), metric, greater
         self.say = say or partial(print, flush=True)
-        self.values: dict[int, float] = {}  # of checkpoints, by step
-        self._heard: tuple[int, float] | None = None  # the last, whether or not there is a checkpoint of that step
-        self._saved: int | None = None  # the last checkpoint
+        self.values: dict[int, float] = {}  # metric values of checkpoints, by step
+        self._heard: tuple[int, float] | None = None  # last (step, value), whether or not a checkpoint of that step exists
+        self._saved: int | None = None  # step of the last checkpoint
         self._lock = threading.Lock()
 
     @property
     def step(self) -> int | None:
-        """Of the best one; None where none has a number yet."""
+        """Step of the best checkpoint; None if no checkpoint has a value yet."""
         sign = 1 if self.greater else -1
         return max(self.values, key=lambda step: (sign * self.values[step], -step), default=None)
 
     def hear(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """What a step or an evaluation tells, after so many optimizer steps."""
+        """Record the metrics of a step or an evaluation.
+
+        Args:
+            step: Number of optimizer steps done.
+            numbers: Metrics by name.
+        """
         value = numbers.get(self.metric)
         if value is not None and math.isfinite(value):
             with self._lock:
@@ -49,14 +60,19 @@ class Best:
                 self._judge()
 
     def published(self, step: int) -> None:
-        """A checkpoint of this step is complete."""
+        """Record that the checkpoint for `step` has been written."""
         with self._lock:
             self._saved = step
-            self.values.pop(step, None)  # of weights that were at this step before the run went back
+            self.values.pop(step, None)  # a value for the weights of this step before the run was rolled back
             self._judge()
 
     def go_on(self, step: int, *, is_saved: bool) -> None:
-        """The run begins, after so many optimizer steps. is_saved: from a checkpoint of this folder. What is later was given up."""
+        """Restore the record at the beginning of a run. Values of later steps are dropped.
+
+        Args:
+            step: Number of optimizer steps done.
+            is_saved: Whether the run continues from a checkpoint of this folder.
+        """
         self._saved = step if is_saved else None
         before = self._read()
         said = before.get("metric"), before.get("greater_is_better")
@@ -67,7 +83,7 @@ class Best:
             self.values = {saved: value for saved, value in before["values"].items() if saved in there}
 
     def words(self) -> str | None:
-        """What is said of the best one at the end; None where none has a number."""
+        """Return the final message about the best checkpoint; None if no checkpoint has a value."""
         if self.step is None:
             return None
         return f"The best checkpoint is {self.folder.directory(self.step)} ({self.metric} {self.values[self.step]:.4g})."
@@ -96,7 +112,7 @@ class Best:
         }
         try:
             write_whole(self.folder.path / FILE, json.dumps(found, indent=1) + "\n", durable=True)
-        except OSError as error:  # the run is as good as it was
+        except OSError as error:  # the run itself is unaffected
             self.say(f"WARNING: which checkpoint is best cannot be written down ({error.strerror}); the next number tries again")
 
     def _read(self) -> dict[str, Any]:

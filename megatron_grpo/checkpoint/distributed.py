@@ -1,9 +1,10 @@
-"""The sharded part of a checkpoint: Megatron-Core's `torch_dist` format, written in this process, with errors that every rank learns of.
+"""The sharded part of a checkpoint in Megatron-Core's `torch_dist` format, written in this process, with errors raised on every rank.
 
-Megatron-Core's own writer starts a manager process and forks writers, and gathers every rank's description on every rank, and on rank 0 at
-each save. The files are the same. Here they are staged, hashed while they are written, and written in a thread of this process where asked.
-No process is started: one of which the launcher knows nothing outlives a killed run, and forking a process that holds an engine and
-collective threads is a gamble. The thread speaks to no other rank: what ranks agree on, they agree on between steps.
+Megatron-Core's own writer starts a manager process and forks writers; it gathers the description of every rank on every rank, and again
+on rank 0 at each save. The files here are identical. They are staged in host memory, hashed while they are written, and optionally
+written in a thread of this process. No process is started: a process unknown to the launcher survives a killed run, and forking a process
+that holds an engine and collective threads is unsafe. The thread does not communicate with other ranks; all agreement between ranks
+happens between steps.
 """
 
 from __future__ import annotations
@@ -35,21 +36,25 @@ from megatron_grpo.checkpoint.safe_unpickle import nothing_runs, refuse_extra_st
 from megatron_grpo.checkpoint.shards import Contents, PlacedShard, Shard, dealt, metadata_of, pieces_of
 from megatron_grpo.parallel import collectives
 
-CHUNK = 256 << 20  # bytes of host memory that are asked for at once; torch rounds what it pins up to a power of two
-Entry = Mapping[str, Any]  # of one file: {"bytes": ..., "sha256": ...}, as a manifest has it
-# What writing and reading may raise. torch's CheckpointException is a BaseException; torch.save reports a full disk as RuntimeError.
+CHUNK = 256 << 20  # bytes of host memory allocated at once; torch rounds pinned allocations up to a power of two
+Entry = Mapping[str, Any]  # a file in a manifest: {"bytes": size, "sha256": digest}
+# Exceptions of writing and reading. torch's CheckpointException is a BaseException; torch.save reports a full disk as RuntimeError.
 FAILURES = (OSError, RuntimeError, ValueError, KeyError, CheckpointException, CheckpointingException)
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written or read. Raised on every rank, with what went wrong on each."""
+    """A checkpoint could not be written or read. Raised on every rank, with the errors of all ranks."""
 
 
 @contextmanager
 def agreed(what: str) -> Iterator[None]:
-    """Leave together: a failure of one rank in the block is raised on all, instead of leaving the others in a collective.
+    """Raise CheckpointError on all ranks if the `with` block fails on any of them. Collective.
 
-    Inside the block no rank may wait for another, unless what it calls brings errors to all ranks by itself.
+    Without it, the other ranks would wait in a collective. Inside the block no rank may wait for another, unless the called function
+    propagates errors to all ranks.
+
+    Args:
+        what: Description of the operation, the beginning of the error message.
     """
     problem, cause = None, None
     try:
@@ -58,14 +63,20 @@ def agreed(what: str) -> Iterator[None]:
         problem, cause = _describe(error), error
     if collectives.all_reduce_max(problem is not None):
         problems = collectives.all_gather_object(problem)
-        # What torch has already brought to all ranks names its rank and reads alike everywhere: once is enough.
+        # An error that torch has already sent to all ranks names its rank and is the same everywhere: report it once.
         texts = [text if text.startswith("rank ") else f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
         raise CheckpointError(f"{what}: {'; '.join(dict.fromkeys(texts))}") from cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What this rank has written: its files by name, and what lies where in the one of the sharded state dict ("" where it has none)."""
+    """Files that this rank has written.
+
+    Args:
+        files: Size and digest of each file, by name.
+        file: Name of the file with the sharded state; "" if this rank has none.
+        placed: Position of each piece in that file.
+    """
 
     files: dict[str, Entry]
     file: str
@@ -73,26 +84,31 @@ class Written:
 
 
 class ShardedWriter:
-    """Writes the sharded state dicts of one run, one after another, each rank its share. What does not change is not sent again.
+    """Writes the sharded state dicts of a run, one after another. Each rank writes its share; unchanged descriptions are not sent again.
 
-    group: the ranks that may hold what this rank holds, and share the writing of it; None for all. staged: what is to be written is copied
-    first, so that writing may go on beside training.
+    Args:
+        group: Process group of the ranks that may hold the same state as this rank, and share the writing of it; None for all ranks.
+        staged: Whether the state is copied first, so that writing can continue during training.
     """
 
     def __init__(self, group: Any = None, *, staged: bool = False):
         self._group = group
         self._staging = Staging() if staged else None
-        self._mine: frozenset[int] | None = None  # of what others hold too; the same for the whole run
-        self._known: list[PlacedShard] | None = None  # what rank 0 has been told of
+        self._mine: frozenset[int] | None = None  # names of shared tensors that this rank writes; constant over the run
+        self._known: list[PlacedShard] | None = None  # the placement that rank 0 has received
         self._metadata = b""
 
     def taken(self, state: dict[str, Any], others: dict[str, bytes]) -> Callable[[Path], Written]:
-        """What `state` holds now, as a function that writes it into a directory without asking other ranks. Collective.
+        """Capture the current state, and return a function that writes it into a directory without communication. Collective.
 
-        others: files of this rank that go with it, by name. Where this is staged the model may change before the function runs.
+        With `staged` the model may change before the function runs.
+
+        Args:
+            state: Sharded state dict.
+            others: Contents of further files of this rank, by name.
         """
         with agreed("describing the model and optimizer"):
-            sharded, common = save_preprocess(state, validate_access_integrity=False)  # `metadata_of` sees to that, on one rank
+            sharded, common = save_preprocess(state, validate_access_integrity=False)  # `metadata_of` checks integrity, on one rank
         if self._mine is None:
             self._mine = dealt(sharded, self._group)
         with agreed("copying the model and optimizer"):
@@ -107,7 +123,14 @@ class ShardedWriter:
         return partial(_write, pieces, others, rank=collectives.rank())
 
     def told(self, written: Written) -> Callable[[Path], dict[str, Entry]] | None:
-        """On rank 0, a function that writes `.metadata` and returns the files of all ranks; None elsewhere. Collective."""
+        """Gather the files of all ranks on rank 0. Collective.
+
+        Args:
+            written: Files of this rank.
+
+        Returns:
+            On rank 0, a function that writes `.metadata` and returns the files of all ranks; None elsewhere.
+        """
         is_new = bool(collectives.all_reduce_max(written.placed != self._known))
         parts = collectives.gather_object((written.files, written.file, written.placed) if is_new else (written.files, "", ()))
         self._known = written.placed
@@ -135,16 +158,25 @@ def _write(pieces: Sequence[tuple[Shard, Contents]], others: dict[str, bytes], d
 
 
 def read_sharded(state: dict[str, Any], directory: Path, *, partly: bool = False) -> dict[str, Any]:
-    """Reads into the tensors that `state` describes, under any layout. Collective. Nothing may be lacking there, and nothing left over.
+    """Load a checkpoint into the tensors of `state`, under any parallel layout. Collective.
 
-    partly: what is left over is not wanted; a model without its optimizer, say.
+    Args:
+        state: Sharded state dict.
+        directory: Directory of the checkpoint.
+        partly: Whether the checkpoint may contain more than `state`, for example the optimizer.
+
+    Returns:
+        The loaded state dict.
+
+    Raises:
+        CheckpointError: On every rank, if entries are missing, or left over (unless `partly`), or reading fails on any rank.
     """
     with agreed(f"loading {directory} into this model"), nothing_runs(directory):
         mine = {leaf.key for leaf in nested_values(load_preprocess(state)[0]) if isinstance(leaf, ShardedBase)}
         held = sorted({part.key for part in load_sharded_metadata(str(directory)).values()})
     if collectives.all_reduce_max(not mine <= set(held)):
         raise CheckpointError(f"it lacks {_some(set().union(*collectives.all_gather_object(mine - set(held))))}")
-    # "_extra_state" is what Transformer Engine's layers keep beside their weights: nothing, unless they compute in FP8.
+    # "_extra_state" is extra state of Transformer Engine's layers: empty unless they compute in FP8.
     wanted = [name in mine or name.endswith("_extra_state") for name in held]
     left_over = {name for name, is_wanted in zip(held, collectives.all_reduce_any(wanted), strict=True) if not is_wanted}
     if left_over and not partly:
@@ -161,7 +193,7 @@ def _some(names: set[str]) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    """One line. Of torch's CheckpointException, whose own text is `ranks:dict_keys([0])`, the failures inside."""
+    """Return one line about an error. For torch's CheckpointException, whose text is `ranks:dict_keys([0])`, describe the errors inside."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {_describe(inner)}" for rank, (inner, _) in error.failures.items())
     error = _first_cause(error)
@@ -170,33 +202,45 @@ def _describe(error: BaseException) -> str:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """torch's zip writer, closed on a full disk, hides the OSError behind RuntimeErrors about an unexpected position."""
+    """Return the OSError behind an error.
+
+    torch's zip writer, closed on a full disk, hides it behind RuntimeErrors about an unexpected position.
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__ if isinstance(cause, RuntimeError) else None
     return cause or error
 
 
-# -- files on their way to the disk --------------------------------------------------------------------------------------------------------
+# -- writing files -------------------------------------------------------------------------------------------------------------------------
 
 
 class HashedFile:
-    """A new file. When its block has ended it is on the disk, and `entry` says its size and SHA-256: nothing is read back."""
+    """A new file that is hashed while it is written.
+
+    At the end of the `with` block the file is on disk, and `entry` has its size and SHA-256; nothing is read back.
+
+    Args:
+        path: Path of the file.
+    """
 
     def __init__(self, path: Path):
         self._stream, self._digest, self._size = path.open("wb"), hashlib.sha256(), 0
         self.entry: Entry = {}
 
     def write(self, data: Any) -> int:
+        """Append bytes. Return their number."""
         self._digest.update(data)
         self._stream.write(data)
         self._size += memoryview(data).nbytes
         return memoryview(data).nbytes
 
     def tell(self) -> int:
+        """Return the number of bytes written."""
         return self._size
 
     def flush(self) -> None:
+        """Flush Python's buffer."""
         self._stream.flush()
 
     def __enter__(self) -> Self:
@@ -211,7 +255,7 @@ class HashedFile:
 
 
 def write_file(path: Path, contents: bytes) -> Entry:
-    """The whole of a file, in a directory that may have to be made."""
+    """Write a file, creating its directory if necessary. Return its size and digest."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with HashedFile(path) as file:
         file.write(contents)
@@ -219,7 +263,15 @@ def write_file(path: Path, contents: bytes) -> Entry:
 
 
 def write_pieces(path: Path, pieces: Sequence[tuple[Shard, Contents]]) -> tuple[Entry, list[PlacedShard]]:
-    """One rank's file of a sharded state dict: its pieces one behind the other, as torch's own writer has them."""
+    """Write one rank's file of a sharded state dict: its pieces one after another, in the format of torch's writer.
+
+    Args:
+        path: Path of the file.
+        pieces: Pieces and their contents.
+
+    Returns:
+        Size and digest of the file, and the position of each piece.
+    """
     placed = []
     with HashedFile(path) as file:
         for piece, contents in pieces:
@@ -233,21 +285,24 @@ def write_pieces(path: Path, pieces: Sequence[tuple[Shard, Contents]]) -> tuple[
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host, without what else is in its storage: torch saves storages."""
+    """Copy a tensor to the host without the rest of its storage, because torch saves whole storages."""
     tensor = tensor.cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 class Staging:
-    """Host memory for what this rank writes, made at the first save and kept for the next."""
+    """Host memory for the state that this rank writes, allocated at the first save and reused."""
 
     def __init__(self) -> None:
         self._chunks: list[torch.Tensor] = []
 
     def copies(self, pieces: Sequence[tuple[Shard, Contents]]) -> list[tuple[Shard, Contents]]:
-        """The pieces as they are now, bit for bit; they stay so whatever happens to the model. The copies are done when this returns.
+        """Copy pieces to host memory, bit for bit. The copies are complete on return and independent of the model.
 
-        Valid until it is called again.
+        They are valid until the next call.
+
+        Args:
+            pieces: Pieces and their contents.
         """
         sizes = [_aligned(contents.nbytes) if isinstance(contents, torch.Tensor) else 0 for _, contents in pieces]
         left, chunk, place, copied = sum(sizes), 0, 0, []

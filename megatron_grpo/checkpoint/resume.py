@@ -1,7 +1,7 @@
-"""Which checkpoint a run continues: judged before a process group, a model or an engine exists, and before anything is written. No torch.
+"""Decide which checkpoint a run continues, before a process group, a model or an engine exists and before anything is written. No torch.
 
-`judge_resume` is the whole of it. It reads names, sizes and manifests; that every byte is as it was written is for `Checkpoints.choose`,
-which deals the files out over the ranks.
+`judge_resume` is the entry point. It reads names, sizes and manifests; `Checkpoints.choose` verifies every byte later, with the files
+divided among the ranks.
 """
 
 from __future__ import annotations
@@ -27,13 +27,19 @@ if TYPE_CHECKING:
     from megatron_grpo.data.prompts import PromptStream
 
 _FLAG = "mcore_model"
-_ALONE = ("tuner_type", *FREEZING)  # of these a checkpoint holds a part of the model's weights alone, or is read as one that does
-OURS = "grpo"  # what Megatron-Core knows nothing of lies in this directory of a checkpoint
+_ALONE = ("tuner_type", *FREEZING)  # settings that determine which part of the model's weights a checkpoint holds
+OURS = "grpo"  # directory in a checkpoint for files that Megatron-Core does not know
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A checkpoint that is there by its manifest: what has changed since, and why this run cannot continue it, if it cannot."""
+    """A checkpoint with a readable manifest.
+
+    Args:
+        manifest: Its manifest.
+        changes: Differences between its run and this one.
+        problems: Reasons why this run cannot continue it; empty if it can.
+    """
 
     manifest: Manifest
     changes: tuple[Difference, ...] = ()
@@ -42,11 +48,18 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """How a run begins: with the first of `candidates` that is undamaged, best first; without any, afresh.
+    """How a run begins: from the first undamaged one of `candidates` (best first), or from scratch without any.
 
-    origin: what this run is made of, for its own checkpoints. wipes: what an earlier run left is removed first. asked: the path given with
-    --resume, "" without one. num_steps: optimizer steps of the whole run, where known. notes: what a person should hear, a line each.
-    without: "optim", "rng": what of the checkpoint that was asked for is left out. A restart goes on from its own, with all that is in it.
+    Args:
+        output_dir: Output directory of the run.
+        candidates: Checkpoints to try, in order.
+        origin: Settings and fingerprints of this run, for its own checkpoints.
+        wipes: Whether to remove the files of an earlier run first.
+        asked: Path given with --resume; "" without one.
+        num_steps: Optimizer steps of the whole run, if known.
+        notes: Messages for the user, one line each.
+        without: "optim", "rng": parts of the requested checkpoint to ignore. A restart continues from the run's own checkpoint with all
+            its parts.
     """
 
     output_dir: Path
@@ -59,7 +72,7 @@ class Resume:
     without: tuple[str, ...] = ()
 
     def lines(self, chosen: Candidate) -> list[str]:
-        """What is said of the checkpoint that the run continues."""
+        """Return the messages about the checkpoint that the run continues, one line each."""
         manifest, total = chosen.manifest, self.num_steps
         pending = f", {manifest.num_pending} sampled completions wait to be trained" if manifest.num_pending else ""
         lines = [f"Resuming from {manifest.directory}: {manifest.step}{f' of {total}' if total else ''} optimizer steps done{pending}."]
@@ -81,7 +94,7 @@ class Resume:
         return lines
 
     def _standing(self, chosen: Manifest) -> str:
-        """Whether it is known that one can go on from a checkpoint; and if it is not, from which one."""
+        """Describe whether the weights of a checkpoint have trained since; if not, name the last one whose weights have."""
         if chosen.is_good:
             return "It is good: its weights have sampled and trained since."
         others = [one.manifest for one in self.candidates if one.manifest.is_good and one.manifest.step < chosen.step]
@@ -96,9 +109,17 @@ def judge_resume(
     prompts: PromptStream | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Resume:
-    """How a run with these settings begins. Raises ConfigError with all that forbids it; writes nothing.
+    """Decide how a run with these settings begins. Writes nothing.
 
-    content: `content.content_of` this run. prompts: its stream, where the data set has been read.
+    Args:
+        cfg: Settings of the run.
+        timetable: Training schedule of the run.
+        content: Fingerprints of this run, from `fingerprints.content_of`.
+        prompts: Stream of prompts, if the data set has been read.
+        environ: Environment variables.
+
+    Raises:
+        ConfigError: With all reasons why the run cannot begin.
     """
     origin = RunOrigin(settings=settings_of(cfg), content=dict(content), sizes=timetable.sizes.stream_sizes, job=launcher.job_ids(environ))
     resume = find_checkpoints(cfg.run.output_dir, cfg.run.resume, overwrites=cfg.run.overwrite_output_dir, origin=origin, environ=environ)
@@ -125,9 +146,19 @@ def find_checkpoints(
     origin: RunOrigin | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Resume:
-    """The checkpoints that `--resume` names, those with missing or cut files left out. Raises ConfigError if it names one in vain.
+    """Find the checkpoints that `--resume` refers to, without those that have missing or truncated files.
 
-    What is to be cleared, or must not be continued, is not: at a restart, a job continues what it has written itself.
+    With `overwrites` or "never" none are returned, except at a restart, when a job continues from its own checkpoints.
+
+    Args:
+        output_dir: Output directory of the run.
+        resume: Value of --resume: "auto", "never" or a path.
+        overwrites: Value of --overwrite_output_dir.
+        origin: Settings and fingerprints of this run.
+        environ: Environment variables.
+
+    Raises:
+        ConfigError: If a requested checkpoint does not exist, or the settings conflict with the contents of `output_dir`.
     """
     out, origin = Path(output_dir), origin or RunOrigin(job=launcher.job_ids(environ))
     in_the_way = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
@@ -147,7 +178,7 @@ def find_checkpoints(
     if overwrites or resume == "never":
         return _afresh(found, restart, overwrites=overwrites)
     newest = _newest(out) if asked and not Path(asked).resolve().is_relative_to(out.resolve()) else None
-    if newest and restart:  # the first start met none there: the next lines see to it
+    if newest and restart:  # at the first start output_dir held no checkpoint: the lines below ensure that
         note = f"resume ({resume}) is set aside: this is a restart ({restart}), and it continues from its own checkpoints."
         return _candidates(replace(found, notes=(note,)))
     found = _candidates(replace(found, asked=asked))
@@ -161,7 +192,7 @@ def find_checkpoints(
 
 
 def _afresh(found: Resume, restart: str, *, overwrites: bool) -> Resume:
-    """As overwrite_output_dir and resume never begin; but a job that has been here before continues."""
+    """Begin a new run, as overwrite_output_dir and --resume never request; but continue if the same job has written checkpoints before."""
     out, what = found.output_dir, "overwrite_output_dir" if overwrites else "resume never"
     own = _written_by(found.origin.job, out)
     if restart or own:
@@ -179,7 +210,7 @@ def _afresh(found: Resume, restart: str, *, overwrites: bool) -> Resume:
 
 
 def _candidates(resume: Resume) -> Resume:
-    """With what lies where `asked` points, or else in output_dir."""
+    """Add the checkpoints at the path `asked`, or else those in output_dir."""
     source = Path(resume.asked) if resume.asked else resume.output_dir
     if source.exists() and not source.is_dir():
         raise config_error("resume" if resume.asked else "output_dir", f"{source} is a file, where a directory should be.")
@@ -216,7 +247,7 @@ def _candidates(resume: Resume) -> Resume:
 
 
 def _sorted_out(found: list[Manifest | str]) -> tuple[list[Manifest], list[str]]:
-    """Checkpoints of which no file is missing or cut, and a sentence for each of the others."""
+    """Separate checkpoints without missing or truncated files from the others, with a sentence for each of the latter."""
     whole, refused = [], []
     for one in found:
         if isinstance(one, str):
@@ -229,7 +260,7 @@ def _sorted_out(found: list[Manifest | str]) -> tuple[list[Manifest], list[str]]
 
 
 def _problems_inside(manifest: Manifest, prompts: PromptStream | None, named: set[str]) -> list[Problem]:
-    """What the small files of a checkpoint say against continuing it. A file that cannot be read is damaged, which `choose` says."""
+    """Return what the small files of a checkpoint say against continuing it. Unreadable files are damage, which `choose` reports."""
     problems = []
     ours = manifest.directory / OURS
     try:
@@ -243,7 +274,11 @@ def _problems_inside(manifest: Manifest, prompts: PromptStream | None, named: se
 
 
 def unusable(refused: list[str]) -> ConfigError:
-    """Every checkpoint was refused, for these reasons."""
+    """Return the error for the case that every checkpoint was rejected.
+
+    Args:
+        refused: The reasons, a sentence each.
+    """
     return config_error(
         "resume",
         f"No usable checkpoint to resume from: {'. '.join(refused)}. Restore the files, name another checkpoint with --resume, "
@@ -252,6 +287,7 @@ def unusable(refused: list[str]) -> ConfigError:
 
 
 def several(faults: list[str]) -> str:
+    """Join fault messages, naming the first three and counting the rest."""
     return f"{'; '.join(faults[:3])}{f' and {len(faults) - 3} more files' if len(faults) > 3 else ''}"
 
 
@@ -260,13 +296,13 @@ def _newest(out: Path) -> Manifest | None:
 
 
 def _written_by(job: Mapping[str, str], out: Path) -> str:
-    """The id by which the newest checkpoint of `out` is of this very job, as `NAME=2`; "" where it is not."""
+    """Return the job ID that the newest checkpoint of `out` shares with this job, as `NAME=2`; "" if there is none."""
     newest = _newest(out)
     return next((f"{name}={value}" for name, value in job.items() if newest and newest.origin.job.get(name) == value), "")
 
 
 def _refuse_another_job(found: Resume, restart: str, what: str) -> None:
-    """A restart that meets the checkpoints of another job can neither continue them nor remove them."""
+    """Reject a restart that finds the checkpoints of another job: it can neither continue nor remove them. Raises ConfigError."""
     newest, job = _newest(found.output_dir), found.origin.job
     theirs = newest.origin.job if newest else {}
     other = next((name for name in job if name in theirs and theirs[name] != job[name]), None)
@@ -278,11 +314,18 @@ def _refuse_another_job(found: Resume, restart: str, what: str) -> None:
         )
 
 
-# -- beginning with the weights of a checkpoint alone (`--mcore_model`) --------------------------------------------------------------------
+# -- start from the weights of a checkpoint, without its state (`--mcore_model`) -----------------------------------------------------------
 
 
 def beginning_of(path: str | Path) -> Manifest:
-    """The checkpoint at `path`, a directory iter_*, a checkpoints/ or a run's output_dir, as of its names and sizes. Raises ConfigError."""
+    """Return the manifest of the checkpoint at `path`, checked by names and sizes.
+
+    Args:
+        path: A directory iter_*, a checkpoints/ directory, or the output_dir of a run.
+
+    Raises:
+        ConfigError: If there is no usable checkpoint.
+    """
     source = Path(path)
     if not source.is_dir():
         raise config_error(
@@ -309,7 +352,10 @@ def beginning_of(path: str | Path) -> Manifest:
 
 
 def resolved(path: str) -> str:
-    """The checkpoint's own directory; the path as it is where there is none, which is said elsewhere."""
+    """Return the absolute directory of the checkpoint at `path`.
+
+    Without one, return `path` itself, made absolute; `beginning_of` reports the problem.
+    """
     try:
         return str(beginning_of(path).directory.absolute())
     except ConfigError:
@@ -317,7 +363,15 @@ def resolved(path: str) -> str:
 
 
 def problems_of_beginning(cfg: Config, model_path: Path | None) -> list[Problem]:
-    """What a checkpoint's weights say against beginning with them. Raises ConfigError where there is none."""
+    """Return the reasons why a run cannot start from the weights of `mcore_model`.
+
+    Args:
+        cfg: Settings of the run.
+        model_path: Directory of the run's Hugging Face model, if known.
+
+    Raises:
+        ConfigError: If there is no usable checkpoint.
+    """
     path = cfg.run.mcore_model
     if not path:
         return []
@@ -339,7 +393,12 @@ def problems_of_beginning(cfg: Config, model_path: Path | None) -> list[Problem]
 
 
 def vocabulary_of(manifest: Manifest, model_path: Path | None) -> str | None:
-    """What is wrong with the vocabulary of the model that is given beside a checkpoint."""
+    """Compare the vocabulary of a model with that of a checkpoint. Return the end of a sentence about a mismatch, or None.
+
+    Args:
+        manifest: Manifest of the checkpoint.
+        model_path: Directory of the Hugging Face model, if known.
+    """
     theirs = manifest.origin.content.get("vocabulary")
     ours = vocabulary_fingerprint(model_path) if model_path is not None else None
     if theirs and ours and theirs != ours:

@@ -1,12 +1,14 @@
-"""What may change between a checkpoint and the run that continues it. No torch. `config/config.py` has a verdict for every setting:
+"""Verdicts on settings that change between a checkpoint and the run that continues it. No torch.
+
+`config/config.py` has a verdict for every setting:
 
 refused    the checkpoint cannot be continued with another value
-between    may change where no rollout is under way, and is said; refused where rows wait that were sampled with the old value
-said       may change; printed once, as a difference, for the run is another one from here on, or is cut for ranks in another way
-free       changes where and how fast the same is computed, or what is written beside it; nothing is said
+between    may change if no rollout is in progress, and is reported; refused if rows wait that were sampled with the old value
+said       may change; reported once as a difference: the run is no longer the same, or its work is divided differently among ranks
+free       only changes where and how fast the same is computed, or what is logged; not reported
 
-Of the sizes, those are compared that decide which rows a step trains. What a setting only names (a model, a data set, a reward file) is
-compared by its content.
+Of the sizes, those that determine which rows a step trains are compared. For settings that name a model, a data set or a reward file, the
+contents are compared.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from megatron_grpo.checkpoint.manifest import Manifest, RunOrigin
 from megatron_grpo.config.field import OnResume
 from megatron_grpo.config.table import keys, table
 
-# Content -> the setting that names it. Another content is refused; of everything that is not here it is said.
+# Content -> the setting that names it. A changed content is rejected if it is listed here, and reported otherwise.
 FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset", "adapters": "adapters", "ref_adapters": "ref_adapters",
          "ref_model": "ref_model", "mcore_model": "mcore_model"}  # fmt: skip
 _OTHER_MATRICES = "a checkpoint holds what trains, and that would be something else"
@@ -46,13 +48,13 @@ _WHY = {
     "vocabulary": "the same token ids would be other words",
     "data set": "the prompts that are left would be other ones",
 }
-_OF_THE_REFERENCE = ("sync_ref_model", "beta")  # between two values that agree in `_keeps_reference` they are only said
+_OF_THE_REFERENCE = ("sync_ref_model", "beta")  # changes between two values with the same `_keeps_reference` are only reported
 NEW_RUN = "or begin a new run in another --output_dir"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A setting or a content that is not what it was. `verdict` as in the table."""
+    """A setting or content that has changed. `verdict` is explained at the top of this module."""
 
     name: str
     was: Any
@@ -64,28 +66,33 @@ class Difference:
 
 
 def changes_since(before: RunOrigin, now: RunOrigin) -> list[Difference]:
-    """All that differs and is not free. What either side does not know is not compared."""
+    """Return all differences between two runs whose verdict is not "free". Values unknown to either side are not compared.
+
+    Args:
+        before: Origin of the checkpoint.
+        now: Origin of this run.
+    """
     return [*_settings(before, now), *_contents(before, now)]
 
 
 def _settings(before: RunOrigin, now: RunOrigin) -> Iterator[Difference]:
-    # Sizes are compared as they were worked out: a run may have typed the same ones in other words.
+    # Sizes are compared after they have been computed: a run may give the same sizes by other settings.
     was, are = {**before.settings, **before.sizes}, {**now.settings, **now.sizes}
     for name, value in are.items():
         verdict: OnResume = table()[name].on_resume if name in table() else "said"
         if name in _OF_THE_REFERENCE:
             verdict = "refused" if _keeps_reference(was) != _keeps_reference(are) else "said"
         if name == "mcore_model" and are.get("beta") and not _keeps_reference(are):
-            verdict = "refused" if not (value and was.get(name)) else "said"  # two that are given are compared by their content
+            verdict = "refused" if not (value and was.get(name)) else "said"  # if both are given, their contents are compared
         if name in was and was[name] != value and verdict != "free":
             yield Difference(name=name, was=was[name], now=value, verdict=verdict)
     if are:
-        for name in was.keys() - are.keys() - table().keys():  # a setting of the version that wrote it
+        for name in was.keys() - are.keys() - table().keys():  # a setting that only the version that wrote the checkpoint has
             yield Difference(name=name, was=was[name], now="(unknown here)", verdict="said")
 
 
 def _keeps_reference(settings: Mapping[str, Any]) -> bool:
-    """A reference that moves is part of a checkpoint; any other is the model that the run began with."""
+    """Whether checkpoints contain the reference model: only if it moves. Any other reference is the model that the run began with."""
     return bool(settings.get("sync_ref_model") and settings.get("beta"))
 
 
@@ -96,7 +103,14 @@ def _contents(before: RunOrigin, now: RunOrigin) -> Iterator[Difference]:
 
 
 def problems_of(changes: list[Difference], manifest: Manifest, *, is_between_rollouts: bool, typed: Mapping[str, str]) -> list[Problem]:
-    """The changes that this checkpoint cannot be continued with, in the user's names. is_between_rollouts: in the sizes of this run."""
+    """Return the changes that prevent continuing a checkpoint, as problems in the user's terms.
+
+    Args:
+        changes: Differences, from `changes_since`.
+        manifest: Manifest of the checkpoint.
+        is_between_rollouts: Whether the checkpoint lies between two rollouts with the sizes of this run.
+        typed: Names under which the user gave settings, by setting.
+    """
     problems = [_refusal(change, manifest, typed) for change in changes if change.verdict == "refused"]
     sizes = [change for change in changes if change.verdict == "between" and change.name in manifest.origin.sizes]
     others = [change for change in changes if change.verdict == "between" and change not in sizes]

@@ -1,9 +1,9 @@
-"""Random generators of all ranks, in one file in which each state stands once.
+"""Random states of all ranks, in one file in which each distinct state is stored once.
 
-Nothing that decides what is trained draws from them: prompts, sampling and their order have generators of their own, by number. What does
-draw: dropout of adapters, and whatever a reward function does. So most ranks are alike. Python's, NumPy's and torch's generators begin
-alike everywhere; Megatron-Core's differ by tensor, pipeline and expert rank, and not by data-parallel rank. A file therefore holds as many
-states as there are different ones, and a number a rank and generator.
+They do not determine which rows are trained: prompts, sampling and order have separate generators, seeded by number. The states here are
+used by dropout of adapters, and by whatever a reward function does. Most ranks have equal states: the generators of Python, NumPy and
+torch start alike everywhere; Megatron-Core's differ by tensor, pipeline and expert rank, but not by data-parallel rank. A file therefore
+holds the distinct states, and an index per rank and generator.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from megatron.core import tensor_parallel
 from megatron_grpo.parallel import collectives
 
 FILE = "rng.npz"
-MEGATRON = "megatron."  # before the names of the states that Megatron-Core keeps for its parallel roles
+MEGATRON = "megatron."  # prefix of the states that Megatron-Core keeps for its parallel roles
 
 
 def collect() -> bytes | None:
-    """The file, on rank 0; None elsewhere. Collective: ranks exchange a number for each generator, and rank 0 gets each state once."""
+    """Return the contents of the file on rank 0, and None elsewhere. Collective.
+
+    Ranks exchange a 64-bit hash per generator, and rank 0 receives each distinct state once.
+    """
     mine = states()
     names = sorted(mine)
     marks = collectives.all_gather_object([int.from_bytes(blake2b(mine[name], digest_size=8).digest()) for name in names])
@@ -49,9 +52,12 @@ def collect() -> bytes | None:
 
 
 def restore(path: Path) -> None:
-    """Sets the generators to what they were on this rank, if the file is from a run with as many ranks.
+    """Restore the generators of this rank, if the file is from a run with the same number of ranks.
 
-    Under another number of ranks there is nothing to restore, and it does not matter: see above.
+    With another number of ranks nothing is restored. This is acceptable because these generators do not determine which rows are trained.
+
+    Args:
+        path: The file.
     """
     with np.load(path, allow_pickle=False) as file:
         names = [name.removesuffix("/of_rank") for name in file.files if name.endswith("/of_rank")]
@@ -61,9 +67,9 @@ def restore(path: Path) -> None:
 
 
 def states() -> dict[str, bytes]:
-    """Every generator of this process by name."""
+    """Return the state of every generator of this process, by name."""
     legacy = np.random.get_state()
-    assert isinstance(legacy, tuple)  # a dict where another bit generator has been set
+    assert isinstance(legacy, tuple)  # it would be a dict if another bit generator had been set
     name, keys, *rest = legacy
     found = {
         "python": json.dumps(random.getstate()).encode(),
@@ -77,6 +83,7 @@ def states() -> dict[str, bytes]:
 
 
 def set_states(found: Mapping[str, bytes]) -> None:
+    """Set the generators of this process to states from `states`."""
     version, words, gauss = json.loads(found["python"])
     random.setstate((version, tuple(words), gauss))
     name, keys, *rest = json.loads(found["numpy"])
@@ -93,7 +100,11 @@ def _tensor(state: bytes) -> torch.Tensor:
 
 
 def restore_from_own_file(path: Path) -> None:
-    """As `restore`, from a checkpoint of format 1 or 2, where each rank had a file."""
+    """Restore the generators as `restore` does, from a checkpoint of format 1 or 2, which has a file per rank.
+
+    Args:
+        path: The file of this rank.
+    """
     if not path.exists():
         return
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)

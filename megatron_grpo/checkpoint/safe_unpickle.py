@@ -1,8 +1,8 @@
-"""Reading a checkpoint that a stranger wrote: what lies in it as pickle is data, or it is refused.
+"""Read untrusted checkpoints: pickles in them are accepted if they are data, and rejected if they would execute code.
 
-torch reads `.metadata` with a plain `pickle.load`, and objects beside the tensors with `torch.load(weights_only=False)`: either runs what
-the file says. Both are called deep inside torch and Megatron-Core, which take no other reader, so they are replaced while a checkpoint is
-read, and put back.
+torch reads `.metadata` with a plain `pickle.load`, and objects besides the tensors with `torch.load(weights_only=False)`. Both execute
+what the file requests. Both are called deep inside torch and Megatron-Core, which accept no other reader, so they are replaced while a
+checkpoint is read, and restored afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import filesystem  # noqa: TID251 - the file f
 
 from megatron_grpo.base.errors import said_by
 
-# What describes tensors in `.metadata`: no others were found in a checkpoint of torch 2.6 to 2.13 and Megatron-Core 0.16 to 0.19.
+# Classes and functions in `.metadata`: checkpoints of torch 2.6 to 2.13 and Megatron-Core 0.16 to 0.19 contain no others.
 _METADATA = "torch.distributed.checkpoint.metadata"
 _NAMES = {
     **dict.fromkeys((_METADATA, name) for name in (
@@ -37,11 +37,11 @@ _NAMES = {
 
 
 class UnsafePickleError(ValueError):
-    """A file of a checkpoint would run code as it is read."""
+    """A file of a checkpoint would execute code when it is read."""
 
 
 class _Data(pickle._Unpickler):
-    """The reader in Python: that in C has no place to look at what a pickle sets."""
+    """Unpickler in Python; the one in C has no hook for the state that a pickle sets."""
 
     dispatch = dict(pickle._Unpickler.dispatch)
 
@@ -57,7 +57,7 @@ class _Data(pickle._Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _NAMES:
             return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 pickles the member of an enumeration
+        if (module, name) == ("builtins", "getattr"):  # used by Python 3.11.0 to 3.11.3 to pickle enum members
             return _member
         raise UnsafePickleError(f".metadata names {module}.{name}, which no checkpoint needs: it would run code as it is read")
 
@@ -70,9 +70,13 @@ def _member(kind: Any, name: Any) -> Enum:
 
 @contextmanager
 def nothing_runs(directory: Path) -> Iterator[None]:
-    """Inside the block torch and Megatron-Core read the checkpoint `directory` without running what is in it.
+    """Make torch and Megatron-Core read the checkpoint in `directory` without executing its contents, inside the `with` block.
 
-    Raises UnsafePickleError where a file asks for more than data.
+    Args:
+        directory: Directory of the checkpoint.
+
+    Raises:
+        UnsafePickleError: If a file requests more than data, or refers to files outside of the directory.
     """
     _look_at_format(directory)
     inside = directory.resolve()
@@ -85,7 +89,7 @@ def nothing_runs(directory: Path) -> Iterator[None]:
         try:
             return load(*args, **{**options, "weights_only": True})
         except pickle.UnpicklingError as error:
-            named = re.search(r"GLOBAL (\S+)", str(error))  # torch's own text goes on with how to run it all the same
+            named = re.search(r"GLOBAL (\S+)", str(error))  # torch's message goes on to explain how to execute it anyway
             what = f"names {named[1]}" if named else "is no data"
             raise UnsafePickleError(f"an object in the checkpoint {what}: it would run code as it is read") from error
 
@@ -105,7 +109,7 @@ def nothing_runs(directory: Path) -> Iterator[None]:
 
 
 def _look_at_format(directory: Path) -> None:
-    """Other formats have other readers, with pickles of their own."""
+    """Reject other formats, whose readers use pickles in other ways."""
     said = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))
     formats = (said.get("sharded_backend"), said.get("common_backend", "torch"))
     if formats != ("torch_dist", "torch"):
@@ -113,7 +117,14 @@ def _look_at_format(directory: Path) -> None:
 
 
 def refuse_extra_state(state: Mapping[str, Any]) -> None:
-    """Transformer Engine unpickles what its layers keep beside their weights. Without FP8 that is nothing; anything else is refused."""
+    """Reject extra state of Transformer Engine's layers, which would be unpickled. Without FP8 it is empty.
+
+    Args:
+        state: Loaded state dict, possibly nested.
+
+    Raises:
+        UnsafePickleError: If some extra state is not empty.
+    """
     for name, value in state.items():
         if isinstance(value, Mapping):
             refuse_extra_state(value)

@@ -1,7 +1,8 @@
 """Pending samples in a checkpoint: a list of `Sample` in one .npz file without pickles, bit for bit. No torch.
 
-Written from the fields of the dataclasses and their type hints, so that a new field needs nothing here: an array of any shape, a tuple of
-integers, a number, a string; each of them, or None. A file that lacks a field has its default; one that has a field more is refused.
+The format follows from the fields of the dataclasses and their type hints, so a new field needs no change here. Supported types: arrays
+of any shape, tuples of integers, numbers, strings, and each of these or None. Fields missing from a file take their default; a file with
+an unknown field is rejected.
 """
 
 from __future__ import annotations
@@ -20,19 +21,25 @@ from megatron_grpo import __version__
 from megatron_grpo.types import Sample
 
 FORMAT = 2
-HEADER = "header"  # JSON: format, the version that wrote it, and per kind of sample the column type of each field
-NOT_SAVED = ("shown",)  # pictures: the prompt's number leads to them again
-# What format 1 called otherwise, and what it did not know: then a sample was always fresh at the version that sampled it.
+HEADER = "header"  # JSON: format, version of the writer, and the column type of each field per sample class
+NOT_SAVED = ("shown",)  # images: they are found again by the prompt's number
+# Fields renamed since format 1, and fields it lacked: at that time a sample was always fresh at the version that sampled it.
 RENAMED, DERIVED = {"loss_mask": "mask"}, {"fresh_at": "version"}
 _SCALARS = {int: np.int64, float: np.float64, bool: np.bool_, str: np.str_}
 
 
 class UnknownSamplesError(ValueError):
-    """The file is whole, and says something that this version does not know."""
+    """The file is intact but contains something that this version does not know."""
 
 
 def file_of(samples: Sequence[Any]) -> bytes:
-    """Columns of each kind of sample in the order of the list; `kinds` says which sample is of which kind."""
+    """Serialize samples to the contents of an .npz file.
+
+    The file has the columns of each sample class in the order of the list; `kinds` holds the class of each sample.
+
+    Args:
+        samples: Instances of one or several dataclasses.
+    """
     arrays: dict[str, np.ndarray] = {"kinds": np.array([type(sample).__name__ for sample in samples], dtype=np.str_)}
     types: dict[str, dict[str, str]] = {}
     for kind in dict.fromkeys(type(sample) for sample in samples):
@@ -48,7 +55,15 @@ def file_of(samples: Sequence[Any]) -> bytes:
 
 
 def read_samples(path: Path, kind: type = Sample) -> list[Any]:
-    """What `file_of` made, in the same order: samples of `kind` and of the kinds below it. Raises UnknownSamplesError."""
+    """Read the samples that `file_of` wrote, in the same order.
+
+    Args:
+        path: The .npz file.
+        kind: Base class of the samples.
+
+    Raises:
+        UnknownSamplesError: If the file has an unknown format, class or field.
+    """
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
     header = _header(path, arrays, kind)
@@ -59,7 +74,12 @@ def read_samples(path: Path, kind: type = Sample) -> list[Any]:
 
 
 def unreadable(path: Path, kind: type = Sample) -> str | None:
-    """Why this version cannot read a whole file of samples, from its header alone."""
+    """Return the reason why this version cannot read a file of samples, from its header alone; None if it can.
+
+    Args:
+        path: The .npz file.
+        kind: Base class of the samples.
+    """
     try:
         with np.load(path, allow_pickle=False) as file:
             _header(path, dict.fromkeys(file.files) | {name: file[name] for name in (HEADER, "kinds") if name in file}, kind)
@@ -69,14 +89,19 @@ def unreadable(path: Path, kind: type = Sample) -> str | None:
 
 
 def files_of_samples(ours: Path) -> list[Path]:
-    """All files of pending rows in a checkpoint: one for all ranks, or one for each rank that held some."""
+    """Return all files of pending rows in a checkpoint: one for all ranks, or one per rank that held rows.
+
+    Args:
+        ours: The directory for files of this package in a checkpoint.
+    """
     return [*ours.glob("pending.npz"), *sorted((ours / "pending").glob("rank_*.npz"))]
 
 
 def column_types(kind: type) -> dict[str, str]:
-    """The column type of each field that is saved: "array", "integers", "int", "float", "bool", "str", and with "?" where None may stand.
+    """Return the column type of each saved field: "array", "integers", "int", "float", "bool" or "str", with "?" if None is allowed.
 
-    Raises TypeError for a field of another type: it would be lost.
+    Raises:
+        TypeError: If a field has another type, which could not be saved.
     """
     hints = get_type_hints(kind)
     return {field.name: _column_type(kind, field.name, hints[field.name]) for field in fields(kind) if field.name not in NOT_SAVED}
@@ -97,7 +122,7 @@ def _column_type(kind: type, name: str, hint: Any) -> str:
     raise TypeError(f"{kind.__name__}.{name} is {hint}: a checkpoint holds arrays, tuples of integers, numbers and strings")
 
 
-# -- one column: the arrays of one field, by what is added to its name ---------------------------------------------------------------------
+# -- one column: the arrays of one field, by the suffix of their name ----------------------------------------------------------------------
 
 
 def _columns(column: str, values: list[Any], name: str) -> dict[str, np.ndarray]:
@@ -114,7 +139,7 @@ def _columns(column: str, values: list[Any], name: str) -> dict[str, np.ndarray]
 
 
 def _of_arrays(values: list[np.ndarray], name: str) -> dict[str, np.ndarray]:
-    """Laid end to end, with their shapes. int64 is written as int32 where it fits: token ids always do."""
+    """Concatenate arrays, and record their shapes. int64 is stored as int32 if the values fit, as token IDs always do."""
     dtypes, dimensions = {value.dtype for value in values}, {value.ndim for value in values}
     if len(dtypes) > 1 or len(dimensions) > 1 or any(dtype.hasobject for dtype in dtypes):
         raise TypeError(f"{name} has arrays of {sorted(map(str, dtypes))} with {sorted(dimensions)} dimensions: one of each can be written")
@@ -127,7 +152,7 @@ def _of_arrays(values: list[np.ndarray], name: str) -> dict[str, np.ndarray]:
 
 
 def _values(column: str, part: Mapping[str, np.ndarray]) -> list[Any]:
-    """The inverse of `_columns`."""
+    """Invert `_columns`."""
     if column.endswith("?"):
         there = iter(_values(column[:-1], part))
         return [next(there) if is_there else None for is_there in part[".present"]]
@@ -144,7 +169,7 @@ def _values(column: str, part: Mapping[str, np.ndarray]) -> list[Any]:
 
 
 def _header(path: Path, arrays: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """The header, whose every kind and field this version knows."""
+    """Return the header of a file, checked to contain only known classes and fields."""
     if HEADER in arrays:
         header = json.loads(str(arrays[HEADER]))
     else:

@@ -1,8 +1,9 @@
-"""Saving a run and putting it back. Every method is collective over all ranks; read `Checkpoints.save` first.
+"""Save and restore a run. Every method is collective over all ranks; start reading at `Checkpoints.save`.
 
-A save has three parts. What is to be saved is *taken*: described, and copied where the rest is to happen beside training. Then it is
-*written*, by each rank alone. When all ranks have, rank 0 *publishes* it: description, manifest, name, pointer. Written and published is in
-a thread with `async_save`; the ranks go from one part to the next together, where the loop calls `advance` or somebody waits in `finish`.
+A save has three parts. The state is *taken*: described, and copied if the rest happens during training. Then each rank *writes* its share
+without communication. When all ranks have written, rank 0 *publishes* the checkpoint: description, manifest, rename, pointer. With
+`async_save` writing and publishing happen in a thread; the ranks move from one part to the next together, when the training loop calls
+`advance` or `finish`.
 """
 
 from __future__ import annotations
@@ -42,13 +43,20 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointError", "Checkpoints"]
 
 
-Policy = Any  # policy.policy.Policy, a room beside this one
-SampleBuffer = Any  # the rows that wait to be trained: trainer.pending.SampleBuffer, of a room above
+Policy = Any  # policy.policy.Policy, which this package does not import
+SampleBuffer = Any  # rows waiting to be trained: trainer.pending.SampleBuffer, which this package does not import
 
 
 @dataclass(slots=True)
 class Underway:
-    """A save that has been taken. publishes: it is written, and rank 0 publishes it; other ranks have nothing to do."""
+    """A save whose state has been taken.
+
+    Args:
+        step: Optimizer step of the checkpoint.
+        facts: Contents of its manifest besides step, number and files.
+        task: The part in progress.
+        publishes: Whether the files are written and rank 0 is publishing; other ranks have nothing to do then.
+    """
 
     step: int
     facts: Mapping[str, Any]
@@ -56,15 +64,18 @@ class Underway:
     publishes: bool = False
 
 
-RECORDED = "trained.npz"  # in a checkpoint's directory and not among its files: written when its first step is about to train them
-GOES_ON, FAILED = 1, 2  # what a rank says of its part of a save; the largest counts
+RECORDED = "trained.npz"  # rows of the first step after a checkpoint; in its directory, but not among the files of its manifest
+GOES_ON, FAILED = 1, 2  # status of a rank's part of a save; the maximum over ranks applies
 
 
 class Checkpoints:
     """Saves and restores a run under `output_dir`/checkpoints.
 
-    resume: how the run begins, as `resume.judge_resume` found it. cfg: when and how to save. replicas: the group of ranks that may hold
-    what this rank holds, and share the writing of it; None for all. say: how rank 0 tells a line (by default: prints it).
+    Args:
+        resume: How the run begins, as `resume.judge_resume` returned it.
+        cfg: When and how to save.
+        replicas: Process group of the ranks that may hold the same state as this rank, and share the writing of it; None for all ranks.
+        say: Called on rank 0 with each message. Default: print.
     """
 
     def __init__(self, resume: Resume, cfg: RunConfig, *, replicas: Any = None, say: Callable[[str], None] | None = None):
@@ -72,34 +83,46 @@ class Checkpoints:
         self.folder = Folder(resume.output_dir / "checkpoints")
         self._saved_at = time.monotonic()
         self._sharded = ShardedWriter(replicas, staged=cfg.async_save)
-        self.best: Best | None = None  # hears which are published, and says which one stays whatever its age; set by who knows the metric
+        self.best: Best | None = None  # tracks the best checkpoint, which is never deleted; set by the caller that knows the metric
         self._chosen: Candidate | None = None
-        self._saved_step: int | None = None  # the last that is complete
+        self._saved_step: int | None = None  # step of the last complete checkpoint
         self._underway: Underway | None = None
-        self._unproven: set[int] = set()  # steps of checkpoints of which it is not known whether they are good
+        self._unproven: set[int] = set()  # steps of checkpoints not yet known to be good
 
     # -- saving ------------------------------------------------------------------------------------------------------------------------
 
     def are_due(self, step: int) -> bool:
-        """After so many optimizer steps: every `save_steps` of them."""
+        """Return whether a checkpoint is due after `step` optimizer steps: every `save_steps`."""
         return self.cfg.save_steps > 0 and step % self.cfg.save_steps == 0
 
     def is_time(self) -> bool:
-        """Whether `save_interval_seconds` have passed since the last checkpoint, or since the run began to train: by this rank's clock."""
+        """Return whether `save_interval_seconds` have passed on this rank's clock since the last checkpoint, or since training began."""
         return 0 < self.cfg.save_interval_seconds <= time.monotonic() - self._saved_at
 
     def has_trained(self, version: int, step: int) -> None:
-        """Optimizer step `step`, the last one, was trained on what weights of `version` had sampled: checkpoints up to it are good."""
+        """Mark checkpoints as good after a training step.
+
+        Args:
+            version: Version of the weights that sampled the step's rows. Checkpoints up to it are good.
+            step: The optimizer step, the last one.
+        """
         if collectives.rank() > 0:
             return
         try:
             self._unproven -= {saved for saved in self._unproven if saved <= version and self.folder.mark_good(saved, trained=step)}
-        except OSError as error:  # the step is as good as it was
+        except OSError as error:  # the training step itself is unaffected
             self.say(f"WARNING: that a checkpoint is good cannot be written down ({error.strerror}); the next step tries again")
 
     def record(self, step: ScheduledStep, pending: SampleBuffer) -> None:
-        """Before an optimizer step is taken: if a checkpoint holds the weights that it starts from, its rows are written beside it, in the
-        order of the step. The checkpoint is as whole without them. Collective, where rows are recorded at all."""
+        """Write the rows of an optimizer step next to the checkpoint that the step starts from, in the order of the step.
+
+        Called before the step. Does nothing if there is no checkpoint of these weights; the checkpoint is complete without the rows.
+        Collective if `record_rows` is set.
+
+        Args:
+            step: The scheduled step.
+            pending: Rows waiting to be trained.
+        """
         if not self.cfg.record_rows or step.index != (self._underway.step if self._underway else self._saved_step):
             return
         rows = pending.of_step(step)
@@ -110,20 +133,32 @@ class Checkpoints:
                 with written_whole(place / RECORDED) as stream:
                     stream.write(file_of(rows))
                 return
-            except FileNotFoundError:  # it is being written beside the steps, or has just been published
+            except FileNotFoundError:  # the directory has another name while it is written, or has just been renamed
                 continue
             except OSError as error:
                 self.say(f"WARNING: the rows of step {step.index + 1} cannot be written beside its checkpoint ({error.strerror})")
                 return
 
     def last_good(self, step: int) -> Path | None:
-        """The last checkpoint up to `step` whose weights are known to have trained. Rank 0 looks. Collective."""
+        """Return the directory of the last checkpoint up to `step` whose weights have trained, as found by rank 0. Collective."""
         return collectives.broadcast_object(self.folder.last_good(step) if collectives.rank() == 0 else None)
 
     def save(self, progress: Progress, pending: SampleBuffer, policy: Policy, prompts: PromptStream) -> bool:
-        """One checkpoint, unless this step has just been saved. With `async_save` it is complete after `finish`, or after some `advance`.
+        """Save one checkpoint, unless this step has just been saved. Collective.
 
-        Waits for the one before. Raises CheckpointError on every rank, and leaves no partial directory, when any rank cannot write.
+        Waits for the previous save. With `async_save` the checkpoint is complete after `finish`, or after some calls of `advance`.
+
+        Args:
+            progress: Counters of the run.
+            pending: Rows waiting to be trained.
+            policy: Model and optimizer.
+            prompts: Stream of prompts.
+
+        Returns:
+            False if a checkpoint of this step exists already.
+
+        Raises:
+            CheckpointError: On every rank, if any rank cannot write. No partial directory is left.
         """
         step, first = progress.step, collectives.rank() == 0
         if step == (self._underway.step if self._underway else self._saved_step):
@@ -147,9 +182,12 @@ class Checkpoints:
         return True
 
     def advance(self) -> None:
-        """Between two steps: takes a save under way one part further, if all ranks are done with theirs; waits for none.
+        """Start the next part of a save in progress if all ranks have finished the current one.
 
-        Raises CheckpointError on every rank if one of them has failed.
+        Does not wait for a part to finish. Collective, between two steps.
+
+        Raises:
+            CheckpointError: On every rank, if the part has failed on any rank.
         """
         save = self._underway
         if save is None:
@@ -159,12 +197,16 @@ class Checkpoints:
             self._complete_part(save)
 
     def finish(self) -> None:
-        """Returns when no save is under way. Raises CheckpointError on every rank if it has failed on any."""
+        """Wait until no save is in progress. Collective.
+
+        Raises:
+            CheckpointError: On every rank, if the save has failed on any rank.
+        """
         while self._underway is not None:
             self._complete_part(self._underway)
 
     def _complete_part(self, save: Underway) -> None:
-        """Waits for this part of all ranks, and begins the next."""
+        """Wait until all ranks have finished this part, and start the next."""
         with self._removed_if_it_fails(save.step):
             if save.publishes:
                 with agreed(f"publishing {self.folder.directory(save.step)}"):
@@ -185,7 +227,7 @@ class Checkpoints:
         return begun(work, name="checkpoint", beside=self.cfg.async_save)
 
     def _publish(self, save: Underway, describe: Callable[[Path], dict[str, Any]] | None) -> None:
-        """On rank 0, for which alone there is something to describe."""
+        """Publish the checkpoint on rank 0, the only rank with something to describe."""
         if describe is not None:
             files = describe(self.folder.being_written(save.step))
             self.folder.commit(save.step, save.facts, files)
@@ -206,7 +248,7 @@ class Checkpoints:
             raise CheckpointError(f"The checkpoint of step {step} failed and was removed; {kept}. {error}") from error
 
     def _others(self, progress: Progress, pending: SampleBuffer, policy: Policy, prompts: PromptStream) -> dict[str, bytes]:
-        """Files of this rank that are not sharded, by name: its rows, and on rank 0 what is the same for all."""
+        """Return the unsharded files of this rank by name: its pending rows, and on rank 0 the state that is equal on all ranks."""
         files = {}
         if rows := pending.to_save():
             files[f"{OURS}/pending/rank_{collectives.rank():05d}.npz"] = file_of(rows)
@@ -220,7 +262,7 @@ class Checkpoints:
         return files
 
     def _facts(self, progress: Progress, pending: SampleBuffer) -> dict[str, Any]:
-        """The manifest; `versions` is the ledger of what is pending, by rollout."""
+        """Return the contents of the manifest. `versions` maps each pending rollout to the version of the weights that sampled it."""
         versions = {str(row.rollout): row.version for row in pending.rows.values()}
         return facts(self.resume.origin, progress, world_size=collectives.num_ranks(), torch=torch.__version__, num_pending=len(pending),
                      versions=versions)  # fmt: skip
@@ -228,11 +270,19 @@ class Checkpoints:
     # -- restoring ---------------------------------------------------------------------------------------------------------------------
 
     def choose(self) -> Path | None:
-        """Reads every byte of the checkpoint to be continued, or of the one before it where that is damaged; None for a fresh run.
+        """Choose the checkpoint to continue by reading every byte of it, or of the previous one if it is damaged. Collective.
 
-        Before any model loads. Says what was chosen. Raises ConfigError on every rank if all are damaged.
+        Called before any model is loaded. Prints the choice.
+
+        Returns:
+            The directory of the checkpoint; None for a new run.
+
+        Raises:
+            ConfigError: On every rank, if all checkpoints are damaged or the chosen one is incompatible with this run.
         """
-        resume = collectives.broadcast_object(self.resume)  # one view of the directory, where a file system may show files late
+        resume = collectives.broadcast_object(
+            self.resume
+        )  # one view of the directory for all ranks: network file systems may show new files late
         first, refused = collectives.rank() == 0, []
         for line in resume.notes if first else ():
             self.say(line)
@@ -256,8 +306,14 @@ class Checkpoints:
         return None
 
     def learned(self, name: str, fingerprint: str) -> None:
-        """What the run is made of besides, which nobody knew when it began: its checkpoints tell it, and it is said where the checkpoint
-        that it continues tells another. The same on every rank."""
+        """Record a fingerprint that was not known when the run began, for the manifests of its checkpoints.
+
+        Prints a message if the checkpoint that the run continues has another fingerprint. Must be the same on every rank.
+
+        Args:
+            name: Name of the content.
+            fingerprint: Its fingerprint.
+        """
         origin = self.resume.origin
         self.resume = replace(self.resume, origin=replace(origin, content={**origin.content, name: fingerprint}))
         before = self._chosen.manifest.origin.content.get(name, fingerprint) if self._chosen else fingerprint
@@ -265,10 +321,18 @@ class Checkpoints:
             self.say(f"Changed since that checkpoint:\n  {Difference(name=name, was=before, now=fingerprint, verdict='said')}")
 
     def restore(self, policy: Policy, prompts: PromptStream, nothing: SampleBuffer) -> tuple[Progress, SampleBuffer]:
-        """Puts the run back to where the chosen checkpoint was taken; a fresh run is at step 0 with nothing pending.
+        """Restore the state of the chosen checkpoint. A new run starts at step 0 with nothing pending. Collective.
 
-        nothing: what is pending then.
-        Raises ConfigError where the checkpoint does not fit the model that has been built.
+        Args:
+            policy: Model and optimizer, restored in place.
+            prompts: Stream of prompts, restored in place.
+            nothing: An empty buffer, returned for a new run.
+
+        Returns:
+            Counters of the run, and the buffer of rows waiting to be trained.
+
+        Raises:
+            ConfigError: If the checkpoint does not fit the model or optimizer that has been built.
         """
         self._saved_at = time.monotonic()
         if self._chosen is None:
@@ -291,7 +355,7 @@ class Checkpoints:
             ours = directory / OURS
             progress = Progress(**json.loads((ours / "progress.json").read_text()))
             prompts.restore(json.loads((ours / "prompts.json").read_text()))
-            if (ours / "guard.json").exists():  # a checkpoint from before there was a guard that remembers has none
+            if (ours / "guard.json").exists():  # old checkpoints have no guard state
                 policy.restore_guard(json.loads((ours / "guard.json").read_text()))
             if "rng" in self.resume.without:
                 pass
@@ -313,13 +377,17 @@ class Checkpoints:
         return progress, pending
 
     def _go_on_with_best(self, step: int, *, is_ours: bool) -> None:
-        """Forgets which was best of a future that was given up."""
+        """Restore the record of the best checkpoint, without steps after the one that the run continues from."""
         if self.best is not None and collectives.rank() == 0:
             self.best.go_on(step, is_saved=is_ours)
 
 
 def damage_of(manifest: Manifest) -> list[str]:
-    """Checks every byte of a checkpoint, the files dealt out over the ranks; the same answer on all of them. Collective."""
+    """Check every byte of a checkpoint, with the files divided among the ranks. Collective.
+
+    Returns:
+        A sentence per damaged file, the same list on all ranks.
+    """
     files = manifest.files
     mine = sorted(files)[collectives.rank() :: collectives.num_ranks()]
     found = collectives.all_gather_object(damage(manifest.directory, {name: files[name] for name in mine}))

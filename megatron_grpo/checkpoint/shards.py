@@ -1,7 +1,7 @@
-"""Which rank writes which piece of a sharded state dict, and `.metadata`, which says where each piece lies.
+"""Assignment of the pieces of a sharded state dict to ranks, and `.metadata`, which records the position of each piece.
 
-A piece is a box of a tensor, or an object. What several data-parallel ranks hold alike is dealt out among them, as Megatron-Core's
-FullyParallelSaveStrategyWrapper does it: all of them write, each its share, and nothing is sent but names and sizes.
+A piece is a box of a tensor, or an object. Tensors that several data-parallel ranks hold are divided among them, as in Megatron-Core's
+FullyParallelSaveStrategyWrapper: every rank writes its share, and only names and sizes are exchanged.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: TID251
 from megatron_grpo.parallel import collectives
 
 Contents = torch.Tensor | bytes
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its shape
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape
 
 
 class Shard(NamedTuple):
-    """A box of the tensor `key`; or the object `key`, which has no shape and no type."""
+    """A box of the tensor `key`; or the object `key`, which has no shape and no dtype."""
 
     key: str
     offset: tuple[int, ...] = ()
     shape: tuple[int, ...] = ()
-    whole: tuple[int, ...] = ()  # the tensor's shape
+    whole: tuple[int, ...] = ()  # global shape of the tensor
     dtype: torch.dtype | None = None
 
 
 class PlacedShard(NamedTuple):
-    """A piece, and which bytes of its rank's file it is."""
+    """A piece, and its position in its rank's file in bytes."""
 
     piece: Shard
     start: int
@@ -44,17 +44,22 @@ class PlacedShard(NamedTuple):
 
 
 class MissingShardError(ValueError):
-    """The pieces of all ranks are not the whole: some element is in none of them, or in two."""
+    """The pieces of all ranks do not cover a tensor exactly: some element is in none of them, or in two."""
 
 
 def pieces_of(state: dict[str, Any], mine: frozenset[int]) -> list[tuple[Shard, Contents]]:
-    """What this rank writes. mine: names of what it writes of that which others may hold too, from `dealt`."""
+    """Return the pieces that this rank writes, with their contents.
+
+    Args:
+        state: Sharded state dict.
+        mine: Names of the shared tensors that this rank writes, from `dealt`.
+    """
     found: list[tuple[Shard, Contents]] = []
     for leaf in nested_values(state):
         if isinstance(leaf, ShardedObject):
             if is_main_replica(leaf.replica_id):
                 stream = io.BytesIO()
-                torch.save([leaf.data], stream)  # a list, as Megatron-Core reads it
+                torch.save([leaf.data], stream)  # in a list, as Megatron-Core expects
                 found.append((Shard(leaf.unique_key), stream.getvalue()))
         elif name_of(leaf) in mine if _may_be_shared(leaf) else is_main_replica(leaf.replica_id):
             box = (1,) * leaf.prepend_axis_num + tuple(leaf.local_shape)
@@ -63,20 +68,32 @@ def pieces_of(state: dict[str, Any], mine: frozenset[int]) -> list[tuple[Shard, 
     return found
 
 
-# ---- who writes what several hold --------------------------------------------------------------------------------------------------------
+# ---- dividing shared tensors -------------------------------------------------------------------------------------------------------------
 
 
 def dealt(state: dict[str, Any], group: Any) -> frozenset[int]:
-    """Names of the tensors that this rank writes for the ranks of `group` that hold them too. Collective over the group.
+    """Return the names of the shared tensors that this rank writes. Collective over the group.
 
-    The largest first, each to the rank that has least to write. Where the main replica is in another group, that group writes.
+    Tensors are assigned to the rank with the least to write: those with the fewest holders first, then the largest. If the main replica
+    is in another group, that group writes.
+
+    Args:
+        state: Sharded state dict.
+        group: Process group of the ranks that may hold the same tensors; None for all ranks.
     """
     held = [(name_of(leaf), leaf.data.nbytes, is_main_replica(leaf.replica_id)) for leaf in nested_values(state) if _may_be_shared(leaf)]
     return shares(collectives.all_gather_object(held, group))[collectives.place_in(group)]
 
 
 def shares(held: Sequence[Sequence[tuple[int, int, bool]]]) -> list[frozenset[int]]:
-    """held: of each rank, (name, bytes, whether it is the main replica) of what it has. Returns the names that each rank writes."""
+    """Divide tensors among the ranks that hold them.
+
+    Args:
+        held: Per rank, (name, bytes, whether it is the main replica) of its tensors.
+
+    Returns:
+        The names that each rank writes.
+    """
     holders: dict[int, list[int]] = {}
     sizes: dict[int, int] = {}
     main: set[int] = set()
@@ -87,7 +104,9 @@ def shares(held: Sequence[Sequence[tuple[int, int, bool]]]) -> list[frozenset[in
             if is_main:
                 main.add(name)
     loads, given = [0] * len(held), [set[int]() for _ in held]
-    for name in sorted(main, key=lambda name: (len(holders[name]), -sizes[name], name)):  # what few hold has the least choice
+    for name in sorted(
+        main, key=lambda name: (len(holders[name]), -sizes[name], name)
+    ):  # tensors with few holders first, because they have the least choice
         rank = min(holders[name], key=loads.__getitem__)
         loads[rank] += sizes[name]
         given[rank].add(name)
@@ -95,12 +114,12 @@ def shares(held: Sequence[Sequence[tuple[int, int, bool]]]) -> list[frozenset[in
 
 
 def name_of(tensor: ShardedTensor) -> int:
-    """The same on every rank that holds this box."""
+    """Return a 64-bit name of a box, equal on every rank that holds it."""
     return int.from_bytes(blake2b(repr((tensor.key, tuple(tensor.global_offset))).encode(), digest_size=8).digest())
 
 
 def _may_be_shared(leaf: Any) -> bool:
-    """Boxes of a distributed optimizer, which fit no regular grid, are their rank's alone."""
+    """Whether other ranks may hold the tensor. Boxes of a distributed optimizer, which fit no regular grid, belong to one rank."""
     return isinstance(leaf, ShardedTensor) and leaf.has_regular_grid
 
 
@@ -108,7 +127,14 @@ def _may_be_shared(leaf: Any) -> bool:
 
 
 def metadata_of(files: Iterable[tuple[str, Sequence[PlacedShard]]]) -> bytes:
-    """`.metadata`, as torch reads it. files: of each rank, the name of its file and what is in it. Raises Uncovered."""
+    """Return the contents of `.metadata`, as torch reads it.
+
+    Args:
+        files: Per rank, the name of its file and the pieces in it.
+
+    Raises:
+        MissingShardError: If the pieces do not cover each tensor exactly once.
+    """
     described: dict[str, Any] = {}
     storage: dict[metadata.MetadataIndex, _StorageInfo] = {}
     for file, pieces in files:
@@ -130,9 +156,17 @@ def metadata_of(files: Iterable[tuple[str, Sequence[PlacedShard]]]) -> bytes:
 
 
 def require_whole(key: str, whole: tuple[int, ...], boxes: Sequence[Box]) -> None:
-    """Raises Uncovered unless each element of a tensor of shape `whole` is in exactly one box.
+    """Check that each element of a tensor is in exactly one box.
 
-    torch's own check compares every box of a layer with those of all others: at 16,384 ranks that takes hours.
+    torch's own check compares every box of a layer with all others, which takes hours at 16,384 ranks.
+
+    Args:
+        key: Name of the tensor.
+        whole: Shape of the tensor.
+        boxes: Offset and shape of each box.
+
+    Raises:
+        MissingShardError: If an element is in no box or in two, or a box exceeds the tensor.
     """
     for offset, shape in boxes:
         if any(start < 0 or start + size > most for start, size, most in zip(offset, shape, whole, strict=True)):
@@ -145,7 +179,11 @@ def require_whole(key: str, whole: tuple[int, ...], boxes: Sequence[Box]) -> Non
 
 
 def _overlap(boxes: list[Box], axes: tuple[int, ...]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, if there are any. axes: those along which they may still be apart."""
+    """Find two boxes that share an element.
+
+    Args:
+        axes: Axes along which boxes may still be disjoint.
+    """
     if len(boxes) < 2:
         return None
     if not axes:
@@ -156,7 +194,7 @@ def _overlap(boxes: list[Box], axes: tuple[int, ...]) -> tuple[Box, Box] | None:
         for box in boxes:
             groups.setdefault(box[0][axis], []).append(box)
         return next(filter(None, (_overlap(group, tuple(rest)) for group in groups.values())), None)
-    axis = max(axes, key=lambda axis: len({offset[axis] for offset, _ in boxes}))  # where most of them are apart
+    axis = max(axes, key=lambda axis: len({offset[axis] for offset, _ in boxes}))  # the axis with the most distinct offsets
     open_boxes: list[Box] = []
     for box in sorted(boxes, key=lambda box: box[0][axis]):
         open_boxes = [other for other in open_boxes if other[0][axis] + other[1][axis] > box[0][axis]]

@@ -1,4 +1,4 @@
-"""The files that a run writes to output_dir, by name; whether what lies there is a run's own; and its removal. No torch."""
+"""Names of the files that a run writes to output_dir, checks whether existing files belong to a run, and their removal. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_grpo.base.files import MARK, mark, mark_of, why_not_replaced
 from megatron_grpo.checkpoint.manifest import POINTER, Folder
 
 RUN, LOCK = "train", "run.lock"
-# Patterns of what is written into a folder; () of a file.
+# Names in output_dir -> patterns of the entries written into a directory; () for a file.
 WRITTEN_BY_A_RUN = {
     **dict.fromkeys(("config.yaml", "plan.json", "metrics.jsonl", "evaluations.jsonl", "skipped.jsonl", "schedule.jsonl"), ()),
     "untold.json": (),
@@ -31,12 +31,12 @@ _NAMES, _EXPORTS = tuple(WRITTEN_BY_A_RUN), ("hf", "hf_merged")
 
 
 def holds_run(output_dir: str | Path) -> bool:
-    """Whether `output_dir` holds what an earlier run wrote of itself."""
+    """Return whether `output_dir` holds the records of an earlier run."""
     return next(_written(Path(output_dir), _NAMES[2:]), None) is not None
 
 
 def start_afresh(output_dir: str | Path) -> None:
-    """Removes what an earlier run wrote to `output_dir`, and nothing else. For one rank, before anything is built."""
+    """Remove what an earlier run wrote to `output_dir`, and nothing else. For one rank, before anything is built."""
     for path in list(_written(Path(output_dir))):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -46,12 +46,12 @@ def start_afresh(output_dir: str | Path) -> None:
         if [one.name for one in folder.glob("*")] == [MARK]:
             (folder / MARK).unlink()
         for emptied in [*folder.glob("*/"), folder]:
-            with suppress(OSError):  # there is more in it, it is a link, or it is not there
+            with suppress(OSError):  # not empty, a link, or missing
                 emptied.rmdir()
 
 
 def _written(out: Path, names: Collection[str] = _NAMES) -> Iterator[Path]:
-    """Existing paths by the names of a run; of an export, those that its mark lists."""
+    """Yield the existing paths that a run writes; of an export, those that its mark lists."""
     for name in names:
         path, patterns = out / name, WRITTEN_BY_A_RUN[name]
         if not patterns and path.is_file() and path.stat().st_size:
@@ -63,7 +63,15 @@ def _written(out: Path, names: Collection[str] = _NAMES) -> Iterator[Path]:
 
 
 def why_not_written(out: Path, command: str = RUN, names: Collection[str] = _NAMES) -> str | None:
-    """What speaks against writing files of these names, as `command` does: what is theirs is replaced only where `command` wrote before."""
+    """Return the reason why a command must not write files of these names; None if it may.
+
+    Existing files are only replaced in a directory where the same command wrote before.
+
+    Args:
+        out: The output directory.
+        command: The command that is about to write.
+        names: Names of the files and directories it writes.
+    """
     for name in names:
         path, is_folder = out / name, bool(WRITTEN_BY_A_RUN[name])
         if path.is_symlink() and not path.exists():
@@ -75,23 +83,29 @@ def why_not_written(out: Path, command: str = RUN, names: Collection[str] = _NAM
     if found == command:
         return next(filter(None, (why_not_replaced(out / name) for name in _EXPORTS if name in names)), None)
     if found is None and ((out / LOCK).is_file() or any(out.glob("checkpoints/iter_*/manifest.json"))):
-        return None  # of a version that left no mark
+        return None  # of a version that wrote no mark
     if theirs := next(_written(out, names), None):
         return f"{theirs} was not written by `{command}`, which would replace it. Move it, or name another output_dir."
     return None
 
 
 def claim(out: Path) -> None:
-    """Says that `out` is a training run's, and which step it saved last. For one rank, before the run writes anything else there."""
+    """Mark `out` as the directory of a training run, with the step it saved last.
+
+    For one rank, before the run writes anything else there.
+    """
     out.mkdir(parents=True, exist_ok=True)
     if not mark_of(out):
-        for export in (out / name for name in _EXPORTS if (out / name).is_dir()):  # of a version that left no mark
+        for export in (out / name for name in _EXPORTS if (out / name).is_dir()):  # of a version that wrote no mark
             mark(export, "export", files=os.listdir(export))
     mark(out, RUN, saved=max(Folder(out / "checkpoints").steps(), default=None))
 
 
 def why_not_begun_again(out: Path) -> str | None:
-    """What speaks against replacing the records in `out`: their run saved checkpoints, and none of them is there."""
+    """Return the reason why the records in `out` must not be replaced, or None.
+
+    The reason is that their run saved checkpoints, and none of them exists any more.
+    """
     saved = mark_of(out).get("saved")
     if not saved or Folder(out / "checkpoints").steps():
         return None
@@ -102,7 +116,7 @@ def why_not_begun_again(out: Path) -> str | None:
 
 
 def still_there(out: Path) -> None:
-    """Raises RunError where somebody has removed or emptied `out` since `claim`."""
+    """Check that `out` has not been removed or emptied since `claim`. Raises RunError."""
     if not (out / MARK).exists():
         raise RunError(
             f"output_dir ({out}) was removed or emptied while the run wrote to it ({MARK} is gone), and with it what was there before. "
