@@ -1,4 +1,7 @@
-"""The vocabularies of other systems: their batch sizes as products of their own flags, and what each of their other names is here."""
+"""Dialects: the settings of other systems (TRL, verl, SkyRL, slime, Megatron-SWIFT, ...), translated into settings of this package.
+
+Batch sizes are computed as products of the other system's flags; every other name is translated, refused, or set aside.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Dialects(Mapping[str, Dialect]):
-    """By what --dialect takes, `swift` being short for `swift-megatron`. Its table is read when a system is asked for."""
+    """Dialects by the value of --dialect; `swift` is short for `swift-megatron`. A dialect's table is read on first use."""
 
     names = ("trl", "skyrl", "skyrl-doc", "swift-megatron", "swift", "ms-swift", "cs336", "verl", "slime")
 
@@ -32,13 +35,24 @@ class _Dialects(Mapping[str, Dialect]):
         return len(self.names)
 
     def read_program(self, text: str, path: str) -> Read:
-        """The flags of a launch script, or of a Python file that builds TRL's configuration."""
+        """Return the flags of a launch script, or of a Python file that builds TRL's configuration.
+
+        Args:
+            text: Content of the file.
+            path: Path of the file.
+        """
         from megatron_grpo.compat.script import read_program
 
         return read_program(text, path)
 
     def translation(self, entries: Sequence[TypedSetting]) -> Translation | None:
-        """What these are here; None where they are names of ours alone. `--dialect` decides what the others mean, wherever it stands."""
+        """Return the translation of these settings; None if all are settings of this package.
+
+        `--dialect` decides what the others mean, at any position.
+
+        Args:
+            entries: Settings as typed, in order.
+        """
         dialect, is_script = None, any(entry.name.startswith("$") for entry in entries)
         for entry in entries:
             if entry.name in ("dialect", "plan.dialect"):
@@ -51,7 +65,12 @@ class _Dialects(Mapping[str, Dialect]):
         return Translation(entries, dialect)
 
     def unknown(self, found: Mapping[str, Sequence[str]], translation: Translation | None) -> list[Problem]:
-        """What to type instead of names, by source, that nobody knows."""
+        """Return problems with suggestions for unknown names.
+
+        Args:
+            found: Unknown names, by source.
+            translation: Result of `translation`.
+        """
         from megatron_grpo.compat.suggestions import problems_of_unknown
 
         return list(problems_of_unknown(found, translation.dialect if translation else None, self))

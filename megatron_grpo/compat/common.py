@@ -1,4 +1,9 @@
-"""What several systems share: functions that read one name, and parts of their SETTLE."""
+"""Functions that several dialects share: readers of one name, and parts of their SETTLE.
+
+A reader (`foreign_args.Reader`) takes the words after a name and all foreign names of the run. It returns native settings that are not
+yet parsed, and raises InvalidValueError for a value that cannot be translated. A part of SETTLE takes the native values and the foreign
+names, and yields the changes that follow from several of them.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +22,24 @@ BUILT_IN_REWARDS = (
 
 
 def where_true(settings: str) -> Reader:
-    """Our settings where theirs is true; else it says nothing. settings: names and values in turn."""
+    """Return a reader that gives native settings if the foreign value is true, else none.
+
+    Args:
+        settings: Native names and values, alternating.
+    """
     words = settings.split()
     return lambda theirs, given: dict(zip(words[::2], words[1::2])) if theirs[0].lower() in TRUE else {}
 
 
 def no_token(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """The sentence does not repeat what was typed."""
+    """Refuse a Hub token. The message does not repeat the secret."""
     if " ".join(words).lower() in OFF:
         return {}
     raise InvalidValueError("is a secret, and settings are written to files: the environment variable HF_TOKEN holds it")
 
 
 def listed(words: Sequence[str]) -> list[str]:
-    """The words of a Hydra list: "['a', 'b']" or [a,b]."""
+    """Return the words of a Hydra list: "['a', 'b']" or [a,b]."""
     joined = " ".join(words).strip().removeprefix("[").removesuffix("]")
     return [part.strip().strip("'\"") for part in joined.split(",") if part.strip()]
 
@@ -39,7 +48,7 @@ _LENGTHS = ("completions/mean_length", "completions/clipped_ratio")
 
 
 def best(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """transformers compares what an evaluation tells, and puts eval_ before a name that lacks it."""
+    """Read metric_for_best_model: transformers compares metrics of an evaluation, and adds eval_ to a name without it."""
     name = " ".join(words)
     asked = name.removeprefix("eval_")
     by_function = re.fullmatch(r"rewards/(.+?)(/mean)?", asked)
@@ -57,13 +66,13 @@ def best(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def datasets(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """One file or several, all rows of all."""
+    """Read one or several training files; all their rows are used."""
     found = [name for word in words for name in listed([word])]
     return {"dataset": found[0], "further_datasets": found[1:]} if found else {}
 
 
 def held_out(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Several files are several sets, each under the name of its folder and file."""
+    """Read evaluation files. Several files are several sets, each named after its folder and file."""
     found = [name for word in words for name in listed([word])]
     if len(found) < 2:
         return {"eval_dataset": found[0]} if found else {}
@@ -71,6 +80,7 @@ def held_out(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def betas(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read Adam's two betas."""
     found = [part for word in words for part in listed([word])]
     if len(found) != 2:
         raise InvalidValueError(f"needs two numbers, not {' '.join(words)!r}")
@@ -78,7 +88,11 @@ def betas(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def own_rewards(what: str) -> Reader:
-    """A reward of theirs, which does nothing where reward_funcs says what judges here."""
+    """Return a reader of a foreign reward, which cannot be used here. It is ignored if reward_funcs is given, else refused.
+
+    Args:
+        what: Noun phrase for the message, such as "a reward manager of verl".
+    """
 
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         if not given.get("reward_funcs"):
@@ -89,9 +103,14 @@ def own_rewards(what: str) -> Reader:
 
 
 def of_pictures(values: Mapping[str, Any], *, title: str, says: str) -> Iterator[Change]:
-    """A script that says that its model sees: the tower trains there. says: the name that says so.
+    """Train the vision tower where a script says that the model takes images, as the other system does by default.
 
-    Without one the model itself says it, where its config.json is at hand (`Dialect.trains_tower`).
+    Without such a name the model's config.json decides, if it is available (`Dialect.trains_tower`).
+
+    Args:
+        values: Native settings so far.
+        title: Name of the other system.
+        says: The foreign name that says that the model takes images.
     """
     if values.get("tuner_type") == "lora" or values.get("adapters"):
         return
@@ -101,7 +120,13 @@ def of_pictures(values: Mapping[str, Any], *, title: str, says: str) -> Iterator
 
 
 def idle_schedule(values: Mapping[str, Any], given: Given, *, style: str) -> Iterator[Change]:
-    """Words of a decay that their program does not read with the decay that it has. style: theirs, where nobody names one."""
+    """Drop settings of learning-rate decay that the other system ignores with its decay style.
+
+    Args:
+        values: Native settings so far.
+        given: Foreign names of the run.
+        style: Default decay style of the other system.
+    """
     style = values.get("lr_decay_style", style)
     of = {"lr_decay_iters": style != "constant", "lr_wsd_decay_iters": style == "WSD", "lr_wsd_decay_style": style == "WSD"}
     if found := [name for name, is_read in of.items() if not is_read and values.get(name) is not None]:
@@ -109,16 +134,16 @@ def idle_schedule(values: Mapping[str, Any], given: Given, *, style: str) -> Ite
         yield Change(values=dict.fromkeys(found), note=note)
 
 
-# EngineArgs of vLLM that are settings here, and mean the same.
+# EngineArgs of vLLM that are settings here, with the same meaning.
 _SAME = ("max_model_len", "max_num_seqs", "enforce_eager", "gpu_memory_utilization", "enable_prefix_caching")
 _OF_THE_ENGINE = {name: f"vllm_{name}" for name in _SAME}
 
 
-_FLOW = re.compile(r"([{,]\s*['\"]?\w+['\"]?):(?=\S)")  # Hydra wants no space there
+_FLOW = re.compile(r"([{,]\s*['\"]?\w+['\"]?):(?=\S)")  # Hydra needs no space after the colon, YAML does
 
 
 def _nested(words: Mapping[str, Any]) -> dict[str, Any]:
-    """a.b=1 as {"a": {"b": 1}}."""
+    """Convert a.b=1 to {"a": {"b": 1}}."""
     found: dict[str, Any] = {}
     for name, value in words.items():
         *sections, last = name.split(".")
@@ -130,7 +155,17 @@ def _nested(words: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_vllm(values: Mapping[str, Any], given: Given, *, prefix: str, apart: Sequence[str] = ()) -> Iterator[Change]:
-    """Words for vLLM's EngineArgs: one mapping, or a name each behind `prefix`. apart: those that have a row of their own."""
+    """Translate vLLM EngineArgs, given as one mapping or as one name each behind `prefix`.
+
+    Args:
+        values: Native settings so far.
+        given: Foreign names of the run.
+        prefix: Foreign name of the mapping.
+        apart: Names behind the prefix that have their own row in the table.
+
+    Raises:
+        InvalidValueError: The value is not a mapping, or contradicts a native setting.
+    """
     import yaml
 
     flow = _FLOW.sub(r"\1: ", given.text(prefix, "{}"))
@@ -149,7 +184,7 @@ def of_vllm(values: Mapping[str, Any], given: Given, *, prefix: str, apart: Sequ
 
 
 def template(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """JSON, or a mapping as Hydra writes it."""
+    """Read chat_template_kwargs as JSON or as a Hydra mapping."""
     import yaml
 
     text = " ".join(words)
@@ -163,7 +198,7 @@ def template(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def of_template(values: Mapping[str, Any], given: Given, *, prefix: str) -> Iterator[Change]:
-    """Words for the chat template, a name each behind `prefix`; enable_thinking has a setting of its own."""
+    """Translate arguments of the chat template, given as one name each behind `prefix`. enable_thinking has a separate setting."""
     import yaml
 
     names = [name for name in given if name.startswith(f"{prefix}.") and not name.endswith(".enable_thinking")]
@@ -173,7 +208,7 @@ def of_template(values: Mapping[str, Any], given: Given, *, prefix: str) -> Iter
 
 
 def adapted(given: Given, section: str) -> dict[str, list[str]]:
-    """Which layers have adapters, and which not, where their `section` names any."""
+    """Return target_modules and exclude_modules from the foreign `section`, if it has any."""
     found: dict[str, list[str]] = {}
     for name in ("target_modules", "exclude_modules"):
         words = [part for word in given.get(f"{section}{name}", ()) for part in listed([word]) if part not in ("none", "null")]
@@ -182,7 +217,14 @@ def adapted(given: Given, section: str) -> dict[str, list[str]]:
 
 
 def soft_overlong(values: Mapping[str, Any], longest: int, buffer: int, name: str) -> Iterator[Change]:
-    """DAPO's punishment of long completions, which is a reward beside the others here. name: theirs."""
+    """Translate DAPO's penalty for long completions to the reward soft_overlong (arXiv:2503.14476), added to reward_funcs.
+
+    Args:
+        values: Native settings so far.
+        longest: Tokens of the longest completion.
+        buffer: Tokens before `longest` at which the penalty starts.
+        name: The foreign name, for the note.
+    """
     found: dict[str, Any] = {"soft_max_length": longest, "soft_cache_length": buffer}
     if values.get("reward_funcs") and "soft_overlong" not in values["reward_funcs"]:
         found["reward_funcs"] = [*values["reward_funcs"], "soft_overlong"]
@@ -190,7 +232,13 @@ def soft_overlong(values: Mapping[str, Any], longest: int, buffer: int, name: st
 
 
 def in_steps(values: Mapping[str, Any], per_rollout: int, names: Mapping[str, str]) -> Iterator[Change]:
-    """Settings that the other system counts in rollouts, and that are optimizer steps here. names: native -> theirs."""
+    """Convert settings that the other system counts in rollouts to optimizer steps.
+
+    Args:
+        values: Native settings so far.
+        per_rollout: Optimizer steps per rollout.
+        names: Native name -> foreign name.
+    """
     found = {name: values[name] for name in names if values.get(name)}
     if found and per_rollout > 1:
         said = ", ".join(f"{names[name]} {count} is {name} {count * per_rollout}" for name, count in found.items())
@@ -201,7 +249,7 @@ def in_steps(values: Mapping[str, Any], per_rollout: int, names: Mapping[str, st
 
 
 def loggers(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """The terminal and files are told anyway."""
+    """Read the list of experiment trackers. The console and files are always written, so they are dropped."""
     found = [name.lower() for word in words for name in listed([word]) if name.lower() not in ("console", "file", *OFF)]
     if unknown := [name for name in found if name not in SERVICES]:
         raise InvalidValueError(f"({', '.join(unknown)}) is not there. There are: {', '.join(SERVICES)}")
@@ -212,12 +260,17 @@ SERVICES = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")
 
 
 def holds_out(values: Mapping[str, Any]) -> bool:
-    """Whether any prompts are held out, under whichever of our names."""
+    """Return whether any native setting names held-out prompts."""
     return any(values.get(name) for name in ("eval_dataset", "eval_datasets", "split_dataset_ratio"))
 
 
 def asked_once(values: Mapping[str, Any], **how: float) -> Iterator[Change]:
-    """Held-out prompts are answered once where nobody says otherwise. how: their program's own settings of evaluation."""
+    """Sample one completion per held-out prompt by default.
+
+    Args:
+        values: Native settings so far.
+        how: Default evaluation settings of the other system, by native name; includes eval_temperature.
+    """
     if holds_out(values):
         found = {"num_generations_eval": 1, **how}
         if not values.get("eval_temperature", how["eval_temperature"]):  # greedy
@@ -233,15 +286,27 @@ def asked_once(values: Mapping[str, Any], **how: float) -> Iterator[Change]:
 
 
 def as_in_training(values: Mapping[str, Any], temperature: float, group: int) -> Mapping[str, Any]:
-    """How held-out prompts are answered where their program knows one way of sampling. temperature, group: theirs unsaid."""
-    if values.get("eval_temperature") == 0:  # ours, and greedy
+    """Return evaluation settings for a system that samples held-out prompts as in training.
+
+    Args:
+        values: Native settings so far.
+        temperature: Default temperature of the other system.
+        group: Completions per prompt.
+    """
+    if values.get("eval_temperature") == 0:  # set natively, to greedy
         return {}
     ours = {"eval_temperature": values.get("temperature", temperature), "num_generations_eval": group}
     return {name: value for name, value in ours.items() if values.get(name) is None}
 
 
 def layout(values: Mapping[str, Any], expert: str, *, shards_norms_by_itself: str = "") -> Iterator[Change]:
-    """What Megatron-Core makes of tensor parallelism. expert: their expert tensor parallel size, as typed; shards_...: who does that."""
+    """Apply Megatron-Core's rules for tensor parallelism.
+
+    Args:
+        values: Native settings so far.
+        expert: Expert tensor-parallel size of the other system, as typed.
+        shards_norms_by_itself: Name of a system that switches on sequence_parallel by itself; empty for others.
+    """
     tensor = values.get("tensor_model_parallel_size", 1)
     if tensor > 1 and "sequence_parallel" not in values and shards_norms_by_itself:
         note = f"{shards_norms_by_itself} shards norms over tensor-parallel ranks by itself: sequence_parallel true."
@@ -255,15 +320,25 @@ def layout(values: Mapping[str, Any], expert: str, *, shards_norms_by_itself: st
 
 
 def idle(given: Given, defaults: Mapping[str, str], *, without: str) -> Iterator[Change]:
-    """Names that do nothing because `without` is not on, there as here, where somebody gave them. defaults: theirs by name, which whole
-    files hold."""
+    """Note names that have no effect because `without` is off, in the other system too.
+
+    Args:
+        given: Foreign names of the run.
+        defaults: Foreign default of each name. Complete configuration files contain defaults too, which are not noted.
+        without: The foreign name that is off.
+    """
     found = [name for name, default in defaults.items() if given.text(name, default).lower() != default]
     if found:
         yield Change(note=f"{' and '.join(found)} {'do' if len(found) > 1 else 'does'} nothing without {without}, here as there.")
 
 
 def of_servers(values: Mapping[str, Any], *, program: str) -> Iterator[Change]:
-    """Where servers sample: what an engine is started with is theirs. program: what starts servers in the other system."""
+    """Adjust settings for vllm_mode server: settings of the engine belong to the server.
+
+    Args:
+        values: Native settings so far.
+        program: Program that starts servers in the other system.
+    """
     if values.get("vllm_mode") != "server":
         return
     yield Change(note=f"vllm_mode server: start servers with `megatron-grpo serve`, for those of `{program}` speak another way.")
@@ -273,14 +348,14 @@ def of_servers(values: Mapping[str, Any], *, program: str) -> Iterator[Change]:
 
 
 def of_the_hub(values: Mapping[str, Any]) -> Iterator[Change]:
-    """A repository that is named, and not pushed to, is nothing in transformers."""
+    """Drop Hub settings without push_to_hub; transformers ignores them too."""
     idle = [name for name in ("hub_model_id", "hub_private_repo") if name in values] if not values.get("push_to_hub") else []
     if idle:
         yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} does nothing without push_to_hub, here as there.")
 
 
 def drops_last(values: Mapping[str, Any], *, title: str) -> Iterator[Change]:
-    """Of a system whose epochs end with their last whole rollout."""
+    """Set dataset_drop_last, for a system whose epochs end with their last complete rollout."""
     if values.get("streaming"):
         note = f"streaming: {title} leaves out what does not fill a rollout where an epoch ends; here a rollout goes on into the next one."
         yield Change(note=note)
@@ -289,7 +364,7 @@ def drops_last(values: Mapping[str, Any], *, title: str) -> Iterator[Change]:
 
 
 def not_left(values: Mapping[str, Any], title: str) -> Iterator[Change]:
-    """Longer prompts are cut on the left where nobody says otherwise, which does not go with turns."""
+    """Delete long prompts in multi-turn runs, because the other system's default (cut on the left) does not work with turns."""
     if (values.get("environment") or values.get("tools")) and "truncation_strategy" not in values and "max_prompt_length" in values:
         yield Change(
             values={"truncation_strategy": "delete"},

@@ -1,4 +1,4 @@
-"""What is the same under the native names, and what differs, in sentences for someone who moves from another system."""
+"""Notes for users of another system: what is the same under the native names, and what differs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ out there, and drawn here."
 
 
 def explain(dialect: str, foreign: Mapping[str, int], sizes: BatchSizes, max_steps: int | None = None) -> Iterator[str]:
-    """What is the same under the native names and what differs, in sentences for someone who moves from that system."""
+    """Yield notes on what is the same under the native names and what differs.
+
+    Args:
+        dialect: Name of the dialect.
+        foreign: Foreign batch sizes, by foreign name.
+        sizes: Native batch sizes.
+        max_steps: Optimizer steps of the run, if given.
+    """
     steps, a = sizes.steps_per_generation, sizes.gradient_accumulation_steps
     times = (
         f"{steps:g} optimizer step{'' if steps == 1 else 's'}"
@@ -77,7 +84,17 @@ def explain(dialect: str, foreign: Mapping[str, int], sizes: BatchSizes, max_ste
 
 
 def length_there(dialect: str, cfg: Config, sizes: BatchSizes, rows: int | None) -> tuple[int | None, list[str]]:
-    """(optimizer steps of a run over so many rows in that system, None where they are counted as here; what is said of it)."""
+    """Return the length of a run in the other system.
+
+    Args:
+        dialect: Name of the dialect.
+        cfg: Native settings.
+        sizes: Native batch sizes.
+        rows: Rows of the data set, if known.
+
+    Returns:
+        (optimizer steps, or None if they are counted as here; notes on differences).
+    """
     of_epochs = dialect in ("verl", "skyrl", "skyrl-doc") and cfg.data.dataset_drop_last
     said = "What differs: what dynamic_sample draws besides shortens an epoch there, and a run of epochs; here it draws on."
     notes = [said] if of_epochs and cfg.grpo.dynamic_sample else []
@@ -85,9 +102,10 @@ def length_there(dialect: str, cfg: Config, sizes: BatchSizes, rows: int | None)
 
 
 def _steps_there(dialect: str, run: RunConfig, sizes: BatchSizes, rows: int, of_epochs: bool) -> int | None:
-    """Sources: RayPPOTrainer of verl and SkyRL, `get_num_rollout_per_epoch` of slime, `init_iters` and `cyclic_iter` of Megatron-SWIFT.
+    """Return the number of optimizer steps in the other system.
 
-    of_epochs: what is longer than its epochs ends with them.
+    Sources: RayPPOTrainer of verl and SkyRL, `get_num_rollout_per_epoch` of slime, `init_iters` and `cyclic_iter` of Megatron-SWIFT.
+    `of_epochs`: a run ends with its epochs even if max_steps is larger.
     """
     rollout, steps = sizes.num_rollout_prompts, int(sizes.steps_per_generation * sizes.num_iterations)
     epochs = run.num_train_epochs or 1
@@ -96,7 +114,7 @@ def _steps_there(dialect: str, run: RunConfig, sizes: BatchSizes, rows: int, of_
     if dialect == "slime" and run.max_steps is None:
         return int(epochs * (rows // rollout)) * steps
     if dialect == "swift-megatron" and run.max_steps is None:
-        unit = sizes.completions_per_micro_step  # of prompts, in its sampler
+        unit = sizes.completions_per_micro_step  # prompts per unit of its sampler
         prompts = int(epochs * (rows // unit * unit))
         return min(prompts * sizes.num_generations // sizes.global_batch_size, prompts // rollout * steps + 1)
     return None

@@ -1,4 +1,4 @@
-"""What a name of another system is here. The tables of the systems are YAML; this is what they are made of."""
+"""Types for the names of another system. The tables of the systems are YAML files; these classes hold their content."""
 
 from __future__ import annotations
 
@@ -11,43 +11,59 @@ from megatron_grpo.config.table import TRUE, InvalidValueError, Setting
 
 
 class Given(dict[str, list[str]]):
-    """Every name of theirs in a run, with its words. What each method falls back to is their default."""
+    """All foreign names of a run, with their words. Each method falls back to the other system's default."""
 
     def text(self, name: str, otherwise: str) -> str:
+        """Return the words of a name, joined by spaces."""
         return " ".join(self.get(name, [otherwise]))
 
     def is_true(self, name: str, otherwise: str = "false") -> bool:
+        """Return whether the value of a name is true."""
         return self.text(name, otherwise).lower() in TRUE
 
     def number(self, name: str, otherwise: float | str) -> float:
+        """Return the value of a name as a float.
+
+        Raises:
+            ValueError: It is not a number.
+        """
         return float(self.text(name, str(otherwise)))
 
     def whole(self, name: str, otherwise: int) -> int:
+        """Return the value of a name as a whole number.
+
+        Raises:
+            InvalidValueError: It is not one.
+        """
         text = self.text(name, str(otherwise))
         if not text.isdigit():
             raise InvalidValueError(f"{name} needs a whole number, not {text!r}")
         return int(text)
 
 
-# (words after the name, all foreign names of this run with their words) -> what that is in native settings, not yet read.
+# (words after the name, all foreign names of this run with their words) -> native settings, not yet parsed.
 Reader = Callable[[Sequence[str], Given], Mapping[str, Any]]
 
 
 class OtherTaskError(InvalidValueError):
-    """Several names together ask for another task than GRPO: this is said, and nothing else."""
+    """Error for names that together ask for another task than GRPO. It is reported alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
-    """A name of another system: translated (`native` or `read`), refused (`lacks`), or set aside because it changes nothing (neither).
+    """A name of another system: translated (`native` or `read`), refused (`lacks`), or set aside as without effect (neither).
 
-    values: words that are spelt otherwise here; all others are read as they stand.
-    lacks: the sentence that refuses it, but where its value is one of `off`, or where one of `instead` was typed.
-    instead: what the sentence says to type: a setting, or a setting and its value (`vllm_mode server`).
-    hint: what to type instead, for someone who typed the name without the dialect.
-    why: of a name that is set aside: what it is about.
-    is_task: what it refuses is another task, of which nothing else needs to be said.
-    is_label: nothing that is trained depends on it: where a script leaves it open, it is left out.
+    Args:
+        native: Native setting with the same meaning.
+        values: Words that are spelled differently here; all others are read unchanged.
+        read: Function that translates the value.
+        lacks: Sentence that refuses the name, unless its value is in `off` or one of `instead` was typed.
+        off: Values that ask for nothing.
+        instead: Remedies in the sentence: a setting, or a setting and its value (`vllm_mode server`).
+        hint: Remedy for a user who typed the name without the dialect.
+        why: Subject of a name that is set aside.
+        is_task: Whether the name asks for another task, so that no other problem needs to be reported.
+        is_label: Whether training does not depend on it. It is left out if a script does not determine its value.
     """
 
     native: str = ""
@@ -63,7 +79,7 @@ class Foreign:
 
     @property
     def says(self) -> str:
-        """What it is here, as `docs/arguments.md` has it: one sentence."""
+        """Sentence for `docs/arguments.md` on what the name is here."""
         words = ", ".join(f"`{theirs}` is `{ours}`" for theirs, ours in self.values.items())
         if self.native:
             return f"`{self.native}`" + (f"; {words}" if words else "")
@@ -77,20 +93,34 @@ class Foreign:
         return f"set aside: {self.why or NOTHING}"
 
     def refuses(self, words: Sequence[str], given: Mapping[str, Sequence[str]]) -> bool:
-        """Whether these words ask for what is not there. given: all names of this run with their words."""
+        """Return whether these words ask for something unsupported.
+
+        Args:
+            words: Words after the name.
+            given: All names of this run with their words.
+        """
         asked = [one.split() for one in self.instead]
         is_said = any(name in given and (not value or list(given[name]) == value) for name, *value in asked)
         return bool(self.lacks) and " ".join(words).lower() not in self.off and not is_said
 
 
-UNKNOWN = "\x01"  # begins a word, or stands in one, that cannot be known from a script
-OFF = ("none", "null", "false", "", "[]", "{}")  # nobody asks for anything with these
+UNKNOWN = "\x01"  # marks a word whose value cannot be determined from a script
+OFF = ("none", "null", "false", "", "[]", "{}")  # values that ask for nothing
 NOTHING = "nothing that is sampled or trained depends on it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Default:
-    """A default of another system that is not ours. With `native` theirs is used, for it is what the user's files rely on; else ours."""
+    """A default of another system that differs from the native one.
+
+    With `native`, the foreign default is used, because the user's files rely on it; without it, the native one.
+
+    Args:
+        name: Foreign name.
+        theirs: Foreign default, as text.
+        native: Native settings that reproduce it.
+        ours: Native default, as text, if it cannot be taken from `native`.
+    """
 
     name: str
     theirs: str
@@ -100,9 +130,13 @@ class Default:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What follows from several names at once: settings to be set (or left at their defaults, with None), and why.
+    """Consequence of several names together.
 
-    untyped: (name, their default) where none of those names was typed; it then stands in the table of defaults, on its first setting.
+    Args:
+        values: Settings to set; None resets to the default.
+        note: Explanation for the user.
+        untyped: (foreign name, its default) if none of those names was typed. It is then listed in the table of defaults, with the first
+            of `values`.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -112,26 +146,26 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """Another system's vocabulary: its sizes, and all its other names."""
+    """Vocabulary of another system: its batch sizes, and all its other names."""
 
     name: str
     title: str  # "Megatron-SWIFT"
     settings: Mapping[str, Setting] = field(default_factory=dict)
-    hides: Sequence[str] = ()  # native names that mean nothing, or something else, in this vocabulary
-    products: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # by size of ours: (unit, its own name)
-    prefixes: Sequence[str] = ()  # sections of its files that may stand before the name of a size: "trainer."
-    sections: Sequence[str] = ()  # sections that are left out in the keys of `names`
-    heads: Mapping[str, str] = field(default_factory=dict)  # first words of names by section, those that stand in no other
+    hides: Sequence[str] = ()  # native names that are unknown, or mean something else, in this vocabulary
+    products: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # native size -> (unit, foreign name)
+    prefixes: Sequence[str] = ()  # sections of its files that may precede the name of a size: "trainer."
+    sections: Sequence[str] = ()  # sections that are omitted in the keys of `names`
+    heads: Mapping[str, str] = field(default_factory=dict)  # section -> first parts of names that occur in no other section
     names: Mapping[str, Foreign] = field(default_factory=dict)
-    patterns: Mapping[str, Foreign] = field(default_factory=dict)  # of names that `names` lacks: "ref.*", without sections
+    patterns: Mapping[str, Foreign] = field(default_factory=dict)  # names not in `names`, without sections: "ref.*"
     defaults: Sequence[Default] = ()
-    implies: Mapping[str, Any] = field(default_factory=dict)  # native settings that it switches on
-    trains_tower: bool = False  # a model that sees trains whole where nobody says otherwise
-    # each (native values, foreign names with their words) -> what changes once everything has been read
+    implies: Mapping[str, Any] = field(default_factory=dict)  # native settings that the dialect sets
+    trains_tower: bool = False  # the vision tower trains by default
+    # each (native values, foreign names with their words) -> changes, applied once everything has been read
     settle: Sequence[Callable[[Mapping[str, Any], Given], Iterable[Change]]] = ()
 
     def row(self, name: str) -> tuple[str, Foreign | None]:
-        """A name without its section, and what it is here; nothing in a section that is not its own."""
+        """Return a name without its section, and its table row; None as the row if it is unknown or in the wrong section."""
         if self._is_astray(name):
             return name, None
         for section in self.sections:
@@ -144,12 +178,12 @@ class Dialect:
         return name, found
 
     def makes(self, native: str) -> tuple[str, ...]:
-        """Names of theirs, whose product is a size of ours."""
+        """Return the foreign names whose product is a native size."""
         unit, name = self.products[native]
         return (name, self.products["num_generations"][1]) if unit == "prompts" else (name,)
 
     def size(self, name: str) -> str | None:
-        """The name of a size without its section, where it is one."""
+        """Return the name of a batch size without its section; None if it is not a size."""
         if self._is_astray(name):
             return None
         for prefix in self.prefixes:
@@ -162,4 +196,5 @@ class Dialect:
         return any(head in words.split() for other, words in self.heads.items() if section and other != section)
 
     def knows(self, name: str) -> bool:
+        """Return whether the dialect has this name."""
         return self.size(name) is not None or self.row(name)[1] is not None

@@ -1,4 +1,4 @@
-"""What ms-swift without Megatron makes of several names together. Its names are mostly TRL's and Megatron-SWIFT's."""
+"""Translation of ms-swift without Megatron. Most of its names are TRL's and Megatron-SWIFT's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DEEPSPEED = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offloa
 
 
 def _settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    """What ms-swift makes of several names together, besides what both of its trainers do."""
+    """Yield the changes specific to ms-swift, beyond those of both its trainers."""
     kind = given.text("deepspeed", "none")
     if kind not in (*_DEEPSPEED, *OFF):
         there = ", ".join(_DEEPSPEED)

@@ -1,4 +1,4 @@
-"""A Python file that builds TRL's `GRPOConfig(...)`, read without running it: literal values, and constants that the file assigns."""
+"""Reader of a Python file that builds TRL's `GRPOConfig(...)`. The file is not run: only literals and constants assigned in it are read."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ from megatron_grpo.base.errors import Problem
 from megatron_grpo.compat.foreign_args import UNKNOWN
 from megatron_grpo.config.read import TypedSetting
 
-# PEFT's words, as TRL's command line has them.
+# Names in PEFT's LoraConfig -> names on TRL's command line.
 _LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "target_modules": "lora_target_modules",
          "modules_to_save": "lora_modules_to_save", "use_rslora": "use_rslora", "use_dora": "use_dora",
          "task_type": "lora_task_type", "rank_pattern": "rank_pattern", "alpha_pattern": "alpha_pattern",
          "exclude_modules": "exclude_modules"}  # fmt: skip
-_WORDS = ("model_init_kwargs",)  # mappings whose words have names of their own
+_WORDS = ("model_init_kwargs",)  # mappings whose keys become separate names
 _TRAINER = {"model": "model_name_or_path", "reward_funcs": "reward_funcs", "train_dataset": "dataset_name", "eval_dataset": "eval_dataset",
             "tools": "tools", "environment_factory": "environment_factory", "rollout_func": "rollout_func"}  # fmt: skip
-# What else the two may be given, where it asks for nothing: the configuration itself, the tokenizer of the model, PEFT's own defaults.
+# Other arguments of the two that are allowed with these values: the configuration, the model's tokenizer, PEFT's defaults.
 _NOTHING = {"args": None, "processing_class": None, "peft_config": None, "bias": "none", "inference_mode": False, "init_lora_weights": True}
 
 
 def read_python(text: str, *, source: str, path: str = "") -> tuple[list[TypedSetting], list[Problem]]:
-    """The words of GRPOConfig, LoraConfig and GRPOTrainer, under the names of TRL's command line.
+    """Return the arguments of GRPOConfig, LoraConfig and GRPOTrainer, under the names of TRL's command line.
 
-    source: the file's name in messages; path: where it is.
+    A computed value is marked as unknown. `parse` reports it, unless it is given on the command line or has no effect.
 
-    A value that is computed is marked as not known; `parse` says so, unless it is given on the command line or changes nothing.
+    Args:
+        text: Content of the file.
+        source: Name of the file in messages.
+        path: Path of the file.
+
+    Returns:
+        (settings, problems).
     """
     try:
         tree = ast.parse(text)
@@ -61,13 +67,15 @@ def read_python(text: str, *, source: str, path: str = "") -> tuple[list[TypedSe
 
 
 class _Reader:
+    """Reader of the calls in one file."""
+
     def __init__(self, source: str, path: str, known: Mapping[str, ast.expr], defined: set[str]):
         self.source, self.path, self.known, self.defined = source, path, known, defined
         self.entries: list[TypedSetting] = []
         self.problems: list[Problem] = []
 
     def take(self, call: ast.Call, names: Mapping[str, str] | None) -> None:
-        """names: those that are taken, as they are called here; None takes all as they stand."""
+        """Read the keyword arguments of a call. `names`: argument -> name here, for those to read; None reads all unchanged."""
         if names is None and (call.args or any(word.arg is None for word in call.keywords)):
             said = ", ".join(ast.unparse(word) for word in [*call.args, *(word.value for word in call.keywords if word.arg is None)])
             self.problems.append(
@@ -83,14 +91,14 @@ class _Reader:
                     self.entries.append(TypedSetting(name=f"{name}.{key}" if key else name, raw=value, source=self.source))
 
     def _not_taken(self, call: ast.Call, word: ast.keyword) -> None:
-        """A word that this system does not read is said, unless it asks for nothing."""
+        """Report an argument that is not read here, unless its value asks for nothing."""
         value, said = self.value(word.value), _NOTHING.get(word.arg or "", ())
         if value is not None and value != [] and said is not None and value != said:
             what = f"{_name(call.func)}'s {word.arg or '**'} ({ast.unparse(word.value)})"
             self.problems.append(_problem(f"{self.source}: {what} is not read here, and may change what is trained. Take it out."))
 
     def value(self, node: ast.expr) -> Any:
-        """A literal as it stands; a function or class of this file as file:name; a data set that is loaded by name as that name."""
+        """Return a literal; file:name for a function or class of this file; the data set's name for load_dataset."""
         if isinstance(node, ast.Name) and node.id in self.known:
             return _Reader(self.source, self.path, {n: v for n, v in self.known.items() if n != node.id}, self.defined).value(
                 self.known[node.id]
@@ -114,12 +122,12 @@ class _Reader:
 
 
 def _is_train(words: list[ast.keyword]) -> bool:
-    """Of the arguments of load_dataset, that none asks for other rows than a data set's training split."""
+    """Return whether load_dataset's arguments ask for no rows other than the training split."""
     return all(word.arg == "split" and isinstance(word.value, ast.Constant) and word.value.value == "train" for word in words)
 
 
 def _bound(tree: ast.AST) -> Iterator[str]:
-    """Each place that gives a name a value: what has several has none that can be told without running the file."""
+    """Yield a name for each place that assigns it. A name assigned more than once has no value that is known without running the file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             yield node.id

@@ -1,8 +1,8 @@
-"""The flags of a launch script, read as a shell reads them: `NPROC_PER_NODE=8 megatron rlhf --micro_batch_size 1 ...`.
+"""Reader of the flags in a launch script, by the rules of a shell: `NPROC_PER_NODE=8 megatron rlhf --micro_batch_size 1 ...`.
 
-Only what a list of flags needs of the shell: comments, quotes, continued lines, redirections, arithmetic, arrays and variables that the
-script itself assigns, files that it sources. What a shell would pass on and this cannot know (a variable from outside, `$(...)`, a value
-that depends on a condition) is a problem, never a word left out.
+Supports only what a list of flags needs: comments, quotes, continued lines, redirections, arithmetic, arrays and variables that the script
+assigns, and files that it sources. A value that a shell would pass on but that cannot be determined here (a variable from outside,
+`$(...)`, a value that depends on a condition) is a problem, and is never silently omitted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megatron_grpo.base.files import read_text
 from megatron_grpo.compat.foreign_args import UNKNOWN
 from megatron_grpo.config.read import Read, TypedSetting, read_file, read_words
 
-_PLAIN_DOLLAR = "\x00"  # a dollar sign that quotes keep from being a variable
-_OPEN, _CLOSE = "\x02", "\x03"  # the words of an array stand between them
+_PLAIN_DOLLAR = "\x00"  # a quoted dollar sign, which starts no variable
+_OPEN, _CLOSE = "\x02", "\x03"  # enclose the words of an array
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 _FLAG = re.compile(r"--[A-Za-z]|\+*[A-Za-z_]\w*(\.\w+)+=")  # --name, or Hydra's section.name=
 _VARIABLE = re.compile(r"\$\{(\w+)(\[[@*]\])?(?::?([-=])([^{}]*))?\}|\$(\w+)")  # the innermost first
@@ -34,45 +34,50 @@ _UV = ("uv", "uvx")
 _OF_UV = (*("--with", "--with-requirements", "--with-editable", "--from", "--extra", "--group", "--package", "--python", "-p"),
           *("--env-file", "--directory", "--project", "--index", "--index-url"))  # fmt: skip
 _PROGRAM = re.compile(r"(python[\d.]*|bash|sh|torchrun|accelerate|deepspeed|trl|swift|megatron|megatron[-_]grpo|-m|.*\.(py|sh))$")
-_NESTED = 5  # scripts that start scripts, at most
+_NESTED = 5  # largest depth of scripts that start scripts
 _OF_LAUNCHERS = {"nproc_per_node": "NPROC_PER_NODE", "nnodes": "NNODES", "num_processes": "NPROC_PER_NODE"}
 _BEGINS, _ENDS = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
 _ITS_DIRECTORY = re.compile(r"dirname.*(BASH_SOURCE|\$0)")
 _ARGUMENTS = re.compile(r"\$(?:[@*]|\{[@*](?::(\d+))?\})")  # $@, ${@:2}
 _PART_OF_PATH = re.compile(r"\$\((basename|dirname) +(?:-- +)?([^\s()$`]+)\)")
 _OF_PATH = {"basename": "name", "dirname": "parent"}
-_IN_CASE = re.compile(r"\$\{(\w+)(,,?|\^\^?)\}")  # ${NAME,,} is its value in small letters
+_IN_CASE = re.compile(r"\$\{(\w+)(,,?|\^\^?)\}")  # ${NAME,,} is the value in lower case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """`words` of the last command that has flags, and the variables as they are at the end. UNKNOWN stands in what cannot be known."""
+    """Result of reading a script: the last command that has flags, and the variables at the end.
+
+    Unknown values contain UNKNOWN.
+    """
 
     words: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
-    others: list[str] = field(default_factory=list)  # the programs of earlier commands that have flags too
+    others: list[str] = field(default_factory=list)  # programs of earlier commands with flags
     problems: list[Problem] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Shell:
-    """What a script has assigned so far, and the commands with flags that it has come to."""
+    """State of a script: its assignments so far, and the commands with flags found so far."""
 
     source: str
     directory: Path
-    arguments: list[str] = field(default_factory=list)  # what it was started with, by another script
+    arguments: list[str] = field(default_factory=list)  # arguments given by the script that started it
     variables: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, list[str]] = field(default_factory=dict)
-    depth: int = 0  # of conditions and loops
+    depth: int = 0  # nesting of conditions and loops
     found: list[list[str]] = field(default_factory=list)
-    scripts: list[list[str]] = field(default_factory=list)  # that it starts without a flag
+    scripts: list[list[str]] = field(default_factory=list)  # scripts that it starts without a flag
     problems: list[Problem] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)  # files that it sources and that are not there
+    missing: list[str] = field(default_factory=list)  # sourced files that do not exist
 
     def problem(self, message: str) -> None:
+        """Add a problem."""
         self.problems.append(Problem(flags=("config",), message=message))
 
     def read(self, text: str) -> None:
+        """Execute the commands of a script, as far as they concern flags."""
         for command in commands(text.replace("\r\n", "\n")):
             try:
                 quoted = shlex.split(command)
@@ -85,6 +90,7 @@ class _Shell:
             self.obey([part for word in quoted for part in self.expanded(word)])
 
     def obey(self, words: list[str]) -> None:
+        """Execute one command: assignments, source, shift; or record it if it has flags."""
         words = [word for word in words if word not in ("export", "declare", "local", "readonly")]
         while words and _ASSIGNMENT.match(words[0]):
             words = self.assign(words)
@@ -107,7 +113,7 @@ class _Shell:
             self.found += [behind] if (behind := _without_launcher(words, self.variables)) else []
 
     def assign(self, words: list[str]) -> list[str]:
-        """Take the assignment that stands first; what is left. In a condition or a loop, what is assigned cannot be known."""
+        """Execute the first assignment and return the remaining words. Values assigned in a condition or a loop are unknown."""
         name, _, value = words[0].partition("=")
         name, adds = name.removesuffix("+"), name.endswith("+")
         if value == _OPEN:
@@ -121,6 +127,7 @@ class _Shell:
         return words[1:]
 
     def source_file(self, name: str) -> None:
+        """Execute a sourced file, or record that it is missing."""
         text = text_of_file(name, self.directory)[0]
         if text is None:
             self.missing.append(name.replace(UNKNOWN, ""))
@@ -128,7 +135,7 @@ class _Shell:
             self.read(text)
 
     def expanded(self, word: str) -> list[str]:
-        """The word with its variables; an array is several words, and so is ARGS="--tp 2 --pp 2" where it is run."""
+        """Return a word with its variables expanded. An array becomes several words, and so does ARGS="--tp 2 --pp 2" where it is used."""
         if rest := _ARGUMENTS.fullmatch(word):
             return self.arguments[max(0, int(rest[1] or 1) - 1) :]
         whole = _VARIABLE.fullmatch(word)
@@ -166,7 +173,7 @@ class _Shell:
         return expanded.split() if expanded != word and expanded.lstrip().startswith("--") else [expanded]
 
     def computed(self, formula: str) -> str:
-        """Arithmetic of whole numbers, with names that have a value."""
+        """Return the value of whole-number arithmetic with known names."""
         names = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda match: self.variables.get(match[1], os.environ.get(match[1], "?")), formula)
         try:
             return str(_number(ast.parse(names.strip(), mode="eval").body))
@@ -176,7 +183,7 @@ class _Shell:
 
 _OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
-    **dict.fromkeys((ast.Div, ast.FloorDiv), lambda left, right: int(left / right)),  # a shell cuts towards 0
+    **dict.fromkeys((ast.Div, ast.FloorDiv), lambda left, right: int(left / right)),  # a shell rounds towards 0
 }  # fmt: skip
 
 
@@ -191,11 +198,16 @@ def _number(node: ast.expr) -> int:
 
 
 def read_shell(text: str, *, source: str, directory: str | Path = ".", arguments: Sequence[str] = (), nested: int = 0) -> Script:
-    """The flags of a script, or of the one that its last command starts.
+    """Read the flags of a script, or of the script that its last command starts.
 
-    source: how its file is called in messages; directory: where it lies, for files that it names; arguments: what it is started with.
+    Args:
+        text: Content of the script.
+        source: Name of the file in messages.
+        directory: Folder of the script, for files that it names.
+        arguments: Arguments of the script.
+        nested: Depth of this script in a chain of scripts.
     """
-    shell = _Shell(source=source, directory=Path(directory).absolute(), arguments=list(arguments))  # as `cd` and `pwd` say it
+    shell = _Shell(source=source, directory=Path(directory).absolute(), arguments=list(arguments))  # as `cd` and `pwd` print it
     shell.read(text)
     found = shell.found or shell.scripts[-1:]
     trains = [place for place, words in enumerate(found) if _PROGRAM.match(words[0].rpartition("/")[2])]
@@ -221,7 +233,10 @@ def read_shell(text: str, *, source: str, directory: str | Path = ".", arguments
 
 
 def text_of_file(name: str, directory: Path) -> tuple[str | None, Path]:
-    """A file that a script names, and its folder: from where one stands, from where the script lies, or from a folder above it."""
+    """Return the text and folder of a file that a script names.
+
+    It is searched from the working directory, the script's folder, and the folders above it. The text is None if it is not found.
+    """
     for folder in (Path("."), directory, *directory.parents):
         try:
             return read_text(folder / name), (folder / name).absolute().parent
@@ -231,22 +246,26 @@ def text_of_file(name: str, directory: Path) -> tuple[str | None, Path]:
 
 
 def started_script(words: list[str]) -> str:
-    """The shell script that a command starts, or nothing."""
+    """Return the shell script that a command starts, or ""."""
     names = words[1:2] if words and words[0].rpartition("/")[2] in ("bash", "sh") else words[:1]
     return next((name for name in names if name.endswith((".sh", ".bash"))), "")
 
 
 def _may_hold_flags(before: str, word: str) -> bool:
-    """A variable that cannot be known, where it is not the value of the flag before it. What a program prints is taken for a value."""
+    """Return whether `word` is an unknown variable that is not the value of the flag before it.
+
+    The output of a program is assumed to be a value.
+    """
     return bool(_ALONE.fullmatch(word)) and (not before.startswith("--") or "[" in word)
 
 
 def plain(word: str) -> str:
+    """Return a word without the internal markers."""
     return word.replace(_PLAIN_DOLLAR, "$").replace(UNKNOWN, "")
 
 
 def commands(text: str) -> Iterator[str]:
-    """The commands of a script, quotes kept: without comments and redirections, continued lines joined, arrays on one line."""
+    """Yield the commands of a script: quotes kept, comments and redirections removed, continued lines joined, arrays on one line."""
     command, place, quote, array = "", 0, "", False
     while place < len(text):
         char = text[place]
@@ -254,7 +273,7 @@ def commands(text: str) -> Iterator[str]:
         if quote != "'" and text.startswith(("$(", "${"), place):
             end = _closing(text, place + 1)
             inner = text[place:end]
-            # One word for shlex, quotes and all, unless it is a variable or arithmetic, which holds none.
+            # One word for shlex, including its quotes, unless it is a variable or arithmetic, which contains none.
             command += inner if not set(inner) & set(" \t\n'\"|&;<>") else inner if quote and '"' not in inner else _one_word(inner, quote)
             place = end
             continue
@@ -298,7 +317,7 @@ def commands(text: str) -> Iterator[str]:
 
 
 def _closing(text: str, start: int) -> int:
-    """The place behind the bracket that closes the one at `start`."""
+    """Return the position after the bracket that closes the one at `start`."""
     depth = 0
     for place in range(start, len(text)):
         depth += (text[place] in "({") - (text[place] in ")}")
@@ -308,13 +327,13 @@ def _closing(text: str, start: int) -> int:
 
 
 def _one_word(inner: str, quote: str) -> str:
-    """A substitution as one word of shlex: its own quotes are taken out, and its spaces kept."""
+    """Return a substitution as one word for shlex: inner quotes are removed, and spaces kept."""
     bare = re.sub(r"[\"'\n]", lambda match: " " if match[0] == "\n" else "", inner)
     return bare if quote else f'"{bare}"'
 
 
 def _without_launcher(words: list[str], variables: dict[str, str]) -> list[str]:
-    """What a launcher is told of itself stands before the program; of torchrun's and accelerate's, the number of ranks is kept."""
+    """Remove a launcher and its own arguments. The number of ranks given to torchrun or accelerate is kept in `variables`."""
     if "--" in words and any(_FLAG.match(word) for word in words[words.index("--") :]):  # ray job submit ... -- python3 train.py ...
         words = words[words.index("--") + 1 :]
     wrapper = next((place for place, word in enumerate(words[:3]) if word in _WRAPPERS), None)
@@ -336,7 +355,7 @@ def _without_launcher(words: list[str], variables: dict[str, str]) -> list[str]:
 
 
 def _behind_uv(words: list[str]) -> list[str]:
-    """What uv starts: its own options stand before it."""
+    """Return the command that uv starts, without uv's options."""
     place = 0
     while place < len(words) and (words[place] == "run" or words[place].startswith("-") and words[place] != "-m"):
         place += 2 if words[place] in _OF_UV else 1
@@ -348,8 +367,18 @@ def _program(words: list[str]) -> str:
 
 
 def read_script(text: str, *, source: str, directory: Path = Path(".")) -> tuple[list[TypedSetting], list[Problem]]:
-    """The flags of a launch script, each as it stands last in it. Its variables become entries named `$NAME`, so that the number of ranks
-    can be found; what of it is read otherwise than it stands, `$other` and `$twice`. A file that it names as config is read before them.
+    """Read the flags of a launch script; the last occurrence of each flag counts.
+
+    Variables become entries named `$NAME`, so that the number of ranks can be found. Entries `$other` name commands that are not read, and
+    entries `$twice` name repeated flags. A file that the script names as config is read before its flags.
+
+    Args:
+        text: Content of the script.
+        source: Name of the file in messages.
+        directory: Folder of the script.
+
+    Returns:
+        (settings, problems).
     """
     script = read_shell(text, source=source, directory=directory)
     typed, wrong = read_words(script.words, source=source, lenient=True)
@@ -375,7 +404,12 @@ def read_script(text: str, *, source: str, directory: Path = Path(".")) -> tuple
 
 
 def read_program(text: str, path: str) -> Read:
-    """A launch script, or a Python file that builds TRL's configuration."""
+    """Read a launch script, or a Python file that builds TRL's configuration.
+
+    Args:
+        text: Content of the file.
+        path: Path of the file.
+    """
     file = Path(path)
     if file.suffix == ".py" and not text.startswith("#!"):
         from megatron_grpo.compat.python import read_python

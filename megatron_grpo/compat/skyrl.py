@@ -1,4 +1,4 @@
-"""What of SkyRL's names takes arithmetic: those that are read alone, and what SETTLE makes of several together."""
+"""Translation of SkyRL beyond its table: readers of single names, and SETTLE for several names together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_grpo.compat.tables import sentence
 from megatron_grpo.config.table import TRUE, InvalidValueError
 
 _ALGORITHM, _POLICY, _ENGINE, _LORA = "algorithm.", "policy.megatron_config.", "inference_engine.", "policy.model.lora."
-# (policy_loss_type, loss_reduction) -> what it is here. All other pairs are refused.
+# (policy_loss_type, loss_reduction) -> native settings. All other pairs are refused.
 _LOSSES: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("regular", "token_mean"): {"loss_type": "dapo"},
     ("regular", "sequence_mean"): {"loss_type": "grpo"},
@@ -45,6 +45,7 @@ _COUNTED_IN_ROLLOUTS = {"max_steps": "max_training_steps", "save_steps": "ckpt_i
 
 
 def ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Return world_size as nodes times GPUs per node."""
     numbers = [(given.get(f"placement.policy_{name}") or ["1"])[0] for name in ("num_nodes", "num_gpus_per_node")]
     if not all(number.isdigit() for number in numbers):
         raise InvalidValueError(f"needs a whole number, not {' '.join(words)!r}")
@@ -52,10 +53,12 @@ def ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def stop(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read stop strings."""
     return {"stop": [] if list(words) == ["none"] else [part for word in words for part in listed([word])]}
 
 
 def turns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read max_turns; more than one turn needs environment or tools."""
     if list(words) == ["1"]:
         return {}
     if not {"environment", "tools"} & set(given):
@@ -64,11 +67,12 @@ def turns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def rank(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read the LoRA rank; 0 is full training."""
     return {"tuner_type": "full"} if list(words) == ["0"] else {"tuner_type": "lora", "lora_rank": list(words)}
 
 
 def routers(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """They do not train under LoRA anyway."""
+    """Read freeze_moe_router. Routers never train with LoRA."""
     is_lora = given.text(f"{_LORA}rank", "0") != "0"
     return {"freeze_parameters_regex": r"\.gate\.weight$"} if words[0].lower() in TRUE and not is_lora else {}
 
@@ -123,7 +127,7 @@ def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         yield Change(values={"entropy_coef": given.number(f"{_ALGORITHM}entropy_loss_coef", 0.01)})
     if given.text(f"{_ALGORITHM}advantage_estimator", "grpo") == "rloo":
         yield Change(values={"advantage_estimator": "rloo", "scale_rewards": "none"})
-    if f"{_ALGORITHM}overlong_buffer_len" in given:  # of its example main_dapo
+    if f"{_ALGORITHM}overlong_buffer_len" in given:  # in SkyRL's example main_dapo
         longest = given.whole("sampling_params.max_generate_length", 1024)
         buffer = given.whole(f"{_ALGORITHM}overlong_buffer_len", 512)
         yield from soft_overlong(values, longest, buffer, f"{_ALGORITHM}overlong_buffer_len")
@@ -160,7 +164,7 @@ def _is_same(first: str, second: str) -> bool:
 
 
 def _asked(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    """Prompts, engines and evaluations."""
+    """Yield the changes for prompts, engines and evaluations."""
     yield from of_servers(values, program="SkyRL")
     yield from drops_last(values, title="SkyRL")
     longest, bound = given.text("max_prompt_length", "512"), given.text("max_input_length", "")
@@ -168,7 +172,7 @@ def _asked(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         if bound:
             yield Change(note="max_input_length bounds what goes into each turn in SkyRL; here max_completion_length is of the "
                                          "whole episode after its prompt, the environment's words included.")  # fmt: skip
-    elif bound not in ("", longest) and given.text("max_turns", "1") == "1":  # which SkyRL refuses too, in one turn
+    elif bound not in ("", longest) and given.text("max_turns", "1") == "1":  # SkyRL refuses this too for a single turn
         raise InvalidValueError(
             f"max_input_length ({bound}) differs from max_prompt_length ({longest}), which bounds what "
             f"goes in. In one turn they are one number, in SkyRL too: give generator.max_input_length {longest}"
@@ -198,7 +202,7 @@ def _asked(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 
 def _steps(values: Mapping[str, Any], given: Given, *, in_prompts: bool) -> Iterator[Change]:
-    """Its trainer counts train batches (global_step of its RayPPOTrainer); each is several optimizer steps."""
+    """Convert train batches, which SkyRL's trainer counts (global_step of its RayPPOTrainer), to optimizer steps."""
     rollout = given.whole("train_batch_size", 1024) * (1 if in_prompts else given.whole("n_samples_per_prompt", 5))
     passes = given.whole("update_epochs_per_batch", 1)
     per_rollout = max(1, rollout // max(1, given.whole("policy_mini_batch_size", 256))) * passes

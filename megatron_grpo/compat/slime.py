@@ -1,4 +1,4 @@
-"""What of slime's names takes arithmetic: those that are read alone, and what SETTLE makes of several together."""
+"""Translation of slime beyond its table: readers of single names, and SETTLE for several names together."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _KL = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 
 
 def ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Return world_size as nodes times GPUs per node."""
     return {"world_size": given.whole("actor_num_nodes", 1) * given.whole("actor_num_gpus_per_node", 8)}
 
 
@@ -38,20 +39,23 @@ def _whole_files(words: Sequence[str]) -> None:
 
 
 def prompts(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read prompt_data; a part of a file (path@[0:16]) is refused."""
     _whole_files(words)
     return {"dataset": list(words)}
 
 
 def seed(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read rollout_seed, which is ignored if seed is given."""
     return {} if "seed" in given else {"seed": list(words)}
 
 
 def offload(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read offload, which covers trainer and sampler."""
     return {} if words[0].lower() == "false" else {"offload_model": "true", "sleep_level": 2}
 
 
 def held_out(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """A name and a path each; one word alone is a path."""
+    """Read eval_prompt_data: pairs of name and path, or a single path."""
     _whole_files(words)
     if len(words) == 1:
         return {"eval_dataset": words[0]}
@@ -61,7 +65,7 @@ def held_out(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def judge(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Its `math` compares what stands in \\boxed{} with the label, as the built-in one does; its others are not there."""
+    r"""Read rm_type: `math` compares the content of \boxed{} with the label, like the built-in reward; others are refused."""
     if given.get("reward_funcs"):
         return {}
     if list(words) == ["math"]:
@@ -70,15 +74,18 @@ def judge(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def services(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read use_wandb and use_tensorboard."""
     found = [name for name in ("wandb", "tensorboard") if given.is_true(f"use_{name}")]
     return {"report_to": found} if found else {}
 
 
 def column(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read input_key as the prompt column."""
     return {} if list(words) in (["prompt"], ["messages"]) else {"columns": {words[0]: "prompt"}}
 
 
 def pictures(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read multimodal_keys; only images are supported."""
     try:
         found = dict(json.loads(" ".join(words)))
     except ValueError:
@@ -89,6 +96,7 @@ def pictures(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def environment(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read environment variables of the ranks; quantization-aware training is refused."""
     if re.search(r"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\W+1", " ".join(words)):
         raise InvalidValueError(
             f"sets OPEN_TRAINING_INT4_FAKE_QAT_FLAG, with which slime trains as if weights were INT4: {sentence('QUANTIZED')}"
@@ -97,11 +105,12 @@ def environment(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def bucket(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read update_weight_buffer_size, in bytes, as weight_sync_bucket_mb, in MiB."""
     return {"weight_sync_bucket_mb": max(1, int(words[0]) >> 20)}
 
 
 def _rest(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    """What slime makes of several names together, but for sizes, loss and KL."""
+    """Yield the changes that follow from several of slime's names, except for sizes, loss and KL."""
     yield from of_servers(values, program="slime")
     yield from idle_schedule(values, given, style="linear")
     if given.is_true("use_tis"):
@@ -204,8 +213,11 @@ def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 
 def _teacher(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    """One inside Megatron is ours but for the format of its file; an SGLang server is none. Source: apply_opd_kl_to_advantages in loss.py,
-    whose log-probs are over the sampling temperature as ours are."""
+    """Translate on-policy distillation.
+
+    A teacher in Megatron is supported except for its file format; an SGLang server is not. Source: apply_opd_kl_to_advantages in slime's
+    loss.py, whose log-probs are scaled by the sampling temperature as here.
+    """
     if not given.is_true("use_opd"):
         yield from idle(given, {"opd_type": "none", "opd_teacher_load": "none", "opd_kl_coef": "1.0"}, without="use_opd")
         return

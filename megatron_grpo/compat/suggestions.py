@@ -1,4 +1,4 @@
-"""What to type instead of a name that is no setting. A table of names comes before any likeness, and silence before a harmful guess."""
+"""Suggestions for unknown names. Tables of names take precedence over similarity, and no suggestion is better than a harmful one."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ from megatron_grpo.compat.tables import contents
 from megatron_grpo.config.read import COMMAND_LINE
 from megatron_grpo.config.table import close_to, names, table
 
-ALIKE = 0.8  # difflib's ratio above which two names are taken for one with a slip of the finger
+ALIKE = 0.8  # difflib's ratio above which two names count as a typing error
 
-# Of those, the sizes that some systems count in prompts.
+# Sizes among these names that some systems count in prompts.
 COUNTED_IN_PROMPTS = (*("train_batch_size", "rollout_batch_size", "policy_mini_batch_size", "ppo_mini_batch_size", "mini_batch_size"),)
 
 
 @cache
 def by_name(part: str) -> Mapping[str, str]:
-    """`same_as` or `said_with` of the table: the setting, or the sentence, of each name."""
+    """Return `same_as` or `said_with` of the remedies table: the setting, or the sentence, for each name."""
     return {name: says for says, names in contents("remedies")[part].items() for name in names.split()}
 
 
 def remedy(name: str, dialects: Mapping[str, Dialect], *, hidden: Collection[str] = ()) -> str:
-    """A sentence, with a space before it, on what to type instead of an unknown name. hidden: settings that go by other names just now."""
+    """Return a sentence, with a leading space, on what to type instead of an unknown name.
+
+    Args:
+        name: The unknown name.
+        dialects: All dialects.
+        hidden: Settings that have other names in the current dialect.
+    """
     last = name.rpartition(".")[2]
     for key in (name, ".".join(name.split(".")[-2:]), last):
         found = _from_tables(key, dialects, hidden)
@@ -35,7 +41,7 @@ def remedy(name: str, dialects: Mapping[str, Dialect], *, hidden: Collection[str
 
 def _from_tables(name: str, dialects: Mapping[str, Dialect], hidden: Collection[str]) -> str:
     if sentence := by_name("said_with").get(name):
-        is_setting = sentence.partition(" ")[0] in names()  # which is spelt as it is typed
+        is_setting = sentence.partition(" ")[0] in names()  # settings keep their spelling
         return f" {sentence if is_setting else sentence[0].upper() + sentence[1:]}"
     if (ours := by_name("same_as").get(name)) and ours not in hidden:
         counted = ", and counts completions: prompts times num_generations" if name in COUNTED_IN_PROMPTS else ""
@@ -63,7 +69,7 @@ def _alike(name: str, last: str, hidden: Collection[str]) -> str:
     known = [known for known, setting in names().items() if setting.name not in hidden]
     if last != name and last in known:
         section, groups = name.rpartition(".")[0], sorted({setting.group for setting in table().values()})
-        if section in groups or hidden:  # of a dialect, whose sections are others
+        if section in groups or hidden:  # or of a dialect, which has other sections
             return f" {last} is a setting: on the command line, say --{last}."
         return f" {last} is a setting, but {section} is not a section; the sections are: {', '.join(groups)}."
     close = close_to(last, [*known, "config", "print_config"], limit=1, cutoff=ALIKE)
@@ -71,7 +77,7 @@ def _alike(name: str, last: str, hidden: Collection[str]) -> str:
 
 
 def reads_as(unknown: Sequence[str], dialects: Mapping[str, Dialect]) -> tuple[Dialect, list[str]] | None:
-    """The dialect that most of these names, three at least, are words of; and which they are."""
+    """Return the dialect that knows more than half of these names, and at least three; and the names it knows."""
     best: tuple[Dialect, list[str]] | None = None
     for dialect in dialects.values():
         known = [name for name in unknown if dialect.knows(name)]
@@ -81,7 +87,15 @@ def reads_as(unknown: Sequence[str], dialects: Mapping[str, Dialect]) -> tuple[D
 
 
 def problems_of_unknown(found: Mapping[str, Sequence[str]], dialect: Dialect | None, dialects: Mapping[str, Dialect]) -> Iterator[Problem]:
-    """A file full of another system's names is one mistake; any other name is one each, with what to type instead. found: by source."""
+    """Yield problems for unknown names, with suggestions.
+
+    A source full of another system's names is one problem; each other name is one problem.
+
+    Args:
+        found: Unknown names, by source.
+        dialect: Dialect in use, if any.
+        dialects: All dialects.
+    """
     for source, unknown in found.items():
         where = "" if source == COMMAND_LINE else f" in {source}"
         reads = reads_as(unknown, dialects) if dialect is None else None

@@ -1,4 +1,4 @@
-"""What of Megatron-SWIFT's names takes arithmetic: those that are read alone, and what SETTLE makes of several together."""
+"""Translation of Megatron-SWIFT beyond its table: readers of single names, and SETTLE for several names together."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron_grpo.compat.tables import sentence
 from megatron_grpo.config.table import InvalidValueError
 
 _REWARDS = {"accuracy": "math", "format": "format", "cosine": "cosine", "repetition": "repetition", "soft_overlong": "soft_overlong"}
-_ONLY_OURS = tuple(name for name in BUILT_IN_REWARDS if name not in (*_REWARDS, "math"))  # its `math` is another one
+_ONLY_OURS = tuple(name for name in BUILT_IN_REWARDS if name not in (*_REWARDS, "math"))  # Megatron-SWIFT's `math` is another function
 
 
 def _of_plugins(given: Given) -> dict[str, str]:
-    """path:Class of each reward that a plugin registers as `orms["name"] = Class`, by name. The files are read, not run."""
+    """Return path:Class of each reward that a plugin registers as `orms["name"] = Class`, by name. The files are not run."""
     found: dict[str, str] = {}
     for file in given.get("external_plugins", ()):
         with suppress(OSError, SyntaxError, ValueError):
@@ -33,6 +33,7 @@ def _of_plugins(given: Given) -> dict[str, str]:
 
 
 def reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read reward_funcs: built-in rewards of Megatron-SWIFT and rewards of plugins are translated."""
     of_plugins = _of_plugins(given)
     unread = [word for word in words if word not in (*_REWARDS, *_ONLY_OURS, *of_plugins) and ":" not in word]
     if unread:
@@ -47,7 +48,7 @@ def reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def plugins(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Refused where nothing of it is used; what is named of it and not there has a sentence of its own."""
+    """Read external_plugins; refused if nothing of them is used. Missing names in them are reported where they are used."""
     others = [word for word in given.get("reward_funcs", ()) if word not in (*_REWARDS, *_ONLY_OURS)]
     if not others and not {"gym_env", "multi_turn_scheduler"} & set(given):
         raise InvalidValueError(f"({' '.join(words)}): {sentence('PLUGINS')}")
@@ -55,6 +56,8 @@ def plugins(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def dataset(native: str) -> Reader:
+    """Return a reader of data set names, for the setting `native`. Other hubs than Hugging Face are refused."""
+
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         if len(words) != 1 and native != "dataset":
             raise InvalidValueError(f"({' '.join(words)}) names {len(words)} data sets; give each a name in eval_datasets")
@@ -69,6 +72,8 @@ def dataset(native: str) -> Reader:
 
 
 def one_adapter(native: str) -> Reader:
+    """Return a reader of a single adapter, for the setting `native`."""
+
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         if len(words) != 1:
             raise InvalidValueError(f"({' '.join(words)}) names {len(words)} adapters; one is trained, and one is the reference")
@@ -78,6 +83,7 @@ def one_adapter(native: str) -> Reader:
 
 
 def minutes(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read ddp_timeout, which is in seconds."""
     try:
         return {"distributed_timeout_minutes": float(words[0]) / 60}
     except (ValueError, IndexError):
@@ -85,7 +91,10 @@ def minutes(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def columns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Its standard names on the right: query is what is asked; others are columns that rewards may read, under the same name."""
+    """Read the mapping of columns to Megatron-SWIFT's standard names.
+
+    `query` is the prompt here; other standard names are columns that rewards may read under the same name.
+    """
     text = " ".join(words).strip()
     try:
         found = json.loads(text) if text.startswith("{") else dict(word.rsplit("=", 1) for word in words)
@@ -97,14 +106,16 @@ def columns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def finetune(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read finetune, which has no effect without mcore_model."""
     return {"finetune": list(words)} if given.get("mcore_model") else {}
 
 
 def system(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    r"""Read the system prompt; \n is a line break."""
     return {"system": [" ".join(words).replace("\\n", "\n")]}
 
 
-GYM = "gym_scheduler"  # Megatron-SWIFT's scheduler that plays an `Env`
+GYM = "gym_scheduler"  # Megatron-SWIFT's scheduler that runs an `Env`
 
 
 def _of_a_class(words: Sequence[str], what: str) -> Mapping[str, Any]:
@@ -117,26 +128,32 @@ def _of_a_class(words: Sequence[str], what: str) -> Mapping[str, Any]:
 
 
 def scheduler(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read multi_turn_scheduler as an environment class."""
     return {} if list(words) == [GYM] and "gym_env" in given else _of_a_class(words, "a scheduler")
 
 
 def gym_env(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read gym_env as an environment class."""
     return _of_a_class(words, "an environment")
 
 
 def use_gym_env(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """What it adds is in `of_swift`."""
+    """Accept use_gym_env; `of_turns` translates it."""
     return {}
 
 
 def max_turns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """Nothing where who answers is refused already: a limit of turns would be a second mistake about the same."""
+    """Read max_turns; ignored if the scheduler or environment is refused already, to avoid a second problem."""
     refused = [word for name in ("gym_env", "multi_turn_scheduler") for word in given.get(name, ()) if ":" not in word and word != GYM]
     return {} if refused else {"max_turns": list(words)}
 
 
 def of_turns(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    """What Megatron-SWIFT makes of several of them together."""
+    """Yield the changes for multi-turn runs.
+
+    Raises:
+        InvalidValueError: use_gym_env without an environment.
+    """
     if not (values.get("environment") or values.get("tools")):
         if list(given.get("use_gym_env", ())) == ["true"] and not {"gym_env", "multi_turn_scheduler"} & set(given):
             raise InvalidValueError(
@@ -160,7 +177,7 @@ def of_turns(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 
 def _settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    """What its Megatron trainer makes of several names together."""
+    """Yield the changes specific to the Megatron trainer."""
     if "max_steps" in values and "num_train_epochs" in values and values.get("streaming"):
         yield Change(values={"num_train_epochs": None}, note="train_iters decides: Megatron-SWIFT does not read epochs with streaming.")
     elif "max_steps" in values and "num_train_epochs" in values:
@@ -183,7 +200,7 @@ def _settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 
 def _of_both(values: Mapping[str, Any], given: Given, *, tuner: str) -> Iterator[Change]:
-    """What both of its trainers make of several names together: rows, evaluation, servers, and the loss. tuner: tuner_type unsaid."""
+    """Yield the changes common to both trainers: rows, evaluation, servers, and the loss. `tuner`: default tuner_type."""
     if values.get("shuffle_buffer_size") and not values.get("streaming"):
         yield Change(values={"shuffle_buffer_size": None}, note="shuffle_buffer_size does nothing without streaming, here as there.")
     if values.get("interleave_prob") and not values.get("further_datasets"):
@@ -209,7 +226,7 @@ def _of_both(values: Mapping[str, Any], given: Given, *, tuner: str) -> Iterator
 
 
 def _loss(values: Mapping[str, Any]) -> Iterator[Change]:
-    """The loss, its corrections and a teacher."""
+    """Yield the changes for the loss, its corrections and a teacher."""
     mode = values.get("rollout_importance_sampling_mode", "none")
     if mode.startswith("sequence_"):
         rest = " It then weighs each token by its own ratio; here all tokens carry the sequence's." if mode == "sequence_mask" else ""
@@ -235,7 +252,7 @@ def _loss(values: Mapping[str, Any]) -> Iterator[Change]:
 
 
 def _tuner(values: Mapping[str, Any]) -> Iterator[Change]:
-    """LoRA with its defaults, and what it makes of an adapter that is given without a word of LoRA."""
+    """Yield the changes for LoRA: its defaults, and tuner_type lora if only an adapter is given."""
     given = [name for name in ("adapters", "ref_adapters") if values.get(name)]
     if values.get("tuner_type", "full") != "lora" and given:
         yield Change(
@@ -255,7 +272,7 @@ def _tuner(values: Mapping[str, Any]) -> Iterator[Change]:
 
 
 def adapter(values: Mapping[str, Any]) -> Iterator[Change]:
-    """LoRA's defaults."""
+    """Apply Megatron-SWIFT's LoRA defaults."""
     if values.get("target_regex") and "target_modules" in values:
         yield Change(values={"target_modules": None}, note="target_regex goes before target_modules in Megatron-SWIFT; so is done here.")
     if "lr" not in values:
@@ -270,7 +287,10 @@ def adapter(values: Mapping[str, Any]) -> Iterator[Change]:
 
 
 def _advantages(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    """Its reinforce_plus_plus subtracts the group's mean and divides by the std that scale_rewards names; its guide says `batch`."""
+    """Translate reinforce_plus_plus, which in Megatron-SWIFT subtracts the group's mean and divides by the std of scale_rewards.
+
+    Its guide says `batch`.
+    """
     estimator, scale = values.get("advantage_estimator"), values.get("scale_rewards")
     if estimator == "reinforce_plus_plus":
         if scale in (None, "batch"):
@@ -286,7 +306,11 @@ def _advantages(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 
 def of_both(tuner: str) -> tuple[Callable[..., Iterator[Change]], ...]:
-    """tuner: tuner_type, where nobody says it."""
+    """Return the parts of SETTLE common to both trainers.
+
+    Args:
+        tuner: Default tuner_type.
+    """
     return partial(_of_both, tuner=tuner), of_turns, _advantages
 
 

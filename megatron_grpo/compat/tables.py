@@ -1,8 +1,8 @@
-"""Reads the table of another system, `<system>.yaml`: what each of its names is here. What takes arithmetic is in `<system>.py`.
+"""Loader of the tables `<system>.yaml`, which give the meaning of each foreign name. Arithmetic is in `<system>.py`.
 
-A table has, by name of theirs: `same` (another name for a setting of ours), `read` (by a function of `<system>.py` or `common.py`; those of
-SETTLE are read together), `refused` (with a sentence), `aside` (with a reason), and `defaults` that differ from ours. Names with a star are
-patterns, of which the longest counts. Sentences in capitals are those of `common.yaml`.
+A table has, by foreign name: `same` (a native setting with another name), `read` (a function of `<system>.py` or `common.py` translates it;
+names with SETTLE are read together), `refused` (with a sentence), `aside` (with a reason), and `defaults` that differ from the native ones.
+Names with a star are patterns, of which the longest match counts. Sentences in capitals are keys of `common.yaml`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ FOLDER = Path(__file__).parent
 
 @cache
 def contents(name: str) -> dict[str, Any]:
-    """A file of this folder. One that is `like` another has its own keys before those of the other, and adds to what it `takes`."""
+    """Return a YAML file of this folder.
+
+    With `like: other`, its keys override those of the other file. `takes` merges its entries over the named keys of other files, and
+    `without` removes defaults.
+    """
     import yaml
 
     with (FOLDER / f"{name}.yaml").open(encoding="utf-8") as file:
@@ -37,18 +41,18 @@ def contents(name: str) -> dict[str, Any]:
 
 
 def _code(name: str) -> ModuleType | None:
-    """The module of a system, where it has one."""
+    """Return the Python module of a system; None if it has none."""
     return importlib.import_module(f"megatron_grpo.compat.{name}") if (FOLDER / f"{name}.py").is_file() else None
 
 
 def sentence(name: str) -> str:
-    """The shared sentence of that name, or the words themselves."""
+    """Return the shared sentence of that name, or `name` itself if it is a sentence."""
     return contents("common")["sentences"].get(name, name)
 
 
 @cache
 def load(name: str) -> Dialect:
-    """The vocabulary of a system. name: of its file."""
+    """Return the dialect in the file `name`."""
     table = contents(name)
     rows = rows_of(name)
     sizes = {size: _size(size, **row) for size, row in table.get("sizes", {}).items()}
@@ -73,7 +77,7 @@ def load(name: str) -> Dialect:
 
 @cache
 def rows_of(name: str) -> Mapping[str, Foreign]:
-    """What each name is here; a system that has the `names_of` others has its own before theirs."""
+    """Return the table row of each foreign name. With `names_of`, the rows of other systems are included, and its own take precedence."""
     table, found = contents(name), dict[str, Foreign]()
     for other in table.get("names_of", "").split():
         found |= rows_of(other)
@@ -105,7 +109,7 @@ def _read(table: Mapping[str, Any], modules: list[Any]) -> Iterator[tuple[str, F
 
 
 def _reader(said: str, modules: list[Any]) -> Callable[..., Mapping[str, Any]]:
-    """`name`, or `name argument` of a function that makes one."""
+    """Return the function `name`, or the result of `name(argument)`."""
     name, _, argument = said.partition(" ")
     if name == "SETTLE":
         return lambda words, given: {}
@@ -124,7 +128,7 @@ def _refused(table: Mapping[str, Any]) -> Iterator[tuple[str, Foreign]]:
 
 
 def _off(word: str) -> tuple[str, tuple[str, ...]]:
-    """(a name, words that it may have here): `name=word` has this one alone, `name|word` also those that ask for nothing."""
+    """Return (name, allowed values): `name=word` allows only this value, and `name|word` also those that ask for nothing."""
     name, only, value = word.partition("=")
     if only:
         return name, (value,) if value else ()
@@ -133,14 +137,14 @@ def _off(word: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _default(name: str, row: Any) -> Default:
-    """theirs, and what that is here; a value alone is that of the setting of the same name."""
+    """Return a default from its foreign value and native settings. A bare value belongs to the setting of the same name."""
     if not isinstance(row, dict):
         return Default(name=name, theirs=shown(row), native={name: row})
     return Default(name=name, theirs=row["theirs"], native=row.get("is", {}), ours=row.get("ours", ""))
 
 
 def _product(row: str | Mapping[str, str]) -> tuple[str, str]:
-    """(unit, name)."""
+    """Return (unit, foreign name)."""
     return ("completions", row) if isinstance(row, str) else next(iter(row.items()))
 
 

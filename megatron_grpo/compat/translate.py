@@ -1,4 +1,4 @@
-"""Turns the names of another system, and what a launch script holds, into settings of ours; and says what became of the rest."""
+"""Translation of another system's names, and of launch scripts, into native settings, with notes on everything else."""
 
 from __future__ import annotations
 
@@ -16,33 +16,37 @@ from megatron_grpo.config.parsed import ForeignDefault, System
 from megatron_grpo.config.read import TypedSetting, shown, words_of
 from megatron_grpo.config.table import InvalidValueError, names, read_value, table
 
-_LABELS = ("run_name", "project")  # nothing depends on them
+_LABELS = ("run_name", "project")  # training does not depend on them
 
 
 class Translation:
-    """Of one command line with its files. First `entries`, name by name; then `settle`, when the values of all settings are known.
+    """Translation of one command line with its files.
 
-    dialect: the system whose names are typed; None where there is but a launch script with names of ours.
+    First `entries` translates name by name; then `settle` is called, when the values of all settings are known.
+
+    Args:
+        typed: Settings as typed, in order.
+        dialect: System whose names are used; None for a launch script with native names.
     """
 
     def __init__(self, typed: Sequence[TypedSetting], dialect: Dialect | None):
         self.dialect = dialect
-        self.sizes = dialect.settings if dialect else {}  # batch sizes under names of their own
+        self.sizes = dialect.settings if dialect else {}  # batch sizes under foreign names
         self.counts: dict[str, int] = {}  # their values
-        self.origins: dict[str, Origin] = {}  # and what ours are of them
-        self.hides = dialect.hides if dialect else ()  # names of ours that are not known beside these
-        self.given = Given()  # every name of theirs with its words, as typed
-        self.said: set[str] = set()  # names whose values are known, wherever they stand
+        self.origins: dict[str, Origin] = {}  # how native sizes follow from them
+        self.hides = dialect.hides if dialect else ()  # native names that are unknown in this dialect
+        self.given = Given()  # every foreign name with its words, as typed
+        self.said: set[str] = set()  # names whose values are known, at any position
         self.notes: list[str] = []
-        self.aside: dict[str, list[str]] = {}  # names that change nothing, by source
+        self.aside: dict[str, list[str]] = {}  # names without effect, by source
         self.repeated: list[str] = []
         self.defaults: list[ForeignDefault] = []
-        self.tasks: set[str] = set()  # sentences that refuse another task than GRPO
-        self.world_size: tuple[int, str] | None = None  # of the script's launcher, and where that stands
+        self.tasks: set[str] = set()  # sentences about tasks other than GRPO
+        self.world_size: tuple[int, str] | None = None  # ranks of the script's launcher, and their source
         self._launcher: dict[str, tuple[str, int]] = {}
-        self._unknowable: dict[str, list[tuple[str, str]]] = {}  # by source: (name, name and words) that depend on what is not in it
-        self._lacking: dict[str, list[tuple[str, str]]] = {}  # sentence -> (name, words) that it refuses
-        for entry in typed:  # names that are read together need each other's words, whichever comes first
+        self._unknowable: dict[str, list[tuple[str, str]]] = {}  # by source: (name, name and words) with unknown values
+        self._lacking: dict[str, list[tuple[str, str]]] = {}  # sentence -> refused (name, words)
+        for entry in typed:  # names that are read together need each other's words, in any order
             if entry.raw != () and not any(UNKNOWN in word for word in words_of(entry.raw)):
                 self.said.add(entry.name)
                 self.given[self._row(entry.name)[0]] = words_of(entry.raw) or ["true"]
@@ -62,7 +66,7 @@ class Translation:
         elif self._is_unknown(entry, row):
             pass
         elif row is not None and not row.native:
-            if entry.raw != ():  # a list that holds nothing says nothing
+            if entry.raw != ():  # an empty list sets nothing
                 yield from self._read(entry, row)
         elif size is not None:
             yield TypedSetting(name=size, raw=entry.raw, source=entry.source)
@@ -74,9 +78,9 @@ class Translation:
             yield entry
 
     def _read(self, entry: TypedSetting, row: Foreign) -> Iterator[TypedSetting]:
-        """A name that is read by a function, refused, or set aside."""
+        """Translate a name with a function, or refuse it, or set it aside."""
         words, name = words_of(entry.raw) or ["true"], self._row(entry.name)[0]
-        if words != self.given.get(name, words):  # said again further on: the command line wins over a file
+        if words != self.given.get(name, words):  # given again later: the command line overrides a file
             return
         if row.read is not None:
             try:
@@ -97,7 +101,7 @@ class Translation:
             self.aside.setdefault(entry.source, []).append(entry.name)
 
     def _is_unknown(self, entry: TypedSetting, row: Foreign | None) -> bool:
-        """Whether its value cannot be known from its script: a mistake, unless it is said elsewhere too, or changes nothing."""
+        """Return whether the value is unknown. It becomes a problem unless it is known elsewhere or has no effect."""
         unknown = [plain(word) for word in words_of(entry.raw) if UNKNOWN in word]
         idle = row is not None and not (row.native or row.read or row.lacks)
         if not unknown or idle:
@@ -111,7 +115,7 @@ class Translation:
         return True
 
     def _of_a_script(self, entry: TypedSetting) -> None:
-        """A script's own launcher says how many ranks it starts; a script may hold more commands than one."""
+        """Handle the entries of a script: the ranks of its launcher, repeated flags, and further commands."""
         if entry.name == "$other":
             self.notes.append(f"{entry.source}: the flags of its last command are read, not those of {entry.raw[0]}.")
         elif entry.name == "$twice":
@@ -120,20 +124,20 @@ class Translation:
             self._launcher[entry.name] = (entry.source, int(entry.raw[0]))
 
     def unknowable(self) -> Iterator[Problem]:
-        """Of values that the script does not hold."""
+        """Yield problems for values that the script does not determine."""
         for source, found in self._unknowable.items():
             it = found[0][0] if len(found) == 1 else "them"
             message = f"{source}: {', '.join(said for _, said in found)} cannot be known from the script. Give {it} on the command line."
             yield Problem(flags=tuple(name for name, _ in found), message=message)
 
     def lacking(self) -> Iterator[Problem]:
-        """Of names that ask for what is not there."""
+        """Yield problems for names that ask for something unsupported."""
         for sentence, asked in self._lacking.items():
             said = ", ".join(f"{name} ({words})" for name, words in asked)
             yield Problem(flags=tuple(name for name, _ in asked), message=f"{said}: {sentence}.")
 
     def system(self) -> System | None:
-        """What a plan says of the system."""
+        """Return what a plan reports about the system; None without a dialect."""
         if (dialect := self.dialect) is None:
             return None
         return System(
@@ -144,8 +148,15 @@ class Translation:
         )
 
     def settle(self, values: dict[str, Any], sources: dict[str, str], typed: dict[str, str]) -> Iterator[Problem]:
-        """Add what follows from several names at once, the defaults that nobody typed, and what makes our sizes. All three are by setting;
-        sizes of theirs stand among them, and go."""
+        """Apply the changes that follow from several names together, the foreign defaults, and the native batch sizes.
+
+        The three mappings are modified in place. Foreign sizes in them are removed.
+
+        Args:
+            values: Value of each setting.
+            sources: Source of each value.
+            typed: Name under which each setting was typed.
+        """
         if self.dialect is None:
             return
         dialect = self.dialect
@@ -158,7 +169,7 @@ class Translation:
             values[name] = value
             sources.setdefault(name, f"implied by the {dialect.name} dialect")
         before = dict(values)
-        for part in dialect.settle:  # each by itself, so that all that is wrong is told at once
+        for part in dialect.settle:  # one by one, so that all problems are reported at once
             try:
                 for change in part(before, self.given):
                     for name, value in change.values.items():
@@ -171,7 +182,7 @@ class Translation:
             except OtherTaskError as bad:
                 self.tasks.add(str(bad))
                 yield Problem(flags=("dialect",), message=f"{bad}.")
-            except (InvalidValueError, ValueError) as bad:  # ValueError: a number that is none, of names that are read together
+            except (InvalidValueError, ValueError) as bad:  # ValueError: not a number, in names that are read together
                 yield Problem(flags=("dialect",), message=f"{bad}.")
         self._take_defaults(dialect, values, sources)
         for name, setting in self.sizes.items():
@@ -185,7 +196,7 @@ class Translation:
                 sources[native] = placed[name]
 
     def _origin(self, native: str, unit: str, name: str, placed: Mapping[str, str]) -> Origin:
-        """placed: where each size was typed."""
+        """Return how a native size follows from foreign ones. `placed`: source of each size that was typed."""
         assert self.dialect is not None
         if name not in self.counts:
             return Origin(name=name, count=None, unit=unit)

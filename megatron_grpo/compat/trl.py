@@ -1,4 +1,4 @@
-"""What of TRL's names takes arithmetic: those that are read alone, and what SETTLE makes of several together."""
+"""Translation of TRL beyond its table: readers of single names, and SETTLE for several names together."""
 
 from __future__ import annotations
 
@@ -33,22 +33,27 @@ def _is_on(words: Sequence[str]) -> bool:
 
 
 def recompute(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read gradient_checkpointing."""
     return _FULL if _is_on(words) else {"recompute_granularity": None}
 
 
 def use_peft(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read use_peft as tuner_type."""
     return {"tuner_type": "lora" if _is_on(words) else "full"}
 
 
 def sleep(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read vllm_enable_sleep_mode as sleep_level."""
     return {"sleep_level": 2 if _is_on(words) else 0}
 
 
 def correction(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read vllm_importance_sampling_correction; false switches the correction off."""
     return {} if _is_on(words) else {"rollout_importance_sampling_mode": "none"}
 
 
 def reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read reward_funcs: TRL's built-in rewards are translated, and functions are named as file.py:function or module:function."""
     unread = [word for word in words if word not in (*_REWARDS, *BUILT_IN_REWARDS) and not {".", ":"} & set(word)]
     if unread:
         raise InvalidValueError(
@@ -56,13 +61,13 @@ def reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
             f"package.module:function; {', '.join(_REWARDS)} are translated"
         )
     found: dict[str, Any] = {"reward_funcs": [_REWARDS.get(word, word if ":" in word else ":".join(word.rsplit(".", 1))) for word in words]}
-    if "get_soft_overlong_punishment" in words:  # its script builds it with these
+    if "get_soft_overlong_punishment" in words:  # TRL's script uses these values
         found |= {"soft_max_length": 1280, "soft_cache_length": 256}
     return found
 
 
 def warmup(words: Sequence[str], given: Given) -> Mapping[str, Any]:
-    """A number of steps, or below 1 a share of the run."""
+    """Read warmup_steps: a number of steps, or a fraction of the run if below 1."""
     try:
         share = float(words[0])
     except (ValueError, IndexError):
@@ -74,6 +79,7 @@ _IDLE_OF_MODEL = ("attn_implementation", "use_cache", "device_map", "low_cpu_mem
 
 
 def of_model(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read the supported keys of model_init_kwargs."""
     try:
         found = {} if " ".join(words).lower() in OFF else dict(json.loads(" ".join(words)))
     except ValueError:
@@ -87,10 +93,13 @@ def of_model(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def no_limit(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read max_steps; -1 means no limit."""
     return {} if words in (["-1"], ["-1.0"]) else {"max_steps": list(words)}
 
 
 def steps(name: str) -> Reader:
+    """Return a reader of a step interval. A fraction of the run is refused."""
+
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         if re.fullmatch(r"0?\.\d+", " ".join(words)):
             raise InvalidValueError(f"({' '.join(words)}) is a share of the run in TRL, and here a number of optimizer steps. Give that")
@@ -100,7 +109,7 @@ def steps(name: str) -> Reader:
 
 
 def lowest_lr(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    """lr_scheduler_kwargs of transformers' cosine_with_min_lr, as one mapping or a name each."""
+    """Translate lr_scheduler_kwargs of transformers' cosine_with_min_lr, given as one mapping or as one name each."""
     words = " ".join(given.get("lr_scheduler_kwargs", ["{}"]))
     try:
         found = {} if words.lower() in OFF else dict(json.loads(words))
@@ -120,6 +129,7 @@ def lowest_lr(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 
 def iterations(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read max_tool_calling_iterations: max_turns is one more, because it counts completions instead of rounds of tool calls."""
     try:
         return {"max_turns": int(words[0]) + 1}
     except (ValueError, IndexError):
@@ -127,12 +137,12 @@ def iterations(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 
 def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    """What TRL makes of several names together."""
+    """Yield the changes that follow from several of TRL's names."""
     yield from of_servers(values, program="trl vllm-serve")
     yield from drops_last(values, title="TRL")
     if values.get("vllm_mode") == "server" and not values.get("vllm_server_host") and not values.get("vllm_server_base_url"):
         yield Change(values={"vllm_server_host": ["127.0.0.1"]}, untyped=("vllm_server_host", "0.0.0.0"))
-    if holds_out(values):  # by the generation config of training
+    if holds_out(values):  # with the generation config of training
         yield Change(values=as_in_training(values, 1.0, given.whole("num_generations", 8)))
     plays = values.get("environment") or values.get("tools")
     if "max_prompt_length" in values and "truncation_strategy" not in values and not plays:
@@ -158,12 +168,12 @@ def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if values.get("tuner_type") == "lora":
         yield from _peft(values)
     yield from of_the_hub(values)
-    if values.get("rollout_importance_sampling_mode") == "none":  # the bounds of a correction that is off
+    if values.get("rollout_importance_sampling_mode") == "none":  # bounds of a correction that is off
         yield Change(values={"rollout_importance_sampling_min": None})
 
 
 def _peft(values: Mapping[str, Any]) -> Iterator[Change]:
-    """TRL's defaults of LoRA, and PEFT's of the layers that have an adapter."""
+    """Apply TRL's LoRA defaults, and PEFT's default target modules."""
     if "lora_rank" not in values and not values.get("adapters"):
         yield Change(values={"lora_rank": 16}, untyped=("lora_r", "16"))
     if "lora_dropout" not in values:
@@ -173,6 +183,7 @@ def _peft(values: Mapping[str, Any]) -> Iterator[Change]:
 
 
 def of_turns(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
+    """Yield the changes for multi-turn runs."""
     if values.get("environment") or values.get("tools"):
         if "max_turns" not in values:
             yield Change(note="max_tool_calling_iterations is without a limit in TRL where nobody says it; max_turns is 8 here.")

@@ -1,4 +1,4 @@
-"""What of verl's names takes arithmetic: those that are read alone, and what SETTLE makes of several together."""
+"""Translation of verl beyond its table: readers of single names, and SETTLE for several names together."""
 
 from __future__ import annotations
 
@@ -27,16 +27,20 @@ from megatron_grpo.config.table import TRUE, InvalidValueError
 
 
 def resumed(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Refuse resume_from_path with resume_mode resume_path."""
     if given.text("resume_mode", "auto") == "resume_path":
         raise InvalidValueError(f"({' '.join(words)}): {sentence('RESUMED_ELSEWHERE')}")
     return {}
 
 
 def ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Return world_size as nodes times GPUs per node."""
     return {"world_size": given.whole("nnodes", 1) * given.whole("n_gpus_per_node", 8)}
 
 
 def column(ours: str) -> Reader:
+    """Return a reader of a column name, for the native column `ours`."""
+
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         return {} if list(words) == [ours] else {"columns": {words[0]: ours}}
 
@@ -44,10 +48,12 @@ def column(ours: str) -> Reader:
 
 
 def sleep(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read free_cache_engine as sleep_level."""
     return {"sleep_level": 2 if words[0].lower() in TRUE else 0}
 
 
 def rank(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read the LoRA rank; 0 is no adapter."""
     return {} if list(words) == ["0"] else {"tuner_type": "lora", "lora_rank": list(words)}
 
 
@@ -58,19 +64,22 @@ def _has_adapter(given: Given) -> bool:
 
 
 def of_adapter(native: str) -> Reader:
-    """It does nothing without an adapter, there as here."""
+    """Return a reader for the setting `native` that has no effect without an adapter, as in verl."""
     return lambda words, given: {native: list(words)} if _has_adapter(given) else {}
 
 
 def recompute_modules(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read a list of modules to recompute."""
     return {"recompute_modules": listed(words)}
 
 
 def tower(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read freeze_vision_tower, which covers the tower and its aligner."""
     return dict.fromkeys(("freeze_vit", "freeze_aligner"), list(words))
 
 
 def threshold(words: Sequence[str], given: Given) -> Mapping[str, Any]:
+    """Read rollout_is_threshold."""
     return {} if " ".join(words).lower() in OFF else {"rollout_importance_sampling_threshold": list(words)}
 
 
@@ -86,7 +95,7 @@ _ESTIMATORS = {
     "rloo": {"advantage_estimator": "rloo", "scale_rewards": "none"},
     "rloo_vectorized": {"advantage_estimator": "rloo", "scale_rewards": "none"},
 }
-_OVER_TOKENS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")  # ours of these names are other estimators
+_OVER_TOKENS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")  # the native estimators of these names differ
 _OF_THE_SCHEDULE = {
     "lr_warmup_iters": "actor.optim.lr_warmup_steps",
     "lr_decay_iters": "actor.optim.lr_decay_steps",
@@ -103,7 +112,7 @@ def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     found: dict[str, Any] = {"loss_type": _AVERAGED[average], "epsilon_high": high}
     if mode == "vanilla":
         found["delta"] = given.number("actor.clip_ratio_c", 3.0)
-    elif mode == "gspo":  # whatever loss_agg_mode says
+    elif mode == "gspo":  # independent of loss_agg_mode
         found |= {"loss_type": "grpo", "importance_sampling_level": "sequence_token"}
     elif mode == "sapo":
         found = {"loss_type": "sapo"}
@@ -239,7 +248,7 @@ def _data(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 
 
 def _schedule(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
-    """global_steps of its RayPPOTrainer counts rollouts, and its workers move the learning rate once a rollout."""
+    """Convert rollouts to optimizer steps: global_steps of verl's RayPPOTrainer, and the learning-rate schedule of its workers."""
     unread = [change for change in idle_schedule(values, given, style="constant")]
     yield from unread
     values = {name: value for name, value in values.items() if not any(name in change.values for change in unread)}
@@ -290,6 +299,6 @@ def _engine(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     yield from of_vllm(values, given, prefix=section, apart=[f"{section}.{name}" for name in PROCESSOR_CACHES])
 
 
-# Words of vLLM's that move where pictures wait.
+# EngineArgs of vLLM's image caches, which have their own rows.
 PROCESSOR_CACHES = ("disable_mm_preprocessor_cache", "mm_processor_cache_gb")
 SETTLE = (_loss, _kl, _advantages, _correction, _packing, _layout, _data, _schedule, _lora, _engine)

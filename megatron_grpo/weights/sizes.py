@@ -58,7 +58,7 @@ class MoeShape:
 
     @property
     def is_group_limited(self) -> bool:
-        """Whether routing excludes groups. Selecting all groups changes nothing."""
+        """Return whether routing excludes groups. Selecting all groups changes nothing."""
         return self.num_groups is not None and (self.group_topk or self.num_groups) < self.num_groups
 
 
