@@ -1,12 +1,12 @@
-"""AdamW whose weights and moments are kept in the dtypes that settings name (`use_precision_aware_optimizer`), on any device.
+"""AdamW with weights and moments in the dtypes of the settings (`use_precision_aware_optimizer`), on any device.
 
-To Megatron-Core's distributed optimizer it is what Transformer Engine's FusedAdam is in that mode: it holds the main weights, takes
-gradients from `decoupled_grad` in the dtype of their buffer, and answers `get_unscaled_state` and `set_scaled_state`. It stands in that
-place with Transformer Engine too, so that a laptop and a cluster keep the same numbers. A step is torch's own, in float32, block by block:
-what is kept is read into float32, moved, and rounded again. So beside what is kept there is never more than one block in float32.
+For Megatron-Core's distributed optimizer it takes the place of Transformer Engine's FusedAdam in that mode: it holds the main weights,
+reads gradients from `decoupled_grad` in the dtype of their buffer, and implements `get_unscaled_state` and `set_scaled_state`. It is used
+with Transformer Engine too, so that a laptop and a cluster compute the same numbers. A step is torch's own, in float32, block by block: the
+stored state is converted to float32, updated, and rounded again. So beside the stored state there is never more than one block in float32.
 
-float16 and FP8 (E4M3) are kept with a scale for each block. It is a power of two: what is read and kept again is the same to the bit, which
-is what makes a resumed run the run that went on.
+float16 and FP8 (E4M3) are stored with one scale per block. The scale is a power of two: state that is read and stored again is the same to
+the bit, so that a resumed run is the same as one without interruption.
 """
 
 from __future__ import annotations
@@ -20,16 +20,24 @@ from torch.optim.adamw import adamw
 from megatron_grpo.config.optimizer import BLOCK
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
-# Of those with a scale: the largest number that a block's largest becomes, and the smallest there is above zero.
+# For dtypes with a scale: the bound for the largest scaled number of a block, and the smallest positive number of the dtype.
 _LARGEST = {torch.float16: 2.0**15, torch.float8_e4m3fn: 448.0}
 _SMALLEST = {torch.float16: 2.0**-24, torch.float8_e4m3fn: 2.0**-9}
 
 
 class AdamW(torch.optim.Optimizer):
-    """Parameters are flat and need not be whole. One in float32 is its own main weight; of any other there is one besides."""
+    """AdamW that stores main weights and moments in chosen dtypes.
+
+    Parameters are flat and may be parts of weights. A float32 parameter is its own main weight; any other parameter has a separate one.
+
+    Args:
+        groups: Parameter groups as Megatron-Core has made them, each with lr, betas, eps and weight_decay; they are used unchanged.
+        main_params_dtype: "fp32" or "fp16", the dtype of the main weights; a key of `DTYPES`.
+        exp_avg_dtype: Dtype of the first moments; a key of `DTYPES`.
+        exp_avg_sq_dtype: Dtype of the second moments; a key of `DTYPES`.
+    """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, main_params_dtype: str, exp_avg_dtype: str, exp_avg_sq_dtype: str):
-        """groups: as Megatron-Core has cut them, each with lr, betas, eps and weight_decay; they are taken as they are."""
         super().__init__(groups, {})
         names = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": main_params_dtype}
         self._dtypes = {name: DTYPES[dtype] for name, dtype in names.items()}
@@ -44,12 +52,15 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def rounds_weights(self) -> bool:
-        """Whether main weights are not float32, so that keeping them may change the model's: these are what the kept ones round to."""
+        """Whether main weights are not float32. Then storing them may change the model's weights, which are the rounded main weights."""
         return self._dtypes["master_param"] is not torch.float32
 
     @torch.no_grad()
     def reload(self) -> None:
-        """Main weights are what the model's are now; moments stay. Where `rounds_weights`, other ranks do not yet know this one's share."""
+        """Set the main weights to the model's current weights; moments stay.
+
+        With `rounds_weights` other ranks do not have this rank's rounded weights yet.
+        """
         for parameter in self.state:
             self.set_scaled_state(parameter, "master_param", parameter.float())
             self._settle(parameter)
@@ -66,7 +77,8 @@ class AdamW(torch.optim.Optimizer):
     # ---- a step ----------------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nobody has a closure
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not supported
+        """Update every parameter that has a gradient in `decoupled_grad`."""
         for group in self.param_groups:
             group["step"] += 1
             for parameter in group["params"]:
@@ -84,11 +96,11 @@ class AdamW(torch.optim.Optimizer):
         )  # fmt: skip
         for name, values in now.items():
             self._keep(parameter, name, number, part, values)
-        if parameter.dtype is not torch.float32:  # what is kept of the main weight, not what it was before it was rounded
+        if parameter.dtype is not torch.float32:  # the main weight as it is stored, not as it was before rounding
             parameter[part].copy_(self._read(parameter, "master_param", number, part))
 
     def _read(self, parameter: torch.Tensor, name: str, number: int, part: slice) -> torch.Tensor:
-        """In float32: what lies there itself where it is float32, else a copy."""
+        """Return a block of state in float32: the stored block itself if it is float32, else a copy."""
         kept = self.state[parameter][name][part]
         return kept.float() * self._scales[parameter][name][number] if kept.dtype in _LARGEST else kept.float()
 
@@ -99,16 +111,21 @@ class AdamW(torch.optim.Optimizer):
             self._scales[parameter][name][number] = scale
             scaled = values / scale
             if name == "exp_avg_sq":
-                # One that is above zero stays so: a step divides by its root, and what is lost would make it without bound.
+                # A positive second moment stays positive: a step divides by its root, and a zero would make the step arbitrarily large.
                 scaled = torch.where(values > 0, scaled.clamp(min=_SMALLEST[kept.dtype]), scaled)
             values = scaled
         if values.data_ptr() != kept.data_ptr():
             kept.copy_(values)
 
-    # ---- what Megatron-Core and checkpoints ask for ----------------------------------------------------------------------------------
+    # ---- interface for Megatron-Core and checkpoints ---------------------------------------------------------------------------------
 
     def get_unscaled_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """In float32: the state itself, or a copy of one that is kept in another dtype."""
+        """Return state in float32: the state itself, or a copy if it is stored in another dtype.
+
+        Args:
+            parameter: The parameter.
+            name: "master_param", "exp_avg" or "exp_avg_sq".
+        """
         kept = self.state[parameter][name]
         if kept.dtype is torch.float32:
             return kept
@@ -116,22 +133,34 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_scaled_state(self, parameter: torch.Tensor, name: str, values: torch.Tensor) -> None:
-        """values: float32, on any device."""
+        """Store state in its dtype.
+
+        Args:
+            parameter: The parameter.
+            name: "master_param", "exp_avg" or "exp_avg_sq".
+            values: The state, float32, on any device.
+        """
         for number, part in _blocks(parameter):
             self._keep(parameter, name, number, part, values[part].to(parameter.device))
 
     def is_kept_in_float32(self, parameter: torch.Tensor, name: str) -> bool:
+        """Return whether the state of this name is stored in float32."""
         return self.state[parameter][name].dtype is torch.float32
 
     def lend(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """Float32 on the host, to be read into; `take_back` keeps what then lies there."""
+        """Return a float32 buffer on the host, to be filled; `take_back` stores its contents.
+
+        Args:
+            parameter: The parameter.
+            name: "master_param", "exp_avg" or "exp_avg_sq".
+        """
         lent = self._lent.setdefault(parameter, {})
         lent[name] = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
         return lent[name]
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """As `reload`, of all that was lent."""
+        """Store the contents of all buffers of `lend`. Model weights follow the stored main weights, as in `reload`."""
         for parameter, states in self._lent.items():
             for name, values in states.items():
                 self.set_scaled_state(parameter, name, values)
@@ -149,12 +178,12 @@ def _ones(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_of(values: torch.Tensor, largest: float) -> torch.Tensor:
-    """The least power of two by which the largest of `values` is divided to at most `largest`; 1 where all are zero, or one is no number.
+    """Return the smallest power of two that scales the largest of `values` down to at most `largest`.
 
-    The least: of numbers that have been kept once it is the same again, or half of it where the largest was rounded down to a power of two,
-    and then all the others double without loss.
+    It is 1 if all values are zero or one is not finite. It is the smallest one, so that numbers that were stored once get the same scale
+    again; or half of it, if the largest was rounded down to a power of two, and then all other numbers double without loss.
     """
     part, exponent = torch.frexp(values.abs().amax() / largest)
     exponent = (exponent - (part == 0.5).to(exponent.dtype)).clamp(-126, 127)
-    bits = ((exponent + 127) << 23).to(torch.int32)  # by its bits, for not every device's `exp2` is exact
+    bits = ((exponent + 127) << 23).to(torch.int32)  # made from its bits, because `exp2` is not exact on every device
     return torch.where((part > 0) & part.isfinite(), bits.view(torch.float32), torch.ones_like(part))

@@ -107,6 +107,7 @@ class MegatronToHF:
         """Yield (Hugging Face name, full tensor) of every weight, layer by layer. Collective.
 
         Every rank receives the tensors; with `to_first` rank 0 alone.
+
         A yielded tensor may be a view, also of a live parameter, and stays valid until the stream ends: clone it to keep it longer.
 
         Args:

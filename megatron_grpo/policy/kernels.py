@@ -1,6 +1,6 @@
-"""RMSNorm, SwiGLU and rotary embedding as one autograd function each: autograd of their parts makes more passes over memory.
+"""RMSNorm, SwiGLU and rotary embedding as one autograd function each, and the norm layers that consist of nothing else.
 
-The layers that are nothing but such a norm stand with it.
+Autograd over their parts would make more passes over memory.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ from torch.autograd.function import once_differentiable
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """x / sqrt(mean of x^2 + epsilon) * weight, over the last dimension.
+    """Return x / sqrt(mean of x^2 + epsilon) * weight, over the last dimension.
 
-    Numbers coarser than float32 are rounded before they are multiplied by the weight, as samplers and transformers do; torch's own norm
-    rounds once, after, and so a quarter of its numbers are others.
+    Numbers of less precision than float32 are rounded before the multiplication by the weight, as samplers and transformers do. torch's own
+    norm rounds once, after it, which changes a quarter of its numbers.
+
+    Args:
+        x: Input, [..., channels].
+        weight: Weight, [channels].
+        epsilon: Added to the mean of squares.
     """
     if x.dtype not in (torch.float32, torch.float64):
         return _RoundedNorm.apply(x, weight, epsilon)
@@ -27,7 +32,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 
 class Norm(torch.nn.Module):
-    """RMSNorm over the last dimension. Under sequence parallelism its weight's gradient is summed over TP, which the mark asks for."""
+    """RMSNorm over the last dimension.
+
+    Under sequence parallelism the gradient of its weight is summed over TP, which Megatron does for the attribute `sequence_parallel`.
+    """
 
     def __init__(self, config, hidden_size, eps=1e-6, **unused):
         super().__init__()
@@ -40,7 +48,7 @@ class Norm(torch.nn.Module):
 
 
 class NormFromOne(Norm):
-    """An RMSNorm whose weight says how far it is from 1, and that is computed in float32 (Gemma)."""
+    """RMSNorm with the weight 1 + `weight`, computed in float32 (Gemma)."""
 
     def forward(self, x):
         return rms_norm(x.float(), 1 + self.weight.float(), self.eps).to(x.dtype)
@@ -49,7 +57,7 @@ class NormFromOne(Norm):
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, epsilon):
-        # One over the root: the norm of a row is one pass that leaves no squares behind.
+        # One over the root. The norm of a row takes one pass and allocates no squares.
         scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return torch.mul(x, scale).mul_(weight)
@@ -67,7 +75,10 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _RoundedNorm(torch.autograd.Function):
-    """The squares are summed in float32, in one kernel on a GPU. What is multiplied by the weight is computed again in the backward."""
+    """RMSNorm with rounding before the weight. The squares are summed in float32, in one kernel on a GPU.
+
+    The normed input is computed again in the backward.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, epsilon):
@@ -90,12 +101,12 @@ class _RoundedNorm(torch.autograd.Function):
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """x [..., 2 c] -> silu of its first half times its second one [..., c]."""
+    """Return silu of the first half times the second half: x [..., 2 c] -> [..., c]."""
     return _SwiGlu.apply(x)
 
 
 def geglu(x: torch.Tensor) -> torch.Tensor:
-    """x [..., 2 c] -> gelu (by its tanh) of its first half times its second one [..., c]."""
+    """Return gelu (tanh approximation) of the first half times the second half: x [..., 2 c] -> [..., c]."""
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
@@ -112,7 +123,7 @@ class _SwiGlu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, opened = ctx.saved_tensors
-        grad_x = torch.empty_like(x)  # both halves are written in place: nothing is put together afterwards
+        grad_x = torch.empty_like(x)  # both halves are written in place: no concatenation afterwards
         (gate, up), (grad_gate, grad_up) = x.chunk(2, dim=-1), grad_x.chunk(2, dim=-1)
         torch.mul(grad, opened, out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
@@ -120,7 +131,16 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def clamped_swiglu(x: torch.Tensor, factor: float, limit: float) -> torch.Tensor:
-    """x [..., 2 c] -> gate * sigmoid(factor * gate) * (1 + the second half), both clamped to what limit says first (gpt-oss) [..., c]."""
+    """Return gate * sigmoid(factor * gate) * (1 + up) for the clamped halves of x [..., 2 c] (gpt-oss).
+
+    Args:
+        x: Gate and up, [..., 2 c].
+        factor: Factor in the sigmoid.
+        limit: Upper bound of the gate, and bound of the absolute value of up.
+
+    Returns:
+        The product, [..., c].
+    """
     gate, up = x.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     return gate * torch.sigmoid(gate * factor) * (up.clamp(-limit, limit) + 1)
@@ -130,20 +150,28 @@ ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {"silu": swiglu, "gelu_tan
 
 
 class Rotation(NamedTuple):
-    """Of each token [t, 1, channels]: channel i times cos, and the channel that it turns with times sin, which has the sign."""
+    """Factors of a rotation, one row per token, [t, 1, channels].
+
+    A channel is multiplied by `cos`, and its partner in the rotation by `sin`, which includes the sign.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
 
     @classmethod
     def of(cls, angles: torch.Tensor) -> Rotation:
-        """angles [t, channels / 2]."""
+        """Return the rotation by angles [t, channels / 2], in radians."""
         cos, sin = angles.cos(), angles.sin()
         return cls(torch.cat([cos, cos], dim=-1)[:, None], torch.cat([-sin, sin], dim=-1)[:, None])
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """x [t, heads, channels], whose channel i turns with channel i + n / 2, of the first n that the rotation has; the others stay."""
+    """Rotate the first n channels of x, where n is the number of channels of the rotation. The others stay.
+
+    Args:
+        x: Queries or keys, [t, heads, channels]. Channel i forms a pair with channel i + n / 2.
+        rotation: The rotation of each token.
+    """
     cos, sin, channels = rotation.cos.to(x.dtype), rotation.sin.to(x.dtype), rotation.cos.shape[-1]
     if channels < x.shape[-1]:
         return torch.cat([_Rotate.apply(x[..., :channels], cos, sin), x[..., channels:]], dim=-1)
@@ -164,5 +192,5 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(x, cos, sin, sign: int) -> torch.Tensor:
-    """Whole rows, although half of them moves: operations on half rows cost as much as on whole ones."""
+    """Rotate x. It works on whole rows: operations on half rows cost as much as on whole rows."""
     return torch.mul(x, cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin, value=sign)

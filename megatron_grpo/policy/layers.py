@@ -1,7 +1,7 @@
-"""What Megatron-Core's local spec lacks: attention over a packed, context-parallel stream, multi-latent attention over it (DeepSeek-V2,
-section 2.1), and an RMSNorm for sequence parallelism.
+"""Layers that Megatron-Core's local spec lacks.
 
-With Transformer Engine present its own layers are used, with `FusedAttention` of this file in them.
+These are attention over a packed, context-parallel stream; multi-latent attention over it (DeepSeek-V2, arXiv:2405.04434, section 2.1); and
+an RMSNorm over all heads. With Transformer Engine its layers are used, with `FusedAttention` of this module as their attention.
 """
 
 from __future__ import annotations
@@ -24,15 +24,21 @@ from megatron_grpo.weights.shape import ModelShape
 
 
 class PackedAttention(MegatronModule):
-    """Softmax attention over the stream: causal inside each segment, and of its children on all of a parent (grouped-query).
+    """Softmax attention (grouped-query) over the packed stream: causal inside each segment, and full from children to their parent.
 
-    query [t, 1, heads, k]; key [t, 1, groups, k]; value [t, 1, groups, v], of this rank's tokens and heads -> [t, 1, heads * v].
-    Under context parallelism keys and values are gathered; queries stay where they are. Queries and keys are rotated here, where the
-    stream says by how much, and not by Megatron, whose sines and cosines are computed twice a layer.
+    query [t, 1, heads, k], key [t, 1, groups, k], value [t, 1, groups, v] of this rank's tokens and heads -> [t, 1, heads * v].
+
+    Under context parallelism keys and values are gathered; queries stay on their rank. Queries and keys are rotated here if the stream has
+    rotations, and not by Megatron, which computes sines and cosines twice a layer.
+
+    Args:
+        config: Megatron-Core's configuration of the model.
+        layer_number: Index of the layer in the model, from 1.
+        softmax_scale: Multiplies the scores; None for 1 / sqrt of the query's channels.
+        pg_collection: Megatron-Core's process groups.
     """
 
     def __init__(self, config, *, layer_number=1, softmax_scale=None, pg_collection, **unused):
-        """softmax_scale: multiplies the scores (default: 1 / sqrt of the query's channels)."""
         super().__init__(config)
         self.cp_group = pg_collection.cp
         self.softmax_scale = softmax_scale
@@ -42,7 +48,11 @@ class PackedAttention(MegatronModule):
         self.rope = 0
 
     def read(self, shape: ModelShape) -> None:
-        """Learns what its own layer of a model with grouped-query attention sees, and how it turns."""
+        """Set the layer's window, softmax scale and rope, for a model with grouped-query attention.
+
+        Args:
+            shape: The model's dimensions.
+        """
         layer = self.layer_number - 1
         self.window, self.softmax_scale = shape.window(layer), shape.softmax_scale_of(layer)
         self.rope = int(shape.rope_of(layer) is not shape.rope)
@@ -52,7 +62,7 @@ class PackedAttention(MegatronModule):
         if rotations := packed_seq_params.rotations:
             q, k = (rotate(x, rotations[self.rope]) for x in (q, k))
         channels, scale = v.shape[-1], self.softmax_scale
-        if channels != q.shape[-1]:  # latent attention; kernels take one size for all three
+        if channels != q.shape[-1]:  # latent attention; kernels need one size for all three
             scale, widest = scale or q.shape[-1] ** -0.5, max(channels, q.shape[-1])
             q, k, v = (F.pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x for x in (q, k, v))
         if self.cp_group.size() > 1:
@@ -62,17 +72,24 @@ class PackedAttention(MegatronModule):
 
 
 class FusedAttention(PackedAttention):
-    """As PackedAttention, by Transformer Engine's kernels (FlashAttention's or cuDNN's, in thd layout) in half precision, where no segment
-    has a parent.
+    """`PackedAttention` with Transformer Engine's kernels (FlashAttention's or cuDNN's, in thd layout).
 
-    Megatron would rotate queries and keys of a thd stream segment by segment, and ask the device for their lengths in every layer. Here
-    they are rotated at once, as on the local layers.
+    They are used in half precision and if no segment has a parent; otherwise it computes as `PackedAttention`.
+
+    Megatron would rotate queries and keys of a thd stream segment by segment and ask the device for the segments' lengths in every layer.
+    Here they are rotated at once, as on the local layers.
+
+    Args:
+        config: Megatron-Core's configuration of the model.
+        layer_number: Index of the layer in the model, from 1.
+        softmax_scale: Multiplies the scores; None for 1 / sqrt of the query's channels.
+        pg_collection: Megatron-Core's process groups.
+        more: Megatron's arguments for Transformer Engine's attention.
     """
 
-    DTYPES = (torch.bfloat16, torch.float16)  # Transformer Engine has no kernel in this layout for others, nor for parents
+    DTYPES = (torch.bfloat16, torch.float16)  # in this layout Transformer Engine has kernels for these dtypes only, and none for parents
 
     def __init__(self, config, *, layer_number=1, softmax_scale=None, pg_collection, **more):
-        """more: Megatron's arguments for Transformer Engine's attention."""
         super().__init__(config, layer_number=layer_number, softmax_scale=softmax_scale, pg_collection=pg_collection)
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
@@ -91,7 +108,7 @@ class FusedAttention(PackedAttention):
 
 
 class SinkAttention(PackedAttention):
-    """With a score of each head beside those of the keys, whose value is 0 (gpt-oss)."""
+    """`PackedAttention` with a sink: each head has one more score beside those of the keys, whose value is 0 (gpt-oss)."""
 
     def __init__(self, config, **kwargs):
         super().__init__(config, **kwargs)
@@ -103,10 +120,18 @@ class SinkAttention(PackedAttention):
 
 
 class WholeNorm(MegatronModule):
-    """RMSNorm over all heads together, of which this rank has some (OLMo 2): the mean of the squares is over tensor parallelism."""
+    """RMSNorm over the channels of all heads together (OLMo 2), of which this rank has a part.
+
+    The mean of squares is taken over tensor parallelism.
+
+    Args:
+        config: Megatron-Core's configuration of the model.
+        hidden_size: Channels of one head.
+        eps: Added to the mean of squares.
+        heads: Heads of all ranks.
+    """
 
     def __init__(self, config, hidden_size, eps, *, heads: int):
-        """hidden_size: channels of a head. heads: of all ranks."""
         super().__init__(config)
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
         self.channels, self.eps = heads * hidden_size, eps
@@ -114,7 +139,7 @@ class WholeNorm(MegatronModule):
         self.weight = torch.nn.Parameter(torch.ones(here, dtype=config.params_dtype, device=torch.cuda.current_device()))
 
     def forward(self, x):
-        """x [t, 1, heads of this rank, channels]."""
+        """Normalise x [t, 1, heads of this rank, channels]."""
         whole = x.flatten(-2).float()
         mean = sum_over_ranks(whole.square().sum(dim=-1, keepdim=True), self.tp_group) / self.channels
         return (whole * (mean + self.eps).rsqrt() * self.weight).to(x.dtype).view_as(x)
@@ -124,7 +149,7 @@ class WholeNorm(MegatronModule):
 
 
 def _cut_in_one_dimension(module, name: str, prefix, offsets, metadata):
-    """The module's one tensor, of which every tensor-parallel rank has a run, as a checkpoint describes it."""
+    """Describe the module's only tensor, which tensor parallelism cuts in dimension 0, for a checkpoint."""
     groups = dict(
         tp_group=parallel_state.get_tensor_model_parallel_group(), dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"]
     )
@@ -133,14 +158,14 @@ def _cut_in_one_dimension(module, name: str, prefix, offsets, metadata):
 
 
 class AddNormed(MegatronModule):
-    """In place of Megatron's sum of a layer's part and the residual: the part is normed first."""
+    """Replacement for Megatron's addition of a sublayer's output to the residual, which normalises the output first."""
 
     def __init__(self, config, norm: type):
         super().__init__(config)
         self.norm = norm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, training, fused):
-        """A function of ((part, bias or None), residual, dropout), as Megatron's is."""
+        """Return a function of ((output, bias or None), residual, dropout), as Megatron's does."""
 
         def add(part_with_bias, residual, dropout):
             part, bias = part_with_bias
@@ -150,7 +175,12 @@ class AddNormed(MegatronModule):
 
 
 def with_bias(linear: type, bias: bool) -> type:
-    """The same parallel linear layer, with a bias or without one whatever the configuration says."""
+    """Return the parallel linear layer class with or without a bias, whatever the configuration says.
+
+    Args:
+        linear: The class.
+        bias: Whether it has a bias.
+    """
 
     class Linear(linear):
         def __init__(self, *args, **kwargs):
@@ -160,11 +190,14 @@ def with_bias(linear: type, bias: bool) -> type:
 
 
 def of_biased_experts(linear: type) -> type:
-    """The second linear layer of experts with biases.
+    """Return the class for the second linear layer of experts with biases.
 
-    Megatron's MLP adds the bias to what it gives, in place, which autograd allows in no view. And Megatron marks the bias as one whose
-    gradient tensor-parallel ranks share under sequence parallelism: these have other experts, or other tokens for the same ones, and the
-    gradients of experts are summed elsewhere.
+    Megatron's MLP adds the bias to the layer's output in place, which autograd allows for no view, so the output is cloned. And Megatron
+    marks the bias as one whose gradient tensor-parallel ranks share under sequence parallelism. The ranks have different experts, or
+    different tokens for the same experts, and gradients of experts are summed elsewhere, so the attribute is reset.
+
+    Args:
+        linear: The class of the layer without these changes.
     """
 
     class Linear(linear):
@@ -180,25 +213,31 @@ def of_biased_experts(linear: type) -> type:
 
 
 def te_packed(packed: PackedBatch) -> PackedSeqParams:
-    """The same stream in the words of Transformer Engine's attention, which knows no parents. Under context parallelism too: it cuts each
-    segment into the chunks that `parallel.layout` says."""
+    """Return the stream as Transformer Engine's attention takes it, which does not support parents.
+
+    Under context parallelism too: Transformer Engine cuts each segment into the chunks that `parallel.layout` defines.
+    """
     cu = packed.cu_seqlens
     longest = packed.max_seqlen
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
-# Megatron-Core 0.16 believes that it has Transformer Engine wherever its own wrapper of it can be imported, which is everywhere, and then
-# asks whether a layer is an instance of None. This holds on a GPU without Transformer Engine too.
+# Megatron-Core 0.16 assumes Transformer Engine wherever its own wrapper can be imported, which is everywhere, and then checks whether a
+# layer is an instance of None. This is so on a GPU without Transformer Engine too.
 multi_latent_attention.HAVE_TE = HAVE_TE
 
 
 class PackedMLAttention(multi_latent_attention.MLASelfAttention):
-    """Megatron's module with a forward of its own: parameters, sharding and checkpoints stay Megatron's. Local spec only.
+    """Megatron's multi-latent attention with another forward: parameters, sharding and checkpoints stay Megatron's. Local spec only.
 
-    Megatron's forward counts positions from the start of the tensor, where ours are given as angles, token by token. And it leaves the
-    gradient of the rotated key, which all heads share, at the share of this tensor-parallel rank's heads.
+    Megatron's forward counts positions from the start of the tensor; here each token has its angles. And Megatron's forward leaves the
+    gradient of the rotated key, which all heads share, at the part of this tensor-parallel rank's heads.
 
-    rope_scale: multiplies cos and sin. interleaved: the checkpoint has the two channels of a rotation side by side.
+    Args:
+        args: Megatron's arguments.
+        rope_scale: Multiplies cos and sin.
+        interleaved: The checkpoint has the two channels of a rotation next to each other.
+        kwargs: Megatron's arguments.
     """
 
     def __init__(self, *args, rope_scale: float, interleaved: bool, **kwargs):
@@ -206,12 +245,25 @@ class PackedMLAttention(multi_latent_attention.MLASelfAttention):
         self.rope_scale, self.interleaved = rope_scale, interleaved
 
     def _resolve_qk_norm_config(self, submodules):
-        """The layers that the specification names. Megatron-Core 0.19, which asks here, has no norm of keys alone on the local spec."""
+        """Return the layers that the specification names.
+
+        Megatron-Core 0.19 calls this; its own version has no norm of keys alone on the local spec.
+        """
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 
     def forward(self, hidden_states, attention_mask, *, rotary_pos_emb, packed_seq_params, **unused):
-        """hidden_states [t or t/tp, 1, H], rotary_pos_emb (angles) [t, 1, 1, rotated channels] -> ([t or t/tp, 1, H], None)."""
+        """Compute attention.
+
+        Args:
+            hidden_states: [t, 1, H], or [t/tp, 1, H] under sequence parallelism.
+            attention_mask: Not used by the attention here.
+            rotary_pos_emb: Angles in radians, [t, 1, 1, rotated channels].
+            packed_seq_params: The packed stream.
+
+        Returns:
+            The output in the shape of `hidden_states`, and None.
+        """
         query, key, value = self._project(hidden_states, rotary_pos_emb)
         if self.checkpoint_core_attention and self.training:
             out = self._checkpointed_attention_forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
@@ -220,7 +272,7 @@ class PackedMLAttention(multi_latent_attention.MLASelfAttention):
         return self.linear_proj(out)
 
     def _project(self, hidden, angles):
-        """-> query, key [t, 1, heads, qk_head_dim + rotated], value [t, 1, heads, v_head_dim], of this rank's heads."""
+        """Return query and key [t, 1, heads, qk_head_dim + rotated] and value [t, 1, heads, v_head_dim] of this rank's heads."""
         c, heads = self.config, self.num_attention_heads_per_partition
         if c.q_lora_rank is None:
             query, _ = self.linear_q_proj(hidden)
@@ -230,22 +282,22 @@ class PackedMLAttention(multi_latent_attention.MLASelfAttention):
         key_value, _ = self.linear_kv_up_proj(self.kv_layernorm(self._cut_sequence(latent)))
         key, value = key_value.unflatten(-1, (heads, -1)).split([c.qk_head_dim, c.v_head_dim], dim=-1)
         query, turning_query = query.unflatten(-1, (heads, -1)).split([c.qk_head_dim, c.qk_pos_emb_head_dim], dim=-1)
-        # Each rank's heads use the shared key, so its gradient is the sum over ranks.
+        # The heads of all ranks use the shared key, so its gradient is the sum over ranks.
         shared_key = copy_to_ranks(shared_key, self.tp_group).unsqueeze(2)
         turned_key = self._turn(shared_key, angles).expand(-1, -1, heads, -1)
         return torch.cat([query, self._turn(turning_query, angles)], dim=-1), torch.cat([key, turned_key], dim=-1), value
 
     def _down(self, linear, hidden):
-        """The whole stream, in all compressed channels: each rank computes some of them."""
+        """Return the compressed channels of the whole stream, of which each rank computes a part."""
         out, _ = linear(hidden)
         return gather_from_tensor_model_parallel_region(out, group=self.tp_group)
 
     def _cut_sequence(self, x):
-        """Under sequence parallelism norms work on a rank's own tokens; the linear layer after them gathers all again."""
+        """Return this rank's tokens under sequence parallelism: norms work on these; the next linear layer gathers all tokens again."""
         return scatter_to_sequence_parallel_region(x, group=self.tp_group) if self.config.sequence_parallel else x
 
     def _turn(self, x, angles):
-        """x [t, 1, heads, channels], rotated."""
+        """Rotate x [t, 1, heads, channels]."""
         cos, sin = ((f(angles) * self.rope_scale).to(x.dtype) for f in (torch.cos, torch.sin))
         if self.interleaved:
             x = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
@@ -254,7 +306,7 @@ class PackedMLAttention(multi_latent_attention.MLASelfAttention):
 
 
 class LatentNorm(Norm):
-    """The norm of a compressed stream. Its epsilon is 1e-6 whatever the model's: DeepSeek's own code, and so transformers', has it so."""
+    """RMSNorm of a compressed stream. Its epsilon is always 1e-6, as in DeepSeek's code and in transformers."""
 
     def __init__(self, config, hidden_size, **unused):
         super().__init__(config, hidden_size, eps=1e-6)

@@ -1,4 +1,4 @@
-"""What Megatron-Core builds a model from: its configuration, and the layers of a stage."""
+"""Megatron-Core's configuration of a model, and the specification of a stage's layers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ from megatron_grpo.weights.shape import ModelShape
 
 
 def padded_vocab_size(shape: ModelShape, cfg: Config) -> int:
-    """Rows of the embedding: a multiple that TP divides evenly."""
+    """Return the rows of the embedding, padded so that TP divides them evenly.
+
+    Args:
+        shape: The model's dimensions.
+        cfg: The settings of the run.
+    """
     multiple = cfg.model.padded_vocab_multiple * cfg.parallel.tensor_model_parallel_size
     return -(-shape.vocab_size // multiple) * multiple
 
@@ -45,9 +50,17 @@ def transformer_config(
     plain_linears: bool = False,
     kernels: KernelConfig | None = None,
 ) -> TransformerConfig:
-    """Megatron-Core's configuration of one model. Fusions that need CUDA extensions are off unless Transformer Engine brings them.
+    """Return Megatron-Core's configuration of a model.
 
-    plain_linears: see `layer_specs`.
+    Fusions that need CUDA extensions are off, unless Transformer Engine has them.
+
+    Args:
+        shape: The model's dimensions.
+        model: The model settings.
+        layout: The parallelism settings.
+        use_te: Use Transformer Engine's layers.
+        plain_linears: See `layer_specs`.
+        kernels: The kernel settings; None for the defaults.
     """
     dtype, kernels = getattr(torch, model.torch_dtype), kernels or KernelConfig()
     kind = MLATransformerConfig if shape.mla else TransformerConfig
@@ -60,15 +73,15 @@ def transformer_config(
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         pipeline_dtype=dtype,
-        # Weights come from the checkpoint, but only drawing them first marks the tensor-parallel ones: without the mark they count as
-        # copies, and the gradient norm (so the clipping) sees rank 0's shards alone.
+        # Weights come from the checkpoint, but only initialization marks the tensor-parallel ones. Without the mark they count as
+        # replicated, and the gradient norm (so the clipping) includes rank 0's shards only.
         perform_initialization=True,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         apply_rope_fusion=False,
-        use_te_activation_func=not use_te,  # its name for one function over both halves of what comes in: `swiglu`, set in `PolicyModel`
+        use_te_activation_func=not use_te,  # Megatron's name for one function of both halves of the input: `swiglu`, set in `PolicyModel`
         persist_layer_norm=use_te,
         recompute_granularity=model.recompute_granularity,
         recompute_method=model.recompute_method,
@@ -76,11 +89,11 @@ def transformer_config(
         recompute_modules=list(model.recompute_modules) if model.recompute_granularity == "selective" else None,
         # Losses are weighted sums (docs/algorithms.md): nothing may divide them by a count of micro-batches or ranks.
         calculate_per_token_loss=True,
-        # Megatron checks it even where there are no experts: "allgather" does not go with lengths that vary between stages.
+        # Megatron checks it for models without experts too: "allgather" does not support lengths that vary between stages.
         moe_token_dispatcher_type=model.moe_token_dispatcher_type if shape.moe else "alltoall",
         fp8=model.fp8_format,
         fp8_recipe=model.fp8_recipe if model.fp8_format else None,
-        **model.megatron_extra_kwargs,  # of `config/passed_on.yaml`, none of which stands above
+        **model.megatron_extra_kwargs,  # of `config/passed_on.yaml`, none of which is set above
     )
 
 
@@ -98,7 +111,7 @@ def _dense(shape: ModelShape) -> dict[str, Any]:
         activation_func=F.silu,
         add_bias_linear=shape.mlp_bias,
         add_qkv_bias=shape.qkv_bias,
-        softmax_scale=None if shape.mla else shape.softmax_scale_of(0),  # of local layers: each has its own (`PackedAttention.read`)
+        softmax_scale=None if shape.mla else shape.softmax_scale_of(0),  # local layers have one each (`PackedAttention.read`)
         qk_layernorm=shape.qk_norm,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -113,7 +126,7 @@ def _latent_attention(mla: Any) -> dict[str, Any]:
         qk_head_dim=mla.qk_head_dim,
         qk_pos_emb_head_dim=mla.qk_pos_emb_head_dim,
         v_head_dim=mla.v_head_dim,
-        rope_type="rope",  # angles are given; these two only say the softmax scale, (1 + 0.1 * second * log first)^2 / sqrt(channels)
+        rope_type="rope",  # angles are given; the next two set only the softmax scale, (1 + 0.1 * second * log first)^2 / sqrt(channels)
         rotary_scaling_factor=math.e,
         mscale_all_dim=10 * (sharpening - 1),
     )
@@ -132,10 +145,10 @@ def _experts(shape: ModelShape, model: ModelConfig, kernels: KernelConfig) -> di
         moe_z_loss_coeff=model.moe_z_loss_coeff,
         moe_router_pre_softmax=not moe.norm_topk_prob,
         moe_router_score_function=moe.score_function,
-        # Sigmoid routers are computed in float32 wherever they come from; the scores of others are rounded as the sampler rounds them.
+        # Sigmoid routers compute in float32 in every model; the scores of others are rounded as the sampler rounds them.
         moe_router_dtype="fp32" if moe.score_function == "sigmoid" else None,
         moe_router_enable_expert_bias=moe.has_expert_bias,
-        moe_router_bias_update_rate=0.0,  # it belongs to the policy that samples: balancing would move log-probs without a loss
+        moe_router_bias_update_rate=0.0,  # the bias belongs to the policy that samples: balancing would change log-probs without a loss
         moe_router_num_groups=moe.num_groups if moe.is_group_limited else None,
         moe_router_group_topk=moe.group_topk if moe.is_group_limited else None,
         moe_router_topk_scaling_factor=moe.scaling_factor if moe.scaling_factor != 1 else None,
@@ -147,7 +160,7 @@ def _experts(shape: ModelShape, model: ModelConfig, kernels: KernelConfig) -> di
 
 
 def _cuts(shape: ModelShape, layout: ParallelConfig, kernels: KernelConfig) -> dict[str, Any]:
-    """How the model is cut, and what stages send each other."""
+    """Return how the model is sharded, and how stages communicate."""
     interleaved = layout.virtual_pipeline_model_parallel_size is not None
     return dict(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -161,11 +174,11 @@ def _cuts(shape: ModelShape, layout: ParallelConfig, kernels: KernelConfig) -> d
         pipeline_model_parallel_layout=layout.pipeline_model_parallel_layout,
         context_parallel_size=layout.context_parallel_size,
         cp_comm_type=kernels.cp_comm_type,
-        # Experts may be another model's alone, which is in the same layout (a teacher); Megatron-Core refuses it of a dense one.
+        # Only another model in the same layout (a teacher) may have experts; Megatron-Core refuses this setting for a dense model.
         expert_model_parallel_size=layout.expert_model_parallel_size if shape.moe else 1,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
         sequence_parallel=layout.sequence_parallel,
-        # Packed micro-batches differ in length, so each stage tells the next how much is coming.
+        # Packed micro-batches differ in length, so each stage sends the next one the length first.
         variable_seq_lengths=layout.pipeline_model_parallel_size > 1,
         # With two stages "next" and "previous" are the same rank, which batched point-to-point calls cannot tell apart.
         overlap_p2p_comm=interleaved,
@@ -176,17 +189,22 @@ def _cuts(shape: ModelShape, layout: ParallelConfig, kernels: KernelConfig) -> d
 def layer_specs(
     shape: ModelShape, config: TransformerConfig, *, use_te: bool, vp_stage: int | None, plain_linears: bool = False
 ) -> TransformerBlockSubmodules:
-    """The layers of this stage. On the local spec, with the attention and the norms of `policy.layers` in place of Megatron's.
+    """Return the layers of this stage; on the local spec with the attention and the norms of `policy.layers`.
 
-    plain_linears: every linear layer is a module of its own that sees its own input. Transformer Engine's usual ones hold the norm before
-    them, and all experts at once.
+    Args:
+        shape: The model's dimensions.
+        config: Megatron-Core's configuration of the model.
+        use_te: Use Transformer Engine's layers.
+        vp_stage: Index of the chunk in its stage under virtual pipeline parallelism; None without it.
+        plain_linears: Every linear layer is a separate module with its own input. Transformer Engine's usual layers contain the norm before
+            them, and all experts at once.
     """
     norm = NormFromOne if shape.norms_from_one else Norm
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage)
     for layer in {id(layer): layer for layer in block.layer_specs}.values():  # layers of a kind share one specification
         attention = layer.submodules.self_attention.submodules
         if not shape.mla:
-            # Megatron has one switch for the biases of the MLP and of the attention; models have them one by one.
+            # Megatron has one switch for the biases of the MLP and of the attention; models have them independently.
             attention.linear_qkv = with_bias(attention.linear_qkv, shape.qkv_bias)
             attention.linear_proj = with_bias(attention.linear_proj, shape.attention_out_bias)
         if use_te:
@@ -217,8 +235,9 @@ def layer_specs(
     return block
 
 
-# Checkpoints call norms as Transformer Engine does, which fuses them with the linear layer behind. Megatron's local layers do so always;
-# those with Transformer Engine not where a norm stands alone, as before experts. Each would lack weights of the other's checkpoints.
+# Checkpoints have Transformer Engine's names of norms, which it fuses with the following linear layer. Megatron's local layers always use
+# these names; its layers with Transformer Engine do not for a norm that is not fused, as before experts. Without this map each would lack
+# weights in the other's checkpoints.
 NORMS_IN_CHECKPOINTS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
@@ -233,5 +252,5 @@ def _take_norms_out(layer: ModuleSpec, qkv_bias: bool) -> None:
 
 
 def _parts(spec: ModuleSpec | functools.partial):
-    """The submodules that a specification of an MLP names. Newer Megatron-Core (0.19) binds them to the function that builds it."""
+    """Return the submodules of an MLP specification. Newer Megatron-Core (0.19) binds them to the function that builds the MLP."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
