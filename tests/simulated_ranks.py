@@ -47,8 +47,8 @@ class World:
         finally:
             self.what, self.others, self.incoming = before
 
-    def from_all(self, value: Any, group: Any = None) -> list[Any]:
-        found = self._real["from_all"](value) if self.is_real else [
+    def all_gather_object(self, value: Any, group: Any = None) -> list[Any]:
+        found = self._real["all_gather_object"](value) if self.is_real else [
             value if source == self.rank else self.others(source, value) for source in range(self.size)
         ]  # fmt: skip
         self.sent[self.what] += size_of(value)
@@ -70,10 +70,11 @@ class World:
     def stands_in(self) -> Iterator[World]:
         from megatron_grpo.parallel import collectives
 
-        mine: dict[str, Any] = {"from_all": self.from_all, "exchange": self.exchange}
+        mine: dict[str, Any] = {"all_gather_object": self.all_gather_object, "exchange": self.exchange}
         if not self.is_real:
             mine |= {"rank": lambda: self.rank, "num_ranks": lambda group=None: self.size, "has_job": lambda: True}
-            mine |= {"largest": lambda number: number, "any_of_all": list, "wait_patiently": lambda: None}  # the others say the same
+            # the others say the same
+            mine |= {"all_reduce_max": lambda number: number, "all_reduce_any": list, "barrier_with_timeout": lambda: None}
         self._real = {name: getattr(collectives, name) for name in mine}
         for name, function in mine.items():
             setattr(collectives, name, function)

@@ -88,6 +88,10 @@ class PeftPolicy:
             yield WeightUpdate(kind="weights", version=NO_VERSION, tensors=self.base())
         yield WeightUpdate(kind="adapter", version=version, tensors=self.adapter().items(), config=self.config)
 
+    @property
+    def scorer(self):
+        return self
+
     def score(self, sequences, *, temperature=None):
         return [np.concatenate([[0.0], hf_logprobs(self.model, one.token_ids.tolist()).numpy()]) for one in sequences]
 
