@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_grpo.analysis import vllm_same_bits as kernels
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.vocab import TokenScores
+from megatron_grpo.policy import kernels as local_kernels
 from megatron_grpo.policy import layers, model
 from megatron_grpo.policy.packed_batch import PackedBatch, sequences
 
@@ -143,7 +144,7 @@ class _Torch(ModuleType):
 
 # What stands where, and what takes its place: a module, or a function whose first argument is what stood there.
 _PLACES: tuple[tuple[Any, str, Any], ...] = (
-    (layers, "rms_norm", _rms_norm),
+    (local_kernels, "rms_norm", _rms_norm),
     (layers, "rotate", _rotate),
     (layers, "attention", _attention),
     (linears, "torch", _Torch("torch")),

@@ -20,7 +20,7 @@ def test_steps_from_cumulative_lengths_equal_float64(tmp_path, name):
         import megatron.core.extensions.transformer_engine as extensions
         import torch
 
-        from megatron_grpo.policy import layers, model, packed_batch
+        from megatron_grpo.policy import layers, model, model_config, packed_batch
         from megatron_grpo.types import Segment
 
         local, calls = layers.PackedAttention, []
@@ -47,7 +47,7 @@ def test_steps_from_cumulative_lengths_equal_float64(tmp_path, name):
 
         # Ranks are processes of their own: nothing of this outlives them.
         extensions.TEDotProductAttention = OfTransformerEngine
-        model.PackedAttention = Fused
+        model.PackedAttention = model_config.PackedAttention = Fused
         return cases.train(rank, world, path, cfg, batches), calls
 
     right = cases.reference(path, cfg, batches)

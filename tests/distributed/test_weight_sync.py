@@ -74,6 +74,10 @@ class HfPolicy:
     def trial(self):
         return contextlib.nullcontext()
 
+    @property
+    def scorer(self):
+        return self
+
     def score(self, sequences, *, temperature=None):
         assert temperature == 1.0
         return [np.concatenate([[0.0], hf_logprobs(self.model, one.token_ids.tolist()).numpy()]) for one in sequences]
