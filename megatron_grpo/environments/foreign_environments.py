@@ -1,4 +1,7 @@
-"""Environments that were written for other trainers, as ours: told by their methods, so a class of theirs is named as one of ours is."""
+"""Adapters for environments of TRL, Megatron-SWIFT and verifiers.
+
+The kind of a class is recognized by its methods, so `--environment` names such a class like any other.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from megatron_grpo.environments.tools import ToolEnvironment, schema_of
 
 
 def _then(value: Any, go_on: Callable[[Any], Any]) -> Any:
-    """`go_on(value)`; of what is to be awaited a coroutine that does so. So what blocks stays in a thread, and what awaits on the loop."""
+    """Return `go_on(value)`, or for an awaitable a coroutine that does the same.
+
+    So blocking code stays in its thread, and async code runs on the event loop.
+    """
     if not inspect.isawaitable(value):
         return go_on(value)
 
@@ -25,8 +31,11 @@ def _then(value: Any, go_on: Callable[[Any], Any]) -> Any:
 
 
 class TrlEnvironment(ToolEnvironment):
-    """TRL's `environment_factory`: `reset(**row)` may return a text, which goes behind the prompt's last message; public methods are tools,
-    an object an episode; `get_reward()`, where there is one, is the reward at the end."""
+    """Adapter for TRL's `environment_factory`.
+
+    One object of the class plays one episode. `reset(**row)` may return a text, which is appended to the last message of the prompt. Public
+    methods are tools. The result of `get_reward()`, if the class has it, is the reward at the end.
+    """
 
     theirs: type
 
@@ -60,14 +69,17 @@ class TrlEnvironment(ToolEnvironment):
 
 
 def public_methods(cls: type) -> list[str]:
-    """Those of TRL's environments that are tools."""
+    """Return the names of the methods of a TRL environment that are tools."""
     kept = ("reset", "get_reward", "close")
     return [name for name, value in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_") and name not in kept]
 
 
 class SwiftEnvironment(Environment):
-    """Megatron-SWIFT's `Env`: `reset(config) -> (observation, info, system message)`, `step(action) -> (observation, reward, done, info)`
-    of the messages so far, `close()`. Each may be async."""
+    """Adapter for Megatron-SWIFT's `Env`.
+
+    Its methods, each of which may be async: `reset(config) -> (observation, info, system message)`,
+    `step(action) -> (observation, reward, done, info)`, where the action is the messages so far, and `close()`.
+    """
 
     theirs: type
 
@@ -96,17 +108,18 @@ class SwiftEnvironment(Environment):
 
 
 class _SwiftConfig:
-    """What its `reset` is given: a request with `messages` and `data_dict`."""
+    """Argument of Megatron-SWIFT's `reset`: a request with `messages` and `data_dict`."""
 
     def __init__(self, columns: Mapping[str, Any], prompt: Sequence[Message]):
         self.messages, self.data_dict = [dict(message) for message in prompt], dict(columns)
 
 
 class VerifiersEnvironment(Environment):
-    """verifiers' `MultiTurnEnv`.
+    """Adapter for verifiers' `MultiTurnEnv`.
 
-    `env_response(messages, state)` gives messages, or (messages, state); `is_completed(messages, state)` ends.
-    One object for all episodes, as there; an episode has a `state` of its own. Its rubric is not used: name a reward function.
+    `env_response(messages, state)` returns messages, or (messages, state); `is_completed(messages, state)` ends the episode. As in
+    verifiers, one object serves all episodes, and each episode has its own `state`. The rubric of the environment is not used: name a
+    reward function.
     """
 
     theirs: Any
@@ -140,7 +153,17 @@ class VerifiersEnvironment(Environment):
 
 
 def adapted(cls: type) -> type[Environment] | None:
-    """Theirs as ours; None for a class of nobody that is known. Raises InvalidToolError."""
+    """Return an `Environment` class for a class of any supported trainer.
+
+    Args:
+        cls: The class.
+
+    Returns:
+        `cls` itself if it is an `Environment`, an adapter class, or None if its kind is unknown.
+
+    Raises:
+        InvalidToolError: A method of a TRL environment cannot be a tool.
+    """
     if issubclass(cls, Environment):
         return cls
     name = cls.__name__
@@ -155,11 +178,11 @@ def adapted(cls: type) -> type[Environment] | None:
 
 
 def _without_self(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method as those who call it see it: its schema has no `self`."""
+    """Return a function with the signature of a method without `self`, for its JSON schema."""
     signature = inspect.signature(method)
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError  # read for its schema, and never called
+        raise NotImplementedError  # exists for its schema, and is never called
 
     function.__name__, function.__doc__ = method.__name__, method.__doc__
     function.__annotations__ = {name: hint for name, hint in inspect.get_annotations(method, eval_str=True).items()}

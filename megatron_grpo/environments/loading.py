@@ -1,4 +1,7 @@
-"""What `--environment`, `--tools` and `--rollout_func` name, loaded and held against the chat template before a run. No torch."""
+"""Loading of `--environment`, `--tools` and `--rollout_func`, and their check against the chat template before a run.
+
+The module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,17 @@ _CALL = '<tool_call>\n{"name": "look", "arguments": {"place": 7}}\n</tool_call>'
 
 
 def load_environment(cfg: Config, tokenizer: Any = None) -> type[Environment] | None:
-    """The class of a run's episodes; None where a prompt gets one answer. Runs the user's code.
+    """Load the environment class of a run, including its tools. Imports user code.
 
-    tokenizer: for a parser of vLLM; without it calls are read as Hermes'. Raises ConfigError with all that is wrong.
+    Args:
+        cfg: The settings of the run.
+        tokenizer: Tokenizer of the model, for a tool-call parser of vLLM. Without it calls are parsed in Hermes' format.
+
+    Returns:
+        The class, or None for single-turn rollouts.
+
+    Raises:
+        ConfigError: Lists all problems with the environment and the tools.
     """
     turns = cfg.turns
     if not turns.plays:
@@ -80,7 +91,17 @@ def _environment(spec: str) -> type[Environment]:
 
 
 def load_rollout_func(cfg: Config) -> Callable[..., Any] | None:
-    """None where none is named. Runs the user's file. Raises ConfigError where it cannot be called as it will be."""
+    """Load the rollout function of a run. Imports user code.
+
+    Args:
+        cfg: The settings of the run.
+
+    Returns:
+        The function, or None if `--rollout_func` is not set.
+
+    Raises:
+        ConfigError: It is not a plain function, or does not accept the arguments (prompts, sampler).
+    """
     spec = cfg.rollout.rollout_func
     if spec is None:
         return None
@@ -104,7 +125,13 @@ def load_rollout_func(cfg: Config) -> Callable[..., Any] | None:
 
 
 def end_ids_of(model_path: Path, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> frozenset[int]:
-    """The tokens at which vLLM ends a turn: the tokenizer's and the model's own, and those of the settings."""
+    """Return the token IDs at which vLLM ends a turn.
+
+    Args:
+        model_path: Directory of the model, with `generation_config.json` or `config.json`.
+        tokenizer: Its tokenizer, whose EOS token is one of them.
+        stop_token_ids: Further token IDs from the settings.
+    """
     found = {*stop_token_ids}
     for name in ("generation_config.json", "config.json"):
         if (model_path / name).is_file():
@@ -117,12 +144,13 @@ def end_ids_of(model_path: Path, tokenizer: Any, stop_token_ids: Sequence[int] =
 
 
 def template_of(cfg: Config, environment: type[Environment], tokenizer: Any, *, model_path: Path) -> ChatTemplate:
+    """Return the chat template of a run with the tools of its environment."""
     end_ids = end_ids_of(model_path, tokenizer, cfg.rollout.stop_token_ids)
     return ChatTemplate(tokenizer, tools=environment.tools, options=cfg.data.template_options, end_ids=end_ids)
 
 
 def roles_of(environment: type[Environment]) -> list[str]:
-    """Who its answers are from."""
+    """Return the roles of the messages that an environment may return."""
     if environment.role:
         return [environment.role]
     if not issubclass(environment, ToolEnvironment):
@@ -132,9 +160,19 @@ def roles_of(environment: type[Environment]) -> list[str]:
 
 
 def look_at(template: ChatTemplate, environment: type[Environment], *, history: History, flag: str) -> list[str]:
-    """What a person should know of the template. Raises ConfigError where it refuses or drops what is answered.
+    """Check that a chat template renders the messages of an environment.
 
-    flag: the setting that named the environment.
+    Args:
+        template: The chat template.
+        environment: The environment class.
+        history: The setting `turn_history`.
+        flag: Name of the setting that names the environment, for error messages.
+
+    Returns:
+        Notes for the user: whether earlier turns are rewritten, and whether sampling stops at the end of a turn.
+
+    Raises:
+        ConfigError: The template rejects or drops messages of the environment's role.
     """
     notes = []
     for role in dict.fromkeys(roles_of(environment)):
@@ -158,7 +196,7 @@ def _rewrites(template: ChatTemplate, role: str, said: str, flag: str) -> bool:
     said = said.removeprefix(prefill) if prefill else said
     try:
         full = template.render([_QUESTION, {"role": "assistant", "content": prefill + said}, answer])
-    except Exception as error:  # a template raises what it likes
+    except Exception as error:  # a template may raise anything
         refused = f"{flag}: the chat template refuses a message of role {role}, of which answers would be: {said_by(error)}"
         raise config_error(flag, refused) from error
     if _ANSWER not in full:
@@ -171,7 +209,7 @@ def _rewrites(template: ChatTemplate, role: str, said: str, flag: str) -> bool:
 
 
 def _ends(template: ChatTemplate) -> Iterator[str]:
-    """Whether a turn ends, for vLLM, where it ends for the template."""
+    """Yield a note if sampling does not stop at the token with which the template ends a turn."""
     said = [_QUESTION, {"role": "assistant", "content": "I say so."}, {"role": "user", "content": _ANSWER}]
     behind = template.render(said).partition("I say so.")[2].lstrip()
     marks = template.encode(behind, template.guards())

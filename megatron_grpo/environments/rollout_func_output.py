@@ -1,7 +1,8 @@
-"""What a rollout function returns, checked value by value and made into completions. docs/rollout_func.md is the page for users.
+"""Validation of the return value of a rollout function, and its conversion to completions.
 
-The form is that of TRL's `rollout_func`: a dict of lists, an entry for each of the prompts that the function was given. What would train
-something else in silence is refused: a mask under another name, a token without its log-prob, an id that is no token.
+The form is that of TRL's `rollout_func`: a dict of lists with one entry per prompt that the function received. Values that would silently
+train something else are refused: a mask under another name, a token without a log-prob, an invalid token ID. docs/rollout_func.md is the
+page for users.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ _NOT_COLUMNS = ("prompts", "completions", "trainer_state")
 
 
 class InvalidRolloutOutputError(Exception):
-    """What a rollout function returned cannot be used; the sentence completes `rollout_func NAME ...`."""
+    """The return value of a rollout function is invalid. The message completes the sentence `rollout_func NAME ...`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """One completion that is wanted. Those of one group stand side by side."""
+    """Request for one completion. The requests of one group are adjacent."""
 
-    prompt: Any  # as in the data set: a string, or chat messages
-    token_ids: tuple[int, ...]  # of the prompt, by the chat template
-    columns: Mapping[str, Any]  # of its row
-    number: int  # of the prompt in the run
-    generation: int  # place in its group
-    row: int  # in the data set
+    prompt: Any  # as in the data set: a string or chat messages
+    token_ids: tuple[int, ...]  # token IDs of the prompt, rendered by the chat template
+    columns: Mapping[str, Any]  # columns of its row
+    number: int  # number of the prompt in the run
+    generation: int  # index of the completion in its group
+    row: int  # row in the data set
 
     def __str__(self) -> str:
         return f"completion {self.generation} of prompt {self.number} (data-set row {self.row})"
@@ -45,15 +46,16 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """vocab_size: ids that are tokens. end_ids: those that end a completion. Lengths in tokens."""
+    """Limits that the output of a rollout function must respect."""
 
-    vocab_size: int
-    max_completion_length: int
-    max_model_len: int
-    end_ids: frozenset[int] = field(default_factory=frozenset)
+    vocab_size: int  # token IDs are below it
+    max_completion_length: int  # in tokens
+    max_model_len: int  # prompt plus completion, in tokens
+    end_ids: frozenset[int] = field(default_factory=frozenset)  # token IDs that end a completion
 
 
 def asked_of(prompts: Sequence[Prompt], n: int) -> list[CompletionRequest]:
+    """Return the requests for `n` completions of each prompt, group by group."""
     return [
         CompletionRequest(
             prompt=one.raw, token_ids=tuple(one.token_ids), columns=dict(one.columns), number=one.number, generation=i, row=one.row
@@ -66,7 +68,22 @@ def asked_of(prompts: Sequence[Prompt], n: int) -> list[CompletionRequest]:
 def completions_of(
     returned: Any, asked: Sequence[CompletionRequest], limits: Limits, *, version: int, decode: Callable[[Sequence[int]], str]
 ) -> list[Completion]:
-    """One for each of `asked`. version: of the weights that drew. Raises InvalidRolloutOutputError."""
+    """Convert the return value of a rollout function to completions.
+
+    Args:
+        returned: A dict of lists with one entry per request: `completion_ids`, `logprobs`, and optionally `prompt_ids`, `env_mask` and
+            columns for reward functions.
+        asked: The requests that the function received.
+        limits: Limits of tokens and lengths.
+        version: Version of the weights that sampled.
+        decode: Decodes token IDs to text.
+
+    Returns:
+        One completion per request, in order.
+
+    Raises:
+        InvalidRolloutOutputError: A value is missing or invalid.
+    """
     columns = _columns(returned, len(asked))
     others = {name: values for name, values in columns.items() if name not in (PROMPT, IDS, LOGPROBS, MASK)}
     _check_travels(others)
@@ -86,14 +103,14 @@ def completions_of(
 
 
 def _text(opening: Sequence[int], answer: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
-    """As vLLM writes it: behind the prompt, where some tokenizers begin a word with a blank that they drop at the very beginning."""
+    """Decode an answer in the context of its prompt, as vLLM does: some tokenizers drop the space at the beginning of a text."""
     head = decode(opening[-4:])
     whole = decode([*opening[-4:], *answer])
     return whole[len(head) :] if whole.startswith(head) else decode(answer)
 
 
 def _columns(returned: Any, count: int) -> dict[str, Sequence[Any]]:
-    """The lists that were returned, by name: all there, all as long as they must be."""
+    """Return the returned lists by name, after checking that all required ones are present and have `count` entries."""
     if not isinstance(returned, Mapping):
         raise InvalidRolloutOutputError(
             f"returned {_kind(returned)}, and a dict of lists is needed: {IDS} and {LOGPROBS}, an entry for each prompt given."
@@ -118,7 +135,7 @@ def _columns(returned: Any, count: int) -> dict[str, Sequence[Any]]:
 
 
 def _check_travels(others: Mapping[str, Any]) -> None:
-    """Columns for rewards go to the rank that judges."""
+    """Check that columns for reward functions can be pickled, since they are sent to the scoring rank."""
     for name, values in others.items():
         try:
             pickle.dumps(values)
@@ -127,7 +144,7 @@ def _check_travels(others: Mapping[str, Any]) -> None:
 
 
 def _listed(values: Any, name: str) -> Sequence[Any]:
-    """A list of what was returned; arrays and tensors are taken too."""
+    """Return a value as a list; arrays and tensors are converted."""
     if hasattr(values, "tolist"):
         values = values.tolist()
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Sequence):
@@ -159,7 +176,7 @@ def _mask(values: Any, answer: Sequence[int], one: CompletionRequest) -> np.ndar
 
 
 def _logprobs(values: Any, mask: np.ndarray, one: CompletionRequest) -> np.ndarray:
-    """float32, 0 where nothing was drawn."""
+    """Return float32 log-probs [tokens], 0 where the mask is False."""
     listed = _listed(values, f"{LOGPROBS} of {one}")
     if len(listed) != len(mask):
         raise InvalidRolloutOutputError(f"returned {len(listed)} {LOGPROBS} for {len(mask)} {IDS} of {one}: one each, 0 where {MASK} is 0.")

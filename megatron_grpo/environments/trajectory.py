@@ -1,7 +1,8 @@
-"""An episode's tokens: what was drawn stays as it was drawn; what the environment says is the difference that the chat template makes.
+"""Token IDs of an episode.
 
-Earlier turns are compared as text, so tokens that would be others if they were encoded again are kept. Nobody can forge a turn by saying
-its mark: the text of special tokens is guarded.
+Sampled tokens are kept exactly as sampled. Tokens of the environment are the encoded difference between two renderings of the chat
+template. Earlier turns are compared as text, so sampled tokens stay even if encoding their text would yield other tokens. The text of
+special tokens in messages is guarded, so a message cannot forge a turn.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ from megatron_grpo.environments.protocol import Message
 from megatron_grpo.types import SamplingMask
 from megatron_grpo.types import Sequence as Scored
 
-History = Literal["template", "sampled"]  # what a turn is sampled behind: the template's own rendering, or the tokens as they were
-MARK = "\U000ffffd"  # stands for words whose place in a rendering is looked for
-_GUARDS = range(0xF0000, 0xFFFFD)  # private characters, each in place of a text that must not be read as a special token
+History = Literal["template", "sampled"]  # context of a turn: the template's rendering of the conversation, or the tokens as sampled
+MARK = "\U000ffffd"  # placeholder for a text whose position in a rendering is searched
+_GUARDS = range(0xF0000, 0xFFFFD)  # private-use characters, each replacing a text that must not be encoded as a special token
 
 
 class Guards:
-    """Private characters for the text of special tokens, in one episode. The same text has the same character in all of its messages."""
+    """Private-use characters that replace the text of special tokens in the messages of one episode.
+
+    The same text has the same character in all messages of the episode.
+
+    Args:
+        special: Pattern that matches the text of special tokens.
+    """
 
     def __init__(self, special: re.Pattern[str]):
         self._special = special
@@ -34,7 +41,7 @@ class Guards:
         return bool(self._characters)
 
     def over(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """The messages with such characters in their contents, and in names: templates show those too."""
+        """Return copies of messages with special tokens replaced in all their strings, including names, which templates render too."""
         return [
             {key: self._special.sub(self._character, said) if isinstance(said, str) else said for key, said in message.items()}
             for message in messages
@@ -44,16 +51,20 @@ class Guards:
         return self._characters.setdefault(hit[0], chr(_GUARDS[len(self._characters)]))
 
     def pieces(self, text: str) -> list[tuple[str, bool]]:
-        """(text, whether a guard stood for it)."""
+        """Split a rendering at guards. Returns (text, whether a guard stood for it) in order, with guards replaced by their texts."""
         texts = {character: said for said, character in self._characters.items()}
         found = re.split("([" + "".join(texts) + "])", text)
         return [(texts.get(piece, piece), piece in texts) for piece in found if piece]
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, with a run's options filled in.
+    """Chat template of a tokenizer with the options of a run.
 
-    tools: JSON schemas that it shows. options: `enable_thinking`, where it is given. end_ids: tokens that end a turn.
+    Args:
+        tokenizer: The tokenizer.
+        tools: JSON schemas that the template shows to the model.
+        options: Further arguments of the template, such as `enable_thinking`.
+        end_ids: Token IDs that end a turn. Default: the tokenizer's EOS token.
     """
 
     def __init__(
@@ -66,39 +77,64 @@ class ChatTemplate:
     ):
         self.tokenizer, self.tools, self.options = tokenizer, list(tools) or None, dict(options or {})
         self.end_ids = frozenset(end_ids) or frozenset({tokenizer.eos_token_id})
-        # Not `all_special_tokens` alone: it lists those that have a role (end, padding), and may lack the mark that opens a turn.
+        # `all_special_tokens` is not enough: it lists tokens with a role (end, padding), and may lack the one that opens a turn.
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | {*tokenizer.all_special_tokens}
         words = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True) if token)
-        # A private character that somebody says is guarded as well: it is no guard.
+        # A private-use character in a message is guarded as well, so that it is not taken for a guard.
         self._special = re.compile(f"{words}{'|' * bool(words)}[{chr(_GUARDS[0])}-{MARK}]")
 
     def guards(self) -> Guards:
-        """For an episode."""
+        """Return new guards for an episode."""
         return Guards(self._special)
 
     def render(self, messages: Sequence[Message], *, is_open: bool = True, continues: bool = False) -> str:
-        """is_open: up to where the model is to speak. continues: the last message is its own, unfinished."""
+        """Render messages as text.
+
+        Args:
+            messages: The conversation.
+            is_open: Whether to append the generation prompt.
+            continues: Whether the last message is an unfinished one of the assistant; then there is no generation prompt.
+        """
         return self.tokenizer.apply_chat_template(
             [dict(message) for message in messages], tools=self.tools, tokenize=False, add_generation_prompt=is_open and not continues,
             continue_final_message=continues, **self.options,
         )  # fmt: skip
 
     def prefill(self, messages: Sequence[Message], opened: str) -> str:
-        """What the generation prompt puts into the model's mouth (`<think>`): the end of `opened`, which an earlier turn has not."""
+        """Return the part of the generation prompt that the template does not render in an earlier turn, such as `<think>`.
+
+        Args:
+            messages: The conversation.
+            opened: Its rendering with the generation prompt.
+
+        Returns:
+            The end of `opened`, or "" if there is no such part.
+        """
         answered = [*messages, {"role": "assistant", "content": MARK}, {"role": "user", "content": "?"}]
         head, found, _ = self.render(answered).partition(MARK)
         return opened[len(head) :] if found and opened.startswith(head) else ""
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """Decode token IDs, including special tokens, without cleaning up spaces."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def decode_behind(self, before: Sequence[int], token_ids: Sequence[int]) -> str:
-        """The text of tokens behind others: some tokenizers drop the space that a text begins with."""
+        """Decode tokens in the context of preceding ones, since some tokenizers drop the space at the beginning of a text.
+
+        Args:
+            before: Token IDs that precede.
+            token_ids: Token IDs to decode.
+        """
         head, whole = self.decode(before), self.decode([*before, *token_ids])
         return whole[len(head) :] if whole.startswith(head) else self.decode(token_ids)
 
     def encode(self, text: str, guards: Guards) -> list[int]:
-        """The tokens of a rendering, as one text; what is guarded is plain text in it."""
+        """Encode a rendering. Guarded texts are encoded as plain text, not as special tokens.
+
+        Args:
+            text: The rendering.
+            guards: Guards of its messages.
+        """
         if not guards:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return [
@@ -109,27 +145,27 @@ class ChatTemplate:
 
     @cached_property
     def longest(self) -> int:
-        """Characters of the longest piece of the vocabulary."""
+        """Number of characters of the longest vocabulary entry."""
         return max(len(piece) for piece in self.tokenizer.get_vocab())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenizedTrajectory:
-    """All contexts of an episode, end to end. T: their tokens."""
+    """All contexts of an episode, concatenated; T tokens in total."""
 
     sequence: Scored
-    logprobs: np.ndarray  # float32 [T], 0 where nothing was drawn
-    versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) of each drawn stretch
+    logprobs: np.ndarray  # float32 [T], 0 for tokens that were not sampled
+    versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) of each sampled span
 
 
 class _Context:
-    """Tokens that the model was run on, with what it drew of them."""
+    """Tokens of one context, with the turns that were sampled in it."""
 
     def __init__(self, opening: Sequence[int]):
         self.ids = list(opening)
         self.turns: list[tuple[int, int, int]] = []  # (weights version, begin, end)
-        self.logprobs: list[float] = []  # of the drawn tokens
-        self.kept: list[SamplingMask] = []  # of each turn, where it is told
+        self.logprobs: list[float] = []  # of the sampled tokens
+        self.kept: list[SamplingMask] = []  # sampling mask of each turn, if requested
 
     def draw(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, kept: SamplingMask | None) -> None:
         begin = len(self.ids)
@@ -140,26 +176,37 @@ class _Context:
 
     @property
     def length(self) -> int:
-        """Up to its last drawn token: what was heard behind it was never answered. 0 where nothing was drawn."""
+        """Number of tokens up to the last sampled one; later messages of the environment were never answered. 0 if none was sampled."""
         return max((end for _, begin, end in self.turns if end > begin), default=0)
 
 
 class Trajectory:
-    """The tokens of one episode. A new context begins where the template rewrites what was said before (`history` template)."""
+    """Tokens of one episode.
+
+    With `history="template"` a new context begins whenever the template renders earlier turns differently than before. An opening that
+    ends with an assistant message leaves it open: the first turn continues it.
+
+    Args:
+        template: The chat template.
+        opening: Messages before the first turn.
+        token_ids: Token IDs of the opening if they are known; default: they are encoded.
+        history: "sampled" keeps one context, whatever the template renders.
+
+    Attributes:
+        messages: The conversation so far, with guards.
+        opening: Token IDs of the opening.
+        num_heard: Number of tokens from the environment, each counted once.
+    """
 
     def __init__(
         self, template: ChatTemplate, opening: Sequence[Message], token_ids: Sequence[int] | None = None, *, history: History = "template"
     ):
-        """token_ids: of the opening, if they are known. history: `sampled` keeps one context, whatever the template shows.
-
-        An opening that ends with the assistant's words leaves them open: the first turn goes on with them.
-        """
         self.template, self.history = template, history
         self.guards = template.guards()
         known = token_ids is not None
         self.messages: list[Message] = [dict(message) for message in opening] if known else list(self.guards.over(opening))
         continues = bool(self.messages) and self.messages[-1]["role"] == "assistant"
-        self._shown = template.render(self.messages, continues=continues)  # the text that the tokens stand for
+        self._shown = template.render(self.messages, continues=continues)  # the text that the tokens encode
         begun = self.messages.pop()["content"] if continues else None
         self._of_turns = template.prefill(self.messages, template.render(self.messages) if continues else self._shown)
         self._prefill = self._of_turns if begun is None else begun  # of the next turn
@@ -170,19 +217,31 @@ class Trajectory:
 
     @property
     def ids(self) -> list[int]:
-        """Of the context that the next turn is drawn in."""
+        """Token IDs of the context in which the next turn is sampled."""
         return self._contexts[-1].ids
 
     @property
     def num_contexts(self) -> int:
+        """Number of contexts so far."""
         return len(self._contexts)
 
     @property
     def num_drawn(self) -> int:
+        """Number of sampled tokens in all contexts."""
         return sum(len(context.logprobs) for context in self._contexts)
 
     def say(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, kept: SamplingMask | None = None) -> str:
-        """A turn of the model, its end-of-turn token included. Returns its text, without that token. kept: told of all turns or of none."""
+        """Append a turn of the model.
+
+        Args:
+            token_ids: Sampled token IDs, including the end-of-turn token.
+            logprobs: Their log-probs.
+            version: Version of the weights that sampled them.
+            kept: Their sampling mask; given for all turns or for none.
+
+        Returns:
+            The text of the turn without the end-of-turn token.
+        """
         before = self.ids[-1:]
         has_ended = bool(token_ids) and token_ids[-1] in self.template.end_ids
         self._end = self.template.decode(token_ids[-1:]) if has_ended else ""
@@ -192,7 +251,7 @@ class Trajectory:
         return self._said
 
     def hear(self, messages: Sequence[Message]) -> None:
-        """What the environment says, and what the template puts behind it, up to where the model goes on."""
+        """Append messages of the environment, with the template's text around them and the next generation prompt."""
         heard = self.guards.over(messages)
         self.messages += heard
         full = self.template.render(self.messages)
@@ -203,7 +262,7 @@ class Trajectory:
             tail = self._tail(heard)
             if self.history == "sampled":
                 self._go_on(tail.removeprefix(self._end))
-            else:  # so the next turn is trained in the context that it is drawn in, which is that of later use
+            else:  # the next turn is trained in the context that it is sampled in, which is the one at inference time
                 self.num_heard += len(self.template.encode(tail, self.guards))
                 self._contexts.append(_Context(self.template.encode(full, self.guards)))
         self._shown = full
@@ -215,13 +274,13 @@ class Trajectory:
         self.ids.extend(token_ids)
 
     def _tail(self, heard: Sequence[Message]) -> str:
-        """What a rendering has behind the last turn, whatever the template makes of that turn's words."""
+        """Return the part of the rendering after the last turn, however the template renders the text of that turn."""
         place = len(self.messages) - len(heard) - 1
         marked = [*self.messages[:place], {"role": "assistant", "content": MARK}, *heard]
         return self.template.render(marked).rpartition(MARK)[2]
 
     def finished(self) -> TokenizedTrajectory:
-        """The contexts in which something was drawn; where there is none, the opening."""
+        """Return the concatenated contexts that have sampled tokens, or the opening if there are none."""
         parts = [(context, context.length) for context in self._contexts if context.length]
         if not parts:
             return untold(self.opening)
@@ -250,7 +309,7 @@ class Trajectory:
 
 
 def untold(opening: Sequence[int]) -> TokenizedTrajectory:
-    """Of an episode in which nothing was drawn."""
+    """Return the trajectory of an episode without sampled tokens."""
     tokens = np.array(opening, dtype=np.int64)
     sequence = Scored(token_ids=tokens, mask=np.zeros(len(tokens), dtype=bool))
     return TokenizedTrajectory(sequence=sequence, logprobs=np.zeros(len(tokens), dtype=np.float32), versions=())

@@ -1,6 +1,7 @@
-"""What is asked of several servers at once: each has two calls at a time, for as long as it is of use. Rank 0 alone; no torch.
+"""Requests that are distributed over several servers, with two concurrent calls per usable server.
 
-Who asks waits in the main thread; the calls are tasks of the loop that `http` has. `GenerationRequest` is what rollout servers are asked.
+The caller waits in the main thread; the calls are tasks on the event loop of `http`. `GenerationRequest` asks rollout servers for
+completions. Used on rank 0 alone; the module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,46 +25,61 @@ from megatron_grpo.servers.http import ServerGoneError, begun
 from megatron_grpo.servers.server_group import ServerGroup, ServerHandle, TrainingServerGroup
 from megatron_grpo.types import Image
 
-MOST_DEATHS = 3  # of servers, with the same prompt in flight
-ENDS = ("stop", "length")  # "abort" is no answer
+MOST_DEATHS = 3  # a prompt is not sent again after this many servers died with it in flight
+ENDS = ("stop", "length")  # valid finish reasons; "abort" is not one
 Shown = Sequence[tuple[int, Image]]
 Key = TypeVar("Key", bound=Hashable)
 Answered = TypeVar("Answered")
-Chunk = tuple[int, ...]  # of what is asked, by number
+Chunk = tuple[int, ...]  # numbers of the items in one call
 
 
 class RequestRouter(Generic[Key, Answered]):
-    """Which server is asked which prompts of one question. Pure: servers are names, answers are anything.
+    """Assignment of the prompts of one request to servers. Pure logic: servers are names, and answers may be anything.
 
-    A prompt lies with one server at a time. If that server is lost the prompt goes back, so none is lost with it; of several answers to a
-    prompt the first counts, so none is there twice. A prompt that was in flight on three servers as they died is not given to a fourth.
+    A prompt is assigned to one server at a time. If that server is lost, the prompt is queued again, so no prompt is lost. The first answer
+    to a prompt counts, so no prompt is answered twice. A prompt that was in flight on three servers when they died is not sent to a fourth.
+
+    Args:
+        keys: The prompts.
+
+    Attributes:
+        answers: Prompt -> its answer.
+        deaths: Prompt -> names of the servers that died while it was in flight.
     """
 
     def __init__(self, keys: Sequence[Key]):
         self.answers: dict[Key, Answered] = {}
-        self.deaths: dict[Key, list[str]] = {}  # servers that died while they had it
-        self._waiting = dict.fromkeys(keys)  # those that nobody has, in order
+        self.deaths: dict[Key, list[str]] = {}
+        self._waiting = dict.fromkeys(keys)  # unassigned prompts, in order
         self._with: dict[str, list[tuple[Key, ...]]] = {}  # server -> its open calls
         self._keys = dict.fromkeys(keys)
 
     @property
     def left(self) -> list[Key]:
-        """What is not answered, in order."""
+        """Unanswered prompts, in order."""
         return [key for key in self._keys if key not in self.answers]
 
     @property
     def is_done(self) -> bool:
+        """Whether all prompts are answered."""
         return len(self.answers) == len(self._keys)
 
     @property
     def deadly(self) -> list[Key]:
-        """Prompts that are given to nobody any more."""
+        """Prompts that are not sent again, since too many servers died with them in flight."""
         return [key for key, servers in self.deaths.items() if len(servers) >= MOST_DEATHS]
 
     def next_for(self, server: str, size: int) -> tuple[Key, ...]:
-        """What this server is to be asked next, at most so many; nothing if there is nothing just now.
+        """Assign the next prompts to a server.
 
-        Prompts on which two servers died go to a server one at a time, and while it has nothing else: if it dies, it is clear of which.
+        A prompt with which two servers died is sent alone, to a server without other calls: if that server dies too, the cause is clear.
+
+        Args:
+            server: Name of the server.
+            size: Largest number of prompts.
+
+        Returns:
+            The prompts; empty if none can be assigned now.
         """
         if self.deadly or any(self._is_suspect(key) for call in self._with.get(server, ()) for key in call):
             return ()
@@ -77,13 +93,19 @@ class RequestRouter(Generic[Key, Answered]):
         return chosen
 
     def take(self, key: Key, answer: Answered) -> None:
-        """An answer, from whomever; only the first counts."""
+        """Record an answer from any server. Only the first one of a prompt counts."""
         if key in self._keys and key not in self.answers:
             self.answers[key] = answer
             self._waiting.pop(key, None)
 
     def ended(self, server: str, call: tuple[Key, ...], *, died: bool = False) -> None:
-        """A call is over, and what it has not answered goes back. died: the server did, with these in flight."""
+        """Record the end of a call, and queue its unanswered prompts again.
+
+        Args:
+            server: Name of the server.
+            call: The prompts of the call, as `next_for` returned them.
+            died: Whether the server died during the call.
+        """
         self._with[server].remove(call)
         open_ones = {key: None for key in call if key not in self.answers}
         if died:
@@ -96,29 +118,47 @@ class RequestRouter(Generic[Key, Answered]):
 
 
 class Calls(ABC, Generic[Answered]):
-    """Numbers that are answered by whichever server has room. Who derives from it says what one call is, in `_hear`."""
+    """Calls that distribute numbered items over servers with free capacity. A subclass implements one call in `_hear`.
+
+    Args:
+        numbers: Numbers of the items.
+    """
 
     def __init__(self, numbers: Sequence[int]):
         self._dealing: RequestRouter[int, Answered] = RequestRouter(numbers)
-        self._changed = asyncio.Event()  # never stays set: whoever waits for a change looks again
+        self._changed = asyncio.Event()  # set and cleared at every change: it wakes the waiting tasks, which check the state again
         self._asking: concurrent.futures.Future[None] | None = None
 
     def _begin(self, servers: ServerGroup, *, n: int = 1) -> None:
-        """Asks those that are used now for what is not answered, and returns at once. n: completions of a number."""
+        """Begin to send unanswered items to the servers that are used now. Returns at once.
+
+        Args:
+            servers: The servers.
+            n: Completions per item.
+        """
         calls = []
         for member in servers.used:
-            assert member.state is not None  # it has said how it is
+            assert member.state is not None  # known since the claim
             size = chunk_size(len(self._dealing.left), n=n, num_servers=len(servers.used), max_num_seqs=member.state.max_num_seqs)
             calls += [self._serve(servers, member, size, member.times_claimed) for _ in range(CALLS)]
         self._asking = begun(self._ask(calls))
 
     def rests(self, seconds: float) -> bool:
-        """Whether there is nothing to wait for, after at most so long: all is answered, or it cannot go on by itself."""
+        """Wait up to `seconds` until all is answered or no call can continue. Returns whether this is so."""
         return self._asking is None or bool(concurrent.futures.wait([self._asking], seconds).done)
 
     def _wait(self, phase: activity.Phase, num_done: Callable[[], int], should_cancel: Callable[[], bool]) -> None:
-        """Until all is answered, or nobody is left to ask. Raises RunError, what failed here, and CancelledError soon after
-        `should_cancel()` is true."""
+        """Wait until all is answered or no server is left.
+
+        Args:
+            phase: Progress display.
+            num_done: Returns the number of finished items, for the display.
+            should_cancel: True if the run is to stop.
+
+        Raises:
+            RunError: An item cannot be answered by any server.
+            CancelledError: `should_cancel()` became true.
+        """
         while not self.rests(0.0):
             if should_cancel():
                 raise CancelledError
@@ -128,19 +168,19 @@ class Calls(ABC, Generic[Answered]):
             self._asking.result()
 
     def abandon(self) -> None:
-        """Nobody waits for it any more: its calls end."""
+        """Cancel all open calls."""
         if self._asking is not None:
             self._asking.cancel()
 
-    # ---- on the loop
+    # ---- on the event loop
 
     @abstractmethod
     async def _hear(self, member: ServerHandle, chunk: Chunk) -> None:
-        """One call: what a server answers goes to `_take`. Raises what is in LOST where the server is of no use."""
+        """Execute one call and pass each answer to `_take`. Raises an exception of LOST if the server is unusable."""
 
     @abstractmethod
     def _of_deadly(self, numbers: Sequence[int]) -> str:
-        """They were with as many servers as died of one question, as a sentence."""
+        """Return the error message for items with which `MOST_DEATHS` servers died."""
 
     @property
     def _is_over(self) -> bool:
@@ -155,7 +195,7 @@ class Calls(ABC, Generic[Answered]):
         self._changed.clear()
 
     async def _change(self) -> None:
-        with suppress(TimeoutError):  # whether a server is still of use is told by nobody
+        with suppress(TimeoutError):  # polling, since `trouble` of a server may change without an event
             await asyncio.wait_for(self._changed.wait(), 1.0)
 
     async def _ask(self, calls: Iterable[Awaitable[None]]) -> None:
@@ -163,7 +203,7 @@ class Calls(ABC, Generic[Answered]):
         for task in tasks:
             task.add_done_callback(self._tell)
         try:
-            while not self._is_over and not all([task.done() and task.result() is None for task in tasks]):  # raises what one failed with
+            while not self._is_over and not all([task.done() and task.result() is None for task in tasks]):  # raises a task's exception
                 await self._change()
         finally:
             for task in tasks:
@@ -173,10 +213,10 @@ class Calls(ABC, Generic[Answered]):
             raise RunError(self._of_deadly(deadly))
 
     async def _serve(self, servers: ServerGroup, member: ServerHandle, size: int, since: int) -> None:
-        """One of a server's calls at a time, until nothing is left or it is lost. since: its `times_claimed`."""
+        """Make calls to a server one after the other, until no item is left or the server is lost or claimed anew (`since` differs)."""
         while not self._is_over and member.trouble is None and member.times_claimed == since:
             chunk = self._dealing.next_for(str(member), size)
-            if not chunk:  # all is with other servers, and those may be lost
+            if not chunk:  # other servers have the remaining items, and may be lost
                 await self._change()
                 continue
             died = False
@@ -192,19 +232,32 @@ class Calls(ABC, Generic[Answered]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToSend:
-    """The pictures of some prompts. Their files are read when they are sent."""
+    """Images of some prompts. Their files are read when they are sent."""
 
     pictures: Mapping[str, Image] = field(default_factory=dict)  # by key
     bounds: wire.Bounds | None = None
 
     @classmethod
     def of(cls, shown: Iterable[Shown], eyes: ImageProcessorSpec | None) -> ToSend:
-        """shown: by each prompt. eyes: of the model."""
+        """Collect the images of prompts.
+
+        Args:
+            shown: (place, image) pairs of each prompt.
+            eyes: Image processor of the model; None: text only.
+        """
         bounds = wire.Bounds(min_pixels=eyes.min_pixels, max_pixels=eyes.max_pixels) if eyes else None
         return cls(pictures={picture.key: picture for one in shown for _, picture in one}, bounds=bounds)
 
     def but(self, known: Collection[str], keys: Iterable[str]) -> tuple[wire.SentPicture, ...]:
-        """Those of these keys that are not known. Raises ConfigError where a file is not the one any more that it was."""
+        """Read the files of images that a server does not have.
+
+        Args:
+            known: Keys of the images that the server has.
+            keys: Keys of the required images.
+
+        Raises:
+            ConfigError: A file is missing or has changed since the data were read.
+        """
         return tuple(wire.SentPicture(key=key, data=self.pictures[key].data()) for key in dict.fromkeys(keys) if key not in known)
 
 
@@ -212,18 +265,31 @@ NOTHING = ToSend()
 
 
 def on_the_wire(shown: Shown) -> tuple[wire.ShownPicture, ...]:
+    """Convert the images of a prompt to their HTTP form."""
     return tuple(wire.ShownPicture(key=picture.key, place=place, tokens=num_tokens(picture)) for place, picture in shown)
 
 
 async def generate(
     member: ServerHandle, body: wire.Generate, take: Callable[[wire.Request, wire.Answer], object], *, things: str = "prompts"
 ) -> None:
-    """Gives `take` the answers as they come. things: what the requests are, for people. Raises what is in LOST."""
+    """Send a body to /generate of a server, and pass each answer to `take` as it arrives.
+
+    Args:
+        member: The server.
+        body: The requests.
+        take: Called with each request and its answer.
+        things: Name of the requests in error messages.
+
+    Raises:
+        ServerGoneError: The stream ended early.
+        ServerRefusedError: The server refused the body.
+        MalformedMessageError: An answer does not belong to a request, or its completions are invalid.
+    """
     left = {request.key: request for request in body.requests}
 
     def hear(line: bytes) -> None:
         answer = wire.decode_line(wire.Answer, line)
-        activity.advance(0)  # a server that lives says so, also while its answers are long
+        activity.advance(0)  # heartbeats count as activity, also while completions are long
         if answer is None:
             return
         if answer.key not in left:
@@ -240,7 +306,15 @@ async def generate(
 
 
 class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
-    """Prompts and what was answered so far. `wait` says what came of it."""
+    """Prompts to complete on rollout servers, and the answers so far.
+
+    Args:
+        requests: Prompt number -> request.
+        sampling: Sampling parameters.
+        version: Version of the weights that must sample. Set it anew after all servers were lost.
+        name_of: Prompt number -> name in error messages.
+        album: The images of the requests.
+    """
 
     def __init__(
         self,
@@ -251,10 +325,6 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
         name_of: Callable[[int], str] = str,
         album: ToSend = NOTHING,
     ):
-        """requests: by the prompt's number. version: of the weights that are to answer. name_of: a prompt's number, for people.
-
-        album: the pictures of the requests.
-        """
         super().__init__(list(requests))
         self._album = album
         self.requests, self.sampling, self.version, self._name_of = dict(requests), sampling, version, name_of
@@ -263,27 +333,40 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
 
     @property
     def answers(self) -> Mapping[int, tuple[wire.SampledCompletion, ...]]:
+        """Prompt number -> its completions, as far as they are answered."""
         return self._dealing.answers
 
     def ask(self, fleet: TrainingServerGroup) -> None:
-        """Begins to ask whoever is used now for what is not answered. Returns at once. After all servers were lost `version` is set anew:
-        of the weights that are there then."""
+        """Begin to send unanswered prompts to the servers that are used now. Returns at once.
+
+        After all servers were lost, set `version` to that of the new weights before calling it again.
+        """
         self._begin(fleet, n=max((request.n for request in self.requests.values()), default=1))
 
     @property
     def seconds(self) -> float:
-        """From the beginning to the last answer so far."""
+        """Seconds from the construction to the last answer so far."""
         return self._last_heard - self._began
 
     def wait(self, should_cancel: Callable[[], bool] = lambda: False) -> int:
-        """Until all is answered, or nobody is left to ask: how many prompts are then left. Raises RunError where a prompt cannot be
-        answered by anybody, and CancelledError soon after `should_cancel()` is true."""
+        """Wait until all prompts are answered or no server is left.
+
+        Args:
+            should_cancel: True if the run is to stop.
+
+        Returns:
+            The number of unanswered prompts.
+
+        Raises:
+            RunError: A prompt cannot be answered by any server.
+            CancelledError: `should_cancel()` became true.
+        """
         total = sum(request.n for request in self.requests.values())
         with activity.phase("sampling", total=total, unit="completions") as phase:
             self._wait(phase, lambda: self._num_answered, should_cancel)
         return len(self._dealing.left)
 
-    # ---- on the loop
+    # ---- on the event loop
 
     async def _hear(self, member: ServerHandle, chunk: Chunk) -> None:
         by_key = {self.requests[number].key: number for number in chunk}
@@ -291,7 +374,7 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
         shown = [one.key for request in requests for one in request.shown]
         try:
             sent = await asyncio.to_thread(self._album.but, member.pictures, shown)
-        except ConfigError as error:  # a file that has gone, or has changed
+        except ConfigError as error:  # a file is missing or has changed
             raise RunError(str(error)) from error
         member.pictures.update(shown)
         bounds = self._album.bounds if shown else None
@@ -300,11 +383,11 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
         def take(request: wire.Request, answer: wire.Answer) -> None:
             number = by_key[request.key]
             if answer.error is not None:
-                # Not a reason to ask elsewhere: every server would say so, one after the other, and look like one that failed.
+                # Not retried elsewhere: every server would reject the request, and each would look like a failed one.
                 raise RunError(f"{self._name_of(number)} cannot be answered: {answer.error}")
             if answer.lacks:
                 member.pictures.difference_update(answer.lacks)
-                return  # it is not answered, so it is asked again
+                return  # still unanswered, so it is sent again
             self._num_answered += len(answer.completions)
             self._last_heard = time.monotonic()
             self._take(number, answer.completions)
@@ -320,7 +403,16 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
 
 
 def fault_of_answer(completions: Sequence[wire.SampledCompletion], n: int, version: int) -> str | None:
-    """What makes these no answer to what was asked."""
+    """Return why completions do not answer a request.
+
+    Args:
+        completions: The received completions.
+        n: Number of requested completions.
+        version: Requested version of the weights.
+
+    Returns:
+        A clause about the server, or None if they are valid.
+    """
     if len(completions) != n:
         return f"it drew {len(completions)} of {n} completions"
     if ends := {one.reason for one in completions} - {*ENDS}:

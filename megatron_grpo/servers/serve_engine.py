@@ -1,4 +1,4 @@
-"""One vLLM engine in processes of its own, as the app speaks to it. Nothing here knows HTTP or owners. Written for vLLM 0.32."""
+"""vLLM engine of a rollout server, in separate processes. Independent of HTTP and of ownership. Written for vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -21,34 +21,46 @@ from megatron_grpo.servers import wire
 from megatron_grpo.servers.serve_settings import Serving
 from megatron_grpo.types import SamplingMask
 
-DEFAULT_IMAGES = 8  # of a prompt, where limit_images does not say
+DEFAULT_IMAGES = 8  # images per prompt if limit_images is not set
 WORKER = "megatron_grpo.servers.vllm_worker.WeightTransferWorker"
-# By its path, since vLLM takes its name for another one on a CPU: no worker process besides the engine's.
+# Runs the worker in the engine's process. Given by its path, since vLLM replaces the short name by another executor on a CPU.
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 TOLD_WORKERS = "megatron_grpo.rollout.vllm_executor.ToldWorkers"
 
 
 class WeightPushError(Exception):
-    """The weights did not come, or not all of them. A sentence."""
+    """The weights did not arrive, or not all of them. The message is a sentence."""
 
 
 class ServedEngine:
-    """Build it in the main thread: what it starts ends when that thread does."""
+    """vLLM engine with weight updates over a link.
+
+    Build it in the main thread: the processes that it starts end with the thread that started them.
+
+    Args:
+        llm: vLLM's AsyncLLM.
+        room: Adapter capacity; None: no adapters.
+        experts: MoE layers, if completions must include the routed experts.
+        eyes: Image processor of a vision-language model; None: text only.
+        limit_images: Images per prompt.
+
+    Attributes:
+        Dead: Exception that every method raises after the engine's process has died.
+        world_size: Number of workers of all engines.
+        max_num_seqs: Sequences decoded concurrently, by all engines.
+        adapter_rank: Largest supported LoRA rank; 0: no adapters.
+    """
 
     def __init__(
         self, llm: Any, room: LoraPush | None, experts: ExpertLayers | None, eyes: ImageProcessorSpec | None = None, limit_images: int = 0
     ):
-        """llm: vLLM's AsyncLLM. room: for adapters. experts: if they are told with the answers. eyes: of a model that sees.
-
-        limit_images: pictures of a prompt.
-        """
         self.limit_images, self.max_pixels = (limit_images, eyes.max_pixels) if eyes else (0, 0)
         self._llm, self._room, self._experts = llm, room, experts
-        self._num_adapters = 0  # that came
+        self._num_adapters = 0  # adapters received so far
         self._adapter: Any = None  # vLLM's LoRARequest, which every request must carry
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        self.Dead = EngineDeadError  # what every method raises when the engine's process has ended
+        self.Dead = EngineDeadError
         config = llm.vllm_config
         self._num_engines = config.parallel_config.data_parallel_size
         self.dtype = str(config.model_config.dtype).removeprefix("torch.")
@@ -61,7 +73,14 @@ class ServedEngine:
 
     @classmethod
     def build(cls, serving: Serving) -> ServedEngine:
-        """Loads the model. Raises ConfigError where the machine or the model cannot give what was asked for."""
+        """Load the model and start the engine.
+
+        Args:
+            serving: The validated settings.
+
+        Raises:
+            ConfigError: The machine or the model does not support the settings.
+        """
         import torch
 
         on_gpu = torch.cuda.is_available()
@@ -80,7 +99,7 @@ class ServedEngine:
             raise config_error(flags, f"{product}, and this machine shows {gpus} GPUs.")
         room = _room(serving, on_gpu=on_gpu)
         longest = serving.max_model_len or serving.shape.max_position_embeddings or 0
-        # The reason of a refusal is in the log of the engine's process; what the settings can mend is said by the first of its errors.
+        # The engine's process logs the full reason of a failure; its first error is translated to a message about the settings.
         with vllm_requests.refusals_in_words(rollout, longest, on_gpu=on_gpu):
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_options(serving, room, on_gpu=on_gpu)))
         return cls(llm, room, serving.experts, serving.eyes, cfg.data.limit_images or DEFAULT_IMAGES)
@@ -91,10 +110,21 @@ class ServedEngine:
         self, request: wire.Request, sampling: wire.Sampling, *, version: int, place: int, pictures: Mapping[str, bytes] | None = None,
         bounds: wire.Bounds | None = None,
     ) -> wire.Answer:  # fmt: skip
-        """One group. place: of the request among others, by which the engines of a server share them. pictures: by key, as far as they are
-        here. bounds: on their sizes.
+        """Sample one group.
 
-        Raises RuntimeError where the completions are not of this version alone: somebody pushed meanwhile.
+        Args:
+            request: The request.
+            sampling: Sampling parameters.
+            version: Expected version of the weights.
+            place: Index of the request in its body; requests are distributed over the engines by it.
+            pictures: Available images by key.
+            bounds: Bounds on image sizes; required if the request has images.
+
+        Returns:
+            The completions, or an error of the request, or the keys of missing images.
+
+        Raises:
+            RuntimeError: Tokens were sampled by another version, since weights were pushed meanwhile.
         """
         if fault := wire.fault_of(request, self.max_model_len):
             return wire.Answer(key=request.key, error=fault)
@@ -130,7 +160,17 @@ class ServedEngine:
         return told(self._experts.read(output.routed_experts), opening, place) if self._experts is not None else None
 
     async def score(self, asked: wire.Score) -> tuple[tuple[float, ...], ...]:
-        """Raises ValueError for a sequence that cannot be scored."""
+        """Compute log-probs of each token after the first, at temperature 1; the last is read through the prefix cache.
+
+        Args:
+            asked: The sequences.
+
+        Returns:
+            One row of natural logs per sequence.
+
+        Raises:
+            ValueError: A sequence cannot be scored.
+        """
         from vllm.exceptions import VLLMValidationError
 
         sequences = asked.sequences
@@ -138,7 +178,7 @@ class ServedEngine:
         pictures = {one.key: one.data for one in asked.pictures}
 
         async def one(place: int, ids: Sequence[int], shown: Sequence[wire.ShownPicture]) -> tuple[float, ...]:
-            # One after the other, on one engine: the second reads what the first has left in its prefix cache.
+            # Sequentially and on the same engine: the second request reads the prefix cache that the first one filled.
             prompts = [
                 (await self._prompt(part, shown, pictures, asked.bounds), params) for part, params in vllm_requests.scoring_requests(ids)
             ]
@@ -159,13 +199,18 @@ class ServedEngine:
             raise ValueError(str(error)) from error
 
     async def prompt_logprobs(self, ids: Sequence[int], place: int) -> list[float]:
-        """log p of each token after the first, at temperature 1. place: as in `answer`."""
+        """Compute log-probs of each token after the first, at temperature 1.
+
+        Args:
+            ids: Token IDs of the sequence.
+            place: Index of the sequence in its body, as in `answer`.
+        """
         return vllm_requests.whole_scores(ids, await self._ask({"prompt_token_ids": list(ids)}, vllm_requests.whole_request(), place))
 
     async def _prompt(
         self, ids: Sequence[int], shown: Sequence[wire.ShownPicture], pictures: Mapping[str, bytes], bounds: wire.Bounds | None
     ) -> dict[str, Any]:
-        """What vLLM is given. Raises ValueError for a picture that cannot be shown."""
+        """Build vLLM's prompt. Raises ValueError if the images are not supported or cannot be decoded."""
         if not shown:
             return {"prompt_token_ids": list(ids)}
         if bounds is None or not self.limit_images:
@@ -175,8 +220,8 @@ class ServedEngine:
         return vllm_requests.prompt_with(ids, [(one.place, one.tokens) for one in shown], images, mm_processor_kwargs={"size": size})
 
     async def _ask(self, prompt: dict[str, Any], params: Any, place: int) -> Any:
-        """The last output. vLLM aborts the request if this is cancelled."""
-        # Else vLLM spreads the n completions over its engines, and each computes the prompt.
+        """Return the final output of a request. vLLM aborts the request if this coroutine is cancelled."""
+        # Without a fixed rank vLLM spreads the n completions over its engines, and each engine computes the prompt.
         engine = place % self._num_engines if self._num_engines > 1 else None
         stream: AsyncIterator[Any] = self._llm.generate(
             prompt, params, secrets.token_hex(8), lora_request=self._adapter, data_parallel_rank=engine
@@ -184,25 +229,38 @@ class ServedEngine:
         return [output async for output in stream][-1]
 
     async def abort(self) -> None:
-        """Everything that runs, and what of it is in the prefix cache."""
+        """Abort all running requests and clear the prefix cache."""
         await self._llm.pause_generation(mode="abort")
         await self._llm.resume_generation()
 
     # ---- weights
 
     async def join(self, join: wire.Join) -> None:
+        """Make all workers members of a link. Raises WeightPushError if one cannot join."""
         await self._all_workers("join_link", msgspec.structs.asdict(join))
 
     async def take_weights(self, push: wire.WeightPush, has_base: bool = False) -> None:
-        """Returns when every worker has every weight. Raises WeightPushError. Earlier adapters are gone.
+        """Receive all weights on every worker. Earlier adapters are removed.
 
-        has_base: this owner has pushed all weights before, so those that see need not come again.
+        Args:
+            push: The push.
+            has_base: Whether this owner has pushed all weights before; then the vision tower may be omitted.
+
+        Raises:
+            WeightPushError: A worker did not receive all weights.
         """
         self._adapter = None
         await self._take(push.version, "take_weights", push.link, push.moves_tower, has_base)
 
     async def take_adapter(self, push: wire.AdapterPush) -> None:
-        """Returns when every worker has the adapter. Raises WeightPushError."""
+        """Receive an adapter on every worker, and use it for all following requests.
+
+        Args:
+            push: The push.
+
+        Raises:
+            WeightPushError: A worker did not receive the adapter, or the server does not support adapters.
+        """
         from megatron_grpo.rollout.vllm_weights import adapter_request
 
         if self._room is None:
@@ -215,7 +273,7 @@ class ServedEngine:
         self._adapter = adapter_request(self._num_adapters, push.version)
 
     async def _take(self, version: int | None, method: str, *args: Any) -> None:
-        # Nothing of ours runs while weights change: what does is an orphan. The prefix cache goes with it.
+        # The owner has no running requests during a push; any others are orphans and are aborted. The prefix cache is cleared.
         await self._llm.pause_generation(mode="abort")
         try:
             await self._all_workers(method, *args)
@@ -223,33 +281,35 @@ class ServedEngine:
             if not await self._llm.reset_prefix_cache():
                 raise WeightPushError("vLLM could not reset its prefix cache: some request is still running")
             if self.limit_images:
-                await self._llm.reset_encoder_cache()  # what an older tower made of pictures
+                await self._llm.reset_encoder_cache()  # image embeddings of the previous vision tower
         finally:
             await self._llm.resume_generation()
 
     async def _all_workers(self, method: str, *args: Any) -> None:
-        # Of all engines: AsyncLLM.collective_rpc returns what the first one says.
+        # Calls all engines and collects all answers: AsyncLLM.collective_rpc returns only those of the first engine.
         answers = await self._llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
         said = {sentence for engine in answers for sentence in engine if sentence}
         if said:
             raise WeightPushError("; ".join(sorted(said)))
 
-    # ---- life
+    # ---- health and shutdown
 
     @property
     def is_dead(self) -> bool:
+        """Whether the engine's process has failed."""
         return self._llm.errored
 
     async def check(self) -> None:
-        """Raises where the engine is dead."""
+        """Raise `Dead` if the engine's process has failed."""
         await self._llm.check_health()
 
     def close(self) -> None:
+        """Shut the engine down within 10 s."""
         self._llm.shutdown(timeout=10)
 
 
 def _room(serving: Serving, *, on_gpu: bool) -> LoraPush | None:
-    """For adapters of the run whose settings these are, if it pushes them alone."""
+    """Return the adapter capacity if a run with these settings pushes adapters alone, else None."""
     if serving.cfg.tuner.tuner_type != "lora" or serving.cfg.serve.frozen:
         return None
     from megatron_grpo.rollout.vllm_weights import sampler_obstacle

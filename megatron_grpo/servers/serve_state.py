@@ -1,4 +1,4 @@
-"""What a rollout server knows besides its engine: who owns it, of which version its weights are, what it was sent, and its counts."""
+"""State of a rollout server besides its engine: its owner, the version of its weights, cached images and Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -13,36 +13,56 @@ from megatron_grpo.servers.wire import LEASE_SECONDS, Claim
 if TYPE_CHECKING:
     from megatron_grpo.servers.serve_app import App
 
-MOST_BYTES = 1 << 30  # of pictures that stay
-PREFIX = "megatron_grpo_server_"  # of our metrics
+MOST_BYTES = 1 << 30  # capacity of the image cache
+PREFIX = "megatron_grpo_server_"  # of metric names
 
 
 class RequestRefusedError(Exception):
-    """The caller does not own the server, or means other weights than it has. A sentence (HTTP 409)."""
+    """The caller does not own the server, or expects other weights (HTTP 409). The message is a sentence."""
 
 
 class Ownership:
-    """Changes with claims, releases and pushes. Each of them begins a new tenure, a stretch of time in which the owner and the weights stay
-    what they are, and nobody is answered from an older one."""
+    """Owner of a server and version of its weights.
+
+    Every claim, release and push begins a new tenure: a period with one owner and one version of the weights. Requests of an earlier tenure
+    are not answered.
+
+    Args:
+        clock: Returns the time in seconds.
+
+    Attributes:
+        version: Version of the weights; None: no push has completed in this tenure.
+        has_base: Whether this owner has pushed weights that an adapter can be added to.
+        tenure: Number of the tenure.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._owner: Claim | None = None
         self._heard = 0.0
-        self.version: int | None = None  # of the weights; None: nobody has pushed any, or a push has not come to its end
-        self.has_base = False  # this owner pushed weights that an adapter can be added to
+        self.version: int | None = None
+        self.has_base = False
         self.tenure = 0
 
     @property
     def owner(self) -> str | None:
-        """The run that has the server; None where nobody has, or was not heard of for a lease."""
+        """Name of the run that owns the server; None if no run does, or its lease has expired."""
         return self._owner.run if self._owner is not None and not self._has_lapsed() else None
 
     def claim(self, claim: Claim) -> bool:
-        """The caller has the server. Returns whether it is new here: then there are no weights of anybody's, and no requests.
+        """Give the server to the caller.
 
-        A run that was started again takes over at once from its earlier process. Raises Refused for another run while the owner is heard
-        of, and for an earlier process of the same run: one that was frozen, and thaws.
+        A restarted run takes over from its earlier process at once.
+
+        Args:
+            claim: Run and process of the caller.
+
+        Returns:
+            Whether the owner is a new process; then the server has no version and no base weights.
+
+        Raises:
+            RequestRefusedError: Another run owns the server and its lease has not expired, or the caller is an earlier process of the
+                same run, such as one that was suspended and resumed.
         """
         owner = self._owner
         if owner is not None and claim != owner:
@@ -61,37 +81,59 @@ class Ownership:
         return True
 
     def release(self, incarnation: str | None) -> None:
+        """End the ownership of the caller. Raises RequestRefusedError if it does not own the server."""
         self.require(incarnation)
         self._owner = None
         self._forget()
 
     def require(self, incarnation: str | None) -> None:
-        """Renews the lease, also one that has lapsed and that nobody took. Raises Refused where the caller does not own the server."""
+        """Check that the caller owns the server, and renew its lease, even an expired one if no other run has claimed the server.
+
+        Raises:
+            RequestRefusedError: The caller does not own the server.
+        """
         if self._owner is None or incarnation != self._owner.incarnation:
             whose = f"run {self._owner.run!r}" if self._owner else "nobody"
             raise RequestRefusedError(f"this server belongs to {whose}; claim it first")
         self._heard = self._clock()
 
     def require_version(self, version: int) -> None:
+        """Raise RequestRefusedError if the server has weights of another version or of none."""
         if self.version is None:
             raise RequestRefusedError(f"this server holds no weights of a version, and version {version} was asked for; push them first")
         if version != self.version:
             raise RequestRefusedError(f"this server holds version {self.version}, and version {version} was asked for")
 
     def heard(self, tenure: int) -> None:
-        """The owner is still reading what it asked for in this tenure."""
+        """Renew the lease, because the owner reads a response that was requested in this tenure."""
         if tenure == self.tenure:
             self._heard = self._clock()
 
     def begin_push(self, *, keeps_base: bool) -> int:
-        """From the first byte of a push there is no version."""
+        """Begin a new tenure without a version, since weights change from the first byte of a push.
+
+        Args:
+            keeps_base: Whether the base weights remain, as in the push of an adapter.
+
+        Returns:
+            The number of the tenure, for `end_push`.
+        """
         has_base = self.has_base and keeps_base
         self._forget()
         self.has_base = has_base
         return self.tenure
 
     def end_push(self, tenure: int, version: int | None, *, is_base: bool) -> int:
-        """All of it has come. version None: an adapter is still to come. Raises Refused where somebody has claimed the server since."""
+        """Record that a push is complete.
+
+        Args:
+            tenure: Result of `begin_push`.
+            version: Version of the weights; None: base weights whose adapter follows.
+            is_base: Whether an adapter can be added to the weights.
+
+        Raises:
+            RequestRefusedError: The server was claimed or released during the push.
+        """
         if tenure != self.tenure:
             raise RequestRefusedError("the server was claimed anew while the push ran, and holds no version")
         self.version, self.has_base = version, is_base
@@ -105,7 +147,11 @@ class Ownership:
 
 
 class SentPictures:
-    """Those that were asked for last stay. Whoever asks with one that has gone hears which, and sends it again."""
+    """LRU cache of images. If a request refers to an evicted image, the answer names its key, and the client sends it again.
+
+    Args:
+        most_bytes: Capacity in bytes.
+    """
 
     def __init__(self, most_bytes: int = MOST_BYTES):
         self.most_bytes = most_bytes
@@ -113,7 +159,14 @@ class SentPictures:
         self._num_bytes = 0
 
     def take(self, sent: Iterable[wire.SentPicture]) -> dict[str, bytes]:
-        """Keeps them; also those that are too many to keep are there for the request that they came with: what is returned."""
+        """Add images to the cache.
+
+        Args:
+            sent: Images of a request.
+
+        Returns:
+            All these images by key, for the request itself: some may exceed the capacity and be evicted at once.
+        """
         came = {one.key: one.data for one in sent}
         for key, data in came.items():
             self._num_bytes += len(data) - len(self._held.pop(key, b""))
@@ -123,7 +176,15 @@ class SentPictures:
         return came
 
     def find(self, keys: Iterable[str], came: dict[str, bytes]) -> dict[str, bytes]:
-        """Those of these keys that are there. came: with the request itself."""
+        """Look up images.
+
+        Args:
+            keys: Keys of the images.
+            came: Images that the request itself has sent.
+
+        Returns:
+            The available images by key.
+        """
         found = {}
         for key in keys:
             if key in self._held:
@@ -135,7 +196,7 @@ class SentPictures:
 
 
 class ServerMetrics:
-    """What it counts about itself, as Prometheus reads it: on prometheus_client's own registry, where vLLM's numbers are."""
+    """Prometheus metrics of the server, in prometheus_client's default registry, which also holds vLLM's metrics."""
 
     def __init__(self) -> None:
         from prometheus_client import Counter, Gauge
@@ -148,11 +209,12 @@ class ServerMetrics:
         self._running = Gauge(PREFIX + "running_requests", "Requests for completions that are being answered.")
 
     def watch(self, app: App) -> None:
-        """The gauges say what is so when they are read."""
+        """Let the gauges read their values from `app` at every scrape."""
         self._version.set_function(lambda: -1 if app.ownership.version is None else app.ownership.version)
         self._running.set_function(lambda: app.running)
 
     def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
         from prometheus_client import generate_latest
 
         return generate_latest()
