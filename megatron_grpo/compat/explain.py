@@ -19,11 +19,7 @@ out there, and drawn here."
 def explain(dialect: str, foreign: Mapping[str, int], sizes: BatchSizes, max_steps: int | None = None) -> Iterator[str]:
     """Yield notes on what is the same under the native names and what differs.
 
-    Args:
-        dialect: Name of the dialect.
-        foreign: Foreign batch sizes, by foreign name.
-        sizes: Native batch sizes.
-        max_steps: Optimizer steps of the run, if given.
+    `foreign` has the dialect's batch sizes by foreign name, `sizes` the native ones; `max_steps` counts optimizer steps, None if not given.
     """
     steps, a = sizes.steps_per_generation, sizes.gradient_accumulation_steps
     times = (

@@ -59,11 +59,7 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Return the shape described by a parsed config.json.
-
-        Raises:
-            ConfigError: Lists everything in the config that is not supported.
-        """
+        """Return the shape described by a parsed config.json. Raises ConfigError, which lists everything unsupported in it."""
         family, whole = family_of(config), config
         if family.tower:
             config = without_axes(text_config(whole))
