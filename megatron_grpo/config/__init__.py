@@ -1,4 +1,7 @@
-"""Command lines and configuration files -> `Config`. Flags, YAML keys, types, units and defaults all come from `config.py`."""
+"""Command lines and configuration files -> `Config`.
+
+Flags, YAML keys, types, units and defaults are all defined in `config.py`.
+"""
 
 from megatron_grpo.config.parse import Parsed, parse, resolve
 from megatron_grpo.config.table import Setting, canonical, names, table

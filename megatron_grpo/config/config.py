@@ -1,10 +1,10 @@
-"""Every setting of a run: its name, type, unit, default and one line of help. Nothing here imports torch.
+"""Every setting of a run: its name, type, unit, default and one line of help. No torch.
 
-Names are Megatron-SWIFT's where it has one, else TRL's or Megatron-Core's. The groups below are the groups of `--help` and may be used as
+Names are Megatron-SWIFT's if it has one, else TRL's or Megatron-Core's. The groups below are the groups of `--help` and may be used as
 sections of a YAML file; the names are unique over all groups, so a flat file works as well. `cli` turns these dataclasses into flags.
 
-A run that goes on from a checkpoint says which settings have changed since (`setting`), but for those that change no result (`free`); a
-`fixed` one has its value for good, and `between_rollouts` is when others may change.
+A run that resumes from a checkpoint reports which settings have changed since. A `free` setting changes no result and is not reported; a
+`fixed` one must not change; one of `between_rollouts` may change only between rollouts.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class DataConfig:
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """What the chat template is given besides messages and tools."""
+        """Return the options of the chat template besides messages and tools."""
         return {**self.chat_template_kwargs, **({} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking})}
 
 
@@ -213,7 +213,7 @@ class RolloutConfig:
     vllm_server_token_file: str | None = free(None,
         "file with the servers' token, readable by its owner alone (default: the variable MEGATRON_GRPO_TOKEN)")
     max_completion_length: int = setting(256, "longest completion", unit="tokens", at_least=1)
-    # vLLM takes anything below 0.01 for 0.01 and says so in its log alone; above 2 it refuses the request, after the model has loaded.
+    # vLLM raises values below 0.01 to 0.01 with a log message only; above 2 it rejects the request, after the model has loaded.
     temperature: float = between_rollouts(1.0, "sampling temperature; training log-probs use the same", at_least=0.01, at_most=2)
     top_p: float = setting(1.0, "nucleus sampling; in training of the top_k likeliest words, or of 256", above=0, at_most=1)
     top_k: int = setting(0, "top-k sampling, 0 is off; up to 256 in training, whose softmax runs over what is left", unit="tokens",
@@ -278,7 +278,7 @@ class TurnsConfig:
 
     @property
     def plays(self) -> bool:
-        """Whether a completion is an episode."""
+        """Return whether a completion is an episode."""
         return self.environment is not None or bool(self.tools)
 
 
@@ -394,7 +394,7 @@ class GrpoConfig:
 
     @property
     def teacher_flag(self) -> str | None:
-        """The setting that names the teacher; None without one."""
+        """Return the setting that names the teacher; None without a teacher."""
         return "teacher_model" if self.teacher_model else "teacher_model_server" if self.teacher_model_server else None
 
 
@@ -566,10 +566,13 @@ class ServeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What a batch size was typed as, under the names of another system.
+    """What a batch size was typed as, under another system's names.
 
-    name: what to change. count: its value, in `unit`; None where it is left open. text: all that makes the size, in their names.
-    unit: "completions", or whatever else the size itself is counted in; "prompts" (times num_generations); or "micro-steps".
+    Args:
+        name: The name to change.
+        count: Its value in `unit`; None if it is left open.
+        unit: "completions", or the unit of the size itself; "prompts" (times num_generations); or "micro-steps".
+        text: Everything that determines the size, in that system's names.
     """
 
     name: str
@@ -580,7 +583,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole of it, in groups. Never written to: who needs another value makes another configuration (`with_values`)."""
+    """All settings of a run, in groups. Immutable: use `with_values` for other values."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     tuner: TunerConfig = field(default_factory=TunerConfig)
@@ -597,21 +600,26 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
-    # Where each value came from ("default", "run.yaml", "command line", "launcher", "derived from ..."), by setting name.
+    # Source of each value ("default", "run.yaml", "command line", "launcher", "derived from ..."), by setting name.
     sources: Mapping[str, str] = field(default_factory=dict)
-    # The name that the user typed for a setting (an alias, perhaps): error messages speak in the user's words.
+    # Name that the user typed for a setting, possibly an alias: error messages use it.
     typed: Mapping[str, str] = field(default_factory=dict)
-    # What batch sizes were typed as, where another system's names were read: all that can be said there.
+    # Batch sizes as typed under another system's names.
     origins: Mapping[str, Origin] = field(default_factory=dict)
 
     def groups(self) -> dict[str, Any]:
-        """The groups by section name, in the order of --help."""
+        """Return the groups by section name, in the order of --help."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sources", "typed", "origins")}
 
     def with_values(self, values: Mapping[str, Any], *, sources: Mapping[str, str] | None = None) -> Config:
-        """The same configuration with other values of some settings, by name, whichever group they stand in.
+        """Return a configuration with other values of some settings, whichever group they belong to.
 
-        sources: where those values come from, by name. Raises KeyError for a name that is no setting.
+        Args:
+            values: New values, by name of the setting.
+            sources: Where those values come from, by name.
+
+        Raises:
+            KeyError: If a name is not a setting.
         """
         left, changed = dict(values), {}
         for group, section in self.groups().items():

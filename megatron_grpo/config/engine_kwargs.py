@@ -1,7 +1,7 @@
-"""Words for vLLM, for Megatron-Core and for chat templates that pass through here: which may, and why others may not. No torch.
+"""Options passed through to vLLM, Megatron-Core and chat templates: which are allowed, and why others are not. No torch.
 
-Names are held against the packages as they are installed, by reading their source: importing them would take seconds. What is known of
-them stands in `passed_on.yaml`, which is read where such words are given.
+Names are checked against the installed packages by reading their source, because importing them would take seconds. Facts about the options
+are in `engine_kwargs.yaml`, which is read only if such options are given.
 """
 
 from __future__ import annotations
@@ -25,17 +25,31 @@ _TEMPLATE_OWN = ("messages", "tools", "add_generation_prompt", "continue_final_m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is known of the options of another package that one setting takes."""
+    """Facts about the options of another package that one setting accepts.
 
-    what: str  # they are of, in a sentence
-    here: Mapping[str, str]  # those that are settings here
-    refused: Mapping[str, str]  # with the reason
-    may: Collection[str] | None  # the only ones that may pass; None: all that are known and not refused
-    otherwise: str  # why others may not
-    fields: Mapping[str, str]  # with their annotations, as installed; empty where the package is not
+    Args:
+        what: Name of what they belong to, for messages.
+        here: Options that have a setting here, and its name.
+        refused: Options that are rejected, with the reason.
+        may: The only options that are allowed; None allows all that are known and not rejected.
+        otherwise: Reason why others are not allowed.
+        fields: Options of the installed package with their annotations; empty if it is not installed.
+    """
+
+    what: str
+    here: Mapping[str, str]
+    refused: Mapping[str, str]
+    may: Collection[str] | None
+    otherwise: str
+    fields: Mapping[str, str]
 
     def wrong(self, name: str, value: Any) -> str | None:
-        """Why this may not be given, as the end of a sentence."""
+        """Return why an option is rejected, as the end of a sentence; None if it is allowed.
+
+        Args:
+            name: Name of the option.
+            value: Its value.
+        """
         if (self.fields and name not in self.fields) or name.startswith("_"):
             close = close_to(name, [field for field in self.fields if not field.startswith("_")], limit=1)
             return f"no field of {self.what}{f'. Did you mean {close[0]}?' if close else '.'}"
@@ -49,7 +63,7 @@ class Options:
 
 @cache
 def options(flag: str) -> Options:
-    """Of a setting of `FLAGS`."""
+    """Return the facts about a setting of `FLAGS`."""
     import yaml
 
     told = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))[flag]
@@ -65,7 +79,13 @@ def options(flag: str) -> Options:
 
 @cache
 def fields_of(package: str, file: str, name: str) -> Mapping[str, str]:
-    """{field: annotation} of a class, from the source of an installed package; empty where it is not installed."""
+    """Return {field: annotation} of a class from the source of an installed package; {} if it is not installed.
+
+    Args:
+        package: Name of the package.
+        file: Path of a file inside it.
+        name: Name of the class.
+    """
     found = find_spec(package)
     for folder in (found.submodule_search_locations or ()) if found else ():
         path = Path(folder) / file
@@ -81,7 +101,7 @@ _PLAIN: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), 
 
 
 def misfit(annotation: str, value: Any) -> str | None:
-    """The annotation, where it is made of plain types and the value is of none of them."""
+    """Return the annotation if it consists of plain types and the value has none of them, else None."""
     inner = annotation.removeprefix("Optional[").removesuffix("]") + " | None" if annotation.startswith("Optional[") else annotation
     kinds = [kind.strip() for kind in inner.split("|")]
     if not annotation or any(kind not in _PLAIN for kind in kinds):
@@ -90,7 +110,7 @@ def misfit(annotation: str, value: Any) -> str | None:
     return None if fits else annotation
 
 
-# ---- what does not go together
+# ---- rules
 
 
 def _refused(c: SimpleNamespace) -> Iterator[dict[str, Any]]:

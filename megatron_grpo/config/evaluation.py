@@ -1,5 +1,8 @@
-"""What the settings of evaluation come to: which sets, how many completions of each prompt, how they are drawn; and which checkpoint is the
-best: by which number, under which of its names, and whether more of it is better. No torch."""
+"""Settings of evaluation, and of the best checkpoint. No torch.
+
+They determine the held-out sets, the completions per prompt and how these are sampled; and by which metric checkpoints are compared, and in
+which direction.
+"""
 
 from __future__ import annotations
 
@@ -13,56 +16,75 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.rules import Rule, changed
 from megatron_grpo.config.table import close_to
 
-ALONE = "eval"  # the set that eval_dataset names
-SPLIT = "split_dataset_ratio"  # holds rows of the data set itself out
-SUM = "weighted sum"  # of the rewards, as they train; no function has such a name
-PENALTIES = ("length", "soft_overlong", "repetition")  # built in, and never above 0
-COMPLETIONS = 8  # of each prompt, where they are drawn and nobody says how many
+ALONE = "eval"  # name of the set that eval_dataset names
+SPLIT = "split_dataset_ratio"  # holds out rows of the training set
+SUM = "weighted sum"  # of the rewards, as in training; no function has such a name
+PENALTIES = ("length", "soft_overlong", "repetition")  # built-in rewards that are never above 0
+COMPLETIONS = 8  # per prompt, if they are sampled and num_generations_eval is not set
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-# Of metrics.jsonl: what a rollout and a step say of how good the policy is. docs/metrics.md has all names.
+# Metrics of a rollout and of a step by which checkpoints may be compared. docs/metrics.md lists all names.
 _ROLLOUTS = ("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio")
 _STEPS = ("loss", "grad_norm", "sampling/logp_difference/mean", "sampling/logp_difference/max", "sampling/kl_k1", "sampling/kl_k3")
-_OWN = "environment/"  # what an environment measures has names of its own
+_OWN = "environment/"  # prefix of metrics that an environment defines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HowEvaluated:
-    """n: completions of each prompt. temperature: 0 is greedy. The rest is that of training where it is None."""
+    """Sampling settings of evaluations. A None means the value of training.
+
+    Args:
+        n: Completions per prompt.
+        temperature: Sampling temperature; 0 is greedy.
+        top_p: Nucleus sampling.
+        top_k: Top-k sampling.
+        min_p: Min-p sampling.
+        max_completion_length: Tokens.
+        more: Further fields of vLLM's SamplingParams.
+    """
 
     n: int
     temperature: float
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    max_completion_length: int | None = None  # tokens
-    more: Mapping[str, Any] | None = None  # of vLLM's SamplingParams
+    max_completion_length: int | None = None
+    more: Mapping[str, Any] | None = None
 
 
 def sets_of(cfg: Config) -> dict[str, str]:
-    """{name: path or Hub name} of the held-out sets, that of eval_dataset first."""
+    """Return {name: path or Hub name} of the held-out sets, the one of `eval_dataset` first."""
     alone = cfg.eval.eval_dataset or (cfg.data.dataset if cfg.data.split_dataset_ratio else "")
     return ({ALONE: alone} if alone else {}) | dict(cfg.eval.eval_datasets)
 
 
 def flag_of(name: str, cfg: Config) -> str:
-    """The setting that names this set."""
+    """Return the setting that names a set.
+
+    Args:
+        name: Name of the set.
+        cfg: Settings of the run.
+    """
     if name != ALONE or not (cfg.eval.eval_dataset or cfg.data.split_dataset_ratio):
         return "eval_datasets"
     return "eval_dataset" if cfg.eval.eval_dataset else SPLIT
 
 
 def curve_of(name: str) -> str:
-    """Under which name a set's scores are plotted, and told to tracking services."""
+    """Return the name under which a set's scores are plotted and logged to tracking services."""
     return ALONE if name == ALONE else f"{ALONE}/{name}"
 
 
 def ks(n: int) -> list[int]:
-    """1, 2, 4 ... and n: the k of pass@k that are told."""
+    """Return the values of k for which pass@k is reported: powers of two up to n, and n."""
     return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
 
 
 def how_evaluated(cfg: Config) -> HowEvaluated:
-    """One answer to each prompt of eval_dataset alone is greedy; all else, episodes too, is drawn at the temperature of training."""
+    """Return how evaluations sample.
+
+    With `eval_dataset` alone and one completion per prompt they are greedy. Everything else, episodes included, is sampled at the training
+    temperature.
+    """
     said = cfg.eval
     is_plain = (
         bool(said.eval_dataset or cfg.data.split_dataset_ratio)
@@ -85,21 +107,26 @@ def how_evaluated(cfg: Config) -> HowEvaluated:
 
 
 def longest_completion(cfg: Config) -> int:
-    """Tokens, of training and of evaluations: what the sampler must have room for."""
+    """Return the maximum completion length of training and evaluations in tokens, which the sampler must support."""
     asked = cfg.eval.eval_max_completion_length if sets_of(cfg) else None
     return max(cfg.rollout.max_completion_length, asked or 0)
 
 
 def most_of(cfg: Config) -> list[float]:
-    """What each reward adds to the sum of a completion that is right: its weight, where it can be above 0."""
+    """Return the maximum that each reward contributes to the sum of a correct completion: its weight if positive, 0 for penalties."""
     weights = cfg.rewards.reward_weights or [1.0] * len(cfg.rewards.reward_funcs)
     return [max(0.0, weight) * (spec not in PENALTIES) for spec, weight in zip(cfg.rewards.reward_funcs, weights)]
 
 
 def score_of(cfg: Config, names: Sequence[str]) -> str:
-    """What counts: SUM where several rewards train, else the one; "" where there is none, and nothing is evaluated.
+    """Return the reward that evaluations report as their score.
 
-    names: of the functions, in the order of reward_funcs.
+    Args:
+        cfg: Settings of the run.
+        names: Names of the reward functions, in the order of `reward_funcs`.
+
+    Returns:
+        SUM if several rewards train, else the name of the one; "" without rewards, when nothing is evaluated.
     """
     weights = cfg.rewards.reward_weights or [1.0] * len(names)
     train = [name for name, weight in zip(names, weights) if weight] or list(names[:1])
@@ -108,7 +135,10 @@ def score_of(cfg: Config, names: Sequence[str]) -> str:
 
 
 def rules_in_words(cfg: Config) -> str:
-    """Who makes the answers, and by which rules: scores of other ones do not compare. "" where a prompt gets one answer."""
+    """Return a description of how completions are generated, if not by a single answer; "" otherwise.
+
+    Scores under different descriptions are not comparable.
+    """
     turns = cfg.turns
     if not turns.plays:
         return cfg.rollout.rollout_func or ""
@@ -119,19 +149,19 @@ def rules_in_words(cfg: Config) -> str:
 
 
 def metric_of(cfg: Config) -> str | None:
-    """The full name of what `metric_for_best_model` says: `eval` and `eval/NAME` stand for the score of a set."""
+    """Return the full name of `metric_for_best_model`: `eval` and `eval/NAME` stand for the score of a set."""
     asked = cfg.run.metric_for_best_model
     return f"{asked}/mean@{how_evaluated(cfg).n}" if asked in [curve_of(name) for name in sets_of(cfg)] else asked
 
 
 def is_greater_better(cfg: Config) -> bool:
-    """As in transformers: less is better of what is called a loss, more of everything else."""
+    """Return whether a larger metric is better. As in transformers, this is false by default for names that end in "loss"."""
     said, metric = cfg.run.greater_is_better, cfg.run.metric_for_best_model or ""
     return not metric.endswith("loss") if said is None else said
 
 
 def _rewards(cfg: Config) -> list[str]:
-    """Their names, as metrics have them."""
+    """Return the reward names as metrics use them."""
     return [spec.rpartition(":")[2] for spec in cfg.rewards.reward_funcs]
 
 
@@ -158,7 +188,7 @@ def _training(cfg: Config) -> Iterator[str]:
         yield "dynamic_sample/reward"
 
 
-# ---- what does not go together
+# ---- rules
 
 
 def _unknown_reward(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -168,13 +198,13 @@ def _unknown_reward(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _own_limit(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Who makes completions of one length, where another is asked for."""
+    """Return the words of a problem if evaluations need another completion length than an environment or rollout function supports."""
     own = c.player if c.plays else "rollout_func" if c.rollout_func else None
     return {"own": own} if own and c.eval_max_completion_length not in (None, c.max_completion_length) else None
 
 
 def _asked_set(c: SimpleNamespace) -> bool:
-    """Whether the best checkpoint is that of a held-out set."""
+    """Return whether the best checkpoint is chosen by a held-out set."""
     return c.metric_for_best_model is not None and (c.metric_for_best_model == ALONE or c.metric_for_best_model.startswith(f"{ALONE}/"))
 
 
@@ -187,7 +217,7 @@ def _never_told(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _steps_apart(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Where checkpoints are written that were not evaluated."""
+    """Return the words of a problem if checkpoints are written at steps that are not evaluated."""
     save, evaluate = c.save_steps, c.eval_steps
     if not _asked_set(c) or (save and evaluate and save % evaluate == 0):
         return None

@@ -1,4 +1,4 @@
-"""What one setting says of itself: default, help, unit, choices, range. Nothing here imports torch."""
+"""Description of one setting: default, help, unit, choices, range. No torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-OnResume = Literal["refused", "between", "said", "free"]  # `checkpoint.resume_compatibility` says what they mean
+OnResume = Literal["refused", "between", "said", "free"]  # explained in `checkpoint.resume_compatibility`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """The numbers that a setting may be; None is no bound. Sizes that must divide are the business of `batching`."""
+    """Range of a number; None means no bound.
+
+    Divisibility of sizes is checked in `batching`.
+
+    Args:
+        at_least: Smallest value.
+        above: Exclusive lower bound.
+        at_most: Largest value.
+        below: Exclusive upper bound.
+    """
 
     at_least: float | None = None
     above: float | None = None
@@ -24,6 +33,7 @@ class Range:
         return " and ".join(f"{words} {bound}" for words, bound in bounds.items() if bound is not None)
 
     def admits(self, value: float) -> bool:
+        """Return whether the value is in the range."""
         return (
             (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
@@ -32,7 +42,7 @@ class Range:
         )
 
     def nearest(self, value: float) -> list[float]:
-        """The closest number inside, where there is one."""
+        """Return the closest value in the range as a list; [] if the value is inside, or beyond an exclusive bound only."""
         for bound, is_beyond in ((self.at_least, lambda edge: value < edge), (self.at_most, lambda edge: value > edge)):
             if bound is not None and is_beyond(bound):
                 return [bound]
@@ -41,20 +51,39 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One row of `table.table`: a flag, and equally a key of a configuration file. Its field knows all but where it stands."""
+    """One row of `table.table`: a flag, and equally a key of a configuration file.
+
+    The dataclass field provides everything except its name, group, type and default, which `table` adds.
+
+    Args:
+        name: Name of the setting.
+        group: Name of its section.
+        kind: "int", "float", "bool" or "str"; for the values of a map also "Any", that is any JSON value.
+        default: Default value.
+        is_list: Whether it is a list of `kind`.
+        is_map: Whether it maps strings to `kind`.
+        optional: Whether it may be None.
+        unit: Unit of its value.
+        help: One line of help.
+        choices: Allowed values; empty if not restricted.
+        aliases: Other names that users may type.
+        refused: Values known elsewhere that are not supported here, with the reason.
+        range: Range of a number.
+        on_resume: What happens if it has changed when a run resumes.
+    """
 
     name: str = ""
     group: str = ""
-    kind: str = ""  # "int", "float", "bool" or "str"; of a map also "Any": whatever JSON can say
+    kind: str = ""
     default: Any = None
     is_list: bool = False
-    is_map: bool = False  # values of `kind` by words
+    is_map: bool = False
     optional: bool = False
     unit: str = ""
     help: str = ""
     choices: Sequence[str] = ()
     aliases: Sequence[str] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)  # value -> why it is not a choice here
+    refused: Mapping[str, str] = field(default_factory=dict)
     range: Range = Range()
     on_resume: OnResume = "said"
 
@@ -70,10 +99,17 @@ def setting(
     on_resume: OnResume = "said",
     **bounds: float,
 ) -> Any:
-    """A dataclass field that knows how to present itself. `aliases` are other names that users of TRL or Megatron type.
+    """Return a dataclass field that describes itself as a setting.
 
-    refused: values known elsewhere and not here, with the reason, so that nobody trains something else believing it is this.
-    bounds: the range of a number, see `Range`. It stands nowhere else.
+    Args:
+        default: Default value.
+        help: One line of help.
+        unit: Unit of its value.
+        choices: Allowed values; empty if not restricted.
+        aliases: Other names that users of TRL or Megatron type.
+        refused: Values known elsewhere that are not supported here, with the reason, so that they are rejected instead of misread.
+        on_resume: What happens if it has changed when a run resumes.
+        **bounds: Range of a number, as in `Range`. It is declared nowhere else.
     """
     row = Setting(help=help, unit=unit, choices=tuple(choices), aliases=tuple(aliases), refused=dict(refused or {}),
                   range=Range(**bounds), on_resume=on_resume)  # fmt: skip

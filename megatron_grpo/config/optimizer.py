@@ -1,4 +1,4 @@
-"""What the optimizer's settings come to: learning rate and weight decay over a run, dtypes of gradients and state; and FP8. No torch."""
+"""Learning-rate and weight-decay schedule, dtypes of gradients and optimizer state, and FP8 requirements. No torch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,28 @@ from megatron_grpo.base.errors import Problem
 from megatron_grpo.config.config import Config, OptimizerConfig
 
 # Dtypes of gradients and optimizer state (`use_precision_aware_optimizer`).
-BLOCK = 1 << 22  # numbers that share a scale
+BLOCK = 1 << 22  # elements that share a scale
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-_BITS = {"bf16": 7, "fp16": 10, "fp8": 3}  # behind the point, of numbers between one power of two and the next
-DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")  # those of weights, those of moments
-OF_THE_OPTIMIZER = ("use_precision_aware_optimizer", *DTYPES)  # of no use to a command that takes no step
-# Linear layers in FP8, by fp8_recipe: what Transformer Engine asks of a GPU (compute capability), and of both sides of a matrix (a
-# multiple). Read in 2.9 and 2.20: `quantization.check_fp8_*_support`, `utils.assert_dim_for_fp8_exec`, MXFP8's block of 32,
+_BITS = {"bf16": 7, "fp16": 10, "fp8": 3}  # bits of the mantissa
+DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")  # two of weights and gradients, two of moments
+OF_THE_OPTIMIZER = ("use_precision_aware_optimizer", *DTYPES)  # unused by commands that take no optimizer step
+# Linear layers in FP8, by fp8_recipe: (minimum compute capability of the GPU, required multiple of both sides of a matrix). From
+# Transformer Engine 2.9 and 2.20: `quantization.check_fp8_*_support`, `utils.assert_dim_for_fp8_exec`, MXFP8's block of 32,
 # `Float8BlockQuantizer.is_quantizable`.
 FP8_NEEDS = {"tensorwise": ((8, 9), 16), "blockwise": ((9, 0), 128), "mxfp8": ((10, 0), 32)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LRSchedule:
-    """In optimizer steps. The decay ends after `decay` of them, and its last `anneal` are those of WSD."""
+    """Learning-rate and weight-decay schedule, in optimizer steps.
+
+    Args:
+        warmup: Steps of warm-up.
+        decay: Step at which the decay ends.
+        anneal: Last steps of the decay in which WSD lowers the rate; None for other styles.
+        start_wd: Initial weight decay.
+        end_wd: Final weight decay.
+    """
 
     warmup: int
     decay: int
@@ -33,17 +41,27 @@ class LRSchedule:
 
 
 def course_of(cfg: OptimizerConfig, num_steps: int) -> LRSchedule:
-    """num_steps: length of the run."""
+    """Return the schedule of a run.
+
+    Args:
+        cfg: Settings of the optimizer.
+        num_steps: Optimizer steps of the run.
+    """
     warmup = cfg.lr_warmup_iters if cfg.lr_warmup_fraction is None else round(cfg.lr_warmup_fraction * num_steps)
     start = cfg.weight_decay if cfg.start_weight_decay is None else cfg.start_weight_decay
     end = cfg.weight_decay if cfg.end_weight_decay is None else cfg.end_weight_decay
-    # Megatron-Core wants a decay that is longer than the warm-up, also where the run ends before it.
+    # Megatron-Core requires a decay that is longer than the warm-up, even if the run ends before it.
     decay = max(cfg.lr_decay_iters or num_steps, warmup + 1)
     return LRSchedule(warmup=warmup, decay=decay, anneal=cfg.lr_wsd_decay_iters, start_wd=start, end_wd=end)
 
 
 def length_problems(cfg: OptimizerConfig, num_steps: int | None) -> list[Problem]:
-    """What does not fit into a run of so many optimizer steps."""
+    """Return problems with a schedule that does not fit into the run.
+
+    Args:
+        cfg: Settings of the optimizer.
+        num_steps: Optimizer steps of the run; None if unknown.
+    """
     if num_steps is None or cfg.lr_decay_style != "WSD" or cfg.lr_wsd_decay_iters is None:
         return []
     course = course_of(cfg, num_steps)
@@ -58,11 +76,11 @@ def length_problems(cfg: OptimizerConfig, num_steps: int | None) -> list[Problem
 
 
 def lost(opt: OptimizerConfig) -> Iterator[str]:
-    """What rounding to nearest never lets happen with dtypes that are legal."""
+    """Yield warnings about updates that rounding to nearest always discards with the chosen dtypes."""
     for name, beta in (("exp_avg", "adam_beta1"), ("exp_avg_sq", "adam_beta2")):
         dtype, moves = getattr(opt, f"{name}_dtype"), 1 - getattr(opt, beta)
         half = 2.0 ** -(_BITS[dtype] + 1) if dtype in _BITS else 0.0
-        # The worst place is the number above a power of two, which is 1 + 2 half.
+        # The worst case is the smallest number above a power of two, 1 + 2 half.
         if moves <= half / (1 + 2 * half):
             yield (
                 f"{name}_dtype {dtype} with {beta} {getattr(opt, beta):g}: a step lets an average fall by {moves:.3g} of itself at most, "
@@ -77,6 +95,6 @@ def lost(opt: OptimizerConfig) -> Iterator[str]:
 
 
 def rank_multiple(cfg: Config) -> int:
-    """What the tokens of a micro-batch on one rank are rounded up to."""
+    """Return the multiple to which the tokens of a micro-batch on one rank are padded."""
     rows = FP8_NEEDS[cfg.model.fp8_recipe][1] if cfg.model.fp8_format else 1
     return math.lcm(cfg.batch.pad_to_multiple_of, rows)

@@ -1,4 +1,4 @@
-"""From entries to a `Config` that knows where each value came from. Collects every mistake instead of stopping at the first."""
+"""Build a `Config` that knows the source of each value from typed settings. All mistakes are collected."""
 
 from __future__ import annotations
 
@@ -14,21 +14,42 @@ from megatron_grpo.config.table import InvalidValueError, Setting, names, read_v
 
 
 class ForeignNames(Protocol):
-    """What `compat` does for whoever parses: it knows the names of other systems, and reads programs."""
+    """Knowledge of other systems' names and launch scripts, which `compat` provides to the parser."""
 
-    def read_program(self, text: str, path: str) -> Read: ...
+    def read_program(self, text: str, path: str) -> Read:
+        """Return the settings in a launch script, and its problems.
+
+        Args:
+            text: Content of a shell script or Python file.
+            path: Its path.
+        """
 
     def translation(self, entries: Sequence[TypedSetting]) -> Any | None:
-        """A `Translation` of these, or None where they hold names of ours alone, and no launch script."""
+        """Return a `Translation` of these settings; None if they contain only our names and come from no launch script.
+
+        Args:
+            entries: Settings as typed.
+        """
 
     def unknown(self, found: Mapping[str, Sequence[str]], translation: Any | None) -> Sequence[Problem]:
-        """What to type instead of names, by source, that nobody knows."""
+        """Return problems that suggest replacements for unknown names.
+
+        Args:
+            found: Unknown names, by source.
+            translation: The translation that did not know them; None without one.
+        """
 
 
 def resolve(argv: Sequence[str], *, launcher_world_size: int | None = None, dialects: ForeignNames | None = None) -> Config:
-    """The configuration that a command line, its `--config` files and the defaults make together; the command line wins.
+    """Return the configuration of a command line, its `--config` files and the defaults; the command line wins.
 
-    Raises ConfigError with everything that cannot be read: unknown names, wrong types, words outside the choices.
+    Args:
+        argv: Arguments of the command line.
+        launcher_world_size: Number of ranks that the launcher started; None without a launcher.
+        dialects: Knowledge of other systems' names.
+
+    Raises:
+        ConfigError: With everything that cannot be read: unknown names, wrong types, values outside the choices.
     """
     parsed = parse(argv, launcher_world_size=launcher_world_size, dialects=dialects)
     if parsed.problems:
@@ -37,7 +58,13 @@ def resolve(argv: Sequence[str], *, launcher_world_size: int | None = None, dial
 
 
 def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialects: ForeignNames | None = None) -> Parsed:
-    """As `resolve`, but hands the problems back, so that a caller can add those it finds later."""
+    """Parse as `resolve` does, but return the problems, so that a caller can add those that it finds later.
+
+    Args:
+        argv: Arguments of the command line.
+        launcher_world_size: Number of ranks that the launcher started; None without a launcher.
+        dialects: Knowledge of other systems' names.
+    """
     typed_entries, problems = read_words(argv)
     own = ("config", "print_config", "help")  # flags of the program, not settings
     files = [path for entry in typed_entries if entry.name == "config" for path in entry.raw]
@@ -66,13 +93,13 @@ def _unknown(found: Mapping[str, Sequence[str]]) -> list[Problem]:
 
 
 class _Builder:
-    """Takes entries one by one and makes the configuration of them at the end."""
+    """Collects settings one by one and builds the configuration from them at the end."""
 
     def __init__(self, parsed: Parsed, translation: Any | None):
         self.parsed, self.translation = parsed, translation
         self.sizes: Mapping[str, Setting] = translation.sizes if translation else {}
-        self.first = len(parsed.problems)  # those of the files themselves come before all others
-        self.values: dict[str, Any] = {}  # by setting, or size of another system
+        self.first = len(parsed.problems)  # problems with the files themselves come before all others
+        self.values: dict[str, Any] = {}  # by name of a setting, or of another system's size
         self.sources: dict[str, str] = {}
         self.typed: dict[str, str] = {}
         self.seen: dict[tuple[str, str], tuple[str, Any]] = {}  # (source, setting) -> (name typed, value)
@@ -102,7 +129,7 @@ class _Builder:
         self._set(setting, value, source=entry.source, typed=name)
 
     def _find(self, entry: TypedSetting) -> tuple[Setting | None, Any]:
-        """(setting, value when the name itself says it)."""
+        """Return (setting, its value if the name itself implies it)."""
         name = entry.name
         if entry.typed:
             return table()[name], None
@@ -130,19 +157,19 @@ class _Builder:
             if earlier[0] == typed:
                 message = f"{typed} stands twice in {source} ({shown(earlier[1])}, {shown(value)}). Keep one of them."
             self.parsed.problems.append(Problem(flags=(earlier[0], typed), message=message))
-        elif earlier and earlier[1] != value:  # a script that passes "$@" on relies on it
+        elif earlier and earlier[1] != value:  # scripts that forward "$@" rely on this
             self.parsed.repeated.append(
                 f"{typed} stands twice on the command line ({shown(earlier[1])}, {shown(value)}): the last is used."
             )
         self.seen[key] = (typed, value)
-        if setting.name == "dataset" and self.sources.get("further_datasets", source) != source:  # those of a file are not behind this one
+        if setting.name == "dataset" and self.sources.get("further_datasets", source) != source:  # they belong to a file
             del self.values["further_datasets"], self.sources["further_datasets"], self.typed["further_datasets"]
         self.values[setting.name] = value
         self.sources[setting.name] = source
         self.typed[setting.name] = typed
 
     def finish(self, launcher_world_size: int | None) -> Parsed:
-        """The configuration is made here, once, from everything that was taken."""
+        """Build the configuration, once, from everything that was taken."""
         told, tasks = self.translation, set[str]()
         if told:
             self.parsed.problems.extend([*told.lacking(), *told.settle(self.values, self.sources, self.typed)])
@@ -153,7 +180,7 @@ class _Builder:
         self._another_way("bf16", "torch_dtype", "bfloat16", "float32")
         self._another_way("async_generate", "async_rollout_depth", 1, 0)
         settled, was = _beginning(self.values), dict(self.sources)
-        for name, value in settled.items():  # the path is given, under the other name
+        for name, value in settled.items():  # the path was typed under the other name
             other = next(one for one in settled if one != name)
             self.values[name], self.sources[name] = value, was.get(other, "default") if value not in (None, "auto") else "default"
         sources = {name: self.sources.get(name, "default") for name in {**table(), **self.sources}}
@@ -163,12 +190,12 @@ class _Builder:
         return replace(self.parsed, config=config, problems=problems, is_other_task=bool(tasks))
 
     def _world_size(self, launcher: int | None) -> None:
-        """The launcher knows; without one, what was typed; else what a script gives to its own launcher; else 1."""
+        """Set the number of ranks: from the launcher, else as typed, else as a script passes it to its own launcher, else 1."""
         asked = self.values.get("world_size")
         if asked is None and self.translation and self.translation.world_size:
             asked, self.sources["world_size"] = self.translation.world_size
         if launcher is not None:
-            if asked not in (None, launcher) and not self.sources.get("world_size", "").endswith("default"):  # of a dialect
+            if asked not in (None, launcher) and not self.sources.get("world_size", "").endswith("default"):  # a dialect's default
                 name = self.typed.get("world_size", "world_size")
                 self.parsed.problems.append(
                     Problem(
@@ -184,7 +211,7 @@ class _Builder:
         self.values["world_size"] = 1 if asked is None else asked
 
     def _another_way(self, word: str, name: str, if_true: Any, if_false: Any) -> None:
-        """`word`, true or false, is another way to say `name`."""
+        """Set `name` by `word`, which is true or false and another way to set it."""
         said = self.values.get(word)
         if said is None:
             return
@@ -204,7 +231,10 @@ class _Builder:
 
 
 def _beginning(values: dict[str, Any]) -> dict[str, Any]:
-    """`finetune` says as in Megatron which of the two is meant: resume with true is mcore_model, mcore_model with false is resume."""
+    """Return changes that `finetune` makes to `mcore_model` and `resume`, as in Megatron.
+
+    With true, `resume` means `mcore_model`; with false, `mcore_model` means `resume`.
+    """
     finetune, beginning, resume = values.get("finetune"), values.get("mcore_model"), values.get("resume", "auto")
     if finetune is False and beginning and resume == "auto":
         return {"mcore_model": None, "resume": beginning}

@@ -1,4 +1,4 @@
-"""What comes of reading settings: a configuration, what is wrong with it, and what is to be said of it."""
+"""Result of reading settings: a configuration, its problems, and notes for the user."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from megatron_grpo.config.config import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignDefault:
-    """A default of another system that differs from ours and that nobody typed: `used` is one of the two."""
+    """Default of another system that differs from ours, for a setting that was not typed.
+
+    Args:
+        name: Name of the setting.
+        theirs: The other system's default.
+        ours: This package's default.
+        used: The value that is used, one of the two.
+    """
 
     name: str
     theirs: str
@@ -22,11 +29,14 @@ class ForeignDefault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """The other system whose words were typed, as far as a plan speaks of it.
+    """The other system whose names were typed, as far as a plan needs it.
 
-    explain: (BatchSizes, max_steps) -> what is the same here and what differs, in sentences.
-    length: (Config, BatchSizes, rows or None) -> optimizer steps of such a run there, None where they are counted as here; and what is
-    said of it. trains_tower: a model that sees trains whole there, where nobody says otherwise.
+    Args:
+        title: Name of the system.
+        explain: (BatchSizes, max_steps) -> sentences on what is the same here and what differs.
+        length: (Config, BatchSizes, rows or None) -> (optimizer steps of such a run there, or None if they are counted as here; sentences
+            about it).
+        trains_tower: Whether a vision-language model trains its vision tower there by default.
     """
 
     title: str
@@ -37,16 +47,29 @@ class System:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """A configuration, what is wrong with it, and the settings whose values could not be read (they hold their defaults)."""
+    """A configuration with its problems and notes.
+
+    Args:
+        config: The configuration. Settings whose values could not be read hold their defaults.
+        problems: Everything that is wrong with what was typed.
+        unreadable: Names of settings whose values could not be read.
+        print_config: Whether --print_config was typed.
+        is_other_task: Whether the arguments request another task than GRPO; `problems` then say only this.
+        system: The other system whose names were typed; None if all names are ours.
+        aside: Names of that system that change nothing and are ignored, by source.
+        notes: What was read as something else.
+        repeated: A sentence for each flag that occurs twice.
+        defaults: Defaults of that system that differ from ours.
+    """
 
     config: Config = field(default_factory=Config)
     problems: list[Problem] = field(default_factory=list)
     unreadable: set[str] = field(default_factory=set)
     print_config: bool = False
-    is_other_task: bool = False  # problems say nothing but this: it asks for another task than GRPO
+    is_other_task: bool = False  # the arguments request another task than GRPO
     system: System | None = None
-    # Of it: names that change nothing and were set aside, by source; what was read as something else; defaults that differ.
+    # About `system`: names that change nothing and are ignored, by source; what was read as something else; defaults that differ.
     aside: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    repeated: list[str] = field(default_factory=list)  # flags that stand twice, a sentence each
+    repeated: list[str] = field(default_factory=list)  # a sentence for each flag that occurs twice
     defaults: list[ForeignDefault] = field(default_factory=list)

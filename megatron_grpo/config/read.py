@@ -1,4 +1,4 @@
-"""From a command line and configuration files to a list of `name, raw value, where it stood`; nothing is interpreted yet."""
+"""Read command lines and configuration files into a list of typed settings, without interpreting values."""
 
 from __future__ import annotations
 
@@ -15,27 +15,40 @@ from megatron_grpo.config.table import MAPS, InvalidValueError, canonical, keys,
 
 COMMAND_LINE = "command line"
 _FLAG = re.compile(r"--[A-Za-z]")
-_ASSIGNMENT = re.compile(r"\+*[A-Za-z_][\w.]*=")  # with a plus: a name that their file lacks
+_ASSIGNMENT = re.compile(r"\+*[A-Za-z_][\w.]*=")  # a plus adds a name that Hydra's file lacks
 
 
-_REMOVED = re.compile(r"~[A-Za-z_][\w]*(\.\w+)+(=.*)?")  # Hydra's: a name that it is to forget
+_REMOVED = re.compile(r"~[A-Za-z_][\w]*(\.\w+)+(=.*)?")  # Hydra's removal of a name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedSetting:
-    """One setting as it was typed. `raw`: words of a command line, or what YAML made of it, () of an empty list."""
+    """One setting as it was typed.
 
-    name: str  # canonical, dots and all: "micro_batch_size", "trainer.train_batch_size"
-    raw: Any  # or the InvalidValueError that it is
-    source: str  # "command line" or the file's name
-    typed: str = ""  # the name as it was typed, of a name of another system that is this setting
-    is_read: bool = False  # `raw` is the value
+    Args:
+        name: Canonical name, dots included: "micro_batch_size", "trainer.train_batch_size".
+        raw: Words of a command line, or a YAML value, () for an empty list; or the InvalidValueError that parsing raised.
+        source: "command line" or the file's name.
+        typed: The name as typed, if it is another system's name of this setting.
+        is_read: Whether `raw` is the final value.
+    """
+
+    name: str
+    raw: Any
+    source: str
+    typed: str = ""
+    is_read: bool = False
 
 
 def read_words(words: Sequence[str], *, source: str = COMMAND_LINE, lenient: bool = False) -> tuple[list[TypedSetting], list[Problem]]:
-    """Flags with what follows them. `a.b=c` without dashes is read too where the name has a dot (Hydra's overrides).
+    """Return the flags of a command line with the words that follow them, and problems.
 
-    lenient: words that belong to no flag are passed over (the program's name in a shell script) instead of reported.
+    Words `a.b=c` without dashes are read too if the name has a dot (Hydra's overrides).
+
+    Args:
+        words: The command line.
+        source: Where they come from.
+        lenient: Whether words that belong to no flag are skipped (such as the program's name in a shell script) instead of reported.
     """
     entries: list[TypedSetting] = []
     problems: list[Problem] = []
@@ -66,7 +79,15 @@ Read = tuple[list[TypedSetting], list[Problem]]
 
 
 def read_file(path: str, read_program: Callable[[str, str], Read] | None = None) -> Read:
-    """A YAML file; or by `read_program`, of text and path, a shell script whose last command holds the flags, or a Python file."""
+    """Read a configuration file: YAML, or a program.
+
+    Args:
+        path: The file.
+        read_program: Reads a shell script whose last command has the flags, or a Python file, given text and path.
+
+    Returns:
+        (typed settings, problems).
+    """
     file = Path(path)
     try:
         text = read_text(file)
@@ -79,11 +100,21 @@ def read_file(path: str, read_program: Callable[[str, str], Read] | None = None)
 
 
 def read_yaml(text: str, *, source: str) -> tuple[list[TypedSetting], list[Problem]]:
-    """Keys, flat or in sections. Sections named after a group of settings disappear; others stay as `section.key`."""
+    """Read YAML keys, flat or in sections.
+
+    Sections named after a group of settings are dropped from the names; others remain as `section.key`.
+
+    Args:
+        text: The YAML text.
+        source: Name of the file.
+
+    Returns:
+        (typed settings, problems).
+    """
     import yaml
 
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)  # nodes, not a dict: a dict would hide a key that stands twice
+        root = yaml.compose(text, Loader=yaml.SafeLoader)  # nodes, because a dict would hide duplicate keys
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
@@ -98,7 +129,13 @@ def read_yaml(text: str, *, source: str) -> tuple[list[TypedSetting], list[Probl
     entries: list[TypedSetting] = []
 
     def walk(mapping: dict, prefix: str, within: str) -> None:
-        """prefix: of the names, which a group of settings has none of; within: the sections, whatever they are."""
+        """Collect the entries of a mapping.
+
+        Args:
+            mapping: The mapping.
+            prefix: Prefix of the names; a group of settings adds none.
+            within: Path of the enclosing sections, of any kind.
+        """
         for key, value in mapping.items():
             name = prefix + canonical(str(key))
             setting = names().get(name)
@@ -113,7 +150,10 @@ def read_yaml(text: str, *, source: str) -> tuple[list[TypedSetting], list[Probl
 
 
 def spread(entry: TypedSetting) -> list[TypedSetting]:
-    """The settings that an entry names by way of a map: `loss_kwargs real_tau=1`, `loss_kwargs.real_tau 1`; else the entry itself."""
+    """Split an entry that names settings through a map (`loss_kwargs real_tau=1`, `loss_kwargs.real_tau 1`) into these settings.
+
+    Other entries are returned as they are.
+    """
     name, _, key = entry.name.partition(".")
     if name not in MAPS or (key and key not in keys()[name]):
         return [entry]
@@ -129,7 +169,10 @@ def spread(entry: TypedSetting) -> list[TypedSetting]:
 
 
 def _repeated(root: Any) -> list[str]:
-    """Keys that stand twice in one mapping. A file may be made of anchors, of itself too: each node is looked at once."""
+    """Return keys that occur twice in one mapping.
+
+    A file may consist of anchors, also of itself, so each node is visited once.
+    """
     import yaml
 
     found, stack, looked_at = [], [root], set()
@@ -152,19 +195,22 @@ def _repeated(root: Any) -> list[str]:
 
 
 def words_of(raw: Any) -> list[str]:
-    """What stood after a flag or a YAML key, as words; a mapping is `name=value` words."""
+    """Return what was typed after a flag or a YAML key as words; a mapping becomes `name=value` words."""
     if isinstance(raw, dict):
         return [f"{name}={shown(value)}" for name, value in raw.items()]
     return [_word(word) for word in raw] if isinstance(raw, (list, tuple)) else [_word(raw)]
 
 
 def shown(value: Any) -> str:
-    """A value as one would type it."""
+    """Return a value as a user would type it."""
     return " ".join(words_of(value))
 
 
 def _word(value: Any) -> str:
-    """A list or mapping inside another is as Python writes it, which ends where one holds itself."""
+    """Return a value as one word.
+
+    A list or mapping inside another one is printed as Python prints it, which terminates even if it contains itself.
+    """
     if value is None or value is True or value is False:
         return {None: "none", True: "true", False: "false"}[value]
     return str(value)

@@ -1,7 +1,7 @@
-"""Code that lies in a model's folder: which of it `trust_remote_code` lets run, and what cannot be read without it. No torch.
+"""Code in a model's folder: which files `trust_remote_code` allows to run, and what cannot be read without them. No torch.
 
-Files are read, none is run. Which classes transformers and vLLM have themselves stands in their sources, as they are installed: importing
-them would take seconds. A model's own layers (`AutoModel...`) never run: families are built here by name.
+Files are read, not run. Which classes transformers and vLLM provide themselves is read from their installed sources, because importing them
+would take seconds. A model's own layers (`AutoModel...`) never run: families are built here by name.
 """
 
 from __future__ import annotations
@@ -18,33 +18,40 @@ from megatron_grpo.base.files import read_object
 
 FLAG = "trust_remote_code"
 TOKENIZER, CONFIG = "tokenizer_config.json", "config.json"
-# What transformers and vLLM load by these files for a model that is trained here.
+# Classes that transformers and vLLM load through these files for a model that is trained here.
 _RUN = {
     TOKENIZER: ("AutoTokenizer", "AutoProcessor"),
     CONFIG: ("AutoConfig",),
     "preprocessor_config.json": ("AutoProcessor", "AutoImageProcessor"),
     "processor_config.json": ("AutoProcessor", "AutoImageProcessor"),
 }
-_CLASS = re.compile(r"([\w-]+)\.\w+")  # of a file in the folder itself; else it is in another repository, or nowhere
-_RELATIVE = re.compile(r"^\s*(?:from\s+\.([\w-]+)\s+import|import\s+\.([\w-]+)\s*$)", re.M)  # as transformers looks for them
+_CLASS = re.compile(r"([\w-]+)\.\w+")  # in a file of the folder; anything else is in another repository, or invalid
+_RELATIVE = re.compile(r"^\s*(?:from\s+\.([\w-]+)\s+import|import\s+\.([\w-]+)\s*$)", re.M)  # as transformers finds them
 
 
 def files_that_run(folder: Path) -> list[str]:
-    """Names of the files of a model whose code runs with `trust_remote_code true`, those that they import included."""
+    """Return the names of a model's files whose code runs with `trust_remote_code true`, including those that they import."""
     return _with_imported(folder, [found for file in _RUN for found in _classes(folder, file).values()])
 
 
 def files_named(folder: Path) -> list[str]:
-    """The same of all files that the model names, also of those that never run here: who copies a model copies them."""
+    """Return the names of all code files that the model refers to, including those that never run here. Copies of the model need them."""
     return _with_imported(folder, [found for file in _RUN for found in _auto_map(folder, file).values()])
 
 
 def problem_of(folder: Path, *, is_trusted: bool, flag: str = "model") -> Problem | None:
-    """What is wrong with a model's own code: it is needed and not to run, or it is to run and not here."""
+    """Return the problem with a model's own code: it is needed but not trusted, or trusted but missing.
+
+    Args:
+        folder: The model's directory.
+        is_trusted: Value of `trust_remote_code`.
+        flag: Setting that names the model.
+    """
     return _not_here(folder, flag) if is_trusted else _not_trusted(folder, flag)
 
 
 def warning_of(folder: Path) -> str | None:
+    """Return a warning that names the files that will run; None without any."""
     files = files_that_run(folder)
     if not files:
         return None
@@ -79,7 +86,7 @@ def _not_here(folder: Path, flag: str) -> Problem | None:
 
 
 def _tokenizer_alone_here(folder: Path) -> str | None:
-    """The class of a tokenizer that transformers does not have."""
+    """Return the class of a tokenizer that transformers does not provide; None if it does."""
     name = _classes(folder, TOKENIZER).get("AutoTokenizer")
     known = read_object(folder / TOKENIZER).get("tokenizer_class")
     places = (("transformers", "models/auto/tokenization_auto.py"), ("transformers", "__init__.py"))
@@ -87,14 +94,14 @@ def _tokenizer_alone_here(folder: Path) -> str | None:
 
 
 def _configuration_alone_here(folder: Path) -> str | None:
-    """The class of a configuration that neither transformers nor vLLM has: vLLM would not start."""
+    """Return the class of a configuration that neither transformers nor vLLM provides, so that vLLM would not start; else None."""
     name, kind = _classes(folder, CONFIG).get("AutoConfig"), read_object(folder / CONFIG).get("model_type")
     places = (("transformers", "models/auto/auto_mappings.py"), ("vllm", "transformers_utils/config.py"))
     return None if isinstance(kind, str) and any(_is_named(kind, *place) for place in places) else name
 
 
 def _is_named(word: str, package: str, file: str) -> bool:
-    """Whether a source of an installed package names this; of a package that is not installed it is taken to be so."""
+    """Return whether a source file of an installed package contains this name; true if the package is not installed."""
     source, name = _source(package, file), re.escape(word.removesuffix("Fast"))
     return source is None or re.search(rf"""["']{name}(?:Fast)?["']|^ +{name}=""", source, re.M) is not None
 
@@ -107,13 +114,16 @@ def _source(package: str, file: str) -> str | None:
 
 
 def _classes(folder: Path, file: str) -> dict[str, str]:
-    """Of a file of settings: the classes that run. Processors are asked for by a model that sees."""
+    """Return the classes of a settings file that run here. Processors run only for vision-language models."""
     named, sees = _auto_map(folder, file), "vision_config" in read_object(folder / CONFIG)
     return {what: named[what] for what in _RUN[file] if what in named and (sees or "Processor" not in what)}
 
 
 def _auto_map(folder: Path, file: str) -> dict[str, str]:
-    """{"AutoTokenizer": "tokenization_x.X"} of a file of settings. Of a slow and a fast tokenizer the one that transformers takes."""
+    """Return the `auto_map` of a settings file, such as {"AutoTokenizer": "tokenization_x.X"}.
+
+    Of a slow and a fast tokenizer it contains the one that transformers loads.
+    """
     found: Any = read_object(folder / file).get("auto_map")
     named = {"AutoTokenizer": found} if isinstance(found, list) else found if isinstance(found, dict) else {}
     chosen = {what: next((x for x in reversed(one) if x), None) if isinstance(one, list) else one for what, one in named.items()}
@@ -121,7 +131,7 @@ def _auto_map(folder: Path, file: str) -> dict[str, str]:
 
 
 def _with_imported(folder: Path, classes: list[str]) -> list[str]:
-    """The files of classes, and those of the folder that they import, as far as they are there."""
+    """Return the files of classes, and the files of the folder that they import, as far as they exist."""
     waiting = [parts[1] for name in classes if (parts := _CLASS.fullmatch(name))]
     found: dict[str, None] = {}
     while waiting:

@@ -1,6 +1,7 @@
-"""What does not go together, as rows: which settings, when, what is said of it, and what works instead. No torch.
+"""Rules about settings that do not go together, as rows: which settings, when, the message, and what works instead. No torch.
 
-A room's `validation.py` holds its rows; here, what a room of settings means is beside them (`tuner`, `servers` ...). `broken` runs them.
+The rows of a package are in its `validation.py`; those about groups of settings are beside their meaning here (`tuner`, `servers` ...).
+`broken` evaluates them.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from megatron_grpo.config.read import COMMAND_LINE
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One refusal.
+    """One reason to reject a configuration.
 
-    flags: the settings it is about, separated by spaces.
-    when: whether it applies, of the settings by name. A mapping instead of True holds further words for the sentence; a list of mappings
-        is a refusal each.
-    says: the sentence. `{beta}` is the setting's value, or a word that `when` found; so may flags have them.
-    use: values that work by setting, or a function of the settings and words that gives them.
+    Args:
+        flags: The settings it is about, separated by spaces.
+        when: Whether it applies, given the settings by name. A mapping instead of True holds further words for the message; a list of
+            mappings yields one problem each.
+        says: The message. `{beta}` is replaced by the setting's value, or by a word that `when` returned; flags may contain such words too.
+        use: Values that work, by setting; or a function from settings and words to them.
     """
 
     flags: str
@@ -33,14 +35,17 @@ class Rule:
     use: Mapping[str, Any] | Callable[[SimpleNamespace], Mapping[str, Any]] = field(default_factory=dict)
 
 
-# Of a tuple of rules only the first that applies is said.
+# Of a tuple of rules only the first that applies is reported.
 Rules = Iterable[Rule | tuple[Rule, ...]]
 
 
 def settings_of(cfg: Config, **more: Any) -> SimpleNamespace:
-    """Every setting by its name, whichever group it is in; `cfg` itself, and what else the rules of a room look at.
+    """Return all settings by name, regardless of their group, with `cfg` and what else the rules of a package need.
 
-    player: the setting that says who answers between turns, where `plays`. teacher: the one that names a teacher, or None.
+    Args:
+        cfg: The configuration.
+        **more: Further names for the rules. Always added are `plays`; `player`, the setting that names the environment or tools; and
+            `teacher`, the setting that names a teacher, or None.
     """
     known = {name: value for section in cfg.groups().values() for name, value in vars(section).items()}
     player = "environment" if cfg.turns.environment else "tools"
@@ -53,18 +58,30 @@ def _defaults() -> SimpleNamespace:
 
 
 def changed(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
-    """The words of a refusal for each of these whose value is not its default: `name`, `value`, and `off`, which is the default."""
+    """Return the words of a problem for each of these settings that is not at its default: `name`, `value`, and `off` (the default).
+
+    Args:
+        c: From `settings_of`.
+        *names: Settings to look at.
+    """
     others = [name for name in names if getattr(c, name) != getattr(_defaults(), name)]
     return [{"name": name, "value": getattr(c, name), "off": getattr(_defaults(), name)} for name in others]
 
 
 def given(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
-    """The same for each of these on the command line. (A file that a run has written has every setting.)"""
+    """Return the words of a problem for each of these settings that was typed on the command line: `name` and `value`.
+
+    Configuration files do not count, because a file that a run has written contains every setting.
+
+    Args:
+        c: From `settings_of`.
+        *names: Settings to look at.
+    """
     return [{"name": name, "value": getattr(c, name)} for name in names if c.cfg.sources.get(name) == COMMAND_LINE]
 
 
 def in_typed_names(cfg: Config, problem: Problem) -> Problem:
-    """The same, of the names that the user typed."""
+    """Return the problem with the names that the user typed."""
     return Problem(
         flags=tuple(cfg.typed.get(flag, flag) for flag in problem.flags),
         message=problem.message,
@@ -73,7 +90,12 @@ def in_typed_names(cfg: Config, problem: Problem) -> Problem:
 
 
 def broken(rules: Rules, c: SimpleNamespace) -> Iterator[Problem]:
-    """A problem for each rule that applies, in the settings' own names. c: of `settings_of`."""
+    """Yield a problem for each rule that applies, with the settings' own names.
+
+    Args:
+        rules: Rules; of a tuple of rules only the first one that applies is reported.
+        c: From `settings_of`.
+    """
     for rule in rules:
         if isinstance(rule, tuple):
             yield from next(filter(None, (list(broken([one], c)) for one in rule)), ())

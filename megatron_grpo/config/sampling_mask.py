@@ -1,8 +1,8 @@
-"""What bounds the words of a completion: a regular expression, a JSON schema, a list of answers or a grammar, for vLLM; and what sampling
-from less than the whole vocabulary (top_k, top_p, min_p, a grammar) asks of the other settings. No torch.
+"""Restrictions of sampling: structured outputs (regex, JSON schema, choice, grammar), and rules for top_k, top_p and min_p. No torch.
 
-The trainer's softmax runs over the words that were left, so that its log-probs are those of the distribution drawn from. Their ids travel
-with every token, from the sampler to where the row trains. A grammar goes with a `top_k`, or with the largest.
+The trainer's softmax runs over the tokens that remain, so that its log-probs are those of the distribution sampled from. The ids of these
+tokens travel with every token, from the sampler to the training step. Structured outputs are combined with `top_k`, or with the largest
+one.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from typing import Any
 from megatron_grpo.config.config import Config, RolloutConfig
 from megatron_grpo.config.rules import Rule
 
-FIELD, REGEX = "structured_outputs", "vllm_structured_outputs_regex"  # of vLLM's SamplingParams; a setting of its own
-# One of these says what may be written, and is of this form.
+FIELD, REGEX = "structured_outputs", "vllm_structured_outputs_regex"  # a field of vLLM's SamplingParams; a setting of this package
+# Kinds of structured outputs, of which one is given, with the types of their values.
 KINDS: Mapping[str, tuple[type, ...]] = {
     "regex": (str,), "json": (str, dict), "choice": (list,), "grammar": (str,), "json_object": (bool,), "structural_tag": (str,),
 }  # fmt: skip
-# vLLM takes these in a request too, and looks at those of the engine alone. At whitespace_pattern it looks nowhere.
+# vLLM accepts these in a request too, but reads those of the engine only. It reads whitespace_pattern nowhere.
 OF_THE_ENGINE = ("disable_any_whitespace", "disable_additional_properties")
 _FORMS = {str: "a string", dict: "an object", list: "a list of strings", bool: "true"}
-# The largest top_k: its words are a kilobyte a token, at each place where a row waits or travels. Other cuts alone come with it.
+# The largest top_k: its token ids take a kilobyte per token wherever a row is stored or sent. Other restrictions alone imply it.
 MOST = 256
-USUAL = 64  # what is said in place of a top_k of 1
+USUAL = 64  # suggested instead of a top_k of 1
 
 
 def of_training(rollout: RolloutConfig) -> Mapping[str, Any] | None:
-    """As vLLM's `structured_outputs` has it, whichever setting said it; None where completions are drawn freely."""
+    """Return the structured outputs of training in the form of vLLM's `structured_outputs`; None if completions are not restricted."""
     regex = rollout.vllm_structured_outputs_regex
     return rollout.generation_kwargs.get(FIELD) if regex is None else {"regex": regex}
 
 
 def flag_of(rollout: RolloutConfig) -> str:
-    """The setting that says it."""
+    """Return the setting that defines the structured outputs of training."""
     return REGEX if rollout.vllm_structured_outputs_regex is not None else "generation_kwargs"
 
 
 def sampling_fields_of(rollout: RolloutConfig) -> Mapping[str, Any]:
-    """What training gives vLLM's SamplingParams besides its own settings."""
+    """Return the extra fields of vLLM's SamplingParams in training, besides those that have a setting."""
     regex = rollout.vllm_structured_outputs_regex
     return rollout.generation_kwargs if regex is None else {**rollout.generation_kwargs, FIELD: {"regex": regex}}
 
 
 def asked(cfg: Config) -> Iterator[tuple[str, Any]]:
-    """(setting, what it bounds completions by), of training and of evaluation."""
+    """Yield (setting, structured outputs) for training and for evaluation."""
     if (bound := of_training(cfg.rollout)) is not None:
         yield flag_of(cfg.rollout), bound
     if (bound := cfg.eval.eval_generation_kwargs.get(FIELD)) is not None:
@@ -53,7 +53,7 @@ def asked(cfg: Config) -> Iterator[tuple[str, Any]]:
 
 
 def fault(bound: Any) -> str | None:
-    """What is wrong with its form, as the end of a sentence."""
+    """Return what is wrong with the form of structured outputs, as the end of a sentence; None if it is valid."""
     if not isinstance(bound, Mapping):
         return 'is an object such as {"regex": "[0-9]+"}' + f", not {bound!r}"
     if engine := [name for name in bound if name in OF_THE_ENGINE]:
@@ -71,23 +71,23 @@ def fault(bound: Any) -> str | None:
 
 
 def is_cut(rollout: RolloutConfig) -> bool:
-    """Whether training draws from less than the whole vocabulary."""
+    """Return whether training samples from less than the whole vocabulary."""
     return rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0 or of_training(rollout) is not None
 
 
 def words_at_most(rollout: RolloutConfig) -> int:
-    """The top_k that training draws with; 0 draws from all words."""
+    """Return the top_k that training samples with; 0 means the whole vocabulary."""
     return rollout.top_k or (MOST if is_cut(rollout) else 0)
 
 
 def in_words(rollout: RolloutConfig) -> str:
-    """`top_k 5 and top_p 0.9`"""
+    """Return the restrictions in words, such as `top_k 5 and top_p 0.9`."""
     cuts = {"top_k": (rollout.top_k, 0), "top_p": (rollout.top_p, 1), "min_p": (rollout.min_p, 0)}
     said = [f"{name} {value:g}" for name, (value, off) in cuts.items() if value != off]
     return " and ".join([*said, *(["structured outputs"] if of_training(rollout) is not None else [])])
 
 
-# ---- what does not go together
+# ---- rules
 
 
 def _faults(c: SimpleNamespace) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ def _faults(c: SimpleNamespace) -> list[dict[str, Any]]:
 
 
 def _cut(c: SimpleNamespace) -> dict[str, Any] | None:
-    """What leaves less than the whole vocabulary."""
+    """Return the words of a problem if less than the whole vocabulary is sampled from."""
     if not is_cut(c.cfg.rollout):
         return None
     is_bounded = of_training(c.cfg.rollout) is not None
@@ -112,7 +112,7 @@ GRAMMAR = (
     Rule("{flag}", _faults, "{flag}: structured_outputs {wrong}."),
 )
 
-# Of training. Evaluations may draw from anything, and rows that were recorded have been drawn.
+# Rules of training. Evaluations may sample from any distribution, and recorded rows have been sampled already.
 SAMPLING_MASK = (
     Rule("top_k", lambda c: c.top_k > MOST,
          f"top_k ({{top_k}}) is more than {MOST}: the ids of the words that it leaves travel with every token, for the trainer's softmax "

@@ -1,4 +1,4 @@
-"""Which rollout servers a run samples from: addresses out of settings and files, and the token. No torch here, and nothing is asked."""
+"""Addresses and token of the rollout servers, from settings and files. No torch, and no connection is made."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron_grpo.base.files import read_text
 from megatron_grpo.config.config import GrpoConfig, RolloutConfig
 from megatron_grpo.config.rules import Rule, changed
 
-TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"  # environment variable that both sides read the token from
-CALLS = 2  # at a time and server, each able to fill it: so it never runs half empty before the end
-FROM_FILE = "@"  # before the name of a file or directory of addresses
+TOKEN_VARIABLE = "MEGATRON_GRPO_TOKEN"  # environment variable from which both sides read the token
+CALLS = 2  # concurrent calls per server, each large enough to fill it, so that it is never half empty before the end
+FROM_FILE = "@"  # prefix of the name of a file or directory of addresses
 NAMES = ("vllm_server_host", "vllm_server_base_url")
-# What an engine is started with. Of servers it is theirs: the trainer has no engine.
+# Settings with which an engine is started. Servers have their own: the trainer then has no engine.
 OF_THE_ENGINE = (
     *("vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "vllm_kv_cache_memory_mb", "vllm_max_model_len", "vllm_max_num_seqs"),
     *("vllm_dtype", "vllm_enforce_eager", "vllm_enable_prefix_caching", "sleep_level"),
@@ -29,7 +29,13 @@ OF_THE_ENGINE = (
 
 @dataclass(frozen=True, slots=True, order=True)
 class Address:
-    """Where a server listens."""
+    """Address of a server.
+
+    Args:
+        host: Host name or IP address.
+        port: TCP port.
+        is_https: Whether the server uses TLS.
+    """
 
     host: str
     port: int
@@ -41,12 +47,19 @@ class Address:
 
     @property
     def is_here(self) -> bool:
-        """On this machine, so that nothing that is sent leaves it."""
+        """Return whether the server is on this machine, so that no traffic leaves it."""
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
     @classmethod
     def of_url(cls, url: str) -> Address:
-        """Raises ValueError, with the end of a sentence."""
+        """Parse a URL of scheme, host and port.
+
+        Args:
+            url: Such as http://host:8000.
+
+        Raises:
+            ValueError: With the end of a sentence, if it is no such URL.
+        """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("is no address like http://host:8000")
@@ -56,9 +69,15 @@ class Address:
 
 
 def addresses_of(cfg: RolloutConfig) -> list[Address]:
-    """Of all servers that are known now. Files are read anew each time: servers come and go, and may not have written theirs yet.
+    """Return the addresses of all rollout servers that are known now.
 
-    Raises ValueError where a file holds something else than addresses.
+    Files are read anew on each call: servers come and go, and may not have written theirs yet.
+
+    Args:
+        cfg: Settings of the rollout.
+
+    Raises:
+        ValueError: If a file contains anything but addresses.
     """
     found = [Address.of_url(url) for url in cfg.vllm_server_base_url]
     hosts = [host for host in cfg.vllm_server_host if not host.startswith(FROM_FILE)]
@@ -73,7 +92,14 @@ def addresses_of(cfg: RolloutConfig) -> list[Address]:
 
 
 def teacher_addresses(cfg: GrpoConfig) -> list[Address]:
-    """Of a teacher's servers that are known now, as `addresses_of` those that sample. Raises ValueError."""
+    """Return the addresses of the teacher's servers that are known now, as `addresses_of` does for rollout servers.
+
+    Args:
+        cfg: Settings that name the teacher.
+
+    Raises:
+        ValueError: If a word or a file is not an address.
+    """
     found: list[Address] = []
     for word in cfg.teacher_model_server:
         if word.startswith(FROM_FILE):
@@ -87,7 +113,7 @@ def teacher_addresses(cfg: GrpoConfig) -> list[Address]:
 
 
 def _in_files(path: Path) -> Iterator[Address]:
-    """An address a line, of a file or of all files in a directory; nothing where there is none yet."""
+    """Yield the addresses in a file, or in all files of a directory, one per line; nothing if it does not exist yet."""
     try:
         files = sorted(file for file in path.iterdir() if not file.name.startswith(".")) if path.is_dir() else [path]
         for file in files:
@@ -104,12 +130,20 @@ def _in_files(path: Path) -> Iterator[Address]:
 
 
 def default_token_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where a server that was given no token keeps the one that it makes."""
+    """Return the file in which a server stores the token that it generates if it was given none."""
     return Path(environment.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "megatron-grpo" / "token"
 
 
 def read_private(path: Path, flag: str) -> str:
-    """What a file holds that is for its owner alone. flag: the setting that names it. Raises ConfigError."""
+    """Return the content of a file that only its owner may read.
+
+    Args:
+        path: The file.
+        flag: Setting that names it.
+
+    Raises:
+        ConfigError: If it cannot be read, or if others can read it.
+    """
     try:
         with path.open(encoding="utf-8") as stream:
             mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
@@ -122,9 +156,17 @@ def read_private(path: Path, flag: str) -> str:
 
 
 def read_token(cfg: RolloutConfig, environment: Mapping[str, str] = os.environ) -> str:
-    """The token of all servers: of the file that is named, else of the variable, else of the file in which a server keeps one that it made.
+    """Return the token of all servers.
 
-    Raises ConfigError where there is none, and where others can read the file that it is in.
+    It is read from the file that is configured, else from the environment variable, else from the file where a server stores a generated
+    one.
+
+    Args:
+        cfg: Settings of the rollout.
+        environment: Environment variables.
+
+    Raises:
+        ConfigError: If there is no token, or if others can read its file.
     """
     path, flag = cfg.vllm_server_token_file, "vllm_server_token_file"
     if path is None:
@@ -141,15 +183,22 @@ def read_token(cfg: RolloutConfig, environment: Mapping[str, str] = os.environ) 
 
 
 def chunk_size(num_prompts: int, *, n: int, num_servers: int, max_num_seqs: int) -> int:
-    """Prompts of one call: as many as fill the server, and no more than its share if all calls of all servers begin at once."""
+    """Return the prompts of one call: enough to fill the server, at most an equal share of all calls to all servers.
+
+    Args:
+        num_prompts: Prompts of the rollout.
+        n: Completions per prompt.
+        num_servers: Number of servers.
+        max_num_seqs: Sequences that a server processes at once.
+    """
     return max(1, min(max_num_seqs // n, -(-num_prompts // (num_servers * CALLS))))
 
 
-# ---- what does not go together
+# ---- rules
 
 
 def _of_the_engine(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Settings of an engine that somebody typed, where the engine is a server's."""
+    """Return the words of a problem for typed engine settings if the engine belongs to a server."""
     found = changed(c, *(name for name in OF_THE_ENGINE if name in c.cfg.typed)) if c.vllm_mode == "server" else []
     if not found:
         return None
@@ -158,13 +207,13 @@ def _of_the_engine(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _idle(c: SimpleNamespace) -> dict[str, Any] | None:
-    """What names servers where none samples."""
+    """Return the words of a problem for settings that name servers if no server samples."""
     named = [name for name in NAMES if getattr(c, name)] if c.vllm_mode != "server" else []
     return {"flags": " ".join(named), "named": " and ".join(named)} if named else None
 
 
 def _known(c: SimpleNamespace) -> tuple[list[Address], str]:
-    """Servers that sample, and what is wrong with their addresses."""
+    """Return (addresses of the rollout servers, what is wrong with them)."""
     try:
         return addresses_of(c.cfg.rollout), ""
     except ValueError as error:
@@ -184,7 +233,7 @@ def _wrong_teacher(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _both(c: SimpleNamespace) -> dict[str, Any] | None:
-    """A server that would sample and teach."""
+    """Return the words of a problem for a server that is named both as rollout server and as teacher."""
     teachers = teacher_addresses(c.cfg.grpo)
     both = [address for address in _known(c)[0] if address in teachers]
     return {"address": both[0]} if both else None

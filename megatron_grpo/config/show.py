@@ -1,4 +1,4 @@
-"""`--help` and `--print_config`, from the same table that the parser uses."""
+"""Output of `--help` and `--print_config`, from the same table that the parser uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.read import shown
 from megatron_grpo.config.table import MAPS, Setting, canonical, keys, table
 
-WORDS = {  # that some commands take, besides settings
+WORDS = {  # arguments of commands that take more, or less, than settings
     "doctor": "[--json]",
     "rehearse": "[--rows 8] [--json] [settings]",
     "mismatch": "OUTPUT_DIR | CHECKPOINT | MODEL [--row N] [--rows 16] [--dtype float32] [--json] [settings]",
@@ -22,6 +22,11 @@ WORDS = {  # that some commands take, besides settings
 
 
 def print_overview(commands: Mapping[str, Callable]) -> None:
+    """Print the list of commands.
+
+    Args:
+        commands: Functions by command name; their docstrings are shown.
+    """
     print("usage: megatron-grpo <command> [--config file.yaml] [--name value ...]\n\nGRPO on Megatron-Core, sampled by vLLM.\n")
     for name, function in commands.items():
         print(textwrap.fill(f"  {name:<10}{(function.__doc__ or '').strip().splitlines()[0]}", _width(), subsequent_indent=" " * 12))
@@ -29,9 +34,12 @@ def print_overview(commands: Mapping[str, Callable]) -> None:
 
 
 def print_help(command: str, function: Callable, asked: Sequence[str] = ()) -> None:
-    """Every setting by group: name, type, unit, default and one line of help; of a map its keys.
+    """Print every setting by group with type, unit, default and one line of help; of a map its keys.
 
-    asked: settings, maps and groups that alone are explained, keys and all; or "all".
+    Args:
+        command: Name of the command.
+        function: Its function, whose docstring is shown.
+        asked: Settings, maps and groups to explain alone, or "all".
     """
     if explained := [setting for setting in table().values() if _names_of(setting) & {*map(canonical, asked)}]:
         print("\n".join(line for setting in explained for line in _entry(setting)))
@@ -69,7 +77,7 @@ def _map_of(setting: Setting) -> str | None:
 
 
 def _names_of(setting: Setting) -> set[str | None]:
-    """By which it is asked for."""
+    """Return the names that select a setting in `--help`."""
     return {"all", setting.name, setting.group, _map_of(setting), *setting.aliases}
 
 
@@ -83,7 +91,7 @@ def _entry(setting: Setting) -> list[str]:
     default = "none" if setting.default is None else " ".join(map(str, setting.default)) if several else str(setting.default)
     if setting.kind == "bool" and setting.default is not None:
         default = default.lower()
-    is_told = default in ("none", "") and "default" in setting.help  # what it is then
+    is_told = default in ("none", "") and "default" in setting.help  # the help states the default
     notes = [note for note in (setting.unit, "" if is_told else f"default {default or 'empty'}") if note]
     text = f"{setting.help} ({'; '.join(notes)})" if notes else setting.help
     if setting.aliases:
@@ -100,7 +108,7 @@ def _width() -> int:
 
 
 def print_config(cfg: Config) -> None:
-    """Every value and where it came from, as a table."""
+    """Print every value and its source as a table."""
     from rich.console import Console
     from rich.table import Table
 

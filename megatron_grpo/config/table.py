@@ -1,4 +1,4 @@
-"""The settings of `config.py` as a table that a parser can use, and how one value is read. No torch here."""
+"""The settings of `config.py` as a table for parsers, and the parsing of single values. No torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron_grpo.base.files import read_text
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.field import Setting
 
-# Long tails of settings, each under one name that `--help` lists once: what they are about, and how the names of its keys begin. A key is a
-# setting like any other, with a flag of its own.
+# Groups of rarely used settings, each under one name that `--help` lists once: (topic, prefixes of the names of its keys). A key is a
+# setting like any other, with its own flag.
 MAPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "recompute_kwargs": ("how activation recompute is cut", ("recompute_method", "recompute_num_", "recompute_modules", "vit_gradient_")),
     "lora_kwargs": ("LoRA beyond rank, alpha and targets", ("lora_dropout", "use_rslora", "lora_dtype", "target_regex", "exclude_modules",
@@ -45,13 +45,13 @@ TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("n
 
 
 def canonical(name: str) -> str:
-    """`--micro-batch-size` and `micro_batch_size` are one name."""
+    """Return the name with underscores and without leading dashes: `--micro-batch-size` becomes `micro_batch_size`."""
     return name.lstrip("-").replace("-", "_")
 
 
 @cache
 def table() -> Mapping[str, Setting]:
-    """Every setting by its name, in the order of `config.py`."""
+    """Return every setting by name, in the order of `config.py`."""
     rows = {}
     for group, section in Config().groups().items():
         for f in fields(section):
@@ -65,18 +65,23 @@ def table() -> Mapping[str, Setting]:
 
 @cache
 def keys() -> Mapping[str, Sequence[str]]:
-    """The settings of each map, by its name."""
+    """Return the names of the settings of each map in `MAPS`."""
     return {name: [setting for setting in table() if setting.startswith(begins)] for name, (_, begins) in MAPS.items()}
 
 
 @cache
 def names() -> Mapping[str, Setting]:
-    """Every setting by each of its names, aliases too."""
+    """Return every setting by each of its names, including aliases."""
     return {**table()} | {alias: setting for setting in table().values() for alias in setting.aliases}
 
 
 class InvalidValueError(ValueError):
-    """A value that a setting cannot have. `suggestions` are values that it can have."""
+    """A value that a setting cannot have.
+
+    Args:
+        message: Phrase that completes "<name> ...".
+        suggestions: Values that work.
+    """
 
     def __init__(self, message: str, suggestions: Sequence[Any] = ()):
         super().__init__(message)
@@ -84,9 +89,15 @@ class InvalidValueError(ValueError):
 
 
 def read_value(setting: Setting, raw: Any) -> Any:
-    """The value of a setting from what stood after a flag (a list of words) or after a YAML key (anything).
+    """Return the value of a setting from what was typed.
 
-    No words are `true` after a flag; () is a list that holds nothing. Raises InvalidValueError with a phrase that completes "<name> ...".
+    Args:
+        setting: The setting.
+        raw: Words after a flag (a list), or the value of a YAML key. An empty list after a flag means true for a boolean; () is an empty
+            list.
+
+    Raises:
+        InvalidValueError: With a phrase that completes "<name> ...".
     """
     words = list(raw) if isinstance(raw, (list, tuple)) else [raw]
     if setting.is_map:
@@ -114,7 +125,7 @@ def read_value(setting: Setting, raw: Any) -> Any:
 
 
 def _map(setting: Setting, words: Sequence[Any]) -> dict[str, Any]:
-    """{"name": value}, from a YAML mapping, from JSON in one word, or from words `name=value`."""
+    """Return the {"name": value} of a YAML mapping, of JSON in one word, or of words `name=value`."""
     if words in ([None], ["none"], ["null"]):
         return {}
     found: dict[str, Any] = {}
@@ -125,7 +136,7 @@ def _map(setting: Setting, words: Sequence[Any]) -> dict[str, Any]:
             except ValueError as error:
                 raise InvalidValueError(f"is not JSON: {error}") from error
         if not isinstance(word, dict):
-            # A path may hold the sign, and so may a pattern: the one is behind it, the other before.
+            # Values (paths) may contain "=", and so may names (patterns), depending on the kind.
             name, equals, value = str(word).partition("=") if setting.kind in ("str", "Any") else str(word).rpartition("=")
             if not equals or not name:
                 raise InvalidValueError(f"needs name=value, or a mapping as JSON, not {word!r}")
@@ -137,7 +148,7 @@ def _map(setting: Setting, words: Sequence[Any]) -> dict[str, Any]:
 
 
 def _as_json(word: str) -> Any:
-    """What a word behind `name=` says: JSON where it is JSON (`true`, `3`, `[1, 2]`), else the word."""
+    """Return the value after `name=`: parsed if it is JSON (`true`, `3`, `[1, 2]`), else the string."""
     try:
         return json.loads(word)
     except ValueError:
@@ -171,7 +182,7 @@ def _scalar(setting: Setting, word: Any) -> Any:
 
 
 def _text_or_file(text: str) -> str:
-    """As in Megatron-SWIFT, a name that ends in .txt is a file, and all else is the text itself."""
+    """Return the content of a file if the text ends in .txt, as in Megatron-SWIFT, else the text itself."""
     if not text.endswith(".txt"):
         if os.path.isfile(text):
             raise InvalidValueError(
@@ -194,11 +205,11 @@ def _number(setting: Setting, word: Any, text: str) -> int | float:
             try:
                 return int(text)
             except ValueError:
-                number = float(text)  # 1e3 and 4.0 are whole numbers too
+                number = float(text)  # 1e3 and 4.0 are integers too
                 if number != int(number):
                     raise bad from None
                 return int(number)
-        number = float(text)  # PyYAML reads 1e-6 as a string: this is where it becomes a number
+        number = float(text)  # PyYAML reads 1e-6 as a string, which is converted here
     except (ValueError, OverflowError):
         raise bad from None
     if not math.isfinite(number):
@@ -211,7 +222,7 @@ _UNITS = {"": 1, "b": 1, **{f"{letter}b": 1000**k for k, letter in enumerate("km
 
 
 def bytes_of(size: str) -> int | None:
-    """`5GB` is 5 * 1000**3, `5GiB` 5 * 1024**3; None for what is no size above 0."""
+    """Return a size in bytes: `5GB` is 5 * 1000**3, `5GiB` is 5 * 1024**3. None if it is not a size above 0."""
     found = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", size.strip())
     try:
         return int(float(found[1]) * _UNITS[found[2].lower()]) or None if found else None
@@ -220,7 +231,14 @@ def bytes_of(size: str) -> int | None:
 
 
 def close_to(word: str, known: Sequence[str], *, limit: int = 3, cutoff: float = 0.6) -> list[str]:
-    """The known names that resemble a word most, best first."""
-    import difflib  # 8 ms that only a mistake costs
+    """Return the known names most similar to a word, best first.
+
+    Args:
+        word: The word.
+        known: Known names.
+        limit: Maximum number of names.
+        cutoff: Minimum similarity, 0 to 1.
+    """
+    import difflib  # takes 8 ms, needed only after a mistake
 
     return difflib.get_close_matches(word, known, n=limit, cutoff=cutoff)

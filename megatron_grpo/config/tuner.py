@@ -1,4 +1,4 @@
-"""Settings of the tuner that do not go together, as far as they say so themselves. What they mean for a model is in `weights`. No torch."""
+"""Tuner settings that do not go together, as far as this does not depend on the model (for that, see `weights`). No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_grpo.config.config import Config, TunerConfig
 from megatron_grpo.config.read import shown
 from megatron_grpo.config.rules import Rule, broken, changed, given, settings_of
 
-# Modules that people give adapters elsewhere, by the names they have there and in Megatron.
+# Modules that have adapters in other systems, by their names there and in Megatron.
 NO_ADAPTER: Mapping[str, str] = {
     **dict.fromkeys(("all-router", "router", "gate"), "Megatron-Core's router is no linear layer, and vLLM has none on routers"),
     **dict.fromkeys(("all-embedding", "embed_tokens", "word_embeddings", "embedding"), "vLLM does not sample from adapters on embeddings"),
@@ -24,7 +24,7 @@ _PATTERNS = ("target_regex", "freeze_parameters_regex", "trainable_parameters_re
 
 
 def are_names_readable(cfg: Config) -> bool:
-    """Whether what is typed as a name or a regular expression is one, so that a model's names may be compared with it."""
+    """Return whether typed names and regular expressions are valid, so that they can be compared with a model's names."""
     return not any(broken((*PATTERNS, *TARGETS), settings_of(cfg)))
 
 
@@ -39,7 +39,7 @@ def _unreadable(c: SimpleNamespace) -> Iterator[dict[str, Any]]:
 
 
 def _listed(c: SimpleNamespace, names: Iterable[str]) -> dict[str, Any] | None:
-    """The words of one refusal of several settings."""
+    """Return the words of one problem about several settings."""
     names = list(names)
     told = ", ".join(f"{name} ({shown(getattr(c, name))})" for name in names)
     words = ("these are", "them") if len(names) > 1 else ("this is", "it")
@@ -51,7 +51,7 @@ def _changed(c: SimpleNamespace, *names: str) -> list[str]:
 
 
 def _of_lora(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Those that are changed; and those that somebody typed who did not mean `off`, be it at its default."""
+    """Return the words of a problem for settings of LoRA that are changed, or typed with a value other than off."""
     names = [f.name for f in fields(TunerConfig) if f.name not in ("tuner_type", *_TOWER, *_OF_FULL)]
     by_hand = names if c.dialect else [one["name"] for one in given(c, *names)]
     typed = [name for name in by_hand if name in c.cfg.typed and getattr(c, name)]
@@ -59,7 +59,10 @@ def _of_lora(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _thawed(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Weights taken out of what is frozen, where nothing is. (A tower is frozen unless somebody says otherwise.)"""
+    """Return the words of a problem for weights excluded from freezing if nothing is frozen.
+
+    A vision tower is frozen by default.
+    """
     of_tower = any("visual" in word for word in (*c.trainable_parameters, c.trainable_parameters_regex or ""))
     if of_tower or changed(c, "freeze_llm", "freeze_parameters", "freeze_parameters_regex"):
         return None
@@ -73,7 +76,7 @@ def _moved_tower(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _of_rate(rate: str, freeze: str) -> tuple[Rule, Rule]:
-    """Of the rate of something that does not train."""
+    """Return the rules for the learning rate of a part that does not train."""
     return (
         Rule(
             f"{rate} {freeze}",
@@ -136,6 +139,6 @@ _LORA = (
 
 
 def tuner_rules(cfg: Config) -> tuple[Rule, ...]:
-    """Those that are asked of this tuner."""
+    """Return the rules that apply to this tuner."""
     of_rates = (*_of_rate("vit_lr", "freeze_vit"), *_of_rate("aligner_lr", "freeze_aligner"))
     return (*PATTERNS, *of_rates, *(_LORA if cfg.tuner.tuner_type == "lora" else _FULL))

@@ -1,6 +1,6 @@
-"""What is wrong with single values, and with settings that do not go together.
+"""Validation of single values, and of settings that do not go together. No torch.
 
-Sizes of batches and layouts are `batching/rules.py`; the mathematics are `grpo/validation.py`. No torch here.
+Sizes of batches and layouts are checked in `batching/rules.py`, the mathematics in `grpo/validation.py`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from megatron_grpo.config.table import bytes_of, table
 from megatron_grpo.config.tuner import tuner_rules
 from megatron_grpo.config.write import secrets_in
 
-REWARD = "environment"  # the built-in reward that is the environment's own
-LARGEST_WEIGHT = 1e6  # times the largest reward (rewards.protocol), still a number whose square is one
+REWARD = "environment"  # the built-in reward that an environment gives
+LARGEST_WEIGHT = 1e6  # times the largest reward (rewards.protocol), its square is still finite
 
 
 def validate(cfg: Config, unreadable: Collection[str] = ()) -> list[Problem]:
-    """Every problem that can be known from the settings alone, but for sizes and mathematics.
+    """Return every problem that can be found from the settings alone, except those of sizes and mathematics.
 
-    unreadable: settings whose values could not be read; nothing is said about them.
+    Args:
+        cfg: The configuration.
+        unreadable: Settings whose values could not be read. Problems about them are omitted.
     """
     of_sampling = (*SERVERS, *SAMPLING, *PASSED_ON, *GRAMMAR)
     of_a_run = (*LENGTHS_AND_REWARDS, *EVALUATION, *DATA_AND_FILES, *BEST, *BEGINNING)
@@ -39,11 +41,11 @@ def validate(cfg: Config, unreadable: Collection[str] = ()) -> list[Problem]:
     return [in_typed_names(cfg, problem) for problem in found if not set(problem.flags) & set(unreadable)]
 
 
-# ---- computed neighbours
+# ---- conditions and words of rules
 
 
 def _out_of_range(c: SimpleNamespace) -> Iterator[dict[str, Any]]:
-    """Of those in `among`: how each must be, with the nearest value that is so, where there is one."""
+    """Yield, for each setting in `among` that is out of its range, the requirement and the nearest valid value if there is one."""
     for name in c.among:
         value, allowed = getattr(c, name), table()[name].range
         each = list(value.values()) if isinstance(value, dict) else value
@@ -64,19 +66,19 @@ def _typed(c: SimpleNamespace, name: str) -> dict[str, Any]:
 
 
 def _longest(cfg: Config) -> int:
-    """Tokens of the longest prompt and completion."""
+    """Return the tokens of the longest prompt and completion together."""
     return (cfg.data.max_prompt_length or 1) + longest_completion(cfg)
 
 
 def _narrow(c: SimpleNamespace, names: Iterable[str] = DTYPES) -> dict[str, Any] | None:
-    """Dtypes that are not float32."""
+    """Return the words of a problem for dtypes that are not float32."""
     other = {name: getattr(c, name) for name in names if getattr(c, name) != "fp32"}
     told = " and ".join(f"{name} {value}" for name, value in other.items())
     return {"told": told, "other": " ".join(other), "fp32": dict.fromkeys(other, ["fp32"])} if other else None
 
 
 def _too_short(c: SimpleNamespace) -> dict[str, Any] | None:
-    """An engine that takes less than a prompt with its completion."""
+    """Return the words of a problem if the engine's `max_model_len` is shorter than prompt and completion."""
     if c.vllm_max_model_len is None or c.vllm_max_model_len >= c.longest:
         return None
     completion = longest_completion(c.cfg)
@@ -94,7 +96,10 @@ def _answered_once(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _uncounted(c: SimpleNamespace) -> dict[str, Any] | None:
-    """A length in epochs of a data set whose rows nobody has counted; with what a step trains, where the settings say it by themselves."""
+    """Return the words of a problem if the length is given in epochs of a streamed data set, whose rows are not counted.
+
+    The words include how many prompts a step trains, if the settings determine it.
+    """
     if not c.streaming or c.max_steps is not None:
         return None
     epochs, rows, group = c.num_train_epochs, c.global_batch_size, c.num_generations
@@ -113,7 +118,7 @@ def _undrawable(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _of_a_server(c: SimpleNamespace) -> list[dict[str, Any]]:
-    """On the command line. A file may describe both, the run and its servers."""
+    """Return the words of a problem for settings of a server typed on the command line. A file may describe both a run and its servers."""
     return [{**one, "typed": c.cfg.typed[one["name"]]} for one in given(c, *vars(c.cfg.serve)) if one["name"] in c.cfg.typed]
 
 
@@ -188,7 +193,7 @@ TRAINING = (
 )
 
 SAMPLING = (
-    # one rollout ahead of training
+    # asynchronous rollouts
     Rule("async_rollout_depth", lambda c: c.async_rollout_depth > 1,
          "async_rollout_depth ({async_rollout_depth}) must be 0 or 1: further ahead, weights would be pushed while prompts are being "
          "answered, and a completion would be drawn by two versions of them. Use 1.", {"async_rollout_depth": [1]}),
@@ -220,7 +225,7 @@ SAMPLING = (
     Rule("truncation_strategy {player}", lambda c: c.plays and c.truncation_strategy == "left" and c.max_prompt_length is not None,
          "truncation_strategy left does not go with environments and tools: it cuts the beginning of a prompt, which the chat template "
          "shows again where it rewrites earlier turns. Use delete, or raise.", {"truncation_strategy": ["delete", "raise"]}),
-    # a rollout function of the user's own
+    # the user's rollout function
     Rule("rollout_func_timeout rollout_func", lambda c: c.rollout_func is None and "rollout_func_timeout" in c.cfg.typed
          and changed(c, "rollout_func_timeout"),
          "rollout_func_timeout ({rollout_func_timeout:g}) needs a rollout_func. Give one, or leave it out."),
@@ -260,7 +265,7 @@ DATA_AND_FILES = (
     Rule("further_datasets dataset", lambda c: c.further_datasets and not c.dataset,
          "further_datasets come after dataset, which is not given."),
     Rule("columns", lambda c: len(set(c.columns.values())) < len(c.columns), "columns: two columns cannot get one name."),
-    # a data set that is read as the run goes
+    # streamed data sets
     Rule("shuffle_buffer_size streaming", lambda c: not c.streaming and given(c, "shuffle_buffer_size"),
          "shuffle_buffer_size ({value}) does nothing without streaming true. Give that, or leave it out.", {"streaming": [True]}),
     Rule("max_steps streaming", _uncounted,
@@ -275,7 +280,7 @@ DATA_AND_FILES = (
     Rule("split_dataset_ratio streaming", lambda c: c.streaming and c.split_dataset_ratio,
          "split_dataset_ratio ({split_dataset_ratio:g}) is a share of all rows, and streaming does not know how many there are. Name rows "
          "that are held out in eval_dataset.", {"split_dataset_ratio": [0.0], "streaming": [False]}),
-    # what a run writes
+    # files that a run writes
     Rule("max_shard_size", lambda c: bytes_of(c.max_shard_size) is None,
          "max_shard_size ({max_shard_size}) is a size above 0, such as 5GB, 500MB or 2GiB."),
     Rule("{name} push_to_hub", lambda c: not c.push_to_hub and changed(c, "hub_model_id", "hub_private_repo"),

@@ -1,7 +1,7 @@
-"""The resolved configuration as YAML that `--config` takes again; and what must not be typed as a setting, for it would be written.
+"""Write the resolved configuration as YAML for `--config`, and detect secrets, which must not be typed as settings.
 
-Every setting is written to config.yaml, to checkpoints and to tracking services: a secret belongs into an environment variable. No
-sentence here repeats what was typed.
+Every setting is written to config.yaml, to checkpoints and to tracking services; secrets belong in environment variables. No message here
+repeats what was typed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from megatron_grpo.base.files import write_whole
 from megatron_grpo.config.config import Config
 
-# What another launch may derive differently.
+# Sources whose values another launch may derive differently.
 _NOT_WRITTEN = ("derived", "launcher", "implied")
-_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@]+@", re.IGNORECASE)  # of an address: scheme://name:password@host
-# How keys of well-known services begin, so that an ordinary word is none.
+_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@]+@", re.IGNORECASE)  # in a URL: scheme://name:password@host
+# Prefixes of the keys of well-known services, so that ordinary words do not match.
 _KEY = re.compile(
     r"(?<![A-Za-z0-9])(sk-[\w-]{16,}|hf_[A-Za-z0-9]{24,}|gh[pousr]_[A-Za-z0-9]{24,}|github_pat_\w{24,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{16,}"
     r"|AKIA[A-Z0-9]{16}|AIza[\w-]{30,}|nvapi-[\w-]{24,}|gsk_[A-Za-z0-9]{24,}|ey[\w-]{16,}\.ey[\w-]{16,}\.[\w-]+|Bearer\s+[\w.-]{16,})"
@@ -30,7 +30,10 @@ _ENV = "llm_judge_api_key_env"
 
 
 def as_yaml(cfg: Config) -> str:
-    """Every setting by section, but for values that follow from others or from the launcher: the file may be used with another layout."""
+    """Return every setting by section as YAML.
+
+    Values derived from other settings or from the launcher are omitted, so that the file can be used with another layout.
+    """
     import yaml
 
     sections = {
@@ -53,7 +56,12 @@ def as_yaml(cfg: Config) -> str:
 
 
 def write_config(cfg: Config, path: str | Path) -> None:
-    """Whole or not at all."""
+    """Write the configuration to a file, completely or not at all.
+
+    Args:
+        cfg: The configuration.
+        path: The YAML file.
+    """
     write_whole(path, as_yaml(cfg))
 
 
@@ -61,7 +69,12 @@ def write_config(cfg: Config, path: str | Path) -> None:
 
 
 def secrets_in(cfg: Config, environ: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:
-    """(setting, what it seems to hold) for each that would give a secret away."""
+    """Yield (setting, what it seems to contain) for each setting that would disclose a secret.
+
+    Args:
+        cfg: The configuration.
+        environ: Environment variables.
+    """
     for section in cfg.groups().values():
         for name, value in vars(section).items():
             held = _held(name, value, environ)
@@ -88,6 +101,6 @@ def _held(name: str, value: Any, environ: Mapping[str, str]) -> str | None:
 def _has_key(url: str) -> bool:
     try:
         query = urllib.parse.urlsplit(url).query
-    except ValueError:  # no address: said where it is used
+    except ValueError:  # not a URL: reported where it is used
         return False
     return any(_PARAMETER.fullmatch(name) for name, _ in urllib.parse.parse_qsl(query))

@@ -99,7 +99,7 @@ def told(error: BaseException) -> tuple[str | None, int]:
 def _turn(text: str) -> Iterator[bool]:
     """Yield whether this rank is to print `text`. No other rank leaves this block before it has been printed.
 
-    The ranks share a file; whoever holds its lock reads what has been printed. Printing on rank 0 alone is not enough: the first rank that
+    The ranks share a file; the holder of its lock reads what has been printed. Printing on rank 0 alone is not enough: the first rank that
     exits with an error makes the launcher end all others, and rank 0 may be late. If the printing rank dies with the lock, the kernel frees
     it, and the next one prints. Where ranks share no file, the first rank of each machine prints.
     """

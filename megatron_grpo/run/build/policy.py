@@ -48,10 +48,12 @@ MakeReference = Callable[[GrpoConfig, ModelScorer, Tensors], Reference]  # (sett
 
 
 def build_frozen(cfg: GrpoConfig, initial: ModelScorer, tensors: Tensors) -> Reference:
+    """Build a reference that keeps the initial weights."""
     return FrozenReference(initial)
 
 
 def build_following(cfg: GrpoConfig, initial: ModelScorer, tensors: Tensors) -> Reference:
+    """Build a reference that mixes in the policy's weights every `ref_model_sync_steps` steps (`sync_ref_model`)."""
     return SyncedReference(initial, tensors=tensors, every=cfg.ref_model_sync_steps, alpha=cfg.ref_model_mixup_alpha)
 
 

@@ -177,7 +177,7 @@ def generator_of(
         judge: Reward manager.
         clock: Timers that record sampling and scoring.
         again: Gives the sampler the policy's weights after it has lost them. Collective.
-        before: Called each time before the sampler wakes, to make room for it. Collective.
+        before: Called each time before the sampler wakes, to offload the policy. Collective.
     """
     return RolloutGenerator(
         sampler,
