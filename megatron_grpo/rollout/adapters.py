@@ -1,4 +1,4 @@
-"""How the adapters of a run reach the sampler: alone, or merged into the weights. Names and sizes without torch, so `plan` can ask too."""
+"""How a run's adapters reach the sampler: alone, or merged into the weights. Names and sizes without torch, so that `plan` can use it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.weights.lora import AdapterPush, LoraSettings, linear_modules, lora_of
 from megatron_grpo.weights.shape import ModelShape
 
-SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM 0.32 makes room for
+SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of max_lora_rank that vLLM 0.32 supports
 
-# Measured: 1024 x 1024 weights of std 0.02, rank 8, alpha 32, lr 1e-5. The share of the update by which the merged weights are wrong.
+# Measured: 1024 x 1024 weights of std 0.02, rank 8, alpha 32, lr 1e-5. The fraction of the update by which the merged weights are wrong.
 MERGED_BFLOAT16 = (
     "the adapter is merged into bfloat16 weights for every push, and what is smaller than half a step of their grid is lost: at lr 1e-5 "
     "98 % of the first step's update, 81 % of the first 10 together, 17 % of the first 100. The sampler then holds another policy than the "
@@ -25,22 +25,28 @@ class LoraPush:
     """How the adapters of a run reach the sampler."""
 
     kind: AdapterPush
-    modules: frozenset[str]  # the Hugging Face names of those that have an adapter
-    slot_rank: int  # the rank that the sampler makes room for; 0 where it is given merged weights
-    notes: tuple[str, ...] = ()  # what a person should be told
+    modules: frozenset[str]  # Hugging Face names of the modules that have an adapter
+    slot_rank: int  # max_lora_rank of the sampler; 0 where it receives merged weights
+    notes: tuple[str, ...] = ()  # messages for the user
 
     @property
     def last_words(self) -> list[str]:
-        """Of the modules' names, with vLLM's name of the experts."""
+        """Last components of the modules' names, with vLLM's name of the experts."""
         experts = ["experts"] if any(".experts." in name for name in self.modules) else []
         return sorted({name.rsplit(".", 1)[1] for name in self.modules} | {*experts})
 
 
 def lora_push(cfg: Config, shape: ModelShape, *, on_gpu: bool | None, sampler_obstacle: str | None = None) -> LoraPush | None:
-    """How this run pushes; None where it trains weights.
+    """Return how this run sends its adapters to the sampler; None if it trains weights.
 
-    on_gpu: None where the machine is not known. sampler_obstacle: why this sampler can take no adapter, where it says so.
-    Raises ConfigError where `vllm_enable_lora true` asks for what cannot be, and where the adapter to start from cannot be read.
+    Args:
+        cfg: The configuration.
+        shape: Shape of the model.
+        on_gpu: Whether the sampler runs on a GPU; None if the machine is unknown.
+        sampler_obstacle: Why this sampler supports no adapters; None if it does, or if that is unknown.
+
+    Raises:
+        ConfigError: `vllm_enable_lora true` is impossible, or the adapter to start from cannot be read.
     """
     settings = lora_of(cfg.tuner, shape)
     if settings is None:
@@ -63,24 +69,30 @@ def lora_push(cfg: Config, shape: ModelShape, *, on_gpu: bool | None, sampler_ob
 
 
 def slot_rank(rank: int) -> int | None:
-    """The smallest room that vLLM has for adapters of this rank; None where it has none."""
+    """Return the smallest max_lora_rank of vLLM that fits adapters of this rank; None if none does."""
     return next((slot for slot in SLOT_RANKS if slot >= rank), None)
 
 
 def _named_rank(settings: LoraSettings) -> int:
-    """The largest rank that the configuration names: vLLM wants room for it, whether or not a module has it."""
+    """Return the largest rank in the configuration: vLLM requires room for it, whether or not a module has it."""
     return max([settings.rank, *settings.rank_pattern.values()])
 
 
 def obstacle_to_adapter(settings: LoraSettings, shape: ModelShape, *, on_gpu: bool | None) -> str | None:
-    """Why vLLM cannot sample with these adapters, as the end of a sentence; None where it can."""
+    """Return why vLLM cannot sample with these adapters, as the end of a sentence; None if it can.
+
+    Args:
+        settings: LoRA settings of the run.
+        shape: Shape of the model.
+        on_gpu: Whether the sampler runs on a GPU; None if the machine is unknown.
+    """
     if slot_rank(_named_rank(settings)) is None:
         return f"vLLM has room for ranks up to {SLOT_RANKS[-1]}, and the adapter's configuration names {_named_rank(settings)}"
     targeted = [module for module in linear_modules(shape) if settings.rank_of(module.name)]
     if any(module.name.endswith(".kv_b_proj") for module in targeted):
         return "vLLM folds kv_b_proj into latent attention as it loads, and would leave its adapter out"
     if any(module.is_expert for module in targeted):
-        # None is a machine that is not known: most have a GPU.
+        # None is an unknown machine: most have a GPU.
         return (
             "vLLM adds adapters to experts with Triton alone, which a CPU has not" if on_gpu is False else _uneven_experts(settings, shape)
         )
@@ -88,7 +100,10 @@ def obstacle_to_adapter(settings: LoraSettings, shape: ModelShape, *, on_gpu: bo
 
 
 def _uneven_experts(settings: LoraSettings, shape: ModelShape) -> str | None:
-    """vLLM stacks the experts of a layer: each of the three matrices has one rank, the same for all experts."""
+    """Return why vLLM cannot stack the adapters of a layer's experts; None if it can.
+
+    Each of the three matrices needs one rank, the same for all experts of the layer.
+    """
     ranks: dict[tuple[str, str], set[int]] = defaultdict(set)
     for module in linear_modules(shape):
         if module.is_expert:

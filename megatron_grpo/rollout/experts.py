@@ -1,6 +1,6 @@
-"""Which experts a sampler routed tokens to: how vLLM says it, how a group's completions have it, and what must be true of it.
+"""Expert routing of sampled tokens: how vLLM returns it, how a group's completions carry it, and its validation.
 
-No torch, and vLLM only inside functions: servers and those who ask them read it too.
+No torch, and vLLM only inside functions: servers and their clients import it too.
 """
 
 from __future__ import annotations
@@ -18,29 +18,42 @@ from megatron_grpo.weights.shape import ModelShape
 
 
 class InvalidRoutingError(RuntimeError):
-    """The sampler named experts that the model cannot have taken, or none. Replaying them would train another model."""
+    """Expert IDs from the sampler that are impossible for the model, or missing. Replaying them would train another model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayers:
-    """Where a model has experts, and how many of them a token takes."""
+    """Layers of a model with experts, and the number of experts per token."""
 
-    layers: tuple[int, ...]  # of all layers of the model, those with experts
+    layers: tuple[int, ...]  # indices of the layers with experts, among all layers of the model
     num_experts: int
     topk: int
 
     @classmethod
     def of(cls, shape: ModelShape) -> ExpertLayers:
-        """Raises ValueError for a dense model."""
+        """Return the expert layers of a model.
+
+        Args:
+            shape: Shape of the model.
+
+        Raises:
+            ValueError: The model is dense.
+        """
         if shape.moe is None:
             raise ValueError(f"{shape.architecture} has no experts")
         layers = tuple(layer for layer, has_experts in enumerate(shape.moe.layers) if has_experts)
         return cls(layers=layers, num_experts=shape.moe.num_experts, topk=shape.moe.topk)
 
     def read(self, routed: np.ndarray | None) -> np.ndarray:
-        """vLLM's `CompletionOutput.routed_experts` -> int16 [tokens, MoE layers, k].
+        """Convert vLLM's `CompletionOutput.routed_experts` to int16 [tokens, MoE layers, k].
 
-        vLLM has a row of zeros for a layer without experts; and no row for the last token, which it never ran. Raises InvalidRoutingError.
+        vLLM returns a row of zeros for a layer without experts; and no row for the last token, which it never ran.
+
+        Args:
+            routed: vLLM's array [tokens, layers, k], or None.
+
+        Raises:
+            InvalidRoutingError: The array is missing or has another shape.
         """
         if routed is None:
             raise InvalidRoutingError("vLLM returned no experts; it does with enable_return_routed_experts.")
@@ -51,7 +64,14 @@ class ExpertLayers:
         return routed[:, self.layers].astype(np.int16)
 
     def check(self, sequence: Tokens) -> None:
-        """Each token takes k different experts in every layer, or routes freely in all of them. Raises InvalidRoutingError."""
+        """Check that each token takes k different experts in every layer, or routes freely in all of them.
+
+        Args:
+            sequence: Sequence with its experts.
+
+        Raises:
+            InvalidRoutingError: It does not, or the sequence has no experts of the right shape.
+        """
         experts, form = sequence.experts, (len(sequence.token_ids), len(self.layers), self.topk)
         if experts is None or experts.shape != form:
             found = "no experts" if experts is None else f"experts of the form {experts.shape}"
@@ -70,30 +90,48 @@ class ExpertLayers:
 
 
 def told(routes: np.ndarray, opening: int, place: int) -> np.ndarray:
-    """What is handed on of a completion: of the first of its group all tokens, of the others those behind the prompt.
+    """Return the part of a completion's routing that is transferred.
 
-    routes: [tokens, MoE layers, k] from the prompt's first token on. opening: tokens of the prompt.
+    That is all tokens for the first completion of its group, and the tokens after the prompt for the others.
+
+    Args:
+        routes: Routing from the prompt's first token on, [tokens, MoE layers, k].
+        opening: Tokens of the prompt.
+        place: Index of the completion in its group.
     """
     return routes if place == 0 else routes[opening:]
 
 
 def of_group(told: Sequence[np.ndarray], opening: int) -> list[np.ndarray]:
-    """`Sequence.experts` of each completion, from what was told of it: the prompt takes for all of them the experts of the first.
+    """Return `Sequence.experts` of each completion of a group. The prompt uses the experts of the first completion in all of them.
 
-    So what they have in common stays equal, and is computed once. The last token, which the sampler did not run, routes freely.
+    So the common prefix stays equal, and is computed once. The last token, which the sampler did not run, routes freely.
+
+    Args:
+        told: What `told` returned for each completion.
+        opening: Tokens of the prompt.
+
+    Returns:
+        int16 [tokens, MoE layers, k] for each completion.
     """
     prompt, last = told[0][:opening], np.broadcast_to(FREE, (1, *told[0].shape[1:]))
     return [np.concatenate([prompt, routes if place else routes[opening:], last]) for place, routes in enumerate(told)]
 
 
-# ---- vLLM tells them, also in ranks of ours and on a CPU, where a release of it does not ------------------------------------------------
+# ---- patches that make vLLM return experts in our ranks and on a CPU, which a release does not ------------------------------------------
 
 
 def expert_options(*, on_gpu: bool) -> dict[str, Any]:
-    """Arguments of an engine that returns experts. After `vllm_patches.apply_patches`; calling it again changes nothing."""
+    """Return the arguments of an engine that returns experts, and patch vLLM for it. Idempotent.
+
+    Call after `vllm_patches.apply_patches`.
+
+    Args:
+        on_gpu: Whether the engine runs on a GPU.
+    """
     from vllm.distributed.aux_output_connector import worker
 
-    # With one worker a rank, each rank's scheduler waits for experts; the worker has them on the first rank of an engine alone.
+    # With one worker per rank, each rank's scheduler waits for experts; the worker has them on the first rank of an engine only.
     patched: Any = worker
     patched.get_tp_group = lambda: SimpleNamespace(is_first_rank=True)
     if on_gpu:
@@ -103,9 +141,11 @@ def expert_options(*, on_gpu: bool) -> dict[str, Any]:
 
 
 def wire_cpu_runner() -> None:
-    """In the process of an engine, before it loads; changes nothing where nobody asks for experts.
+    """Make vLLM's CPU model runner return experts. Idempotent, and without effect on engines that return none.
 
-    Only vLLM's newer model runner asks for experts, and that one needs Triton, which a CPU has not: the older one asks here."""
+    Call in the process of an engine, before it loads the model. Only vLLM's newer model runner returns experts, and that one needs Triton,
+    which a CPU lacks; this patch adds it to the older runner.
+    """
     from vllm.config import VllmConfig
     from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -114,7 +154,7 @@ def wire_cpu_runner() -> None:
     if runner.initialize_kv_cache.__name__ == "with_experts":
         return
     config: Any = VllmConfig
-    config._verify_aux_output_compatibility = lambda self: None  # it refuses the older runner
+    config._verify_aux_output_compatibility = lambda self: None  # it rejects the older runner
     initialize, execute, sample = runner.initialize_kv_cache, runner.execute_model, runner.sample_tokens
 
     def with_experts(self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -139,7 +179,7 @@ def wire_cpu_runner() -> None:
             )
         )
         output = sample(self, *args)
-        if pending is None:  # the first worker of an engine tells them
+        if pending is None:  # only the first worker of an engine returns them
             return output
         sampled = np.array([len(tokens) for tokens in output.sampled_token_ids])
         pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))  # nothing is drafted, so nothing is rejected

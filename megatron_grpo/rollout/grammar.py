@@ -1,4 +1,4 @@
-"""Whether a regular expression, a schema or a grammar can be read, before any model loads. No torch unless there is one."""
+"""Check that regular expressions, schemas and grammars parse, before any model loads. No torch unless there is one to check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from megatron_grpo.config.sampling_mask import FIELD, REGEX, asked, fault
 
 
 def unreadable(cfg: Config) -> list[Problem]:
-    """Of training's and of evaluation's. Nothing where the readers are not installed: servers may have them."""
+    """Return problems with structured outputs of training and evaluation that vLLM's parsers reject.
+
+    Empty where the parsers are not installed: servers may have them.
+
+    Args:
+        cfg: The configuration.
+    """
     found = []
     for flag, bound in asked(cfg):
         if fault(bound) is None and (why := why_unreadable(bound)) is not None:
@@ -25,7 +31,11 @@ def unreadable(cfg: Config) -> list[Problem]:
 
 
 def why_unreadable(bound: Mapping[str, Any]) -> str | None:
-    """What the first reader says of it, in one line, where none can read it. bound: of the right form."""
+    """Return the first parser's error in one line if no parser accepts the structured output; None if one does.
+
+    Args:
+        bound: Structured-output settings of valid form.
+    """
     said = []
     for read in _readings(bound):
         try:
@@ -38,7 +48,7 @@ def why_unreadable(bound: Mapping[str, Any]) -> str | None:
 
 
 def _readings(bound: Mapping[str, Any]) -> Iterator[Callable[[], Any]]:
-    """vLLM asks these in this order, and draws by the first that can read it."""
+    """Yield parsers in the order in which vLLM tries them; vLLM uses the first that accepts."""
     regex, grammar, tag = bound.get("regex"), bound.get("grammar"), bound.get("structural_tag")
     schema = bound.get("json")
     text = schema if schema is None or isinstance(schema, str) else json.dumps(schema)
@@ -68,7 +78,7 @@ def _readings(bound: Mapping[str, Any]) -> Iterator[Callable[[], Any]]:
 
 
 def _guidance(kind: Literal["regex", "json_schema", "grammar"], text: str) -> None:
-    """Raises ValueError."""
+    """Parse with llguidance; raise ValueError if it rejects the text."""
     import llguidance
 
     if wrong := llguidance.LLMatcher.validate_grammar(llguidance.grammar_from(kind, text), None):
@@ -76,7 +86,7 @@ def _guidance(kind: Literal["regex", "json_schema", "grammar"], text: str) -> No
 
 
 def _in_one_line(said: str) -> str:
-    """Without the place in xgrammar's own source that its sentences begin with: "[12:30:01] /project/cpp/parser.cc:83: "."""
+    """Return xgrammar's message without the source location at its start: "[12:30:01] /project/cpp/parser.cc:83: "."""
     line = " ".join(said.split())
     head, _, rest = line.partition(": ")
     return (rest if head.startswith("[") and rest else line).rstrip(".")

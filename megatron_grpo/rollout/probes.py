@@ -1,4 +1,4 @@
-"""What trainer and engine both score after a push: the same sequences on every rank, at every call, whatever engine it is."""
+"""Sequences that trainer and engine both score after a weight update: the same on every rank, at every call, for every engine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 BLOCK = 32  # tokens: the largest block of the prefix cache
 LENGTH = 2 * BLOCK + 2  # two full blocks, then the token that is read through the cache
 NUM_PROBES = 4
-FEWEST_WORDS = 3  # around a picture
+FEWEST_WORDS = 3  # text tokens around an image
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnPicture:
-    """A `Picture` of waves of colour: the same pixels wherever it is drawn."""
+    """An `Image` of color waves: the same pixels wherever it is generated."""
 
     eyes: ImageProcessorSpec
     height: int  # pixels
@@ -64,14 +64,20 @@ class DrawnPicture:
 
 
 def probe_sequences(tokenizer: Any, *, vocab_size: int, max_model_len: int, eyes: ImageProcessorSpec | None = None) -> list[Sequence]:
-    """Ordinary tokens at random. vocab_size: of the model; a tokenizer may know more words, or fewer.
+    """Return sequences of random ordinary tokens; for a vision-language model, up to half of them contain an image.
 
-    eyes: of a model that sees; then half of them show a picture, for what a tower makes of it shows in no other. Where `max_model_len` is
-    small they have fewer words; a picture that fits with none at all is left out.
+    A fault of the vision tower shows in no other sequence. Where `max_model_len` is small, the sequences with an image have fewer text
+    tokens; an image that fits only without text is left out.
+
+    Args:
+        tokenizer: Hugging Face tokenizer.
+        vocab_size: Vocabulary size of the model; the tokenizer may have more or fewer tokens.
+        max_model_len: Maximum length of a sequence and one generated token, in tokens.
+        eyes: Image processing of a vision-language model; None for a text model.
     """
     special = set(tokenizer.all_special_ids) | ({eyes.image_token, *eyes.around} if eyes else set())
     ordinary = np.array([token for token in range(min(len(tokenizer), vocab_size)) if token not in special])
-    # One position is left for the token that vLLM always generates.
+    # One position is reserved for the token that vLLM always generates.
     length = min(LENGTH, max_model_len - 1)
     drawn = np.random.default_rng(0).choice(ordinary, (NUM_PROBES, length)).tolist()
     if eyes is None:
@@ -83,7 +89,7 @@ def probe_sequences(tokenizer: Any, *, vocab_size: int, max_model_len: int, eyes
 
 
 def _showing(tokens: list[int], picture: DrawnPicture) -> Sequence:
-    """The picture in the midst, so that there are words behind it to see it."""
+    """Insert the image in the middle, so that tokens after it attend to it."""
     begin, end = picture.eyes.around
     place = len(tokens) // 3
     there = [begin, *[picture.eyes.image_token] * picture.num_tokens, end]

@@ -1,4 +1,4 @@
-"""An engine that answers from a table, for tests: no vLLM, no model, no time. Its promises are those of `rollout.engine`."""
+"""A rollout engine for tests that answers from a function: no vLLM, no model. It implements `rollout.engine`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 
 Answer = Callable[[Prompt, int, int], Completion]
-"""(prompt, place in its group, version of the weights) -> the completion. The same on every rank."""
+"""(prompt, index in its group, version of the weights) -> the completion. The same on every rank."""
 
 
 class _Flight:
-    """Each rank's share of the answers, in a thread of its own, which does not keep the process alive."""
+    """Each rank's part of the completions, computed in a daemon thread, which does not keep the process alive.
+
+    Args:
+        work: Receives an event, and should end soon once that is set. Must not contain collectives.
+        should_cancel: Whether the run cancels what it waits for.
+    """
 
     def __init__(self, work: Callable[[Event], list[Group]], should_cancel: Callable[[], bool]):
-        """work: is given an event, and should end soon once that is set. Nothing collective may be in it."""
         self._future: Future[list[Group]] = Future()
         self._dropped, self._gives_up = Event(), should_cancel
         self.seconds, self.has_ended = 0.0, False
@@ -35,7 +39,7 @@ class _Flight:
         began = time.perf_counter()
         try:
             found = work(self._dropped)
-        except BaseException as error:  # noqa: BLE001 - raised again where the groups are asked for
+        except BaseException as error:  # noqa: BLE001 - raised again in `groups`
             self._future.set_exception(error)
         else:
             self.seconds = time.perf_counter() - began
@@ -56,10 +60,12 @@ class _Flight:
 
 
 class ScriptedEngine:
-    """An `Engine` whose weights are a number: it takes what is pushed, and does not look at it. It is a `BackgroundSampler` too.
+    """An `Engine` and `BackgroundSampler` whose weights are only a version number: it consumes updates without reading them.
 
-    score: log-probs of one token sequence, from its second token on, for tests in which the check after a push matters. Without it
-    every token has log-prob 0, so a run needs `--verify_weight_push false`.
+    Args:
+        answer: Returns a completion; the same on every rank.
+        score: Log-probs of a token sequence, from its second token on, for tests in which the check after a weight update matters. Without
+            it every token has log-prob 0, so a run needs `--verify_weight_push false`.
     """
 
     dtype = "float32"
@@ -125,4 +131,4 @@ class ScriptedEngine:
         yield
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Do nothing: this engine holds no resources."""

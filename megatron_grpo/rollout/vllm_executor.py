@@ -1,11 +1,11 @@
-"""Several workers of one engine that tells experts on a CPU. vLLM imports this module in the engine's own process, by name."""
+"""Multi-worker executor of an engine that returns experts on a CPU. vLLM imports this module by name in the engine's process."""
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from megatron_grpo.rollout.experts import wire_cpu_runner
 
-wire_cpu_runner()  # the engine's process checks its configuration once more, after the process that made it
+wire_cpu_runner()  # the engine's process validates its configuration again, after the process that created it
 
 
 class ToldWorkers(MultiprocExecutor):
-    """vLLM's own."""
+    """vLLM's multiprocess executor, unchanged; importing this module applies the patch."""

@@ -1,7 +1,7 @@
-"""Sets vLLM's environment and patches its code, for engines in the trainer's processes and in a server's. (`experts` has the rest.)
+"""Set vLLM's environment and patch its code, for engines in the trainer's processes and in a server's. (`experts` has further patches.)
 
 Inside the trainer, vLLM expects to own the process: it names its shared memory after a constant, destroys the default process group when it
-is freed, reseeds torch and rewrites environment variables. Written for vLLM 0.32; each entry says why it is there.
+is freed, reseeds torch and rewrites environment variables. Written for vLLM 0.32; each entry states its reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from megatron_grpo.base import activity, launcher
 from megatron_grpo.base.errors import CancelledError
 
-# Warnings without a consequence, by logger: anything else that vLLM warns of is shown. Filters sit on these loggers and not on a handler,
+# Warnings without a consequence, by logger; all other warnings of vLLM are shown. The filters are on these loggers and not on a handler,
 # because vLLM replaces its handlers whenever it builds an engine.
 _HARMLESS = {
     "vllm.logging_utils.dump_input": ("Dumping",),  # pages of internal state before an exception, which says what it is about
@@ -35,10 +35,10 @@ _HARMLESS = {
     ),  # hints about speed
     "vllm.triton_utils.dispatcher": ("Kernel %s is already registered",),  # by an earlier engine of this process
     "vllm.platforms.interface": ("Unknown vLLM environment variable detected",),  # which an earlier engine has set
-    # trainer_untouched sees to the seed; vLLM itself runs without chunks on some CPUs.
+    # trainer_untouched restores the seed; vLLM itself runs without chunks on some CPUs.
     "vllm.engine.arg_utils": ("The global random seed is set to", "This model does not officially support disabling chunked prefill"),
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),  # as we ask for
-    # No adapter brings one; and token ids are all that is asked.
+    # No adapter has a tokenizer; and prompts are token IDs only.
     "vllm.v1.engine.input_processor": (
         "vLLM has deprecated support for supporting different tokenizers",
         "Passing raw prompts to InputProcessor is deprecated",
@@ -51,20 +51,32 @@ _HARMLESS = {
 
 
 def prepare_environment(*, on_gpu: bool) -> None:
-    """Before vLLM is imported. What the user has set for himself stays, except where an in-process engine cannot work with it."""
+    """Set vLLM's environment variables for an engine inside this process. Call before vLLM is imported.
+
+    The user's variables stay, except where an in-process engine cannot work with them.
+
+    Args:
+        on_gpu: Whether the engine runs on a GPU.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process: weights are handed over as tensors
     _prepare(on_gpu=on_gpu)
 
 
 def prepare_server(*, on_gpu: bool) -> None:
-    """As `prepare_environment`, for a process whose engine and workers are processes of their own. They inherit the environment."""
+    """Set vLLM's environment variables for a server whose engine and workers are separate processes. Call before vLLM is imported.
+
+    The engine and the workers inherit the environment. The user's variables stay otherwise, as in `prepare_environment`.
+
+    Args:
+        on_gpu: Whether the engine runs on a GPU.
+    """
     env = os.environ
-    env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # it may have been started by a trainer
+    env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # the server may have been started by a trainer
     env.pop("PROMETHEUS_MULTIPROC_DIR", None)  # for several HTTP processes; with it no gauge can be read here
     launcher.forget(env)  # nor is it a rank
-    # Else all workers are bound to the first core, and two on one NUMA node are refused.
+    # Otherwise all workers are bound to the first core, and two on one NUMA node are rejected.
     env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    env["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # on a CPU vLLM does so by itself; on a GPU a model may have been looked at before
+    env["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # vLLM's default on a CPU; on a GPU a model may have been inspected before
     _prepare(on_gpu=on_gpu)
 
 
@@ -85,14 +97,18 @@ def _prepare(*, on_gpu: bool) -> None:
 
 
 def apply_patches(*, on_gpu: bool) -> None:
-    """After vLLM is imported, before its first engine. Calling it again changes nothing."""
+    """Patch vLLM for engines in this process. Call after vLLM is imported, before its first engine. Idempotent.
+
+    Args:
+        on_gpu: Whether the engines run on a GPU.
+    """
     import vllm.distributed.parallel_state as parallel_state
     import vllm.v1.engine.core as core
 
     patch_start()
     # Freeing an engine destroys torch's default process group, which is the trainer's.
     core.cleanup_dist_env_and_memory = _keep_process_groups
-    # Only an executor with worker processes of its own reads these queues: 24 MiB of shared memory an engine, which a kill would leave
+    # Only an executor with separate worker processes reads these queues: 24 MiB of shared memory per engine, which a kill would leave
     # behind.
     if parallel_state.init_model_parallel_group.__name__ != "without_queue":
         parallel_state.init_model_parallel_group = _without_queue(parallel_state.init_model_parallel_group)
@@ -108,18 +124,22 @@ def apply_patches(*, on_gpu: bool) -> None:
 
 
 def patch_start() -> None:
-    """In every process that reads a model's configuration with vLLM."""
+    """Patch vLLM in every process that reads a model's configuration with it."""
     import transformers.utils.logging as transformers_logging
     import vllm.model_executor.models.registry as registry
 
     transformers_logging.disable_progress_bar()
-    # It looks at a model class in a fresh Python, 17 s at the first use of each architecture. That is to keep CUDA out of a process that
-    # will fork; ours will not.
+    # It inspects a model class in a new Python process, 17 s at the first use of each architecture, to keep CUDA out of a process that
+    # forks; ours does not.
     registry._run_in_subprocess = lambda fn: fn()
 
 
 def patch_worker(*, on_gpu: bool) -> None:
-    """In every worker of a server, before its model loads."""
+    """Patch vLLM in a worker of a server. Call before its model loads.
+
+    Args:
+        on_gpu: Whether the worker runs on a GPU.
+    """
     patch_start()
     if not on_gpu:
         _keep_cpu_experts()
@@ -128,13 +148,13 @@ def patch_worker(*, on_gpu: bool) -> None:
 
 
 def _bind_no_memory() -> None:
-    # It would bind all memory of the process, the trainer's too where it is inside, to one NUMA node.
+    # It would bind all memory of the process, the trainer's included, to one NUMA node.
     operators: Any = torch.ops._C
     operators.init_cpu_memory_env = lambda nodes: None
 
 
 def _keep_cpu_experts() -> None:
-    """An engine with room for adapters takes Triton's experts, also where no expert has one; a CPU has no Triton."""
+    """Keep vLLM from choosing Triton's experts for an engine with room for adapters, even where no expert has one; a CPU has no Triton."""
     import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as method
 
     select = method.select_unquantized_moe_backend
@@ -159,7 +179,7 @@ def _without_queue(init_group):
 
 
 def _shared_memory_name(communicator) -> str:
-    """Unlike that of any other job alive on this machine: two jobs cannot listen at the same master address."""
+    """Return a name that no other running job on this machine has: two jobs cannot listen at the same master address."""
     job = launcher.read()
     parts = [job.address, str(job.port or os.getpid()), communicator.unique_name, *map(str, communicator.ranks)]
     return re.sub(r"[^A-Za-z0-9.-]", "_", f"megatron-grpo-{os.getuid()}-" + "-".join(parts))
@@ -174,10 +194,13 @@ def _unlink_segments_early() -> None:
 
 
 def _unlinking(init_cpu_shm):
-    """Segments lose their names once every rank has mapped them: they live as long as their processes, and a kill leaves none behind."""
+    """Wrap shared-memory creation: segments lose their names once every rank has mapped them.
+
+    They then live as long as their processes, and a kill leaves none behind.
+    """
 
     def init_and_unlink(self) -> int:
-        # A job killed between creating and unlinking, a few milliseconds, left these; only the rank that creates a segment may remove it.
+        # A job killed between creating and unlinking, a few milliseconds, leaves these; only the rank that creates a segment may remove it.
         unlink_segments(f"{self.group_name}_{self.communicator.rank}")
         handle = init_cpu_shm(self)  # ends with a barrier
         unlink_segments(f"{self.group_name}_{self.communicator.rank}")
@@ -187,14 +210,15 @@ def _unlinking(init_cpu_shm):
 
 
 def unlink_segments(name: str) -> None:
+    """Remove the shared-memory segment with this name, if there is one."""
     for path in glob.glob(f"/dev/shm/{glob.escape(name)}"):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
 
 def quiet() -> None:
-    """Before vLLM is imported, which says some of it already."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm.triton_utils.dispatcher")  # it looks at every name in torch
+    """Filter out vLLM's harmless warnings. Call before vLLM is imported, since its import already emits some."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm.triton_utils.dispatcher")  # it accesses every name in torch
     for name, starts in _HARMLESS.items():
         logger = logging.getLogger(name)
         if not any(isinstance(existing, _Harmless) for existing in logger.filters):
@@ -211,7 +235,11 @@ class _Harmless(logging.Filter):
 
 
 def tell_of_steps(llm: Any) -> None:
-    """Each step of the engine is progress, and a request that it ends so many completions: vLLM itself tells nothing until all are done."""
+    """Report each engine step as progress, with the completions that finished in it. vLLM itself reports nothing until all are done.
+
+    Args:
+        llm: vLLM's LLM.
+    """
     engine = llm.llm_engine
     step = engine.step
 
@@ -225,12 +253,12 @@ def tell_of_steps(llm: Any) -> None:
 
 @contextlib.contextmanager
 def trainer_untouched() -> Iterator[None]:
-    """Around everything that vLLM does: what it changes of the process is put back.
+    """Restore what vLLM changes of the process. Wraps every call of vLLM.
 
-    Building an engine reseeds the global generators of Python, NumPy and torch. Sampling draws from torch's even when every request has a
-    seed of its own; Model Runner V2 draws from NumPy's for a request that has none, as those that score have. Without this the trainer's
-    random numbers would depend on the sampler. It also overwrites LOCAL_WORLD_SIZE (with its own TP size), LD_PRELOAD (which children would
-    inherit), and `torch.set_num_threads` (with a function that only warns).
+    Building an engine reseeds the global generators of Python, NumPy and torch. Sampling uses torch's even when every request has a seed;
+    Model Runner V2 uses NumPy's for a request that has none, as scoring requests do. Without this the trainer's random numbers would depend
+    on the sampler. vLLM also overwrites LOCAL_WORLD_SIZE (with its own TP size), LD_PRELOAD (which child processes would inherit), and
+    `torch.set_num_threads` (with a function that only warns).
     """
     kept = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
     of_python, of_numpy = random.getstate(), np.random.get_state()
@@ -256,9 +284,16 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def given_up_where(engine: Any, has_no_time: Callable[[], bool]) -> Iterator[None]:
-    """Inside, `engine` (vLLM's LLMEngine) asks before every step; where it is told so, it forgets its requests and raises CancelledError.
+    """Check for cancellation before every engine step inside the context; on cancellation abort all requests and raise CancelledError.
 
-    `LLM.generate` steps until all is answered, and has no way to be asked to end.
+    `LLM.generate` steps until every request is finished, and cannot be interrupted otherwise.
+
+    Args:
+        engine: vLLM's LLMEngine.
+        has_no_time: Whether to cancel.
+
+    Raises:
+        CancelledError: `has_no_time` returned true.
     """
     step = engine.step
 
@@ -277,7 +312,11 @@ def given_up_where(engine: Any, has_no_time: Callable[[], bool]) -> Iterator[Non
 
 @contextlib.contextmanager
 def layers_watched(watch: Callable[..., None]) -> Iterator[None]:
-    """Inside, a layer-wise reload calls watch(load, layer, info) for load(layer, info), when all tensors of the layer have come."""
+    """Replace the loading of layers in a layer-wise reload inside the context.
+
+    Args:
+        watch: Called as watch(load, layer, info) in place of vLLM's load(layer, info), when all tensors of the layer have arrived.
+    """
     from vllm.model_executor.model_loader.reload import layerwise
 
     load = layerwise._layerwise_process
@@ -289,7 +328,12 @@ def layers_watched(watch: Callable[..., None]) -> Iterator[None]:
 
 
 def settle_attention(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Latent attention keeps products of its weights. A reload makes them anew at its end, for all layers of attention."""
+    """Recompute the weight products that latent attention keeps, for all attention layers, as a reload does at its end.
+
+    Args:
+        model: vLLM's model.
+        dtype: Dtype of the model.
+    """
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     for module in model.modules():
@@ -297,38 +341,49 @@ def settle_attention(model: torch.nn.Module, dtype: torch.dtype) -> None:
             module.process_weights_after_loading(dtype)  # type: ignore[operator]
 
 
-# What a CPU's kernels read in place of a weight, in a layout of their own.
+# Packed copies of weights, which a CPU's kernels read instead of the weights.
 
 
-# Of experts. Their biases stay as they are: the kernel holds on to the parameters that it was made with.
+# Packed weights of experts. Their biases stay as they are: the kernel keeps the parameters that it was created with.
 PACKED_OF_EXPERTS = ("w13_weight", "w2_weight")
 
 
 def has_cpu_experts(module: torch.nn.Module) -> bool:
+    """Return whether a module holds experts of a CPU kernel."""
     kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
     return not torch.cuda.is_available() and kernel is not None and hasattr(module, "w13_weight")
 
 
 def pack(module: Any) -> None:
-    """Of a module whose weights are there as they were loaded."""
+    """Make the packed copy of a module whose weights are in their loaded layout."""
     if has_cpu_experts(module):
         module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
     else:
-        module.cpu_linear = None  # the old one goes first: there is never room for two, and malloc gives its memory again
+        module.cpu_linear = None  # free the old one first: there is never room for two, and malloc reuses its memory
         module.quant_method.process_weights_after_loading(module)
 
 
 def pack_experts(modules: Iterable[torch.nn.Module], pack: Callable[[torch.nn.Module], None]) -> None:
-    """A reload leaves experts as they were loaded, and the kernel expects packed ones."""
+    """Pack the experts among the modules. A reload leaves them in their loaded layout, and the kernel expects packed ones.
+
+    Args:
+        modules: Modules to look through.
+        pack: Packs one module.
+    """
     for module in list(modules):
         if has_cpu_experts(module):
             pack(module)
 
 
 def pack_heads(model: torch.nn.Module, pack: Callable[[torch.nn.Module], None]) -> None:
-    """With tied embeddings a reload goes to the embedding, and the head samples on from its packed copy of the old one.
+    """Pack the output head again after a reload.
 
-    A model without a head of its own may multiply with any weight that vLLM keeps beside its packed copy.
+    With tied embeddings a reload writes to the embedding, and the head would continue with its packed copy of the old one. A model without
+    a separate head may multiply with any weight that vLLM keeps beside its packed copy, so all of these are packed.
+
+    Args:
+        model: vLLM's model.
+        pack: Packs one module.
     """
     modules: list[Any] = list(model.modules())
     named = [module._modules["lm_head"] for module in modules if "lm_head" in module._modules]

@@ -1,7 +1,7 @@
-"""How vLLM is started and asked, with pictures and without, and how its answers are read: inside the trainer as behind HTTP.
+"""vLLM's start-up arguments, requests and outputs, with images and without: shared by the trainer's engine and the HTTP server.
 
-Written for vLLM 0.32. It is handed a picture and one token for it, and makes patches and tokens by itself. Both must come out as the
-trainer's: so its image processor is the trainer's, Pillow's, and the tokens that it sampled from are compared with those of the prompt.
+Written for vLLM 0.32. vLLM receives an image and one token for it, and computes patches and tokens itself. Both must match the trainer's:
+so it uses the trainer's image processor, Pillow's, and the tokens that it sampled from are compared with those of the prompt.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from megatron_grpo.rollout.adapters import LoraPush
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.types import Image, SamplingMask
 
-# vLLM keeps every word that is as likely as the last of the top_k. So many of these travel besides; of more (logits that were rounded to
-# bfloat16 may be equal) the first ones do, and the token counts as drawn among them: `whole_or_cut`.
+# vLLM keeps every token that is as likely as the last of the top_k. This many of them are returned besides; of more (logits rounded to
+# bfloat16 may be equal) the first ones are, and the sampled token counts as sampled among them: `whole_or_cut`.
 TIES = 8
 
 
 def take_logprobs_as_they_come() -> None:
-    """In the process that asks an engine, before its first request; calling it again changes nothing.
+    """Patch vLLM to return log-probs as arrays. Call before the first request, in the process that sends requests. Idempotent.
 
-    vLLM makes Python objects of every word whose log-prob it tells, and spells it: without spelling 0.4 ms a token for 256 words, 25 kB.
-    Here a token has two arrays, of the words that were left, itself first, which takes 0.05 ms; or its log-prob alone.
+    vLLM creates Python objects for every token whose log-prob it returns, and detokenizes it: even without detokenizing 0.4 ms per position
+    for 256 tokens, 25 kB. With the patch a position has two arrays, of the tokens that were left, the sampled one first, which takes 0.05
+    ms; or the sampled token's log-prob alone.
     """
     from vllm.v1.engine import output_processor
     from vllm.v1.engine.logprobs import LogprobsProcessor
@@ -68,7 +69,17 @@ def take_logprobs_as_they_come() -> None:
 
 
 def sampling_params(sampling: SamplingSettings, seed: int | None, *, vocab_size: int, **more: Any) -> Any:
-    """vLLM's SamplingParams. more: of its own arguments. Raises ValueError for what it does not take."""
+    """Return vLLM's SamplingParams.
+
+    Args:
+        sampling: Sampling settings.
+        seed: Seed of the request, or None.
+        vocab_size: Vocabulary size of the model.
+        **more: Further arguments of SamplingParams.
+
+    Raises:
+        ValueError: vLLM rejects an argument.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -76,31 +87,36 @@ def sampling_params(sampling: SamplingSettings, seed: int | None, *, vocab_size:
     if isinstance(asked.get("structured_outputs"), Mapping):
         asked["structured_outputs"] = StructuredOutputsParams(**asked["structured_outputs"])
     if bias := asked.get("logit_bias"):
-        asked["logit_bias"] = {int(token): float(value) for token, value in bias.items()}  # JSON's keys are words
+        asked["logit_bias"] = {int(token): float(value) for token, value in bias.items()}  # JSON's keys are strings
 
     return SamplingParams(
         n=sampling.n, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p, seed=seed,
         max_tokens=sampling.max_completion_length, stop=list(sampling.stop), stop_token_ids=list(sampling.stop_token_ids),
-        # The sampled token's; and those of the words that may be left, where they are wanted. Flat: see `take_logprobs_as_they_come`.
+        # The sampled token's; and those of the sampling mask, where it is returned. Flat: see `take_logprobs_as_they_come`.
         logprobs=num_asked(sampling.top_k, vocab_size) if sampling.tells_kept else 0, flat_logprobs=True,
         **asked, **more,
     )  # fmt: skip
 
 
 def num_asked(top_k: int, vocab_size: int) -> int:
-    """Words of a position whose log-probs vLLM is asked for, besides the token's own."""
+    """Return how many log-probs to request per position, besides the sampled token's."""
     return min(top_k + TIES, vocab_size)
 
 
 def whole_or_cut(ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> tuple[np.ndarray, SamplingMask]:
-    """What vLLM told of n tokens -> (float32 [n]: each one's log-prob, what it was drawn among).
+    """Convert vLLM's log-probs of n tokens to each sampled token's log-prob, float32 [n], and the sampling mask.
 
-    ids, logprobs: [n, 1 + words]; the drawn token first, then the likeliest words, it among them or not; -inf was left out. A set that may
-    be larger than what was told is taken for what was told, and the log-prob is the one given that: log p - log(sum of p).
+    A set of tokens that may be larger than what vLLM returned is replaced by the returned tokens, and the log-prob is conditioned on them:
+    log p - log(sum of p).
+
+    Args:
+        ids: Token IDs, int32 [n, 1 + num_asked]: the sampled token first, then the most likely tokens, which may include it.
+        logprobs: Their log-probs, float32 of the same shape; -inf for a token outside the sampling mask.
+        vocab_size: Vocabulary size of the model.
     """
     is_left = logprobs > -np.inf
     is_cut = is_left[:, 1:].all(axis=1) & (ids.shape[1] - 1 < vocab_size)
-    is_left[:, 1:] &= ids[:, 1:] != ids[:, :1]  # it stands there already
+    is_left[:, 1:] &= ids[:, 1:] != ids[:, :1]  # the sampled token is in the first column already
     is_left[:, 0] = True
     of_cut = np.where(is_left, logprobs, -np.inf).astype(np.float64)
     told = logprobs[:, 0] - np.where(is_cut, np.log(np.exp(of_cut).sum(axis=1)), 0.0)
@@ -109,7 +125,14 @@ def whole_or_cut(ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> tupl
 
 
 def sampled_logprobs(output: Any) -> list[float]:
-    """One for each token of a completion that has ended by itself. Raises RuntimeError for one that was aborted."""
+    """Return the log-prob of each token of a finished completion.
+
+    Args:
+        output: vLLM's CompletionOutput.
+
+    Raises:
+        RuntimeError: The completion was aborted, or has another number of log-probs than tokens.
+    """
     if output.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended a completion with finish_reason {output.finish_reason!r}")
     logprobs = [float(of_words[0]) for _, of_words in output.logprobs]  # the sampled token comes first at each position
@@ -119,8 +142,17 @@ def sampled_logprobs(output: Any) -> list[float]:
 
 
 def sampled(output: Any, sampling: SamplingSettings, vocab_size: int) -> tuple[list[float], SamplingMask | None]:
-    """(as `sampled_logprobs`; what was left of the vocabulary for each token, where that was asked). Raises RuntimeError as that does,
-    and ConfigError where a grammar has no way on in the model's vocabulary."""
+    """Return (log-probs of a finished completion, its sampling mask or None if it was not requested).
+
+    Args:
+        output: vLLM's CompletionOutput.
+        sampling: Sampling settings of its request.
+        vocab_size: Vocabulary size of the model.
+
+    Raises:
+        RuntimeError: As in `sampled_logprobs`.
+        ConfigError: A grammar allows no next token of the model's vocabulary.
+    """
     if output.finish_reason == "error" and sampling.more.get(FIELD):
         raise ConfigError(
             f"vLLM ended a completion with an error under {FIELD} {sampling.more[FIELD]}: no word of the model's vocabulary may come "
@@ -138,10 +170,13 @@ def sampled(output: Any, sampling: SamplingSettings, vocab_size: int) -> tuple[l
 
 
 def scoring_requests(ids: Sequence[int]) -> list[tuple[Sequence[int], Any]]:
-    """The two requests that score a sequence, for `scores`: tokens, in the long form, and parameters.
+    """Return the two requests that score a sequence, for `scores`: tokens, images expanded, and parameters.
 
-    Prompt log-probs never read the prefix cache, so alone they could not tell a stale one; sampling does, so the last token is scored by
-    a request of its own.
+    Prompt log-probs never read the prefix cache, so alone they could not detect a stale one; sampling does, so the last token is scored by
+    a separate request.
+
+    Args:
+        ids: Token IDs of the sequence.
     """
     from vllm import SamplingParams
 
@@ -151,34 +186,54 @@ def scoring_requests(ids: Sequence[int]) -> list[tuple[Sequence[int], Any]]:
 
 
 def scores(ids: Sequence[int], fresh: Any, cached: Any) -> list[float]:
-    """log p of each token after the first, from the answers to `scoring_requests`."""
+    """Return log p of each token after the first, in nats.
+
+    Args:
+        ids: Token IDs of the sequence.
+        fresh: vLLM's answer to the first of `scoring_requests`.
+        cached: vLLM's answer to the second.
+    """
     logprobs = [position[token].logprob for position, token in zip(fresh.prompt_logprobs[1:-1], ids[1:-1], strict=True)]
     return [*logprobs, cached.outputs[0].logprobs[0][ids[-1]].logprob]
 
 
 def whole_request() -> Any:
-    """Parameters that score a whole sequence in one request, which never reads the prefix cache."""
+    """Return parameters that score a whole sequence in one request, which never reads the prefix cache."""
     from vllm import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
 
 
 def whole_scores(ids: Sequence[int], output: Any) -> list[float]:
-    """log p of each token after the first, from the answer to `whole_request`. Raises RuntimeError where vLLM scored other tokens."""
+    """Return log p of each token after the first, in nats.
+
+    Args:
+        ids: Token IDs of the sequence.
+        output: vLLM's answer to `whole_request`.
+
+    Raises:
+        RuntimeError: vLLM scored other tokens.
+    """
     flat = output.prompt_logprobs
     if list(flat.token_ids) != list(ids[1:]):
         raise RuntimeError(f"vLLM scored {len(flat.token_ids)} tokens of a sequence of {len(ids)}, or others than it was given")
     return list(flat.logprobs)
 
 
-# ---- a prompt with pictures ----------------------------------------------------------------------------------------------------------
+# ---- a prompt with images ------------------------------------------------------------------------------------------------------------
 
 
-Shown = Sequence[tuple[int, Image]]  # (place of its first token, picture)
+Shown = Sequence[tuple[int, Image]]  # (index of its first token, image)
 
 
 def picture_options(eyes: ImageProcessorSpec | None, most_pictures: int, *, on_gpu: bool) -> dict[str, Any]:
-    """Of an engine whose prompts show at most so many pictures each; nothing for a model of text."""
+    """Return the arguments of an engine for prompts with images; none for a text model. Patches vLLM's image processor.
+
+    Args:
+        eyes: Image processing of a vision-language model; None for a text model.
+        most_pictures: Maximum number of images in a prompt.
+        on_gpu: Whether the engine runs on a GPU.
+    """
     if eyes is None:
         return {}
     take_pillow()
@@ -186,12 +241,15 @@ def picture_options(eyes: ImageProcessorSpec | None, most_pictures: int, *, on_g
         "limit_mm_per_prompt": {"image": max(1, most_pictures), "video": 0},
         "mm_processor_kwargs": {"size": eyes.processor_size},
         "mm_device_do_normalize": False,  # the processor does it, as in the trainer
-        "skip_mm_profiling": not on_gpu,  # it looks at the largest picture that there may be; a CPU's KV cache is not measured
+        "skip_mm_profiling": not on_gpu,  # it encodes the largest possible image; a CPU's KV cache is not measured
     }
 
 
 def take_pillow() -> None:
-    """vLLM's image processor is the one whose pixels the trainer has: else transformers takes torchvision's, which resizes to others."""
+    """Make vLLM use the trainer's image processor. Idempotent.
+
+    Otherwise transformers takes torchvision's, which resizes to other pixels.
+    """
     from vllm.transformers_utils import processor
 
     if getattr(processor.cached_get_processor, "takes_pillow", False):
@@ -220,7 +278,15 @@ _SHARED = (
 
 
 def prompt_of(token_ids: Sequence[int], shown: Shown) -> dict[str, Any]:
-    """What vLLM is given for a prompt in its long form. Raises ConfigError where a picture cannot be read any more."""
+    """Return vLLM's input for a prompt with expanded image tokens.
+
+    Args:
+        token_ids: Token IDs of the prompt.
+        shown: Its images.
+
+    Raises:
+        ConfigError: An image cannot be read any more.
+    """
     if not shown:
         return {"prompt_token_ids": [int(token) for token in token_ids]}
     spans = [(place, num_tokens(picture)) for place, picture in shown]
@@ -228,13 +294,25 @@ def prompt_of(token_ids: Sequence[int], shown: Shown) -> dict[str, Any]:
 
 
 def prompt_with(token_ids: Sequence[int], spans: Sequence[tuple[int, int]], images: Sequence[Any], **more: Any) -> dict[str, Any]:
-    """The same of pictures that are decoded already. spans: (first token, tokens) of each. more: vLLM's own keys of a prompt."""
-    # Long ids beside raw pictures would be expanded once more, without a word.
+    """Return vLLM's input for a prompt whose images are decoded already.
+
+    Args:
+        token_ids: Token IDs of the prompt, image tokens expanded.
+        spans: (first token, number of tokens) of each image.
+        images: Decoded images.
+        **more: Further keys of vLLM's input.
+    """
+    # vLLM would silently expand IDs a second time, if they were passed expanded with raw images.
     return {"prompt_token_ids": shortened(token_ids, spans), "multi_modal_data": {"image": list(images)}, **more}
 
 
 def difference(output: Any, token_ids: Sequence[int]) -> str | None:
-    """What an answer was sampled from, if not from these tokens, as a sentence."""
+    """Return a sentence if a completion was sampled from other prompt tokens than these; None if not.
+
+    Args:
+        output: vLLM's RequestOutput.
+        token_ids: Token IDs of the prompt.
+    """
     theirs = list(output.prompt_token_ids)
     if theirs == [int(token) for token in token_ids]:
         return None
@@ -244,17 +322,24 @@ def difference(output: Any, token_ids: Sequence[int]) -> str | None:
     )
 
 
-# ---- the run's settings as arguments of an engine, and its refusals as sentences about them --------------------------------------------
+# ---- the run's settings as arguments of an engine, and vLLM's errors as messages about them --------------------------------------------
 
 
 def engine_options(
     cfg: RolloutConfig, *, dtype: str, trust_remote_code: bool, eyes: ImageProcessorSpec | None, most_pictures: int, lora: LoraPush | None,
     tells_experts: bool, on_gpu: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """What every engine is started with, inside the ranks and behind HTTP. After `vllm_patches.apply_patches`.
+    """Return the arguments of every engine, inside the ranks and behind HTTP. Call after `vllm_patches.apply_patches`.
 
-    dtype: of the model; `vllm_dtype` of the settings goes before it. eyes: of a model that sees. most_pictures: of a prompt. lora: how
-    adapters are pushed, where they are pushed alone.
+    Args:
+        cfg: Rollout configuration.
+        dtype: Dtype of the model; `vllm_dtype` of the settings takes precedence.
+        trust_remote_code: Whether vLLM may run code of the checkpoint.
+        eyes: Image processing of a vision-language model.
+        most_pictures: Maximum number of images in a prompt.
+        lora: How adapters are pushed, if they are pushed alone.
+        tells_experts: Whether the engine returns expert routing.
+        on_gpu: Whether the engine runs on a GPU.
     """
     from megatron_grpo.rollout.experts import expert_options
     from megatron_grpo.rollout.vllm_weights import lora_options
@@ -268,7 +353,7 @@ def engine_options(
         "tensor_parallel_size": cfg.vllm_tensor_parallel_size,
         "max_num_seqs": cfg.vllm_max_num_seqs,
         "enable_prefix_caching": cfg.vllm_enable_prefix_caching,
-        "max_logprobs": MOST + TIES,  # it may be asked what was left of the vocabulary
+        "max_logprobs": MOST + TIES,  # requests may ask for the sampling mask
         "logprobs_mode": "processed_logprobs",  # of the distribution sampled from; the default ignores temperature and top-p
         "use_tqdm_on_load": False,
     }  # fmt: skip
@@ -276,7 +361,16 @@ def engine_options(
 
 @contextmanager
 def refusals_in_words(cfg: RolloutConfig, max_model_len: int, *, on_gpu: bool) -> Iterator[None]:
-    """Around the start of an engine. Raises ConfigError where vLLM refuses what settings can mend."""
+    """Convert vLLM's errors into messages about settings. Wraps the start of an engine.
+
+    Args:
+        cfg: Rollout configuration.
+        max_model_len: Prompt and completion together, in tokens.
+        on_gpu: Whether the engine runs on a GPU.
+
+    Raises:
+        ConfigError: vLLM rejects something that other settings can fix.
+    """
     try:
         yield
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
@@ -286,13 +380,14 @@ def refusals_in_words(cfg: RolloutConfig, max_model_len: int, *, on_gpu: bool) -
         raise ConfigError([problem]) from error
 
 
-CPU_BLOCK_SIZE = 32  # tokens: the smallest that vLLM's CPU attention takes; its default of 128 would share no short prompt
+CPU_BLOCK_SIZE = 32  # tokens: the smallest that vLLM's CPU attention supports; its default of 128 would share no short prompt
 
 
 def cpu_options(cfg: RolloutConfig) -> dict[str, Any]:
+    """Return the engine arguments for a CPU."""
     return {
         "enforce_eager": True,
-        # A prompt that is cut in two makes vLLM rewind the generator of its seed, and torch's CPU generators cannot: it would crash.
+        # A prompt split in two makes vLLM rewind the generator of its seed, which torch's CPU generators do not support: it would crash.
         "enable_chunked_prefill": False,
         "kv_cache_memory_bytes": cfg.vllm_kv_cache_memory_mb << 20,
         "block_size": CPU_BLOCK_SIZE,
@@ -300,6 +395,7 @@ def cpu_options(cfg: RolloutConfig) -> dict[str, Any]:
 
 
 def gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
+    """Return the engine arguments for a GPU."""
     return {
         "enforce_eager": cfg.vllm_enforce_eager,
         "gpu_memory_utilization": cfg.vllm_gpu_memory_utilization,
@@ -307,12 +403,19 @@ def gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
     }
 
 
-# What torch and vLLM say where its weights, its warm-up or its CUDA graphs find no memory.
+# Error messages of torch and vLLM when weights, warm-up or CUDA graphs find no memory.
 _NO_ROOM = ("CUDA out of memory", "CUDA error: out of memory", "CUDA Error: out of memory", "OutOfMemoryError")
 
 
 def problem_of(cfg: RolloutConfig, max_model_len: int, on_gpu: bool, error: str) -> Problem | None:
-    """What a refusal of vLLM means in the user's settings; None where it is not about them."""
+    """Return what an error of vLLM means in the user's settings; None if it is not about them.
+
+    Args:
+        cfg: Rollout configuration.
+        max_model_len: Prompt and completion together, in tokens.
+        on_gpu: Whether the engine runs on a GPU.
+        error: Message of the error.
+    """
     if "less than desired GPU memory utilization" in error:
         found = re.search(r"\(([\d.]+)/([\d.]+) GiB\)", error)
         free = f"{found[1]} of {found[2]} GiB are free" if found else "less than that is free"

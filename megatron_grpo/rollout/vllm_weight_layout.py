@@ -1,7 +1,7 @@
-"""Where each pushed tensor belongs in a vLLM engine: a table that is learnt from one reload by vLLM itself, and followed from then on.
+"""Table of where each pushed tensor belongs in a vLLM engine, learned from one reload by vLLM itself and used from then on.
 
-vLLM finds out for every tensor anew which part of which weight it becomes: 0.1 ms of Python and more for each. The answer never changes.
-So one layer-wise reload by vLLM is watched (`WeightLayoutRecorder`), and what was seen is tried on the spot.
+For every tensor vLLM determines anew which part of which weight it becomes: 0.1 ms of Python and more for each. The answer never changes.
+So one layer-wise reload by vLLM is observed (`WeightLayoutRecorder`), and the result is tested at once.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ class Place:
 
     @classmethod
     def of(cls, view: torch.Tensor, whole: torch.Tensor) -> Place:
+        """Return the location of `view` in the storage of `whole`."""
         return cls(tuple(view.shape), view.stride(), int(view.storage_offset() - whole.storage_offset()))
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the view at this location of `whole`."""
         return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorForm:
-    """What a tensor looks like without its values."""
+    """Shape, stride and dtype of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,17 +48,18 @@ class TensorForm:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorForm:
+        """Return the form of a tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A part of a pushed tensor becomes a part of a weight."""
+    """One copy: part of a pushed tensor to part of a weight."""
 
-    unit: int  # number of the unit
-    weight: str  # of that unit
+    unit: int  # index of the unit in the table
+    weight: str  # name of the weight in that unit
     to: Place
-    part: Place | None  # of the pushed tensor, laid out without gaps; None: all of it
+    part: Place | None  # part of the pushed tensor, made contiguous; None: all of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,14 +67,14 @@ class Unit:
     """Weights of one module that are complete together."""
 
     module: torch.nn.Module
-    loaded: dict[str, TensorForm]  # by name: as they are loaded
-    live: dict[str, TensorForm]  # as the engine keeps them
-    packed: frozenset[str]  # those that it keeps in another form, which is made when all of them are there
+    loaded: dict[str, TensorForm]  # by name: form in which they are loaded
+    live: dict[str, TensorForm]  # form in which the engine keeps them
+    packed: frozenset[str]  # weights that it keeps in another form, made when all of them have arrived
     padding: list[tuple[str, Place, float]]
     num_copies: int
 
     def targets(self) -> dict[str, torch.Tensor]:
-        """Where copies go: the engine's own memory; for what is packed, memory until then."""
+        """Return the destinations of copies: the engine's memory; for packed weights, temporary memory."""
         found = {}
         for name, form in self.loaded.items():
             live = getattr(self.module, name).data
@@ -82,32 +85,45 @@ class Unit:
         return found
 
     def finish(self, targets: dict[str, torch.Tensor], pack: Pack) -> None:
+        """Install and pack the packed weights, once all copies of the unit are done.
+
+        Args:
+            targets: What `targets` returned.
+            pack: Packs a module.
+        """
         for name in self.packed:
             setattr(self.module, name, torch.nn.Parameter(targets[name], requires_grad=False))
         if self.packed:
             pack(self.module)
 
     def is_as_learnt(self) -> bool:
+        """Return whether the engine's weights have the recorded forms."""
         return all(TensorForm.of(getattr(self.module, name)) == form for name, form in self.live.items())
 
 
 @dataclass(slots=True)
 class Table:
-    """By names of pushed tensors: their shapes, and the copies to make of them; none where vLLM has no use for one."""
+    """By names of pushed tensors: their shapes, and the copies to make of them; none where vLLM does not use a tensor."""
 
     units: list[Unit] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     copies: dict[str, list[Copy]] = field(default_factory=dict)
 
     def is_as_learnt(self) -> bool:
-        """Whether the engine's weights look as they did. They may lie elsewhere: where is asked at every push."""
+        """Return whether the engine's weights have the recorded forms. Their addresses may change: they are read at every push."""
         return all(unit.is_as_learnt() for unit in self.units)
 
     def load(self, named: Named, pack: Pack) -> list[str]:
-        """Returns the names that did not come. Holds no tensor; but of weights that are packed those of one unit, if they come in order.
+        """Copy pushed tensors into the engine; return the names that did not arrive.
 
-        pack: called with the module of a unit whose packed weights are there. Raises WeightSyncError at a tensor that the table does not
-        know, or knows in another shape, or that comes again.
+        Holds no tensor, except those of one unit with packed weights if tensors arrive in order.
+
+        Args:
+            named: (name, tensor) pairs.
+            pack: Packs a module; called for a unit with packed weights when they have arrived.
+
+        Raises:
+            WeightSyncError: A tensor is not in the table, has another shape, or arrives twice.
         """
         awaited = dict.fromkeys(self.copies)
         targets, left = dict[int, dict[str, torch.Tensor]](), dict[int, int]()
@@ -134,22 +150,23 @@ class Table:
         return f"{name} was pushed to the rollout engine twice in one push."
 
 
-# ---- how it is learnt ----------------------------------------------------------------------------------------------------------------
+# ---- how the table is learned --------------------------------------------------------------------------------------------------------
 
 
-# vLLM's methods that keep a weight as it comes, or pack it for a CPU without losing a bit.
+# vLLM's methods that keep a weight unchanged, or pack it for a CPU without losing a bit.
 PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What went into one weight, each once: vLLM loads some twice."""
+    """Copies into one weight, each once: vLLM loads some twice."""
 
     form: TensorForm
     copies: dict[tuple[str, Place, Place | None], None] = field(default_factory=dict)  # (name, to, part)
     padding: dict[tuple[Place, float], None] = field(default_factory=dict)
 
     def covers_all_once(self) -> bool:
+        """Return whether every element of the weight is written exactly once."""
         length = 1 + sum((size - 1) * step for size, step in zip(self.form.shape, self.form.stride, strict=True))
         times = torch.zeros(length, dtype=torch.uint8)
         for place in [*(to for _, to, _ in self.copies), *(to for to, _ in self.padding)]:
@@ -158,27 +175,37 @@ class _Seen:
 
 
 class WeightLayoutRecorder(TorchDispatchMode):
-    """Watches what is copied into the engine's weights while it is the current mode.
+    """Records the copies into the engine's weights while it is the current dispatch mode.
 
-    Every pushed tensor is cloned, so that a copy from its memory tells its name. The clones of a layer are dropped when it has been tried.
+    Every pushed tensor is cloned, so that the source address of a copy identifies its name. The clones of a layer are dropped once its
+    copies have been tested.
+
+    Args:
+        model: vLLM's model.
+        pack: Packs a module.
     """
 
     def __init__(self, model: torch.nn.Module, pack: Pack):
         super().__init__()
-        self.packed: set[torch.nn.Module] = set()  # whose experts need no packing any more
+        self.packed: set[torch.nn.Module] = set()  # modules whose experts are packed already
         self._pack, self._table, self._reason, self._is_trying = pack, Table(), "", False
         self._paths = {module: path for path, module in model.named_modules()}
         kept = [(module, weight, tensor) for module in model.modules() for weight, tensor in own_tensors(module).items()]
         self._kept = {_address(tensor): (module, weight, tensor) for module, weight, tensor in reversed(kept)}  # tied: the embedding's
         self._clones: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}  # by address of a clone
-        # Of what vLLM has laid out anew: name, part of the clone, form. An address may be of something else by now; the trial would tell.
+        # Clones made by vLLM: name, part of our clone, form. An address may have been reused since; the test would detect it.
         self._parts: dict[int, tuple[str, Place, TensorForm]] = {}
-        self._zeroed: set[str] = set()  # which vLLM does not take on this rank
-        self._layer: torch.nn.Module | None = None  # which vLLM is loading
+        self._zeroed: set[str] = set()  # tensors that vLLM zeroes on this rank
+        self._layer: torch.nn.Module | None = None  # layer that vLLM is loading
         self._seen: dict[tuple[torch.nn.Module, str], _Seen] = {}
 
     def heard(self, named: Named) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield clones of the pushed tensors, and record their names and shapes.
+
+        Args:
+            named: (name, tensor) pairs.
+        """
         for name, tensor in named:
             clone = tensor.clone(memory_format=torch.contiguous_format)
             self._table.shapes[name], self._table.copies[name] = tuple(tensor.shape), []
@@ -215,7 +242,13 @@ class WeightLayoutRecorder(TorchDispatchMode):
             seen.copies[found[0], Place.of(to, whole), found[1]] = None
 
     def layer(self, load: Callable[..., None], module: torch.nn.Module, info: Any) -> None:
-        """In place of vLLM's `load(module, info)`, which loads a layer when all its tensors have come."""
+        """Load a layer in place of vLLM's `load(module, info)` when all its tensors have arrived, and test its copies.
+
+        Args:
+            load: vLLM's function.
+            module: The layer.
+            info: vLLM's record of the layer's loaded weights.
+        """
         weights = {weight for weight, _ in info.loaded_weights}
         self._layer = module
         load(module, info)
@@ -226,13 +259,13 @@ class WeightLayoutRecorder(TorchDispatchMode):
         self._reason = self._reason or self._add(module, weights)
 
     def outcome(self) -> tuple[Table | None, str | None]:
-        """The table, or why there is none."""
-        for module, weight in [key for key, seen in self._seen.items() if seen.copies]:  # what vLLM loads apart from its layer
+        """Return (table, None), or (None, the reason why there is none)."""
+        for module, weight in [key for key, seen in self._seen.items() if seen.copies]:  # weights that vLLM loads apart from their layer
             self._reason = self._reason or self._add(module, {weight})
         return (None, self._reason) if self._reason else (self._table, None)
 
     def _add(self, module: torch.nn.Module, weights: set[str]) -> str:
-        """A unit of these weights; returns what speaks against it."""
+        """Add a unit of these weights to the table; return the reason against it, or ""."""
         path, method = self._paths[module], getattr(module, "quant_method", None)
         if method is not None and type(method).__name__ not in PLAIN:
             return f"{path} is loaded by vLLM's {type(method).__name__}"
@@ -272,7 +305,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
 
 
 class Bits:
-    """All that the module of a unit holds."""
+    """Copy of all tensors of a unit's module."""
 
     def __init__(self, unit: Unit):
         self.tensors = {name: (tensor, tensor.detach().clone()) for name, tensor in own_tensors(unit.module).items()}
@@ -280,6 +313,7 @@ class Bits:
         self.answer = self._answer(unit)
 
     def are_those_of(self, unit: Unit) -> bool:
+        """Return whether the module still holds the same bits."""
         now = own_tensors(unit.module)
         return (
             now.keys() == self.tensors.keys()
@@ -290,6 +324,7 @@ class Bits:
         )
 
     def put_back(self, unit: Unit) -> None:
+        """Restore the module."""
         for name, (tensor, kept) in self.tensors.items():
             setattr(unit.module, name, tensor)
             tensor.data.copy_(kept)
@@ -297,7 +332,7 @@ class Bits:
             unit.module.cpu_linear = self.linear
 
     def _answer(self, unit: Unit) -> torch.Tensor:
-        """What a linear layer makes of some numbers, where a CPU keeps its weight out of sight."""
+        """Return a linear layer's output for fixed inputs, where a CPU keeps its packed weight hidden."""
         if "weight" not in unit.packed or not hasattr(unit.module, "cpu_linear"):
             return torch.empty(0)
         form = unit.loaded["weight"]
@@ -307,7 +342,7 @@ class Bits:
 
 
 def own_tensors(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of a module without those of its children."""
+    """Return the parameters and buffers of a module without those of its children."""
     if module is None:
         return {}
     return {name: tensor for name, tensor in [*module._parameters.items(), *module._buffers.items()] if tensor is not None}
@@ -318,6 +353,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have equal shape, dtype and bits."""
     return (
         one.shape == other.shape
         and one.dtype == other.dtype

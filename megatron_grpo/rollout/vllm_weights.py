@@ -1,8 +1,9 @@
-"""All weights and adapters go into a vLLM engine here, into one of this process as into one of a server. Written for vLLM 0.32.
+"""Load weights and adapters into a vLLM engine, in this process or in a server. Written for vLLM 0.32.
 
-The first push goes through vLLM's layer-wise reload and is watched: which part of which tensor becomes which part of which weight. As soon
-as vLLM has loaded a layer, the same tensors are written into it once more by what was seen, and must leave the same bits. If they do in
-all layers, later pushes go by that table (`vllm_layout`). If not, or where a layer is quantised, the reload stays, and a warning says why.
+The first push goes through vLLM's layer-wise reload and is recorded: which part of which tensor becomes which part of which weight. As soon
+as vLLM has loaded a layer, the same tensors are written into it again by the record, and must leave the same bits. If they do in all
+layers, later pushes use that table (`vllm_weight_layout`). If not, or where a layer is quantized, the reload stays, and a warning states
+the reason.
 """
 
 from __future__ import annotations
@@ -22,29 +23,36 @@ from megatron_grpo.weights.lora import A, B, module_of
 
 logger = logging.getLogger(__name__)
 
-TOWER = "visual."  # how the names of the weights begin that see pictures, in vLLM
+TOWER = "visual."  # prefix of the names of vision-tower weights in vLLM
 
 
 class WeightLoader:
-    """Of one engine, in the process that holds its weights. Keeps the table from push to push."""
+    """Loads pushed weights into one engine, in the process that holds its weights. Keeps the table from push to push."""
 
     def __init__(self) -> None:
-        self.tables: dict[bool, Table] = {}  # of pushes with the weights that see pictures, and of those without
-        self.reason: str | None = None  # why there will be none
-        self._loaded_buffers: set[str] = set()  # those that are weights, by vLLM's names
+        self.tables: dict[bool, Table] = {}  # by whether the push contains the vision tower
+        self.reason: str | None = None  # why there can be no table
+        self._loaded_buffers: set[str] = set()  # buffers that are weights, by vLLM's names
         self.pack: Pack = vllm_patches.pack
 
     @property
     def table(self) -> Table | None:
-        """The one of a model of text."""
+        """Table of pushes without a vision tower."""
         return self.tables.get(False)
 
     def load(self, worker: Any, named: Named, *, has_tower: bool = False, is_tower_there: bool = False) -> list[str]:
-        """Replaces all weights of vLLM's `worker` by (Hugging Face name, full tensor); returns the names of those that did not come.
+        """Replace all weights of a vLLM worker; return the names of those that did not arrive.
 
-        has_tower: the weights that see pictures are among them. is_tower_there: if not, the engine has them, and they need not come.
-        After an error the engine holds the weights of no version, and takes the next push. Raises WeightSyncError at a tensor that does not
-        fit what the first push brought.
+        After an error the engine holds the weights of no version, and accepts the next push.
+
+        Args:
+            worker: vLLM's worker.
+            named: (Hugging Face name, full tensor) pairs.
+            has_tower: Whether the vision tower is among them.
+            is_tower_there: If not, whether the engine has the vision tower already, so that it need not arrive.
+
+        Raises:
+            WeightSyncError: A tensor does not match the first push, or a buffer changed.
         """
         from vllm.config import set_current_vllm_config
 
@@ -84,12 +92,23 @@ class WeightLoader:
 
 
 def buffers_of(worker: Any) -> dict[str, torch.Tensor]:
-    """On the host: what vLLM's model holds besides weights, as rotary tables. A reload and a sleep take them away and put them back."""
+    """Copy to the host what vLLM's model holds besides weights, such as rotary tables. A reload and a sleep remove and restore them.
+
+    Args:
+        worker: vLLM's worker.
+    """
     return {name: buffer.detach().to("cpu", copy=True) for name, buffer in worker.model_runner.get_model().named_buffers()}
 
 
 def refuse_changed(worker: Any, before: dict[str, torch.Tensor], what: str, *, besides: Collection[str] = ()) -> None:
-    """Raises WeightSyncError where a buffer is not what it was, bit for bit. besides: those that are weights, and came with the others."""
+    """Raise WeightSyncError if a buffer changed, bit for bit.
+
+    Args:
+        worker: vLLM's worker.
+        before: What `buffers_of` returned before.
+        what: The cause, for the message.
+        besides: Buffers that are weights, and arrived with the others.
+    """
     now = buffers_of(worker)
     changed = sorted(
         name for name in before.keys() | now.keys()
@@ -100,38 +119,38 @@ def refuse_changed(worker: Any, before: dict[str, torch.Tensor], what: str, *, b
 
 
 def _reload(worker: Any, model: Any, named: Named) -> tuple[set[str], set[str]]:
-    """One layer-wise reload of everything. Returns the names of all weights, and of those that came.
+    """Reload everything layer by layer. Return the names of all weights, and of those that arrived.
 
-    Several reloads with a part each would give garbage: a layer's kernel layout is made when the layer is complete.
+    Several reloads with a part each would produce garbage: a layer's kernel layout is made when the layer is complete.
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    # A layer with room for an adapter is inside another module, and its weights are loaded under their own names all the same.
+    # A layer with room for an adapter is wrapped in another module, but its weights are loaded under their original names.
     expected = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
     initialize_layerwise_reload(model)
     catch_copies(model)
     try:
         loaded = model.load_weights(named)
     except BaseException:
-        for layer in model.modules():  # forget what has come of it, which may be what failed: else the line below fails of it, and the next
+        for layer in model.modules():  # drop what arrived, which may be the cause: else the line below and the next reload fail too
             info = get_layerwise_info(layer)
             info.loaded_weights.clear()
             info.load_numel = 0
         raise
     finally:
-        finalize_layerwise_reload(model, worker.vllm_config.model_config)  # else the next would go on where this one broke off
+        finalize_layerwise_reload(model, worker.vllm_config.model_config)  # else the next would continue where this one stopped
     return expected, set(loaded)
 
 
 def _unless_there(missing: list[str], has_tower: bool, is_tower_there: bool) -> list[str]:
-    """Less what a push without a tower leaves as it was, under vLLM's names or those of the file."""
+    """Return the missing names without those that a push without a vision tower leaves unchanged, under vLLM's or the file's names."""
     left_out = is_tower_there and not has_tower
     return [name for name in missing if not (left_out and name.removeprefix("model.").startswith(TOWER))]
 
 
 def missing_sentence(missing: list[str]) -> str:
-    """The end of a sentence that begins with the push."""
+    """Return the end of a sentence about a push that did not contain all weights."""
     return f"left {len(missing)} of the engine's weights as they were: {', '.join(missing[:8])}{', ...' * (len(missing) > 8)}"
 
 
@@ -143,10 +162,13 @@ _ADDED_ONCE = ".experts.down_proj_bias"  # vLLM zeroes it in place on all tensor
 
 
 def catch_copies(model: torch.nn.Module) -> None:
-    """In a layer-wise reload that has begun: what is copied into experts goes to a loader, what is copied into sinks to the live ones.
+    """Redirect direct copies in a layer-wise reload that has begun: to a loader for experts, to the live tensors for sinks.
 
-    In such a reload parameters are shells without memory until a layer's loaders have been given all that it needs. What is copied into a
-    shell, as vLLM 0.32 does with gpt-oss, is gone; vLLM counts it as loaded, and at the end puts the layer's old weights back.
+    In such a reload parameters are shells without memory until a layer's loaders have received all that it needs. A copy into a shell, as
+    vLLM 0.32 does with gpt-oss, is lost; vLLM counts it as loaded, and at the end restores the layer's old weights.
+
+    Args:
+        model: vLLM's model.
     """
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -167,29 +189,37 @@ def catch_copies(model: torch.nn.Module) -> None:
 
 
 class _Copy:
-    """In place of a shell's `copy_`, once."""
+    """Replacement of a shell's `copy_`, for one call."""
 
     def __init__(self, shell: Any):
         self.shell = shell
 
     def __call__(self, part: torch.Tensor) -> None:
-        del self.shell.copy_  # else what is made of the shell would have it, and be copied into later
+        del self.shell.copy_  # otherwise tensors made from the shell would inherit it, and redirect later copies
         self.shell.weight_loader(self.shell, part)
 
 
 def kept_whole(named: Named) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors, with copies of those that vLLM changes as it loads them."""
+    """Yield the same tensors, with copies of those that vLLM changes as it loads them.
+
+    Args:
+        named: (name, tensor) pairs.
+    """
     return ((name, tensor.clone() if name.endswith(_ADDED_ONCE) else tensor) for name, tensor in named)
 
 
-# ---- the adapter that an engine samples with: one at a time, from memory, each under a name of its own -------------------------------
+# ---- the adapter that an engine samples with: one at a time, from memory, each under a new name --------------------------------------
 
 
 def lora_options(push: LoraPush) -> dict[str, Any]:
-    """Arguments of a vLLM engine with room for one adapter, on the modules that have one and no others."""
+    """Return the arguments of a vLLM engine with room for one adapter, on the modules that have one and no others.
+
+    Args:
+        push: How adapters are pushed.
+    """
     return {
         "enable_lora": True,
-        "max_loras": 1,  # a new adapter drives the old one out; nothing is being sampled then
+        "max_loras": 1,  # a new adapter evicts the old one; nothing is being sampled then
         "max_cpu_loras": 1,
         "max_lora_rank": push.slot_rank,
         "lora_target_modules": push.last_words,
@@ -197,7 +227,12 @@ def lora_options(push: LoraPush) -> dict[str, Any]:
 
 
 def sampler_obstacle(architecture: str, *, on_gpu: bool) -> str | None:
-    """Why vLLM's model of this architecture takes no adapters, as the end of a sentence; None where it does. Imports vLLM."""
+    """Return why vLLM's model of this architecture supports no adapters, as the end of a sentence; None if it does. Imports vLLM.
+
+    Args:
+        architecture: Name of the architecture.
+        on_gpu: Whether vLLM runs on a GPU.
+    """
     vllm_patches.prepare_environment(on_gpu=on_gpu)
     from vllm.model_executor.models import ModelRegistry, supports_lora
 
@@ -208,15 +243,27 @@ def sampler_obstacle(architecture: str, *, on_gpu: bool) -> str | None:
 
 
 class AdapterSlot:
-    """Holds the adapter of one engine. modules: Hugging Face names of those that every adapter of this run is on."""
+    """Holds the adapter of one engine.
+
+    Args:
+        llm: vLLM's LLM.
+        modules: Hugging Face names of the modules that every adapter of this run is on.
+    """
 
     def __init__(self, llm: Any, modules: frozenset[str]):
         self._llm, self._modules = llm, modules
-        self._number = 0  # of adapters taken
+        self._number = 0  # adapters loaded so far
         self.request: Any = None  # vLLM's LoRARequest, which every request must carry; None: there is no adapter
 
     def take(self, update: WeightUpdate) -> None:
-        """Replaces the adapter. Raises WeightSyncError where it did not arrive whole; then there is none."""
+        """Replace the adapter. After an error there is none.
+
+        Args:
+            update: Update of kind "adapter".
+
+        Raises:
+            WeightSyncError: The adapter did not arrive complete.
+        """
         self.request = None
         self._number += 1
         with vllm_patches.trainer_untouched():
@@ -226,16 +273,20 @@ class AdapterSlot:
         self.request = adapter_request(self._number, update.version)
 
     def drop(self) -> None:
-        """There is no adapter any more."""
+        """Remove the adapter."""
         self.request = None
         self._llm.collective_rpc(drop_adapters)
 
 
 def adapter_request(number: int, version: int) -> Any:
-    """vLLM's name for an adapter that it took from memory, which every request must carry.
+    """Return vLLM's name of an adapter loaded from memory, which every request must carry.
 
-    The prefix cache tells adapters apart by their names, so it never answers for an older one. The path is never opened: the engine has
-    this number already, and if it ever lost it sampling would end for want of such a file.
+    The prefix cache distinguishes adapters by their names, so it never answers for an older one. The path is never opened: the engine has
+    this number already, and if it ever lost it, sampling would fail because the file does not exist.
+
+    Args:
+        number: Number of the adapter in the engine.
+        version: Version of the weights.
     """
     from vllm.lora.request import LoRARequest
 
@@ -245,9 +296,14 @@ def adapter_request(number: int, version: int) -> Any:
 def take_adapter(
     worker: Any, number: int, config: Mapping[str, Any], named: Iterable[tuple[str, torch.Tensor]], modules: Collection[str]
 ) -> str:
-    """Runs in the engine: takes an adapter under a number of its own. Returns what of it did not arrive; "" if all did.
+    """Load an adapter under a new number; return what of it did not arrive, or "". Runs in the engine.
 
-    modules: Hugging Face names of those that every adapter of this run is on.
+    Args:
+        worker: vLLM's worker.
+        number: Number of the adapter in the engine.
+        config: The adapter's configuration, as PEFT writes it.
+        named: (name, tensor) pairs of the adapter's matrices.
+        modules: Hugging Face names of the modules that every adapter of this run is on.
     """
     # Copies: vLLM keeps them on the host, and multiplies B by the scale in place.
     tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
@@ -269,9 +325,9 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _receive(worker: Any, number: int, config: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> list[str]:
-    """Runs in the engine: what vLLM does with an adapter's files, from memory. Returns the modules that it took, by our names.
+    """Load an adapter from memory as vLLM loads its files; return the modules that it accepted, by our names. Runs in the engine.
 
-    vLLM looks for no name that it does not know: without looking for each of them here it would drop them without an error.
+    vLLM does not check for names that it does not know: without the check here it would drop them without an error.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
@@ -297,5 +353,5 @@ def _receive(worker: Any, number: int, config: Mapping[str, Any], tensors: dict[
 
 
 def drop_adapters(worker: Any) -> None:
-    """Runs in the engine, after its weights were replaced: adapters belonged to what was there before."""
+    """Remove all adapters after the engine's weights were replaced: adapters belonged to the previous weights. Runs in the engine."""
     worker.model_runner.reset_lora_state()
