@@ -1,8 +1,8 @@
-"""Attention in parts: every segment on itself, children on their parent, put together by their log-sum-exp (docs/shared_prompts.md).
+"""Attention in parts, merged by their log-sum-exp: segments on themselves, children on their parent (docs/shared_prompts.md).
 
-A query's softmax over several runs of keys is one softmax over all of them. So is its backward: what a query says of a key is
-exp(score - log-sum-exp of the whole), and all else that a softmax's backward sums over keys is output * gradient, of the whole as well.
-Each part needs nothing of the others then, no key is copied, and no mask over the stream exists.
+A query's softmax over several runs of keys is one softmax over all of them. The same holds for its backward: the probability that a query
+gives to a key is exp(score - log-sum-exp over all keys), and the only other sum over keys in a softmax's backward is output * gradient,
+also over all keys. So each part needs nothing from the others, no key is copied, and no mask over the stream exists.
 """
 
 from __future__ import annotations
@@ -21,23 +21,51 @@ from megatron_grpo.types import Segment
 
 
 class Kernel(Protocol):
-    """Attention of one part. q, out, gradients of both [queries, heads, c]; k, v and theirs [keys, groups, c]; lse [heads, queries]."""
+    """Attention of one part.
+
+    Shapes: q, out and their gradients [queries, heads, c]; k, v and their gradients [keys, groups, c]; lse [heads, queries].
+    """
 
     def forward(self, q, k, v, part: Part, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> (out, lse), in tensors of its own."""
+        """Return (out, lse), in new tensors.
+
+        Args:
+            q: Queries.
+            k: Keys.
+            v: Values.
+            part: The runs of queries and keys.
+            scale: Multiplies the scores; None for 1 / sqrt(c).
+        """
         ...
 
     def backward(self, grad, q, k, v, out, lse, part: Part, scale: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """out, lse: of all parts together. -> gradients of q, k, v by this part, in tensors of its own."""
+        """Return the gradients of q, k and v by this part, in new tensors.
+
+        Args:
+            grad: Gradient of the output of all parts together.
+            q: Queries.
+            k: Keys.
+            v: Values.
+            out: Output of all parts together.
+            lse: Log-sum-exp of all parts together.
+            part: The runs of queries and keys.
+            scale: Multiplies the scores; None for 1 / sqrt(c).
+        """
         ...
 
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedBatch, scale: float | None, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """q [t, heads, c], k and v [keys, groups, c] -> [t, heads, c]. scale: of the scores; None for 1 / sqrt(c). 0 where padding asks.
+    """Compute attention over the packed stream, [t, heads, c]; padding gets 0.
 
-    sinks [heads]: a score of each head beside those of the keys, whose value is 0 (gpt-oss).
+    Args:
+        q: Queries of this rank, [t, heads, c].
+        k: Keys of all context-parallel ranks, [keys, groups, c].
+        v: Values, in the shape of `k`.
+        packed: The packed stream.
+        scale: Multiplies the scores; None for 1 / sqrt(c).
+        sinks: One more score per head beside those of the keys, whose value is 0 (gpt-oss), [heads]; None without sinks.
     """
     kernel = FLASH_ON_CPU if q.device.type == "cpu" else gpu_kernel(q.dtype, q.shape[-1]).kernel
     if kernel is PLAIN and not packed.full and sinks is None:
@@ -46,7 +74,7 @@ def attention(
 
 
 class Chosen(NamedTuple):
-    """A kernel, and why it is only PLAIN; None where it is a better one."""
+    """A kernel, and why no better one than PLAIN runs here; None if it is a better one."""
 
     kernel: Kernel
     lacks: str | None
@@ -54,7 +82,12 @@ class Chosen(NamedTuple):
 
 @functools.cache
 def gpu_kernel(dtype: torch.dtype, channels: int) -> Chosen:
-    """The kernel of this process's GPU for heads of so many channels. Found out once, by what the GPU is and by trying it."""
+    """Return the kernel of this process's GPU. The choice is made once, by the GPU's capability and a trial run.
+
+    Args:
+        dtype: Dtype of queries, keys and values.
+        channels: Channels of one head.
+    """
     lacks = flash_obstacle(str(dtype).removeprefix("torch."), channels)
     if lacks is None and torch.cuda.get_device_capability() < FLASH_CAPABILITY:
         found, least = (".".join(map(str, version)) for version in (torch.cuda.get_device_capability(), FLASH_CAPABILITY))
@@ -65,7 +98,17 @@ def gpu_kernel(dtype: torch.dtype, channels: int) -> Chosen:
 
 
 def fault_of(kernel: Kernel, dtype: torch.dtype, channels: int, device: torch.device) -> str | None:
-    """How the kernel fails, or differs from PLAIN, on a small stream of parents and children; None if it does not."""
+    """Compare a kernel with PLAIN on a small stream of parents and children.
+
+    Args:
+        kernel: The kernel.
+        dtype: Dtype of queries, keys and values.
+        channels: Channels of one head.
+        device: Device on which it runs.
+
+    Returns:
+        How the kernel fails, or where it differs from PLAIN by more than rounding, as a phrase; None if it does not.
+    """
     ends = (0, 40, 45, 47, 90, 93, 96)
     segments = [Segment(start=a, end=b, length=b - a, parent=p) for a, b, p in zip(ends, ends[1:], (-1, -1, 0, 0, 1, -1))]
     packed = packed_stream(segments, 1, 0, lambda array: torch.from_numpy(array).to(device))
@@ -78,7 +121,7 @@ def fault_of(kernel: Kernel, dtype: torch.dtype, channels: int, device: torch.de
             try:
                 out = _Attention.apply(*inputs, packed, None, one)
                 found.append((out.detach(), *torch.autograd.grad(out, inputs, grad)))
-            except RuntimeError as error:  # what torch says of a kernel that it was built without, or that this GPU cannot run
+            except RuntimeError as error:  # torch was built without the kernel, or this GPU cannot run it
                 return f"flash attention does not run here ({str(error).splitlines()[0]})"
     rounding = 4 * torch.finfo(dtype).eps
     for name, right, other in zip(("its output", "the gradient of queries", "of keys", "of values"), *found, strict=True):
@@ -89,7 +132,7 @@ def fault_of(kernel: Kernel, dtype: torch.dtype, channels: int, device: torch.de
 
 
 def _by_torch(q, k, v, packed: PackedBatch, scale: float | None) -> torch.Tensor:
-    """Where there is one part there is nothing to merge, and torch's own kernels and their backward will do."""
+    """Compute attention with torch's own kernels and their backward: with one part there is nothing to merge."""
     out = torch.zeros_like(q)
     if (part := packed.causal) is not None:
         out[part.queries] = _joined([
@@ -100,7 +143,7 @@ def _by_torch(q, k, v, packed: PackedBatch, scale: float | None) -> torch.Tensor
 
 
 class _RunByRun(NamedTuple):
-    """A kernel that takes [n, heads, queries, c] and [n, groups, keys, c]."""
+    """Kernel that takes [n, heads, queries, c] and [n, groups, keys, c]."""
 
     attend: Callable
     differentiate: Callable
@@ -120,14 +163,14 @@ class _RunByRun(NamedTuple):
 
 
 def _joined(runs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[n, heads, length, c] of each call -> [queries or keys, heads, c]."""
+    """Concatenate the results of the calls, [n, heads, length, c] each, to [queries or keys, heads, c]."""
     return torch.cat([x.transpose(1, 2).flatten(0, 1) for x in runs])
 
 
 class _Varlen(NamedTuple):
-    """A kernel that takes all runs of a part at once, told by their bounds: FlashAttention 2, as every CUDA build of torch has it.
+    """Kernel that takes all runs of a part at once, with their bounds: FlashAttention 2, as in every CUDA build of torch.
 
-    Deterministic under torch.use_deterministic_algorithms(True). It hangs where a run has no tokens; parts have no such runs.
+    It is deterministic under torch.use_deterministic_algorithms(True). It hangs on a run without tokens; parts have no such runs.
     """
 
     attend: Callable
@@ -140,12 +183,12 @@ class _Varlen(NamedTuple):
 
     def backward(self, grad, q, k, v, out, lse, part: Part, scale):
         bounds = part.cu_queries, part.cu_keys, part.most_queries, part.most_keys
-        state = lse.new_empty(2, dtype=torch.int64)  # of a dropout that there is not
+        state = lse.new_empty(2, dtype=torch.int64)  # random state for dropout, which is not used
         return self.differentiate(grad, q, k, v, out, lse, *bounds, 0.0, part.is_causal, state, state, scale=scale)
 
 
 def _runs(part: Part, of_queries, of_keys):
-    """Views of tensors [queries or keys, heads, ...] for each call: [n, heads, length, ...]."""
+    """Yield views of tensors [queries or keys, heads, ...] for each call: [n, heads, length, ...]."""
     cut = [x.transpose(0, 1).unsqueeze(0).split([run.num * run.num_queries for run in part.runs], dim=2) for x in of_queries]
     cut += [x.transpose(0, 1).unsqueeze(0).split([run.num * run.num_keys for run in part.runs], dim=2) for x in of_keys]
     for run, *views in zip(part.runs, *cut, strict=True):
@@ -153,7 +196,7 @@ def _runs(part: Part, of_queries, of_keys):
 
 
 def _plain(q, k, v, dropout, is_causal, *, scale):
-    """Matrix products, on any device. Every score of a run exists at one time."""
+    """Compute attention with matrix products, on any device. All scores of a run are in memory at once."""
     scores = _scores(q, k, is_causal, scale)
     lse = scores.logsumexp(dim=-1)
     return ((scores - lse[..., None]).exp() @ _for_heads(v, q).to(scores.dtype)).to(q.dtype), lse
@@ -177,7 +220,7 @@ def _scores(q, k, is_causal: bool, scale):
 
 
 def _for_heads(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """[n, groups, ...] -> [n, heads, ...]."""
+    """Repeat groups for their heads: [n, groups, ...] -> [n, heads, ...]."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
@@ -190,7 +233,7 @@ FLASH_CAPABILITY = (8, 0)
 
 
 class _Attention(torch.autograd.Function):
-    """Kernels do not differentiate the log-sum-exp that they give, so the merge and the parts are one function with one backward."""
+    """Attention over all parts, as one function with one backward: kernels do not differentiate the log-sum-exp that they return."""
 
     @staticmethod
     def forward(ctx, q, k, v, packed: PackedBatch, scale, kernel: Kernel, sinks=None):
@@ -221,13 +264,13 @@ class _Attention(torch.autograd.Function):
         for part in (*filter(None, [packed.causal]), *packed.full):
             at, of = part.queries, part.keys
             found = ctx.kernel.backward(grad[at], q[at], k[of], v[of], out[at], lse[:, at].contiguous(), part, ctx.scale)
-            if not totals:  # each place stands once in the causal part
+            if not totals:  # each index occurs once in the causal part
                 totals = [_whole(x, places, len(to), 0) for x, places, to in zip(found, (at, of, of), (q, k, v), strict=True)]
             else:
                 for total, places, value in zip(totals, (at, of, of), found, strict=True):
                     _add(total, places, value)
         of_sinks = None
-        if sinks:  # its value is 0, so the gradient of its weight is 0
+        if sinks:  # the value of a sink is 0, so the gradient of its probability is 0
             rows = (grad * out).sum(dim=-1, dtype=lse.dtype).t()
             of_sinks = -((sinks[0].to(lse.dtype)[:, None] - lse).exp() * rows).sum(dim=1).to(sinks[0].dtype)
         return *(totals or map(torch.zeros_like, (q, k, v))), None, None, None, of_sinks
@@ -238,7 +281,7 @@ def _part_forward(kernel: Kernel, q, k, v, part: Part, scale):
 
 
 def _whole(x: torch.Tensor, places: Places, size: int, dim: int) -> torch.Tensor:
-    """The tensor of so many places that has x at these, and 0 at others; x itself where these are all."""
+    """Return a tensor of `size` rows in `dim` with x at `places` and 0 elsewhere; x itself if `places` are all rows."""
     if isinstance(places, slice) and x.shape[dim] == size:
         return x
     shape = list(x.shape)
@@ -252,4 +295,4 @@ def _add(total: torch.Tensor, places: Places, values: torch.Tensor) -> None:
     if isinstance(places, slice):
         total[places] += values
     else:
-        total.index_put_((places,), values, accumulate=True)  # keys may stand several times; sorted on a GPU, so the sum is repeatable
+        total.index_put_((places,), values, accumulate=True)  # keys may occur several times; sorted on a GPU, so the sum is repeatable

@@ -1,4 +1,7 @@
-"""What does not go with same_bits, and why the bits would differ (docs/proof.md). No torch: `plan` asks too."""
+"""Settings and models that same_bits does not support, and why the bits would differ (docs/proof.md).
+
+Imports no torch, because `plan` uses it too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from megatron_grpo.config.rules import Rule, broken, settings_of
 from megatron_grpo.config.sampling_mask import flag_of, is_cut, of_training
 from megatron_grpo.weights.shape import ModelShape
 
-# Compared bit by bit by tools/same_bits.py.
+# tools/same_bits.py compares these bit by bit.
 PROVEN = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -23,12 +26,17 @@ PROVEN = (
 
 
 def problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
-    """shape: None where the model is not at hand."""
+    """Return the settings that conflict with `same_bits`; an empty list if it is off.
+
+    Args:
+        cfg: The settings of the run.
+        shape: The model's dimensions; None if unknown.
+    """
     return list(broken(RULES, settings_of(cfg, shape=shape))) if cfg.rollout.same_bits else []
 
 
 def _cut_words(c: SimpleNamespace) -> dict[str, Any] | None:
-    """What leaves less than the whole vocabulary to draw from, and its value that does not."""
+    """Return the setting that restricts sampling to a part of the vocabulary, and its value that does not."""
     if not is_cut(c.cfg.rollout):
         return None
     flag, off = ("top_p", 1.0) if c.top_p < 1 else ("min_p", 0.0) if c.min_p else ("top_k", 0)

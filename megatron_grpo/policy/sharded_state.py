@@ -1,14 +1,14 @@
-"""What of a policy goes into a checkpoint, described so that any other layout can read it.
+"""State of a policy for a checkpoint, described so that any other layout can load it.
 
-Megatron-Core calls this a sharded state dict: every tensor carries its global name, global shape and this rank's place in it. Of the
+Megatron-Core calls this a sharded state dict: every tensor has its global name, its global shape and this rank's offset in it. Of the
 optimizer it holds the tensors and the step count. The rest of the optimizer, such as its parameter groups, depends on the layout or is a
 setting, and comes from the run that loads.
 
-Of what a distributed optimizer keeps nothing is gathered, nothing is copied. Megatron-Core deals the elements of all weights out over the
-data-parallel ranks, in one flat row: this rank has a run of a weight's elements, from the middle of one row of the matrix to the middle of
-another. A checkpoint knows boxes. A run is at most 2 d - 1 boxes of a weight with d dimensions: the end of the first row, the whole rows,
-the beginning of the last. Each is a view of the optimizer's own memory: it is written from there, and read into it. The names and shapes in
-the checkpoint are those of Megatron-Core's "fully reshardable" form, whose own code gathers all of it on one rank first.
+The state of a distributed optimizer is neither gathered nor copied. Megatron-Core distributes the elements of all weights over the
+data-parallel ranks as one flat row: this rank has a run of a weight's elements, from the middle of one row of the matrix to the middle of
+another. A checkpoint stores boxes. A run is at most 2 d - 1 boxes of a weight with d dimensions: the end of the first row, the whole rows,
+the beginning of the last. Each box is a view of the optimizer's own memory, from which it is written and into which it is read. The names
+and shapes in the checkpoint are those of Megatron-Core's "fully reshardable" form, whose own code gathers everything on one rank first.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_grpo.parallel import collectives
 from megatron_grpo.policy.adamw import AdamW
 
-REFERENCE = "reference."  # before the global names of a moving reference's tensors, which are the policy's
-RESHARDABLE = {"chained_optim_avoid_prefix": True}  # dense and expert parameters have an optimizer each; their names are theirs alone
-# A tensor for each layer, expert and half of a gated one. Megatron otherwise describes one over all layers, of whose moments a part would
-# lack where some are frozen.
+REFERENCE = "reference."  # prefix of the global names of a synced reference's tensors, which are otherwise the policy's names
+RESHARDABLE = {"chained_optim_avoid_prefix": True}  # dense and expert parameters have an optimizer each, and their names do not collide
+# One tensor for each layer, expert and half of a gated layer. Otherwise Megatron describes one tensor over all layers, whose moments would
+# be incomplete if some layers are frozen.
 ONE_BY_ONE = {"singleton_local_shards": True}
 
 
 def sharded_state(
     chunks: Sequence[Any], optimizer: Any, scheduler: Any, *, reference: Sequence[Any] | None = None, is_loading: bool
 ) -> dict[str, Any]:
-    """The sharded state dict of this rank. Collective: every rank calls it.
+    """Return the sharded state dict of this rank. Collective.
 
-    chunks: the model chunks of this stage (one, or `vpp` of them), each wrapped in Megatron's DistributedDataParallel or not.
-    optimizer: a MegatronOptimizer; None leaves it out. scheduler: anything with `state_dict()`; None leaves it out.
-    reference: chunks as `chunks`, but not wrapped; None leaves them out.
-    is_loading: describe where to load to, instead of what to save. A distributed optimizer's part is loaded in place.
+    Args:
+        chunks: The model chunks of this stage (one, or `vpp` of them), each wrapped in Megatron's DistributedDataParallel or not.
+        optimizer: A MegatronOptimizer; None leaves it out.
+        scheduler: Any object with `state_dict()`; None leaves it out.
+        reference: Chunks of the reference, not wrapped; None leaves them out.
+        is_loading: Describe where to load to, instead of what to save. The state of a distributed optimizer is then loaded in place.
     """
     is_whole = _all_train(chunks)
     how = RESHARDABLE if is_whole else RESHARDABLE | ONE_BY_ONE
@@ -78,12 +80,23 @@ def sharded_state(
 def load_state(
     chunks: Sequence[Any], optimizer: Any, scheduler: Any, state: dict[str, Any], *, reference: Sequence[Any] | None = None
 ) -> None:
-    """Puts back what `megatron.core.dist_checkpointing.load` made of `sharded_state(..., is_loading=True)`. Collective."""
+    """Load the state that `megatron.core.dist_checkpointing.load` returned for `sharded_state(..., is_loading=True)`. Collective.
+
+    Args:
+        chunks: The model chunks of this stage, as for `sharded_state`.
+        optimizer: A MegatronOptimizer; None if it was left out.
+        scheduler: Any object with `load_state_dict()`; None if it was left out.
+        state: The loaded state.
+        reference: Chunks of the reference; None if they were left out.
+
+    Raises:
+        ValueError: If a weight is missing from the state, or the state has others.
+    """
     is_whole = _all_train(chunks)
     for name, chunk in _named(chunks):
-        _load_weights(unwrapped(chunk), state.get(name, {}), everything=is_whole)  # what is empty does not come back
+        _load_weights(unwrapped(chunk), state.get(name, {}), everything=is_whole)  # an empty entry is missing after loading
     if optimizer is not None:
-        if not is_distributed(optimizer):  # else it has been read in place, or into what was lent
+        if not is_distributed(optimizer):  # else its state was read in place, or into the buffers of `AdamW.lend`
             _load_optimizer(optimizer, state["optimizer"], state["optimizer_step"])
         for inner in rounding(optimizer):
             inner.take_back()
@@ -95,17 +108,29 @@ def load_state(
         _load_weights(chunk, state[REFERENCE + name], everything=True)
 
 
-EXTRA = re.compile(r"_extra_state\d*$")  # of grouped layers one for each expert
+EXTRA = re.compile(r"_extra_state\d*$")  # grouped layers have one for each expert
 
 
 def without_extra_state(described: dict[str, Any]) -> dict[str, Any]:
-    """Without what Transformer Engine's layers keep beside their weights: nothing, but under FP8 a pickle of the recipe, which the settings
-    say as well. So a checkpoint is the same with its layers and with the local ones, and none is unpickled."""
+    """Return the description without the extra state of Transformer Engine's layers.
+
+    The extra state is empty, except under FP8: then it is a pickle of the recipe, which the settings contain too. Without it a checkpoint
+    is the same with Transformer Engine's layers and with the local ones, and no pickle is loaded.
+    """
     return {name: leaf for name, leaf in described.items() if not EXTRA.search(name)}
 
 
 def _load_weights(module: Any, values: dict[str, Any], *, everything: bool) -> None:
-    """everything: all tensors must be there, else those that train."""
+    """Load the weights of a module.
+
+    Args:
+        module: The module.
+        values: Its weights by name.
+        everything: All tensors must be present; otherwise those that train.
+
+    Raises:
+        ValueError: If a required tensor is missing or an unknown one is present.
+    """
     found = module.load_state_dict(values, strict=False)
     lost = {name for name in found.missing_keys if not EXTRA.search(name)}
     lost = lost if everything else lost & _trained(module)
@@ -114,12 +139,12 @@ def _load_weights(module: Any, values: dict[str, Any], *, everything: bool) -> N
 
 
 def _all_train(chunks: Sequence[Any]) -> bool:
-    """Whether every weight of the model trains, on all stages. Collective."""
+    """Return whether every weight of the model trains, on all stages. Collective."""
     return not collectives.all_reduce_max(any(not parameter.requires_grad for chunk in chunks for parameter in chunk.parameters()))
 
 
 def _what_trains(module: Any, described: dict[str, Any]) -> dict[str, Any]:
-    """A model's part of a checkpoint where some of the model is frozen: what is not. The rest is in the model's own files."""
+    """Return the trained part of a model's description, if some of the model is frozen. The rest is in the model's own files."""
     trained = _trained(module)
     assert trained <= described.keys(), f"Megatron describes no {sorted(trained - described.keys())[:3]}"
     return {name: leaf for name, leaf in described.items() if name in trained}
@@ -130,21 +155,21 @@ def _trained(module: Any) -> set[str]:
 
 
 def _local_unless_sharded(leaf: Any) -> Any:
-    """Marks a value that is neither saved nor loaded: after loading it stands where it was, as it is in this run."""
+    """Mark a value that is neither saved nor loaded: after loading, the state has this run's value in its position."""
     return leaf if isinstance(leaf, (ShardedBase, LocalNonpersistentObject)) else LocalNonpersistentObject(leaf)
 
 
 def _make_room(optimizer: Any) -> None:
-    """Gives Adam its moments, all zero, before the first step. (Megatron forgets `step` of torch's Adam.)
+    """Allocate Adam's moments, all zero, before the first step. (Megatron omits `step` for torch's Adam.)
 
-    Where this rank owns nothing that trains, Megatron still asks for a count of steps; the key is no parameter, so it is nobody's.
+    If no trained parameter belongs to this rank, Megatron still asks for a step count; its key is no parameter.
     """
     for part in chain(optimizer):
-        if isinstance(part.optimizer, AdamW):  # has them from the beginning
+        if isinstance(part.optimizer, AdamW):  # allocates them at construction
             continue
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             _make_room_on_host(part.optimizer)
-        elif isinstance(part.optimizer, torch.optim.Adam):  # AdamW is a kind of Adam
+        elif isinstance(part.optimizer, torch.optim.Adam):  # torch's AdamW is a subclass
             if not any(group["params"] for group in part.optimizer.param_groups):
                 part.optimizer.state["nothing trains here"] = {"step": torch.tensor(0.0)}  # type: ignore[index]  # no parameter
             _make_moments(part.optimizer)
@@ -161,10 +186,10 @@ def _make_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _make_room_on_host(optimizer: HybridDeviceOptimizer) -> None:
-    """Of one whose parts are on the host, under `optimizer_cpu_offload`. (Megatron takes a step with random gradients for this.)
+    """Allocate moments of an optimizer on the host, under `optimizer_cpu_offload`. (Megatron takes a step with random gradients for this.)
 
-    It then says of each parameter where its float32 weight and its moments are; those that the parts themselves use, so what is read into
-    them has been loaded.
+    It then maps each parameter to its float32 weight and its moments. These are the tensors that the parts use, so reading into them loads
+    the optimizer.
     """
     for part in optimizer.sub_optimizers:
         _make_moments(part)
@@ -172,7 +197,7 @@ def _make_room_on_host(optimizer: HybridDeviceOptimizer) -> None:
 
 
 def _load_optimizer(optimizer: Any, state: dict[Any, Any], step: int) -> None:
-    """`optimizer.load_state_dict` of one that is not distributed. Megatron-Core looks for torch's `step` among the tensors."""
+    """Load an optimizer that is not distributed. Megatron-Core looks for torch's `step` among the tensors."""
     parts = chain(optimizer)
     states = [state] if len(parts) == 1 else [state[place] for place in range(len(parts))]
     for part, values in zip(parts, states, strict=True):
@@ -182,10 +207,13 @@ def _load_optimizer(optimizer: Any, state: dict[Any, Any], step: int) -> None:
 
 
 def _count_steps(optimizer: Any, step: int) -> None:
-    """As many as the checkpoint counted. Megatron-Core gives all parameters one step tensor, which torch advances once for each of them."""
+    """Set Adam's step counts to that of the checkpoint.
+
+    Megatron-Core gives all parameters one step tensor, which torch would advance once for each of them.
+    """
     for inner in torch_optimizers(optimizer):
         for group in inner.param_groups:
-            if "step" in group:  # where Transformer Engine and Apex count
+            if "step" in group:  # Transformer Engine and Apex count here
                 group["step"] = step
         for entry in inner.state.values():
             if isinstance(inner, torch.optim.Adam) or "step" in entry:
@@ -193,45 +221,49 @@ def _count_steps(optimizer: Any, step: int) -> None:
 
 
 def steps_counted(optimizer: Any) -> int:
-    """Steps that Adam has counted, for its bias correction; the same for all parameters.
+    """Return the number of steps that Adam has counted for its bias correction; the same for all parameters.
 
-    The highest count that is found: Megatron-Core leaves one in the parameter groups when it loads, which torch's Adam never advances.
+    It is the highest count found: when Megatron-Core loads, it leaves a count in the parameter groups, which torch's Adam never advances.
     """
     places = (place for inner in torch_optimizers(optimizer) for place in [*inner.param_groups, *inner.state.values()])
     return max((int(place["step"]) for place in places if "step" in place), default=0)
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """What does the arithmetic; a hybrid one (`--optimizer_cpu_offload`) has parts on the GPU and on the host."""
+    """Yield the inner optimizers, which do the arithmetic.
+
+    A hybrid one (`--optimizer_cpu_offload`) has parts on the GPU and on the host, which are yielded too.
+    """
     for part in chain(optimizer):
-        if part.optimizer is not None:  # as where nothing trains on this rank
+        if part.optimizer is not None:  # None if nothing trains on this rank
             yield part.optimizer
         yield from getattr(part.optimizer, "sub_optimizers", [])
 
 
 def rounding(optimizer: Any) -> list[AdamW]:
-    """What keeps its state in the dtypes of the settings, of `use_precision_aware_optimizer`."""
+    """Return the inner optimizers that store state in the dtypes of the settings (`use_precision_aware_optimizer`)."""
     return [inner for inner in torch_optimizers(optimizer) if isinstance(inner, AdamW)]
 
 
 def share_rounded(optimizer: Any, wrapped: Sequence[Any]) -> None:
-    """Each rank has what others keep of their share of the weights, where keeping them may have changed them. Collective."""
+    """Gather the weights of other ranks again if storing main weights may have rounded them. Collective."""
     if any(inner.rounds_weights for inner in rounding(optimizer)):
         for chunk in wrapped:
             chunk.start_param_sync(force_sync=True)
 
 
 def is_distributed(optimizer: Any) -> bool:
+    """Return whether every part is a distributed optimizer."""
     return all(isinstance(part, DistributedOptimizer) for part in chain(optimizer))
 
 
 def chain(optimizer: Any) -> list[Any]:
-    """Dense and expert parameters have an optimizer each, where there is expert parallelism."""
+    """Return the parts of an optimizer. With expert parallelism dense and expert parameters have one each."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def unwrapped(chunk: Any) -> Any:
-    """Without Megatron's DistributedDataParallel, where there is one: a model that is only exported has none."""
+    """Return the chunk without Megatron's DistributedDataParallel; a model that is only exported is not wrapped."""
     return getattr(chunk, "module", chunk)
 
 
@@ -241,14 +273,18 @@ def _named(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
     return [(f"model{i}", chunk) for i, chunk in enumerate(chunks)]
 
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its shape
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # its offset, and its shape
 
 
 def kept_here(optimizer: DistributedOptimizer, described: Mapping[str, Any], *, is_loading: bool) -> Iterator[ShardedTensor]:
-    """Main weights and moments of this rank in float32, box by box; views, so that loading into them loads the optimizer.
+    """Yield this rank's main weights and moments in float32, box by box, as views: loading into them loads the optimizer.
 
-    Of those that an `AdamW` keeps in another dtype copies on the host; `AdamW.take_back` then keeps what was read into them.
-    described: the sharded state dict of the optimizer's model chunks, with the parameters themselves in it.
+    State that an `AdamW` stores in another dtype is yielded as a copy on the host; after loading, `AdamW.take_back` stores it.
+
+    Args:
+        optimizer: A distributed optimizer.
+        described: The sharded state dict of the optimizer's model chunks, with the parameters themselves in it.
+        is_loading: Describe where to load to, instead of what to save.
     """
     if optimizer.is_stub_optimizer:  # nothing trains on this rank
         return
@@ -258,7 +294,7 @@ def kept_here(optimizer: DistributedOptimizer, described: Mapping[str, Any], *, 
         if isinstance(optimizer.optimizer, AdamW):
             states = _in_float32(optimizer, parameter, states, is_loading=is_loading)
         for name, values in states.items():
-            if name != "step":  # a count, and the same for all
+            if name != "step":  # a count, the same for all parameters
                 for part in _parts(leaf, f"optimizer.state.{name}.{leaf.key}", values.dtype):
                     yield from _boxes_of(part, values.detach(), first)
 
@@ -266,7 +302,7 @@ def kept_here(optimizer: DistributedOptimizer, described: Mapping[str, Any], *, 
 def _in_float32(
     optimizer: DistributedOptimizer, parameter: torch.nn.Parameter, states: dict[str, torch.Tensor], *, is_loading: bool
 ) -> dict[str, torch.Tensor]:
-    """States that are kept in other dtypes, on the host: what they are, or room for what they will be."""
+    """Return states in float32. Those stored in another dtype are on the host: a copy, or a buffer to load into."""
     inner: AdamW = optimizer.optimizer
     group, place = optimizer.model_param_group_index_map[parameter]
     shard = inner.param_groups[group]["params"][place]
@@ -279,13 +315,17 @@ def _in_float32(
     return found
 
 
-Run = tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor]]  # a weight; the first of its elements here, the first behind; its states
+Run = tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor]]  # a weight; the start and end of its elements on this rank; its states
 
 
 def runs_of(optimizer: Any) -> Iterator[Run]:
-    """What a distributed optimizer keeps on this rank. optimizer: one, or a chain of them."""
+    """Yield the runs of weights that a distributed optimizer holds on this rank, with their states.
+
+    Args:
+        optimizer: One distributed optimizer, or a chain of them.
+    """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not part.is_stub_optimizer:  # as where nothing trains on this rank
+        if not part.is_stub_optimizer:  # a stub if nothing trains on this rank
             yield from _runs(part)
 
 
@@ -298,7 +338,7 @@ def _runs(optimizer: DistributedOptimizer) -> Iterator[Run]:
 
 
 def _parts(leaf: ShardedTensor | ShardedTensorFactory, key: str, dtype: torch.dtype) -> list[ShardedTensor]:
-    """The weight as the checkpoint has it, one tensor or several (the halves of a gated layer), without memory: views of nothing."""
+    """Return the weight's tensors in the checkpoint, without memory: one, or several for the halves of a gated layer."""
     nothing = torch.empty(leaf.data.shape, dtype=dtype, device="meta")
     if isinstance(leaf, ShardedTensor):
         return [replace(leaf, key=key, data=nothing, dtype=dtype)]
@@ -306,7 +346,13 @@ def _parts(leaf: ShardedTensor | ShardedTensorFactory, key: str, dtype: torch.dt
 
 
 def _boxes_of(part: ShardedTensor, run: torch.Tensor, first: int) -> Iterator[ShardedTensor]:
-    """What of `part` lies in a run of the weight's elements that begins at element `first`."""
+    """Yield the boxes of `part` that lie in a run of the weight's elements.
+
+    Args:
+        part: A tensor of the checkpoint.
+        run: The elements of the run.
+        first: Index in the weight of the first element of the run.
+    """
     assert part.data is not None and part.data.is_contiguous(), f"{part.key} is not whole rows of its weight, so no box holds a run of it"
     begins, size = part.data.storage_offset(), part.data.numel()
     start, end = max(first, begins), min(first + len(run), begins + size)
@@ -322,14 +368,20 @@ def _boxes_of(part: ShardedTensor, run: torch.Tensor, first: int) -> Iterator[Sh
 
 
 def boxes(start: int, end: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    """The elements from `start` up to `end` of an array, counted row by row, as boxes in the same order."""
+    """Yield the boxes that cover a run of an array's elements, in the order of the elements.
+
+    Args:
+        start: First element, in row-major order.
+        end: One past the last element.
+        shape: Shape of the array.
+    """
     if start >= end:
         return
     if not shape:
         yield (), ()
         return
     row = prod(shape[1:])
-    top, bottom = -(-start // row), end // row  # the rows that are whole
+    top, bottom = -(-start // row), end // row  # the whole rows
     if top > bottom:  # a part of a single row
         yield from _in_row(bottom, start - bottom * row, end - bottom * row, shape)
         return

@@ -1,4 +1,7 @@
-"""What Megatron-Core cannot compute of a model, or of a model in a layout, said before anything loads. No torch: `plan` asks too."""
+"""Checks before anything loads: models, and models in a layout, that Megatron-Core cannot compute.
+
+Imports no torch, because `plan` uses them too.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +24,50 @@ RECOMPUTABLE = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "moe_a
 
 
 def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
-    """Everything that stands between this configuration and this model, besides divisions (`weights.layout_validation`) and batch sizes."""
+    """Return every conflict between this configuration and this model.
+
+    Divisibility (`weights.layout_validation`) and batch sizes are checked elsewhere.
+
+    Args:
+        cfg: The settings of the run.
+        shape: The model's dimensions.
+    """
     return [*broken(RULES, _settings(cfg, shape)), *sharing_problems(cfg, shape)]
 
 
 def sharing_problems(cfg: Config, shape: ModelShape) -> list[Problem]:
-    """`share_prompts true` where it cannot be."""
+    """Return the problem if `share_prompts` is true and prompts cannot be shared.
+
+    Args:
+        cfg: The settings of the run.
+        shape: The model's dimensions.
+    """
     return list(broken([SHARING], settings_of(cfg, shape=shape)))
 
 
 def machine_problems(
     cfg: Config, *, has_gpu: bool, has_transformer_engine: bool, capability: tuple[int, int] | None = None
 ) -> list[Problem]:
-    """What this configuration asks of a machine that has it not. `train` knows the machine; `plan` may be made for another.
+    """Return what this configuration needs and the machine does not have.
 
-    capability: of the GPU to compute.
+    `train` knows the machine; `plan` may be for another one.
+
+    Args:
+        cfg: The settings of the run.
+        has_gpu: Whether the machine has a GPU.
+        has_transformer_engine: Whether Transformer Engine is installed.
+        capability: Compute capability of the GPU; None if unknown.
     """
     machine = {"has_gpu": has_gpu, "has_te": has_transformer_engine, "capability": capability}
     return list(broken(MACHINE_RULES, settings_of(cfg, **machine, fused=" and ".join(_fused_recompute(cfg)))))
 
 
 def sampler_problems(shape: ModelShape) -> list[Problem]:
-    """What vLLM 0.32 would sample otherwise than the model is: its gpt-oss has as constants what config.json may say."""
+    """Return what vLLM 0.32 would sample differently from the model: its gpt-oss has constants for what config.json may set.
+
+    Args:
+        shape: The model's dimensions.
+    """
     return list(broken([SAMPLER], SimpleNamespace(shape=shape)))
 
 
@@ -58,11 +83,16 @@ def _settings(cfg: Config, shape: ModelShape | None) -> SimpleNamespace:
     )
 
 
-# ---- what cannot be, as phrases
+# ---- obstacles, as phrases
 
 
 def sharing_obstacle(cfg: Config, shape: ModelShape | None) -> str | None:
-    """Why prompts cannot be computed once; a phrase."""
+    """Return why prompts cannot be computed once per group, as a phrase; None if they can.
+
+    Args:
+        cfg: The settings of the run.
+        shape: The model's dimensions; None if unknown.
+    """
     tuner = cfg.tuner
     if cfg.rollout.same_bits:
         return "parts of attention that are merged have other bits than the whole (same_bits)"
@@ -75,7 +105,14 @@ def sharing_obstacle(cfg: Config, shape: ModelShape | None) -> str | None:
 
 
 def flash_obstacle(dtype: str, channels: int) -> str | None:
-    """Why flash attention of GPUs does not take heads of so many channels; a phrase. What the GPU itself lacks: `policy.attention`."""
+    """Return why flash attention on GPUs does not support these heads, as a phrase; None if it does.
+
+    `policy.attention` checks the GPU itself.
+
+    Args:
+        dtype: Name of the dtype, such as "bfloat16".
+        channels: Channels of one head.
+    """
     if dtype not in ("bfloat16", "float16"):
         return f"flash attention takes bfloat16 and float16, not {dtype}"
     if channels > MOST_FLASH_CHANNELS or channels % 8:
@@ -84,12 +121,12 @@ def flash_obstacle(dtype: str, channels: int) -> str | None:
 
 
 def attention_channels(shape: ModelShape) -> int:
-    """Of one head, as the kernels take it: queries, keys and values alike."""
+    """Return the channels of one head as the attention kernels take it: the same for queries, keys and values."""
     return max(shape.mla.qk_head_dim + shape.mla.qk_pos_emb_head_dim, shape.mla.v_head_dim) if shape.mla else shape.head_dim
 
 
 def needs_local_layers(shape: ModelShape) -> str | None:
-    """What of a model is computed by the local layers alone, also where Transformer Engine is present; a phrase."""
+    """Return the model's feature that only local layers compute, also with Transformer Engine installed, as a phrase; or None."""
     reasons = {
         "multi-latent attention": shape.mla,
         "positions with three axes": shape.vision,
@@ -104,15 +141,20 @@ def needs_local_layers(shape: ModelShape) -> str | None:
 
 
 def first_chunk_layers(cfg: Config, num_layers: int) -> int:
-    """Of the first stage's first model chunk."""
+    """Return the number of layers of the first stage's first model chunk.
+
+    Args:
+        cfg: The settings of the run.
+        num_layers: Layers of the model.
+    """
     return layer_counts(cfg.parallel, num_layers)[0][0]
 
 
-# ---- computed neighbours
+# ---- rules that compute something
 
 
 def _fused_recompute(cfg: Config) -> list[str]:
-    """Modules that only Transformer Engine's layers can recompute."""
+    """Return the chosen modules that only Transformer Engine's layers can recompute."""
     chosen = cfg.model.recompute_modules if cfg.model.recompute_granularity == "selective" else ()
     return [name for name in chosen if name in ("layernorm", "moe_act")]
 
@@ -130,13 +172,13 @@ def _trains_biased_experts(c: SimpleNamespace) -> bool:
         return False
     try:
         settings = lora_of(c.cfg.tuner, c.shape)
-    except ConfigError:  # of the adapter's own file: said where that is looked at
+    except ConfigError:  # an error in the adapter's file is reported where the file is read
         return False
     return bool(settings and any(settings.rank_of(module.name) for module in linear_modules(c.shape) if module.is_expert))
 
 
 def _late_tower(c: SimpleNamespace) -> dict[str, Any] | None:
-    """A tower that adds to more layers (DeepStack) than the first model chunk has."""
+    """Return the message's values if the tower adds features to more layers (DeepStack) than the first model chunk has."""
     if not c.shape.vision or not c.shape.vision.num_deepstack:
         return None
     here, chunks = first_chunk_layers(c.cfg, c.shape.num_layers), c.virtual_pipeline_model_parallel_size or 1
@@ -169,7 +211,10 @@ def _no_overlap(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _short_units(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Megatron-Core cuts the layers of a model chunk into units of `size`, and fails where the last unit is short."""
+    """Return the message's values if the layers of a model chunk are no multiple of `recompute_num_layers`.
+
+    Megatron-Core divides the layers into units of this size, and fails if the last unit is smaller.
+    """
     size = c.recompute_num_layers
     if not (c.recompute_granularity == "full" and c.recompute_method == "uniform" and size):
         return None
@@ -184,7 +229,7 @@ def _short_units(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _odd_sides(c: SimpleNamespace) -> dict[str, Any] | None:
-    """Matrices whose sides the scaling of FP8 does not take."""
+    """Return the message's values if FP8's scaling does not support the sides of some matrices."""
     if not c.fp8_format:
         return None
     shape, tp, multiple = c.shape, c.tensor_model_parallel_size, FP8_NEEDS[c.fp8_recipe][1]
@@ -197,7 +242,7 @@ def _odd_sides(c: SimpleNamespace) -> dict[str, Any] | None:
 
 
 def _old_gpu(c: SimpleNamespace) -> dict[str, Any] | None:
-    """A GPU that computes no FP8 with this scaling."""
+    """Return the message's values if the GPU cannot compute FP8 with this scaling."""
     if not c.fp8_format or not c.capability or c.capability >= (least := FP8_NEEDS[c.fp8_recipe][0]):
         return None
     here, needed = (".".join(map(str, version)) for version in (c.capability, least))
@@ -227,7 +272,7 @@ RULES = (
     Rule("stop_token_ids", lambda c: (beyond := [token for token in c.stop_token_ids if token >= c.shape.vocab_size])
          and {"beyond": ", ".join(map(str, beyond)), "are": "are" if len(beyond) > 1 else "is"},
          "stop_token_ids: {beyond} {are} not in the model's vocabulary of {shape.vocab_size} tokens."),
-    # experts, as Megatron-Core routes to them
+    # experts: routing in Megatron-Core
     Rule("model", lambda c: c.moe and c.moe.score_function == "softmax" and c.moe.topk == 1 and c.moe.norm_topk_prob,
          "model: one expert a token (num_experts_per_tok 1) with norm_topk_prob weighs that expert 1 whatever the router says, so it "
          "cannot be trained. Use a model with norm_topk_prob false, or with more experts a token."),
@@ -240,7 +285,7 @@ RULES = (
          "model: Megatron-Core rates a group of experts by its best num_experts_per_tok / topk_group ({moe.topk} / {moe.group_topk} = "
          "{best}) experts, the model by its best 2; they choose alike where the quotient is 2, or where topk_group is n_group "
          "({moe.num_groups})."),
-    # what local layers alone compute
+    # features that only local layers compute
     Rule("transformer_impl", lambda c: c.local and c.transformer_impl == "transformer_engine",
          "transformer_impl transformer_engine: {local}, which {shape.architecture} has, is computed by local layers only. Use auto or "
          "local.", {"transformer_impl": ["auto", "local"]}),
@@ -266,7 +311,7 @@ RULES = (
          "{told}), and {shape.architecture} adds what its tower sees to the first {shape.vision.num_deepstack} (DeepStack). Use fewer "
          "stages or chunks, or decoder_first_pipeline_num_layers {least} or more.",
          lambda c: {"decoder_first_pipeline_num_layers": [c.least]}),
-    # optimizer, dispatcher, kernels and exchanges, where the layers of this model have a place for them
+    # optimizer, dispatcher, kernels and context-parallel communication, if this model's layers use them
     Rule("optimizer_cpu_offload use_distributed_optimizer", lambda c: c.optimizer_cpu_offload and not c.use_distributed_optimizer,
          "optimizer_cpu_offload needs use_distributed_optimizer true: with it alone Megatron-Core keeps float32 weights there.",
          {"use_distributed_optimizer": [True], "optimizer_cpu_offload": [False]}),
@@ -293,7 +338,7 @@ RULES = (
     Rule("moe_enable_deepep moe_token_dispatcher_type", lambda c: c.moe_enable_deepep != (c.moe_token_dispatcher_type == "flex"),
          "moe_enable_deepep true and moe_token_dispatcher_type flex go together: flex is the dispatcher that DeepEP works in. Use both, or "
          "neither.", lambda c: {"moe_token_dispatcher_type": ["flex" if c.moe_enable_deepep else "alltoall"]}),
-    # what is computed again
+    # recomputation
     Rule("recompute_modules", lambda c: (unknown := [name for name in c.selected if name not in RECOMPUTABLE])
          and {"unknown": ", ".join(unknown)}, f"recompute_modules: {{unknown}} is none of {', '.join(RECOMPUTABLE)}."),
     Rule("recompute_modules", lambda c: not c.moe and (gone := [one for one in ("moe", "moe_act", "shared_experts") if one in c.selected])
@@ -312,7 +357,7 @@ RULES = (
     Rule("router_replay_mode", lambda c: c.router_replay_mode != "disabled" and not c.moe,
          "router_replay_mode {router_replay_mode} needs a MoE model: {shape.architecture} has no experts to choose. Use disabled.",
          {"router_replay_mode": ["disabled"]}),
-    # FP8. A file that a run has written has every setting
+    # FP8. A configuration file that a run has written contains every setting
     Rule("fp8_recipe", lambda c: not c.fp8_format and c.cfg.sources.get("fp8_recipe") == COMMAND_LINE,
          "fp8_recipe: {fp8_recipe} says how FP8 is scaled, and fp8_format is not set. Add --fp8_format hybrid."),
     Rule("fp8_format", lambda c: c.fp8_format and (c.local or c.transformer_impl == "local")
