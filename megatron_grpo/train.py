@@ -37,7 +37,12 @@ class StopRequest(Protocol):
     The loop knows nothing else of signals and time limits.
     """
 
-    def agreed(self, all_reduce_max: Callable[[float], float]) -> bool: ...
+    def agreed(self, all_reduce_max: Callable[[float], float]) -> bool:
+        """Return whether any rank asks to stop, the same on every rank. Collective.
+
+        Args:
+            all_reduce_max: Returns the maximum of a number over all ranks.
+        """
 
     def should_cancel(self) -> bool:
         """Return whether sampling or reward scoring must be abandoned now, because no time is left to wait for it."""
@@ -303,6 +308,7 @@ def stopped(run: Run, progress: Progress, more: str = "") -> RunInterruptedError
 
 
 def where_it_is_saved(run: Run, progress: Progress) -> str:
+    """Return where the state of a run is saved, as the end of a message."""
     if not progress.step:
         return "nothing was trained yet"
     return f"saved after optimizer step {progress.step} in {run.checkpoints.resume.output_dir}"

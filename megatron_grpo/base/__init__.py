@@ -1,1 +1,1 @@
-"""Parts that any room may need: errors, files, clock, launcher, cleanup, and what this process is doing."""
+"""Common parts used by all packages: errors, files, timers, launcher, cleanup, and the activity of this process."""

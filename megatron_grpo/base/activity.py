@@ -1,6 +1,6 @@
-"""What this process is doing just now: a phase, how far it is, and whether it moves at all; and where the seconds of a step go.
+"""Current activity of this process: its phase, progress in it, and whether anything moves; and the time spent per part of a step.
 
-Whoever works says so, which costs an addition. Whoever watches looks from a thread of its own: the live line, and the watchdog.
+Working code reports its progress, which costs an addition. Observers read it from a separate thread: the live line, and the watchdog.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# The blocks of a run's clock, and what else takes long, as people read them.
+# The blocks of a run's timers, and other long phases, as shown to users.
 WORDS = {
     "rollout": "sampling",
     "reward": "judging",
@@ -25,8 +25,15 @@ WORDS = {
 
 
 class Phase:
-    """A stretch of work. total: of what `advance` counts in it, where that is known. pause: seconds for which it may stand still and be
-    well. is_alone: nothing in it waits for other ranks."""
+    """Phase of work.
+
+    Args:
+        name: Name shown to the user.
+        total: Final value of what `advance` counts in it, if known.
+        unit: Unit of the count.
+        pause: Time without progress that is normal, in seconds.
+        is_alone: Whether nothing in it waits for other ranks.
+    """
 
     __slots__ = ("name", "total", "unit", "pause", "is_alone", "done", "began")
 
@@ -35,21 +42,21 @@ class Phase:
         self.done, self.began = 0, time.monotonic()
 
 
-# Seconds for which work may tell nothing that others do for us: starting vLLM, writing and reading files.
+# Seconds without progress reports that are normal while other code works for us: starting vLLM, writing and reading files.
 LONG = 1500.0
 _LONG = ("saving", "restoring", "exporting", "starting vLLM")
 
-_open: tuple[Phase, ...] = ()  # the innermost last; replaced, never changed, so that other threads may look
-moves = 0  # grows whenever something has been done
+_open: tuple[Phase, ...] = ()  # the innermost last; replaced, never changed, so that other threads may read it
+moves = 0  # grows with every report of progress
 step = 0  # optimizer steps done
-num_saved = 0  # checkpoints
-# Called in the main thread whenever the phase changes: for who must know it even if no thread of this process runs any more.
+num_saved = 0  # checkpoints saved
+# Called in the main thread whenever the phase changes: for observers that need the phase even if no thread of this process runs any more.
 listeners: list[Callable[[], object]] = []
 
 
 @contextmanager
 def phase(name: str, *, total: int | None = None, unit: str = "", pause: float = 0.0, is_alone: bool = False) -> Iterator[Phase]:
-    """Work that a person may be told of by name; see `Phase`. For the main thread. Phases nest."""
+    """Open a phase for the duration of the block. Phases nest. For the main thread. The arguments are those of `Phase`."""
     global _open
     name = WORDS.get(name, name)
     pause = max(pause, LONG if name in _LONG else 0.0)
@@ -70,7 +77,11 @@ def _tell() -> None:
 
 
 def advance(done: int = 1) -> None:
-    """Something has been done: so much of what the innermost phase counts. From any thread."""
+    """Report progress. May be called from any thread.
+
+    Args:
+        done: Amount to add to the count of the innermost phase.
+    """
     global moves
     moves += 1
     if done and (now := _open):
@@ -78,28 +89,28 @@ def advance(done: int = 1) -> None:
 
 
 def reached(number: int) -> None:
-    """So many optimizer steps have been done."""
+    """Report the number of optimizer steps done."""
     global step
     step = number
     advance(0)
 
 
 def saved() -> None:
-    """A checkpoint is on the disk."""
+    """Report that a checkpoint is on disk."""
     global num_saved
     num_saved += 1
 
 
 def current() -> tuple[Phase, ...]:
-    """The phases that are open, the innermost last."""
+    """Return the open phases, the innermost last."""
     return _open
 
 
 def in_words(phases: tuple[Phase, ...]) -> str:
-    """`evaluating: sampling 3 of 8 completions`; where no phase is open `between two phases`."""
+    """Describe the phases, as in `evaluating: sampling 3 of 8 completions`; `between two phases` if none is open."""
     told: list[Phase] = []
     for one in phases:
-        if told and told[-1].name == one.name:  # the same work, counted
+        if told and told[-1].name == one.name:  # the same phase again, with a count
             told.pop()
         told.append(one)
     return ": ".join(map(_with_count, told)) or "between two phases"
@@ -112,12 +123,14 @@ def _with_count(one: Phase) -> str:
 
 
 class Timers:
-    """`with clock("rollout"): ...` adds to `time/rollout`. Blocks of a name add up; a block inside another takes its time from that one.
+    """Timers of the parts of a step: `with clock("rollout"): ...` adds to `time/rollout`.
 
-    `clock.beside("rollout_overlapped", 2.5)` tells of seconds in which something else was done too: they are no part of the sum.
+    Blocks of one name add up; time in an inner block is subtracted from the outer block. `clock.beside("rollout_overlapped", 2.5)` adds
+    seconds that overlap with other blocks: they are not part of the sum.
 
-    What is in no block is `time/other`, so the parts of a step sum to `time/step`. Time is this process's wall clock: what a GPU was asked
-    to do and has not yet done is not in it, so time around points that wait. A block is also a phase of `activity`.
+    Time outside all blocks is `time/other`, so the parts of a step sum to `time/step`. Time is this process's wall clock: work that was
+    launched on a GPU and has not finished yet is not included, so put blocks around points that synchronise. A block is also a phase of
+    `activity`.
     """
 
     def __init__(self) -> None:
@@ -138,17 +151,21 @@ class Timers:
             self._open.pop()
 
     def beside(self, name: str, seconds: float) -> None:
-        """Adds to `time/<name>`, and to nothing else."""
+        """Add overlapping seconds to `time/<name>`, and to nothing else."""
         self._beside[name] = self._beside.get(name, 0.0) + seconds
 
     def _switch(self) -> None:
-        """What has passed since the last change of blocks belongs to the innermost one."""
+        """Add the time since the last change of blocks to the innermost one."""
         now, name = time.perf_counter(), self._open[-1] if self._open else "other"
         self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
         self._since = now
 
     def take(self) -> dict[str, float]:
-        """{"time/<name>": seconds, ..., "time/step": their sum} since the last call, and begins again at nothing."""
+        """Return the seconds per block since the last call, and reset them.
+
+        Returns:
+            {"time/<name>": seconds, ..., "time/step": their sum}.
+        """
         self._switch()
         taken, beside, self._seconds, self._beside = self._seconds, self._beside, {}, {}
         return {f"time/{name}": seconds for name, seconds in (taken | beside).items()} | {"time/step": sum(taken.values())}

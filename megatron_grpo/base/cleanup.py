@@ -1,4 +1,4 @@
-"""What must run however a block ends, without hiding why it ended; and processes and threads that end with the one that started them."""
+"""Cleanup steps that run however a block ends and keep its error, and processes and threads that end with their parent."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ T = TypeVar("T")
 
 
 class CleanUp:
-    """`with CleanUp() as clean_up: ... clean_up.add(close)`: runs what was added, last first, however the block ends.
+    """Context manager that runs cleanup steps, last first, however the block ends.
 
-    All of it runs. The first error is the one that is raised; errors of the clean-up after another error are noted on that one.
+    Usage: `with CleanUp() as clean_up: ... clean_up.add(close)`. All steps run. The first error is the one that is raised; later errors of
+    cleanup steps are added to it as notes.
+
+    Args:
+        steps: First steps to add.
     """
 
     def __init__(self, *steps: Callable[[], object]):
         self._steps = list(steps)
 
     def add(self, step: Callable[[], object]) -> None:
+        """Add a step that runs before those added earlier."""
         self._steps.append(step)
 
     def __enter__(self) -> CleanUp:
@@ -35,7 +40,7 @@ class CleanUp:
         for step in reversed(self._steps):
             try:
                 step()
-            except Exception as error:  # noqa: BLE001 - whatever closing raises, the other steps must run and the first error must stay
+            except Exception as error:  # noqa: BLE001 - whatever a step raises, the other steps must run and the first error is kept
                 if first is None:
                     first = error
                 else:
@@ -45,7 +50,15 @@ class CleanUp:
 
 
 def begun(work: Callable[[], T], *, name: str, beside: bool = True) -> Future[T]:
-    """What `work` gives, or raises: in a thread of its own, which does not keep this process alive; or, not `beside`, at once."""
+    """Run `work` on a daemon thread and return its future.
+
+    The thread does not keep this process alive.
+
+    Args:
+        work: The function to run. The future holds its result or its error.
+        name: Name of the thread.
+        beside: Use a thread; if False, run at once on the calling thread.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
@@ -62,11 +75,16 @@ def begun(work: Callable[[], T], *, name: str, beside: bool = True) -> Future[T]
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """From now on the kernel kills this process when the thread that started it ends (Linux; elsewhere this does nothing).
+    """Make the kernel kill this process when the thread that started it ends (Linux; elsewhere this does nothing).
 
-    parent: the number of the process that started it, where it is known: it may have died before this is called.
     For processes that a launcher started, such as torchrun's workers: a launcher killed with SIGKILL cannot end them itself. Not for a
-    process that somebody started from a shell: it would die with the shell.
+    process started from a shell: it would die with the shell.
+
+    Args:
+        parent: Process ID of the parent, if known: it may have died before this call. None reads the current parent.
+
+    Raises:
+        OSError: The kernel refused.
     """
     if sys.platform != "linux":
         return
@@ -74,14 +92,15 @@ def die_with_parent(parent: int | None = None) -> None:
     parent = os.getppid() if parent is None else parent
     if ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died before the kernel was asked
+    if os.getppid() != parent:  # it died before the prctl call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_with_launcher(launcher: int) -> None:
-    """As `die_with_parent`, for one of torchrun's workers; and at once if torchrun died before this process could ask for that.
+    """Apply `die_with_parent` in one of torchrun's workers, and kill this process at once if torchrun has already died.
 
-    launcher: the number of the parent, as it was first seen.
+    Args:
+        launcher: Process ID of the parent, as first read.
     """
     die_with_parent(launcher)
     if sys.platform == "linux" and _adopts(launcher):
@@ -89,8 +108,10 @@ def die_with_launcher(launcher: int) -> None:
 
 
 def _adopts(pid: int, proc: Path = Path("/proc")) -> bool:
-    """Whether a process is one that takes in orphans: the first of a machine or container, or systemd; but not torchrun itself, which
-    may be the first one of a container."""
+    """Return whether a process adopts orphans: PID 1 of a machine or container, or systemd.
+
+    torchrun itself may be PID 1 of a container and does not count.
+    """
     try:
         name, command = (proc / str(pid) / "comm").read_text().strip(), (proc / str(pid) / "cmdline").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all. The one place that renames a file into being."""
+"""File writes that are complete or do not happen. The one module that renames a file into place."""
 
 from __future__ import annotations
 
@@ -13,12 +13,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MARK = "megatron_grpo.json"  # in each folder that a command of this program wrote: which command, and what of the folder is its own
-PAINTER = "megatron_grpo"  # what a picture of ours says of who drew it
+MARK = "megatron_grpo.json"  # in each folder that a command of this program wrote: the command, and the files it wrote
+PAINTER = "megatron_grpo"  # name of this program in the metadata of a plot that it wrote
 
 
 def read_text(path: str | Path, *, errors: str = "strict", at_most: int = 64 * 2**20) -> str:
-    """The text of a file or pipe that somebody named, in UTF-8. Raises OSError beyond `at_most` characters: a device has no end."""
+    """Return the UTF-8 text of a file or pipe that the user named.
+
+    Args:
+        path: The file.
+        errors: As in `open`.
+        at_most: Largest length, in characters: a device has no end.
+
+    Raises:
+        OSError: The file cannot be read or is longer than `at_most`.
+    """
     with open(path, encoding="utf-8", errors=errors) as stream:
         text = stream.read(at_most + 1)
     if len(text) > at_most:
@@ -27,7 +36,7 @@ def read_text(path: str | Path, *, errors: str = "strict", at_most: int = 64 * 2
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A file of named values in JSON; {} where it is not there or cannot be read: who needs it says so."""
+    """Return the JSON object in a file; {} if the file is missing or invalid. The caller reports that if it matters."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -37,9 +46,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def written_whole(path: str | Path, *, durable: bool = False) -> Iterator[BinaryIO]:
-    """A stream that becomes `path` when the block ends, by one rename. If the block raises, `path` is what it was before.
+    """Open a stream that becomes `path` when the block ends, by one rename. If the block raises, `path` is unchanged.
 
-    durable: contents and name are on the disk afterwards, so that they outlive a power cut.
+    Args:
+        path: The file to write.
+        durable: Sync contents and name to disk, so that they survive a power cut.
     """
     path = Path(path)
     beside = path.with_name(f".{path.name}.new")
@@ -51,30 +62,39 @@ def written_whole(path: str | Path, *, durable: bool = False) -> Iterator[Binary
                 os.fsync(stream.fileno())
         os.replace(beside, path)
     finally:
-        with suppress(OSError):  # it is gone after the rename; and what stopped the writing is what should be heard
+        with suppress(OSError):  # it is missing after the rename; and the error that stopped the writing is the one to raise
             beside.unlink()
     if durable:
         sync(path.parent)
 
 
 def write_whole(path: str | Path, text: str, *, durable: bool = False) -> None:
-    """The text, in UTF-8, as `written_whole` writes."""
+    """Write a UTF-8 text file as `written_whole` does."""
     with written_whole(path, durable=durable) as stream:
         stream.write(text.encode())
 
 
 def mark(folder: Path, command: str, **facts: Any) -> None:
-    """Says in `folder` that `command` wrote what it holds. files: the names, where others may lie beside them."""
+    """Write into `folder` which command created it.
+
+    Args:
+        folder: The folder.
+        command: The command.
+        facts: Further facts; `files` names the files that the command wrote, if others may be beside them.
+    """
     write_whole(folder / MARK, json.dumps({"command": command, **facts}) + "\n")
 
 
 def mark_of(folder: Path) -> dict[str, Any]:
-    """The content that `mark` wrote; {} where there is no mark, or none that can be read."""
+    """Return the content that `mark` wrote; {} if it is missing or cannot be read."""
     return read_object(folder / MARK)
 
 
 def why_not_replaced(folder: Path) -> str | None:
-    """The reason not to replace `folder` by a new directory, or None: only one that `directory_whole` wrote is replaced."""
+    """Return the reason not to replace `folder` by a new directory, or None.
+
+    Only an empty directory, or one that `directory_whole` wrote, is replaced.
+    """
     if not folder.exists() or (folder.is_dir() and ("files" in mark_of(folder) or not any(folder.iterdir()))):
         return None
     what = f"holds {min(os.listdir(folder))}, which no export of this program wrote" if folder.is_dir() else "is a file"
@@ -82,18 +102,24 @@ def why_not_replaced(folder: Path) -> str | None:
 
 
 def why_not_drawn(path: Path) -> str | None:
-    """The reason not to draw a picture into this file, or None: only one that this program drew is replaced."""
+    """Return the reason not to write a plot to this file, or None. Only a plot that this program wrote is replaced."""
     is_ours = not path.exists() or (path.is_file() and PAINTER.encode() in path.read_bytes())
     return None if is_ours else f"{path} is there, and is no picture that this program drew; it is left alone. Name another file."
 
 
 @contextmanager
 def directory_whole(path: str | Path) -> Iterator[Path]:
-    """A directory to fill that becomes `path`, on the disk, when the block ends. If the block raises, `path` is what it was before.
+    """Create a directory to fill that becomes `path`, on disk, when the block ends. If the block raises, `path` is unchanged.
 
-    FileExistsError where `path` holds what did not come of here. What somebody has put beside files of ours stays.
+    Files that the user has put beside ours are kept.
+
+    Args:
+        path: The directory to write.
+
+    Raises:
+        FileExistsError: `path` is a file or holds files that this program did not write.
     """
-    out = Path(path).resolve()  # a link to another disk stays one
+    out = Path(path).resolve()  # a link to another disk is kept
     if wrong := why_not_replaced(Path(path)):
         raise FileExistsError(wrong)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
@@ -103,7 +129,7 @@ def directory_whole(path: str | Path) -> Iterator[Path]:
         yield partial
         mark(partial, "export", files=sorted(file.name for file in partial.iterdir()))
         for file in partial.iterdir():
-            file.chmod(partial.stat().st_mode & 0o666)  # as the user's umask has it: safetensors writes files for their owner alone
+            file.chmod(partial.stat().st_mode & 0o666)  # by the user's umask: safetensors writes files that only their owner can read
             sync(file)
         sync(partial)
         old = partial.with_suffix(".old")
@@ -120,7 +146,7 @@ def directory_whole(path: str | Path) -> Iterator[Path]:
 
 
 def sync(path: str | Path) -> None:
-    """What was written to a file, or the names in a directory, are on the disk when this returns."""
+    """Sync a file's contents, or the names in a directory, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -130,9 +156,13 @@ def sync(path: str | Path) -> None:
 
 @contextmanager
 def only_one(lock: Path, *, patience: float) -> Iterator[bool]:
-    """Inside, no other process of this machine is; or the wait for it was too long, or locks are unknown here: then it is False.
+    """Hold a lock between the processes of this machine.
 
-    patience: seconds.
+    Yields True if this process holds the lock, and False if waiting for it took too long or the file system has no locks.
+
+    Args:
+        lock: The lock file; removed at the end.
+        patience: Largest time to wait, in seconds.
     """
     try:
         handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)

@@ -1,7 +1,7 @@
-"""What the environment says about the processes of this job: the one place that reads RANK, WORLD_SIZE and what launchers add to them.
+"""Launch environment of this process: the one module that reads RANK, WORLD_SIZE and the variables that launchers add.
 
-torchrun, and whoever starts ranks as it does, sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Everything else here is for
-the sentence that a user reads who started one process where many were meant.
+torchrun, and launchers that start ranks as it does, set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Everything else here
+serves the message for a user who started one process where several were intended.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ from pathlib import Path
 
 from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_INTERRUPTED, Problem
 
-# Launchers that start many processes and do not say so in RANK: without RANK each of them would train a whole run of its own.
+# Variables of launchers that start many processes without setting RANK: without RANK each process would train a separate run.
 _COUNTS = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _NUMBERS = (*_COUNTS, "NPROC_PER_NODE", "NNODES", "SLURM_NNODES")
 
-# What a scheduler calls a job, which a restart does not change; torchrun without an id of its own says "none". And what counts restarts.
+# Job ids of schedulers, which a restart does not change (torchrun without an id sets "none"), and counters of restarts.
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID")
 _RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """The Slurm job that this process is in. start, end: by the clock (seconds since 1970), None where Slurm does not say."""
+    """Slurm job of this process.
+
+    Args:
+        number: The job id.
+        start: Start time, in seconds since 1970; None if Slurm does not give it.
+        end: End time, in seconds since 1970; None if Slurm does not give it.
+    """
 
     number: str
     start: float | None
@@ -35,11 +41,12 @@ class SlurmJob:
 
     @property
     def seconds(self) -> float | None:
-        """All that it may take."""
+        """Time limit of the job, in seconds; None if unknown."""
         return self.end - self.start if self.start is not None and self.end is not None else None
 
 
 def slurm_job(env: Mapping[str, str]) -> SlurmJob | None:
+    """Return the Slurm job of the environment, or None outside Slurm."""
     number = env.get("SLURM_JOB_ID")
     return SlurmJob(number=number, start=_time(env, "SLURM_JOB_START_TIME"), end=_time(env, "SLURM_JOB_END_TIME")) if number else None
 
@@ -50,11 +57,22 @@ def _time(env: Mapping[str, str], name: str) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """This process as its launcher sees it. A process that nobody launched is rank 0 of 1.
+    """Rank and rendezvous of this process, as its launcher set them. A process without a launcher is rank 0 of 1.
 
-    said: a file that the ranks of one attempt on one machine share, where that is known; they note in it what has been said.
-    ended: one that all attempts of one torchrun share; they note in it how they ended.
-    error_file: where torchrun looks for the reason of a failure. problems: what is wrong with the environment itself.
+    Args:
+        rank: Global rank.
+        world_size: Number of ranks.
+        local_rank: Rank on this machine.
+        has_other_machines: Whether the job spans several machines.
+        is_launched: Whether a launcher set RANK.
+        by_torchrun: Whether that launcher is torchrun.
+        address: Address of the rendezvous store.
+        port: Port of the rendezvous store.
+        launcher_holds_store: Whether torchrun itself runs the store.
+        said: File shared by the ranks of one attempt on one machine, if known; they record in it which messages were printed.
+        ended: File shared by all attempts of one torchrun; they record in it how they ended.
+        error_file: File from which torchrun reads the reason of a failure.
+        problems: Problems with the environment itself.
     """
 
     rank: int = 0
@@ -73,12 +91,12 @@ class Launched:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank talks to people where ranks cannot agree on who does: the first one of each machine."""
+        """Whether this rank prints where ranks cannot agree on one: the first rank of each machine."""
         return self.rank == 0 or (self.is_launched and self.local_rank == 0)
 
 
 def read(env: Mapping[str, str] | None = None) -> Launched:
-    """The facts; never raises, so that a report of what is wrong with them can be made."""
+    """Read the launch environment. Never raises: problems are returned in the result, so that they can be reported."""
     env = os.environ if env is None else env
     said, error_file = _shared_file(env), env.get("TORCHELASTIC_ERROR_FILE")
     ended = said.parent.parent / "megatron_grpo.ended" if said is not None and error_file else None  # beside its attempt_0, attempt_1, ...
@@ -110,7 +128,10 @@ def read(env: Mapping[str, str] | None = None) -> Launched:
 
 
 def _shared_file(env: Mapping[str, str]) -> Path | None:
-    """torchrun makes a fresh folder for each attempt on each machine; a Slurm step has a number that no other has."""
+    """Return a file path that the ranks of one attempt on one machine share, or None.
+
+    torchrun creates a new folder for each attempt on each machine; a Slurm step has a unique number.
+    """
     if "TORCHELASTIC_ERROR_FILE" in env:  # .../attempt_0/<local rank>/error.json
         return Path(env["TORCHELASTIC_ERROR_FILE"]).parent.parent / "megatron_grpo.said"
     if "SLURM_JOB_ID" in env and "SLURM_STEP_ID" in env:
@@ -120,13 +141,22 @@ def _shared_file(env: Mapping[str, str]) -> Path | None:
 
 
 def environment_of(rank: int, *, world_size: int, port: int) -> dict[str, str]:
-    """What one of the ranks of a job on this machine alone is to find in its environment; port: a free one, for rank 0's store."""
+    """Return the environment variables of one rank of a job on this machine alone.
+
+    Args:
+        rank: The rank.
+        world_size: Number of ranks.
+        port: A free port, for the store of rank 0.
+    """
     ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
     return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def number_asked_for(env: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """Without RANK: who says that there should be more than one process, and how many. None where nobody does."""
+    """Return which variables ask for more than one process, and the number of processes, if RANK is not set.
+
+    None if no variable does, or RANK is set.
+    """
     env = os.environ if env is None else env
     if "RANK" in env:
         return None
@@ -138,7 +168,7 @@ def number_asked_for(env: Mapping[str, str] | None = None) -> tuple[str, int] | 
 
 
 def torchrun_line(argv: Sequence[str], world_size: int, env: Mapping[str, str] | None = None) -> str:
-    """The command that starts `world_size` ranks of `megatron-grpo train` with the user's own words."""
+    """Return the command that starts `world_size` ranks of `megatron-grpo train` with the user's arguments."""
     env = os.environ if env is None else env
     nodes = _count(env, "SLURM_NNODES") if "SLURM_NTASKS" in env else _count(env, "NNODES")
     if world_size % nodes:
@@ -156,7 +186,13 @@ def torchrun_line(argv: Sequence[str], world_size: int, env: Mapping[str, str] |
 
 
 def not_launched_problem(asked: str, world_size: int, argv: Sequence[str]) -> Problem:
-    """Refused: one process of a job that was meant to have `world_size`. asked: who says so, with its value."""
+    """Return the problem of a single process of a job that was intended to have several.
+
+    Args:
+        asked: The setting or variable that asks for several processes, with its value.
+        world_size: The number of processes it asks for.
+        argv: The user's arguments.
+    """
     message = (
         f"{asked} means {world_size} processes, and this one was started without a launcher: "
         f"alone it would train 1/{world_size} of each batch. Start all of them with\n    {torchrun_line(argv, world_size)}"
@@ -165,16 +201,23 @@ def not_launched_problem(asked: str, world_size: int, argv: Sequence[str]) -> Pr
 
 
 def become_single(port: int) -> None:
-    """Writes the environment of a job of one rank: libraries read it. port: of this process's own store."""
+    """Set the environment variables of a job of one rank, because libraries read them. Variables that are set are kept.
+
+    Args:
+        port: Port of this process's store.
+    """
     for name, value in environment_of(0, world_size=1, port=port).items():
         os.environ.setdefault(name, value)
 
 
 @contextlib.contextmanager
 def on_device(number: int | None) -> Iterator[None]:
-    """Around a library that takes the GPU whose number LOCAL_RANK says. A launcher may show each of its tasks one GPU alone, and count on.
+    """Set LOCAL_RANK to a GPU number inside the block, for a library that selects its GPU by LOCAL_RANK.
 
-    number: of the GPU; None where there is none.
+    A launcher may make one GPU visible to each of its tasks and still number the tasks.
+
+    Args:
+        number: Number of the GPU; None without one.
     """
     before = os.environ.get("LOCAL_RANK")
     if number is not None:
@@ -188,7 +231,7 @@ def on_device(number: int | None) -> Iterator[None]:
 
 
 def _count(env: Mapping[str, str], name: str) -> int:
-    """1 where it is not a number, which `read` refuses."""
+    """Return the variable as a positive number; 1 if it is not one, which `read` reports."""
     return int(env[name]) if _is_count(env.get(name, "")) and int(env[name]) else 1
 
 
@@ -197,23 +240,23 @@ def _is_count(text: str) -> bool:
 
 
 def job_ids(env: Mapping[str, str]) -> dict[str, str]:
-    """The ids that schedulers gave this job; a restarted job has the same."""
+    """Return the job ids that schedulers set; they are the same after a restart."""
     return {name: env[name] for name in _JOBS if env.get(name, "none") not in ("", "none")}
 
 
 def restart(env: Mapping[str, str]) -> str:
-    """The counter that says that this job has been restarted, as `NAME=2`; "" where it has not."""
+    """Return the restart counter of this job as `NAME=2`; "" if it has not been restarted."""
     return next((f"{name}={env[name]}" for name in _RESTARTS if env.get(name, "0") not in ("", "0")), "")
 
 
 def forget(environment: MutableMapping[str, str]) -> None:
-    """Takes away what torchrun says to a rank: for a process that is none, though a rank or a job started it."""
+    """Remove the variables of a torchrun rank, for a process that is not a rank although a rank or a job started it."""
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
     for name in [name for name in environment if name in names or name.startswith("TORCHELASTIC_")]:
         del environment[name]
 
 
-# ---- torchrun --max-restarts starts a job again however it ended: where that mends nothing, the new attempt ends at once, without imports
+# ---- torchrun --max-restarts restarts a job however it ended: where a restart cannot help, the new attempt ends at once, without imports
 
 _WHY = {
     EXIT_CONFIG: "what was refused is refused again with the same number of processes",
@@ -222,16 +265,18 @@ _WHY = {
 
 
 def note_end(code: int) -> None:
-    """For further attempts on this machine: this one ended with `code`, and another would too. It holds for as many ranks as now if it
-    is about settings."""
+    """Record for later attempts on this machine that this one ended with `code` and that another would too.
+
+    A record about settings applies only to attempts with the same number of ranks.
+    """
     launched = read()
     if launched.ended is not None:
-        with contextlib.suppress(OSError), launched.ended.open("a") as stream:  # else the attempts take longer
+        with contextlib.suppress(OSError), launched.ended.open("a") as stream:  # without the record, later attempts take longer
             stream.write(f"{code} {launched.world_size}\n")
 
 
 def ended_before() -> tuple[int, str] | None:
-    """(exit code, why it is that one) where this attempt is to end at once."""
+    """Return (exit code, message) if this attempt must end at once because of an earlier one, else None."""
     launched = read()
     try:
         lines = [line.split() for line in launched.ended.read_text().splitlines()] if launched.ended is not None else []

@@ -76,7 +76,7 @@ def advantages(
 def zero_std_groups(rewards: Sequence[Rewards], cfg: GrpoConfig, reward_weights: Sequence[float]) -> np.ndarray:
     """Return which groups are zero-std groups, bool [num_groups].
 
-    This is `is_dead` of the groups' advantages, without computing the advantages. Each group is judged alone. The arguments are those of
+    This is `is_dead` of the groups' advantages, without computing the advantages. Groups do not interact. The arguments are those of
     `advantages`.
     """
     per_func = rewards_per_func(rewards, len(reward_weights))

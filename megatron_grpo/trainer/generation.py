@@ -156,6 +156,7 @@ class RolloutGenerator:
             RewardError: A reward function failed. Raised on every rank.
             InvalidLogprobsError: No completion has valid log-probs. Raised on every rank.
             InvalidSamplingMaskError: A sampling mask is missing or impossible.
+            InvalidRoutingError: The recorded experts of a completion are missing or impossible.
         """
         with self.clock("rollout"):
             groups, impossible = refuse_impossible(self.groups(prompts))

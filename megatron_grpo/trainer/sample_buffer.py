@@ -204,7 +204,7 @@ class SampleBuffer:
     def anchored(self, scorer: ModelScorer, step: ScheduledStep) -> SampleBuffer:
         """Compute old log-probs with the current weights, for the slices whose first use will be stale.
 
-        See batching.md section 3.
+        See docs/batching.md section 3.
 
         Args:
             scorer: Computes log-probs of the policy.
