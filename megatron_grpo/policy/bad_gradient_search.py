@@ -71,7 +71,7 @@ def search(
         The micro-batches found, the same on every rank; and the number of further ones that ranks reported.
     """
     mine: list[_Told] = []
-    rows: dict[int, Rows] = {}  # of this share's micro-batches, on ranks of the last stage
+    rows: dict[int, Rows] = {}  # by micro-batch of this data-parallel rank, on ranks of the last stage
     for micro, logprobs in each_alone(wrapped, micro_batches, run_alone):
         if logprobs is not None:
             rows[micro.number] = wrong_rows(micro, logprobs, references[micro.number] if references else None)

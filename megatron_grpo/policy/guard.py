@@ -122,7 +122,7 @@ class BadMicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedStep:
-    """Why a step was skipped, and what produced its gradient.
+    """Reason why a step was skipped, and what produced its gradient.
 
     Attributes:
         why: The reason, as a phrase.

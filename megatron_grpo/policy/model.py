@@ -132,7 +132,7 @@ class PolicyModel(GPTModel):
                 module.activation_func = activation
             if isinstance(module, PackedAttention) and not shape.mla:
                 module.read(shape)
-            if shape.post_norm and isinstance(module, TransformerLayer):  # Megatron's own would keep what a norm reads in every pass
+            if shape.post_norm and isinstance(module, TransformerLayer):  # Megatron's own would keep a norm's input in every pass
                 module.bias_dropout_add_exec_handler = nullcontext
 
     def forward(self, batch: LocalBatch, *, with_entropy: bool = False, temperature: float | None = None, slope: Slope | None = None):

@@ -174,7 +174,7 @@ def _cuts(shape: ModelShape, layout: ParallelConfig, kernels: KernelConfig) -> d
         pipeline_model_parallel_layout=layout.pipeline_model_parallel_layout,
         context_parallel_size=layout.context_parallel_size,
         cp_comm_type=kernels.cp_comm_type,
-        # Only another model in the same layout (a teacher) may have experts; Megatron-Core refuses this setting for a dense model.
+        # A dense model may be in this layout because another model, such as a teacher, has experts; Megatron-Core refuses EP for it.
         expert_model_parallel_size=layout.expert_model_parallel_size if shape.moe else 1,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
         sequence_parallel=layout.sequence_parallel,

@@ -115,7 +115,8 @@ class SumOverRanks:
     Token weights already contain every denominator, so the token count of the schedule must not divide the gradients again.
 
     Attributes:
-        own: Norm of this rank's gradient buffers, a tensor without dimensions.
+        own: Norm of this rank's gradient buffers, a tensor without dimensions. With `overlap_grad_reduce` it is measured after the
+            reduction and includes the shares of other ranks.
     """
 
     def __init__(self) -> None:

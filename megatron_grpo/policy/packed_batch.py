@@ -76,7 +76,7 @@ class PackedBatch:
             padding.
         full: What queries attend to besides: under context parallelism the earlier chunks of their segment; and their parent.
         has_parents: Whether a segment has a parent.
-        windowed: Returns `causal` and `full` for a window of so many tokens, a query's own token included.
+        windowed: Returns `causal` and `full` for a window, given as the number of tokens that a token attends to, itself included.
         longest: Tokens of the longest segment together with its parent.
         cu_seqlens: Bounds of the segments in the whole stream, int32 [segments + 1], for Transformer Engine's attention.
         max_seqlen: Tokens of the longest segment.
@@ -129,7 +129,7 @@ class LocalBatch:
     number: int  # index of the micro-batch in its pass
     held: np.ndarray  # int64 [t]: indices of these tokens in the whole stream
     token_ids: torch.Tensor  # int64 [1, t]
-    positions: torch.Tensor  # int64 [t], or [3, t] where the micro-batch has pictures
+    positions: torch.Tensor  # int64 [t], or [3, t] if the micro-batch has images
     multiplicity: torch.Tensor  # int64 [t]: number of contexts that share a token; 0 is alignment padding
     packed: PackedBatch
     predict_at: torch.Tensor  # int64 [c], indices into the t tokens; an index that several contexts share occurs several times

@@ -160,9 +160,10 @@ def _local_unless_sharded(leaf: Any) -> Any:
 
 
 def _make_room(optimizer: Any) -> None:
-    """Allocate Adam's moments, all zero, before the first step. (Megatron omits `step` for torch's Adam.)
+    """Allocate Adam's moments, all zero, before the first step.
 
-    If no trained parameter belongs to this rank, Megatron still asks for a step count; its key is no parameter.
+    If no trained parameter belongs to this rank, Megatron still asks for a step count; its key is no parameter. Megatron omits `step` for
+    torch's Adam.
     """
     for part in chain(optimizer):
         if isinstance(part.optimizer, AdamW):  # allocates them at construction
@@ -186,10 +187,10 @@ def _make_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _make_room_on_host(optimizer: HybridDeviceOptimizer) -> None:
-    """Allocate moments of an optimizer on the host, under `optimizer_cpu_offload`. (Megatron takes a step with random gradients for this.)
+    """Allocate the moments of an optimizer on the host, under `optimizer_cpu_offload`.
 
     It then maps each parameter to its float32 weight and its moments. These are the tensors that the parts use, so reading into them loads
-    the optimizer.
+    the optimizer. Megatron's own code takes a step with random gradients instead.
     """
     for part in optimizer.sub_optimizers:
         _make_moments(part)
