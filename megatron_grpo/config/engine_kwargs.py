@@ -101,7 +101,12 @@ _PLAIN: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), 
 
 
 def misfit(annotation: str, value: Any) -> str | None:
-    """Return the annotation if it consists of plain types and the value has none of them, else None."""
+    """Return the annotation if it consists of plain types and the value has none of them, else None.
+
+    Args:
+        annotation: Source text of a type annotation, such as "int | None".
+        value: The value.
+    """
     inner = annotation.removeprefix("Optional[").removesuffix("]") + " | None" if annotation.startswith("Optional[") else annotation
     kinds = [kind.strip() for kind in inner.split("|")]
     if not annotation or any(kind not in _PLAIN for kind in kinds):

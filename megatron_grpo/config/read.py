@@ -152,7 +152,8 @@ def read_yaml(text: str, *, source: str) -> tuple[list[TypedSetting], list[Probl
 def spread(entry: TypedSetting) -> list[TypedSetting]:
     """Split an entry that names settings through a map (`loss_kwargs real_tau=1`, `loss_kwargs.real_tau 1`) into these settings.
 
-    Other entries are returned as they are.
+    Args:
+        entry: The entry. If it names no map, it is returned as it is.
     """
     name, _, key = entry.name.partition(".")
     if name not in MAPS or (key and key not in keys()[name]):

@@ -81,7 +81,12 @@ def given(c: SimpleNamespace, *names: str) -> list[dict[str, Any]]:
 
 
 def in_typed_names(cfg: Config, problem: Problem) -> Problem:
-    """Return the problem with the names that the user typed."""
+    """Return the problem with the names that the user typed.
+
+    Args:
+        cfg: The configuration.
+        problem: A problem with the settings' own names.
+    """
     return Problem(
         flags=tuple(cfg.typed.get(flag, flag) for flag in problem.flags),
         message=problem.message,

@@ -53,7 +53,11 @@ def asked(cfg: Config) -> Iterator[tuple[str, Any]]:
 
 
 def fault(bound: Any) -> str | None:
-    """Return what is wrong with the form of structured outputs, as the end of a sentence; None if it is valid."""
+    """Return what is wrong with the form of structured outputs, as the end of a sentence; None if it is valid.
+
+    Args:
+        bound: The value, in the form of vLLM's `structured_outputs`.
+    """
     if not isinstance(bound, Mapping):
         return 'is an object such as {"regex": "[0-9]+"}' + f", not {bound!r}"
     if engine := [name for name in bound if name in OF_THE_ENGINE]:

@@ -136,6 +136,11 @@ def evaluate(
 def loaded(cfg: Config, looked: ValidatedInputs, parallel: ParallelState) -> tuple[int, FrozenPolicy | None]:
     """Load the model that the sampler must receive. Collective.
 
+    Args:
+        cfg: Settings of the evaluation.
+        looked: Validated inputs: shape and path of the model.
+        parallel: Process groups of this rank.
+
     Returns:
         (optimizer steps of the weights, the model); the model is None if the sampler reads its files directly.
     """

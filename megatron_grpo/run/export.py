@@ -131,7 +131,12 @@ def merged_folder(out: Path) -> Path:
 
 
 def describe(out: Path, card: Card) -> None:
-    """Write the model card of an export. Only the main rank writes; an error is logged, because an export is complete without a card."""
+    """Write the model card of an export. Only the main rank writes; an error is logged, because an export is complete without a card.
+
+    Args:
+        out: Directory of the export.
+        card: Content of the card.
+    """
     if collectives.rank() == 0:
         with BestEffort()(f"the model card in {out}"):
             mark(out, "export", files=[*mark_of(out)["files"], CARD, CURVES])
@@ -165,7 +170,11 @@ def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> No
 
 @contextmanager
 def drained(named: Stream) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """Consume what the block leaves of a stream, because the other ranks send it too and would wait for this one."""
+    """Consume what the block leaves of a stream, because the other ranks send it too and would wait for this one.
+
+    Args:
+        named: (name, tensor) pairs.
+    """
     rest = iter(named)
     with CleanUp(lambda: deque(rest, maxlen=0)):
         yield rest
@@ -306,7 +315,12 @@ def export_checkpoint(cfg: Config, model: Path) -> None:
 
 
 def card_of(directory: Path, model: Path) -> Card:
-    """Return the content of a checkpoint's model card: the settings it was trained with, and its run's curves if they are found."""
+    """Return the content of a checkpoint's model card: the settings it was trained with, and its run's curves if they are found.
+
+    Args:
+        directory: The checkpoint.
+        model: Checkpoint of the base model.
+    """
     manifest = read_manifest(directory)
     assert not isinstance(manifest, str)  # it has been read before
     known, beside = table(), directory.absolute().parent.parent

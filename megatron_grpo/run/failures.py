@@ -58,7 +58,11 @@ def report(error: BaseException) -> int:
 
 
 def tell(text: str) -> None:
-    """Print a message once on each machine, by whichever rank comes first, and write it to torchrun's error file."""
+    """Print a message once on each machine, by whichever rank comes first, and write it to torchrun's error file.
+
+    Args:
+        text: The message, the same on every rank that calls this.
+    """
     with _turn(text) as is_first:
         if is_first:
             note(text)
@@ -68,7 +72,11 @@ def tell(text: str) -> None:
 
 
 def told(error: BaseException) -> tuple[str | None, int]:
-    """Return (message, exit code) for an error; the message is None if only a traceback helps."""
+    """Return (message, exit code) for an error; the message is None if only a traceback helps.
+
+    Args:
+        error: The error that ended the process.
+    """
     if isinstance(error, ConfigError):
         count = len(error.problems)
         lines = [f"{PREFIX}{count} problem{'s' if count > 1 else ''} in the configuration; nothing was started."]

@@ -114,7 +114,13 @@ def where_to_look(output_dir: Path) -> str:
 
 
 def keep(output_dir: Path, name: str, text: str) -> str:
-    """Write a file of the report and return its text. Disk errors are ignored, so that the run still ends with its message."""
+    """Write a file of the report and return its text. Disk errors are ignored, so that the run still ends with its message.
+
+    Args:
+        output_dir: Output directory of the run.
+        name: Name of the file.
+        text: Its content.
+    """
     with suppress(OSError):
         (output_dir / FOLDER).mkdir(parents=True, exist_ok=True)
         (output_dir / FOLDER / name).write_text(text)

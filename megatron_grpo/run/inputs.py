@@ -104,7 +104,11 @@ class Problems(list[Problem]):
     """Problems found so far, without duplicates."""
 
     def attempt(self, read: Callable[[], Read]) -> Read | None:
-        """Return the result of `read()`, or None after adding the problems of the ConfigError that it raised."""
+        """Return the result of a function, or None after adding the problems of the ConfigError that it raised.
+
+        Args:
+            read: The function to call.
+        """
         try:
             return read()
         except ConfigError as error:
@@ -114,7 +118,8 @@ class Problems(list[Problem]):
     def add(self, found: Iterable[Problem]) -> None:
         """Append problems whose message is not in the list yet.
 
-        Problems that an iterator yields before it raises are kept.
+        Args:
+            found: The problems. Those that an iterator yields before it raises are kept.
         """
         known = {problem.message for problem in self}
         for problem in found:
@@ -425,7 +430,8 @@ class InputPart:
 
     Args:
         name: Name of the part, as in `left_out`.
-        look: Reads the part into the inputs, and returns or raises its problems.
+        look: Called with the configuration and the inputs read so far. It stores the part in the inputs, and returns or raises
+            (ConfigError) its problems.
         settings: Space-separated settings; the part is read if one of them is set. "": always.
         needs: Space-separated fields of `ValidatedInputs` that must have been read before.
     """

@@ -89,6 +89,10 @@ def reported(peers: Peers, watchdog: Watchdog | None) -> Iterator[None]:
 
     The others may be waiting in a collective that this rank never joins.
 
+    Args:
+        peers: The other ranks.
+        watchdog: The watchdog of this rank; None if it is switched off.
+
     Raises:
         RunError: In place of an error that only reflects the failure of another rank, or a closed output pipe.
     """
@@ -110,9 +114,15 @@ def reported(peers: Peers, watchdog: Watchdog | None) -> Iterator[None]:
 
 
 def leave_together(cfg: Config, parallel: ParallelState, peers: Peers, signal: StopSignal) -> None:
-    """Wait until all ranks have saved and closed their files. Requeue the Slurm job if asked to.
+    """Wait until all ranks have saved and closed their files. Requeue the Slurm job if `requeue` is set and its time is up.
 
     A launcher kills the remaining ranks as soon as one exits, and the main rank may have more to do than the others.
+
+    Args:
+        cfg: Settings of the run.
+        parallel: Process groups of this rank.
+        peers: The other ranks.
+        signal: The request to stop.
     """
     if cfg.run.requeue and parallel.is_main and signal.asked is not None and signal.asked.is_time:
         tell(f"{PREFIX}{requeue()}")
@@ -196,6 +206,12 @@ def best_of(run: train.Run) -> Path | None:
 def watched(cfg: Config, parallel: ParallelState, peers: Peers, clean_up: CleanUp) -> Watchdog | None:
     """Start the watchdog of this rank, which runs until the end of the clean-up. Collective.
 
+    Args:
+        cfg: Settings of the run.
+        parallel: Process groups of this rank.
+        peers: The other ranks.
+        clean_up: Receives the end of the watch.
+
     Returns:
         The watchdog; None if `rank_heartbeat_timeout` is 0.
     """
@@ -249,6 +265,9 @@ def leave_if_doomed(peers: Peers) -> None:
     """Exit at once if the launcher ends this process because another rank has failed.
 
     The step in progress can never finish then.
+
+    Args:
+        peers: The other ranks.
     """
     why = peers.why_doomed()
     if why is None:

@@ -68,7 +68,12 @@ def limits_of(cfg: Config, launched_at: float, env: Mapping[str, str] = os.envir
 
 
 def lead_of(cfg: Config, job: launcher.SlurmJob) -> float:
-    """Return how many seconds before the end of the Slurm job the run stops."""
+    """Return how many seconds before the end of the Slurm job the run stops.
+
+    Args:
+        cfg: Settings of the run.
+        job: The Slurm job.
+    """
     typed = cfg.run.stop_before_end_seconds
     if typed is not None or job.seconds is None:
         return LONGEST_LEAD if typed is None else typed
@@ -76,7 +81,12 @@ def lead_of(cfg: Config, job: launcher.SlurmJob) -> float:
 
 
 def problems_with_limits(cfg: Config, env: Mapping[str, str] = os.environ) -> list[Problem]:
-    """Return problems with the time limits in this job, before anything is started."""
+    """Return problems with the time limits in this job, before anything is started.
+
+    Args:
+        cfg: Settings of the run.
+        env: Environment variables.
+    """
     job, problems = launcher.slurm_job(env), []
     lead, seconds = cfg.run.stop_before_end_seconds, job.seconds if job is not None else None
     if job is not None and lead is not None and seconds is not None and lead >= seconds:
@@ -99,6 +109,9 @@ def problems_with_limits(cfg: Config, env: Mapping[str, str] = os.environ) -> li
 
 def requeue(env: Mapping[str, str] = os.environ) -> str:
     """Requeue this Slurm job; Slurm then ends the job's processes.
+
+    Args:
+        env: Environment variables.
 
     Returns:
         The outcome, in words.

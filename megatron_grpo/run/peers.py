@@ -84,7 +84,11 @@ class Peers:
         self.seconds_between_looks = max(1.0, len(processes) / LOOKS_PER_SECOND)
 
     def pass_on(self, asked: StopReason) -> None:
-        """Notify the other ranks that this one was asked to stop."""
+        """Notify the other ranks that this one was asked to stop.
+
+        Args:
+            asked: The reason.
+        """
         with suppress(RuntimeError):  # the store is closed, and the others have exited
             self._store.set("stop", f"{int(asked.is_time)}{asked.why}")
 

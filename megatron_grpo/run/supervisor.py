@@ -30,6 +30,9 @@ _STARTED_BY: list[int] = []
 def supervised(command: Callable[[], int]) -> int:
     """Run `command` in a child process. On other systems than Linux it is called directly.
 
+    Args:
+        command: Returns the exit code of the program.
+
     Returns:
         The exit code of the process, in parent and child.
     """

@@ -139,7 +139,11 @@ class Alarms:
 
 
 def waits_in(thread: int) -> str:
-    """Return the collective in which a thread of this process waits for other ranks; "" if in none."""
+    """Return the collective in which a thread of this process waits for other ranks; "" if in none.
+
+    Args:
+        thread: Identifier of the thread (`threading.Thread.ident`).
+    """
     frame, depth, found = sys._current_frames().get(thread), 0, ""
     while frame is not None and depth < _DEPTH:
         if frame.f_globals.get("__name__", "").startswith(_WAITING):

@@ -119,6 +119,10 @@ def started(make: MakeEngine, cfg: Config, inputs: ValidatedInputs, parallel: Pa
 def patient(sampler: Engine, stop: train.StopRequest) -> Engine:
     """Let the engine cancel a request in progress when the run is to stop, if it supports that.
 
+    Args:
+        sampler: The engine. It supports cancelling if it has the attribute `should_cancel`.
+        stop: Tells whether the run is to stop.
+
     Returns:
         The same engine.
     """
@@ -231,7 +235,12 @@ def how_adapters_travel(
 
 
 def replayed_experts(cfg: Config, shape: ModelShape) -> ExpertLayers | None:
-    """Return the expert layers whose routing the sampler reports, or None unless `router_replay_mode` is R3."""
+    """Return the expert layers whose routing the sampler reports, or None unless `router_replay_mode` is R3.
+
+    Args:
+        cfg: Settings of the run.
+        shape: The model's shape.
+    """
     return ExpertLayers.of(shape) if cfg.grpo.router_replay_mode == "R3" else None
 
 

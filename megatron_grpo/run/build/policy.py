@@ -48,12 +48,24 @@ MakeReference = Callable[[GrpoConfig, ModelScorer, Tensors], Reference]  # (sett
 
 
 def build_frozen(cfg: GrpoConfig, initial: ModelScorer, tensors: Tensors) -> Reference:
-    """Build a reference that keeps the initial weights."""
+    """Build a reference that keeps the initial weights.
+
+    Args:
+        cfg: Settings of GRPO.
+        initial: Scorer of the initial model.
+        tensors: Returns the tensors of the initial model; unused here.
+    """
     return FrozenReference(initial)
 
 
 def build_following(cfg: GrpoConfig, initial: ModelScorer, tensors: Tensors) -> Reference:
-    """Build a reference that mixes in the policy's weights every `ref_model_sync_steps` steps (`sync_ref_model`)."""
+    """Build a reference that mixes in the policy's weights every `ref_model_sync_steps` steps (`sync_ref_model`).
+
+    Args:
+        cfg: Settings of GRPO.
+        initial: Scorer of the initial model.
+        tensors: Returns the tensors of the initial model, which the mixing updates.
+    """
     return SyncedReference(initial, tensors=tensors, every=cfg.ref_model_sync_steps, alpha=cfg.ref_model_mixup_alpha)
 
 
@@ -61,7 +73,11 @@ REFERENCES: dict[bool, MakeReference] = {False: build_frozen, True: build_follow
 
 
 def uses_transformer_engine(transformer_impl: str) -> bool:
-    """Return whether Transformer Engine is used; with `auto`, whether it can be imported."""
+    """Return whether Transformer Engine is used.
+
+    Args:
+        transformer_impl: The setting: "auto" uses it if it can be imported.
+    """
     if transformer_impl != "auto":
         return transformer_impl == "transformer_engine"
     from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
@@ -95,7 +111,13 @@ def sharing_here(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sha
 
 
 def sharing_of(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sharing:
-    """Decide whether to share prompts for a model on this machine, which is assumed to meet all requirements."""
+    """Decide whether to share prompts for a model on this machine, which is assumed to meet all requirements.
+
+    Args:
+        cfg: Settings of the run.
+        shape: The model's shape.
+        parallel: Process groups of this rank.
+    """
     has_gpu = parallel.device.type == "cuda"
     lacks = gpu_kernel(getattr(torch, cfg.model.torch_dtype), attention_channels(shape)).lacks if has_gpu else None
     return decide(cfg, shape, has_gpu=has_gpu, gpu_lacks=lacks)
@@ -197,7 +219,11 @@ def build_loaded(
 
 
 def frozen(chunks: list[PolicyModel]) -> list[PolicyModel]:
-    """Put the chunks into eval mode without gradients, and return them."""
+    """Put the chunks into eval mode without gradients, and return them.
+
+    Args:
+        chunks: Model chunks of this rank.
+    """
     return [chunk.eval().requires_grad_(False) for chunk in chunks]
 
 

@@ -245,6 +245,10 @@ def what_makes_room(made: Plan, parallel: ParallelState) -> tuple[Role, ...]:
     """Return the roles of the policy that leave the device while the sampler works. Collective.
 
     On a CPU these are the ones that the settings ask for; on a GPU the plan decides, by the smallest GPU of the job.
+
+    Args:
+        made: Plan of the run.
+        parallel: Process groups of this rank.
     """
     cfg = made.checked.config
     if cfg.rollout.vllm_mode != "colocate":
@@ -263,7 +267,14 @@ def what_makes_room(made: Plan, parallel: ParallelState) -> tuple[Role, ...]:
 
 
 def build_publisher(cfg: Config, policy: Policy, holder: WeightReceiver, *, say: Callable[[str], None] | None = None) -> WeightSyncManager:
-    """Build the manager that syncs the policy's weights to the sampler."""
+    """Build the manager that syncs the policy's weights to the sampler.
+
+    Args:
+        cfg: Settings of the run.
+        policy: Source of the weights.
+        holder: Receiver of the weights.
+        say: Logs a message on the main rank.
+    """
     return WeightSyncManager(
         policy,
         holder,
@@ -276,13 +287,24 @@ def build_publisher(cfg: Config, policy: Policy, holder: WeightReceiver, *, say:
 
 
 def publish_again(policy: Policy, publisher: WeightSyncManager, clock: Timers) -> None:
-    """Sync weights as `train.publish` does, after the sampler has lost them during a request."""
+    """Sync weights as `train.publish` does, after the sampler has lost them during a request.
+
+    Args:
+        policy: Source of the weights.
+        publisher: Manager of the weight sync.
+        clock: Timers that record it as `weight_sync`.
+    """
     with clock("weight_sync"):
         publisher.publish(policy.version)
 
 
 def penalty_of(cfg: GrpoConfig, policy: Policy) -> KlPenalty | None:
-    """Return the KL penalty that is subtracted from rewards; None if the KL is in the loss, or without a reference."""
+    """Return the KL penalty that is subtracted from rewards; None if the KL is in the loss, or without a reference.
+
+    Args:
+        cfg: Settings of GRPO.
+        policy: The policy with its reference.
+    """
     if not cfg.kl_in_reward or policy.reference is None:
         return None
     return KlPenalty(policy=policy, reference=policy.reference, beta=cfg.beta)
