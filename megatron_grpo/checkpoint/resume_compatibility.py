@@ -92,7 +92,10 @@ def _settings(before: RunOrigin, now: RunOrigin) -> Iterator[Difference]:
 
 
 def _keeps_reference(settings: Mapping[str, Any]) -> bool:
-    """Whether checkpoints contain the reference model: only if it moves. Any other reference is the model that the run began with."""
+    """Return whether checkpoints contain the reference model.
+
+    They do only if it moves. Any other reference is the model that the run began with.
+    """
     return bool(settings.get("sync_ref_model") and settings.get("beta"))
 
 

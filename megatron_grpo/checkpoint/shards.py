@@ -119,7 +119,7 @@ def name_of(tensor: ShardedTensor) -> int:
 
 
 def _may_be_shared(leaf: Any) -> bool:
-    """Whether other ranks may hold the tensor. Boxes of a distributed optimizer, which fit no regular grid, belong to one rank."""
+    """Return whether other ranks may hold the tensor. Boxes of a distributed optimizer, which fit no regular grid, belong to one rank."""
     return isinstance(leaf, ShardedTensor) and leaf.has_regular_grid
 
 

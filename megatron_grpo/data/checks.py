@@ -120,7 +120,7 @@ def _described(value: Any) -> str:
     """Represent a value that JSON cannot, in the same way in every process: never by the address of an object."""
     if isinstance(value, (bytes, bytearray)):
         return hashlib.sha256(value).hexdigest()
-    if hasattr(value, "tobytes"):  # an array, a decoded picture
+    if hasattr(value, "tobytes"):  # an array or a decoded image
         return f"{type(value).__name__} {getattr(value, 'size', '')} {hashlib.sha256(value.tobytes()).hexdigest()}"
     text = str(value)
     return type(value).__name__ if f"at {id(value):#x}" in text.lower() else text

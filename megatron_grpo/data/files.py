@@ -261,7 +261,7 @@ def _row_of(text: bytes) -> Row | str:
 
 
 def _is_json_array(file: Path) -> bool:
-    """Whether a .json file holds one array. Many hold one object per line instead."""
+    """Return whether a .json file holds one array. Many hold one object per line instead."""
     if file.suffix != ".json":
         return False
     with file.open("rb") as content:

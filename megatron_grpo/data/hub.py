@@ -13,7 +13,7 @@ _FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoke
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only be a local path, existing or not. A Hub name is `name` or `owner/name`."""
+    """Return whether a name can only be a local path, existing or not. A Hub name is `name` or `owner/name`."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name.partition("#")[0]).suffix in SUFFIXES
 
 

@@ -1,1 +1,1 @@
-"""The reward functions that come with the package. `rewards.loading` imports one when it is asked for by name."""
+"""The built-in reward functions. `rewards.loading` imports one when it is requested by name."""

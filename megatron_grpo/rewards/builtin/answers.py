@@ -1,4 +1,4 @@
-"""Owns finding the final answer in a text, and telling whether two answers are the same text."""
+"""Extraction of the final answer from a text, and textual comparison of two answers."""
 
 from __future__ import annotations
 
@@ -17,27 +17,34 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 def needed_columns(config: Config) -> tuple[tuple[str, ...], ...]:
-    """The columns that a reward with a right answer needs, as alternatives."""
+    """Return the columns that a reward with a correct answer needs, as alternatives."""
     return ((config.rewards.answer_column,),) if config.rewards.answer_column else (("answer", "solution"),)
 
 
 def right_answers(columns: Mapping[str, Sequence[Any]], needs: Sequence[Sequence[str]]) -> list[Any]:
-    """What each row is judged by. Of `answer` and `solution` it is `answer`: the other often holds the way to it."""
+    """Return the correct answer of each row.
+
+    If a row has both `answer` and `solution`, `answer` is used, because `solution` often contains the derivation.
+
+    Args:
+        columns: Columns of the data set, one value per row.
+        needs: Columns that the reward needs, as alternatives.
+    """
     given = [columns[name] for name in needs[0] if name in columns]
     return [next((value for value in row if value is not None), None) for row in zip(*given)]
 
 
 def alternatives(right: Any) -> list[str]:
-    """Right answers as texts: one, or several where the column holds a list. Empty where the row has none."""
+    """Return the acceptable answers of a row as strings: one, or several if the column holds a list. Empty if the row has no answer."""
     values = right if isinstance(right, (list, tuple)) else [right]
     return [str(value) for value in values if value is not None and str(value).strip()]
 
 
 def final_answer(text: str) -> str:
-    """The last thing a text gives as its answer, without surrounding space.
+    """Return the final answer of a text, without surrounding space.
 
-    What stands after the last `</think>` counts; in it, in this order: the last `<answer>` tag, the last `\\boxed{}`, a line `#### x`, what
-    follows the last "answer is" or "answer:" on its line, or else everything.
+    Only text after the last `</think>` counts. In it, the first match in this order: the last `<answer>` tag, the last `\\boxed{}`, a
+    line `#### x`, the text after the last "answer is" or "answer:" on its line, or else the whole text.
     """
     text = text.rpartition("</think>")[2]
     tags = _TAG.findall(text)
@@ -54,7 +61,7 @@ def final_answer(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last `\\boxed{...}` of a text holds, braces inside it balanced; None without one."""
+    """Return the content of the last `\\boxed{...}` of a text, with balanced braces; None if there is none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -63,11 +70,11 @@ def last_boxed(text: str) -> str | None:
         depth += {"{": 1, "}": -1}.get(text[place], 0)
         if depth == 0:
             return text[start + len("\\boxed{") : place]
-    return None  # cut off in the middle
+    return None  # truncated before the closing brace
 
 
 def same_answer(answer: str, right: str) -> bool:
-    """Whether two answers are the same once case, spacing, `$`, a final stop, and ways to write a decimal number are set aside."""
+    """Return whether two answers are equal, ignoring case, spacing, `$`, a final full stop, and notations of a decimal number."""
     left, other = normalise(answer), normalise(right)
     if left == other:
         return True
@@ -77,7 +84,7 @@ def same_answer(answer: str, right: str) -> bool:
 
 
 def normalise(answer: str) -> str:
-    """An answer as `same_answer` compares it."""
+    """Return an answer in the form that `same_answer` compares."""
     text = " ".join(answer.split()).casefold()
     for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("\\text{", "}"), ("**", "**"), ('"', '"')):
         if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):

@@ -1,8 +1,8 @@
-"""The reward `code`: the share of a row's tests that the Python program in the completion passes; None where the row has no tests.
+"""The reward `code`: the share of a row's tests that the Python program in the completion passes; None if the row has no tests.
 
-The program is the last fenced block of the completion. Tests are snippets with assertions, which run in a process of their own and call the
-program in its process (held.py), or pairs of standard input and expected output. Both processes are a sandbox (sandbox.py) with limits on
-time, memory, files and network.
+The program is the last fenced block of the completion. Tests are snippets with assertions, which run in a separate process and call the
+program in its process (hidden_tests.py), or pairs of standard input and expected output. Both processes run in a sandbox (sandbox.py)
+with limits on time, memory, files and network.
 """
 
 from __future__ import annotations
@@ -27,6 +27,13 @@ _FENCE = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)(?:\n```|\Z)",
 
 
 class Code:
+    """The reward `code`.
+
+    Args:
+        settings: Settings of the rewards.
+        landlock: Whether Landlock is required, see `run_program`.
+    """
+
     needs = (COLUMNS,)
 
     def __init__(self, settings: RewardConfig, *, landlock: str):
@@ -81,21 +88,30 @@ def _unusable(fault: str) -> RowFailure:
 
 
 def _called(test: str, entry_point: Any) -> str:
-    """HumanEval's tests define `check`; what it is called with stands in the column entry_point."""
+    """Append the call of `check` to a test of HumanEval, which only defines it; the argument is the column entry_point."""
     defines, calls = re.search(r"^def check\(", test, re.MULTILINE), re.search(r"^check\(", test, re.MULTILINE)
     return f"{test}\ncheck({entry_point})\n" if entry_point and defines and not calls else test
 
 
 def program_of(text: str) -> str:
-    """The last fenced block of a text, also one that was cut off; without any, all that stands after the last `</think>`."""
+    """Return the last fenced block of a text, even if truncated; without a block, the text after the last `</think>`."""
     text = text.rpartition("</think>")[2]
     blocks = _FENCE.findall(text)
     return blocks[-1] if blocks else text
 
 
 def read_tests(tests: Any) -> tuple[list[str], list[tuple[str, str]]]:
-    """Snippets, and (standard input, expected output) pairs. Takes one snippet, a list of either kind, {"inputs": [...], "outputs": [...]},
-    or any of these as JSON. Raises ValueError for anything else.
+    """Parse the tests of a row.
+
+    Args:
+        tests: One snippet, a list of snippets or of {"input": ..., "output": ...}, {"inputs": [...], "outputs": [...]}, or any of these
+            as JSON.
+
+    Returns:
+        Snippets, and (standard input, expected output) pairs.
+
+    Raises:
+        ValueError: If the tests have any other form.
     """
     if isinstance(tests, str):
         if tests.lstrip()[:1] not in ("[", "{"):
@@ -121,12 +137,12 @@ def read_tests(tests: Any) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def lines_of(output: str) -> list[str]:
-    """Output as it is compared: lines without trailing space, without empty lines at the end."""
+    """Return output in the form that is compared: lines without trailing space, without empty lines at the end."""
     return [line.rstrip() for line in output.rstrip().splitlines()]
 
 
 def build_code(config: Config) -> Code:
-    """Raises ConfigError on a machine that cannot hold programs."""
+    """Create the reward. Raises ConfigError on a machine that cannot sandbox programs."""
     landlock = "may" if config.rewards.code_without_landlock else "must"
     reason = why_unsafe(landlock=landlock)
     if reason is not None:

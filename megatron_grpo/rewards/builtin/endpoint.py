@@ -1,7 +1,7 @@
-"""Owns asking HTTP endpoints that judge: many requests at one time, retries, one deadline for the whole batch. Standard library only.
+"""HTTP requests to scoring endpoints: many concurrent requests, retries, one deadline per batch. Standard library only.
 
-What answers is a stranger. It is given the key alone, never another host: redirects are not followed. It cannot hold a request beyond its
-deadline, nor answer more than `_LONGEST` bytes, headers and all. The key stands in no sentence, whatever the answer repeats.
+The endpoint is untrusted. The key is only sent to the configured host: redirects are not followed. A request cannot exceed its deadline,
+and a response cannot exceed `_LONGEST` bytes including headers. The key never appears in a message, whatever the response repeats.
 """
 
 from __future__ import annotations
@@ -25,24 +25,34 @@ from megatron_grpo.base.errors import keep_secret, said_by
 from megatron_grpo.rewards.protocol import RowFailure
 
 _LOG = logging.getLogger(__name__)
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0  # seconds between attempts: doubled each time
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0  # seconds between attempts, doubled each time
 _WORTH_A_RETRY = (408, 425, 429, 500, 502, 503, 504)
-_SHOWN, _READ = 200, 1 << 14  # characters of a refusal that are repeated, and bytes that are looked at
-_LONGEST = 4 << 20  # bytes of an answer
+_SHOWN, _READ = 200, 1 << 14  # characters of an error response that are shown, and bytes that are read
+_LONGEST = 4 << 20  # bytes of a response
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
 class UnansweredError(Exception):
-    """No usable answer came; the message ends the sentence "reward `name` ..."."""
+    """No usable response arrived. The message ends the sentence "reward `name` ..."."""
 
     def __init__(self, why: str):
         super().__init__(said_by(why))
 
 
 def ask_all(ask: Callable[[Item, float], Answer], items: Sequence[Item], *, concurrency: int, seconds: float) -> list[Answer | RowFailure]:
-    """`ask(item, deadline)` for all items in threads, in their order; a RowFailure where it raised Unanswered."""
+    """Call `ask(item, deadline)` for all items in threads.
+
+    Args:
+        ask: Sends one request. The deadline is on the clock of `time.monotonic`.
+        items: The requests.
+        concurrency: Number of threads.
+        seconds: Time limit for all requests together.
+
+    Returns:
+        The responses in the order of `items`; a RowFailure for each call that raised UnansweredError.
+    """
     deadline = time.monotonic() + seconds
 
     def one(item: Item) -> Answer | RowFailure:
@@ -56,7 +66,7 @@ def ask_all(ask: Callable[[Item, float], Answer], items: Sequence[Item], *, conc
 
 
 class Key:
-    """What a request proves itself with. It prints as a word, for whatever prints it: a traceback with variables, a logger, a dump."""
+    """API key of an endpoint. Its repr is a placeholder, so that tracebacks, loggers and dumps do not reveal it."""
 
     def __init__(self, secret: str):
         self._secret = secret
@@ -66,6 +76,7 @@ class Key:
         return "Key(...)"
 
     def header(self) -> str:
+        """Return the value of the Authorization header."""
         return f"Bearer {self._secret}"
 
     def __reduce__(self) -> Any:
@@ -73,9 +84,16 @@ class Key:
 
 
 def post_json(url: str, payload: Any, deadline: float, *, key: Key | None = None) -> Any:
-    """What `url` answers to a POST of JSON. Tries again after lost connections and overload, until the deadline (`time.monotonic`).
+    """Send JSON with POST and return the JSON response. Retries after lost connections and overload until the deadline.
 
-    Raises Unanswered with the last reason.
+    Args:
+        url: Address of the endpoint.
+        payload: Request body.
+        deadline: Deadline on the clock of `time.monotonic`.
+        key: API key, if any.
+
+    Raises:
+        UnansweredError: With the last reason.
     """
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(url, data=json.dumps(payload).encode(), headers=headers)
@@ -86,7 +104,7 @@ def post_json(url: str, payload: Any, deadline: float, *, key: Key | None = None
     while (left := deadline - time.monotonic()) > 0:
         try:
             with opener.open(request, timeout=left) as response:
-                content = response.read(_LONGEST)  # without a number it would first take the memory that the server announces
+                content = response.read(_LONGEST)  # without a limit it would allocate the size that the server announces
             return json.loads(content)
         except urllib.error.HTTPError as error:
             reason = _refusal(error)
@@ -117,11 +135,11 @@ def _refusal(error: urllib.error.HTTPError) -> str:
 
 
 class AnswerTooLongError(Exception):
-    """An answer has more bytes than any answer needs."""
+    """The response is larger than `_LONGEST` bytes."""
 
 
 class _Bounded(io.RawIOBase):
-    """What comes through a socket, up to a moment and a number of bytes; each wait on a socket alone may be as long as its timeout."""
+    """Data from a socket, limited by a deadline and a number of bytes. A socket's timeout only limits each single read."""
 
     def __init__(self, connection: socket.socket, deadline: float):
         self.connection, self.deadline, self.left = connection, deadline, _LONGEST
@@ -163,7 +181,7 @@ def _connection(kind: type[http.client.HTTPConnection], deadline: float) -> Call
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """The key, and what a completion says, are for the host that the user named."""
+    """Redirect handler that follows none: the key and the completions are only for the host that the user named."""
 
     def redirect_request(self, *args: Any, **options: Any) -> None:
         return None
@@ -178,13 +196,13 @@ def _opener(url: str, deadline: float) -> urllib.request.OpenerDirector:
         def https_open(self, request: urllib.request.Request) -> Any:
             return self.do_open(_connection(http.client.HTTPSConnection, deadline), request)
 
-    # A proxy of the environment cannot reach this machine's loopback, whatever it is set for.
+    # A proxy from the environment cannot reach this machine's loopback interface.
     proxies = [urllib.request.ProxyHandler({})] if is_local(url) else []
     return urllib.request.build_opener(Http, Https, _NoRedirect, *proxies)
 
 
 def is_local(url: str) -> bool:
-    """Whether a URL's host is this machine itself."""
+    """Return whether the host of a URL is this machine."""
     host = urllib.parse.urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -193,7 +211,13 @@ def is_local(url: str) -> bool:
 
 
 def warn_of_plain(url: str, flag: str, *, has_key: bool) -> None:
-    """Says once what anybody on the way can read."""
+    """Log a warning if prompts, completions or the key are sent unencrypted.
+
+    Args:
+        url: Address of the endpoint.
+        flag: Setting that holds the address.
+        has_key: Whether requests contain a key.
+    """
     if url.startswith("http://") and not is_local(url):
         what = "the key, prompts and completions" if has_key else "prompts and completions"
         host = urllib.parse.urlsplit(url).hostname
@@ -201,7 +225,7 @@ def warn_of_plain(url: str, flag: str, *, has_key: bool) -> None:
 
 
 def url_fault(url: str) -> str | None:
-    """What is wrong with the address of an endpoint, as the end of a sentence; it repeats no password."""
+    """Return what is wrong with the address of an endpoint, as the end of a sentence, or None. The sentence repeats no password."""
     try:
         parts = urllib.parse.urlsplit(url)
         port_is_right = parts.port is None or parts.port > 0

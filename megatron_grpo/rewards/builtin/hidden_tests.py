@@ -1,10 +1,10 @@
-"""The tests of the reward `code` run in a process of their own, and call what the program defines in the program's process.
+"""Runs the tests of the reward `code` in a separate process; they call functions of the program in the program's process.
 
-What crosses is data of Python's own types, both ways: arguments, what a call gives, the arguments of an exception. An object of another
-type stays where it is; the tests get a `_Distant` for it, which they can call and ask, and which compares with nothing. So a program never
-meets what a test expects, and has no say in any comparison.
+Only data of Python's own types is exchanged, in both directions: arguments, return values, arguments of exceptions. Objects of other
+types stay in their process; the tests get a `_Distant` proxy, which they can call and query, and which compares with nothing. So a
+program never sees the value a test expects, and takes no part in any comparison.
 
-jail.py loads this file by its path, in both processes: it imports nothing of the package.
+jail.py loads this file by its path in both processes, so it imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _BASES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, s
 _VALUES = {*_BASES, type(None), range, slice, deque, Fraction, Decimal, date, datetime, time, timedelta, timezone}
 _NAMES = {(kind.__module__, kind.__qualname__) for kind in _VALUES} | {("numpy", "array")}
 _LONGEST = 32 << 20  # bytes of a message
-_ALIASES = {"np": "numpy", "pd": "pandas"}  # modules and functions that tests use and leave to the program to import
+_ALIASES = {"np": "numpy", "pd": "pandas"}  # modules and functions that tests use without importing them
 _HELPERS = {"isclose": "math", "allclose": "numpy", "approx": "pytest"}
-_PLAIN = re.compile(r"assert (\w+)\([^()]*\) == [^()]+")  # the function that it tests, which may be named like one of Python's: sum(10, 15)
-# Of the program's objects, in its process. None that takes a value to be compared: no `==`, no `-` (of a distance), no `in`.
+_PLAIN = re.compile(r"assert (\w+)\([^()]*\) == [^()]+")  # group 1: the tested function, which may have the name of a built-in: sum(10, 15)
+# Operations on the program's objects, executed in its process. None takes a value to be compared: no `==`, no `-` (distances), no `in`.
 _OPERATIONS = "call getattr setattr delattr iter next reversed len bool int float str repr getitem setitem delitem enter"
 
 
-# ---- what a test is
+# ---- validation of tests
 
 
 def fault_of(test: str) -> str | None:
-    """Why a test can show nothing, as the end of a sentence about it; None where it can."""
+    """Return the reason why a test cannot verify anything, as the end of a sentence about it; None if it can."""
     try:
         if any(map(_holds, ast.walk(ast.parse(test)))):
             return None
@@ -52,7 +52,7 @@ def fault_of(test: str) -> str | None:
 
 
 def _holds(node: ast.AST) -> bool:
-    """Whether something held when a test has come past this: an assertion, or an exception that it wants."""
+    """Return whether passing this node verifies something: it is an assertion, or expects an exception."""
     match node:
         case ast.Assert(test):
             return not isinstance(test, ast.Constant)
@@ -65,7 +65,7 @@ def _holds(node: ast.AST) -> bool:
 
 
 class _Counting(ast.NodeTransformer):
-    """Has a test count what has held."""
+    """Instruments a test to count the assertions that have held."""
 
     def generic_visit(self, node: ast.AST) -> Any:
         super().generic_visit(node)
@@ -75,19 +75,33 @@ class _Counting(ast.NodeTransformer):
         return [node, *count] if isinstance(node, ast.stmt) and _holds(node) else node
 
 
-# ---- what crosses
+# ---- communication between the processes
 
 
 class ObjectLink:
-    """One end. It asks the other one to do something to an object there, and meanwhile does what it is asked."""
+    """One end of the connection between the two processes. While it waits for a response, it serves requests of the other end."""
 
     def __init__(self, descriptor: int, *, own: object = None, is_tests: bool = False):
-        """own: what the other end may ask for before it was given anything. is_tests: gives functions alone, to be called and no more."""
+        """Open one end.
+
+        Args:
+            descriptor: File descriptor of the socket.
+            own: Object that the other end can access from the beginning.
+            is_tests: Whether this is the end of the tests. It only exposes functions, which can only be called.
+        """
         self.descriptor, self.is_tests, self.reader = descriptor, is_tests, os.fdopen(descriptor, "rb", closefd=False)
         self.given = [own]
         self.calls, self.unheld = 0, ""
 
     def ask(self, operation: str, target: _Distant, /, *arguments: Any, **named: Any) -> Any:
+        """Request an operation on an object of the other process, and return its result.
+
+        Args:
+            operation: Name of a special method, such as `__call__`.
+            target: Proxy of the object.
+            *arguments: Positional arguments.
+            **named: Keyword arguments.
+        """
         self.calls += 1
         self._send("do", operation, target, arguments, named)
         while (answer := self._receive())[0] == "do":
@@ -95,18 +109,22 @@ class ObjectLink:
         kind, value, back = answer
         if kind == "raised":
             raise _error(value, is_next=operation == "__next__")(*back)
-        if value is None:  # a function that returns something could empty what its result is compared with
+        if value is None:  # otherwise a function that returns a value could also change the arguments that its result is compared with
             for mine, theirs in zip(arguments, back):
                 _change(mine, theirs)
         return value
 
     def serve(self) -> None:
-        """Until nobody asks any more."""
+        """Serve requests until the other end closes."""
         while True:
             self._do(*self._receive()[1:])
 
     def number_of(self, thing: object) -> int:
-        """Under which the other end knows an object of this one."""
+        """Register an object of this process, and return the number by which the other end refers to it.
+
+        Raises:
+            TypeError: In the process of the tests, if the object is not a function.
+        """
         if self.is_tests and not isinstance(thing, (FunctionType, BuiltinFunctionType)):
             self.unheld = f"gives the program an object of type {type(thing).__name__}, which stays in the process of the tests"
             raise TypeError(self.unheld)
@@ -119,8 +137,8 @@ class ObjectLink:
                 raise TypeError("the functions of a test can be called, and no more")
             does = getattr(operator, operation, None) or getattr(builtins, operation.strip("_"), None) or getattr(type(target), operation)
             value = does(target, *arguments, **named)
-            self._send("gave", value, arguments if value is None else ())  # who gives nothing has changed what it was given, perhaps
-        except BaseException as error:  # noqa: BLE001 - it is raised where it was asked for
+            self._send("gave", value, arguments if value is None else ())  # a function that returns None may have changed its arguments
+        except BaseException as error:  # noqa: BLE001 - the error is raised in the other process
             kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
             self._send("raised", next(kinds), tuple(one for one in error.args if type(one) in (str, int, float)))
 
@@ -135,7 +153,7 @@ class ObjectLink:
         size = int.from_bytes(self.reader.read(4), "little")
         content = self.reader.read(size) if 0 < size <= _LONGEST else b""
         if not content or len(content) != size:
-            os._exit(0)  # the other end has ended, or says more than it may: what is not judged by now has not passed
+            os._exit(0)  # the other process has ended, or sends too much: remaining tests have not passed
         return _Unpickler(io.BytesIO(content), self).load()
 
 
@@ -151,7 +169,7 @@ class _Pickler(pickle.Pickler):
         return ("yours", value._number) if kind is _Distant else ("mine", self.link.number_of(value))
 
     def reducer_override(self, value: Any) -> Any:
-        """Of types derived from Python's own, and numpy's, what they hold."""
+        """Reduce subclasses of Python's types, and NumPy's types, to their plain values."""
         if _is_numpys(value) and hasattr(value, "tolist"):
             if value.shape:
                 return sys.modules["numpy"].array, (value.tolist(), value.dtype.str)
@@ -167,7 +185,7 @@ def _is_numpys(value: Any) -> bool:
     return numpy is not None and (value is numpy.array or isinstance(value, (numpy.generic, numpy.ndarray)))
 
 
-class _Unpickler(pickle._Unpickler):  # the one in Python, since that in C has no table of what it does
+class _Unpickler(pickle._Unpickler):  # the one in Python, since the one in C has no dispatch table
     dispatch = {code: read for code, read in pickle._Unpickler.dispatch.items() if code != pickle.BUILD[0]}
 
     def __init__(self, stream: io.BytesIO, link: ObjectLink):
@@ -185,21 +203,21 @@ class _Unpickler(pickle._Unpickler):  # the one in Python, since that in C has n
 
 
 def _error(name: str, *, is_next: bool) -> type[Exception]:
-    """Of Python's own that has this name. StopIteration from anything but `next` would end the loop of a test over its cases."""
+    """Return the built-in exception of this name. StopIteration is only used for `next`, because it would end a loop of the test."""
     kind = getattr(builtins, name, None)
     is_one = isinstance(kind, type) and issubclass(kind, Exception) and (is_next or kind is not StopIteration)
     return kind if is_one else RuntimeError  # type: ignore[return-value]
 
 
 def _change(mine: Any, theirs: Any) -> None:
-    """What the program did to an argument, done to the tests' own."""
+    """Apply the program's change of an argument to the object in the process of the tests."""
     if type(mine) is type(theirs) and isinstance(mine, (list, bytearray, deque, dict, set)):
         mine.clear()
         (mine.update if isinstance(mine, (dict, set)) else mine.extend)(theirs)
 
 
 class _Distant:
-    """An object of the other process."""
+    """Proxy of an object in the other process."""
 
     _link: ObjectLink
     _number: int
@@ -214,7 +232,7 @@ class _Distant:
         raise TypeError("an object of the program's own class is compared")
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _compared
-    __array_interface__ = __array_struct__ = property(_compared)  # an address in this process, if the program could give one
+    __array_interface__ = __array_struct__ = property(_compared)  # the program could set these to an address in this process
 
 
 def _operation(name: str) -> Any:
@@ -229,7 +247,7 @@ for _name in _OPERATIONS.split():
 
 
 class _Names(dict):
-    """The names of the tests. What they do not bind themselves is Python's, or else the program's."""
+    """Namespace of the tests. Names they do not bind are looked up in Python's built-ins, then in the program."""
 
     def __init__(self, link: ObjectLink):
         super().__init__(__name__="tests", __held__=self.count)
@@ -251,7 +269,13 @@ class _Names(dict):
 
 
 def run_tests(tests: list[str], descriptor: int, report: int) -> None:
-    """Writes a line for each test that came to its end: whether it passed, or as the end of a sentence why nobody can say."""
+    """Run the tests, and write one JSON line per completed test: whether it passed, or a string that says why it is inconclusive.
+
+    Args:
+        tests: Source of each test.
+        descriptor: File descriptor of the socket to the program.
+        report: File descriptor for the results.
+    """
     link = ObjectLink(descriptor, is_tests=True)
     names = _Names(link)
     for test in tests:
@@ -268,16 +292,16 @@ def _verdict(test: str, names: _Names, link: ObjectLink) -> bool | str:
         if "unittest" in test:
             import unittest
 
-            unittest.main = lambda *_, **__: None  # type: ignore[assignment]  # it would look for tests in __main__, and end
+            unittest.main = lambda *_, **__: None  # type: ignore[assignment]  # it would look for tests in __main__ and exit
         exec(compile(ast.fix_missing_locations(_Counting().visit(tree)), "<test>", "exec"), names)
         _run_defined([value for name, value in names.items() if before.get(name) is not value])
-    except BaseException:  # noqa: BLE001 - a test that exits has not passed either
+    except BaseException:  # noqa: BLE001 - a test that exits has not passed
         return link.unheld or False
     return link.unheld or (names.held > 0 if link.calls else "asks the program for nothing: does it define functions that it never calls?")
 
 
 def _run_defined(defined: list[Any]) -> None:
-    """As pytest and unittest would: functions test..., and test cases."""
+    """Run what a test defines, like pytest and unittest: functions test..., and test cases."""
     unittest = sys.modules.get("unittest")
     for one in defined:
         if isinstance(one, FunctionType) and one.__name__.startswith("test") and not one.__code__.co_argcount:

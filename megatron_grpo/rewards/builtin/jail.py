@@ -1,13 +1,13 @@
-"""Owns the inside of the sandbox of the reward `code`: takes its own rights away, then runs a program that nobody has read.
+"""The inside of the sandbox of the reward `code`: drops the rights of its process, then runs an untrusted program.
 
-Run by path as a script in a fresh interpreter, so it imports nothing of the package. What holds the program:
-  * limits on CPU time, address space, file size and open files, which the kernel enforces, and no capabilities to raise them with;
-  * seccomp: the calls in `_ALLOWED`, and no others. No sockets, processes, signals, tracing, mounts, namespaces; no change of modes, owners
-    or times of files, for Landlock does not watch those;
-  * Landlock: files can be read under Python and the system's libraries, and written in the working directory only. Where there is none, and
-    the user runs programs all the same, seccomp refuses to open any file for writing.
-What adds up, bytes written and threads, is counted from outside (sandbox.py).
-It is meant for what a model writes while it learns, not for an attacker with a kernel exploit.
+It is run by path as a script in a new interpreter, so it imports nothing of the package. The restrictions:
+  * limits on CPU time, address space, file size and open files, enforced by the kernel, and no capabilities to raise them;
+  * seccomp: only the calls in `_ALLOWED`. No sockets, processes, signals, tracing, mounts or namespaces; no change of modes, owners or
+    times of files, because Landlock does not cover those;
+  * Landlock: files can be read under Python and the system's libraries, and written in the working directory only. If the kernel has no
+    Landlock and the user runs programs nevertheless, seccomp refuses to open any file for writing.
+Cumulative quantities, bytes written and threads, are counted from outside (sandbox.py).
+The sandbox is meant for the output of a model in training, not for an attacker with a kernel exploit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _FILTER = 1, 38, 22, 2
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _EPERM, _ENOSYS = 1, 38
-_NEWER = 424  # libc falls back where a call from here on is unknown; for older ones a refusal reads better
+_NEWER = 424  # libc has fallbacks for unknown calls from this number on; older calls get a permission error, which is clearer
 _O_WRITES, _O_TMPFILE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0x400000
 _FILE_BYTES, _OPEN_FILES = 16 << 20, 64
 
@@ -84,7 +84,11 @@ _CLONE_THREAD, _CLONE_NEW = 0x00010000, 0x7E020000  # all CLONE_NEW* flags: name
 
 
 def main() -> None:
-    """Arguments: descriptor of the job (JSON), of the link between program and tests (or -1), the parent's process id."""
+    """Run a job.
+
+    Command line arguments: descriptor of the job (JSON), descriptor of the link between program and tests (or -1), process ID of the
+    parent.
+    """
     job_file, link, parent = (int(argument) for argument in sys.argv[1:4])
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -104,9 +108,12 @@ def main() -> None:
 
 
 def _run(job: dict, link: int, held: dict) -> None:
-    """Runs the program, then does what tests ask of it; or, in the other process, runs the tests. link: to the other one.
+    """Run the program and then serve requests of the tests; or, in the other process, run the tests.
 
-    What the program raises ends this process, which says enough.
+    An exception of the program ends this process, which is sufficient.
+
+    Args:
+        link: Descriptor of the connection to the other process, or -1.
     """
     del sys.argv[1:]
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -114,7 +121,7 @@ def _run(job: dict, link: int, held: dict) -> None:
     if "tests" in job:
         return held["run_tests"](job["tests"], link, job["report"])
     module = types.ModuleType("__main__" if job["as_main"] else "program")
-    sys.modules.setdefault(module.__name__, module)  # dataclasses look there
+    sys.modules.setdefault(module.__name__, module)  # dataclasses look modules up there
     exec(compile(job["program"], "<program>", "exec"), vars(module))
     if held:
         held["Link"](link, own=module).serve()
@@ -130,13 +137,13 @@ def _limit(seconds: float, memory_bytes: int) -> None:
 
 
 def _give_up_capabilities() -> None:
-    """Of root: the limits above could be raised again, and other users' files be opened."""
+    """Drop the capabilities of root, which allow raising the limits above and opening files of other users."""
     if _LIBC.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)):
         raise OSError(ctypes.get_errno(), "capset")
 
 
 def _restrict_files(writable: str) -> bool:
-    """Landlock. False where the kernel has none."""
+    """Apply Landlock. Return False if the kernel has none."""
     version = _LIBC.syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     if version < 1:
         return False
@@ -170,14 +177,14 @@ def _allow(ruleset: int, path: str, access: int) -> None:
 
 
 def _filter_calls(*, may_write: bool) -> None:
-    """Installs the seccomp filter. Raises OSError where the kernel or the architecture has none."""
+    """Install the seccomp filter. Raises OSError if the kernel or the architecture does not support it."""
     machine = platform.machine()
     if machine not in ("x86_64", "aarch64"):
         raise OSError(f"no table of system calls for {machine}")
     here = ("x86_64", "aarch64").index(machine)
     program = [_load(4), _jump(0x15, (0xC000003E, 0xC00000B7)[here], 1, 0), _return(_KILL), _load(0)]
     if here == 0:
-        program += [_jump(0x35, 0x40000000, 0, 1), _return(_ERRNO | _ENOSYS)]  # the x32 numbers are the same calls once more
+        program += [_jump(0x35, 0x40000000, 0, 1), _return(_ERRNO | _ENOSYS)]  # x32 numbers are aliases of the same calls
     for numbers in {**_ALLOWED, **(_WRITING_CALLS if may_write else {})}.values():
         program += _on_call(numbers[here], [_return(_ALLOW)])
     for numbers, argument, values in _COMMANDS.values():
@@ -193,8 +200,8 @@ def _filter_calls(*, may_write: bool) -> None:
 
 
 def _by_flags(*, may_write: bool) -> list[tuple[tuple[int, int | None], list[bytes]]]:
-    """Calls that depend on bits of their arguments: what is not let through is refused."""
-    # A mapping of a file that is shared writes without being counted. Bit 0: shared; 0x20: memory, no file.
+    """Return the filters of calls that depend on bits of their arguments; anything not allowed is rejected."""
+    # Writes through a shared mapping of a file are not counted. Bit 0: shared; 0x20: anonymous memory, no file.
     mmap = [_argument(3), _jump(0x45, 1, 0, 1), _jump(0x45, 0x20, 0, 1), _return(_ALLOW)]
     # Unix sockets that are streams: a pair of any other kind can still be sent to an address.
     pair = [_argument(0), _jump(0x15, 1, 0, 4), _argument(1), _and(0xF), _jump(0x15, 1, 0, 1), _return(_ALLOW)]
@@ -214,12 +221,12 @@ def _instruction(code: int, if_true: int, if_false: int, value: int) -> bytes:
 
 
 def _load(offset: int) -> bytes:
-    """Loads 32 bits of the call's description: 0 its number, 4 the architecture."""
+    """Load 32 bits of the call's description: offset 0 is its number, 4 the architecture."""
     return _instruction(0x20, 0, 0, offset)
 
 
 def _argument(place: int, half: int = 0) -> bytes:
-    """Loads the low half (or with 1 the high one) of an argument; what the kernel reads as an int has no other."""
+    """Load the low half (or with 1 the high half) of an argument. For arguments that the kernel reads as int, only the low half counts."""
     return _load(16 + 8 * place + 4 * half)
 
 
@@ -228,7 +235,7 @@ def _and(value: int) -> bytes:
 
 
 def _jump(code: int, value: int, if_true: int, if_false: int) -> bytes:
-    """0x15 equal, 0x35 greater or equal, 0x45 any bit in common; skips that many instructions."""
+    """Compare and skip instructions: 0x15 equal, 0x35 greater or equal, 0x45 any bit in common."""
     return _instruction(code, if_true, if_false, value)
 
 
@@ -237,7 +244,7 @@ def _return(action: int) -> bytes:
 
 
 def _on_call(number: int | None, body: list[bytes]) -> list[bytes]:
-    """`body` must return; the accumulator holds the call's number before and, for other calls, after."""
+    """Apply `body` to one system call. `body` must return; for other calls the accumulator still holds the call's number afterwards."""
     return [] if number is None else [_jump(0x15, number, 0, len(body)), *body]
 
 

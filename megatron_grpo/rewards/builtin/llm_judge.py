@@ -1,6 +1,6 @@
-"""The reward `llm_judge`: a language model behind an OpenAI-compatible endpoint reads each completion and gives it a score.
+"""The reward `llm_judge`: a language model behind an OpenAI-compatible endpoint scores each completion.
 
-The reward is that score divided by `llm_judge_max_score`, held to [0, 1]. The judge is asked at temperature 0, and to end with
+The reward is the score divided by `llm_judge_max_score`, clipped to [0, 1]. The judge is called at temperature 0, and asked to end with
 `Score: <number>`.
 """
 
@@ -35,6 +35,15 @@ _SCORE = re.compile(r"score\W{0,8}?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 
 
 class LlmJudge:
+    """The reward `llm_judge`.
+
+    Args:
+        settings: Settings of the rewards.
+        url: Base address of the endpoint.
+        prompt: Template of the instruction.
+        key: API key, if any.
+    """
+
     def __init__(self, settings: RewardConfig, url: str, prompt: str, key: Key | None):
         self.settings, self.prompt, self.key = settings, prompt, key
         self.url = url.rstrip("/") + "/chat/completions"
@@ -49,12 +58,18 @@ class LlmJudge:
         return ask_all(self._ask, questions, concurrency=self.settings.reward_concurrency, seconds=self.settings.reward_timeout)
 
     def question(self, prompt: Any, completion: Any, row: Mapping[str, Any]) -> str:
-        """The instruction with its places filled in: {prompt}, {completion}, {answer}, {max_score}, and any column by its name."""
+        """Fill in the placeholders of the instruction: {prompt}, {completion}, {answer}, {max_score}, and any column by its name.
+
+        Args:
+            prompt: A string, or chat messages.
+            completion: A string, or a list of one assistant message.
+            row: Columns of the row.
+        """
         answer = next((row[name] for name in self.answer_columns if row.get(name) is not None), "")
         most = f"{self.settings.llm_judge_max_score:g}"
         texts = {"prompt": prompt_text(prompt), "completion": text_of(completion), "answer": answer, "max_score": most}
         values = {**row, **texts}
-        # One pass: braces in a completion are text, not places.
+        # One pass: braces in a completion are text, not placeholders.
         return _PLACE.sub(lambda place: str(values.get(place[1], place[0])), self.prompt)
 
     def _ask(self, question: str, deadline: float) -> float:
@@ -76,7 +91,7 @@ class LlmJudge:
 
 
 def read_score(verdict: str) -> float | None:
-    """The last number after the word "score", or a verdict that is nothing but a number."""
+    """Return the last number after the word "score", or the number that is the whole verdict; None if there is none."""
     found = _SCORE.findall(verdict)
     if found:
         return float(found[-1])
@@ -84,11 +99,12 @@ def read_score(verdict: str) -> float | None:
 
 
 def prompt_text(prompt: Any) -> str:
-    """A prompt as the judge reads it: a string as it is, messages with their roles."""
+    """Return a prompt as the judge reads it: a string unchanged, messages with their roles."""
     return prompt if isinstance(prompt, str) else "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
 def build_llm_judge(config: Config) -> LlmJudge:
+    """Create the reward. Raises ConfigError if its settings are incomplete or invalid."""
     settings = config.rewards
     url, model, problems = settings.llm_judge_url, settings.llm_judge_model, []
     fault = url_fault(url or "")

@@ -1,8 +1,8 @@
-"""The reward `math`: 1 where the completion's answer equals the right one as mathematics, else 0; None where the row has no right answer.
+"""The reward `math`: 1 if the completion's answer equals the correct one as mathematics, else 0; None if the row has no correct answer.
 
-Equality is math-verify's. It can hang past its own timeout and insists on a main thread, so it only ever runs in a child process that is
-killed at a deadline; an answer that cannot be compared in time counts as wrong. Right answers that are no mathematics ("yes", "Paris") are
-compared as text, as the reward `accuracy` does.
+Equality is decided by math-verify. It can hang beyond its own timeout and requires a main thread, so it only runs in a child process that
+is killed at a deadline; an answer that cannot be compared in time counts as wrong. Correct answers that are not mathematics ("yes",
+"Paris") are compared as text, as in the reward `accuracy`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,23 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.builtin.answers import alternatives, final_answer, needed_columns, right_answers, same_answer
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
 
-_FIRST_LOOK = 1.0  # seconds; what takes longer waits until every other row has its score
-_LONGEST_BARE = 200  # characters; a longer text without any mark of an answer is none
-_MEMORY = 4 << 30  # bytes of address space: 10**(10**10) ends in a MemoryError, not in a machine without memory
-_STARTUP = 120.0  # seconds for importing everything, on a machine that is busy
+_FIRST_LOOK = 1.0  # seconds; rows that take longer are retried after all other rows have their scores
+_LONGEST_BARE = 200  # characters; a longer text without an answer marker is not an answer
+_MEMORY = 4 << 30  # bytes of address space: 10**(10**10) raises MemoryError instead of exhausting the machine
+_STARTUP = 120.0  # seconds for imports on a busy machine
 _MODULE = "megatron_grpo.rewards.builtin.math"  # this one, as the child runs it
 _SLOW = RowFailure(kind="slow", reason="took longer than its first look")  # never leaves this module
 
 
 class Math:
+    """The reward `math`.
+
+    Args:
+        needs: Columns that the reward needs, as alternatives.
+        row_seconds: Time limit for one row.
+        batch_seconds: Time limit for one batch.
+    """
+
     def __init__(self, *, needs: tuple[tuple[str, ...], ...], row_seconds: float, batch_seconds: float):
         self.needs, self.row_seconds, self.batch_seconds = needs, row_seconds, batch_seconds
         self.child = Child()
@@ -56,7 +64,7 @@ class Math:
             return None
         given = final_answer(text)
         if any(same_answer(given, final_answer(answer)) for answer in answers):
-            return 1.0  # equal as text: no need to ask
+            return 1.0  # equal as text: math-verify is not needed
         left = deadline - time.monotonic()
         if left <= 0:
             return RowFailure(kind="timeout", reason=f"reached its reward_timeout of {self.batch_seconds:g} s before this row,")
@@ -66,11 +74,12 @@ class Math:
             return _SLOW
 
     def close(self) -> None:
+        """Stop the child process."""
         self.child.close()
 
 
 def build_math(config: Config) -> Math:
-    """Raises ConfigError where math-verify is not installed."""
+    """Create the reward. Raises ConfigError if math-verify is not installed."""
     if find_spec("math_verify") is None:
         message = "Reward `math` needs the extra `math`: pip install 'megatron-grpo[math]'. Reward `accuracy` compares as text, without it."
         raise config_error("reward_funcs", message)
@@ -79,19 +88,19 @@ def build_math(config: Config) -> Math:
 
 
 def _prepare() -> Callable[[Any], float]:
-    """Imports math-verify; returns what answers one request. Runs in the child only."""
+    """Import math-verify and return the function that answers one request. Runs in the child only."""
     import logging
 
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    logging.disable(logging.CRITICAL)  # it warns that its own timeouts are off; ours is the kill
+    logging.disable(logging.CRITICAL)  # it warns that its timeouts are disabled; the parent kills this process instead
     targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 
     def read(text: str) -> list[Any]:
         return parse(text, targets, parsing_timeout=None)
 
     def boxed(answer: str) -> list[Any]:
-        # A bare answer is often LaTeX without its dollars, or an interval or a set that only means something inside a box.
+        # A bare answer is often LaTeX without dollar signs, or an interval or a set that is only parsed inside a box.
         return read(f"\\boxed{{{answer}}}") or read(answer)
 
     right_answer = lru_cache(maxsize=1024)(lambda answer: boxed(final_answer(answer)))  # the same for a whole group
@@ -105,35 +114,45 @@ def _prepare() -> Callable[[Any], float]:
         try:
             rights = [right_answer(answer) for answer in request["answers"]]
             return float(any(verify(right, given, timeout_seconds=None) for given in readings(request) for right in rights))
-        except Exception:  # noqa: BLE001 - sympy raises anything on what a model writes: such an answer is wrong
+        except Exception:  # noqa: BLE001 - sympy may raise anything for a model's output: such an answer is wrong
             return 0.0
 
     return equal
 
 
-# ---- the child: it answers one JSON line with another, and is killed when it does not
+# ---- the child process: it answers each JSON line with another, and is killed if it does not answer in time
 
 
 class ChildDiedError(Exception):
-    """The child ended, or had to be killed, before it answered; the message says which. The next request gets a new child."""
+    """The child ended or was killed before it answered; the message says which. The next request gets a new child."""
 
 
 class ChildBrokenError(Exception):
-    """The child cannot even start; the message is its own."""
+    """The child cannot start; the message is that of the child."""
 
 
 class Child:
-    """A fresh interpreter, started at the first request and after each death. Not a fork: a rank has threads, a GPU context and gigabytes
-    that a child must not inherit. It ends with its parent, even with one killed by SIGKILL, and even while stuck in C code: the kernel sees
-    to that (a parent-death signal and an alarm)."""
+    """A new interpreter, started at the first request and after each death.
+
+    It is not a fork, because a rank has threads, a GPU context and gigabytes of memory that a child must not inherit. It ends with its
+    parent, even if the parent is killed by SIGKILL, and even while it is stuck in C code: the kernel ensures that with a parent-death
+    signal and an alarm.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
 
     def ask(self, request: Any, seconds: float) -> Any:
-        """The child's answer to `request` (both JSON). Raises ChildDiedError where it takes longer than `seconds`; its start does not
-        count.
+        """Return the child's response to a request.
+
+        Args:
+            request: Any JSON value.
+            seconds: Time limit, without the start of the child.
+
+        Raises:
+            ChildDiedError: If the child does not answer in time, or ends.
+            ChildBrokenError: If the child cannot start.
         """
         process = self._ensure_started()
         line = json.dumps({"seconds": seconds, "request": request}).encode() + b"\n"
@@ -146,7 +165,7 @@ class Child:
         return self._read(process, seconds)
 
     def close(self) -> None:
-        """Kills the child, if there is one."""
+        """Kill the child, if it is running."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -193,7 +212,7 @@ class Child:
 
 
 def _without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """The child reads what a model writes; it has no use for keys."""
+    """Return the environment without keys, because the child processes a model's output and needs none."""
     return {name: value for name, value in environ.items() if not SECRET.search(name)}
 
 
@@ -203,14 +222,14 @@ def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
 
 
 def serve() -> None:
-    """The child's side: answers requests until its input closes."""
+    """Answer requests until the input closes. Runs in the child."""
     die_with_parent(int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # keep prints of libraries out of the responses
 
     def reply(value: Any) -> None:
         answers.write(json.dumps(value) + "\n")
@@ -218,7 +237,7 @@ def serve() -> None:
 
     try:
         answer = _prepare()
-    except Exception as error:  # noqa: BLE001 - the parent says it
+    except Exception as error:  # noqa: BLE001 - reported by the parent
         reply(f"{type(error).__name__}: {error}")
         return
     reply("ready")

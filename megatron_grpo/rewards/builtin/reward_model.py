@@ -1,8 +1,8 @@
-"""The reward `reward_model`: the score of a sequence classifier, loaded here with transformers or asked over HTTP.
+"""The reward `reward_model`: the score of a sequence classifier, loaded in this process with transformers or called over HTTP.
 
-The classifier reads the conversation through its own chat template (or, for string prompts, prompt and completion end to end) and must have
-one output; that number, unscaled, is the reward. Endpoints: vLLM's `/classify` and `/pooling`, or any other URL that answers
-`{"prompts": [...], "completions": [...]}` with `{"rewards": [...]}`.
+The classifier reads the conversation through its own chat template (or, for string prompts, the concatenation of prompt and completion)
+and must have one output; that number, unscaled, is the reward. Endpoints: vLLM's `/classify` and `/pooling`, or any other URL that
+answers `{"prompts": [...], "completions": [...]}` with `{"rewards": [...]}`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
 
 
 class LocalClassifier:
-    """One copy of the classifier in this process, loaded at the first batch. It takes a GPU where there is one."""
+    """One copy of the classifier in this process, loaded at the first batch. Uses a GPU if there is one.
+
+    Args:
+        path: Directory or Hub name of the classifier.
+        settings: Settings of the rewards.
+    """
 
     def __init__(self, path: str, settings: RewardConfig):
         self.path, self.batch_size, self.max_length = path, settings.reward_model_batch_size, settings.reward_model_max_length
@@ -42,7 +47,7 @@ class LocalClassifier:
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(self.path, trust_remote_code=False)
-            # Safetensors alone: other weights are pickles.
+            # Safetensors only: other weight files are pickles.
             model = AutoModelForSequenceClassification.from_pretrained(self.path, trust_remote_code=False, use_safetensors=True)
             if tokenizer.pad_token is None:
                 tokenizer.pad_token = tokenizer.eos_token
@@ -52,11 +57,18 @@ class LocalClassifier:
         return self._loaded
 
     def close(self) -> None:
+        """Release the model."""
         self._loaded = None
 
 
 def conversation_ids(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
-    """Tokens of prompt and completion as the classifier was trained to read them."""
+    """Return the token IDs of prompt and completion in the format of the classifier's training.
+
+    Args:
+        tokenizer: Tokenizer of the classifier.
+        prompt: A string, or chat messages.
+        completion: A string, or a list of one assistant message.
+    """
     if isinstance(prompt, str):
         return tokenizer(prompt + text_of(completion))["input_ids"]
     encoded = tokenizer.apply_chat_template([*prompt, *completion], tokenize=True, return_dict=True)
@@ -64,23 +76,31 @@ def conversation_ids(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
 
 
 class PlainShape:
-    """How an endpoint is asked for the scores of some rows, and where they stand in its answer."""
+    """Request and response format of a generic endpoint: prompts and completions in, `rewards` out."""
 
     def request(self, rows: Sequence[tuple[Any, Any]]) -> Any:
+        """Return the request body for (prompt, completion) rows."""
         return {"prompts": [prompt for prompt, _ in rows], "completions": [completion for _, completion in rows]}
 
     def scores(self, answer: Any) -> list[float]:
+        """Return the scores in a response."""
         return [float(score) for score in (answer["rewards"] if isinstance(answer, Mapping) else answer)]
 
 
 class VllmShape:
-    """vLLM's pooling routes: texts in; `data[i].probs` (classify) or `data[i].data` (pooling) out."""
+    """Request and response format of vLLM's pooling routes: texts in; `data[i].probs` (classify) or `data[i].data` (pooling) out.
+
+    Args:
+        model: Model name for the request, or None.
+        field: Field of the response that holds the scores.
+        encode: Maps prompt and completion to the input of the endpoint.
+    """
 
     def __init__(self, model: str | None, field: str, encode: Any):
         self.model, self.field, self.encode = model, field, encode
 
     def request(self, rows: Sequence[tuple[Any, Any]]) -> Any:
-        # Without activation: the number itself, as the local classifier gives it, and not its sigmoid.
+        # Without activation: the raw number, as from the local classifier, not its sigmoid.
         payload = {"input": [self.encode(prompt, completion) for prompt, completion in rows], "use_activation": False}
         return {**payload, "model": self.model} if self.model else payload
 
@@ -89,6 +109,14 @@ class VllmShape:
 
 
 class RemoteClassifier:
+    """A classifier behind an HTTP endpoint.
+
+    Args:
+        url: Address of the endpoint.
+        shape: Request and response format.
+        settings: Settings of the rewards.
+    """
+
     def __init__(self, url: str, shape: PlainShape | VllmShape, settings: RewardConfig):
         self.url, self.shape, self.settings = url, shape, settings
 
@@ -114,13 +142,14 @@ class RemoteClassifier:
 
 
 def _last_number(values: Any) -> float:
-    """A score, alone or in a list of one; of a score per token, the last."""
+    """Return a score that is a number or in a list; of per-token scores, the last."""
     while isinstance(values, list):
         values = values[-1]
     return float(values)
 
 
 def build_reward_model(config: Config) -> LocalClassifier | RemoteClassifier:
+    """Create the reward. Raises ConfigError if its settings or the classifier's configuration are invalid."""
     settings = config.rewards
     model, url, problems = settings.reward_model, settings.reward_model_url, []
     if not model and not url:
@@ -142,7 +171,7 @@ def build_reward_model(config: Config) -> LocalClassifier | RemoteClassifier:
 
 
 def _unusable(path: str) -> list[Problem]:
-    """What is wrong with a classifier, as far as its configuration file says."""
+    """Return the problems of a classifier that its configuration file shows."""
     try:
         outputs = _num_outputs(path)
     except (OSError, ValueError) as error:
@@ -160,18 +189,21 @@ def _unusable(path: str) -> list[Problem]:
 
 
 def _num_outputs(path: str) -> int:
-    """Of a directory, read as plain JSON: `plan` asks too, and transformers would cost it seconds."""
+    """Return the number of outputs. A directory is read as plain JSON, because importing transformers would cost `plan` seconds."""
     file = Path(path) / "config.json"
     if file.is_file():
         config = json.loads(file.read_text(encoding="utf-8"))
-        return int(config.get("num_labels") or len(config.get("id2label") or {}) or 2)  # transformers leaves out its default
+        return int(config.get("num_labels") or len(config.get("id2label") or {}) or 2)  # transformers omits the default value
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(path, trust_remote_code=False).num_labels
 
 
 def _shape(settings: RewardConfig, url: str) -> PlainShape | VllmShape:
-    """vLLM's routes are told by their names. They take text, so chats go through the template of `reward_model`, where that is given."""
+    """Return the format of an endpoint.
+
+    vLLM's routes are recognized by name. They take text, so chats are rendered with the template of `reward_model`, if given.
+    """
     route = url.rstrip("/").rpartition("/")[2]
     field = {"classify": "probs", "pooling": "data"}.get(route)
     if field is None:

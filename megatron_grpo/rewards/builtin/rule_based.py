@@ -1,4 +1,4 @@
-"""The built-in rewards that follow a rule: `accuracy`, `format`, `length`, `soft_overlong`, `cosine`, `repetition`, `environment`."""
+"""Rule-based built-in rewards: `accuracy`, `format`, `length`, `soft_overlong`, `cosine`, `repetition`, `environment`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 
 class Accuracy:
-    """1 where the completion's final answer is the right one as text, else 0; None where the row has no right answer."""
+    """1 if the completion's final answer equals the correct one as text, else 0; None if the row has no correct answer.
+
+    Args:
+        needs: Columns that the reward needs, as alternatives.
+        exact: Whether the whole completion must equal the answer.
+    """
 
     def __init__(self, *, needs: tuple[tuple[str, ...], ...], exact: bool):
         self.needs, self.exact = needs, exact
@@ -36,13 +41,15 @@ class Accuracy:
 
 
 def build_accuracy(config: Config) -> Accuracy:
+    """Create the reward `accuracy`."""
     return Accuracy(needs=needed_columns(config), exact=config.rewards.accuracy_exact)
 
 
 def build_format(config: Config) -> Callable[..., list[float]]:
-    """1 for a completion that is made of the wanted tags, each once and in order, with nothing around them; else 0.
+    """Create the reward `format`: 1 for a completion made of the given tags, each once and in order, with nothing around them; else 0.
 
-    Raises ConfigError for tags that are no names.
+    Raises:
+        ConfigError: If the tags are not distinct names.
     """
     tags = config.rewards.format_tags
     bad = [tag for tag in tags if not re.fullmatch(r"[A-Za-z_][\w-]*", tag)]
@@ -61,7 +68,13 @@ def build_format(config: Config) -> Callable[..., list[float]]:
 
 
 def build_length(config: Config) -> Callable[..., list[float]]:
-    """`-|tokens - target| / max_completion_length`: 0 at the wanted length, -1 a whole max_completion_length away."""
+    """Create the reward `length`.
+
+    `-|tokens - target| / max_completion_length`: 0 at the target length, -1 at a distance of max_completion_length.
+
+    Raises:
+        ConfigError: If the target is out of range.
+    """
     target, longest = config.rewards.length_target, config.rollout.max_completion_length
     if not 0 <= target <= longest:
         message = f"length_target ({target}) should lie between 0 and max_completion_length ({longest}) tokens."
@@ -70,7 +83,13 @@ def build_length(config: Config) -> Callable[..., list[float]]:
 
 
 def build_soft_overlong(config: Config) -> Callable[..., list[float]]:
-    """`min(0, -(tokens - (limit - ramp)) / ramp)`: 0 up to the ramp, -1 at the limit. Source: DAPO, equation 13."""
+    """Create the reward `soft_overlong`.
+
+    `min(0, -(tokens - (limit - ramp)) / ramp)`: 0 up to the ramp, -1 at the limit. Source: DAPO, equation 13.
+
+    Raises:
+        ConfigError: If limit or ramp is out of range.
+    """
     longest = config.rollout.max_completion_length
     limit = longest if config.grpo.soft_max_length is None else config.grpo.soft_max_length
     ramp = config.grpo.soft_cache_length
@@ -91,10 +110,17 @@ def build_soft_overlong(config: Config) -> Callable[..., list[float]]:
 
 
 class Cosine:
-    """Right answers are worth more when short, wrong ones less bad when long, along half a cosine of the length.
+    """Length-dependent reward: correct answers score higher when short, wrong ones are penalized less when long, along half a cosine.
 
-    `end + (start - end) * (1 + cos(pi * min(tokens, L) / L)) / 2`, from `cosine_min_len_value_*` at length 0 to `cosine_max_len_value_*` at
-    `L = cosine_max_len`. What is right is what the reward `math` says. Source: arXiv 2502.03373, section 4; the names are Megatron-SWIFT's.
+    `end + (start - end) * (1 + cos(pi * min(tokens, L) / L)) / 2`, from `cosine_min_len_value_*` at length 0 to `cosine_max_len_value_*`
+    at `L = cosine_max_len`. The reward `math` decides which answers are correct. Source: arXiv 2502.03373, section 4; the names are
+    Megatron-SWIFT's.
+
+    Args:
+        correct: The reward `math`.
+        right: (value at length 0, value at `max_length`) of correct answers.
+        wrong: The same for wrong answers.
+        max_length: L, in tokens.
     """
 
     def __init__(self, correct: Math, *, right: tuple[float, float], wrong: tuple[float, float], max_length: int):
@@ -112,10 +138,12 @@ class Cosine:
         return end + (start - end) * (1 + math.cos(math.pi * min(length, self.max_length) / self.max_length)) / 2
 
     def close(self) -> None:
+        """Stop the processes of the reward `math`."""
         self.correct.close()
 
 
 def build_cosine(config: Config) -> Cosine:
+    """Create the reward `cosine`."""
     from megatron_grpo.rewards.builtin.math import build_math
 
     settings = config.rewards
@@ -129,11 +157,10 @@ def build_cosine(config: Config) -> Cosine:
 
 
 def build_repetition(config: Config) -> Callable[..., list[float]]:
-    """A penalty in proportion to the share of n-grams (of tokens) that occur again in the same completion.
+    """Create the reward `repetition`: a penalty proportional to the share of repeated n-grams (of tokens) in a completion.
 
-    `(1 - distinct / all) * repetition_max_penalty`, 0 for completions shorter than one n-gram.
-    Source: Demystifying Long Chain-of-Thought Reasoning (arXiv 2502.03373), appendix C.2;
-    as TRL's `get_repetition_penalty_reward`.
+    `(1 - distinct / all) * repetition_max_penalty`, 0 for completions shorter than one n-gram. Source: Demystifying Long Chain-of-Thought
+    Reasoning (arXiv 2502.03373), appendix C.2; as TRL's `get_repetition_penalty_reward`.
     """
     n, max_penalty = config.rewards.repetition_n_grams, config.rewards.repetition_max_penalty
 
@@ -146,11 +173,14 @@ def build_repetition(config: Config) -> Callable[..., list[float]]:
 
 
 def build_environment(config: Config) -> Callable[..., list[float]]:
-    """What the environment of an episode gave for its turns, discounted and summed. docs/turns.md."""
+    """Create the reward `environment`: the discounted sum of the rewards of an episode's turns.
+
+    The environment of the episode gave these rewards. See docs/turns.md.
+    """
     discount = config.turns.turn_discount
 
     def environment(completions: Sequence[object], turn_rewards: Sequence[Sequence[float | None]], **columns: object) -> list[float]:
-        """sum over turns t of discount^t r_t. A turn for which nothing was given adds nothing."""
+        """Return the sum over turns t of discount^t r_t per episode. A turn without a reward adds nothing."""
         return [sum(discount**turn * (reward or 0.0) for turn, reward in enumerate(rewards)) for rewards in turn_rewards]
 
     return environment

@@ -1,9 +1,8 @@
-"""Owns running one untrusted Python program from outside: its process and that of its tests, its directory, its wall clock, and what it
-printed.
+"""Runs one untrusted Python program in a sandbox: its process and that of its tests, its directory, time limit and output.
 
-The inside, with all that is taken away from both processes, is jail.py; how they speak to each other is held.py. Here is counted what the
-kernel does not: bytes written by all files together, files, threads. A process beyond one of these is killed, a few hundredths of a second
-later.
+The restrictions inside both processes are in jail.py, the communication between them in hidden_tests.py. This module counts what the
+kernel does not: bytes written to all files together, number of files, threads. A process that exceeds a limit is killed within a few
+hundredths of a second.
 """
 
 from __future__ import annotations
@@ -28,17 +27,24 @@ from pathlib import Path
 from typing import Any
 
 _JAIL = Path(__file__).with_name("jail.py")
-_SHOWN = 16 << 20  # bytes of output that are looked at
-_STARTUP = 5.0  # seconds for the interpreter itself, on a machine that is busy
-_LOOK = 0.02  # seconds between two looks at what a program has used
-_BYTES, _ENTRIES, _THREADS = 128 << 20, 1000, 256  # what it may write, leave in its directory, and have
-_PREFIX = "megatron_grpo_code_"  # of directories; then the id of the process
+_SHOWN = 16 << 20  # bytes of output that are read
+_STARTUP = 5.0  # seconds for starting the interpreter on a busy machine
+_LOOK = 0.02  # seconds between two checks of a program's resource use
+_BYTES, _ENTRIES, _THREADS = 128 << 20, 1000, 256  # limits: bytes written, files in its directory, threads
+_PREFIX = "megatron_grpo_code_"  # of directory names, followed by the process ID
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """passed: a verdict for each test that came to its end, or, as the end of a sentence, why there can be none. clean: the program, or
-    the process of its tests, ended by itself, without an error. exceeded: what one of them used too much of, "" for nothing.
+    """Result of a program.
+
+    Args:
+        passed: Per completed test, whether it passed, or the end of a sentence that says why it is inconclusive.
+        clean: Whether the program, or the process of its tests, ended by itself without an error.
+        output: Standard output of the program.
+        errors: Standard error of the program.
+        timed_out: Whether it was stopped for its time limit.
+        exceeded: The limit that was exceeded; "" if none.
     """
 
     passed: tuple[bool | str, ...]
@@ -59,10 +65,16 @@ def run_program(
     memory_mb: int,
     landlock: str = "must",
 ) -> SandboxResult:
-    """Runs `program` in a process that can reach nothing else, and `tests` in another such process, which calls what the program defines.
+    """Run a program in a sandboxed process, and tests in a second one that calls functions of the program.
 
-    as_main: `__name__` is "__main__", for programs that read and print. landlock: "must" runs nothing on a kernel without it, "may" does,
-    "never" leaves it out.
+    Args:
+        program: Source of the program.
+        tests: Source of each test.
+        standard_input: Standard input of the program.
+        as_main: Whether `__name__` is "__main__", for programs that read and print.
+        seconds: Wall-clock limit; the CPU limit is up to one second higher.
+        memory_mb: Limit of address space in MiB.
+        landlock: "must" runs nothing on a kernel without Landlock, "may" runs without it, "never" does not use it.
     """
     limits = {"seconds": seconds, "memory_bytes": memory_mb << 20, "landlock": landlock}
     with (
@@ -84,9 +96,9 @@ def run_program(
             nowhere = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
             processes.append(started.enter_context(_started(job, folder, places[1], (report.fileno(),), **nowhere)))
         for end in ends:
-            end.close()  # so that either process hears of the other's end
+            end.close()  # so that each process notices when the other ends
         exceeded, last, deadline = "", processes[-1], time.monotonic() + seconds + _STARTUP
-        # They end themselves after `seconds`, unless the program turned that off.
+        # The processes end themselves after `seconds`, unless the program disabled that.
         while last.poll() is None and not exceeded and time.monotonic() < deadline:
             exceeded = next(filter(None, (_exceeded(one.pid, folder) for one in processes)), "")
             with suppress(subprocess.TimeoutExpired):
@@ -100,11 +112,16 @@ def run_program(
 
 @contextmanager
 def _started(job: Mapping[str, object], folder: str, link: int, kept: tuple[int, ...], **streams: Any) -> Iterator[subprocess.Popen]:
-    """A process of jail.py, which does not outlive the block. link, kept: descriptors that it gets."""
+    """Start a process of jail.py and stop it at the end of the block.
+
+    Args:
+        link: Descriptor of the connection to the other process, or -1.
+        kept: Further descriptors to pass on.
+    """
     with os.fdopen(os.memfd_create("job"), "w+b") as job_file:
         job_file.write(json.dumps(job).encode())
         job_file.seek(0)
-        # The descriptors stand on the command line; what the job says does not.
+        # The command line has the descriptors, but not the contents of the job.
         command = [sys.executable, "-P", "-s", "-B", str(_JAIL), str(job_file.fileno()), str(link), str(os.getpid())]
         descriptors = (job_file.fileno(), *kept, *([link] if link >= 0 else []))
         process = subprocess.Popen(command, cwd=folder, env=_environment(folder), pass_fds=descriptors, start_new_session=True, **streams)
@@ -116,11 +133,15 @@ def _started(job: Mapping[str, object], folder: str, link: int, kept: tuple[int,
 
 
 def _exceeded(pid: int, folder: str) -> str:
-    """What a process has used too much of; "" for nothing."""
+    """Return the limit that a process has exceeded; "" if none."""
     try:
         counted = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
         threads = len(os.listdir(f"/proc/{pid}/task"))
-    except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has just ended; `why_unsafe` has seen that this can be read
+    except (
+        FileNotFoundError,
+        ProcessLookupError,
+        PermissionError,
+    ):  # the process has just ended; `why_unsafe` has verified that the file is readable
         return ""
     if int(counted["wchar"]) > _BYTES:
         return f"{_BYTES >> 20} MiB written"
@@ -130,7 +151,9 @@ def _exceeded(pid: int, folder: str) -> str:
 
 
 def _crowded(folder: str) -> str:
-    """Whether there are too many files, or directories nested deeper than a path is long, where nobody can count them."""
+    """Return the limit on the directory that is exceeded, "" if none: the number of files, or a nesting depth at which they cannot be
+    counted.
+    """
     too_deep = False
 
     def unlisted(error: OSError) -> None:
@@ -143,7 +166,11 @@ def _crowded(folder: str) -> str:
 
 
 def why_unsafe(*, landlock: str = "must") -> str | None:
-    """Why programs cannot be held on this machine, found by trying; None where they can."""
+    """Return the reason why programs cannot be sandboxed on this machine, found by trying; None if they can.
+
+    Args:
+        landlock: See `run_program`.
+    """
     if not Path("/proc/self/io").is_file():
         return "this kernel does not count what a process writes (/proc/self/io)"
     attempt = f"""
@@ -169,13 +196,13 @@ print("held")
 
 @contextmanager
 def _directory() -> Iterator[str]:
-    """A directory for one program, removed with whatever is in it; where this process is killed, by the next one that makes some."""
+    """Create a directory for one program, and remove it with its contents. If this process is killed, the next one removes it."""
     _sweep()
     new = tempfile.mkdtemp(prefix=".megatron_grpo_")
     handle = os.open(new, os.O_RDONLY)
     root = os.path.join(os.path.dirname(new), f"{_PREFIX}{os.getpid()}{os.path.basename(new)}")
     try:
-        with suppress(OSError):  # this file system has no locks, so nobody sweeps it
+        with suppress(OSError):  # the file system has no locks, so `_sweep` skips the directory
             fcntl.flock(handle, fcntl.LOCK_EX)
         os.rename(new, root)
         folder = os.path.join(root, "work")
@@ -188,7 +215,7 @@ def _directory() -> Iterator[str]:
 
 @cache
 def _sweep() -> None:
-    """Removes directories of this user's processes that were killed: their ids are nobody's, and nobody holds their locks."""
+    """Remove directories of this user's killed processes: the process does not exist, and the directory is not locked."""
     for root in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*.*"):
         owner = Path("/proc", root.name.removeprefix(_PREFIX).partition(".")[0])
         with suppress(OSError):
@@ -202,14 +229,15 @@ def _sweep() -> None:
 
 
 def _remove(root: str) -> None:
-    """Level by level: a program can nest directories deeper than a path is long, where shutil.rmtree runs out of stack and descriptors.
+    """Remove a directory tree level by level.
 
-    What is found inside a directory moves up to `root`, then it is looked into. No link is followed. The program has ended.
+    A program can nest directories deeper than a path is long; shutil.rmtree then runs out of stack and descriptors. Subdirectories are
+    moved up to `root` before they are read. Links are not followed. The program must have ended.
     """
     waiting: list[str] = []
     with suppress(OSError):
         waiting = [entry.path for entry in os.scandir(root)]
-    for directory in waiting:  # grows
+    for directory in waiting:  # grows in the loop
         with suppress(OSError):
             os.chmod(directory, 0o700)
             for entry in list(os.scandir(directory)):
@@ -225,7 +253,7 @@ def _remove(root: str) -> None:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """Nothing of ours: no keys, no tokens. The library path is what some Python installations cannot start without."""
+    """Return the environment of the sandbox, without keys and tokens. Some Python installations cannot start without LD_LIBRARY_PATH."""
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
     return {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **threads, **kept}
