@@ -83,6 +83,7 @@ class BatchSizes:
 
     @property
     def dp_size(self) -> int:
+        """Number of data-parallel ranks."""
         return self.layout.dp_size
 
     @property

@@ -18,7 +18,7 @@ Shown = tuple[tuple[int, Image], ...]  # (index of the first token, image), asce
 
 
 class StreamImages(NamedTuple):
-    """The images of one packed stream."""
+    """Images of one packed stream."""
 
     pictures: tuple[Image, ...]  # each key once
     at: np.ndarray  # int64 [n], ascending: indices in the stream, each once

@@ -8,7 +8,12 @@ from megatron_grpo.batching.sizes import ACCUMULATION, CP, GENERATION, GLOBAL, M
 
 
 def remainder(top: int, bottom: int) -> str:
-    """Return the arithmetic of a division with a remainder: `96 = 1 x 64 + 32`."""
+    """Return the arithmetic of a division with a remainder: `96 = 1 x 64 + 32`.
+
+    Args:
+        top: The dividend.
+        bottom: The divisor.
+    """
     return f"{top} = {top // bottom} x {bottom} + {top % bottom}"
 
 
@@ -40,7 +45,11 @@ class Messages:
         return f"{self.name(flag)} ({self.values[flag]}{mark})"
 
     def product(self, flags: Sequence[str]) -> str:
-        """Return the product of the flags above 1: `pipeline_model_parallel_size (2) x context_parallel_size (2) = 4`."""
+        """Return the product of the flags above 1: `pipeline_model_parallel_size (2) x context_parallel_size (2) = 4`.
+
+        Args:
+            flags: Flags that are set; the first is shown if none is above 1.
+        """
         shown = [flag for flag in flags if self.values[flag] != 1] or flags[:1]
         total = 1
         for flag in shown:

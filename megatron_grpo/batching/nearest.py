@@ -17,6 +17,9 @@ def broken_rules(inputs: TypedSizes) -> list[SizeRule]:
     """Return the rules that the sizes violate, without those that only follow from another violated rule.
 
     A size that is too small hides only the rules that it takes part in: the others are checked with its minimum in its place.
+
+    Args:
+        inputs: The typed sizes.
     """
     below = [rule for rule in lower_bounds(inputs) if rule.broken]
     too_small = {flag for rule in below for flag in rule.flags}

@@ -96,6 +96,7 @@ class _Shelf:
         self.downward = self.upward[::-1].copy()
 
     def take(self, length: int, count: int) -> None:
+        """Remove `count` rows of a length."""
         self.left[length] -= count
         if not self.left[length]:
             self.upward[length] = self.downward[self.size - 1 - length] = False

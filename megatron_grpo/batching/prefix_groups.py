@@ -45,7 +45,11 @@ class Alignment:
         return -(-tokens // self.sequence) * self.sequence
 
     def of_stream(self, total: int) -> int:
-        """Return the tokens of a stream whose segments take `total` tokens. Never 0: Megatron's layers accept no empty stream."""
+        """Return the tokens of a stream, padding included. Never 0: Megatron's layers accept no empty stream.
+
+        Args:
+            total: Tokens of its segments, each rounded up.
+        """
         return max(-(-total // self.grain), 1) * self.grain
 
 
@@ -59,7 +63,11 @@ class ContextSpan(NamedTuple):
 
 
 def contexts_of(sequences: SequenceOf[Sequence]) -> list[ContextSpan]:
-    """Return the contexts of all sequences, row by row."""
+    """Return the contexts of all sequences, row by row.
+
+    Args:
+        sequences: Sequences of a micro-batch.
+    """
     return [ContextSpan(row, first, end, end - first - 1) for row, sequence in enumerate(sequences) for first, end in sequence.contexts]
 
 
@@ -138,7 +146,11 @@ def _shown(sequence: Sequence, context: ContextSpan) -> set[tuple[int, str]]:
 
 
 def prefix_of(completions: SequenceOf[Completion]) -> int:
-    """Return the `prefix` of a group: computed tokens that every context of every completion begins with."""
+    """Return the `prefix` of a group: computed tokens that every context of every completion begins with.
+
+    Args:
+        completions: Completions of the group.
+    """
     sequences = [completion.sequence for completion in completions]
     return common_prefix(sequences, contexts_of(sequences))
 
@@ -206,7 +218,7 @@ class RowColumns:
             balance_length: See `pack`.
         """
         row = np.repeat(np.arange(len(group)), num_contexts)
-        # Attention pairs every query with every key before it: half of length^2, and for a child all of the trunk besides.
+        # Attention pairs every query with every key before it: half of length^2, and for a suffix also the whole shared prefix.
         apart, trunk = alignment.of_segment(computed), alignment.of_segment(prefix)
         tail = alignment.of_segment(computed - prefix[row])
         apart_cost = apart + apart / balance_length * apart

@@ -36,7 +36,12 @@ from megatron_grpo.config.config import Origin
 
 
 def minimum(inputs: TypedSizes, flag: str) -> int:
-    """Return the minimum of a flag. A group of one has nothing to compare with; one chunk per stage is not interleaved."""
+    """Return the minimum of a flag. A group of one has nothing to compare with; one chunk per stage is not interleaved.
+
+    Args:
+        inputs: The typed sizes.
+        flag: The flag.
+    """
     if flag == VPP:
         return 2
     return 2 if flag == GROUP and inputs.needs_group else 1
@@ -46,6 +51,9 @@ def lower_bounds(inputs: TypedSizes) -> Iterator[SizeRule]:
     """Yield the rules that every size is at least its minimum.
 
     They come first, and no other rule is checked while one is violated, because Python's -32 % 8 is 0.
+
+    Args:
+        inputs: The typed sizes.
     """
     for flag, value in inputs.values.items():
         yield _lower_bound(flag, value, minimum(inputs, flag), inputs.origins.get(flag))
@@ -64,7 +72,11 @@ def _lower_bound(flag: str, value: int, least: int, origin: Origin | None) -> Si
 
 
 def rules(inputs: TypedSizes) -> Iterator[SizeRule]:
-    """Yield every rule between sizes; assumes that `lower_bounds` hold."""
+    """Yield every rule between sizes; assumes that `lower_bounds` hold.
+
+    Args:
+        inputs: The typed sizes.
+    """
     v, d = inputs.values, derive(inputs)
     words = Messages(inputs, d)
     yield SizeRule(
@@ -224,7 +236,7 @@ def _interleaving_rules(inputs: TypedSizes, d: Derived, words: Messages) -> Iter
 def _layer_rules(inputs: TypedSizes, words: Messages) -> Iterator[SizeRule]:
     """Yield the rules on how the model's layers divide into stages and chunks; the first and last stage may have sizes set separately."""
     v, layers = inputs.values, inputs.model.num_layers
-    if inputs.parallel.pipeline_model_parallel_layout:  # says it all (`batching.stages`)
+    if inputs.parallel.pipeline_model_parallel_layout:  # sets every stage (`batching.stages`)
         return
     if accounts := [name for name in ACCOUNTS if getattr(inputs.parallel, name)]:
         text = f"{' and '.join(accounts)} {'need' if len(accounts) > 1 else 'needs'} {words.name(PP)} above 1"

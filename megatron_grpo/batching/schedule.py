@@ -54,7 +54,7 @@ class ScheduledStep:
     launches: range  # rollouts that begin to be sampled just before it, and arrive before a later one
     evaluates: range  # evaluations due at it, by steps done: also those that waited until nothing was being sampled
     micro_steps: tuple[MicroStep, ...]
-    anchors: tuple[tuple[int, int], ...]  # forward-only pass before this step, at its version: slices whose first use will be stale
+    anchors: tuple[tuple[int, int], ...]  # slices for a forward-only pass before this step, at its version: their first use will be stale
     keeps: tuple[tuple[int, int], ...]  # log-probs of this step's training forward are kept: stale uses follow
     last_use: tuple[tuple[int, int], ...]  # not needed after this step
 
@@ -134,17 +134,29 @@ class TrainingSchedule:
         return after - 1 if after > before else None
 
     def step_of(self, s: int) -> int:
-        """Return the optimizer step of micro-step s."""
+        """Return the optimizer step of a micro-step.
+
+        Args:
+            s: Number of the micro-step in the run, from 0.
+        """
         length, steps = self.whole_epoch or (s + 1, 0)
         return s // length * steps + s % length // self.sizes.gradient_accumulation_steps
 
     def first_of(self, k: int) -> int:
-        """Return the first micro-step of optimizer step k."""
+        """Return the first micro-step of an optimizer step.
+
+        Args:
+            k: Number of the optimizer step, from 0.
+        """
         length, steps = self.whole_epoch or (0, k + 1)
         return k // steps * length + k % steps * self.sizes.gradient_accumulation_steps
 
     def micro_step(self, s: int) -> MicroStep:
-        """Return micro-step s of the run, from 0, whether or not the run is that long."""
+        """Return a micro-step of the run, whether or not the run is that long.
+
+        Args:
+            s: Number of the micro-step in the run, from 0.
+        """
         sizes = self.sizes
         w, mu = sizes.micro_steps_per_rollout, sizes.num_iterations
         step, rollout = self.step_of(s), s // (w * mu)
@@ -172,14 +184,22 @@ class TrainingSchedule:
         return "recompute" if pass_index == 0 or self.sizes.old_logprobs == "always" else "cached"
 
     def sampled_by(self, rollout: int) -> int:
-        """Return the version that samples a rollout: that of its sampling step, or of the previous one if sampling runs ahead."""
+        """Return the version that samples a rollout: that of its sampling step, or of the previous one if sampling runs ahead.
+
+        Args:
+            rollout: Number of the rollout, from 0.
+        """
         if not self.sizes.async_rollout_depth:
             return self.version_of(rollout)
         first = self.new_rollouts(self.version_of(rollout)).start
         return self.version_of(first - 1) if first else 0
 
     def version_of(self, rollout: int) -> int:
-        """Return the number of optimizer steps done before a rollout arrives. It is trained from then on."""
+        """Return the number of optimizer steps done before a rollout arrives. It is trained from then on.
+
+        Args:
+            rollout: Number of the rollout, from 0.
+        """
         return self.step_of(rollout * self.sizes.micro_steps_per_rollout * self.sizes.num_iterations)
 
     def _step_of_use(self, rollout: int, pass_index: int, slice_index: int) -> int:
@@ -187,7 +207,11 @@ class TrainingSchedule:
         return self.step_of(rollout * w * mu + pass_index * w + slice_index)
 
     def new_rollouts(self, k: int) -> range:
-        """Return the rollouts whose first micro-step falls inside optimizer step k: they arrive just before it."""
+        """Return the rollouts that arrive just before an optimizer step: those with their first micro-step in it.
+
+        Args:
+            k: Number of the optimizer step, from 0.
+        """
         length = self.sizes.micro_steps_per_rollout * self.sizes.num_iterations
         return range(-(-self.first_of(k) // length), -(-self.first_of(k + 1) // length))
 
@@ -207,7 +231,11 @@ class TrainingSchedule:
         return old_logprobs != "rollout" and self._step_of_use(rollout, decides, slice_index) > self.version_of(rollout)
 
     def step(self, k: int) -> ScheduledStep:
-        """Return optimizer step k, from 0."""
+        """Return an optimizer step of the run.
+
+        Args:
+            k: Number of the optimizer step, from 0.
+        """
         sizes = self.sizes
         w, mu = sizes.micro_steps_per_rollout, sizes.num_iterations
         new, is_ahead = self.new_rollouts(k), sizes.async_rollout_depth > 0
@@ -250,7 +278,12 @@ class TrainingSchedule:
         return range(k, k) if is_sampling else range(k, k + 1)
 
     def is_between_rollouts(self, k: int, num_rollouts: int) -> bool:
-        """Return whether k optimizer steps are exactly all passes over the first `num_rollouts` rollouts."""
+        """Return whether the first optimizer steps are exactly all passes over the first rollouts.
+
+        Args:
+            k: Number of optimizer steps.
+            num_rollouts: Number of rollouts.
+        """
         return self.first_of(k) == num_rollouts * self.sizes.micro_steps_per_rollout * self.sizes.num_iterations
 
     def from_step(self, k: int, num_rollouts: int | None = None) -> Iterator[ScheduledStep]:

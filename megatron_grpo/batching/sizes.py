@@ -26,13 +26,13 @@ DEFAULT_GLOBAL_BATCH_SIZE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What the size rules need to know of a model; None where it is unknown. num_experts 0 is a dense model.
+    """Properties of a model that the size rules use; None where unknown. num_experts 0 is a dense model.
 
     Args:
         num_layers: Number of transformer layers.
         num_experts: Number of routed experts per layer.
         misfits: (tp, ep, etp) -> (flag, sentence) for every division of the model over ranks that leaves a remainder.
-        teacher: A second model in the same layout, whose layers are distributed evenly if their number differs from this model's.
+        teacher: A second model in the same layout. Its layers are distributed evenly if their number differs from this model's.
     """
 
     num_layers: int | None = None
@@ -43,7 +43,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypedSizes:
-    """The numbers that sizes are made of, by flag, each in the unit in which it was typed."""
+    """Numbers that sizes are made of, by flag, each in the unit in which it was typed."""
 
     values: Mapping[str, int]  # a flag that was not set is absent
     typed: frozenset[str]  # of those flags, the ones that the user set
@@ -56,19 +56,37 @@ class TypedSizes:
     names: Mapping[str, str]  # the user's name of a flag, where it is an alias
 
     def with_value(self, flag: str, value: int) -> TypedSizes:
-        """Return a copy in which the user has set `flag` to `value`."""
+        """Return a copy in which the user has set a flag.
+
+        Args:
+            flag: The flag.
+            value: Its value, in the unit in which it was typed.
+        """
         return replace(self, values={**self.values, flag: value}, typed=self.typed | {flag})
 
     def counts(self, flag: str, unit: str) -> bool:
-        """Return whether a size is set, and in that unit."""
+        """Return whether a size is set, and in the given unit.
+
+        Args:
+            flag: Flag of the size.
+            unit: "completions", "prompts" or "micro-steps".
+        """
         return flag in self.values and flag in self.origins and self.origins[flag].unit == unit
 
     def size(self, flag: str) -> int:
-        """Return a size in completions, or in its native unit."""
+        """Return a size in completions, or in its native unit.
+
+        Args:
+            flag: Flag of the size, which is set.
+        """
         return self.values[flag] * (self.values[GROUP] if self.counts(flag, "prompts") else 1)
 
     def flags(self, flag: str) -> tuple[str, ...]:
-        """Return the flags that determine a size."""
+        """Return the flags that determine a size.
+
+        Args:
+            flag: Flag of the size.
+        """
         return (flag, GROUP) if self.counts(flag, "prompts") else (flag,)
 
 
@@ -153,13 +171,18 @@ class Fraction:
 
 
 def cross(a: Fraction, b: Fraction) -> tuple[int, int]:
-    """Return (multiple, divisor) of the rule that a is an integer multiple of b."""
+    """Return (multiple, divisor) of the rule that `a` is an integer multiple of `b`.
+
+    Args:
+        a: The multiple.
+        b: The divisor.
+    """
     return a.top * b.bottom, a.bottom * b.top
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
-    """The derived sizes, in completions; integers once every rule holds."""
+    """Derived sizes, in completions; integers once every rule holds."""
 
     ranks_per_replica: int
     unit: Fraction  # completions in one micro-step, over all DP ranks
@@ -172,7 +195,11 @@ class Derived:
 
 
 def derive(inputs: TypedSizes) -> Derived:
-    """Compute the sizes by the definitions of docs/batching.md. Where two settings determine one size, the rules compare them."""
+    """Compute the sizes by the definitions of docs/batching.md. Where two settings determine one size, the rules compare them.
+
+    Args:
+        inputs: The typed sizes.
+    """
     v, size = inputs.values, inputs.size
     replica = v[TP] * v[PP] * v[CP]
     if MICRO in v:

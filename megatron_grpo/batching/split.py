@@ -15,7 +15,7 @@ from megatron_grpo.types import SequenceLengths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPartitioner:
-    """How a batch is partitioned over the data-parallel ranks. `batching.pack` documents `max_tokens` and `balance_length`."""
+    """Partitioning of a batch over the data-parallel ranks. `batching.pack` documents `max_tokens` and `balance_length`."""
 
     dp_size: int
     micro_batch_size: int
@@ -34,7 +34,11 @@ class BatchPartitioner:
         return self.micro_batch_size * self.dp_size
 
     def dp_rank_of(self, row: int) -> int:
-        """Return the data-parallel rank that trains a row of a rollout, unless a token budget rearranges rows."""
+        """Return the data-parallel rank that trains a row, unless a token budget rearranges rows.
+
+        Args:
+            row: Index of the row in its rollout.
+        """
         return row // self.micro_batch_size % self.dp_size
 
 

@@ -16,7 +16,14 @@ _LARGEST = 4096  # characters of an expanded layout
 
 
 def counted_layers(parallel: ParallelConfig, num_layers: int) -> int:
-    """Return the layers to distribute. The embedding and the loss count as one each, where the settings account for them."""
+    """Return the number of layers to distribute over stages.
+
+    The embedding and the loss count as one layer each, where the settings account for them.
+
+    Args:
+        parallel: Parallelism settings.
+        num_layers: Layers of the model.
+    """
     return num_layers + sum(getattr(parallel, name) for name in ACCOUNTS)
 
 

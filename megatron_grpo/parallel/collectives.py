@@ -27,17 +27,29 @@ def rank() -> int:
 
 
 def num_ranks(group: Group = None) -> int:
-    """Return the number of ranks in a group; None is all ranks."""
+    """Return the number of ranks in a group.
+
+    Args:
+        group: Process group; None is all ranks.
+    """
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def place_in(group: Group) -> int:
-    """Return this process's rank in a group; None is all ranks."""
+    """Return this process's rank in a group.
+
+    Args:
+        group: Process group; None is all ranks.
+    """
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def members(group: Group = None) -> tuple[int, ...]:
-    """Return the global ranks of a group; None is all ranks."""
+    """Return the global ranks of a group.
+
+    Args:
+        group: Process group; None is all ranks.
+    """
     return tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
 
 
@@ -144,7 +156,11 @@ def gather_object(value: Any) -> list[Any] | None:
 
 
 def broadcast_object(value: Any) -> Any:
-    """Return rank 0's `value` on every rank. Collective."""
+    """Return rank 0's `value` on every rank. Collective.
+
+    Args:
+        value: Any object that can be pickled; ignored on the other ranks.
+    """
     return from_rank(value, 0)
 
 
@@ -225,7 +241,11 @@ def device_of_messages() -> torch.device:
 
 
 def all_reduce_max(number: float) -> float:
-    """Return the maximum of `number` over all ranks. Collective."""
+    """Return the maximum over all ranks. Collective.
+
+    Args:
+        number: This rank's number; sent as float64.
+    """
     if num_ranks() == 1:
         return number
     tensor = torch.tensor([number], dtype=torch.float64, device=device_of_messages())

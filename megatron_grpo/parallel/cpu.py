@@ -42,7 +42,7 @@ class _Immediate:
 
 
 class _CpuTorch(types.ModuleType):
-    """The module `torch`, whose factories treat device="cuda" as the CPU. Given to the modules that contain that literal."""
+    """A module `torch` whose factories treat device="cuda" as the CPU. Given to the modules that contain that literal."""
 
     def __init__(self):
         super().__init__("torch")

@@ -36,7 +36,14 @@ class Layout:
         return self.vpp or 1
 
     def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """Return the global rank at the given coordinates."""
+        """Return the global rank at the given coordinates.
+
+        Args:
+            tp: Tensor-parallel rank.
+            cp: Context-parallel rank.
+            dp: Data-parallel rank.
+            pp: Pipeline stage.
+        """
         return tp + self.tp * (cp + self.cp * (dp + self.dp_size * pp))
 
     def ranks_of_share(self, dp: int) -> list[int]:

@@ -89,7 +89,11 @@ class ParallelState:
         return dist.get_global_rank(self.pp_group, self.pp_size - 1)
 
     def from_last_stage(self, value: Any) -> Any:
-        """Return the last stage's `value` on all stages of this rank's pipeline. Collective over the pipeline."""
+        """Return the last stage's `value` on all stages of this rank's pipeline. Collective over the pipeline.
+
+        Args:
+            value: Any object that can be pickled; ignored on the other stages.
+        """
         return collectives.from_rank(value, self.last_stage_rank, self.pp_group)
 
 

@@ -70,7 +70,7 @@ class _Gradients:
         self.weight = torch.zeros_like(weight, dtype=_softmax_dtype(weight)) if wants_weight else None
 
     def add(self, chunk: slice, columns: torch.Tensor, factor: torch.Tensor) -> None:
-        """Add the gradients of a chunk, whose logits have the gradient columns * factor.
+        """Add the gradients of a chunk, given those of its logits as columns * factor.
 
         columns is [n, rows], factor is [n]: it is cheaper to apply to what has H columns.
         """

@@ -1,4 +1,7 @@
-"""How a run's adapters reach the sampler: alone, or merged into the weights. Names and sizes without torch, so that `plan` can use it."""
+"""Delivery of a run's adapters to the sampler: alone, or merged into the weights.
+
+Names and sizes without torch, so that `plan` can use them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ MERGED_BFLOAT16 = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraPush:
-    """How the adapters of a run reach the sampler."""
+    """Delivery of a run's adapters to the sampler."""
 
     kind: AdapterPush
     modules: frozenset[str]  # Hugging Face names of the modules that have an adapter
@@ -69,7 +72,11 @@ def lora_push(cfg: Config, shape: ModelShape, *, on_gpu: bool | None, sampler_ob
 
 
 def slot_rank(rank: int) -> int | None:
-    """Return the smallest max_lora_rank of vLLM that fits adapters of this rank; None if none does."""
+    """Return the smallest max_lora_rank of vLLM that fits adapters of this rank; None if none does.
+
+    Args:
+        rank: Largest rank of the adapters.
+    """
     return next((slot for slot in SLOT_RANKS if slot >= rank), None)
 
 

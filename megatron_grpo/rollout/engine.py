@@ -29,9 +29,9 @@ class WeightSyncError(RuntimeError):
 
 
 class ReceiverChangedError(Exception):
-    """The weight receiver was lost and the remaining servers have no weights. Restart the weight update from its beginning.
+    """Loss of the weight receiver, with no weights on the remaining servers. Raised on every rank.
 
-    Raised on every rank.
+    Restart the weight update from its beginning.
     """
 
 
@@ -54,11 +54,11 @@ class SamplingSettings:
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
-    min_p: float = 0.0  # of the likeliest word's probability; 0 is off
+    min_p: float = 0.0  # fraction of the most likely token's probability; 0 is off
     tells_kept: bool = False  # return each token's sampling mask: what top_k, top_p, min_p and a grammar left; needs top_k
     stop: tuple[str, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)  # further fields of vLLM's SamplingParams, as in JSON
-    stop_token_ids: tuple[int, ...] = ()  # besides the model's own end-of-text ids
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end-of-text IDs
 
     @classmethod
     def of(cls, cfg: RolloutConfig, *, num_generations: int) -> SamplingSettings:

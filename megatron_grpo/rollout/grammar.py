@@ -53,7 +53,7 @@ def _readings(bound: Mapping[str, Any]) -> Iterator[Callable[[], Any]]:
     schema = bound.get("json")
     text = schema if schema is None or isinstance(schema, str) else json.dumps(schema)
     if not any((regex, grammar, tag, text)):
-        return  # a list of answers, or any JSON
+        return  # a list of choices, or any JSON
     if find_spec("xgrammar") is not None:
         import xgrammar
 

@@ -26,7 +26,7 @@ from megatron_grpo.base.errors import CancelledError
 # Warnings without a consequence, by logger; all other warnings of vLLM are shown. The filters are on these loggers and not on a handler,
 # because vLLM replaces its handlers whenever it builds an engine.
 _HARMLESS = {
-    "vllm.logging_utils.dump_input": ("Dumping",),  # pages of internal state before an exception, which says what it is about
+    "vllm.logging_utils.dump_input": ("Dumping",),  # pages of internal state before an exception, which states the problem
     "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),  # torch operators are used instead; no such layers here
     "vllm.triton_utils.importing": ("Triton is installed, but doesn't include CPU backend",),
     "vllm.v1.worker.cpu_worker": (
@@ -37,7 +37,7 @@ _HARMLESS = {
     "vllm.platforms.interface": ("Unknown vLLM environment variable detected",),  # which an earlier engine has set
     # trainer_untouched restores the seed; vLLM itself runs without chunks on some CPUs.
     "vllm.engine.arg_utils": ("The global random seed is set to", "This model does not officially support disabling chunked prefill"),
-    "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),  # as we ask for
+    "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),  # as configured
     # No adapter has a tokenizer; and prompts are token IDs only.
     "vllm.v1.engine.input_processor": (
         "vLLM has deprecated support for supporting different tokenizers",
@@ -210,7 +210,11 @@ def _unlinking(init_cpu_shm):
 
 
 def unlink_segments(name: str) -> None:
-    """Remove the shared-memory segment with this name, if there is one."""
+    """Remove the shared-memory segment with this name, if there is one.
+
+    Args:
+        name: Name of the segment, without its directory.
+    """
     for path in glob.glob(f"/dev/shm/{glob.escape(name)}"):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -349,13 +353,21 @@ PACKED_OF_EXPERTS = ("w13_weight", "w2_weight")
 
 
 def has_cpu_experts(module: torch.nn.Module) -> bool:
-    """Return whether a module holds experts of a CPU kernel."""
+    """Return whether a module holds experts of a CPU kernel.
+
+    Args:
+        module: A module of vLLM's model.
+    """
     kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
     return not torch.cuda.is_available() and kernel is not None and hasattr(module, "w13_weight")
 
 
 def pack(module: Any) -> None:
-    """Make the packed copy of a module whose weights are in their loaded layout."""
+    """Make the packed copy of a module's weights.
+
+    Args:
+        module: A module of vLLM's model whose weights are in their loaded layout.
+    """
     if has_cpu_experts(module):
         module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
     else:

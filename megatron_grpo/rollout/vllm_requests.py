@@ -99,7 +99,12 @@ def sampling_params(sampling: SamplingSettings, seed: int | None, *, vocab_size:
 
 
 def num_asked(top_k: int, vocab_size: int) -> int:
-    """Return how many log-probs to request per position, besides the sampled token's."""
+    """Return how many log-probs to request per position, besides the sampled token's.
+
+    Args:
+        top_k: Tokens that top-k keeps.
+        vocab_size: Vocabulary size of the model.
+    """
     return min(top_k + TIES, vocab_size)
 
 

@@ -1,7 +1,7 @@
 """Table of where each pushed tensor belongs in a vLLM engine, learned from one reload by vLLM itself and used from then on.
 
-For every tensor vLLM determines anew which part of which weight it becomes: 0.1 ms of Python and more for each. The answer never changes.
-So one layer-wise reload by vLLM is observed (`WeightLayoutRecorder`), and the result is tested at once.
+For every tensor of every push, vLLM determines which part of which weight it becomes: 0.1 ms of Python and more for each. The result never
+changes. So one layer-wise reload by vLLM is observed (`WeightLayoutRecorder`), and the resulting table is tested at once.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Unit:
 
 @dataclass(slots=True)
 class Table:
-    """By names of pushed tensors: their shapes, and the copies to make of them; none where vLLM does not use a tensor."""
+    """Copies of a push, by names of pushed tensors: their shapes, and the copies to make of them; none where vLLM does not use a tensor."""
 
     units: list[Unit] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -342,7 +342,7 @@ class Bits:
 
 
 def own_tensors(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a module without those of its children."""
+    """Return the parameters and buffers of a module without those of its children, by name; empty for None."""
     if module is None:
         return {}
     return {name: tensor for name, tensor in [*module._parameters.items(), *module._buffers.items()] if tensor is not None}

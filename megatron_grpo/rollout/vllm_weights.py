@@ -150,7 +150,11 @@ def _unless_there(missing: list[str], has_tower: bool, is_tower_there: bool) -> 
 
 
 def missing_sentence(missing: list[str]) -> str:
-    """Return the end of a sentence about a push that did not contain all weights."""
+    """Return the end of a sentence about a push that did not contain all weights.
+
+    Args:
+        missing: Names of the weights that did not arrive.
+    """
     return f"left {len(missing)} of the engine's weights as they were: {', '.join(missing[:8])}{', ...' * (len(missing) > 8)}"
 
 
