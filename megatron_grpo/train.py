@@ -48,7 +48,11 @@ class StopRequest(Protocol):
         """Return whether sampling or reward scoring must be abandoned now, because no time is left to wait for it."""
 
     def why(self, from_all: Callable[[Any], list[Any]]) -> str:
-        """Return the reason for the stop, in the same words on every rank. Collective."""
+        """Return the reason for the stop, in the same words on every rank. Collective.
+
+        Args:
+            from_all: Gathers a value from all ranks.
+        """
 
 
 class StepCallback(Protocol):
@@ -91,15 +95,10 @@ class Run:
 
 
 def train(run: Run) -> Progress:
-    """Run the GRPO training loop.
-
-    Every rank executes this same function; no rank is special in it.
+    """Run the GRPO training loop and return the final progress. Every rank executes this function; no rank is special.
 
     Args:
         run: The components of the run.
-
-    Returns:
-        The progress at the end of the run.
 
     Raises:
         RunInterruptedError: The run was asked to stop. Its state is saved on disk.
@@ -196,6 +195,11 @@ def tell(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedStep,
 def end_if_skipped_too_often(run: Run, progress: Progress, refusal: SkippedStep | None) -> None:
     """End the run after too many skipped optimizer steps in a row.
 
+    Args:
+        run: The components of the run.
+        progress: The progress after the step.
+        refusal: The guard's refusal of the step; None if the step was taken.
+
     Raises:
         RunError: `max_skipped_steps` steps in a row were refused by the guard.
     """
@@ -258,6 +262,12 @@ def stop_if_asked(run: Run, progress: Progress, pending: SampleBuffer, found: Co
 
     The new rollouts are saved in the checkpoint, if at least one optimizer step was done.
 
+    Args:
+        run: The components of the run.
+        progress: The current progress, the new rollouts included.
+        pending: The sample buffer, the new rollouts included.
+        found: The rollouts that have just arrived.
+
     Raises:
         RunInterruptedError: The run was asked to stop.
     """
@@ -303,7 +313,13 @@ def saved_if_sampling_ends(
 
 
 def stopped(run: Run, progress: Progress, more: str = "") -> RunInterruptedError:
-    """Return the error that ends a stopped run, once its state is on disk. Collective."""
+    """Return the error that ends a stopped run, once its state is on disk. Collective.
+
+    Args:
+        run: The components of the run.
+        progress: The progress that was saved.
+        more: Text added after the reason for the stop.
+    """
     return RunInterruptedError(f"stopped by {run.stop.why(collectives.all_gather_object)}{more}; {where_it_is_saved(run, progress)}")
 
 

@@ -542,7 +542,14 @@ class MicroBatch:
     picture_token: np.ndarray = field(default_factory=_none)  # int64 [n]: index of the image token among those of all `pictures`
 
     def by_sequence(self, values: np.ndarray) -> list[np.ndarray]:
-        """Split the values of the C trained positions into those of each of the S sequences."""
+        """Split values by sequence.
+
+        Args:
+            values: [C], one value per trained position.
+
+        Returns:
+            The values of each of the S sequences.
+        """
         return [values[self.sequence == place] for place in range(self.num_sequences)]
 
     @property

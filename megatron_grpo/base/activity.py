@@ -141,6 +141,11 @@ class Timers:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        """Time the block and open a phase for it.
+
+        Args:
+            name: The block adds to `time/<name>`.
+        """
         self._switch()
         self._open.append(name)
         try:
@@ -151,7 +156,12 @@ class Timers:
             self._open.pop()
 
     def beside(self, name: str, seconds: float) -> None:
-        """Add overlapping seconds to `time/<name>`, and to nothing else."""
+        """Add overlapping seconds to `time/<name>`, and to nothing else.
+
+        Args:
+            name: Name of the timer.
+            seconds: Time to add, in seconds.
+        """
         self._beside[name] = self._beside.get(name, 0.0) + seconds
 
     def _switch(self) -> None:

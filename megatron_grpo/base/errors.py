@@ -49,12 +49,22 @@ class ConfigError(Exception):
 
 
 def problem_with(flags: str | Sequence[str], message: str) -> Problem:
-    """Return a problem with one flag or several."""
+    """Return a problem with one flag or several.
+
+    Args:
+        flags: One name or several, as the user typed them.
+        message: A sentence that ends with values that work.
+    """
     return Problem(flags=(flags,) if isinstance(flags, str) else flags, message=message)
 
 
 def config_error(flags: str | Sequence[str], message: str) -> ConfigError:
-    """Return the error for one problem with one flag or several."""
+    """Return the error for one problem with one flag or several.
+
+    Args:
+        flags: One name or several, as the user typed them.
+        message: A sentence that ends with values that work.
+    """
     return ConfigError([problem_with(flags, message)])
 
 

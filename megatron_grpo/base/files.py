@@ -69,7 +69,13 @@ def written_whole(path: str | Path, *, durable: bool = False) -> Iterator[Binary
 
 
 def write_whole(path: str | Path, text: str, *, durable: bool = False) -> None:
-    """Write a UTF-8 text file as `written_whole` does."""
+    """Write a UTF-8 text file as `written_whole` does.
+
+    Args:
+        path: The file to write.
+        text: Its contents.
+        durable: Sync contents and name to disk, so that they survive a power cut.
+    """
     with written_whole(path, durable=durable) as stream:
         stream.write(text.encode())
 

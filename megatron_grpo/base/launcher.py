@@ -96,7 +96,11 @@ class Launched:
 
 
 def read(env: Mapping[str, str] | None = None) -> Launched:
-    """Read the launch environment. Never raises: problems are returned in the result, so that they can be reported."""
+    """Read the launch environment. Never raises: problems are returned in the result, so that they can be reported.
+
+    Args:
+        env: Environment variables; None reads those of this process.
+    """
     env = os.environ if env is None else env
     said, error_file = _shared_file(env), env.get("TORCHELASTIC_ERROR_FILE")
     ended = said.parent.parent / "megatron_grpo.ended" if said is not None and error_file else None  # beside its attempt_0, attempt_1, ...
@@ -153,9 +157,13 @@ def environment_of(rank: int, *, world_size: int, port: int) -> dict[str, str]:
 
 
 def number_asked_for(env: Mapping[str, str] | None = None) -> tuple[str, int] | None:
-    """Return which variables ask for more than one process, and the number of processes, if RANK is not set.
+    """Return which variables ask for more than one process, if RANK is not set.
 
-    None if no variable does, or RANK is set.
+    Args:
+        env: Environment variables; None reads those of this process.
+
+    Returns:
+        (text that names the variables and their values, number of processes), or None.
     """
     env = os.environ if env is None else env
     if "RANK" in env:
@@ -168,7 +176,13 @@ def number_asked_for(env: Mapping[str, str] | None = None) -> tuple[str, int] | 
 
 
 def torchrun_line(argv: Sequence[str], world_size: int, env: Mapping[str, str] | None = None) -> str:
-    """Return the command that starts `world_size` ranks of `megatron-grpo train` with the user's arguments."""
+    """Return the command that starts all ranks of `megatron-grpo train`.
+
+    Args:
+        argv: The user's arguments.
+        world_size: Number of ranks.
+        env: Environment variables; None reads those of this process.
+    """
     env = os.environ if env is None else env
     nodes = _count(env, "SLURM_NNODES") if "SLURM_NTASKS" in env else _count(env, "NNODES")
     if world_size % nodes:
@@ -265,9 +279,12 @@ _WHY = {
 
 
 def note_end(code: int) -> None:
-    """Record for later attempts on this machine that this one ended with `code` and that another would too.
+    """Record for later attempts on this machine that this one ended, and that another would end in the same way.
 
     A record about settings applies only to attempts with the same number of ranks.
+
+    Args:
+        code: Exit code of this attempt.
     """
     launched = read()
     if launched.ended is not None:

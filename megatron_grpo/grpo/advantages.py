@@ -146,13 +146,23 @@ def are_equal(values: np.ndarray) -> np.ndarray:
 
 
 def mean(values: np.ndarray, axis: int | None = None) -> np.ndarray:
-    """Return the mean over `axis`, NaN ignored, keeping dimensions; NaN where all values are NaN."""
+    """Return the mean, NaN ignored, keeping dimensions; NaN where all values are NaN.
+
+    Args:
+        values: float64, any shape.
+        axis: Axis to average over; None for all.
+    """
     count = (~np.isnan(values)).sum(axis=axis, keepdims=True)
     return np.where(count > 0, np.nansum(values, axis=axis, keepdims=True) / np.maximum(count, 1), np.nan)
 
 
 def std(values: np.ndarray, axis: int | None = None) -> np.ndarray:
-    """Return the sample standard deviation (n - 1) over `axis`, NaN ignored, keeping dimensions; 0 for fewer than two values."""
+    """Return the sample standard deviation (n - 1), NaN ignored, keeping dimensions; 0 for fewer than two values.
+
+    Args:
+        values: float64, any shape.
+        axis: Axis to reduce; None for all.
+    """
     count = (~np.isnan(values)).sum(axis=axis, keepdims=True)
     squares = np.nansum((values - mean(values, axis)) ** 2, axis=axis, keepdims=True)
     return np.sqrt(squares / np.maximum(count - 1, 1))

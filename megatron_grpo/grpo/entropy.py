@@ -127,5 +127,9 @@ class AdaptiveEntropy:
         return {"coef": self.coef, "entropy": self.entropy if math.isfinite(self.entropy) else None}
 
     def restored(self, state: Mapping[str, Any]) -> AdaptiveEntropy:
-        """Return the coefficient with the given `state()` of a checkpoint."""
+        """Return the coefficient with a saved state.
+
+        Args:
+            state: Result of `state()`, from a checkpoint.
+        """
         return replace(self, coef=state["coef"], entropy=math.inf if state["entropy"] is None else state["entropy"])

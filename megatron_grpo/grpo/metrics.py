@@ -26,7 +26,11 @@ class LossLogs:
 
 
 def combine(logs: Iterable[LossLogs]) -> LossLogs:
-    """Combine the logs of several micro-batches of one rank."""
+    """Combine the logs of several micro-batches of one rank.
+
+    Args:
+        logs: The logs, at least one, with equal names.
+    """
     logs = list(logs)
     return LossLogs(
         sums={name: torch.stack([one.sums[name] for one in logs]).sum() for name in logs[0].sums},

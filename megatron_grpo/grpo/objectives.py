@@ -58,7 +58,9 @@ Objective = Callable[[Tokens], PerToken]
 def clipped(epsilon: float, epsilon_high: float) -> Objective:
     """Return PPO's surrogate -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A).
 
-    DAPO raises epsilon_high (arXiv 2503.14476).
+    Args:
+        epsilon: Clip range below 1.
+        epsilon_high: Clip range above 1; DAPO raises it (arXiv 2503.14476).
     """
     return two_sided(epsilon, epsilon_high, float("inf"))
 
@@ -67,6 +69,11 @@ def two_sided(epsilon: float, epsilon_high: float, delta: float) -> Objective:
     """Return the surrogate of `clipped`, with min(r, delta) for r in the unclipped term.
 
     It bounds the contribution of A < 0 (INTELLECT-2, arXiv 2505.07291).
+
+    Args:
+        epsilon: Clip range below 1.
+        epsilon_high: Clip range above 1.
+        delta: Upper bound of r in the unclipped term.
     """
     lowest, highest = 1.0 - epsilon, 1.0 + epsilon_high
 
@@ -81,7 +88,10 @@ def two_sided(epsilon: float, epsilon_high: float, delta: float) -> Objective:
 def cispo(epsilon_high: float) -> Objective:
     """Return the objective -stopgrad(min(r, epsilon_high)) A logp (MiniMax-M1, arXiv 2506.13585).
 
-    No token loses its gradient, only its weight is bounded. Here epsilon_high bounds r itself, not its distance from 1.
+    No token loses its gradient, only its weight is bounded.
+
+    Args:
+        epsilon_high: Upper bound of r itself, not of its distance from 1.
     """
 
     def objective(of: Tokens) -> PerToken:
@@ -179,6 +189,9 @@ def real(of: Tokens) -> PerToken:
     The logit is the sequence's mean of logp - old. The sums inside the logarithms go over a group, which micro-batches and ranks divide, so
     `classification` computes them beforehand. This function uses the sequence's share of the value and the tangent there, so the gradient
     is that of the paper's loss.
+
+    Args:
+        of: The trained positions; `labels` is required.
     """
     assert of.labels is not None, "real needs what classification finds"
     return _unclipped(of, of.labels.value + of.labels.slope * (of.logprobs - of.logprobs.detach()))

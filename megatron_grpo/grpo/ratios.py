@@ -40,15 +40,36 @@ class Sequences:
         self.over_context = sum_over_context  # sums partial results, each over one context-parallel rank's positions
 
     def sum(self, per_token: torch.Tensor) -> torch.Tensor:
-        """Sum values per sequence, [C] -> [S], over all context-parallel ranks."""
+        """Sum values per sequence, over all context-parallel ranks.
+
+        Args:
+            per_token: [C].
+
+        Returns:
+            [S].
+        """
         return self.over_context(per_token.new_zeros(self.num_sequences).index_add(0, self.index, per_token))
 
     def mean(self, per_token: torch.Tensor) -> torch.Tensor:
-        """Average values per sequence, [C] -> [S], over its trained positions."""
+        """Average values per sequence, over its trained positions on all context-parallel ranks.
+
+        Args:
+            per_token: [C].
+
+        Returns:
+            [S].
+        """
         return self.sum(per_token) / self.lengths
 
     def spread(self, per_sequence: torch.Tensor) -> torch.Tensor:
-        """Broadcast values per sequence to its positions, [S] -> [C]."""
+        """Broadcast values per sequence to its positions.
+
+        Args:
+            per_sequence: [S].
+
+        Returns:
+            [C].
+        """
         return per_sequence[self.index]
 
     @cached_property
@@ -77,7 +98,13 @@ def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """Return PPO's ratio r[i,t] = exp(logp - old), [C]."""
+    """Return PPO's ratio r[i,t] = exp(logp - old), [C].
+
+    Args:
+        logprobs: [C], current log-probs.
+        old_logprobs: [C], constants.
+        sequences: Sequences of the positions (unused).
+    """
     return bounded(logprobs - old_logprobs).exp()
 
 
@@ -85,12 +112,23 @@ def sequence_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences
     """Return r[i] = exp(mean over t of (logp - old)), shared by the sequence's tokens, [C] (GSPO, arXiv 2507.18071).
 
     The gradient of every token goes through the mean, hence through the sum over context-parallel ranks.
+
+    Args:
+        logprobs: [C], current log-probs.
+        old_logprobs: [C], constants.
+        sequences: Sequences of the positions.
     """
     return sequences.spread(bounded(sequences.mean(logprobs - old_logprobs)).exp())
 
 
 def sequence_token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """Return the sequence's ratio with the gradient of each token's log-prob, [C] (GSPO-token, arXiv 2507.18071)."""
+    """Return the sequence's ratio with the gradient of each token's log-prob, [C] (GSPO-token, arXiv 2507.18071).
+
+    Args:
+        logprobs: [C], current log-probs.
+        old_logprobs: [C], constants.
+        sequences: Sequences of the positions.
+    """
     with torch.no_grad():
         value = sequence_ratio(logprobs, old_logprobs, sequences)
     return value * (logprobs - logprobs.detach()).exp()
@@ -104,20 +142,34 @@ KlEstimator = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Return -d: unbiased, may be negative. `validation.problems` refuses it as a loss without the ratio.
+    """Return -d with d = ref - logp, [C]: unbiased, may be negative.
 
-    On-policy, its gradient then has zero mean.
+    As a loss without the ratio its on-policy gradient has zero mean: `validation.problems` refuses that.
+
+    Args:
+        logprobs: [C], current log-probs.
+        ref_logprobs: [C], log-probs of the reference.
     """
     return -bounded(ref_logprobs - logprobs)
 
 
 def k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Return d*d/2."""
+    """Return d*d/2 with d = ref - logp, [C].
+
+    Args:
+        logprobs: [C], current log-probs.
+        ref_logprobs: [C], log-probs of the reference.
+    """
     return 0.5 * bounded(ref_logprobs - logprobs).square()
 
 
 def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """Return exp(d) - d - 1: unbiased and never negative."""
+    """Return exp(d) - d - 1 with d = ref - logp, [C]: unbiased and never negative.
+
+    Args:
+        logprobs: [C], current log-probs.
+        ref_logprobs: [C], log-probs of the reference.
+    """
     d = bounded(ref_logprobs - logprobs)
     return d.exp() - d - 1.0
 
@@ -159,7 +211,12 @@ RolloutCorrection = Callable[[torch.Tensor, Sequences], Importance]
 
 
 def log_rho(old_logprobs: torch.Tensor, sampler_logprobs: torch.Tensor) -> torch.Tensor:
-    """Return old - sampler log-prob [C], and 0 (a ratio of 1) where the sampler has no log-prob."""
+    """Return old - sampler log-prob [C], and 0 (a ratio of 1) where the sampler has no log-prob.
+
+    Args:
+        old_logprobs: [C].
+        sampler_logprobs: [C], NaN where the sampler gave none.
+    """
     return (old_logprobs - sampler_logprobs).nan_to_num(nan=0.0)
 
 

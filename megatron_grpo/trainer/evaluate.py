@@ -40,11 +40,19 @@ class EvaluationSpec:
     episodes: str = ""  # description of the environment and its rules; "" for single-turn prompts
 
     def seed_of(self, name: str) -> int:
-        """Return the run seed of a set for `prompt_seed`: different from that of any training run and of any other set."""
+        """Return the run seed of a set for `prompt_seed`: different from that of any training run and of any other set.
+
+        Args:
+            name: Name of the set.
+        """
         return int.from_bytes(hashlib.blake2b(f"evaluation {self.seed} of {name}".encode(), digest_size=8).digest(), "big")
 
     def digest(self, name: str) -> str:
-        """Return a digest that is equal if two evaluations sample the same prompts in the same way and so can be paired."""
+        """Return a digest that is equal if two evaluations sample the same prompts in the same way and so can be paired.
+
+        Args:
+            name: Name of the set.
+        """
         asked = (self.sampling, self.score, self.seed_of(name), self.episodes, [prompt.token_ids for prompt in self.sets[name]])
         return hashlib.blake2b(repr(asked).encode(), digest_size=12).hexdigest()
 
@@ -53,6 +61,10 @@ def sampling_of(training: SamplingSettings, how: HowEvaluated) -> SamplingSettin
     """Return the sampling settings of an evaluation: those of training, with the overrides in `how`.
 
     Greedy sampling (temperature 0) uses the whole vocabulary, without top-p, top-k and min-p unless `how` sets them.
+
+    Args:
+        training: Sampling settings of training.
+        how: Evaluation settings; None in a field keeps the value of training.
     """
     training = replace(training, tells_kept=False)  # nothing is trained on these completions
     training = replace(training, top_p=1.0, top_k=0, min_p=0.0) if not how.temperature else training

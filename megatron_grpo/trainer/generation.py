@@ -74,7 +74,13 @@ class RolloutGenerator:
             yield
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
-        """Sample as `Sampler.generate`, regardless of what was begun ahead."""
+        """Sample as `Sampler.generate`, regardless of what was begun ahead.
+
+        Args:
+            prompts: The prompts.
+            sampling: Sampling settings.
+            seed: Seed of the run.
+        """
         while True:
             try:
                 return self.sampler.generate(prompts, sampling, seed=seed)
@@ -85,6 +91,9 @@ class RolloutGenerator:
         """Begin to sample prompts that will be requested later. Returns at once. Collective.
 
         The sampler must be a `BackgroundSampler`.
+
+        Args:
+            prompts: The prompts.
         """
         self._flights.append(cast(BackgroundSampler, self.sampler).begin(prompts, self.sampling, seed=self.seed))
         self._begun |= {prompt.number for prompt in prompts}
@@ -137,6 +146,9 @@ class RolloutGenerator:
         """Return this rank's groups of the prompts, in their order, as `Sampler.generate` does. Collective.
 
         What was begun must have finished (`wait`).
+
+        Args:
+            prompts: The prompts. Those that were not begun ahead are sampled now.
         """
         others = [prompt for prompt in prompts if prompt.number not in self._begun]
         asked = self.generate(others, self.sampling, seed=self.seed) if others else []
@@ -179,7 +191,14 @@ class RolloutGenerator:
         return [verdicts[prompt.number] for prompt in prompts]
 
     def take(self, verdicts: Sequence[GroupMetadata]) -> dict[int, ScoredGroup]:
-        """Return the scored groups that this rank generated, by their index in `verdicts`, and drop all others."""
+        """Return the scored groups that this rank generated, and drop all others.
+
+        Args:
+            verdicts: Metadata of the wanted groups, of all ranks.
+
+        Returns:
+            {index in `verdicts`: scored group}.
+        """
         held, self._held = self._held, {}
         return {place: held[verdict.prompt_number] for place, verdict in enumerate(verdicts) if verdict.prompt_number in held}
 
@@ -192,7 +211,11 @@ class InvalidLogprobsError(RuntimeError):
 
 
 def first_impossible(logprobs: np.ndarray) -> int | None:
-    """Return the index of the first log-prob that is NaN, infinite, or above 0 by more than rounding; None if all are valid."""
+    """Return the index of the first log-prob that is NaN, infinite, or above 0 by more than rounding; None if all are valid.
+
+    Args:
+        logprobs: float [n], in nats.
+    """
     wrong = np.flatnonzero(~np.isfinite(logprobs) | (logprobs > ROUNDING))
     return int(wrong[0]) if len(wrong) else None
 
@@ -202,6 +225,9 @@ def refuse_impossible(groups: Sequence[Group]) -> tuple[list[Group], list[str]]:
 
     Their tokens may not be samples of the policy, so none of them is trained. Without this, NaN would mean a ratio of 1 between trainer and
     sampler, and -inf the largest ratio there is.
+
+    Args:
+        groups: The groups that this rank generated.
 
     Returns:
         The groups, in which such completions have `is_refused`, and a description of each such completion.
@@ -253,6 +279,10 @@ def check_kept(sequence: Tokens, top_k: int) -> None:
 
     Each masked token must be one of the distinct token IDs that survived filtering at its position, and at most `1 + top_k + TIES` may
     survive.
+
+    Args:
+        sequence: The sequence of a completion.
+        top_k: The top-k setting of sampling.
 
     Raises:
         InvalidSamplingMaskError: The mask is missing or impossible.

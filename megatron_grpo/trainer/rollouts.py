@@ -99,9 +99,13 @@ def harvest(
 
 
 def num_asked(num_groups: int, oversample_ratio: float) -> int:
-    """Return the number of prompts of a round that needs `num_groups` groups.
+    """Return the number of prompts to sample in a round.
 
     Exact in decimals: 1.1 times 10 prompts are 11, not 12.
+
+    Args:
+        num_groups: Groups that the round needs.
+        oversample_ratio: Prompts sampled per group needed.
     """
     return math.ceil(num_groups * Fraction(str(oversample_ratio)))
 
@@ -203,7 +207,11 @@ class Rollouts:
         return [self._finish(number, *one, drained_at=None) for number, one in zip(wanted, found, strict=True)]
 
     def launch(self, number: int) -> None:
-        """Begin to sample rollout `number` with the engine's current weights. Returns at once. Collective."""
+        """Begin to sample a rollout with the engine's current weights. Returns at once. Collective.
+
+        Args:
+            number: Number of the rollout.
+        """
         earlier = sum(self._under_way.values())
         count = num_asked(self.num_groups, self.cfg.oversample_ratio)
         self.generator.begin(self.prompts.take(earlier + count)[earlier:])

@@ -132,7 +132,11 @@ def score_rows(
 
 
 def without_experts(logprobs: Callable[[SequenceOf[MicroBatch]], list[np.ndarray]]) -> Callable[[SequenceOf[MicroBatch]], Scores]:
-    """Adapt a log-prob function for `score_rows` when experts are not needed."""
+    """Adapt a log-prob function for `score_rows` when experts are not needed.
+
+    Args:
+        logprobs: Returns the log-probs of each micro-batch, float32 [C].
+    """
     return lambda micro_batches: (logprobs(micro_batches), None)
 
 
@@ -159,9 +163,16 @@ def _alike_where_shared(routes: Mapping[RowKey, np.ndarray], rows: PlacedRows, p
 
 
 def local_samples(items: Mapping[RowKey, Any], now: Mapping[RowKey, int], homes: Mapping[RowKey, int], parallel: ParallelState) -> dict:
-    """Send items from the data-parallel ranks `now` to their homes. Collective.
+    """Send items from the data-parallel ranks that hold them to their homes. Collective.
 
-    Every rank gets the items of its data-parallel rank.
+    Args:
+        items: Items of the rows that this rank holds.
+        now: Data-parallel rank that holds each row's item.
+        homes: Data-parallel rank to which each row's item is sent.
+        parallel: The parallel layout.
+
+    Returns:
+        The items of the rows whose home this rank is.
     """
     return _spread(items, now, {key: {homes[key]} for key in now}, parallel)
 
@@ -333,7 +344,11 @@ class SampleBuffer:
         return [self.samples[key] for key in self.rows if key in self.samples] if self.parallel.is_model_parallel_src else []
 
     def of_step(self, step: ScheduledStep) -> list[Sample]:
-        """Return the rows that a step trains, in its order, on rank 0; on other ranks an empty list. Collective."""
+        """Return the rows that a step trains, in its order, on rank 0; on other ranks an empty list. Collective.
+
+        Args:
+            step: The step from the training schedule.
+        """
         keys = [(micro.rollout, row) for micro in step.micro_steps for row in range(*micro.rows)]
         mine = {key: self.samples[key] for key in keys if key in self.samples} if self.parallel.is_model_parallel_src else {}
         found = {key: sample for part in collectives.exchange({0: mine}) for key, sample in part.items()}

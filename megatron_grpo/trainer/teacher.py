@@ -44,7 +44,10 @@ class ServedTeacher:
         self.fingerprint = collectives.told(gather or str, TOLD)  # fingerprint of the teacher, on every rank
 
     def __call__(self, rows: PlacedRows) -> dict[RowKey, np.ndarray]:
-        """Score rows, see `rollouts.Teacher`. The log-probs are of the full softmax at temperature 1.
+        """Score rows, see `rollouts.Teacher`. The log-probs are of the full softmax at temperature 1. Collective.
+
+        Args:
+            rows: The rows of a rollout.
 
         Raises:
             ConfigError, RunError, NoRolloutServerError, CancelledError: Errors of `ask`, raised on every rank.
@@ -97,7 +100,10 @@ class HeldTeacher:
         self._make_room()
 
     def __call__(self, rows: PlacedRows) -> dict[RowKey, np.ndarray]:
-        """Score rows, see `rollouts.Teacher`.
+        """Score rows, see `rollouts.Teacher`. Collective.
+
+        Args:
+            rows: The rows of a rollout.
 
         Raises:
             RunError: A log-prob is not finite. Raised on every rank.
