@@ -84,7 +84,7 @@ class Written:
 
 
 class ShardedWriter:
-    """Writes the sharded state dicts of a run, one after another. Each rank writes its share; unchanged descriptions are not sent again.
+    """Writer of a run's sharded state dicts. Each rank writes its share; unchanged descriptions are not sent again.
 
     Args:
         group: Process group of the ranks that may hold the same state as this rank, and share the writing of it; None for all ranks.
@@ -255,7 +255,15 @@ class HashedFile:
 
 
 def write_file(path: Path, contents: bytes) -> Entry:
-    """Write a file, creating its directory if necessary. Return its size and digest."""
+    """Write a file, creating its directory if necessary.
+
+    Args:
+        path: Path of the file.
+        contents: Its contents.
+
+    Returns:
+        Size and digest of the file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with HashedFile(path) as file:
         file.write(contents)

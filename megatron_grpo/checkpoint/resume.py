@@ -48,7 +48,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """How a run begins: from the first undamaged one of `candidates` (best first), or from scratch without any.
+    """Decision on how a run begins: from the first undamaged one of `candidates` (best first), or from scratch without any.
 
     Args:
         output_dir: Output directory of the run.

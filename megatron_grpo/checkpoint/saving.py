@@ -69,7 +69,7 @@ GOES_ON, FAILED = 1, 2  # status of a rank's part of a save; the maximum over ra
 
 
 class Checkpoints:
-    """Saves and restores a run under `output_dir`/checkpoints.
+    """Writer and reader of a run's checkpoints under `output_dir`/checkpoints.
 
     Args:
         resume: How the run begins, as `resume.judge_resume` returned it.

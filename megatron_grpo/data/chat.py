@@ -101,7 +101,12 @@ def vocabulary_of(tokenizer: Any) -> str:
 
 
 def unread_options(tokenizer: Any, options: Mapping[str, Any]) -> list[Problem]:
-    """Report entries of `chat_template_kwargs` that the chat template never names and that would therefore have no effect."""
+    """Report entries of `chat_template_kwargs` that the chat template never names, so that they would have no effect.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        options: The entries.
+    """
     template = getattr(tokenizer, "chat_template", None) or ""
     text = " ".join(template.values()) if isinstance(template, dict) else template
     unread = [name for name in options if not re.search(rf"\b{re.escape(name)}\b", text)]
@@ -206,5 +211,13 @@ class PromptEncoder:
 
 
 def as_completion(raw: Raw, text: str) -> str | list[dict[str, str]]:
-    """Return a completion in the format of TRL's reward functions: a string for a string prompt, one assistant message for a chat."""
+    """Return a completion in the format that TRL's reward functions receive.
+
+    Args:
+        raw: Prompt of the completion: a string, or chat messages.
+        text: Text of the completion.
+
+    Returns:
+        The text for a string prompt, a list of one assistant message for a chat.
+    """
     return text if isinstance(raw, str) else [{"role": "assistant", "content": text}]

@@ -313,7 +313,13 @@ def tokenised(prompts: PromptRows, encode: Encode, flag: str, *, seconds: float 
 
 
 def encoded(prompts: PromptRows, encode: Encode, index: int) -> Sequence[int]:
-    """Return the token IDs of the prompt at `index`."""
+    """Return the token IDs of the prompt at `index`.
+
+    Args:
+        prompts: Checked rows.
+        encode: Maps a prompt to token IDs.
+        index: Index of the prompt.
+    """
     raw, pictures = prompts.raw(index), prompts.pictures(index)
     return encode(raw, pictures) if pictures else encode(raw)
 
@@ -393,7 +399,15 @@ def _places(rows: Rows, indices: Sequence[int] | np.ndarray) -> str:
 
 
 def check_for_episodes(rows: PromptRows, flag: str) -> None:
-    """Check that all prompts are chats without images, as environments and tools require. Raises ConfigError."""
+    """Check that all prompts are chats without images, as environments and tools require.
+
+    Args:
+        rows: Checked rows.
+        flag: Setting that names the data set.
+
+    Raises:
+        ConfigError: If a prompt is a string or has images.
+    """
     check_without_pictures(rows, flag, "episodes of several turns are of text alone: a later turn would not see them")
     strings = [index for index in range(len(rows)) if isinstance(rows.raw(index), str)]
     if strings:
@@ -417,7 +431,16 @@ def check_without_pictures(rows: PromptRows, flag: str, why: str) -> None:
 
 
 def check_template(rows: PromptRows, tokenizer: Any, flag: str) -> None:
-    """Check that the tokenizer has a chat template if any prompt is a chat. Raises ConfigError."""
+    """Check that the tokenizer has a chat template if any prompt is a chat.
+
+    Args:
+        rows: Checked rows.
+        tokenizer: Tokenizer of the model.
+        flag: Setting that names the data set.
+
+    Raises:
+        ConfigError: If the chat template is missing.
+    """
     if not getattr(tokenizer, "chat_template", None):
         chats = [index for index in range(len(rows)) if not isinstance(rows.raw(index), str)]
         if chats:

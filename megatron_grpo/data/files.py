@@ -130,7 +130,16 @@ def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> R
 
 
 def open_source(dataset: str, split: str, flag: str) -> Source:
-    """Open the same rows as `read_rows` for streaming. Raises ConfigError."""
+    """Open the same rows as `read_rows` for streaming.
+
+    Args:
+        dataset: A path or Hub name, as for `read_rows`.
+        split: Split to read.
+        flag: Setting that names the data set, for error messages.
+
+    Raises:
+        ConfigError: If the path does not exist, or a file cannot be streamed.
+    """
     kind = _kind_of(dataset, flag)
     if kind == "hub":
         return _hub(dataset, lambda: from_hub(dataset, split, flag, streaming=True), flag)

@@ -58,7 +58,15 @@ def _datasets(flag: str) -> Any:
 
 
 def saved_by_datasets(directory: str, flag: str) -> Any:
-    """Load a data set saved by `datasets.save_to_disk`, mapped into memory."""
+    """Load a data set saved by `datasets.save_to_disk`, mapped into memory.
+
+    Args:
+        directory: The directory.
+        flag: Setting that names the data set, for error messages.
+
+    Raises:
+        ConfigError: If the package `datasets` is not installed.
+    """
     return _datasets(flag).load_from_disk(directory)
 
 

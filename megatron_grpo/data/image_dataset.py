@@ -162,7 +162,12 @@ class ImageStore:
 
     @contextmanager
     def told_of(self, row: int, source: ImageSource) -> Iterator[None]:
-        """Convert ImageError in the `with` block to a ConfigError that names row and file."""
+        """Convert ImageError in the `with` block to a ConfigError that names row and file.
+
+        Args:
+            row: Row of the data set.
+            source: The image.
+        """
         try:
             yield
         except ImageError as fault:

@@ -194,7 +194,7 @@ def _mixed(sources: Sequence[Source], weights: Sequence[float], *, ends_with_fir
     shares = [weight / sum(weights) for weight in weights]
 
     def left(counts: Sequence[int], sizes: Sequence[int | None]) -> list[int]:
-        """Sources that have not given their share of the epoch."""
+        """Return the sources that have not yielded their share of the epoch."""
         rounds = [size / share for size, share in zip(sizes, shares, strict=True) if size is not None]
         if not rounds or (not ends_with_first and len(rounds) < len(sources)):
             return list(range(len(sources)))
@@ -233,7 +233,12 @@ def _part(size: int, ratio: float, seed: int, part: Part, flag: str) -> np.ndarr
 
 
 def part_of_flag(flag: str, cfg: DataConfig) -> Part:
-    """Return the part of the training data that the rows of a setting come from."""
+    """Return the part of the training data that the rows of a setting come from.
+
+    Args:
+        flag: The setting.
+        cfg: Data settings.
+    """
     return "held out" if flag == SPLIT else "trained" if flag == "dataset" and cfg.split_dataset_ratio else "all"
 
 

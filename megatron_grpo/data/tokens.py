@@ -148,7 +148,15 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def write(path: Path, table: TokenTable) -> None:
-    """Write a table to a file atomically, with a checksum that detects later changes."""
+    """Write a table to a file atomically, with a checksum that detects later changes.
+
+    Args:
+        path: Path of the file.
+        table: The table.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
     body = [np.int64(len(table)).tobytes(), np.ascontiguousarray(table.ends).tobytes(), np.ascontiguousarray(table.tokens).tobytes()]
     digest = hashlib.sha256()
     for part in body:

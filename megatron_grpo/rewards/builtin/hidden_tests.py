@@ -1,4 +1,4 @@
-"""Runs the tests of the reward `code` in a separate process; they call functions of the program in the program's process.
+"""Run the tests of the reward `code` in a separate process; they call functions of the program in the program's process.
 
 Only data of Python's own types is exchanged, in both directions: arguments, return values, arguments of exceptions. Objects of other
 types stay in their process; the tests get a `_Distant` proxy, which they can call and query, and which compares with nothing. So a
@@ -65,7 +65,7 @@ def _holds(node: ast.AST) -> bool:
 
 
 class _Counting(ast.NodeTransformer):
-    """Instruments a test to count the assertions that have held."""
+    """Transformer that makes a test count the assertions that have held."""
 
     def generic_visit(self, node: ast.AST) -> Any:
         super().generic_visit(node)

@@ -1,4 +1,4 @@
-"""Runs one untrusted Python program in a sandbox: its process and that of its tests, its directory, time limit and output.
+"""Run one untrusted Python program in a sandbox: its process and that of its tests, its directory, time limit and output.
 
 The restrictions inside both processes are in jail.py, the communication between them in hidden_tests.py. This module counts what the
 kernel does not: bytes written to all files together, number of files, threads. A process that exceeds a limit is killed within a few
