@@ -1,4 +1,4 @@
-"""One rollout server, as the trainer speaks to it: calls and streams over HTTP, all on one asyncio loop of this process. No torch."""
+"""HTTP client of a rollout server: calls and streams on one asyncio event loop per process. The module does not import torch."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ from megatron_grpo.servers import wire
 if TYPE_CHECKING:
     import httpx2
 
-SILENCE = 15.0  # seconds: who says nothing for so long, not even an empty line, is given up
-CONNECT = 5.0  # seconds for what a server that lives answers at once
-_REFUSAL = 1 << 16  # bytes of one that are read
-NOT_HTTP = 0  # the status of a refusal that is ours
-RUN_FILE = "server_run"  # in output_dir: the name by which servers know the run
+SILENCE = 15.0  # seconds without a byte, not even a heartbeat line, after which a stream counts as lost
+CONNECT = 5.0  # timeout in seconds of calls that a healthy server answers at once
+_REFUSAL = 1 << 16  # largest number of bytes read of an error response
+NOT_HTTP = 0  # status of a refusal by the client itself
+RUN_FILE = "server_run"  # file in output_dir with the name of the run
 
 
 class ServerGoneError(Exception):
-    """The server did not answer, or stopped in the middle. The end of a sentence.
+    """The server did not answer, or stopped in the middle of a response.
 
-    is_silent: nobody closed the connection, so its machine or the way to it stands still, and the next call would wait as long.
+    Args:
+        why: End of a sentence about the server.
+        is_silent: True if the connection was not closed: the server's machine or the network hangs, and another call would wait as long.
     """
 
     def __init__(self, why: str, *, is_silent: bool = False):
@@ -45,7 +47,12 @@ class ServerGoneError(Exception):
 
 
 class ServerRefusedError(Exception):
-    """The server answered, and said no. status: of HTTP."""
+    """The server refused a request.
+
+    Args:
+        status: HTTP status, or `NOT_HTTP`.
+        sentence: The reason.
+    """
 
     def __init__(self, status: int, sentence: str):
         super().__init__(sentence)
@@ -53,21 +60,28 @@ class ServerRefusedError(Exception):
 
     @property
     def is_conflict(self) -> bool:
-        """The server is another run's now, or holds other weights."""
+        """Whether another run owns the server, or it has other weights (409)."""
         return self.status == http.HTTPStatus.CONFLICT
 
     @property
     def is_failure(self) -> bool:
-        """Of the engine, so nobody can use this server."""
+        """Whether the engine failed, so that the server is unusable (500 and above)."""
         return self.status >= http.HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 class Server:
-    """An address, and how to speak to it. Every call has a connection of its own: one that waited for the next call may have been closed
-    by the server, which would look like a server that has gone."""
+    """Client of one server.
+
+    Every call opens a new connection: the server may close an idle connection, and a call on it would look like a lost server.
+
+    Args:
+        address: Address of the server.
+        token: The bearer token.
+        incarnation: Name of this process, which proves ownership.
+        trust: TLS context that verifies https servers; default: the system's certificates.
+    """
 
     def __init__(self, address: Address, *, token: str, incarnation: str, trust: ssl.SSLContext | None = None):
-        """trust: what vouches for servers that speak https (default: what vouches for the web)."""
         self.address, self.name = address, str(address)
         keep_secret(token)
         self._trust = trust
@@ -77,16 +91,48 @@ class Server:
         return self.name
 
     async def state(self, *, as_owner: bool = True) -> wire.State:
-        """as_owner: keeps the server, and is refused where it is not this process's; without, whoever has the token may ask."""
+        """Request the state of the server.
+
+        Args:
+            as_owner: Whether to send the incarnation: this renews the lease, and is refused if this process does not own the server.
+                Otherwise the token suffices.
+
+        Raises:
+            ServerRefusedError: The server refused the request.
+            ServerGoneError: The server did not answer.
+            MalformedMessageError: The response is not a `wire.State`.
+        """
         return wire.decode(wire.State, await self.call("GET", "/state", timeout=CONNECT, as_owner=as_owner))
 
     async def call(self, method: str, path: str, body: Struct | None = None, *, timeout: float, as_owner: bool = True) -> bytes:
-        """The whole answer. timeout: seconds without a byte. Raises Refused and Gone."""
+        """Make a request and return the whole response body.
+
+        Args:
+            method: HTTP method.
+            path: Path of the route.
+            body: Message to send.
+            timeout: Longest time without a byte in seconds.
+            as_owner: Whether to send the incarnation.
+
+        Raises:
+            ServerRefusedError: The status is not 200.
+            ServerGoneError: The connection failed or timed out.
+        """
         async with self._opened(method, path, body, timeout, as_owner) as answer:
             return b"".join([piece async for piece in answer.aiter_raw()])
 
     async def hear(self, path: str, body: Struct, take: Callable[[bytes], object]) -> None:
-        """Gives the lines of an answer to `take` as they come; an empty one only says that the server lives. Raises Refused and Gone."""
+        """Make a POST request and pass each line of the response to `take` as it arrives. An empty line is a heartbeat.
+
+        Args:
+            path: Path of the route.
+            body: Message to send.
+            take: Called with each line, including its newline; an incomplete last line has none.
+
+        Raises:
+            ServerRefusedError: The status is not 200.
+            ServerGoneError: The connection failed, or no byte arrived for `SILENCE` seconds.
+        """
         line: list[bytes] = []
         async with self._opened("POST", path, body, SILENCE) as answer:
             async for piece in answer.aiter_raw():
@@ -112,11 +158,11 @@ class Server:
 
     @cached_property
     def _client(self) -> httpx2.AsyncClient:
-        import httpx2  # a tenth of a second: for who asks servers alone
+        import httpx2  # takes a tenth of a second, so it is imported at first use
 
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
         trust = (self._trust or ssl.create_default_context()) if self.address.is_https else False
-        return httpx2.AsyncClient(verify=trust, limits=limits, trust_env=False)  # no proxy, whatever the environment names
+        return httpx2.AsyncClient(verify=trust, limits=limits, trust_env=False)  # ignores proxies in environment variables
 
 
 async def _beginning(answer: httpx2.Response) -> bytes:
@@ -130,7 +176,7 @@ async def _beginning(answer: httpx2.Response) -> bytes:
 
 @contextmanager
 def _as_gone() -> Iterator[None]:
-    """All ways in which the other end can fail, as one."""
+    """Convert all connection errors to ServerGoneError, and an invalid certificate to ServerRefusedError."""
     import httpx2
 
     try:
@@ -143,13 +189,13 @@ def _as_gone() -> Iterator[None]:
             who = f"its certificate is not vouched for ({root.verify_message}); vllm_server_ca names who does"
             raise ServerRefusedError(NOT_HTTP, who) from error
         number = root.errno if isinstance(root, OSError) and not isinstance(root, ssl.SSLError) else None
-        if number is not None and number > 0:  # asyncio has other words, with the address in them
+        if number is not None and number > 0:  # asyncio's own message differs and includes the address
             raise ServerGoneError(f"[Errno {number}] {os.strerror(number)}") from error
         raise ServerGoneError(str(root) or type(root).__name__) from error
 
 
 def _root(error: BaseException) -> BaseException:
-    """What the operating system or TLS said, where one of them did."""
+    """Return the innermost OSError (of the operating system or TLS) in the chain of causes, or the error itself."""
     root, below = error, error.__cause__ or error.__context__
     while below is not None:
         root = below if isinstance(below, OSError) else root
@@ -164,22 +210,36 @@ Answered = TypeVar("Answered")
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """On which all calls to servers are made, in a thread of its own: the main thread trains meanwhile."""
+    """Return the event loop of all calls to servers. It runs in a separate thread, since the main thread trains meanwhile."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="calls to servers", daemon=True).start()
     return loop
 
 
-os.register_at_fork(after_in_child=_loop.cache_clear)  # a child does not have the thread
+os.register_at_fork(after_in_child=_loop.cache_clear)  # a forked child does not inherit the thread
 
 
 def begun(work: Coroutine[Any, Any, Answered]) -> Future[Answered]:
-    """Work on the loop, for another thread, which may wait for it or cancel it."""
+    """Start a coroutine on the event loop of calls to servers.
+
+    Args:
+        work: The coroutine.
+
+    Returns:
+        A future that another thread can wait for or cancel.
+    """
     return asyncio.run_coroutine_threadsafe(work, _loop())
 
 
 def together(works: Iterable[Coroutine[Any, Any, Answered]]) -> list[Answered]:
-    """What all of these come to, done at the same time; waits for them. Raises what the first one raises that fails."""
+    """Execute coroutines concurrently on the event loop, and wait for all results.
+
+    Args:
+        works: The coroutines.
+
+    Returns:
+        Their results in order. The first exception of any of them is raised.
+    """
 
     async def all_of_them() -> list[Answered]:
         return await asyncio.gather(*works)
@@ -188,7 +248,15 @@ def together(works: Iterable[Coroutine[Any, Any, Answered]]) -> list[Answered]:
 
 
 async def within(seconds: float, work: Awaitable[Answered]) -> Answered:
-    """Raises Gone where it takes longer."""
+    """Await `work` with a timeout.
+
+    Args:
+        seconds: The timeout.
+        work: A call to a server.
+
+    Raises:
+        ServerGoneError: The timeout passed.
+    """
     try:
         return await asyncio.wait_for(work, seconds)
     except TimeoutError as error:
@@ -196,7 +264,15 @@ async def within(seconds: float, work: Awaitable[Answered]) -> Answered:
 
 
 def answer_of(call: Future[Answered], seconds: float) -> Answered:
-    """What `begun` work comes to, within so many seconds from now. Raises what went wrong."""
+    """Wait for a call that `begun` started, and cancel it after a timeout.
+
+    Args:
+        call: The call.
+        seconds: The timeout, from now.
+
+    Raises:
+        ServerGoneError: The timeout passed. Exceptions of the call are raised as they are.
+    """
     try:
         return call.result(max(0.0, seconds))
     except TimeoutError as error:
@@ -208,11 +284,18 @@ def _late(seconds: float) -> ServerGoneError:
     return ServerGoneError(f"it has not answered within {seconds:.0f} s", is_silent=True)
 
 
-# ---- who is asked in whose name
+# ---- certificates and names
 
 
 def trust_of(path: str | None) -> ssl.SSLContext | None:
-    """What vouches for servers. Raises ConfigError where the file holds no certificates."""
+    """Return the TLS context for `vllm_server_ca`.
+
+    Args:
+        path: PEM file with CA certificates; None: the default of `Server`.
+
+    Raises:
+        ConfigError: The file holds no certificates.
+    """
     if path is None:
         return None
     try:
@@ -222,12 +305,12 @@ def trust_of(path: str | None) -> ssl.SSLContext | None:
 
 
 def new_incarnation() -> str:
-    """The name of this process among those of its run; a later one is greater."""
+    """Return a name for this process within its run. The name of a later process is greater."""
     return f"{time.time_ns():016x}-{secrets.token_hex(4)}"
 
 
 def run_name(output_dir: Path) -> str | None:
-    """The name of the run that writes there; None if it has none yet."""
+    """Return the name of the run that writes to `output_dir`, or None if it has none yet."""
     try:
         return (output_dir / RUN_FILE).read_text(encoding="utf-8").strip() or None
     except FileNotFoundError:
@@ -235,7 +318,10 @@ def run_name(output_dir: Path) -> str | None:
 
 
 def named_run(output_dir: Path) -> str:
-    """As `run_name`; gives it one. The name stays when the run is started again, and tells a person which run it is."""
+    """Return the name of the run that writes to `output_dir`, and create it if it has none.
+
+    The name begins with that of the directory, and stays the same when the run is resumed.
+    """
     name = run_name(output_dir)
     if name is None:
         name = f"{output_dir.resolve().name}-{secrets.token_hex(4)}"

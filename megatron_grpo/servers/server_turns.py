@@ -1,7 +1,7 @@
-"""Rollout servers as a `TurnSampler`: turns that were asked for are sent every 20 ms, in one call a server. Rank 0 alone; no torch.
+"""Rollout servers as a `TurnSampler`: submitted turns are sent every 20 ms, in one call per server.
 
-All turns of an episode go to one server, which has its tokens in the prefix cache. If that server is lost, the episode goes on with another
-one: what was in flight is asked there, with the same seed.
+All turns of an episode go to the same server, which has its tokens in the prefix cache. If that server is lost, the episode continues on
+another one: the open turn is sent there with the same seed. Used on rank 0 alone; the module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,23 @@ from megatron_grpo.servers.http import begun
 from megatron_grpo.servers.requests import MOST_DEATHS, generate
 from megatron_grpo.servers.server_group import ServerHandle, TrainingServerGroup
 
-BETWEEN_CALLS = 0.02  # seconds
+BETWEEN_CALLS = 0.02  # seconds between two batches of turns
 
 
 class NoServerError(Exception):
-    """Turns are open, none is in flight any more, and no server is left that has the weights."""
+    """Turns are open, none of them is in flight, and no server with the weights is left."""
 
 
 class ServerTurns:
-    """See `rollout.turns.TurnSampler`."""
+    """`rollout.turns.TurnSampler` on rollout servers.
+
+    Args:
+        fleet: The servers.
+        sampling: Sampling parameters.
+        version: Version of the weights that must sample.
+        deaths: Episode -> servers that died while its open turn was in flight. Updated here; kept by the caller when all servers are lost.
+        name_of: Returns the name of an episode for error messages.
+    """
 
     def __init__(
         self,
@@ -36,20 +44,18 @@ class ServerTurns:
         deaths: dict[Key, list[str]],
         name_of: Callable[[Key], str] = str,
     ):
-        """version: of the weights that are to draw. deaths: of servers with the same turn in flight before. name_of: an episode, for
-        people."""
         self._fleet, self._sampling, self._version, self._deaths, self._name_of = fleet, sampling, version, deaths, name_of
         self._count = 0
-        self._open: dict[Key, wire.Request] = {}  # asked for, and not drawn
-        self._flying: dict[Key, ServerHandle] = {}  # of those, the ones in a call
-        self._homes: dict[Key, str] = {}  # server of each episode, by name
+        self._open: dict[Key, wire.Request] = {}  # submitted, and not sampled yet
+        self._flying: dict[Key, ServerHandle] = {}  # open turns that are in a call, with their server
+        self._homes: dict[Key, str] = {}  # episode -> name of its server
         self._found: list[tuple[Key, SampledTurn]] = []
-        self._changed = asyncio.Event()  # since the last poll
+        self._changed = asyncio.Event()  # set by an answer or the end of a call since the last poll
         self._refusal: Exception | None = None
         self._calls: set[asyncio.Task[None]] = set()
 
     def submit(self, key: Key, token_ids: Sequence[int], *, seed: int, max_tokens: int) -> None:
-        self._count += 1  # a name for the turn, not for the episode
+        self._count += 1  # names the turn, not the episode
         name = f"{key[0]}/{key[1]}/{self._count}"
         self._open[key] = wire.Request(key=name, ids=tuple(token_ids), seed=seed, n=1, max_tokens=max_tokens)
 
@@ -58,14 +64,19 @@ class ServerTurns:
         return len(self._open) + len(self._found)
 
     def poll(self) -> list[tuple[Key, SampledTurn]]:
-        """Raises NoServerError; RunError where a turn cannot be drawn by anybody."""
+        """Send waiting turns and return those that are sampled since the last call; waits up to 20 ms if there are none.
+
+        Raises:
+            NoServerError: Turns are open and no server is left.
+            RunError: A turn cannot be sampled by any server.
+        """
         return begun(self._polled()).result()
 
     def abandon(self) -> None:
-        """Nobody wants what is open: its calls end."""
+        """Cancel all open turns."""
         begun(self._end()).result()
 
-    # ---- on the loop
+    # ---- on the event loop
 
     async def _end(self) -> None:
         self._open.clear()
@@ -88,7 +99,7 @@ class ServerTurns:
         waiting = [key for key in self._open if key not in self._flying]
         members = {str(member): member for member in self._fleet.used}
         if not members:
-            # A server that one call lost may still answer others, and a push would end those.
+            # A server may still answer other calls after one has failed, and a push would end them.
             if waiting and not self._flying and not self._found:
                 raise NoServerError
             return
@@ -115,7 +126,7 @@ class ServerTurns:
         died = False
         try:
             died = await self._fleet.during(member, generate(member, body, take, things="turns"))
-        except Exception as error:  # noqa: BLE001 - raised where turns are polled for
+        except Exception as error:  # noqa: BLE001 - raised by the next poll
             self._refusal = self._refusal or error
         finally:
             self._ended(member, asked, died=died)
@@ -131,7 +142,7 @@ class ServerTurns:
             kept=one.kept,
             version=version,
         )
-        if self._open.get(key) is request:  # else the turn was asked elsewhere, and answered there
+        if self._open.get(key) is request:  # else another server has answered the turn
             del self._open[key]
             self._flying.pop(key, None)
             self._deaths.pop(key, None)
@@ -139,7 +150,8 @@ class ServerTurns:
             self._changed.set()
 
     def _ended(self, member: ServerHandle, asked: Mapping[Key, wire.Request], *, died: bool) -> None:
-        """A call is over; what it has not answered is asked again. Of an episode whose turn it has answered the next may be in flight."""
+        """Queue the unanswered turns of a finished call again. Keys alone do not identify them: the next turn of an episode whose turn was
+        answered may already be in flight."""
         for key, request in asked.items():
             if self._flying.get(key) is not member or self._open.get(key) is not request:
                 continue

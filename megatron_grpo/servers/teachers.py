@@ -1,7 +1,7 @@
-"""A teacher's servers, as rank 0 of a run asks them: who is there, and what they make of tokens that the policy drew. No torch.
+"""Teacher servers: rank 0 requests the teacher's log-probs of sampled tokens from them.
 
-They are frozen, so nobody claims them, several runs may share one, and any of them may answer for any other. One that fails is given up
-until the next question.
+Teacher servers are frozen: no run claims them, several runs may share one, and they are interchangeable. A server that fails is not used
+until the next request. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,30 +28,42 @@ from megatron_grpo.types import TokensToScore
 from megatron_grpo.weights.shape import ModelShape
 
 FLAG = "teacher_model_server"
-LARGEST = 1e-3  # of a log-prob: what is left of 0 after rounding
+LARGEST = 1e-3  # largest valid log-prob: 0 plus rounding error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherRequirements:
-    """What a teacher's server must have for this run."""
+    """Requirements that a teacher server must meet for this run."""
 
-    max_model_len: int  # tokens of prompt and completion, and the one that vLLM always draws
+    max_model_len: int  # prompt plus completion plus the one token that vLLM always samples, in tokens
     vocabulary: str  # `data.chat.vocabulary_of` the policy's tokenizer
-    vocab_size: int  # ids that the policy may draw
+    vocab_size: int  # number of token IDs of the policy
 
     @classmethod
     def of(cls, cfg: Config, shape: ModelShape, tokenizer: Any, longest_prompt: int) -> TeacherRequirements:
-        """shape, tokenizer: of the policy. longest_prompt: of the data, in tokens."""
+        """Derive the requirements from the settings and the data.
+
+        Args:
+            cfg: The settings.
+            shape: Shape of the policy.
+            tokenizer: Tokenizer of the policy.
+            longest_prompt: Length of the longest prompt in tokens.
+        """
         longest = longest_prompt + cfg.rollout.max_completion_length
-        if (
-            cfg.turns.environment or cfg.rollout.rollout_func
-        ):  # may begin with more than the data's prompt: as long as the sampler has room for
+        if cfg.turns.environment or cfg.rollout.rollout_func:  # these may extend the prompt, up to the context length of the sampler
             given = cfg.rollout.vllm_max_model_len if cfg.rollout.rollout_func else None
             longest = given or longest_prompt + longest_completion(cfg)
         return cls(max_model_len=longest + 1, vocabulary=vocabulary_of(tokenizer), vocab_size=shape.vocab_size)
 
     def problem(self, state: wire.State) -> str | None:
-        """Why a server that is as `state` says cannot teach this run, as the end of a sentence."""
+        """Return why a server in this state cannot be a teacher of the run.
+
+        Args:
+            state: State that the server reports.
+
+        Returns:
+            The end of a sentence about the server, or None if it meets all requirements.
+        """
         if not state.is_frozen:
             return "takes weights of runs, and a teacher keeps its own: start it with --frozen true"
         if state.vocabulary != self.vocabulary:
@@ -73,7 +85,14 @@ class TeacherRequirements:
 
 
 class TeacherServerGroup(ServerGroup):
-    """The servers of one teacher. On rank 0 alone."""
+    """Servers of one teacher model. Exists on rank 0 alone.
+
+    Args:
+        where: As for `ServerGroup`.
+        needs: Requirements of the run.
+        should_cancel: True if the run is to stop.
+        more: As for `ServerGroup`.
+    """
 
     WHOM, NONE = "the teacher", "no server of the teacher"
     LOSS = "the teacher's server {} is given up until the next question: {}"
@@ -81,14 +100,22 @@ class TeacherServerGroup(ServerGroup):
     SAYS_WHO_IS_MISSING = False
 
     def __init__(self, *where: Any, needs: TeacherRequirements, should_cancel: Callable[[], bool] = lambda: False, **more: Any):
-        """where, more: as `ServerGroup`. gives_up: the run is to stop."""
         super().__init__(*where, **more)
         self._needs, self.should_cancel = needs, should_cancel
-        self._fingerprint: str | None = None  # of the teacher, as the first server told it
+        self._fingerprint: str | None = None  # of the teacher model, as the first server reports it
 
     @classmethod
     def build(cls, cfg: Config, needs: TeacherRequirements, should_cancel: Callable[[], bool] = lambda: False) -> TeacherServerGroup:
-        """Raises ConfigError where there is no token."""
+        """Make the group for the servers that the settings name.
+
+        Args:
+            cfg: The settings.
+            needs: Requirements of the run.
+            should_cancel: True if the run is to stop.
+
+        Raises:
+            ConfigError: The token is missing.
+        """
         token, trust = read_token(cfg.rollout), trust_of(cfg.rollout.vllm_server_ca)
         server_at = partial(Server, token=token, incarnation="", trust=trust)
         return cls(
@@ -100,13 +127,17 @@ class TeacherServerGroup(ServerGroup):
         )
 
     def fingerprint(self) -> str:
-        """Of the teacher, once it is there; waits for it as `gather` does."""
+        """Return the fingerprint of the teacher model. Waits for a server as `gather` does."""
         self.gather()
-        assert self._fingerprint is not None  # the first that answers tells it
+        assert self._fingerprint is not None  # set by the first server that answers
         return self._fingerprint
 
     def problems(self) -> list[Problem]:
-        """What is wrong with servers that answer already. Who is not there yet may still come."""
+        """Check the servers that answer. A server that does not answer yet may still start, and is no problem.
+
+        Raises:
+            ConfigError: An address is invalid.
+        """
         try:
             self._read_addresses()
         except ValueError as error:
@@ -115,16 +146,20 @@ class TeacherServerGroup(ServerGroup):
         wrong = [member for member in answered if member is not None and member.trouble is not None]
         return [problem_with(FLAG, f"the teacher's server {member} {member.trouble}.") for member in wrong]
 
-    # ---- who is there
+    # ---- checks
 
     def _look(self) -> None:
-        """One may have been started again, with another model. Raises ConfigError where the first time one cannot teach this run."""
+        """Check all servers, since one may have been restarted with another model.
+
+        Raises:
+            ConfigError: The first time, if a server does not meet the requirements.
+        """
         wrong = self.problems()
         if wrong and not self._has_begun:
             raise ConfigError(wrong)
 
     async def _look_at(self, member: ServerHandle) -> ServerHandle | None:
-        """The member, if it answered."""
+        """Update the state of a server. Returns it if it answered, else None."""
         try:
             state, member.trouble = await within(2 * CONNECT, look_at(member.server))
         except ServerGoneError as error:
@@ -140,14 +175,21 @@ class TeacherServerGroup(ServerGroup):
             return None
         return f"holds {state.model} ({state.fingerprint}), and this run's teacher is another model ({self._fingerprint})"
 
-    # ---- what it says
+    # ---- log-probs
 
     def logprobs(self, asked: Sequence[TokensToScore]) -> list[np.ndarray]:
-        """float32 [tokens from `first` on] of each, at temperature 1, by whichever server has room.
+        """Compute the teacher's log-probs of sequences at temperature 1, on servers with free capacity.
 
-        Raises RunError where the teacher cannot score one of them, NoRolloutServerError where all that live have scored nothing for
-        `timeout`, and
-        what `gather` raises.
+        Args:
+            asked: The sequences.
+
+        Returns:
+            float32 [tokens from `first` on] of each sequence.
+
+        Raises:
+            RunError: The teacher cannot score a sequence.
+            NoRolloutServerError: No server answered, or all that are alive have scored nothing for `timeout` seconds.
+            CancelledError: The run is to stop.
         """
         question = _Question(asked, timeout=self.timeout)
         while not question.is_done:
@@ -164,10 +206,15 @@ class TeacherServerGroup(ServerGroup):
 
 class _Question(Calls[np.ndarray]):
     def __init__(self, asked: Sequence[TokensToScore], *, timeout: float):
-        """timeout: seconds for which a server that lives may score nothing."""
+        """Distribute sequences over the teacher's servers.
+
+        Args:
+            asked: The sequences.
+            timeout: Longest time in seconds in which a live server may score nothing.
+        """
         super().__init__(range(len(asked)))
         self._asked, self._timeout = asked, timeout
-        self.hangs = False  # some server has let that pass
+        self.hangs = False  # True after a server has exceeded the timeout
 
     @property
     def is_done(self) -> bool:
@@ -181,7 +228,7 @@ class _Question(Calls[np.ndarray]):
         return [self._dealing.answers[place] for place in range(len(self._asked))]
 
     def ask(self, teacher: TeacherServerGroup) -> None:
-        """Until all is answered, or all that are used now are lost."""
+        """Wait until all is answered, or all servers that are used now are lost."""
         self._begin(teacher)
         with activity.phase("asking the teacher", total=len(self._asked), unit="completions") as phase:
             self._wait(phase, lambda: self.num_answered, teacher.should_cancel)

@@ -1,7 +1,7 @@
-"""What every worker of a rollout server can do besides vLLM's own: join a link, and take weights and adapters from it. vLLM 0.32.
+"""Extension of vLLM's worker for rollout servers: it joins a link and receives weights and adapters from it. Written for vLLM 0.32.
 
-vLLM imports this module in each worker before the model loads, for its class is named as `worker_extension_cls`. It is not one of vLLM's
-own weight-transfer engines: those count an update that fails at its end as going on for ever.
+vLLM imports this module in each worker before the model loads, since `worker_extension_cls` names its class. vLLM's own weight-transfer
+engines are not used: they treat an update that fails at its end as still in progress.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ if not torch.cuda.is_available():
 
 
 class WeightTransferWorker:
-    """vLLM's worker class inherits these. Each returns the end of a sentence that says what is wrong, or "" where all is well."""
+    """Methods that vLLM's worker class inherits. Those that `collective_rpc` calls return an error message, or "" on success."""
 
     linked: WeightReceiverWorker | None = None
     loader: WeightLoader | None = None
 
     def join_link(self: Any, join: Mapping[str, Any]) -> str:
-        """join: the fields of `wire.Join`. The place in the link follows from the worker's place in its server."""
+        """Join a link. The rank in the link follows from the worker's rank in its server.
+
+        Args:
+            join: The fields of `wire.Join`.
+        """
         self.leave_link()
         parallel = self.vllm_config.parallel_config
         place = parallel.data_parallel_index * parallel.world_size + self.rank
@@ -44,12 +48,19 @@ class WeightTransferWorker:
         return ""
 
     def leave_link(self: Any) -> None:
+        """Close the current link, if there is one."""
         if self.linked is not None:
             self.linked.drop()
             self.linked = None
 
     def take_weights(self: Any, link: str, has_tower: bool = False, is_tower_there: bool = False) -> str:
-        """All weights of the next push; of a model that sees perhaps without its tower, see `WeightLoader.load`."""
+        """Receive all weights of the next push and remove all adapters.
+
+        Args:
+            link: Name of the link.
+            has_tower: Whether the push contains the vision tower.
+            is_tower_there: Whether an earlier push contained it; see `WeightLoader.load`.
+        """
         self.loader = self.loader or WeightLoader()
         try:
             with closing(self.linked_as(link).receive()) as named:
@@ -62,7 +73,14 @@ class WeightTransferWorker:
         return missing_sentence(missing) if missing else ""
 
     def take_adapter(self: Any, link: str, number: int, config: Mapping[str, Any], modules: Collection[str]) -> str:
-        """The adapter of the next push, under a number of its own."""
+        """Receive the adapter of the next push.
+
+        Args:
+            link: Name of the link.
+            number: ID of the adapter in vLLM, new for each push.
+            config: PEFT's adapter configuration.
+            modules: Hugging Face names of the modules that have an adapter in this run.
+        """
         try:
             with closing(self.linked_as(link).receive()) as named:
                 wrong = take_adapter(self, number, config, named, modules)
@@ -71,7 +89,7 @@ class WeightTransferWorker:
         return f"did not arrive whole: {wrong}" if wrong else ""
 
     def linked_as(self: Any, link: str) -> WeightReceiverWorker:
-        """Raises LinkError for another link than the last one joined."""
+        """Return the joined link. Raises LinkError if it has another name or there is none."""
         if self.linked is None or self.linked.name != link:
             raise LinkError(f"this worker is not a member of the link {link!r}; join it first")
         return self.linked

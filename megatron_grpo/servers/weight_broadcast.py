@@ -1,4 +1,4 @@
-"""A push to all rollout servers of a run at once, from rank 0: over one link of rank 0 and all their workers, all or nothing."""
+"""Weight updates of all rollout servers of a run: one broadcast from rank 0 to all their workers, which succeeds on all or fails."""
 
 from __future__ import annotations
 
@@ -21,13 +21,21 @@ from megatron_grpo.servers.weight_transfer import LinkError, Rendezvous, WeightS
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 
-LINK_SECONDS = 60.0  # the longest that a member of the link waits for another
-FINISH_SECONDS = 600.0  # from the last byte until a server can sample: layers are packed, caches emptied
-SCORE_SECONDS = 120.0
+LINK_SECONDS = 60.0  # timeout for a member of the link
+FINISH_SECONDS = 600.0  # timeout from the last byte until a server can sample, while it packs layers and clears caches
+SCORE_SECONDS = 120.0  # timeout of one /score call
 
 
 class WeightBroadcaster:
-    """Gives all servers of a fleet what the policy streams, and asks them what they make of it."""
+    """Sender of the policy's weights to all servers of a group, and of probe sequences that verify them. Exists on rank 0 alone.
+
+    Args:
+        fleet: The servers.
+        device: Device from which weights are sent.
+        bucket_bytes: Size of one message in bytes.
+        modules: Hugging Face names of the modules that every adapter of this run covers.
+        link_seconds: Timeout for a member of the link.
+    """
 
     def __init__(
         self,
@@ -38,20 +46,22 @@ class WeightBroadcaster:
         modules: frozenset[str] = frozenset(),
         link_seconds: float = LINK_SECONDS,
     ):
-        """bucket_bytes: of a message. modules: Hugging Face names of those that every adapter of this run is on."""
         self.fleet, self.device, self.bucket_bytes = fleet, device, bucket_bytes
         self.modules, self.link_seconds = modules, link_seconds
         self._meeting = Rendezvous()
         self._link: WeightSender | None = None
-        self._linked: list[tuple[ServerHandle, str]] = []  # with the boot of each
-        self._failures = 0  # one after the other, with nobody lost
+        self._linked: list[tuple[ServerHandle, str]] = []  # members of the link, each with its `boot`
+        self._failures = 0  # consecutive failures without a lost server
 
     def push(self, update: WeightUpdate) -> None:
-        """All that are used get the update.
+        """Send an update to all servers that are used.
 
-        Raises ReceiverChangedError where that failed and may succeed if it is done again; WeightSyncError where it failed twice though
-        everybody
-        was there. An error of the update's own tensors is raised as it is.
+        Args:
+            update: The update. An exception of its `tensors` generator is raised unchanged.
+
+        Raises:
+            ReceiverChangedError: The push failed, and may succeed if it is repeated.
+            WeightSyncError: The push failed twice in a row although no server was lost.
         """
         members = self._members()
         link = self._link_of(members)
@@ -59,10 +69,10 @@ class WeightBroadcaster:
         try:
             link.send(update.tensors, self.bucket_bytes)
         except LinkError as error:
-            self.drop()  # nothing more is sent on a link that may have lost its step; and who is left hears of it at once
+            self.drop()  # the link may be out of step; closing it also notifies the remaining members at once
             raise self._broken(update, self._settle(calls, self.link_seconds), error) from error
         except BaseException:
-            self._settle(calls, self.link_seconds)  # the tensors failed, not the link: servers were told, and end first
+            self._settle(calls, self.link_seconds)  # the tensors failed, not the link: the servers were notified, and end the push first
             raise
         if failed := self._settle(calls, FINISH_SECONDS):
             self.drop()
@@ -72,8 +82,18 @@ class WeightBroadcaster:
             member.is_proven = True
 
     def scores(self, sequences: Sequence[Scored], version: int, eyes: ImageProcessorSpec | None = None) -> dict[str, list[list[float]]]:
-        """What each server makes of these; see `WeightReceiver.scores`. Raises ReceiverChangedError where one was lost. eyes: of the
-        model.
+        """Score probe sequences on each server, as `WeightReceiver.scores` documents.
+
+        Args:
+            sequences: The probe sequences.
+            version: Expected version of the weights.
+            eyes: Image processor of a vision-language model; None: text only.
+
+        Returns:
+            Server name -> one row of log-probs per sequence.
+
+        Raises:
+            ReceiverChangedError: A server was lost, or has weights of another version.
         """
         shown = [one.shown for one in sequences]
         album = ToSend.of(shown, eyes)
@@ -91,7 +111,7 @@ class WeightBroadcaster:
                 self.fleet.lose(member, error)
                 lost = True
                 continue
-            lost = lost or scores.version != version  # it was restarted, and has no weights of ours
+            lost = lost or scores.version != version  # restarted meanwhile, without the run's weights
             found[str(member)] = [list(row) for row in scores.logprobs]
         if lost:
             raise ReceiverChangedError("a rollout server was lost before it had shown what it holds")
@@ -101,7 +121,7 @@ class WeightBroadcaster:
         return wire.decode(wire.ScoreResponse, await member.server.call("POST", "/score", body, timeout=SCORE_SECONDS))
 
     def _members(self) -> list[ServerHandle]:
-        """Those that are used. Raises ReceiverChangedError where all were lost since they were gathered."""
+        """Return the servers that are used. Raises ReceiverChangedError if all were lost since they were gathered."""
         if not (members := self.fleet.used):
             raise ReceiverChangedError("no rollout server is left")
         return members
@@ -109,7 +129,7 @@ class WeightBroadcaster:
     # ---- the link
 
     def _link_of(self, members: Sequence[ServerHandle]) -> WeightSender:
-        """The one there is if its members are the same processes; else a new one."""
+        """Return the existing link if its members are the same processes, else build a new one."""
         wanted = [(member, member.state.boot) for member in members if member.state is not None]
         if self._link is not None and self._link.is_whole and self._linked == wanted:
             return self._link
@@ -136,7 +156,7 @@ class WeightBroadcaster:
         return link
 
     def _near(self, member: ServerHandle) -> str:
-        """This machine's address, as that server sees it."""
+        """Return this machine's address as seen by the server."""
         address = member.server.address
         try:
             return local_address(address.host, address.port)
@@ -145,11 +165,12 @@ class WeightBroadcaster:
             raise ReceiverChangedError(f"{member} cannot be reached: {error}") from error
 
     def drop(self) -> None:
+        """Close the link; the next push builds a new one."""
         if self._link is not None:
             self._link.drop()
             self._link = None
 
-    # ---- what servers are told, and what came of it
+    # ---- calls to servers and their results
 
     async def _order(self, member: ServerHandle, update: WeightUpdate, link: str) -> wire.State:
         body: wire.WeightPush | wire.AdapterPush
@@ -157,13 +178,13 @@ class WeightBroadcaster:
             path, config = "/adapter", dict(update.config)
             body = wire.AdapterPush(version=update.version, link=link, config=config, modules=tuple(sorted(self.modules)))
         else:
-            # A base before its adapter makes no version; a merged trial has the number of a trial.
+            # Base weights before their adapter have no version; a merged trial update keeps its number.
             version = None if update.kind == "weights" and update.version == NO_VERSION else update.version
             path, body = "/weights", wire.WeightPush(version=version, link=link, kind=update.kind, moves_tower=update.moves_tower)
         return wire.decode(wire.State, await member.server.call("POST", path, body, timeout=FINISH_SECONDS))
 
     def _settle(self, calls: Sequence[tuple[ServerHandle, Future[Any]]], seconds: float) -> list[tuple[ServerHandle, Exception]]:
-        """Waits for all answers; who failed, and how. Those of whom nothing was heard are lost."""
+        """Wait for all calls. Returns the servers that failed with their exceptions; those that did not answer are marked as lost."""
         failed: list[tuple[ServerHandle, Exception]] = []
         until = time.monotonic() + seconds
         for member, call in calls:
@@ -178,7 +199,7 @@ class WeightBroadcaster:
         return failed
 
     def _broken(self, update: WeightUpdate, failed: list[tuple[ServerHandle, Exception]], error: LinkError | None = None) -> Exception:
-        """What a push that failed ends with."""
+        """Return the exception for a failed push."""
         is_anybody_lost = any(member.trouble is not None for member, _ in failed)
         self._failures = 0 if is_anybody_lost else self._failures + 1
         name = "a trial adapter" if update.version == NO_VERSION and update.kind != "weights" else f"version {update.version}"
@@ -186,14 +207,19 @@ class WeightBroadcaster:
         return WeightSyncError(sentence) if self._failures > 1 else ReceiverChangedError(sentence)
 
     def close(self) -> None:
-        with suppress(RuntimeError):  # a member has gone
+        """Close the link, even if a member has died."""
+        with suppress(RuntimeError):
             self.drop()
 
 
 def meeting_places(nears: Sequence[str]) -> list[str]:
-    """Where each server is to meet the others. nears: this machine's address, as each of them sees it.
+    """Return the address of the rendezvous store for each server.
 
-    A server of this machine sees it under one that no other machine can reach. If there are others, it is told what they see.
+    A server on this machine may see a loopback address, which other machines cannot reach. If there are servers on other machines, such a
+    server uses the address that the first of those sees.
+
+    Args:
+        nears: This machine's address as seen by each server.
     """
     outward = next((near for near in nears if not _is_loopback(near)), None)
     return [outward if outward is not None and _is_loopback(near) else near for near in nears]

@@ -1,9 +1,9 @@
-"""The way of weights from a trainer to rollout servers: one process group of the trainer's rank 0 and every worker of every server.
+"""Weight transfer from a trainer to rollout servers over a link: a process group of the trainer's rank 0 and all workers of all servers.
 
-It lies beside all other groups of its members, and is gloo on CPUs and NCCL on GPUs. Rank 0 broadcasts buckets that describe themselves
-(a mark, a JSON header, the bytes), so nobody must know names or shapes beforehand, and the source may be a generator that is collective
-over the trainer's own ranks. Members meet at a store of rank 0's. It listens on all addresses and asks for no password: it carries no
-weights, and the names of links are random. Weights travel in the clear.
+The group is independent of all other process groups of its members; it uses gloo on CPUs and NCCL on GPUs. Rank 0 broadcasts
+self-describing buckets (a mark, a JSON header, the bytes), so receivers need not know names or shapes beforehand, and the source may be a
+generator that is collective over the trainer's ranks. Members rendezvous at a TCP store of rank 0. The store listens on all addresses
+without a password: it carries no weights, and link names are random. Weights are sent unencrypted.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ALIGNMENT = 64  # bytes: every tensor of a bucket begins at a multiple, so a view of its dtype is legal
+ALIGNMENT = 64  # in bytes, of every tensor in a bucket, so that a view of its dtype is legal
 
 Named = tuple[str, torch.Tensor]
 
 
 class LinkError(RuntimeError):
-    """A push did not come through. After TransferCancelledError the link is whole; after any other LinkError it is gone."""
+    """A push failed. After TransferCancelledError the link is usable; after any other LinkError it is closed."""
 
 
 class TransferCancelledError(LinkError):
-    """The trainer said in the middle of a push that no more will come."""
+    """The trainer cancelled a push before its end."""
 
 
 class _Mark(IntEnum):
@@ -38,30 +38,43 @@ class _Mark(IntEnum):
 
 
 class Rendezvous:
-    """The store of rank 0 at which members of links meet, on any free port. One serves all links of a run."""
+    """TCP store of rank 0 at which the members of a link meet, on any free port. One store serves all links of a run."""
 
     def __init__(self) -> None:
         self.store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
 
     @property
     def port(self) -> int:
+        """Port of the store."""
         return self.store.port
 
 
 class _Link:
-    """A member. All members are made at the same time; each raises where one dies, or stays away for longer than `seconds`."""
+    """Member of a link. Construction is collective over all members.
+
+    Args:
+        store: The store at which the members meet.
+        name: Name of the link.
+        rank: Rank of this member; 0 is the sender.
+        world: Number of members.
+        near: This machine's address on the route to the others (`local_address`).
+        seconds: Timeout for other members, also of every transfer.
+        device: Device of the tensors. It is the CPU if two members share a GPU.
+
+    Raises:
+        LinkError: A member died or did not join within `seconds`.
+    """
 
     def __init__(self, store: Any, *, name: str, rank: int, world: int, near: str, seconds: float, device: torch.device | str):
-        """near: this machine's own address on the way to the others (`local_address`)."""
         self.name, self.device = name, torch.device(device)
         self._group: Any = None
         limit, prefixed = timedelta(seconds=seconds), dist.PrefixStore(name, store)
         try:
             if self.device.type != "cpu" and _share_a_gpu(prefixed, rank, world, limit, gpu_name(self.device)):
-                self.device = torch.device("cpu")  # NCCL takes one member a GPU; what is received may lie on the host
+                self.device = torch.device("cpu")  # NCCL allows one member per GPU; received tensors may be on the host
             if self.device.type == "cpu":
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
-                # What the hostname resolves to is 127.0.1.1 on many machines.
+                # Not the address of the hostname, which is 127.0.1.1 on many machines.
                 options._devices = [dist.ProcessGroupGloo.create_device(hostname=near)]
                 options._timeout = limit
                 self._group = dist.ProcessGroupGloo(prefixed, rank, world, options)
@@ -74,18 +87,19 @@ class _Link:
 
     @property
     def is_whole(self) -> bool:
+        """Whether the link is usable."""
         return self._group is not None
 
     def drop(self) -> None:
-        """Closes the connections now: the others are told at once, and do not wait for their limit."""
+        """Close the connections at once, so that the other members fail without waiting for their timeout."""
         group, self._group = self._group, None
         if group is not None and self.device.type != "cpu":
-            with suppress(RuntimeError):  # a member is gone already
+            with suppress(RuntimeError):  # a member has already died
                 group.abort()
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        # After one that failed nothing more may be sent: gloo does not compare lengths, so a short message would be taken for the
-        # beginning of the long one that a member still waits for.
+        # Nothing may be sent after a failed broadcast: gloo does not compare lengths, so a short message would be taken for the beginning
+        # of the long one that a member still waits for.
         if self._group is None:
             raise LinkError(f"the link {self.name} is gone")
         options = dist.BroadcastOptions()
@@ -104,16 +118,35 @@ class _Link:
 
 
 class WeightSender(_Link):
-    """Rank 0 of a link."""
+    """Rank 0 of a link.
+
+    Args:
+        meeting: Store at which the members meet.
+        name: Name of the link.
+        world: Number of members.
+        near: This machine's address on the route to the others.
+        seconds: Timeout for other members.
+        device: Device of the tensors.
+    """
 
     def __init__(self, meeting: Rendezvous, *, name: str, world: int, near: str, seconds: float, device: torch.device | str = "cpu"):
         super().__init__(meeting.store, name=name, rank=0, world=world, near=near, seconds=seconds, device=device)
 
     def send(self, named: Iterable[Named], bucket_bytes: int) -> tuple[int, int]:
-        """One push; returns (tensors, bytes). Takes `named` once, and holds one bucket of at most `bucket_bytes` (or one tensor).
+        """Send tensors to all other members.
 
-        An error of `named` itself is raised as it is, after the others were told that no more comes: the link stays whole.
-        Raises LinkError where the link broke; then it is gone.
+        Iterates over `named` once, and holds one bucket at a time.
+
+        Args:
+            named: (name, tensor) pairs. An exception of this iterable is raised unchanged after the other members were notified; the link
+                stays usable.
+            bucket_bytes: Largest size of a bucket in bytes; a larger tensor forms a bucket alone.
+
+        Returns:
+            Number of tensors and number of bytes sent.
+
+        Raises:
+            LinkError: The link broke; it is closed.
         """
         count = total = number = 0
         source = _buckets(named, bucket_bytes)
@@ -147,7 +180,17 @@ class WeightSender(_Link):
 
 
 class WeightReceiverWorker(_Link):
-    """Any other member."""
+    """Receiving member of a link.
+
+    Args:
+        address: Address of the trainer's store.
+        port: Port of the store.
+        rank: Rank of this member, above 0.
+        world: Number of members.
+        name: Name of the link.
+        seconds: Timeout for the store and for other members.
+        device: Device of the received tensors.
+    """
 
     def __init__(self, *, address: str, port: int, rank: int, world: int, name: str, seconds: float, device: torch.device | str = "cpu"):
         try:
@@ -158,9 +201,13 @@ class WeightReceiverWorker(_Link):
         super().__init__(store, name=name, rank=rank, world=world, near=near, seconds=seconds, device=device)
 
     def receive(self) -> Iterator[Named]:
-        """The tensors of one push, which may be kept: no memory is used twice. Run it to its end; who leaves early drops the link.
+        """Yield the (name, tensor) pairs of one push.
 
-        Raises TransferCancelledError, and LinkError where the link broke or less came than was sent.
+        The tensors may be kept, since no memory is reused. Iterate to the end: closing the generator early closes the link.
+
+        Raises:
+            TransferCancelledError: The trainer cancelled the push; the link stays usable.
+            LinkError: The link broke, or fewer tensors arrived than were sent.
         """
         is_whole = False
         try:
@@ -199,11 +246,12 @@ class WeightReceiverWorker(_Link):
 
 
 def gpu_name(device: torch.device) -> str:
+    """Return the UUID of a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _share_a_gpu(store: Any, rank: int, world: int, limit: timedelta, mine: str) -> bool:
-    """Whether two members of the link have one GPU, as a server has that runs on a trainer's. Every member asks, and hears the same."""
+    """Return whether two members of a link share a GPU, as when a server runs on the trainer's GPU. Collective over all members."""
     store.set(f"gpu/{rank}", mine)
     names = [f"gpu/{member}" for member in range(world)]
     store.wait(names, limit)
@@ -211,13 +259,17 @@ def _share_a_gpu(store: Any, rank: int, world: int, limit: timedelta, mine: str)
 
 
 def local_address(address: str, port: int) -> str:
-    """This machine's own address on the way to (address, port): what the other side can reach."""
+    """Return this machine's address on the route to (address, port), which the other side can reach.
+
+    Raises:
+        OSError: The address does not accept a connection within 10 s.
+    """
     with socket.create_connection((address, port), timeout=10) as probe:
         return probe.getsockname()[0]
 
 
 def _reason(error: Exception) -> str:
-    """Of what torch says: without the place in its source, its advice, and the stack of C++."""
+    """Return the first line of a torch error without its source position and advice."""
     return re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]).partition(". This")[0]
 
 
@@ -230,7 +282,7 @@ def _view(flat: torch.Tensor, start: int, dtype: torch.dtype, shape: torch.Size)
 
 
 def _buckets(named: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]:
-    """Of at most `bucket_bytes`; a larger tensor has one to itself."""
+    """Group tensors into buckets of at most `bucket_bytes`; a larger tensor forms a bucket alone."""
     bucket: list[Named] = []
     size = 0
     for name, tensor in named:
