@@ -1,7 +1,7 @@
-"""The life of one rollout server: it takes its port, loads the model, answers, and leaves nothing behind however it ends.
+"""Lifecycle of a rollout server: bind the port, load the model, answer requests, and end all child processes.
 
-vLLM leaves its EngineCore behind, with all its memory and under another name, when the process that started it is killed. So the kernel
-ends what a server starts.
+When a process is killed, the EngineCore process that vLLM has started in it survives under another name and keeps its memory. Therefore
+the kernel is told to kill the children of a server with their parent.
 """
 
 from __future__ import annotations
@@ -33,22 +33,33 @@ from megatron_grpo.servers.serve_settings import Serving, check_serving
 from megatron_grpo.weights.shape import flat
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
-SAY_EVERY = 10.0  # seconds, while the model loads
-STRANGERS = 128  # connections that have not shown the token; as many again may come before the first of them is closed
-SECONDS = 10.0  # that one of them has to say what it wants, its TLS handshake included
-SILENCE = 60.0  # seconds between two words of asyncio on the same trouble
+SAY_EVERY = 10.0  # seconds between two progress lines while the model loads
+STRANGERS = 128  # limit for unauthenticated connections, and for the backlog of connections that are not accepted yet
+SECONDS = 10.0  # timeout of an unauthenticated connection, including the TLS handshake
+SILENCE = 60.0  # seconds between two log lines about the same asyncio error
 
-Place = tuple[str, int]  # of the other end
+Place = tuple[str, int]  # (host, port) of a client
 
 
 class _Stopped(BaseException):
-    """A signal came before the server answered: there is nothing to end but the engine that is being built."""
+    """A signal arrived while the engine was being built, before the server answered."""
 
 
 def serve(parsed: Parsed) -> int:
-    """`megatron-grpo serve`. Returns the exit code."""
+    """Run `megatron-grpo serve` until a signal arrives.
+
+    Args:
+        parsed: The parsed command line.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: The settings are invalid, or the port is in use.
+        RunError: The engine died.
+    """
     serving = check_serving(parsed)
-    os.environ.pop(TOKEN_VARIABLE, None)  # the engine's processes need it not
+    os.environ.pop(TOKEN_VARIABLE, None)  # the engine's processes do not need it
     listener = take_port(serving.cfg.serve)
     with CleanUp(listener.close) as clean_up:
         address = f"{serving.scheme}://{reachable(serving.cfg.serve.host)}:{listener.getsockname()[1]}"
@@ -72,7 +83,7 @@ def serve(parsed: Parsed) -> int:
 
 
 async def _answer(serving: Serving, engine: Any, listener: Listener, address: str, clean_up: CleanUp) -> None:
-    """Returns after a signal. Raises RunError where the engine died."""
+    """Answer requests until a signal arrives. Raises RunError if the engine died."""
     cfg = serving.cfg.serve
     app = _app(serving, engine)
     server = _http(app.asgi(serving.token, listener.has_shown_the_token), cfg)
@@ -80,7 +91,7 @@ async def _answer(serving: Serving, engine: Any, listener: Listener, address: st
     was_asked = asyncio.Event()
     for number in STOPPING:
         asyncio.get_running_loop().add_signal_handler(number, was_asked.set)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, True)  # its connections will not keep the next server from this port
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, True)  # so the next server can bind this port at once
     answering = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
         if answering.done():
@@ -124,23 +135,27 @@ def _http(app: Any, cfg: ServeConfig) -> Any:
     class Quiet(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            # uvicorn would raise a signal again when it has stopped, and so end the process before its engine.
+            # uvicorn would raise the signal again after it has stopped, which would end the process before its engine.
             yield
 
     return Quiet(uvicorn.Config(
         app, ssl_certfile=cfg.ssl_certfile, ssl_keyfile=cfg.ssl_keyfile, ws="none", lifespan="off", access_log=False, log_level="error",
         server_header=False, date_header=False, timeout_graceful_shutdown=2, timeout_keep_alive=30, backlog=STRANGERS,
-        http="h11", proxy_headers=False,  # it bounds a request's head; nobody says for himself from where he comes
+        http="h11", proxy_headers=False,  # h11 limits the size of request headers; clients must not set their own address
     ))  # fmt: skip
 
 
-# ---- where it listens
+# ---- listening socket
 
 
 class Listener(socket.socket):
-    """Accepts for asyncio. Who has not shown the token has little time and little room, and cannot keep its owner out.
+    """Listening socket that limits unauthenticated connections, so that they cannot block the owner.
 
-    Too many strangers: the oldest goes, of the host that has most of them.
+    A connection that has not sent the token is closed after `SECONDS`. If there are more than `STRANGERS` of them, the oldest one of the
+    host with the most such connections is closed.
+
+    Attributes:
+        strangers: (host, port) -> unauthenticated connection.
     """
 
     def __init__(self, *args: Any, **options: Any):
@@ -159,18 +174,25 @@ class Listener(socket.socket):
         return connection, address
 
     def has_shown_the_token(self, place: Place) -> None:
-        """It may stay."""
+        """Remove a connection from the unauthenticated ones.
+
+        Args:
+            place: (host, port) of the client.
+        """
         self.strangers.pop(place, None)
 
     def _send_away(self, place: Place, connection: socket.socket) -> None:
         if self.strangers.get(place) is connection:
             del self.strangers[place]
-            with contextlib.suppress(OSError):  # it has gone by itself
+            with contextlib.suppress(OSError):  # the client has already closed it
                 connection.shutdown(socket.SHUT_RDWR)
 
 
 def now_and_then() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """A handler of asyncio's errors: of accepting alone it has thousands a second where there is no descriptor left."""
+    """Return an asyncio exception handler that logs the same error at most once in `SILENCE` seconds.
+
+    Without file descriptors, accepting connections alone would log thousands of errors per second.
+    """
     said: dict[str, float] = {}
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -183,14 +205,21 @@ def now_and_then() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None
 
 
 def take_port(cfg: ServeConfig) -> Listener:
-    """Taken before the model loads, so that a port in use is said at once; nobody is answered before uvicorn listens."""
+    """Bind the port before the model loads, so that a port in use is reported at once. No request is answered before uvicorn listens.
+
+    Args:
+        cfg: The settings of the server.
+
+    Raises:
+        ConfigError: The address cannot be bound.
+    """
     try:
         try:
             return _bound(cfg, shares=False)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            return _bound(cfg, shares=True)  # with what an earlier server's connections leave there for a minute
+            return _bound(cfg, shares=True)  # connections of an earlier server may stay in TIME_WAIT for a minute
     except OSError as error:
         use = " Use another one; 0 is any free port." if error.errno == errno.EADDRINUSE else ""
         said = f"host {cfg.host}, port {cfg.port} cannot be listened at: {error.strerror or error}.{use}"
@@ -198,7 +227,13 @@ def take_port(cfg: ServeConfig) -> Listener:
 
 
 def _bound(cfg: ServeConfig, *, shares: bool) -> Listener:
-    """shares: another socket may have the port too, if it shares it as well and does not listen. A server that loads does not."""
+    """Return a socket bound to the port.
+
+    Args:
+        cfg: The settings of the server.
+        shares: Whether to set SO_REUSEADDR. Then the port may be shared with another socket that has it set and does not listen; a server
+            that loads its model does not set it.
+    """
     family, kind, protocol, _, place = socket.getaddrinfo(cfg.host, cfg.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     listener = Listener(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, shares)
@@ -211,20 +246,20 @@ def _bound(cfg: ServeConfig, *, shares: bool) -> Listener:
 
 
 def reachable(host: str) -> str:
-    """The host by which others reach a server that listens at `host`, as it stands in a URL."""
+    """Return the host name, in URL form, by which other machines reach a server that listens at `host`."""
     if host in ("0.0.0.0", "::", ""):
         host = _own_name()
     return f"[{host}]" if ":" in host else host
 
 
 def _own_name() -> str:
-    """This machine's name, where it leads here from elsewhere: on many machines it leads to 127.0.1.1."""
+    """Return this machine's host name if it does not resolve to a loopback address (on many machines 127.0.1.1), else its address."""
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         if not ipaddress.ip_address(socket.gethostbyname(name)).is_loopback:
             return name
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # an address of nobody; nothing is sent
+        probe.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737); nothing is sent
         return probe.getsockname()[0]
     return "127.0.0.1"
 
@@ -243,13 +278,13 @@ def _in_the_clear(serving: Serving, address: str) -> str | None:
 
 
 def _remove(path: Path, address: str) -> None:
-    """If it is still this server's."""
+    """Delete the address file if it still contains this server's address."""
     with contextlib.suppress(FileNotFoundError):
         if path.read_text().strip() == address:
             path.unlink()
 
 
-# ---- while it loads
+# ---- model loading
 
 
 @contextlib.contextmanager
@@ -287,19 +322,22 @@ def _say(line: str) -> None:
     print(f"serve: {line}", flush=True)
 
 
-# ---- what it starts
+# ---- child processes
 
 
 class EndsWithParent(context.SpawnProcess):
-    """A child, started afresh, that the kernel kills when its parent dies; and so are its own children."""
+    """Spawned process that the kernel kills when its parent dies; the same holds for its own children."""
 
     def __reduce__(self) -> Any:
-        # So the child calls _begin before it imports anything for its work.
+        # Unpickling calls _begin in the child before any other import.
         return _begin, (os.getpid(),), self.__dict__
 
 
 def let_no_child_outlive() -> None:
-    """From now on for every process that `multiprocessing` starts here. The thread that starts one must live as long as it does."""
+    """Make every process that `multiprocessing` spawns from now on an `EndsWithParent`.
+
+    The thread that starts such a process must live as long as the process.
+    """
     context.SpawnContext.Process = EndsWithParent
 
 

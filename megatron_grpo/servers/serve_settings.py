@@ -1,4 +1,4 @@
-"""What `megatron-grpo serve` was asked for, looked at before any model loads: settings, model, certificate and token."""
+"""Validation of `megatron-grpo serve` before the model loads: settings, model, certificate and token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron_grpo.weights.stored import stored_names
 if TYPE_CHECKING:
     from megatron_grpo.rollout.experts import ExpertLayers
 
-LEAST_TOKEN = 16  # characters
+LEAST_TOKEN = 16  # shortest token in characters
 READ = {
     *("model", "trust_remote_code", "torch_dtype", "bf16", "seed", "dialect", "router_replay_mode"),
     *("limit_images", "max_pixels", "min_pixels"),
@@ -41,34 +41,43 @@ READ = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """Everything here has been looked at and can be used."""
+    """Validated settings of a rollout server."""
 
     cfg: Config
     model_path: Path
     shape: ModelShape
-    max_model_len: int | None  # tokens of prompt and completion; None: as many as the model was made for
+    max_model_len: int | None  # prompt plus completion, in tokens; None: the context length of the model
     token: str = field(repr=False)
-    token_place: str  # where it can be found
-    eyes: ImageProcessorSpec | None = None  # of a model that sees
+    token_place: str  # where the token is stored, for the user
+    eyes: ImageProcessorSpec | None = None  # image processor of a vision-language model; None: text only
 
     @property
     def dtype(self) -> str:
+        """Dtype of the weights."""
         return self.cfg.rollout.vllm_dtype or self.cfg.model.torch_dtype
 
     @property
     def experts(self) -> ExpertLayers | None:
-        """Where the sampler is to tell which experts it took."""
-        from megatron_grpo.rollout.experts import ExpertLayers  # numpy: only now, `--help` reads this file too
+        """MoE layers if completions must include the routed experts (`router_replay_mode` R3), else None."""
+        from megatron_grpo.rollout.experts import ExpertLayers  # imports numpy; not at the top, since `--help` imports this module
 
         return ExpertLayers.of(self.shape) if self.cfg.grpo.router_replay_mode == "R3" else None
 
     @property
     def scheme(self) -> str:
+        """URL scheme: "https" with a certificate, else "http"."""
         return "https" if self.cfg.serve.ssl_certfile else "http"
 
 
 def check_serving(parsed: Parsed) -> Serving:
-    """Raises ConfigError with all that is wrong. Reads the token, and makes one where there is none."""
+    """Validate the settings of a rollout server. Reads the token, and creates one if there is none and the settings are valid.
+
+    Args:
+        parsed: The parsed command line.
+
+    Raises:
+        ConfigError: Lists all problems.
+    """
     cfg = parsed.config
     c = settings_of(cfg, among=[name for name in table() if name in READ and name != "seed"])
     found = [*broken(RULES, c), *(problem for problem in broken(PASSED_ON, c) if set(problem.flags) & READ)]
@@ -124,7 +133,7 @@ def _longest(cfg: Config) -> int | None:
 
 
 def _typed(cfg: Config) -> dict[str, str]:
-    """What each setting was typed as, sizes of another system too."""
+    """Return the name under which each setting was given; batch sizes may have names of other systems."""
     return {**cfg.typed, **{flag: origin.name for flag, origin in cfg.origins.items()}}
 
 
@@ -155,7 +164,7 @@ def _bad_address_file(c: SimpleNamespace) -> dict[str, Any] | None:
 
 # fmt: off
 RULES = (
-    # a file may describe the run as well, so that both commands read one file
+    # a configuration file may contain settings of the run as well, so that both commands can read the same file
     Rule("{name}", lambda c: [{"name": name, "typed": typed} for name, typed in _typed(c.cfg).items()
          if name not in READ and c.cfg.sources.get(name) == COMMAND_LINE],
          "{typed} is a setting of the run, and `serve` does not read it. Leave it out, or give it to `train`."),
@@ -176,9 +185,17 @@ RULES = (
 
 
 def read_token(serve: ServeConfig, *, is_wanted: bool = True) -> tuple[str, str]:
-    """(the token, where it can be found). It never stands on a command line, which every user of the machine can read.
+    """Read the token from the environment variable or the token file. Command lines cannot contain it, since all users can read them.
 
-    is_wanted: makes a token where there is none. Raises ConfigError.
+    Args:
+        serve: The settings of the server.
+        is_wanted: Whether to create a token if there is none.
+
+    Returns:
+        The token, and where it is stored. Both are "" if there is none and `is_wanted` is False.
+
+    Raises:
+        ConfigError: The token is too short, contradictory, or cannot be read or created.
     """
     typed = os.environ.get(TOKEN_VARIABLE, "").strip()
     if typed and serve.token_file is None:
@@ -197,7 +214,7 @@ def read_token(serve: ServeConfig, *, is_wanted: bool = True) -> tuple[str, str]
 
 
 def _make_token(path: Path, token: str) -> None:
-    """Whole and for its owner alone from the first moment on; another server that does the same at this moment makes one of them."""
+    """Create the token file atomically and readable by its owner alone. If another server does so at the same time, one file remains."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
