@@ -1,1 +1,1 @@
-"""Looks at a run after it: what differed, what a step would do again, what another loss would have done."""
+"""Offline analysis of a run: differences between trainer and sampler, replay of a step, and the effect of other loss settings."""

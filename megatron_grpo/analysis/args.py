@@ -1,4 +1,4 @@
-"""The arguments of `mismatch` and `whatif`, and the settings that go with it; all that is wrong, before anything loads."""
+"""Arguments of `mismatch` and `whatif`, and the settings that belong to them, validated before a model loads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ Parse = Callable[[Sequence[str]], Parsed]
 
 
 def _taken(words: Sequence[str], own: Collection[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """(what was typed for each of a command's own flags, as `--row 1` or `--row=1`; the words that are settings)."""
+    """Separate a command's own flags from settings.
+
+    Args:
+        words: Command line; `--row 1` and `--row=1` are equivalent.
+        own: Flags of the command.
+
+    Returns:
+        (typed values of each flag, remaining words).
+    """
     values, rest, left = {name: list[str]() for name in own}, list[str](), iter(words)
     for word in left:
         name, is_one_word, value = word.partition("=")
@@ -35,13 +43,23 @@ def _taken(words: Sequence[str], own: Collection[str]) -> tuple[dict[str, list[s
 
 # ---- mismatch --------------------------------------------------------------------------------------------------------------------------
 
-ROWS = 16  # that are compared, if nothing is typed
+ROWS = 16  # rows that are compared by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchArgs:
-    """name: what is looked at, in words. run: output_dir of a run; None for files of a model. checkpoint: None for the weights that a run
-    began with, or a model's. row: to look into; None for the worst. num_rows: to compare. dtype: of both sides; None for the run's."""
+    """Arguments of `mismatch`.
+
+    Args:
+        name: What is examined, for the report.
+        cfg: Settings of the run under the typed ones.
+        run: Output directory of a run; None for the files of a model.
+        checkpoint: Checkpoint directory; None for the initial weights of a run, or for a model.
+        step: Optimizer step of the weights.
+        row: Row whose operations are compared; None for the one with the largest difference.
+        num_rows: Rows whose log-probs are compared.
+        dtype: dtype of both sides; None for the run's.
+    """
 
     name: str
     cfg: Config
@@ -54,7 +72,15 @@ class MismatchArgs:
 
 
 def read_mismatch_args(argv: Sequence[str], parse: Parse) -> MismatchArgs:
-    """argv: a directory, then words of the command and settings. Raises ConfigError with all that is wrong."""
+    """Parse and validate the command line of `mismatch`.
+
+    Args:
+        argv: A directory, then flags of the command and settings.
+        parse: Parses settings.
+
+    Raises:
+        ConfigError: With all problems.
+    """
     if not argv or argv[0].startswith("--"):
         raise ConfigError("mismatch needs a directory first: an output_dir, one of its checkpoints (checkpoints/iter_0000100), or a model.")
     typed, rest = _taken(argv[1:], ("--row", "--rows", "--dtype"))
@@ -107,7 +133,7 @@ def _of_checkpoint(directory: Path, typed: Config, *, run: Path | None) -> Misma
 
 # ---- whatif ----------------------------------------------------------------------------------------------------------------------------
 
-# What the loss does with rows that are there. All else decides which rows there are, or what their advantages are.
+# Settings of the loss on given rows. All other settings determine the rows or their advantages.
 TRIED = frozenset(
     """loss_type epsilon epsilon_high delta importance_sampling_level sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos
     vespo_k_neg vespo_lambda_neg fipo_decay_rate fipo_clip_range fipo_clip_high_only fipo_safety_threshold real_tau beta kl_estimator
@@ -116,7 +142,7 @@ TRIED = frozenset(
     teacher_kl_coef""".split()
 )
 SIZES = ("global_batch_size", "staleness")
-# Of the run's settings these are not wanted besides those of any checkpoint that is opened: micro-batches suit this job's layout, not that.
+# Settings of the run that are not applied, in addition to those of `run.opened`: micro-batches must suit the layout of this job.
 _OTHERS = ("micro_batch_size", "max_tokens_per_micro_batch", "optimizer_cpu_offload", "record_rows", "sync_ref_model")
 OWN = "the run's own"
 
@@ -125,6 +151,15 @@ _said, _refused = partial(problem_with, "try"), partial(config_error, "whatif")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
+    """Settings under which a recorded step is repeated.
+
+    Args:
+        name: Typed text of the variant.
+        cfg: The run's settings with the variant's values.
+        num_rows: Rows that train, from the first.
+        staleness: Optimizer steps by which the weights are later than the recorded ones.
+    """
+
     name: str
     cfg: Config
     num_rows: int
@@ -133,7 +168,16 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatifArgs:
-    """step: optimizer steps behind the weights. later: checkpoints of the run by how many steps they are behind this one."""
+    """Arguments of `whatif`.
+
+    Args:
+        run: Output directory of the run.
+        checkpoint: Checkpoint with the recorded rows.
+        step: Optimizer steps before the weights of the checkpoint.
+        cfg: Settings of the run under the typed ones.
+        variants: The run's own settings, then each `--try`.
+        later: Later checkpoints of the run, by the number of steps after this one.
+    """
 
     run: Path
     checkpoint: Path
@@ -144,9 +188,14 @@ class WhatifArgs:
 
 
 def read_whatif_args(argv: Sequence[str], parse: Parse) -> WhatifArgs:
-    """argv: the output_dir of a run, `--step N`, `--try "name=value ..."` as often as wanted, and settings of this job (layout, --json).
+    """Parse and validate the command line of `whatif`.
 
-    Raises ConfigError with all that is wrong.
+    Args:
+        argv: The output directory of a run, `--step N`, any number of `--try "name=value ..."`, and settings of this job (layout, --json).
+        parse: Parses settings.
+
+    Raises:
+        ConfigError: With all problems.
     """
     if not argv or argv[0].startswith("-"):
         raise _refused('whatif needs the output_dir of a run first: megatron-grpo whatif OUTPUT_DIR --try "loss_type=vespo"')

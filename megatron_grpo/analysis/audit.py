@@ -1,9 +1,9 @@
-"""Finds copies that are no longer the same: what tensor, parallel, expert and data ranks hold twice is compared bit for bit.
+"""Audit of replicas: compare, bit for bit, tensors that tensor, context, pipeline, expert or data parallel ranks hold in common.
 
-Megatron-Core keeps copies equal by doing the same to each of them; nothing looks whether they are. A gradient that is not summed over one
-group, data that differ over another, a bit that flips: the loss goes on falling, by another gradient than the one that is meant. So every
-so many steps, before the optimizer acts, each rank makes a number of every tensor (`analysis.fingerprint`), and each group takes the
-largest and the smallest of each number: one collective a group, 16 bytes a tensor. Where all is the same nothing else travels.
+Megatron-Core keeps copies equal by the same operations on each of them, but never checks that they are. A gradient that is not summed over
+a group, different data on ranks that should share it, or a flipped bit leave the loss falling, with a wrong gradient. The audit runs every
+few steps, before the optimizer. Each rank computes a fingerprint of every tensor (`analysis.fingerprint`), and each group reduces the
+maximum and minimum of each fingerprint: one collective per group, 16 bytes per tensor. If all are equal, nothing else is sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_grpo.types import GlobalBatch, RowKey
 from megatron_grpo.weights.mapping import is_of_adapter
 from megatron_grpo.weights.names import ShardCut
 
-# What a fault spreads along: of all that differs, the first kind is where it began.
+# Kinds of values in the order in which a fault spreads: the first kind that differs is its origin.
 KINDS = ("group", "list", "data", "weight", "mark", "reference", "random numbers", "log-probs", "gradient", "moment", "number")
 GROUPS = {
     "TP": "tensor-parallel ranks",
@@ -39,14 +39,21 @@ GROUPS = {
     "EP": "expert-parallel ranks",
     "": "copies on one rank",
 }
-SHOWN = 4  # findings that are named one by one
+SHOWN = 4  # maximum differences that are listed
 _FEWEST = torch.iinfo(torch.int64).min
-Held = tuple[str, str, tuple[str, ...], torch.Tensor | int]  # kind, name, groups over which it is one, the tensor or its number
+Held = tuple[str, str, tuple[str, ...], torch.Tensor | int]  # kind, name, groups that hold it in common, the tensor or its fingerprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaMismatch:
-    """Copies that are not the same. copies: (rank, fingerprint) of those that were compared; over: a key of GROUPS."""
+    """Copies that differ.
+
+    Args:
+        kind: Kind of the value, one of KINDS.
+        name: Name of the value.
+        over: Group that was compared, a key of GROUPS.
+        copies: (rank, fingerprint) of the compared copies.
+    """
 
     kind: str
     name: str
@@ -67,7 +74,7 @@ class ReplicaMismatch:
         return f"{what} is not the same on the {GROUPS[self.over]} {self._sides()}"
 
     def _sides(self) -> str:
-        """Ranks that agree, side by side; fewer first, for they are likelier to be at fault."""
+        """Return the ranks in groups that agree, smaller groups first, because they are more likely to be faulty."""
         sides: dict[int, list[int]] = {}
         for rank, number in self.copies:
             sides.setdefault(number, []).append(rank)
@@ -77,12 +84,19 @@ class ReplicaMismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Finding:
-    """All that differs at an audit, the likeliest origin first. equal_at: the step of the last audit at which nothing did."""
+    """All differences that an audit found, the likeliest origin first.
 
-    step: int  # the optimizer step that was about to be taken, from 1
+    Args:
+        step: Optimizer step that was about to run, counted from 1.
+        equal_at: Step of the last audit without differences; None if there was none.
+        parted: Differences.
+        mine: This rank's copies of the first differences, by "kind name".
+    """
+
+    step: int
     equal_at: int | None
     parted: tuple[ReplicaMismatch, ...]
-    mine: Mapping[str, torch.Tensor] = field(default_factory=dict)  # this rank's copies of the first of them, by "kind name"
+    mine: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __str__(self) -> str:
         more = len(self.parted) - SHOWN
@@ -92,21 +106,39 @@ class Finding:
 
 
 class Audit:
-    """Every `every` optimizer steps, and at the first of a run."""
+    """Audit of replicas at the first optimizer step of a run and at every `every`-th one.
+
+    Args:
+        every: Interval in optimizer steps; 0 for no audits.
+    """
 
     def __init__(self, every: int):
         self.every = every
         self._equal_at: int | None = None
         self._has_looked = False
-        self._lists: dict[str, bool] = {}  # group -> whether its ranks have the same tensors
+        self._lists: dict[str, bool] = {}  # by group: whether its ranks have the same tensors
 
     def is_due(self, step: int) -> bool:
-        """step: optimizer steps done. The same on every rank."""
+        """Return whether the next step needs an audit; the same on every rank.
+
+        Args:
+            step: Completed optimizer steps.
+        """
         return self.every > 0 and (not self._has_looked or step % self.every == 0)
 
     @torch.no_grad()
     def look(self, policy: Any, batch: GlobalBatch, metrics: Mapping[str, float], logprobs: Mapping[RowKey, np.ndarray]) -> Finding | None:
-        """Compares everything, when the gradient is summed and the optimizer has not acted. Collective; the same on every rank."""
+        """Compare all replicas, after the gradient is summed and before the optimizer runs. Collective; the same result on every rank.
+
+        Args:
+            policy: Policy with its summed gradient.
+            batch: Batch of the step.
+            metrics: Metrics of the step.
+            logprobs: Log-probs of the training forward, by row.
+
+        Returns:
+            The differences; None if there are none.
+        """
         self._has_looked = True
         held = list(everything(policy, batch, metrics, logprobs))
         mine = [*_strange_groups(policy), *_unmarked(policy), *_rounded(policy)]
@@ -127,7 +159,7 @@ class Audit:
         )  # fmt: skip
 
     def _compared(self, over: str, group: Any, held: Sequence[Held], parallel: ParallelState) -> list[ReplicaMismatch]:
-        """What differs in one group. A rank that has no such tensor says nothing of it. Collective over the group."""
+        """Return the differences within one group. Ranks without a tensor are ignored for it. Collective over the group."""
         if over not in self._lists:
             names = _number_of(json.dumps([one[:2] for one in held]))
             told = collectives.all_gather_object((parallel.rank, names), group)
@@ -155,27 +187,38 @@ class Audit:
 
 
 def groups_of(parallel: ParallelState) -> dict[str, Any]:
-    """By the keys of GROUPS, in one order on every rank."""
+    """Return the process groups by the keys of GROUPS, in the same order on every rank.
+
+    Args:
+        parallel: Parallel state of this rank.
+    """
     return {"TP": parallel.tp_group, "CP": parallel.cp_group, "PP": parallel.pp_group, "DP": parallel.dp_cp_group,
             "EDP": parallel.edp_group, "ETP": parallel.etp_group, "all": None}  # fmt: skip
 
 
-# ---- what must be one ------------------------------------------------------------------------------------------------------------------
+# ---- values that must be equal ---------------------------------------------------------------------------------------------------------
 
 _HELD = {"tp_group": "TP", "_tp_group": "TP", "cp_group": "CP", "ep_group": "EP"}  # attributes of modules
-_COLLECTED = {"tp": "TP", "cp": "CP", "pp": "PP", "ep": "EP", "expt_tp": "ETP"}  # and of what many of them share
+_COLLECTED = {"tp": "TP", "cp": "CP", "pp": "PP", "ep": "EP", "expt_tp": "ETP"}  # and of their shared `pg_collection`
 _ABSENT = torch.zeros(0)  # this rank has no such tensor
 
 
 def everything(
     policy: Any, batch: GlobalBatch, metrics: Mapping[str, float], logprobs: Mapping[RowKey, np.ndarray]
 ) -> Iterator[Held]:  # fmt: skip
-    """All that this rank holds and that others hold too, in one order on the ranks of a group."""
+    """Yield all values of this rank that other ranks hold too, in the same order on all ranks of a group.
+
+    Args:
+        policy: Policy with its summed gradient.
+        batch: Batch of the step.
+        metrics: Metrics of the step.
+        logprobs: Log-probs of the training forward, by row.
+    """
     yield from _data(batch)
     for name, tensor in tensors_of(policy).items():
         yield "weight", name, _over(policy, name), tensor
     yield from _tied(policy)
-    if policy.reference is not None and policy.reference.chunks is not policy.wrapped:  # adapters' reference is the policy without them
+    if policy.reference is not None and policy.reference.chunks is not policy.wrapped:  # with adapters, it is the policy without them
         for name, tensor in policy.exchange.tensors(policy.reference.chunks).items():
             yield "reference", name, _over(policy, name), tensor
     yield from _random(policy)
@@ -187,13 +230,17 @@ def everything(
 
 
 def tensors_of(policy: Any) -> dict[str, torch.Tensor]:
-    """Parameters, adapters among them, and the buffers that a checkpoint holds, under their names in the whole model."""
+    """Return parameters (including adapters) and checkpointed buffers, by their names in the whole model.
+
+    Args:
+        policy: Policy of this rank.
+    """
     found = dict(policy.exchange.tensors(policy.chunks))
     return found | (policy.adapters.exchange.tensors(policy.chunks) if policy.adapters is not None else {})
 
 
 def _over(policy: Any, name: str) -> tuple[str, ...]:
-    """The groups whose ranks hold the same shard of it."""
+    """Return the groups whose ranks hold the same shard of a tensor."""
     kind = _kind(policy, name)
     copies = ("EDP",) if kind.is_expert else ("DP",)
     whole = ("ETP",) if kind.is_expert else ("TP",)
@@ -206,7 +253,7 @@ def _kind(policy: Any, name: str) -> Any:
 
 
 def _data(batch: GlobalBatch) -> Iterator[Held]:
-    """What the ranks of one share train, before context parallelism cuts it."""
+    """Yield the training data of a data-parallel rank, before context parallelism splits it."""
     for one in fields(batch.micro_batches[0]) if batch.micro_batches else ():
         digest = blake2b(digest_size=8)
         for micro in batch.micro_batches:
@@ -218,28 +265,28 @@ def _data(batch: GlobalBatch) -> Iterator[Held]:
 
 
 def _tied(policy: Any) -> Iterator[Held]:
-    """The embedding and the head that is its copy, on the first stage and on the last."""
+    """Yield the embedding and the output layer tied to it, on the first and last pipeline stage."""
     if policy.parallel.pp_size == 1 or not getattr(policy.chunks[0], "share_embeddings_and_output_weights", False):
         return
     own = tensors_of(policy)
     tensor = own.get("embedding.word_embeddings.weight", own.get("output_layer.weight"))
     yield "weight", "embedding.word_embeddings.weight (tied with the head)", ("PP",), _ABSENT if tensor is None else tensor
-    if not is_distributed(policy.optimizer):  # whose shards of the gradient lie elsewhere on each stage
+    if not is_distributed(policy.optimizer):  # its gradient shards differ between stages
         gradient = getattr(tensor, "main_grad", None)
         yield "gradient", "embedding.word_embeddings.weight (tied with the head)", ("PP",), _ABSENT if gradient is None else gradient
 
 
 def _random(policy: Any) -> Iterator[Held]:
-    """The generator that ranks with the same input draw the same dropout from."""
+    """Yield the state of the generator from which ranks with the same input sample dropout."""
     if policy.adapters is not None and policy.adapters.settings.dropout:
         state = torch.cuda.get_rng_state() if policy.parallel.device.type == "cuda" else torch.get_rng_state()
         yield "random numbers", "dropout", ("TP",), state
 
 
 def _of_optimizer(policy: Any) -> Iterator[Held]:
-    """Gradients, after they were summed; Adam's moments, and the float32 weights that it moves.
+    """Yield summed gradients, Adam's moments, and the float32 weights of the optimizer.
 
-    A distributed optimizer leaves each rank its own run of each: that is compared over TP.
+    A distributed optimizer gives each rank its own range of each, so these are compared over TP.
     """
     names = {id(tensor): name for name, tensor in tensors_of(policy).items()}
     for parameter, gradient, states in _trained(policy):
@@ -254,7 +301,7 @@ def _of_optimizer(policy: Any) -> Iterator[Held]:
 
 
 def _trained(policy: Any) -> Iterator[tuple[Any, torch.Tensor, Mapping[str, Any]]]:
-    """(parameter, this rank's part of its gradient, what the optimizer holds for that part)."""
+    """Yield (parameter, this rank's part of its gradient, optimizer state of that part)."""
     if is_distributed(policy.optimizer):
         for parameter, start, end, states in runs_of(policy.optimizer):
             yield parameter, parameter.main_grad.view(-1)[start:end], states  # type: ignore[attr-defined]  # Megatron's
@@ -266,7 +313,7 @@ def _trained(policy: Any) -> Iterator[tuple[Any, torch.Tensor, Mapping[str, Any]
 
 
 def _numbers(policy: Any, batch: GlobalBatch, metrics: Mapping[str, float]) -> Iterator[Held]:
-    """What enters the arithmetic of every rank, or comes out of it."""
+    """Yield the scalars that every rank uses or computes."""
     for one in ("step", "num_sequences", "num_loss_tokens", "num_tokens", "num_contexts", "staleness", "lag"):
         yield "number", f"{one} of the batch", ("all",), _number_of(repr(getattr(batch, one)))
     for one in ("loss", "grad_norm", "learning_rate"):
@@ -278,11 +325,14 @@ def _numbers(policy: Any, batch: GlobalBatch, metrics: Mapping[str, float]) -> I
     yield "number", "Adam's steps", ("TP", "DP"), steps_counted(policy.optimizer)
 
 
-# ---- one rank alone --------------------------------------------------------------------------------------------------------------------
+# ---- checks of one rank ----------------------------------------------------------------------------------------------------------------
 
 
 def _strange_groups(policy: Any) -> list[ReplicaMismatch]:
-    """Process groups that modules of Megatron-Core hold and that are not the job's: a collective over one mixes data of other replicas."""
+    """Find process groups in modules of Megatron-Core that are not those of the job.
+
+    A collective over such a group would mix data of other replicas.
+    """
     p, found = policy.parallel, []
     groups = {"TP": p.tp_group, "CP": p.cp_group, "PP": p.pp_group, "EP": p.ep_group, "ETP": p.etp_group}
     ranks = {over: collectives.members(group) for over, group in groups.items()}
@@ -303,7 +353,7 @@ def _strange_groups(policy: Any) -> list[ReplicaMismatch]:
 
 
 def _unmarked(policy: Any) -> list[ReplicaMismatch]:
-    """Weights that are cut over ranks and lack Megatron's mark for it (of adapters in experts it says something else)."""
+    """Find sharded weights without Megatron's mark for them. For adapters in experts, the mark has another meaning."""
     group = policy.parallel
     found = []
     for name, tensor in policy.exchange.tensors(policy.chunks).items():
@@ -315,7 +365,7 @@ def _unmarked(policy: Any) -> list[ReplicaMismatch]:
 
 
 def _rounded(policy: Any) -> list[ReplicaMismatch]:
-    """Weights in bfloat16 that are not what the optimizer's float32 weights round to."""
+    """Find bfloat16 weights that differ from the rounded float32 weights of the optimizer."""
     names = {id(tensor): name for name, tensor in tensors_of(policy).items()}
     if is_distributed(policy.optimizer):
         pairs = [(p, p.detach().view(-1)[start:end], states["param"]) for p, start, end, states in runs_of(policy.optimizer)]
@@ -325,7 +375,7 @@ def _rounded(policy: Any) -> list[ReplicaMismatch]:
     pairs = [pair for pair in pairs if pair[1].dtype is not pair[2].dtype and pair[1].device == pair[2].device]
     if not pairs:
         return []
-    # Numbers that are no numbers: whoever looks at them is the guard.
+    # NaN is ignored here: the guard checks for it.
     rounded = [(mine, main.detach().to(mine.dtype).view_as(mine)) for _, mine, main in pairs]
     wrong = torch.stack([((mine != its) & ~(mine.isnan() & its.isnan())).any() for mine, its in rounded]).tolist()
     return [

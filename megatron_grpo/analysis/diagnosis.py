@@ -1,4 +1,4 @@
-"""What a replay has found, as one sentence, a table and JSON."""
+"""Diagnosis of a replayed step: a verdict, a table and JSON."""
 
 from __future__ import annotations
 
@@ -13,14 +13,23 @@ from megatron_grpo.analysis.step_dump import StepDump
 from megatron_grpo.metrics.summary import USUAL
 from megatron_grpo.types import RowKey
 
-SHOWN = 8  # rows, tensors and elements that are named one by one
+SHOWN = 8  # maximum rows and tensors that are listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoneRow:
-    """A row by itself. norm: of what it adds to the gradient. what: its numbers that are not finite. forward: the largest difference
-    between its log-probs here and in the run; None where the run kept none. gap: that between trainer and sampler, at its `token`-th
-    trained token."""
+    """A row computed alone.
+
+    Args:
+        key: (rollout, row).
+        norm: Norm of the row's contribution to the gradient.
+        what: Values of the row that are not finite, in words; empty if all are finite.
+        num_tokens: Trained tokens.
+        forward: Maximum difference between the row's log-probs in the replay and in the run; None if the run recorded none.
+        gap: Maximum difference between trainer and sampler log-probs, in nats.
+        token: Index of the trained token with that difference.
+        prompt_number: Number of the prompt.
+    """
 
     key: RowKey
     norm: float
@@ -34,7 +43,19 @@ class LoneRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """verdict: what is wrong, in a sentence or more. Numbers are of the replay; `was`: of the run."""
+    """Findings of a replay.
+
+    Args:
+        why: Reason why the step was recorded.
+        verdict: What is wrong, in sentences.
+        numbers: Loss and gradient norm of the replay.
+        was: Metrics of the run.
+        weights: Comparison of the weights with those of the run.
+        rows: Rows of the step, each computed alone.
+        copies: Loss and gradient norm with each differing copy of a weight.
+        ranks: Number of ranks and layout of the replay, in words.
+        lacks: Parts missing in the capsule.
+    """
 
     why: str
     verdict: list[str]
@@ -47,6 +68,7 @@ class Diagnosis:
     lacks: list[str]
 
     def lines(self) -> list[str]:
+        """Format the diagnosis as lines of text."""
         weights = self.weights
         held = f"{weights['same']} of {weights['tensors']} tensors are those of the run, bit for bit" if weights["recorded"] else (
             "not compared: none were recorded")  # fmt: skip
@@ -82,7 +104,17 @@ def diagnose(
     capsule: StepDump, layout: Any, metrics: Mapping[str, float], weights: dict[str, Any], first: str | None, rows: Sequence[LoneRow],
     copies: list[dict[str, Any]],
 ) -> Diagnosis:  # fmt: skip
-    """first: the module whose output was the first that is not finite."""
+    """Diagnose a replayed step.
+
+    Args:
+        capsule: Recorded step.
+        layout: Layout of the replay.
+        metrics: Metrics of the replayed step.
+        weights: Comparison of the weights with those of the run.
+        first: First module with an output that is not finite; None if there is none.
+        rows: Rows of the step, each computed alone.
+        copies: Loss and gradient norm with each differing copy of a weight.
+    """
     was = {name: float(value) for name, value in capsule.facts.get("metrics", {}).items()}
     numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
     verdict = [*_weights(weights), *_bits(capsule)]
@@ -128,7 +160,7 @@ def _finite_here(
         found.append("Everything is finite here, and was not in the run, from the same rows and weights: it is of the run's own ranks. "
                      "Look at the machine, its kernels and its dtype.")  # fmt: skip
     off = max((row.forward for row in rows if row.forward is not None), default=None)
-    alike = USUAL[capsule.facts["settings"].get("torch_dtype", "float32")]  # two layouts, or two machines, differ by less
+    alike = USUAL[capsule.facts["settings"].get("torch_dtype", "float32")]  # differences between two layouts or machines are smaller
     if weights["recorded"] and weights["same"] < weights["tensors"]:
         found.append(f"{weights['tensors'] - weights['same']} tensors are not those of the run, so its numbers need not come again.")
     elif off is not None and off > alike:
@@ -151,7 +183,7 @@ def _finite_here(
 
 
 def _bits(capsule: StepDump) -> list[str]:
-    """Where copies that had parted differ, element by element."""
+    """Describe the elements at which copies of a tensor on several ranks differ."""
     copies = capsule.parted()
     labels = list(dict.fromkeys(label for its in copies.values() for label in its))
     found = []

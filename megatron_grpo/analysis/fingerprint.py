@@ -1,9 +1,9 @@
-"""A number of 64 bits for a tensor: whether copies on several ranks are the same, bit for bit, without sending them.
+"""A 64-bit fingerprint of a tensor, to compare copies on several ranks bit for bit without sending them.
 
-The raw bits are read as words of 64 bits; the sum over words of word * factor is taken modulo 2^64, where the factor is an odd number that
-belongs to the word's place. One word that changes always changes the sum: an odd factor can be divided by. Several that change leave it
-alone with a probability of about 2^-63, and so do words that change places. (Multilinear hashing, Carter and Wegman 1979; Lemire and Kaser
-2013, arXiv 1202.4961.) It is computed where the tensor lies, in one pass, and only the number travels.
+The raw bits are read as 64-bit words. The fingerprint is the sum of word * factor modulo 2^64, where each position has a fixed odd factor.
+A change of a single word always changes the sum, because an odd factor is invertible. Changes of several words, or an exchange of words,
+leave it unchanged with a probability of about 2^-63. (Multilinear hashing, Carter and Wegman 1979; Lemire and Kaser 2013, arXiv 1202.4961.)
+The sum is computed on the tensor's device in one pass, and only the number is sent.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ from functools import lru_cache
 
 import torch
 
-WORDS = 1 << 17  # a chunk: a mebibyte, so that its factors stay in a cache
+WORDS = 1 << 17  # words of a chunk: 1 MiB, so that its factors stay in the cache
 _GOLDEN, _ALL = 0x9E3779B97F4A7C15, 1 << 64
 
 
 @torch.no_grad()
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 []: of the raw bits, in their order. Equal shapes are taken for granted: zeros behind the end do not count."""
+    """Return the fingerprint of a tensor's raw bits, int64 [].
+
+    Tensors to compare must have equal shapes: trailing zeros do not change the fingerprint.
+
+    Args:
+        tensor: Tensor of any dtype and shape.
+    """
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if not tensor.numel():
         return found
@@ -31,7 +37,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _words(chunk: torch.Tensor) -> torch.Tensor:
-    """uint8 [n] -> int64 [n / 8, rounded up]. Copied only where the bytes begin or end inside a word."""
+    """Convert bytes, uint8 [n], to words, int64 [ceil(n / 8)]. They are copied only if they are not aligned to words."""
     if chunk.storage_offset() % 8 or len(chunk) % 8:
         whole = chunk.new_zeros(-(-len(chunk) // 8) * 8)
         whole[: len(chunk)] = chunk
@@ -47,5 +53,5 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """Modulo 2^64, as int64 has it."""
+    """Return a number modulo 2^64 in the range of int64."""
     return (number + _ALL // 2) % _ALL - _ALL // 2

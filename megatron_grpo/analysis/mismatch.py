@@ -1,4 +1,4 @@
-"""`megatron-grpo mismatch`: how far trainer and sampler are apart, and at which operation they part."""
+"""`megatron-grpo mismatch`: measure the difference between trainer and sampler log-probs, and find the first operation that causes it."""
 
 from __future__ import annotations
 
@@ -37,15 +37,23 @@ from megatron_grpo.trainer.weight_sync import WeightSyncError, WeightSyncManager
 from megatron_grpo.types import Prompt
 from megatron_grpo.weights.shape import ModelShape
 
-WORST = 8  # tokens that are listed
-TOGETHER = 4  # rows of a micro-batch where the run had one
-LONGEST_ANSWER = 64  # tokens that are drawn anew, at most
+WORST = 8  # tokens with the largest differences that are listed
+TOGETHER = 4  # minimum rows of a micro-batch
+LONGEST_ANSWER = 64  # maximum tokens of a newly sampled completion
 
 
 def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
-    """Prints what was found, with --json as one object; returns the exit code, 1 where something is named.
+    """Run the `mismatch` command and print its findings, as one JSON object with `--json`.
 
-    Raises ConfigError, before a model loads, with all that is wrong.
+    Args:
+        argv: Command line of the command.
+        parse: Parses settings.
+
+    Returns:
+        The exit code; 1 if trainer and sampler differ by more than rounding.
+
+    Raises:
+        ConfigError: With all problems, before a model loads.
     """
     asked = read_mismatch_args(argv, parse)
     cfg = _as_looked_at(asked)
@@ -75,7 +83,22 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) 
 def look(
     asked: MismatchArgs, cfg: Config, shape: ModelShape, model_path: Path, parallel: ParallelState, clean_up: CleanUp
 ) -> MismatchReport:
-    """Collective. clean_up: gets what this opens."""
+    """Score the rows with trainer and sampler, and compare their operations on one row. Collective.
+
+    Args:
+        asked: Arguments of the command.
+        cfg: Settings that both sides are built with.
+        shape: Shape of the model.
+        model_path: Directory of the model.
+        parallel: Parallel state of the job.
+        clean_up: Receives what this function opens, for closing.
+
+    Returns:
+        The findings.
+
+    Raises:
+        ConfigError: If `row` is beyond the rows that are compared.
+    """
     dtype = cfg.model.torch_dtype
     tokenizer = load_tokenizer(str(model_path), trust_remote_code=cfg.model.trust_remote_code)
     rows, prompts, source, notes = _rows_to_compare(asked, cfg, shape, tokenizer)
@@ -93,7 +116,8 @@ def look(
     clean_up.add(engine.close)
     sampling = SamplingSettings(n=1, max_completion_length=answer, temperature=cfg.rollout.temperature)
     asked_for = prompts or [_prompt(number, row.prompt) for number, row in enumerate(rows)]
-    engine.generate(asked_for, replace(sampling, max_completion_length=1), seed=cfg.run.seed)  # so that a cache that is kept shows
+    # Fill the prefix cache before the sync, so that entries that survive the sync show up.
+    engine.generate(asked_for, replace(sampling, max_completion_length=1), seed=cfg.run.seed)
     WeightSyncManager(model, engine, verify=False, starts_as_checkpoint=False).publish(asked.step)
     rows = rows or _drawn(engine, prompts, sampling, seed=cfg.run.seed)
     scored = model.scorer.score([sequence_of(row.tokens.tolist(), row.opening) for row in rows])
@@ -124,7 +148,7 @@ def look(
 
 
 def _push_problem(model: FrozenPolicy, engine: ColocatedEngine, version: int, dtype: str) -> str:
-    """What a run's own check of a push says of this one."""
+    """Return the message of the run's own check of a weight sync, or an empty string."""
     try:
         check_weights(model, engine, version=version, is_coarse=dtype != "float32")
     except WeightSyncError as error:
@@ -132,13 +156,18 @@ def _push_problem(model: FrozenPolicy, engine: ColocatedEngine, version: int, dt
     return ""
 
 
-# ---- what is compared ------------------------------------------------------------------------------------------------------------------
+# ---- rows to compare -------------------------------------------------------------------------------------------------------------------
 
 
 def _rows_to_compare(
     asked: MismatchArgs, cfg: Config, shape: ModelShape, tokenizer: Any
 ) -> tuple[list[ComparedRow], list[Prompt], str, list[str]]:
-    """(rows that the run recorded with these weights; or the prompts to draw some for; where they come from, in words; notes)."""
+    """Select the rows to compare.
+
+    Returns:
+        (rows that the run recorded with these weights, or else prompts to sample from, their source in words, notes for the user). One of
+        the first two is empty.
+    """
     notes = list[str]()
     if sampling_mask.is_cut(cfg.rollout):
         notes.append(
@@ -162,9 +191,14 @@ def _rows_to_compare(
 
 
 def recorded(run: Path, *, version: int | None = None) -> list[ComparedRow]:
-    """Rows that weights of this version drew, by a run's `completions/step_*.parquet`; of None, what was recorded last.
+    """Read the rows that weights of one version sampled, from a run's `completions/step_*.parquet`.
 
-    Empty where nothing was, or by a run that kept no tokens.
+    Args:
+        run: Output directory of the run.
+        version: Weight version; None for the latest one recorded.
+
+    Returns:
+        The rows. Empty if nothing was recorded, or the run recorded no tokens.
     """
     tables: dict[int, list[Path]] = {}
     for path in sorted((run / "completions").glob("step_*")):
@@ -197,7 +231,12 @@ def _rows(path: Path) -> list[ComparedRow]:
 
 
 def spread(rows: list[ComparedRow], most: int) -> list[ComparedRow]:
-    """At most so many, evenly over all."""
+    """Return at most `most` rows, evenly spaced.
+
+    Args:
+        rows: Rows to choose from.
+        most: Maximum number of rows.
+    """
     return [rows[i * len(rows) // most] for i in range(most)] if len(rows) > most else rows
 
 
@@ -206,14 +245,14 @@ def _prompt(number: int, tokens: Sequence[int]) -> Prompt:
 
 
 def _drawn(engine: ColocatedEngine, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[ComparedRow]:
-    """Collective; all rows on every rank, in the order of the prompts."""
+    """Sample one completion per prompt. Collective; returns all rows on every rank, in the order of the prompts."""
     groups = [group for part in collectives.all_gather_object(engine.generate(prompts, sampling, seed=seed)) for group in part]
     completions = [group.completions[0] for group in sorted(groups, key=lambda group: group.prompt.number)]
     return [ComparedRow.unscored(one.sequence.token_ids, np.where(one.sequence.mask, one.logprobs, np.nan)) for one in completions]
 
 
 def _as_looked_at(asked: MismatchArgs) -> Config:
-    """The run's settings, but for what only training needs, and what keeps operations from being seen."""
+    """Return the run's settings without those that only training needs or that make operations unobservable."""
     cfg = asked.cfg
     values: dict[str, Any] = {
         "vllm_mode": "colocate", "vllm_tensor_parallel_size": cfg.parallel.tensor_model_parallel_size, "vllm_enforce_eager": True,

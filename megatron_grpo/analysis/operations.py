@@ -1,8 +1,8 @@
-"""Trainer and sampler side by side, operation by operation, for one sequence: what each makes of the same inputs.
+"""Compare trainer and sampler operation by operation on one sequence, each operation on the same inputs.
 
-One sequence goes through vLLM, and the output of every operation is kept. The same tokens go through the trainer, where every operation is
-given what the sampler made of those before it. So a difference does not travel: what is found at an operation is its own doing, and the
-first one that differs by more than rounding is where the two part.
+vLLM computes one sequence, and the output of every operation is recorded. The trainer computes the same tokens, and each of its operations
+receives the sampler's outputs as inputs. Differences therefore do not propagate: the difference at an operation comes from that operation
+alone, and the first one above rounding is where trainer and sampler diverge.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.rollout.colocated import ColocatedEngine
 from megatron_grpo.types import Sequence as Scored
 
-# Root mean square of an operation's own difference, relative to that of its output. Correct ones stay below: 1e-6 by another order of sums,
-# 5e-3 by other roundings to bfloat16 (docs/mismatch.md).
+# Root mean square of an operation's difference, relative to that of its output. Correct operations stay below: 1e-6 by another order
+# of summation, 5e-3 by other bfloat16 roundings (docs/mismatch.md).
 LIMITS = {"float32": 2e-6, "bfloat16": 8e-3}
 
 ATTENTION = ("norm 1", "qkv", "q norm", "k norm", "rope q", "rope k", "attention", "o proj", "residual 1", "norm 2")
@@ -32,11 +32,16 @@ BLOCK = ("router", "experts", "gate up", "act", "down", "residual 2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One operation's own difference, over the ranks of both sides. cause: why, of the first that is over; empty where it is not known.
+    """Difference of one operation, over the ranks of both sides.
 
-    difference: root mean square, relative to that of the sampler's output (of `log-prob`: of the logits, or its own).
-    largest: of one number, absolute. equal: share of numbers that are the same bits. ranks: tensor-parallel ranks whose shard differs by
-    more than the limit.
+    Args:
+        name: Name of the operation, as in `order`.
+        difference: Root mean square of the difference, relative to that of the sampler's output (for `log-prob`: of the logits, or of
+            itself).
+        largest: Maximum absolute difference of one number.
+        equal: Fraction of numbers that are bitwise equal.
+        ranks: Tensor-parallel ranks whose shard differs by more than the limit.
+        cause: Reason, for the first operation above the limit; empty if unknown.
     """
 
     name: str
@@ -48,34 +53,44 @@ class Operation:
 
     @property
     def is_over(self) -> bool:
+        """Whether the difference exceeds the limit on any rank."""
         return bool(self.ranks)
 
     @property
     def in_words(self) -> str:
-        """ "layer 2, q norm"."""
+        """Name for people, for example "layer 2, q norm"."""
         layer, _, operation = self.name.partition(" ")
         return f"layer {layer[1:]}, {operation}" if layer[:1] == "L" and layer[1:].isdecimal() else self.name
 
 
 def order(num_layers: int) -> list[str]:
-    """Names of all operations there may be, in the order of computation."""
+    """Return the names of all possible operations in the order of computation.
+
+    Args:
+        num_layers: Layers of the model.
+    """
     layers = [f"L{layer} {name}" for layer in range(num_layers) for name in (*ATTENTION, *BLOCK)]
     return ["embedding", *layers, "final norm", "logits", "log-prob"]
 
 
 def sequence_of(tokens: Sequence[int], opening: int) -> Scored:
-    """All tokens behind the opening are scored."""
+    """Return a sequence in which all tokens after the first `opening` ones are scored.
+
+    Args:
+        tokens: Token IDs.
+        opening: Number of leading tokens that are not scored.
+    """
     token_ids = np.asarray(tokens, dtype=np.int64)
     return Scored(token_ids=token_ids, mask=np.arange(len(token_ids)) >= opening)
 
 
-Score = Callable[[Sequence[Scored]], list[np.ndarray]]  # log-probs of the masked tokens, at the sampling temperature
+Score = Callable[[Sequence[Scored]], list[np.ndarray]]  # returns log-probs of the masked tokens, at the sampling temperature
 
-# What one sequence alone cannot show, by name.
+# Checks that need more than one sequence, by name.
 RECORDED = "log-probs as drawn"
 CACHED = "prefix cache"
 PACKED = "trainer beside others"
-ASIDE = {  # the sentence about each
+ASIDE = {  # message of each
     RECORDED: "The sampler drew this row with other log-probs than it gives now: other weights, or what was sampled beside it.",
     CACHED: "The prefix cache: through it the sampler answers otherwise than without; it holds keys and values of other weights.",
     PACKED: "The trainer scores this row otherwise beside others than alone: rows of a micro-batch see each other.",
@@ -84,7 +99,16 @@ ASIDE = {  # the sentence about each
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ComparedRow:
-    """One completion, as it was drawn and as it was scored among others. T tokens; log-probs are 0 where nothing was drawn."""
+    """One completion with its log-probs when it was sampled, and when the trainer scored it among others.
+
+    T is the number of tokens. Log-probs are 0 at tokens that were not sampled.
+
+    Args:
+        tokens: Token IDs of prompt and completion, int64 [T].
+        drawn: Whether a token was sampled, bool [T].
+        sampler: The sampler's log-probs, float32 [T].
+        trainer: The trainer's log-probs, float32 [T].
+    """
 
     tokens: np.ndarray  # int64 [T]
     drawn: np.ndarray  # bool [T]
@@ -93,28 +117,42 @@ class ComparedRow:
 
     @classmethod
     def unscored(cls, tokens: np.ndarray, logprobs: np.ndarray) -> ComparedRow:
-        """logprobs: the sampler's, NaN where it drew nothing."""
+        """Create a row that the trainer has not scored yet.
+
+        Args:
+            tokens: Token IDs, int64 [T].
+            logprobs: The sampler's log-probs, float32 [T]; NaN at tokens that were not sampled.
+        """
         drawn, nothing = ~np.isnan(logprobs), np.zeros(len(tokens), dtype=np.float32)
         return cls(tokens=tokens, drawn=drawn, sampler=np.nan_to_num(logprobs), trainer=nothing)
 
     @property
     def prompt(self) -> tuple[int, ...]:
+        """Token IDs before the first sampled token."""
         return tuple(self.tokens[: self.opening].tolist())
 
     @property
     def opening(self) -> int:
-        """Tokens before the first that was drawn."""
+        """Number of tokens before the first sampled one."""
         return int(np.argmax(self.drawn))
 
     @property
     def differences(self) -> np.ndarray:
-        """Trainer less sampler, of the drawn tokens, in nats."""
+        """Trainer minus sampler log-probs of the sampled tokens in nats, float64."""
         return self.trainer[self.drawn].astype(np.float64) - self.sampler[self.drawn]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """A sampler and a trainer that stand on the same ranks, with the same tensor parallelism. score: by the trainer."""
+    """A sampler and a trainer on the same ranks with the same tensor parallelism.
+
+    Args:
+        engine: The sampler.
+        model: The trainer's model.
+        score: Scores sequences with the trainer.
+        temperature: Sampling temperature.
+        limit: Limit of relative differences.
+    """
 
     engine: ColocatedEngine
     model: PolicyModel
@@ -124,15 +162,28 @@ class Side:
 
 
 def alone(scorer: ModelScorer, temperature: float | None = None) -> Score:
-    """Scores one sequence by itself. Where a micro-batch has several, a scorer fills it up with copies, which ranks then share."""
+    """Return a function that scores each sequence in a micro-batch of one.
+
+    A scorer fills a larger micro-batch up with copies of the sequence, so the sequence would not be alone.
+
+    Args:
+        scorer: Scorer of the trainer.
+        temperature: Temperature of the log-probs; None for that of the scorer.
+    """
     cut = replace(scorer.cut, micro_batch_size=1, max_tokens=None)
     return partial(ModelScorer(scorer.model, scorer.parallel, cut, around=scorer.around).score, temperature=temperature)
 
 
 def look_at(side: Side, row: ComparedRow) -> list[Operation]:
-    """Every operation that both have, in the order of computation; then what one sequence alone cannot show. Collective.
+    """Compare every operation that both sides have, then make the checks that need more than one sequence. Collective.
 
-    The prefix cache is used as it stands, so whatever filled it must have happened before.
+    Operations are in the order of computation.
+
+    The prefix cache is used in its current state, so the caller must have filled it before.
+
+    Args:
+        side: Sampler and trainer.
+        row: Row to compare.
     """
     tokens, opening = row.tokens.tolist(), row.opening
     cached = np.array(vllm_traced.force(side.engine, tokens, opening, temperature=side.temperature))
@@ -148,11 +199,15 @@ def look_at(side: Side, row: ComparedRow) -> list[Operation]:
 
 
 def _compared(side: Side, tokens: Sequence[int], opening: int) -> tuple[list[Operation], np.ndarray, float]:
-    """(operations, the sampler's log-probs without a cache, root mean square of its logits, or of these if larger)."""
+    """Compare the operations of one sequence.
+
+    Returns:
+        (operations, log-probs of the sampler without prefix cache, the root mean square of its logits or log-probs, whichever is larger).
+    """
     model = side.model
     theirs = vllm_traced.trace(side.engine, tokens, opening, temperature=side.temperature)
     logits = theirs["logits"] = _logits_of_all(theirs.get("logits"), len(tokens) - opening)
-    size = max(float(told.double().square().mean().sqrt()) for told in (logits, theirs["log-prob"]))  # both round; either may be near 0
+    size = max(float(told.double().square().mean().sqrt()) for told in (logits, theirs["log-prob"]))  # both are rounded; one may be near 0
     fresh = theirs["log-prob"][:, 0].numpy()
     scored: list[np.ndarray] = []
     forced = {name: rows for name, rows in theirs.items() if name not in ("logits", "log-prob")}
@@ -172,7 +227,10 @@ def _compared(side: Side, tokens: Sequence[int], opening: int) -> tuple[list[Ope
 
 
 def _aside(name: str, a: np.ndarray, b: np.ndarray, size: float, limit: float) -> Operation:
-    """Log-probs of whole models, so the median counts, with ten times the room: a router may flip at a tie, and change a few of them."""
+    """Compare two lists of log-probs of the whole model.
+
+    The median counts and its limit is ten times higher, because a router may choose otherwise at a tie and change a few log-probs.
+    """
     differences = np.abs(a.astype(np.float64) - b)
     middle = collectives.all_reduce_max(float(np.median(differences)) / max(size, 1e-30))  # ranks may differ in the last bit
     ranks = () if middle <= 10 * limit else tuple(range(collectives.num_ranks()))
@@ -180,15 +238,25 @@ def _aside(name: str, a: np.ndarray, b: np.ndarray, size: float, limit: float) -
 
 
 def first_over(operations: Sequence[Operation]) -> Operation | None:
-    """Where trainer and sampler part."""
+    """Return the first operation at which trainer and sampler diverge; None if they do not.
+
+    Args:
+        operations: Operations in the order of computation.
+    """
     return next((one for one in operations if one.is_over), None)
 
 
 def _part(own: traced.OwnRows, theirs: torch.Tensor, size: float | None) -> np.ndarray:
-    """Of this rank: sums of squares of the differences and of the sampler's numbers, the largest difference, how many are equal, how many
-    there are. size: of a number that the difference is measured by; None for the root mean square of the sampler's."""
-    b = theirs[own.start : own.start + len(own.rows)]  # the sampler never computes the last token
-    a = own.rows[: len(b), : b.shape[1]].to(b.dtype)  # a trainer's head may have rows that are no words
+    """Return the statistics of this rank's shard, float64 [5].
+
+    They are the sum of squared differences, the sum of squares that they are relative to, the maximum difference, the count of equal
+    numbers, and the count of numbers.
+
+    Args:
+        size: Root mean square that the difference is relative to; None for that of the sampler's output.
+    """
+    b = theirs[own.start : own.start + len(own.rows)]  # the sampler does not compute the last token
+    a = own.rows[: len(b), : b.shape[1]].to(b.dtype)  # the trainer's head may have padding rows
     difference, num = (a.double() - b.double()).abs(), b.numel()
     squares, whole = float(difference.square().sum()), float(b.double().square().sum()) if size is None else size**2 * num
     return np.array([squares, whole, float(difference.max()) if num else 0.0, int((a == b).sum()), num])
@@ -196,7 +264,7 @@ def _part(own: traced.OwnRows, theirs: torch.Tensor, size: float | None) -> np.n
 
 def _joined(name: str, parts: Sequence[np.ndarray], limit: float) -> Operation:
     squares, sizes, largest, equal, num = np.array(parts).T
-    over = np.flatnonzero(~(_relative(squares, sizes) <= limit))  # NaN is over
+    over = np.flatnonzero(~(_relative(squares, sizes) <= limit))  # NaN counts as over
     return Operation(
         name=name,
         difference=float(_relative(squares.sum(), sizes.sum())),
@@ -207,19 +275,19 @@ def _joined(name: str, parts: Sequence[np.ndarray], limit: float) -> Operation:
 
 
 def _relative(squares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Root mean square of a difference, by that of what it is measured by; where that is 0, by 1."""
+    """Divide the root mean square of a difference by that of its reference; by 1 where the reference is 0."""
     return np.sqrt(squares / np.where(sizes == 0, 1.0, sizes))
 
 
 def _logits_of_all(mine: torch.Tensor | None, num: int) -> torch.Tensor:
-    """vLLM may give them to the first rank of an engine alone."""
+    """Return the logits on every rank. vLLM may compute them on the first rank of an engine only."""
     found: list[Any] = collectives.all_gather_object(None if mine is None else mine[-num:].numpy())
     return torch.from_numpy(next(one for one in found if one is not None))
 
 
-# ---- why an operation differs: other weights or settings for it, or another computation with the same ones -----------------------------
+# ---- why an operation differs: other weights, other settings, or another computation with the same ones --------------------------------
 
-_ROWS = 1024  # of the identity at one time
+_ROWS = 1024  # rows of the identity matrix per product
 _LINEAR = {"qkv": ("linear_qkv", "qkv_proj"), "o proj": ("linear_proj", "o_proj"), "gate up": ("linear_fc1", "gate_up_proj"),
            "down": ("linear_fc2", "down_proj"), "router": ("router", "gate")}  # fmt: skip
 _NORMS = {"norm 1": ("input_layernorm", "input_layernorm"), "norm 2": ("pre_mlp_layernorm", "post_attention_layernorm"),
@@ -229,7 +297,13 @@ SAME = "its weights are the same, so what it does with them differs"
 
 @torch.no_grad()
 def cause_of(name: str, engine: ColocatedEngine, model: PolicyModel) -> str:
-    """The end of a sentence about this rank's shard of an operation; empty where nothing is known."""
+    """Return the reason why this rank's shard of an operation differs, as the end of a sentence; empty if unknown.
+
+    Args:
+        name: Name of the operation.
+        engine: The sampler.
+        model: The trainer's model.
+    """
     sampler = vllm_traced.model_runner(engine).get_model()
     layer, _, kind = name.partition(" ")
     if name == "embedding":
@@ -262,7 +336,7 @@ def cause_of(name: str, engine: ColocatedEngine, model: PolicyModel) -> str:
 
 
 def _weights(ours: torch.Tensor, theirs: torch.Tensor) -> str:
-    """Whichever side has padding has it behind."""
+    """Compare weights on the rows that both sides have. Padding rows are at the end."""
     rows = min(len(ours), len(theirs))
     a, b = ours[:rows].double(), theirs[:rows].double()
     difference, size = float((a - b).square().mean().sqrt()), float(b.square().mean().sqrt())
@@ -302,7 +376,7 @@ def _of_logits(sampler: Any) -> str:
 
 
 def _in_their_order(x: torch.Tensor | None, model: PolicyModel) -> torch.Tensor | None:
-    """Rows of the fused projection, group by group -> all queries, all keys, all values."""
+    """Reorder the rows of the fused projection from Megatron's groups to vLLM's order: all queries, all keys, all values."""
     if x is None:
         return None
     cfg, tp = model.config, model.pg_collection.tp.size()
@@ -312,7 +386,7 @@ def _in_their_order(x: torch.Tensor | None, model: PolicyModel) -> torch.Tensor 
 
 
 def _read_by_kernel(linear: Any, channels: int) -> torch.Tensor:
-    """[rows, channels]: the weight that vLLM's kernel multiplies with, which may be a packed copy of the one that the module shows."""
+    """Return the weight that vLLM's kernel multiplies with, [rows, channels]; it may be a packed copy of the module's parameter."""
     like = next(iter(linear.parameters()))
     found = []
     for first in range(0, channels, _ROWS):

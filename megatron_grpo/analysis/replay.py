@@ -1,4 +1,4 @@
-"""`megatron-grpo replay CAPSULE`: takes a step of a run again, on this machine and in any layout, and says what is wrong with it."""
+"""`megatron-grpo replay CAPSULE`: repeat a recorded step of a run on this machine, in any layout, and diagnose it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,25 @@ from megatron_grpo.trainer.sample_buffer import SampleBuffer
 from megatron_grpo.types import GlobalBatch, MicroBatch, RowKey
 from megatron_grpo.weights.shape import ModelShape
 
-# Of the run's settings these are not wanted: a replay has a layout of its own, trains nothing, and scores every row alone, so that more
-# micro-batches are summed than in the run: in float32.
+# Settings of the run that are not applied: a replay has its own layout, updates no weights, and scores every row alone, so that more
+# micro-batches are summed than in the run, in float32.
 _OTHERS = (*vars(ParallelConfig()), "resume", "output_dir", "model", "adapters", "ref_adapters", "share_prompts", "sync_ref_model",
            "micro_batch_size", "max_tokens_per_micro_batch", "optimizer_cpu_offload", "vllm_mode", *OF_THE_OPTIMIZER)  # fmt: skip
 
 
 def run_replay(words: Sequence[str], parsed: Parsed) -> int:
-    """words: what stood on the command line and is no flag. Returns the exit code."""
+    """Run the `replay` command.
+
+    Args:
+        words: Positional arguments of the command line: the directory of one capsule.
+        parsed: Parsed settings.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: With all problems of the command line, the capsule and the settings.
+    """
     problems = list(parsed.problems)
     if len(words) != 1:
         problems.append(problem_with("replay", "replay needs one capsule: megatron-grpo replay OUTPUT_DIR/capsules/step_000012_not_finite"))
@@ -61,7 +72,10 @@ def run_replay(words: Sequence[str], parsed: Parsed) -> int:
 
 
 def _settings(capsule: StepDump, typed: Config) -> tuple[Config, Path, Path | None]:
-    """The run's settings under what was typed; the model; and the checkpoint that its weights are in, if they are not in the capsule."""
+    """Return the configuration of the replay, the model, and the checkpoint with the weights.
+
+    The configuration is that of the run, overridden by typed settings. The checkpoint is None if the capsule contains the weights.
+    """
     facts, known = capsule.facts, table()
     values = {name: _read(known[name], value) for name, value in facts["settings"].items() if name in known and name not in _OTHERS}
     mine = {name: getattr(section, name) for section in typed.groups().values() for name in vars(section) if name in typed.typed}
@@ -91,7 +105,7 @@ def _settings(capsule: StepDump, typed: Config) -> tuple[Config, Path, Path | No
 
 
 def _read(setting: Setting, value: Any) -> Any:
-    """A run's setting as it is read from a file: a capsule may come from a stranger, or from another version."""
+    """Validate a setting of the run from a file: a capsule may be untrusted or come from another version."""
     try:
         return value if value == setting.default else read_value(setting, () if value == [] else value)
     except InvalidValueError as bad:
@@ -101,9 +115,20 @@ def _read(setting: Setting, value: Any) -> Any:
 def open_policy(
     cfg: Config, model: Path, checkpoint: Path | None, content: dict[str, str], *, num_steps: int, parts: PolicyParts
 ) -> Policy:  # fmt: skip
-    """The policy with the weights of `model`, or of a checkpoint of any layout, under the layout of `cfg`. Collective; joins the job.
+    """Build the policy under the layout of `cfg`, with the weights of `model` or of a checkpoint of any layout. Collective.
 
-    content: what all ranks must agree on. Raises ConfigError where the layout does not fit.
+    Starts the parallel job.
+
+    Args:
+        cfg: Configuration of this job.
+        model: Directory of the model.
+        checkpoint: Checkpoint with the weights; None for those of `model`.
+        content: Values that must be equal on all ranks.
+        num_steps: Optimizer steps of the learning rate schedule.
+        parts: Replacements of parts of the policy.
+
+    Raises:
+        ConfigError: If the layout does not suit the model.
     """
     layout, misfits = layout_of(cfg, ModelShape.from_pretrained(model))
     if misfits:
@@ -120,7 +145,19 @@ def open_policy(
 
 
 def replay(capsule: StepDump, cfg: Config, model: Path, checkpoint: Path | None = None) -> Diagnosis:
-    """Takes the step as far as its gradient, and every row of it alone. Collective; joins the job. The optimizer does not act."""
+    """Compute the gradient of a recorded step, then every row of it alone, and diagnose the result. Collective.
+
+    Starts the parallel job. The optimizer does not run.
+
+    Args:
+        capsule: Recorded step.
+        cfg: Configuration of this job.
+        model: Directory of the model.
+        checkpoint: Checkpoint with the weights; None for those of `model`.
+
+    Raises:
+        ConfigError: If rows of the step are missing, if they do not divide over these ranks, or if the layout does not suit the model.
+    """
     samples = capsule.samples()
     missing = rows_of(capsule.step) - {sample.key for sample in samples}
     if missing:
@@ -147,7 +184,12 @@ def replay(capsule: StepDump, cfg: Config, model: Path, checkpoint: Path | None 
 
 
 class Recorded:
-    """A reference that answers what the run's own did."""
+    """A reference that returns the log-probs recorded by the run.
+
+    Args:
+        logprobs: Recorded log-probs by row, float32.
+        parallel: Parallel state of the job.
+    """
 
     chunks = saved_chunks = ()
 
@@ -155,23 +197,26 @@ class Recorded:
         self._logprobs, self._parallel = logprobs, parallel
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
+        """Return the recorded log-probs of each micro-batch, float32 [C]."""
         found = []
         for micro in micro_batches:
             values = np.zeros(len(micro.targets), dtype=np.float32)
-            for place, row in enumerate(micro.rows):  # type: ignore[attr-defined]  # only what trains is asked for
+            for place, row in enumerate(micro.rows):  # type: ignore[attr-defined]  # the reference is called for training rows only
                 values[micro.sequence == place] = self._logprobs[row]
             found.append(values)
         return found
 
     def last_stage_logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
+        """Return the log-probs as `logprobs` does, on the last pipeline stage only; an empty list elsewhere."""
         return self.logprobs(micro_batches) if self._parallel.is_last_stage else []
 
     def after_step(self, step: int, policy: Any) -> None:
+        """Do nothing: the reference is fixed."""
         pass
 
 
 class _Enough(Exception):
-    """The gradient is summed: nothing more is wanted of the step."""
+    """Raised when the gradient is summed, to end the training step."""
 
     def __init__(self, seen: SummedGradient):
         self.seen = seen
@@ -186,7 +231,11 @@ class _Looks:
 
 
 def _forward(policy: Policy, batch: GlobalBatch) -> tuple[SummedGradient, str | None]:
-    """What is known of the step when its gradient is summed; and the first module whose output was not finite. Collective."""
+    """Run the step up to its summed gradient. Collective.
+
+    Returns:
+        (the summed gradient, the first module with an output that is not finite or None).
+    """
     with first_not_finite(policy.chunks) as names:
         try:
             policy.train_step(batch, _Looks())
@@ -199,7 +248,16 @@ def _forward(policy: Policy, batch: GlobalBatch) -> tuple[SummedGradient, str | 
 
 @contextmanager
 def first_not_finite(chunks: Sequence[torch.nn.Module]) -> Iterator[list[str]]:
-    """Inside, the names of modules whose output is not finite, in the order in which they ran."""
+    """Record the names of modules whose output is not finite, in the order of execution.
+
+    Only the first such module is recorded.
+
+    Args:
+        chunks: Model chunks of this rank.
+
+    Yields:
+        The list of names, which is filled while the context is active.
+    """
     found: list[str] = []
 
     def watch(name: str) -> Any:
@@ -218,7 +276,7 @@ def first_not_finite(chunks: Sequence[torch.nn.Module]) -> Iterator[list[str]]:
 
 
 def _weights(capsule: StepDump, policy: Policy) -> dict[str, Any]:
-    """Whether the weights are those of the run, tensor by tensor; and which of them are not finite. Collective."""
+    """Compare the weights with those of the run by fingerprint, and find those that are not finite. Collective."""
     recorded: dict[str, str] = capsule.facts["weights"].get("fingerprints", {})
     marks: dict[str, str] = {}
     wrong: dict[str, str] = {}
@@ -238,7 +296,7 @@ def _weights(capsule: StepDump, policy: Policy) -> dict[str, Any]:
 
 
 def _rows(capsule: StepDump, policy: Policy, batch: GlobalBatch, seen: SummedGradient, prompts: Mapping[RowKey, int]) -> list[LoneRow]:
-    """Every row of the step, taken alone, on every rank. Collective."""
+    """Compute every row of the step alone, on all ranks. Collective."""
     recorded = capsule.forward("logprobs")
     mine: dict[RowKey, LoneRow] = {}
     norms: dict[RowKey, float] = {}
@@ -265,7 +323,7 @@ def _rows(capsule: StepDump, policy: Policy, batch: GlobalBatch, seen: SummedGra
 
 
 def _largest(values: np.ndarray) -> tuple[float, int]:
-    """The largest number and its place; (0, -1) of none; a NaN says that there is no such number, or is the largest."""
+    """Return the largest number and its index; (0, -1) for an empty array. NaN is returned only if all numbers are NaN."""
     if not len(values):
         return 0.0, -1
     at = int(np.nanargmax(values)) if not np.isnan(values).all() else 0
@@ -273,7 +331,10 @@ def _largest(values: np.ndarray) -> tuple[float, int]:
 
 
 def _copies(capsule: StepDump, policy: Policy, batch: GlobalBatch) -> list[dict[str, Any]]:
-    """Loss and gradient norm with each rank's own copy of a weight that had parted, where this layout holds it whole. Collective."""
+    """Compute loss and gradient norm with each rank's copy of a weight that differed between ranks. Collective.
+
+    Copies are skipped if this layout does not hold the weight in the same shape.
+    """
     found = []
     held = tensors_of(policy)
     for rank, copies in sorted(capsule.parted().items()):

@@ -1,4 +1,4 @@
-"""Findings of `mismatch`, how far trainer and sampler are apart: numbers, words, JSON and a picture. And how all these commands tell."""
+"""Report of `mismatch` as statistics, text, JSON and an image, and output helpers that the analysis commands share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_grpo.analysis.operations import ASIDE, ComparedRow, Operation, fir
 from megatron_grpo.metrics.draw import can_draw, new_figure, tidy, write_png
 
 BINS = 40
-DRIFT = ("sampling/logp_difference/mean", "sampling/logp_difference/max")  # of metrics.jsonl
+DRIFT = ("sampling/logp_difference/mean", "sampling/logp_difference/max")  # names in metrics.jsonl
 PANELS = (
     ("cosine with the run's gradient", lambda one: one.cosine or 0.0),
     ("gradient norm", lambda one: one.grad_norm),
@@ -28,16 +28,32 @@ PANELS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MismatchReport:
-    """Everything that was found. row: the one that was looked into. push: what is wrong with a push of the weights, or nothing."""
+    """Findings of `mismatch`.
+
+    Args:
+        asked: Arguments of the command.
+        dtype: dtype of the trainer.
+        limit: Limit of the relative difference of an operation.
+        bound: Usual maximum difference of log-probs, in nats.
+        num_ranks: Tensor-parallel ranks.
+        source: Origin of the rows, in words.
+        rows: Compared rows.
+        tokens: Tokens with the largest differences, from `worst_tokens`.
+        row: Index of the row whose operations were compared.
+        operations: Compared operations; empty if the model is not supported.
+        drift: (step, mean, maximum) of |trainer - sampler| during the run, from `drift_of`.
+        notes: Notes for the user.
+        push: Problem of the weight sync; empty without one.
+    """
 
     asked: MismatchArgs
     dtype: str
     limit: float
-    bound: float  # nats
+    bound: float
     num_ranks: int
     source: str
     rows: Sequence[ComparedRow]
-    tokens: Sequence[dict[str, Any]]  # `worst_tokens`
+    tokens: Sequence[dict[str, Any]]
     row: int
     operations: Sequence[Operation]
     drift: Sequence[tuple[int, float, float]]
@@ -46,7 +62,7 @@ class MismatchReport:
 
     @property
     def verdict(self) -> str:
-        """Says in a sentence what differs by more than rounding."""
+        """Describe what differs by more than rounding; empty if nothing does."""
         sentences = []
         if (first := first_over([one for one in self.operations if one.name not in ASIDE])) is not None:
             shards = f" (shard of rank {', '.join(map(str, first.ranks))})" if len(first.ranks) < self.num_ranks else ""
@@ -60,16 +76,23 @@ class MismatchReport:
 
     @property
     def numbers(self) -> dict[str, float]:
+        """Statistics of |trainer - sampler|, from `quantiles`."""
         return quantiles(self.rows, self.bound)
 
 
 def tell(found: dict[str, Any], lines: Sequence[str], *, as_json: bool) -> None:
-    """On standard output, as one object or as lines."""
+    """Print the findings on standard output.
+
+    Args:
+        found: Findings as one object.
+        lines: Findings as lines of text.
+        as_json: Print the object instead of the lines.
+    """
     print(json.dumps(_finite(found), indent=1) if as_json else "\n".join(lines), flush=True)
 
 
 def _finite(value: Any) -> Any:
-    """Numbers that are none as words: JSON has none."""
+    """Replace numbers that are not finite by strings, because JSON has none."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -78,7 +101,11 @@ def _finite(value: Any) -> Any:
 
 
 def logged_by(run: Path) -> list[dict[str, Any]]:
-    """The objects of a run's metrics.jsonl, but for a line that is being written."""
+    """Return the records of a run's metrics.jsonl. A line that is only partly written is skipped.
+
+    Args:
+        run: Output directory of the run.
+    """
     path, found = run / "metrics.jsonl", []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         with suppress(ValueError):
@@ -87,6 +114,12 @@ def logged_by(run: Path) -> list[dict[str, Any]]:
 
 
 def in_words(found: MismatchReport, picture: Path | None) -> list[str]:
+    """Format the findings as lines of text.
+
+    Args:
+        found: Findings.
+        picture: Image that was written; None without one.
+    """
     numbers = found.numbers
     ranks = "one rank" if found.num_ranks == 1 else f"{found.num_ranks} tensor-parallel ranks"
     lines = [
@@ -126,7 +159,7 @@ def _line(one: Operation) -> str:
 
 
 def _shortened(operations: Sequence[Operation]) -> list[Operation]:
-    """Those over the limit, and of all others the worst layer of each kind."""
+    """Return the operations above the limit, and of all others the layer with the largest difference of each kind."""
     worst: dict[str, Operation] = {}
     for one in operations:
         kind = one.in_words.partition(", ")[2] or one.name
@@ -137,6 +170,11 @@ def _shortened(operations: Sequence[Operation]) -> list[Operation]:
 
 
 def as_json(found: MismatchReport) -> dict[str, Any]:
+    """Return the findings as the object of `mismatch --json`.
+
+    Args:
+        found: Findings.
+    """
     return {
         "subject": found.asked.name,
         "step": found.asked.step,
@@ -162,7 +200,12 @@ def as_json(found: MismatchReport) -> dict[str, Any]:
 
 
 def quantiles(rows: Sequence[ComparedRow], bound: float) -> dict[str, float]:
-    """Statistics of |trainer - sampler| in nats over all drawn tokens. NaN counts as beyond the bound."""
+    """Return statistics of |trainer - sampler| in nats over all sampled tokens.
+
+    Args:
+        rows: Compared rows.
+        bound: Difference in nats; `beyond` is the fraction of tokens above it. NaN counts as above.
+    """
     away = np.abs(np.concatenate([row.differences for row in rows]))
     return {
         "tokens": len(away),
@@ -176,12 +219,26 @@ def quantiles(rows: Sequence[ComparedRow], bound: float) -> dict[str, float]:
 
 
 def worst_row(rows: Sequence[ComparedRow]) -> int:
-    """The row with the token that is furthest off; NaN is."""
+    """Return the index of the row that contains the token with the largest difference. NaN counts as the largest.
+
+    Args:
+        rows: Compared rows.
+    """
     return int(np.argmax([np.nan_to_num(np.abs(row.differences), nan=np.inf).max() for row in rows]))
 
 
 def worst_tokens(rows: Sequence[ComparedRow], tokenizer: Any, most: int) -> list[dict[str, Any]]:
-    """Drawn tokens that are furthest off; NaN is. `place` counts the tokens of a row, the prompt's too; log-probs are in nats."""
+    """List the sampled tokens with the largest differences; NaN counts as the largest.
+
+    Args:
+        rows: Compared rows.
+        tokenizer: Tokenizer that decodes the tokens.
+        most: Maximum number of tokens.
+
+    Returns:
+        {"row", "place", "text", "sampler", "trainer", "difference"} of each token. `place` counts the tokens of a row from the start of the
+        prompt; log-probs are in nats.
+    """
     found: list[dict[str, Any]] = [
         {"row": number, "place": int(place), "text": "", "sampler": float(row.sampler[place]), "trainer": float(row.trainer[place])}
         for number, row in enumerate(rows)
@@ -196,7 +253,11 @@ def worst_tokens(rows: Sequence[ComparedRow], tokenizer: Any, most: int) -> list
 
 
 def drift_of(run: Path | None) -> list[tuple[int, float, float]]:
-    """(step, mean, largest) of |trainer - sampler| that a run has logged while it trained; a step that trained nothing has none."""
+    """Return (step, mean, maximum) of |trainer - sampler| in nats, as the run logged them. Steps that trained nothing have no entry.
+
+    Args:
+        run: Output directory of the run; None without one, which gives no entries.
+    """
     return [
         (record["step"], *(float(record[name]) for name in DRIFT))
         for record in (logged_by(run) if run is not None else [])
@@ -204,11 +265,19 @@ def drift_of(run: Path | None) -> list[tuple[int, float, float]]:
     ]
 
 
-# ---- pictures --------------------------------------------------------------------------------------------------------------------------
+# ---- images ----------------------------------------------------------------------------------------------------------------------------
 
 
 def draw(path: Path, found: MismatchReport) -> bool:
-    """Writes a PNG of what `mismatch` found; whether matplotlib is there to draw it."""
+    """Write the findings of `mismatch` as a PNG.
+
+    Args:
+        path: File to write.
+        found: Findings.
+
+    Returns:
+        False if matplotlib is not installed, and no file was written.
+    """
     if not can_draw():
         return False
     panels = [_histogram, _tokens, *([_operations] if found.operations else []), *([_drift] if found.drift else [])]
@@ -222,7 +291,16 @@ def draw(path: Path, found: MismatchReport) -> bool:
 
 
 def draw_variants(told: Sequence[Any], path: Path, step: int) -> str:
-    """Writes a PNG of what `whatif` found, as bars; returns the line that says where it is, or why there is none."""
+    """Write the findings of `whatif` as a PNG with bar charts.
+
+    Args:
+        told: Outcomes of the variants.
+        path: File to write.
+        step: Optimizer steps before the recorded one.
+
+    Returns:
+        A line with the path of the image, or the reason why there is none.
+    """
     if not can_draw():
         return "No picture: matplotlib is not installed (pip install megatron-grpo[plot])."
     figure = new_figure(13, 1.2 + 0.42 * len(told))

@@ -1,7 +1,7 @@
-"""Puts the sampler's arithmetic into the trainer's forward pass. Its backward stays that of the operations it stands for.
+"""Replace the trainer's forward arithmetic by the sampler's. The backward stays that of the replaced operations.
 
-`switch_on` replaces whole functions of `policy`, of `parallel` and of Megatron-Core, for the rest of the process or until `switch_off`.
-What is not replaced (embedding, SwiGLU, additions) has the same bits on both sides already.
+`switch_on` replaces functions of `policy`, of `parallel` and of Megatron-Core, for the rest of the process or until `switch_off`.
+Operations that are not replaced (embedding, SwiGLU, additions) are bitwise equal on both sides already.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_grpo.policy.packed_batch import PackedBatch, sequences
 
 
 class _Instead(torch.autograd.Function):
-    """`value` forward, the gradient of `own` backward."""
+    """Return `value` in the forward, and pass the gradient to `own` in the backward."""
 
     @staticmethod
     def forward(ctx, own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,12 @@ class _Instead(torch.autograd.Function):
 
 
 def _instead(own: Callable[[], torch.Tensor], value: torch.Tensor) -> torch.Tensor:
-    """own: the operation with a gradient; it is not computed where no gradient is wanted."""
+    """Return `value` with the gradient of an operation.
+
+    Args:
+        own: Computes the operation with a gradient; not called if gradients are disabled.
+        value: Result to return.
+    """
     return _Instead.apply(own(), value) if torch.is_grad_enabled() else value
 
 
@@ -69,10 +74,10 @@ def _attended(q, k, v, packed: PackedBatch, scale: float) -> torch.Tensor:
 
 
 def _linear_logprobs(real, hidden, weight, targets, *, temperature, num_valid_rows=None, group=None, chunk_size=1024, slope=None, **more):
-    """vLLM puts the logits of all ranks together, divides them by the temperature, and takes torch's log_softmax."""
+    """Compute log-probs as vLLM does: gather the logits of all ranks, divide by the temperature, and apply torch's log_softmax."""
     rows = len(weight) if num_valid_rows is None else num_valid_rows
     asked = dict(temperature=temperature, num_valid_rows=rows, group=group, chunk_size=chunk_size) | more
-    own = real(hidden, weight, targets, **asked)  # without a slope: it would be of other log-probs
+    own = real(hidden, weight, targets, **asked)  # without a slope, which would be that of other log-probs
     counts = [rows] if group is None else torch.cat(collectives.of_each(torch.tensor([rows]), group)).tolist()
     value = torch.empty_like(own.logprobs)
     for start in range(0, len(targets), chunk_size):
@@ -92,7 +97,10 @@ def _moe_layer(real, layer, hidden_states, *args, **kwargs):
 
 
 def _expert_layer(module: MoELayer, hidden: torch.Tensor) -> torch.Tensor:
-    """hidden [t, 1, H] -> [t, 1, H]. The experts of all ranks come here, and each rank computes the slices that the sampler's rank has."""
+    """Compute the MoE layer with the sampler's kernel, [t, 1, H] -> [t, 1, H].
+
+    The weights of all experts are gathered, and each rank computes the slices that the sampler's rank computes.
+    """
     group, cuts_tokens = module.attn_tp_group, module.config.sequence_parallel
     x = hidden.detach().flatten(0, 1)
     if cuts_tokens:
@@ -112,7 +120,12 @@ def _expert_layer(module: MoELayer, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def in_rank_order(x: torch.Tensor, group: collectives.Group) -> torch.Tensor:
-    """The sum over the group, from its first rank to its last: one order, so one number on all of them."""
+    """Return the sum over the group, from its first rank to its last: one order, so the result is equal on all ranks.
+
+    Args:
+        x: This rank's summand.
+        group: Process group.
+    """
     first, *others = collectives.of_each(x, group)
     total = first.clone()
     for other in others:
@@ -125,14 +138,17 @@ def _reduce(real, x, group):
 
 
 def _reduce_scatter(real, x, group=None, input_split_sizes=None, *others):
-    if input_split_sizes is not None:  # of tokens that go home from experts, whose value `_expert_layer` has
+    if input_split_sizes is not None:  # tokens returning from experts: `_expert_layer` computes their value
         return real(x, group, input_split_sizes, *others)
     group = mappings.get_tensor_model_parallel_group_if_none(group)
     return in_rank_order(x, group).chunk(group.size())[group.rank()].contiguous()
 
 
 class _Torch(ModuleType):
-    """`torch` with the sampler's matrix product, for the module in which parallel linear layers multiply. Their backward calls methods."""
+    """`torch` with the sampler's matrix product, for the module of the parallel linear layers.
+
+    Their backward calls tensor methods instead, and is unaffected.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -142,7 +158,7 @@ class _Torch(ModuleType):
         return kernels.linear(x, transposed.t())
 
 
-# What stands where, and what takes its place: a module, or a function whose first argument is what stood there.
+# (owner, attribute, replacement). A replacement is a module, or a function whose first argument is the original.
 _PLACES: tuple[tuple[Any, str, Any], ...] = (
     (local_kernels, "rms_norm", _rms_norm),
     (layers, "rotate", _rotate),
@@ -150,7 +166,8 @@ _PLACES: tuple[tuple[Any, str, Any], ...] = (
     (linears, "torch", _Torch("torch")),
     (model, "linear_logprobs", _linear_logprobs),
     (MoELayer, "forward", _moe_layer),
-    # Two ranks add the same two numbers in either order. Of three or more each of vLLM's begins with its own (analysis.vllm_same_bits).
+    # Two summands have the same sum in either order. With three or more ranks, each one in vLLM begins with its own
+    # (analysis.vllm_same_bits).
     (mappings, "_reduce", _reduce),
     (mappings, "_reduce_scatter_along_first_dim", _reduce_scatter),
 )
@@ -162,9 +179,10 @@ def _given(real: Any, replacement: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def switch_on() -> None:
-    """From here on the forward passes of this process have the sampler's bits. After vLLM can be imported; twice is once."""
+    """Give the forward passes of this process the sampler's arithmetic. vLLM must be importable. A second call has no effect."""
     if not _kept:
-        torch.cpu._init_amx()  # asks the kernel for the tiles; without an engine in the process nobody has, and an instruction is illegal
+        # Request AMX tiles from the kernel: without an engine in the process nothing else does, and the instructions are illegal.
+        torch.cpu._init_amx()
         for where, name, replacement in _PLACES:
             real = getattr(where, name)
             _kept.append((where, name, real))
@@ -172,5 +190,6 @@ def switch_on() -> None:
 
 
 def switch_off() -> None:
+    """Restore the trainer's arithmetic."""
     while _kept:
         setattr(*_kept.pop())

@@ -1,13 +1,14 @@
-"""One optimizer step on disk, so that it can be taken again elsewhere: what a run keeps when something is wrong with a step.
+"""Capsule of one optimizer step: files that a run writes when a step is faulty, so that it can be repeated elsewhere.
 
 OUTPUT_DIR/capsules/step_000012_not_finite/
-    capsule.json    why, the settings, the rows of the timetable, the numbers of the step, a fingerprint of every weight (whole tensors)
-    rows/           the samples of the step, as a checkpoint writes rows that wait: tokens, advantages, log-probs, versions
-    forward/        log-probs of the training forward, and the reference's, by row
+    capsule.json    reason, settings, rows of the training schedule, metrics of the step, fingerprints of all weights (whole tensors)
+    rows/           samples of the step, in the format in which checkpoints store waiting rows: tokens, advantages, log-probs, versions
+    forward/        log-probs of the training forward and of the reference, by row
     rng.npz         random generators of all ranks
-    weights/        the model as the step found it (a Hugging Face checkpoint), or adapter/; neither where it is too large
-    parted/         where an audit found copies that differ: each rank's own
-It appears under its name when it is whole. `analysis.replay` reads it.
+    weights/        the model before the step (a Hugging Face checkpoint), or adapter/; neither if it is too large
+    parted/         each rank's copies that differ, if an audit found some
+
+The directory gets its name when it is complete. `analysis.replay` reads it.
 """
 
 from __future__ import annotations
@@ -45,13 +46,21 @@ from megatron_grpo.weights.hf_files import HfWriter
 from megatron_grpo.weights.lora import peft_name
 
 FORMAT, FACTS = 1, "capsule.json"
-MOST_PARTED = 64 * 1024**2  # bytes of copies that differ, of each rank
+MOST_PARTED = 64 * 1024**2  # maximum bytes of differing copies that a rank writes
 GB = 1000**3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDumps:
-    """Those of a run, in `folder`. last_checkpoint: the newest one's directory, if there is any."""
+    """Writer of a run's capsules.
+
+    Args:
+        folder: Directory of the capsules.
+        cfg: Configuration of the run.
+        model_path: Directory of the model that the run began with.
+        last_checkpoint: Returns the directory of the newest checkpoint; None if there is none.
+        say: Prints a message.
+    """
 
     folder: Path
     cfg: Config
@@ -60,7 +69,19 @@ class StepDumps:
     say: Callable[[str], None] = field(default=print)
 
     def write(self, moment: DumpReason, pending: SampleBuffer, policy: Policy, seen: SummedGradient) -> Path | None:
-        """Collective. A capsule that cannot be written is told of, and changes nothing else."""
+        """Write a capsule. Collective.
+
+        A failure is reported, and does not affect the run.
+
+        Args:
+            moment: Reason and step.
+            pending: Buffer with the rows of the step.
+            policy: Policy before the update.
+            seen: Summed gradient of the step.
+
+        Returns:
+            The directory; None if capsules are off or it could not be written.
+        """
         if not self.cfg.run.capsules:
             return None
         path = self.folder / f"step_{moment.step.index + 1:06d}_{moment.kind}"
@@ -83,7 +104,13 @@ class StepDumps:
         return path
 
     def dump_on_hang(self, moment: DumpReason, pending: SampleBuffer, policy: Policy) -> None:
-        """As `write`, by this rank alone, while others hang: its rows, and where weights lie. No collective."""
+        """Write what this rank has while other ranks hang: its rows, and the location of the weights. Not collective.
+
+        Args:
+            moment: Reason and step.
+            pending: Buffer with the rows of the step.
+            policy: Policy of this rank.
+        """
         if not self.cfg.run.capsules:
             return
         path = self.folder / f"step_{moment.step.index + 1:06d}_{moment.kind}"
@@ -94,17 +121,17 @@ class StepDumps:
             with written_whole(path / "rows" / f"rank_{collectives.rank():05d}.npz") as stream:
                 stream.write(file_of(mine))
         facts = self._facts(moment, pending) | {"weights": self._elsewhere(0)}
-        own = path / f".{FACTS}.{collectives.rank():05d}"  # ranks come here at one moment: the last whole file is the one that stays
+        own = path / f".{FACTS}.{collectives.rank():05d}"  # several ranks may write at the same time: the last complete file stays
         write_whole(own, json.dumps(facts, indent=1) + "\n")
         own.replace(path / FACTS)
 
     @contextmanager
     def _whole(self, path: Path) -> Iterator[Path]:
-        """A directory that all ranks fill, and that the first one then gives its name; older ones go."""
+        """Create a directory that all ranks write to. Rank 0 renames it when it is complete, and removes the oldest capsules."""
         partial, first = path.with_name(f".{path.name}.partial"), collectives.rank() == 0
         with agreed(f"creating {partial}"):
             if first:
-                for left in self.folder.glob(".step_*.partial"):  # by a run that was killed while it wrote
+                for left in self.folder.glob(".step_*.partial"):  # left by a run that was killed while it wrote
                     shutil.rmtree(left, ignore_errors=True)
                 for part in ("rows", "forward", "parted"):
                     (partial / part).mkdir(parents=True)
@@ -134,7 +161,11 @@ class StepDumps:
         }  # fmt: skip
 
     def _weights(self, partial: Path, policy: Policy) -> dict[str, Any]:
-        """Writes the model or the adapter, if it is not too large; a fingerprint of every whole tensor in any case. Collective."""
+        """Write the model unless it is too large, or the adapter. Collective.
+
+        Returns:
+            The `weights` object of capsule.json, with fingerprints of all whole tensors.
+        """
         tensors, exchange, first = policy.tensors(), policy.exchange, collectives.rank() == 0
         size, bound = exchange.whole_bytes(tensors), int(self.cfg.run.capsule_weights_gb * GB)
         marks: dict[str, str] = {}
@@ -165,7 +196,14 @@ class StepDumps:
 
 
 class StepDump:
-    """One that has been written. Raises ValueError with a sentence where `path` is none that this version reads."""
+    """A capsule that has been written.
+
+    Args:
+        path: Directory of the capsule.
+
+    Raises:
+        ValueError: If the directory is not a complete capsule of the format that this version reads.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -179,12 +217,12 @@ class StepDump:
         for file in (self.path / FACTS, *sorted(self.path.glob("*/rank_*.npz")), *self.path.glob(rng_state.FILE)):
             try:
                 self._look_at(file)
-            except Exception as error:  # noqa: BLE001 - np.load and zipfile raise all sorts of a file that was cut, or made by others
+            except Exception as error:  # noqa: BLE001 - np.load and zipfile raise various exceptions for a truncated or foreign file
                 raise ValueError(f"{path} is no whole capsule: {file.name if file.parent == self.path else file} cannot be read "
                                  f"({type(error).__name__}: {error})") from None  # fmt: skip
 
     def _look_at(self, file: Path) -> None:
-        """Reads what a replay reads of it. Raises anything."""
+        """Read what a replay reads of a file, to check it. Raises any exception."""
         if file.name == FACTS:
             if not self.step.micro_steps:
                 raise ValueError("its step has no rows")
@@ -199,18 +237,23 @@ class StepDump:
 
     @property
     def step(self) -> ScheduledStep:
+        """The step from the training schedule, with its micro-steps only."""
         micro_steps = tuple(MicroStep(**{**one, "rows": tuple(one["rows"])}) for one in self.facts["micro_steps"])
         nothing = range(0)
         return ScheduledStep(index=self.facts["version"], arriving=nothing, immediate=nothing, launches=nothing, evaluates=nothing,
                     micro_steps=micro_steps, anchors=(), keeps=(), last_use=())  # fmt: skip
 
     def samples(self) -> list[Sample]:
-        """Each once, in order."""
+        """Return the samples of the step in order, without duplicates."""
         found = {sample.key: sample for path in sorted((self.path / "rows").glob("*.npz")) for sample in read_samples(path)}
         return [found[key] for key in sorted(found)]
 
     def forward(self, what: str) -> dict[RowKey, np.ndarray]:
-        """ "logprobs" or "references" of the run's own forward, float32 [masked], by row."""
+        """Return recorded log-probs by row, float32 [masked].
+
+        Args:
+            what: "logprobs" for the run's forward, "references" for its reference.
+        """
         found: dict[RowKey, np.ndarray] = {}
         for path in sorted((self.path / "forward").glob("*.npz")):
             with np.load(path, allow_pickle=False) as file:
@@ -221,13 +264,13 @@ class StepDump:
         return found
 
     def lacks(self) -> list[str]:
-        """What a replay would compare with, or go on from, and has not. Ranks that hung leave less behind."""
+        """Return the missing parts that a replay would compare with or restore. Capsules of a hang contain fewer parts."""
         parts = {"its log-probs (forward/): they are not compared": any((self.path / "forward").glob("*.npz")),
                  f"its generators ({rng_state.FILE}): dropout falls otherwise": (self.path / rng_state.FILE).exists()}  # fmt: skip
         return [words for words, is_there in parts.items() if not is_there]
 
     def parted(self) -> dict[int, dict[str, np.ndarray]]:
-        """By rank: its copies, as raw bytes, by "kind name"."""
+        """Return the copies that differ: by rank, raw bytes by "kind name|dtype|shape"."""
         found = {}
         for path in sorted((self.path / "parted").glob("rank_*.npz")):
             with np.load(path, allow_pickle=False) as file:
@@ -236,18 +279,28 @@ class StepDump:
 
 
 def rows_of(step: Any) -> set[RowKey]:
+    """Return the keys of the rows that a step trains.
+
+    Args:
+        step: Step from the training schedule.
+    """
     return {(micro.rollout, row) for micro in step.micro_steps for row in range(*micro.rows)}
 
 
 def marked(stream: Iterable[tuple[str, torch.Tensor]], marks: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same, with the fingerprint of each put into `marks`."""
+    """Pass a stream of (name, tensor) through, and store the fingerprint of each tensor.
+
+    Args:
+        stream: Names and tensors.
+        marks: Receives fingerprints in hexadecimal, by name.
+    """
     for name, tensor in stream:
         marks[name] = f"{int(fingerprint(tensor)) % (1 << 64):016x}"
         yield name, tensor
 
 
 def _write_own(partial: Path, moment: DumpReason, pending: SampleBuffer, policy: Policy, seen: SummedGradient) -> None:
-    """What this rank alone writes."""
+    """Write the files of this rank."""
     name, keys = f"rank_{collectives.rank():05d}.npz", rows_of(moment.step)
     if mine := [sample for sample in pending.to_save() if sample.key in keys]:
         (partial / "rows" / name).write_bytes(file_of(mine))
@@ -274,7 +327,7 @@ def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _measured(policy: Policy, seen: SummedGradient) -> dict[str, Any]:
-    """The numbers of the step that say what it was. Not finite ones as words: JSON has none."""
+    """Return the metrics of the step. Numbers that are not finite become strings, because JSON has none."""
 
     def numbers(values: Mapping[str, float]) -> dict[str, Any]:
         return {name: value if np.isfinite(value) else str(value) for name, value in values.items()}

@@ -1,7 +1,7 @@
-"""What the trainer's model computes for one sequence: the output of every operation, and each of them on inputs that are given.
+"""Record the output of every operation of the trainer's model on one sequence, optionally with replaced inputs.
 
-With `forced`, every operation is fed the rows that another program made of the operations before it. What then differs is the operation's
-own doing: differences do not travel. Names and the order of channels are vLLM's (`rollout.vllm_traced`).
+With `forced`, every operation receives outputs of another program for the operations before it. Differences then do not propagate: what
+differs at an operation comes from that operation. Names and channel order are vLLM's (`analysis.vllm_traced`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,28 @@ from megatron_grpo.policy.kernels import Norm, rotate
 from megatron_grpo.policy.layers import AddNormed, PackedAttention, WholeNorm
 from megatron_grpo.policy.model import PolicyModel
 
-# What sequence parallelism cuts by tokens.
+# Operations that sequence parallelism shards by tokens.
 BY_TOKENS = ("embedding", "norm 1", "o proj", "residual 1", "norm 2", "router", "experts", "down", "residual 2", "final norm")
 
 
 class OwnRows(NamedTuple):
-    """Rows [tokens, channels] of this rank; `start` is the token of the first one."""
+    """Rows of an operation's output on this rank.
+
+    Args:
+        start: Token index of the first row.
+        rows: Output, [tokens, channels].
+    """
 
     start: int
     rows: torch.Tensor
 
 
 def not_traced(model: PolicyModel) -> str | None:
-    """Why the operations of this model cannot be watched, as the end of a sentence whose subject is the model; None if they can."""
+    """Return why the operations of this model cannot be recorded, as the end of a sentence about the model; None if they can.
+
+    Args:
+        model: Trainer's model.
+    """
     if model.config.multi_latent_attention:
         return "has latent attention (MLA), whose operations are not laid out alike in trainer and sampler"
     if model.vision is not None:
@@ -45,10 +54,16 @@ def not_traced(model: PolicyModel) -> str | None:
 
 @torch.no_grad()
 def trace(model: PolicyModel, score: Callable[[], Any], *, forced: Mapping[str, torch.Tensor]) -> dict[str, OwnRows]:
-    """score: makes the model score one sequence, which it has whole (no pipeline, no context parallelism). Collective over TP.
+    """Record the operations of the model while it scores a sequence. Collective over TP.
 
-    forced: by operation, rows [tokens, channels of this rank] from token 0; empty for a pass of the model's own. `log-prob` is not here:
-    it is what `score` gives.
+    Args:
+        model: Trainer's model, without pipeline or context parallelism.
+        score: Makes the model score one sequence.
+        forced: Outputs that replace those of operations, by name: [tokens, channels of this rank] from token 0. Empty for an unmodified
+            pass.
+
+    Returns:
+        The output by operation, except `log-prob`, which `score` returns.
     """
     tracer = _Tracer(model, forced)
     with tracer.watching():
@@ -65,8 +80,8 @@ class _Tracer:
         self.groups, self.heads, self.channels = cfg.num_query_groups // tp, cfg.num_attention_heads // tp, cfg.kv_channels
 
     def instead(self, name: str, own: torch.Tensor) -> torch.Tensor | None:
-        """Remembers `own`, whose first dimension is tokens; gives what is to stand in its place, or None."""
-        rows = own.detach().reshape(len(own), -1).clone()  # what is forced is often written over it
+        """Record `own`, whose first dimension is tokens, and return its replacement, or None without one."""
+        rows = own.detach().reshape(len(own), -1).clone()  # a replacement is often written over it
         cut = self.model.config.sequence_parallel and name.split(" ", name.startswith("L"))[-1] in BY_TOKENS
         start = self.rank * len(rows) if cut else 0
         self.found[name] = OwnRows(start, rows.cpu())
@@ -79,6 +94,7 @@ class _Tracer:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
+        """Record the operations of the model inside the context."""
         model = self.model
         with CleanUp() as held:
 
@@ -114,7 +130,7 @@ class _Tracer:
             yield
 
     def output(self, name: str) -> Callable[..., Any]:
-        """Of a module that gives [tokens, 1, ...], perhaps with a bias that it leaves to others, or with things that are no rows."""
+        """Return a hook for a module with output [tokens, 1, ...], possibly with a bias that others add, or with further outputs."""
 
         def hook(module: Any, inputs: Any, output: Any) -> Any:
             x, *rest = output if isinstance(output, tuple) else (output,)
@@ -127,7 +143,10 @@ class _Tracer:
         return hook
 
     def mixed(self, name: str) -> Callable[..., Any]:
-        """Megatron has queries, keys and values group by group; vLLM all queries, then all keys, then all values."""
+        """Return a hook for the fused projection.
+
+        Megatron orders queries, keys and values by group; vLLM has all queries, then all keys, then all values.
+        """
         groups, each, channels = self.groups, self.heads // self.groups, self.channels
 
         def hook(module: Any, inputs: Any, output: Any) -> Any:
@@ -143,7 +162,7 @@ class _Tracer:
         return hook
 
     def rotated(self, layer: str) -> Callable[..., Any]:
-        """`PackedAttention` rotates by itself: here it is given what is rotated already."""
+        """Return a hook that rotates queries and keys before `PackedAttention`, which then receives no rotation to apply."""
 
         def hook(module: Any, inputs: Any, named: Any) -> Any:
             q, k, *rest = inputs
@@ -157,7 +176,7 @@ class _Tracer:
         return hook
 
     def in_place(self, name: str) -> Callable[..., None]:
-        """Of a module's input, which others hold too."""
+        """Return a hook that overwrites a module's input in place, because others hold the same tensor."""
 
         def hook(module: Any, inputs: Any, named: Any) -> None:
             new = self.instead(name, inputs[0])
@@ -167,7 +186,7 @@ class _Tracer:
         return hook
 
     def gate(self, name: str, router: Any) -> Callable[[], None]:
-        """The router's logits are no module's output. Returns what undoes it."""
+        """Record the router's logits, which no module outputs. Returns a function that undoes it."""
         gating = router.gating
 
         def watched(x: torch.Tensor) -> torch.Tensor:
@@ -179,7 +198,7 @@ class _Tracer:
         return lambda: delattr(router, "gating")
 
     def logits(self, head: Any, inputs: Any, named: Any) -> None:
-        """At temperature 1, of the places whose next token is scored. The head itself never has all of them at one time."""
+        """Record logits at temperature 1 at the positions whose next token is scored. The output layer never computes them all at once."""
         hidden, weight, batch = inputs
         if head.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=head.tp_group)

@@ -1,8 +1,9 @@
 """vLLM's arithmetic on a CPU, for `--same_bits` (docs/proof.md). Written for vLLM 0.32.
 
-`prepare` makes vLLM one function of its inputs, whatever else it computes beside them; each patch says what the sampler would do otherwise,
-and stays for the rest of the process. Below are its operations as functions of tensors, without gradients. Each calls the very kernel that
-the sampler's layers call, with weights packed for the occasion: two programs that add the same numbers in another order are two functions.
+`prepare` makes vLLM a deterministic function of its inputs, independent of the rest of a batch. A comment at each patch says what the
+sampler would do otherwise; patches stay for the rest of the process. The functions below are vLLM's operations on tensors, without
+gradients. Each calls the same kernel as the sampler's layers, with weights packed for the call: two programs that add the same numbers in
+another order are two functions.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import torch.nn.functional as F
 
 from megatron_grpo.parallel import collectives
 
-BLOCK = 32  # tokens of a block of the throw-away cache; the kernel's result does not depend on it
+BLOCK = 32  # tokens per block of the temporary cache; the kernel's result does not depend on it
 
 
 def prepare() -> None:
-    """Before an engine is built. Calling it again changes nothing."""
-    # With several threads a decode step cuts keys among them, and sums another way than the pass over the prompt.
+    """Patch vLLM before an engine is built. A second call has no effect."""
+    # With several threads, a decode step splits keys among them, and sums in another order than prefill does.
     os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
     from vllm import _custom_ops as ops
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -33,18 +34,18 @@ def prepare() -> None:
     multiply, multiply_small = ops.onednn_mm, ops.weight_packed_linear_cpu
 
     def two_rows(handler: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        # From 2048 input channels on, and in bfloat16, one row is multiplied by another kernel than two or more.
+        # From 2048 input channels on, and in bfloat16, a single row uses another kernel than two or more rows.
         return _in_two(x, lambda rows: multiply(handler, rows, bias))
 
     def two_small_rows(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # The same of small bfloat16 weights, which another library multiplies.
+        # The same holds for small bfloat16 weights, which use another library.
         return _in_two(x, lambda rows: multiply_small(rows, *args, **kwargs))
 
     patched.onednn_mm, patched.weight_packed_linear_cpu = two_rows, two_small_rows
     reduce, norm = CpuCommunicator.all_reduce, RMSNorm.forward_native
 
     def in_rank_order(self: Any, x: torch.Tensor) -> torch.Tensor:
-        # Rank r sums r, r + 1, ...: of three ranks or more each has another sum.
+        # Rank r sums r, r + 1, ...: with three or more ranks, the sums differ between ranks.
         if self.world_size <= 2:
             return reduce(self, x)
         first, *others = collectives.of_each(x, self.device_group)
@@ -53,13 +54,13 @@ def prepare() -> None:
         return x.copy_(first)
 
     def of_rounded_sum(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        # It would norm the sum before it is rounded to bfloat16; the trainer, as transformers, hands on a rounded one.
+        # vLLM norms the sum before rounding it to bfloat16; the trainer, like transformers, norms the rounded sum.
         if residual is None or x.dtype is torch.float32:
             return norm(self, x, residual)
         total = x + residual
         return norm(self, total), total
 
-    # vLLM has no setting for either, and looks both up in their classes.
+    # vLLM has no setting for these two, and looks them up in their classes.
     CpuCommunicator.all_reduce, RMSNorm.forward_native = in_rank_order, of_rounded_sum  # type: ignore[method-assign]
 
 
@@ -74,13 +75,18 @@ def _in_two(x: torch.Tensor, product: Any) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T. x [..., K], weight [N, K]."""
+    """Return x @ weight.T.
+
+    Args:
+        x: Input, [..., K].
+        weight: Weight, [N, K].
+    """
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
 
     rows, weight = x.detach().reshape(-1, x.shape[-1]).contiguous(), weight.detach().contiguous()
     count = len(rows)
-    if count == 1:  # another kernel; the sampler is kept from it too (`prepare`)
+    if count == 1:  # a single row uses another kernel, which `prepare` avoids in the sampler too
         rows = rows.expand(2, -1).contiguous()
     if not count:
         out = rows.new_empty(0, len(weight))
@@ -92,13 +98,26 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Return the RMS norm of x.
+
+    Args:
+        x: Input, [..., H].
+        weight: Weight, [H].
+        epsilon: Added to the mean square.
+    """
     from vllm import ir
 
     return ir.ops.rms_norm.impls["native"].impl_fn(x.detach(), weight.detach(), epsilon)
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [t, heads, channels]; cos, sin [t, channels / 2], of x's dtype."""
+    """Apply rotary position embeddings.
+
+    Args:
+        x: Queries or keys, [t, heads, channels].
+        cos: Cosines, [t, channels / 2], of x's dtype.
+        sin: Sines, [t, channels / 2], of x's dtype.
+    """
     from vllm import _custom_ops as ops
 
     t, heads, channels = x.shape
@@ -108,8 +127,18 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def attended(q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], lengths: Sequence[int], scale: float):
-    """Queries that are the last ones of their sequences: q [t, heads, c], `lengths` of them for each sequence, whose keys and values are
-    [length, groups, c]. -> [t, heads, c]. One call of the paged kernel, over a cache made for the occasion."""
+    """Compute causal attention for queries at the ends of their sequences, with one call of the paged kernel over a temporary cache.
+
+    Args:
+        q: Queries of all sequences, [t, heads, c].
+        keys: Keys of each sequence, [length, groups, c].
+        values: Values of each sequence, [length, groups, c].
+        lengths: Number of queries of each sequence; they are its last tokens.
+        scale: Factor of the scores.
+
+    Returns:
+        Attention output, [t, heads, c].
+    """
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -140,9 +169,16 @@ def attended(q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[tor
 def experts(
     x: torch.Tensor, router: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, *, k: int, norm_topk: bool
 ) -> torch.Tensor:
-    """The layer of experts on x [t, H]: each token's k of E, weighed by the router [E, H]. gate, up [E, c, H], down [E, H, c].
+    """Compute the MoE layer.
 
-    norm_topk: weights are a softmax over the k alone.
+    Args:
+        x: Input, [t, H].
+        router: Router weight, [E, H].
+        gate: Gate projections, [E, c, H].
+        up: Up projections, [E, c, H].
+        down: Down projections, [E, H, c].
+        k: Experts per token.
+        norm_topk: Whether routing weights are a softmax over the k chosen experts only.
     """
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts, X86CPUUnquantizedExperts
@@ -152,7 +188,7 @@ def experts(
     weights, ids = _softmax_topk(linear(x, router), k, norm_topk)
     takes_amx = x.dtype is torch.bfloat16 and X86CPUUnquantizedExperts._supports_current_device()
     kind = X86CPUUnquantizedExperts if takes_amx else CPUUnquantizedExperts
-    more = -gate.shape[1] % kind._intermediate_alignment()  # channels that the kernel wants besides; they are 0
+    more = -gate.shape[1] % kind._intermediate_alignment()  # zero channels that pad to the kernel's alignment
     inner = torch.cat([F.pad(part.detach(), (0, 0, 0, more)) for part in (gate, up)], dim=1)
     inner, outer = (ops.cpu_prepack_moe_weight(part, kind.isa) for part in (inner, F.pad(down.detach(), (0, more))))
     out = torch.empty_like(x)

@@ -1,7 +1,7 @@
-"""What vLLM's model computes for one sequence: the output of every operation, while it draws tokens that are given. For vLLM 0.32.
+"""Record the output of every operation of vLLM's model on one sequence, while it samples given tokens. Written for vLLM 0.32.
 
-Operations are named as in `policy.traced`: `embedding`, `L<i> <operation>`, `final norm`, `logits`, `log-prob`. Rows are tokens: those
-of the prompt come from one call of the model, every further one from a call of its own, as in a run. The last token is never computed.
+Operations are named as in `analysis.traced`: `embedding`, `L<i> <operation>`, `final norm`, `logits`, `log-prob`. Rows are tokens: those of
+the prompt come from one forward, every further one from a separate forward, as in a run. The last token is not computed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,21 @@ _DENSE, _SPARSE = ("gate_up_proj", "act_fn", "down_proj"), ("gate", "experts")
 
 
 def model_runner(engine: ColocatedEngine) -> Any:
-    """vLLM's, of this rank."""
+    """Return vLLM's model runner of this rank.
+
+    Args:
+        engine: The sampler.
+    """
     (runner,) = engine._llm.collective_rpc(lambda worker: worker.model_runner)
     return runner
 
 
 def not_traced(engine: ColocatedEngine) -> str | None:
-    """Why the operations of this model cannot be watched, as the end of a sentence whose subject is the model; None if they can."""
+    """Return why the operations of this model cannot be recorded, as the end of a sentence about the model; None if they can.
+
+    Args:
+        engine: The sampler.
+    """
     model = model_runner(engine).get_model()
     name = type(model).__name__
     inner = getattr(model, "model", None)
@@ -46,9 +54,18 @@ def not_traced(engine: ColocatedEngine) -> str | None:
 
 
 def force(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, temperature: float) -> list[float]:
-    """Log-probs of tokens[opening:], each as if it had been drawn behind those before it. Collective over the ranks of the engine.
+    """Return the log-probs of `tokens[opening:]` as if vLLM had sampled them. Collective over the ranks of the engine.
 
-    The first `opening` tokens are the prompt. The prefix cache is used as it stands.
+    The prefix cache is used in its current state.
+
+    Args:
+        engine: The sampler.
+        tokens: Token IDs of prompt and completion.
+        opening: Length of the prompt in tokens.
+        temperature: Sampling temperature.
+
+    Raises:
+        RuntimeError: If vLLM does not return the given tokens.
     """
     from vllm import SamplingParams
 
@@ -65,9 +82,16 @@ def force(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, tempe
 
 
 def trace(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, temperature: float) -> Rows:
-    """The output of every operation while tokens[opening:] are drawn. Nothing comes from the prefix cache. Collective, as `force`.
+    """Record the output of every operation while `tokens[opening:]` are sampled, without the prefix cache. Collective, as `force`.
 
-    Under tensor parallelism each rank has its own shard of what is sharded, and all logits.
+    Args:
+        engine: The sampler.
+        tokens: Token IDs of prompt and completion.
+        opening: Length of the prompt in tokens.
+        temperature: Sampling temperature.
+
+    Returns:
+        The output by operation. With tensor parallelism, each rank has its shard of sharded outputs, and all logits.
     """
     found: dict[str, list[torch.Tensor]] = {}
 
@@ -83,7 +107,7 @@ def trace(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, tempe
 
 @contextmanager
 def _drawing(sampler: Any, tokens: Sequence[int]) -> Iterator[None]:
-    """Inside, vLLM's sampler of one request draws these, one after the other, and tells their log-probs."""
+    """Make vLLM's sampler return the given tokens one after the other, with their log-probs, for a single request."""
     sample, left = sampler.sample, iter(tokens)
 
     def drawn(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +123,7 @@ def _drawing(sampler: Any, tokens: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def _watched(model: Any, keep: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
-    """Inside, keep(name, rows) is called with the output of every operation of every layer."""
+    """Call keep(name, rows) with the output of every operation of every layer, inside the context."""
     with CleanUp() as held:
 
         def on(module: Any, hook: Callable[[Any], None]) -> None:
@@ -109,7 +133,7 @@ def _watched(model: Any, keep: Callable[[str, torch.Tensor], None]) -> Iterator[
             return lambda output: keep(name, output[0] if isinstance(output, tuple) else output)
 
         def norm(name: str, residual: str | None) -> Callable[[Any], None]:
-            """A norm that adds what comes before it gives (normed, sum); the first one of the model only norms."""
+            """Return a hook for a norm. A norm with a residual returns (normed, sum); the first one of the model has no residual."""
 
             def hook(output: Any) -> None:
                 if isinstance(output, tuple):
@@ -145,7 +169,7 @@ def _watched(model: Any, keep: Callable[[str, torch.Tensor], None]) -> Iterator[
 
 
 def _rotated(layer: str, keep: Callable[[str, torch.Tensor], None]) -> Callable[..., None]:
-    """One rotary module serves all layers, so queries and keys are read where attention takes them."""
+    """Return a hook that reads queries and keys at the input of attention, because all layers share one rotary module."""
 
     def hook(module: Any, inputs: Any) -> None:
         keep(f"{layer} rope q", inputs[0])
@@ -155,7 +179,11 @@ def _rotated(layer: str, keep: Callable[[str, torch.Tensor], None]) -> Callable[
 
 
 def block_of(layer: Any) -> Any:
-    """What follows the second norm: dense, or with experts. None if it is built in a way that is not known here."""
+    """Return the dense or MoE block after the second norm; None if its structure is unknown.
+
+    Args:
+        layer: Layer of vLLM's model.
+    """
     for name in ("mlp", "block_sparse_moe"):
         block = getattr(layer, name, None)
         if any(all(hasattr(block, part) for part in parts) for parts in (_DENSE, _SPARSE)):

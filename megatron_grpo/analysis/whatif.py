@@ -1,7 +1,8 @@
-"""`megatron-grpo whatif RUN --try "loss_type=vespo" --try "epsilon_high=0.28"`: the same rows under other settings, without a sampler.
+"""`megatron-grpo whatif RUN --try "loss_type=vespo" --try "epsilon_high=0.28"`: repeat a step's loss under other settings.
 
-A run with `--record_rows true` keeps, beside each checkpoint, the rows that its first step trained. Here the policy is loaded from such a
-checkpoint, in any layout, and takes that step's forward and backward once as the run had it, then once for each variant; no weight moves.
+A run with `--record_rows true` stores, beside each checkpoint, the rows that its next step trained. This command loads the policy from such
+a checkpoint, in any layout, and computes the forward and backward of that step with the run's settings and then with each variant. It needs
+no sampler and updates no weights.
 """
 
 from __future__ import annotations
@@ -42,8 +43,20 @@ from megatron_grpo.weights.shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one variant says of the step. kl_sampler: KL(sampler || policy now) by k3, nats per token; ess: share of the tokens that weights
-    policy / sampler leave. cosine: of its gradient with the run's own; None where either is 0."""
+    """Result of one variant.
+
+    Args:
+        name: Text of the variant.
+        rows: Rows that trained.
+        loss: Loss.
+        grad_norm: Gradient norm.
+        cosine: Cosine of its gradient with that of the run's settings; None if either is 0.
+        kl_sampler: KL(sampler || current policy) by the k3 estimator, in nats per token.
+        ess: Effective sample size of the weights policy / sampler, as a fraction of the tokens.
+        clip_low: Fraction of tokens clipped at the lower bound.
+        clip_high: Fraction of tokens clipped at the upper bound.
+        kl: KL from the reference; None without a reference.
+    """
 
     name: str
     rows: int
@@ -58,14 +71,26 @@ class Outcome:
 
 
 class AllowsAll:
-    """A guard that refuses no gradient: what one looks like is what is asked."""
+    """Guard that accepts every gradient, because `whatif` shows gradients as they are."""
 
     def allows(self, gradient: Any) -> bool:
+        """Return True."""
         return True
 
 
 def run_whatif(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
-    """Returns the exit code."""
+    """Run the `whatif` command and print its findings.
+
+    Args:
+        argv: Command line of the command.
+        parse: Parses settings.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: With all problems of the command line and the settings.
+    """
     asked = read_whatif_args(argv, parse)
     if asked.cfg.plan.png and (wrong := why_not_drawn(Path(asked.cfg.plan.png))):
         raise config_error("png", f"png: {wrong}")
@@ -75,21 +100,33 @@ def run_whatif(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) ->
         found = {"step": asked.step, "recorded": recorded, "variants": [asdict(one) for one in told]}
         tell(found, in_words(asked, told, recorded), as_json=asked.cfg.plan.json)
         line = draw_variants(told, Path(asked.cfg.plan.png or asked.run / "plots" / "whatif.png"), asked.step)
-        print(line, file=sys.stderr if asked.cfg.plan.json else sys.stdout, flush=True)  # with --json, stdout is the object alone
+        print(line, file=sys.stderr if asked.cfg.plan.json else sys.stdout, flush=True)  # with --json, stdout contains only the object
     state.stop()
     return EXIT_DONE
 
 
 def whatif(asked: WhatifArgs) -> list[Outcome]:
-    """The run's own settings, then each variant. Collective; joins the job."""
+    """Repeat the recorded step with the run's own settings, then with each variant. Collective.
+
+    Starts the parallel job.
+
+    Args:
+        asked: Arguments of the command.
+
+    Returns:
+        An outcome per variant, in the order of `asked.variants`.
+
+    Raises:
+        ConfigError: If the model is a vision-language model, whose images are not recorded.
+    """
     cfg, model = asked.cfg, find_model(asked.cfg.model.model)
     if ModelShape.from_pretrained(model).vision is not None:
         raise config_error("whatif", "whatif: rows are recorded without their pictures. It takes models of text.")
-    beta = max(variant.cfg.grpo.beta for variant in asked.variants)  # whether there is a reference at all
+    beta = max(variant.cfg.grpo.beta for variant in asked.variants)  # above 0 if any variant needs the reference
     content = {"question": "; ".join(variant.name for variant in asked.variants)}
     policy = open_policy(cfg.with_values({"beta": beta}), model, asked.checkpoint, content, num_steps=asked.step + 2,
                          parts=PolicyParts(guard=AllowsAll()))  # fmt: skip
-    policy.optimizer.step = lambda: None  # the weights stay
+    policy.optimizer.step = lambda: None  # keeps the weights unchanged
     samples = read_samples(asked.checkpoint / RECORDED)
     adaptive, entropy = policy.entropy, _entropy_of(policy, asked.checkpoint)
     gradient, told = None, list[Outcome]()
@@ -103,7 +140,7 @@ def whatif(asked: WhatifArgs) -> list[Outcome]:
             if variant.staleness == staleness:
                 policy.entropy = (
                     entropy if adaptive and variant.cfg.grpo.entropy_coef == adaptive.coef else None
-                )  # else it is the one tried
+                )  # else the variant's coefficient
                 found, gradient = _take(policy, variant, rows, asked.step + staleness, gradient)
                 told.append(found)
     order = [variant.name for variant in asked.variants]
@@ -111,7 +148,7 @@ def whatif(asked: WhatifArgs) -> list[Outcome]:
 
 
 def _entropy_of(policy: Policy, checkpoint: Path) -> AdaptiveEntropy | None:
-    """The coefficient that moves, as the checkpoint has it."""
+    """Return the adaptive entropy coefficient as the checkpoint stored it."""
     guard = checkpoint / OURS / "guard.json"
     if guard.exists():
         policy.restore_entropy(json.loads(guard.read_text(encoding="utf-8")))
@@ -119,7 +156,7 @@ def _entropy_of(policy: Policy, checkpoint: Path) -> AdaptiveEntropy | None:
 
 
 def _anchored(policy: Policy, samples: Sequence[Sample]) -> list[Sample]:
-    """All of them with log-probs by the weights as they are, on rank 0 (elsewhere none). Collective."""
+    """Return all samples with old log-probs by the current weights, on rank 0; an empty list on other ranks. Collective."""
     pending = _pending(policy, samples)
     scored = score_rows(pending.placed(pending.rows), score=policy.scorer.anchors, cut=policy.cut, parallel=policy.parallel)
     mine: dict[RowKey, Sample] = {}
@@ -137,7 +174,7 @@ def _pending(policy: Policy, samples: Sequence[Sample]) -> SampleBuffer:
 
 
 def _batch(policy: Policy, samples: Sequence[Sample], index: int) -> GlobalBatch:
-    """This rank's share of a step that trains these rows, in their order."""
+    """Return this rank's share of a step that trains these rows in their order."""
     pending = _pending(policy, samples)
     order = collectives.broadcast_object([sample.key for sample in samples])
     micro_steps = [SimpleNamespace(rollout=r, rows=(row, row + 1), fresh_at=pending.rows[r, row].fresh_at) for r, row in order]
@@ -148,7 +185,11 @@ def _batch(policy: Policy, samples: Sequence[Sample], index: int) -> GlobalBatch
 def _take(
     policy: Policy, variant: Variant, samples: Sequence[Sample], index: int, own: list[torch.Tensor] | None
 ) -> tuple[Outcome, list[torch.Tensor]]:
-    """Forward and backward of one variant; and the run's own gradient, which is that of the first. Collective."""
+    """Compute forward and backward of one variant. Collective.
+
+    Returns:
+        (outcome, gradient buffers of the run's own settings, which are the first variant).
+    """
     rollout = variant.cfg.rollout
     policy.loss = GrpoLoss.from_config(
         variant.cfg.grpo, max_completion_length=rollout.max_completion_length, temperature=rollout.temperature
@@ -177,7 +218,10 @@ def _buffers(policy: Policy) -> Iterator[torch.Tensor]:
 
 
 def _cosine(policy: Policy, buffers: list[torch.Tensor], a: list[torch.Tensor], b: list[torch.Tensor]) -> float | None:
-    """By norms of a, b and b - a, which Megatron-Core takes over all ranks, each number once: exactly 1 where the two are equal."""
+    """Return the cosine of two gradients from the norms of a, b and b - a; exactly 1 if the two are equal.
+
+    Megatron-Core computes these norms over all ranks and counts each element once.
+    """
     norms = []
     for values in (a, b, [y - x for x, y in zip(a, b, strict=True)]):
         for buffer, value in zip(buffers, values, strict=True):
@@ -188,7 +232,7 @@ def _cosine(policy: Policy, buffers: list[torch.Tensor], a: list[torch.Tensor], 
 
 
 def _off_policy(policy: Policy, batch: GlobalBatch, logprobs: Any) -> tuple[float, float]:
-    """(KL of the policy now from the sampler, effective sample size) over the trained tokens that the sampler gave a log-prob of."""
+    """Return (KL(sampler || current policy), effective sample size) over trained tokens that have a sampler log-prob."""
     sums = np.zeros(4)
     for micro in batch.micro_batches if policy.parallel.speaks_for_its_rows else ():
         for place, row in enumerate(micro.rows):
@@ -202,13 +246,19 @@ def _off_policy(policy: Policy, batch: GlobalBatch, logprobs: Any) -> tuple[floa
 
 
 def _recorded(asked: WhatifArgs) -> dict[str, float] | None:
-    """What the run itself said of the step: loss and gradient norm, from metrics.jsonl."""
+    """Return the run's own loss and gradient norm of the step, from metrics.jsonl; None if they were not logged."""
     found = next((record for record in reversed(logged_by(asked.run)) if record.get("step") == asked.step + 1), None)
     return {name: found[name] for name in ("loss", "grad_norm") if name in found} if found else None
 
 
 def in_words(asked: WhatifArgs, told: Sequence[Outcome], recorded: dict[str, float] | None) -> list[str]:
-    """The table."""
+    """Format the outcomes as a table.
+
+    Args:
+        asked: Arguments of the command.
+        told: Outcomes of the variants.
+        recorded: Loss and gradient norm that the run logged; None if unknown.
+    """
     lines = [f"Optimizer step {asked.step + 1} of {asked.run}, rows as recorded, weights of {asked.checkpoint.name}."]
     if recorded:
         lines.append("The run itself said: " + ", ".join(f"{name} {value:.6g}" for name, value in recorded.items()) + ".")

@@ -23,7 +23,7 @@ READ_ATTENTION_INPUT = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "li
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredActivations:
-    """What linear layers store for the backward, averaged over some of the model's layers.
+    """Activations that linear layers store for the backward, averaged over some of the model's layers.
 
     A linear stores its input if its weight trains or it has an adapter. A linear with only a frozen weight stores none, because only the
     gradient of the weight needs it.
@@ -44,7 +44,14 @@ class StoredActivations:
 
 
 def kept_by_linears(shape: ModelShape, sizes: BatchSizes, tuning: Tuning, layers: Sequence[int]) -> StoredActivations:
-    """Average what linear layers store over the given layers, over the experts of all ranks together."""
+    """Average what linear layers store over the given layers, over the experts of all ranks together.
+
+    Args:
+        shape: Shape of the model.
+        sizes: Batch sizes and layout.
+        tuning: Trainable parameters of the run.
+        layers: Numbers of the layers.
+    """
     kept: dict[str, float] = defaultdict(float)
     there: dict[str, int] = defaultdict(int)
     inner = copies = 0.0
@@ -139,7 +146,7 @@ def activations_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tu
         shape: Shape of the model.
         sizes: Batch sizes and layout.
         cfg: Configuration of the run.
-        tuning: What trains.
+        tuning: Trainable parameters of the run.
         stage: Pipeline stage.
     """
     numbers, model, layout = layers_of_stage(shape.num_layers, cfg, stage), cfg.model, sizes.layout
@@ -218,7 +225,7 @@ def tower_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, 
         shape: Shape of the model.
         sizes: Batch sizes and layout.
         cfg: Configuration of the run.
-        tuning: What trains.
+        tuning: Trainable parameters of the run.
         picture_tokens: Image tokens of one micro-batch.
     """
     vision = shape.vision

@@ -126,7 +126,7 @@ def work_of(
 
     Args:
         shape: Shape of the model.
-        tuning: What trains.
+        tuning: Trainable parameters of the run.
         tokens: Computed tokens.
         squares: Attention work as in `Computed.squares`; sliding windows reduce it.
         head_positions: Positions at which the output layer is computed.
@@ -282,7 +282,7 @@ def checkpoint_bytes(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: 
         shape: Shape of the model.
         sizes: Batch sizes and layout.
         cfg: Configuration of the run.
-        tuning: What trains.
+        tuning: Trainable parameters of the run.
     """
     rows, optimizer, size = padded_vocab(shape, sizes, cfg), cfg.optimizer, tuning.size_of_trained
     # The distributed optimizer saves its float32 copy of float32 weights as well.

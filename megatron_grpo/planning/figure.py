@@ -62,14 +62,25 @@ def _stretches(timetable: TrainingSchedule, total: int) -> Iterator[range]:
 
 
 def shown_ranks(dp_size: int, most: int) -> list[int | None]:
-    """Return the DP ranks that have a column; None stands for the omitted ones."""
+    """Return the DP ranks that have a column; None stands for the omitted ones.
+
+    Args:
+        dp_size: DP ranks.
+        most: Maximum number of columns.
+    """
     if dp_size <= most:
         return list(range(dp_size))
     return [*range(max(1, most - 2)), None, dp_size - 1]
 
 
 def prompts_of(sizes: BatchSizes, row: MicroStep, rank: int) -> range:
-    """Return the prompts that a DP rank trains in a micro-step, numbered over the whole run."""
+    """Return the prompts that a DP rank trains in a micro-step, numbered over the whole run.
+
+    Args:
+        sizes: Batch sizes and layout.
+        row: Micro-step.
+        rank: DP rank.
+    """
     first = row.rows[0] + rank * sizes.micro_batch_size
     last, base = first + sizes.micro_batch_size - 1, row.rollout * sizes.num_rollout_prompts
     return range(base + first // sizes.num_generations, base + last // sizes.num_generations + 1)
@@ -83,7 +94,13 @@ def cell(prompts: range) -> str:
 
 
 def widest_cell(sizes: BatchSizes, rows: Sequence[MicroStep | range], ranks: Sequence[int | None]) -> int:
-    """Return the width in characters of the longest text in a column, its header included."""
+    """Return the width in characters of the longest text in a column, its header included.
+
+    Args:
+        sizes: Batch sizes and layout.
+        rows: Shown micro-steps, from `shown_rows`.
+        ranks: Shown ranks, from `shown_ranks`.
+    """
     cells = [cell(prompts_of(sizes, row, rank)) for row in rows if isinstance(row, MicroStep) for rank in ranks if rank is not None]
     return max(len(text) for text in (*cells, str(sizes.dp_size - 1)))
 
@@ -164,7 +181,11 @@ def bracket_of(first: bool, last: bool, *, right: bool = False) -> str:
 
 
 def legend(sizes: BatchSizes) -> list[str]:
-    """Explain the marks of the figure, in lines of text."""
+    """Explain the marks of the figure, in lines of text.
+
+    Args:
+        sizes: Batch sizes and layout.
+    """
     per_cell = f"{sizes.micro_batch_size} completion{'s' * (sizes.micro_batch_size > 1)}"
     return [
         f"cells     prompts of the {per_cell} that a rank trains ({sizes.num_generations} make a group)",

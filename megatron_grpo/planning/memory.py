@@ -32,7 +32,7 @@ MOST_TOKENS = 2**20  # upper limit of the search for a micro-batch size, in toke
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """What the policy moves off the GPU while the sampler works.
+    """Choice of what the policy moves off the GPU while the sampler works.
 
     Args:
         model: Whether weights, gradients and the reference are offloaded.
@@ -45,7 +45,11 @@ class Offload:
     why: str = ""
 
     def copied(self, static: Static) -> int:
-        """Return the bytes of a rank that are copied to the host and back. Gradients are not copied: they return as zeros."""
+        """Return the bytes of a rank that are copied to the host and back. Gradients are not copied: they return as zeros.
+
+        Args:
+            static: Static memory of the rank.
+        """
         model = static.weights_bytes + static.adapters_bytes + static.reference_bytes
         return model * self.model + static.optimizer_bytes * self.optimizer
 

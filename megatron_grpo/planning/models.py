@@ -63,7 +63,11 @@ def _shape(config: dict[str, Any]) -> tuple[ModelShape | None, list[Problem]]:
 
 
 def find_config(model: str) -> Path | None:
-    """Return the path of the config.json of `model`, or None."""
+    """Return the path of the config.json of `model`, or None.
+
+    Args:
+        model: Path or Hub name.
+    """
     if not model:
         return None
     path = Path(model)
@@ -88,7 +92,11 @@ def _with_architecture(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def rules_of(shape: ModelShape) -> Model:
-    """Return what the layout rules need to know about a model."""
+    """Return what the layout rules need to know about a model.
+
+    Args:
+        shape: Shape of the model.
+    """
 
     def misfits(tp: int, ep: int, etp: int) -> Sequence[tuple[str, str]]:
         if shape.moe is None:  # expert parallelism applies to the other model, or to none
@@ -106,7 +114,11 @@ def rules_of(shape: ModelShape) -> Model:
 
 
 def read_teacher(cfg: Config) -> tuple[ModelShape | None, list[Problem]]:
-    """Read the teacher's shape, as `read_shape` does."""
+    """Read the teacher's shape, as `read_shape` does.
+
+    Args:
+        cfg: Configuration of the run.
+    """
     shape, problems = read_shape(cfg.grpo.teacher_model or "")
     return shape, [of_teacher(problem) for problem in problems]
 
@@ -164,6 +176,10 @@ def _against(cfg: Config, shape: ModelShape) -> list[Problem]:
 
 
 def of_teacher(problem: Problem) -> Problem:
-    """Rewrite a problem of a model as a problem of the teacher."""
+    """Rewrite a problem of a model as a problem of the teacher.
+
+    Args:
+        problem: Problem that was found for a model.
+    """
     flags = dict.fromkeys((FLAG, *(flag for flag in problem.flags if flag != "model")))
     return replace(problem, flags=tuple(flags), message=f"teacher_model: {problem.message.removeprefix('model: ')}")

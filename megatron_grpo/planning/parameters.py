@@ -48,7 +48,7 @@ class WeightRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What a run trains, and the adapters that it needs.
+    """Trainable parameters of a run, and the adapters that it needs.
 
     Args:
         trains: Returns whether a weight of the model trains, by Hugging Face name.
@@ -125,7 +125,11 @@ class Tuning:
         return self.adapter_size or self.size
 
     def trains_outer(self, entry: Entry) -> bool:
-        """Return whether a weight outside the layers trains."""
+        """Return whether a weight outside the layers trains.
+
+        Args:
+            entry: Row of the table of weights, outside the layers.
+        """
         return self.trains(entry.hf[0][0])
 
 
@@ -152,13 +156,25 @@ def _layers(
 
 
 def padded_vocab(shape: ModelShape, sizes: BatchSizes, cfg: Config) -> int:
-    """Return the number of embedding rows over all TP ranks, padding included."""
+    """Return the number of embedding rows over all TP ranks, padding included.
+
+    Args:
+        shape: Shape of the model.
+        sizes: Batch sizes and layout.
+        cfg: Configuration of the run.
+    """
     multiple = cfg.model.padded_vocab_multiple * sizes.layout.tp
     return -(-shape.vocab_size // multiple) * multiple
 
 
 def layers_of_stage(num_layers: int, cfg: Config, stage: int) -> list[int]:
-    """Return the numbers of the layers of a pipeline stage, over all its chunks."""
+    """Return the numbers of the layers of a pipeline stage, over all its chunks.
+
+    Args:
+        num_layers: Layers of the model.
+        cfg: Configuration of the run.
+        stage: Pipeline stage.
+    """
     begin, found = 0, list[int]()
     for counts in layer_counts(cfg.parallel, num_layers):
         for other, count in enumerate(counts):
@@ -169,18 +185,31 @@ def layers_of_stage(num_layers: int, cfg: Config, stage: int) -> list[int]:
 
 
 def elements(entry: Entry) -> int:
-    """Return the number of elements of the whole parameter."""
+    """Return the number of elements of the whole parameter.
+
+    Args:
+        entry: Row of the table of weights.
+    """
     return sum(math.prod(size) for _, size in entry.hf)
 
 
 def numel_of(entry: Entry, sizes: BatchSizes) -> int:
-    """Return the number of elements of a rank's shard of a weight inside a layer."""
+    """Return the number of elements of a rank's shard of a weight inside a layer.
+
+    Args:
+        entry: Row of the table of weights.
+        sizes: Batch sizes and layout.
+    """
     ranks = 1 if entry.cut is ShardCut.REPLICATED else sizes.layout.etp if entry.is_expert else sizes.layout.tp
     return elements(entry) // ranks
 
 
 def rows_and_channels(entry: Entry) -> tuple[int, int]:
-    """Return (rows of all modules that a fused Megatron linear joins, input channels that they all read)."""
+    """Return (rows of all modules that a fused Megatron linear joins, input channels that they all read).
+
+    Args:
+        entry: Row of the table of weights of a linear.
+    """
     return sum(size[0] for _, size in entry.hf), entry.hf[0][1][1]
 
 
@@ -244,7 +273,7 @@ def held_by(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, s
         shape: Shape of the model.
         sizes: Batch sizes and layout.
         cfg: Configuration of the run.
-        tuning: What trains.
+        tuning: Trainable parameters of the run.
         stage: Pipeline stage.
         ep_rank: Expert-parallel rank.
     """
@@ -305,7 +334,16 @@ class Static:
 
 
 def static_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, stage: int, ep_rank: int = 0) -> Static:
-    """Return the bytes of weights, gradients and optimizer state of a rank, for the elements that `held_by` counts."""
+    """Return the bytes of weights, gradients and optimizer state of a rank, for the elements that `held_by` counts.
+
+    Args:
+        shape: Shape of the model.
+        sizes: Batch sizes and layout.
+        cfg: Configuration of the run.
+        tuning: Trainable parameters of the run.
+        stage: Pipeline stage.
+        ep_rank: Expert-parallel rank.
+    """
     held, size, layout = held_by(shape, sizes, cfg, tuning, stage, ep_rank), tuning.size_of_trained, sizes.layout
     trained = owned = held.trained + held.trained_experts
     if cfg.optimizer.use_distributed_optimizer:

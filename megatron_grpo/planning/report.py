@@ -226,7 +226,11 @@ def _stages(memory: dict[str, Any]) -> Line:
 
 
 def tower_in_words(memory: dict[str, Any]) -> list[str]:
-    """Describe what the vision tower costs the first stage, and the layer split that balances it. Empty for a text model."""
+    """Describe what the vision tower costs the first stage, and the layer split that balances it. Empty for a text model.
+
+    Args:
+        memory: `memory` object of the plan.
+    """
     if "tower" not in memory:
         return []
     tower, here = memory["tower"], memory["stages"][0]["num_layers"]
@@ -253,7 +257,11 @@ def _beside_the_policy(memory: dict[str, Any]) -> Iterator[Line]:
 
 
 def room_in_words(offload: dict[str, Any]) -> str:
-    """Describe in one sentence what the policy offloads while vLLM samples."""
+    """Describe in one sentence what the policy offloads while vLLM samples.
+
+    Args:
+        offload: `offload` object of the plan's `memory`.
+    """
     from megatron_grpo.planning.memory import LINK
 
     given = [name for name in ("model", "optimizer") if offload[name]]
@@ -332,7 +340,11 @@ def _to_paste(flags: str, width: int) -> str:
 
 
 def trainable(cost: dict[str, Any]) -> str:
-    """Return one line with the number of trainable parameters and their share of the model."""
+    """Return one line with the number of trainable parameters and their share of the model.
+
+    Args:
+        cost: `cost` object of the plan.
+    """
     some, all_ = cost["trainable_parameters"], cost["parameters"]
     return f"trainable parameters: {counted(some)} of {counted(all_)} ({100 * some / all_:.3g} %)"
 

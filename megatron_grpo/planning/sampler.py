@@ -29,7 +29,7 @@ def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tu
         shape: Shape of the model.
         sizes: Batch sizes and layout.
         cfg: Configuration of the run.
-        tuning: What trains.
+        tuning: Trainable parameters of the run.
         sequence: Maximum sequence length in tokens.
     """
     if cfg.rollout.vllm_mode == "server":
@@ -66,7 +66,7 @@ def _adapter_room(shape: ModelShape, push: LoraPush, tp: int) -> int:
     return push.slot_rank * total
 
 
-# ---- pushes ------------------------------------------------------------------------------------------------------------------------------
+# ---- weight syncs ------------------------------------------------------------------------------------------------------------------------
 
 
 def push_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> dict[str, int]:
@@ -78,7 +78,7 @@ def push_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -
         shape: Shape of the model.
         sizes: Batch sizes and layout.
         cfg: Configuration of the run.
-        tuning: What trains.
+        tuning: Trainable parameters of the run.
     """
     ranks = ranks_of(sizes)
     pushed: list[list[Bucket]] = []
@@ -116,7 +116,7 @@ def push_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tunin
         shape: Shape of the model.
         sizes: Batch sizes and layout.
         cfg: Configuration of the run.
-        tuning: What trains.
+        tuning: Trainable parameters of the run.
     """
     ranks, buckets = ranks_of(sizes), buckets_of(weights(shape, sizes, cfg, tuning), sizes, cfg)
     joined = max(slot.num_bytes * ranks.sharing(slot.part) // (sizes.layout.ep if slot.part is BucketPart.EXPERTS else 1)
@@ -126,17 +126,31 @@ def push_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tunin
 
 
 def bucket_bytes(cfg: Config) -> int:
-    """Return the bucket size in bytes: `weight_sync_bucket_mb`, or the default for GPUs."""
+    """Return the bucket size in bytes: `weight_sync_bucket_mb`, or the default for GPUs.
+
+    Args:
+        cfg: Configuration of the run.
+    """
     return (cfg.rollout.weight_sync_bucket_mb or DEFAULT_BUCKET_MB["cuda"]) * MIB
 
 
 def ranks_of(sizes: BatchSizes) -> Ranks:
-    """Return the numbers of ranks that share the weights of a layout."""
+    """Return the numbers of ranks that share the weights of a layout.
+
+    Args:
+        sizes: Batch sizes and layout.
+    """
     return Ranks(sizes.layout.pp, sizes.layout.tp, sizes.layout.ep * sizes.layout.etp)
 
 
 def buckets_of(owned: Iterator[Owned], sizes: BatchSizes, cfg: Config) -> list[Bucket]:
-    """Pack parameters into buckets of the configured size."""
+    """Pack parameters into buckets of the configured size.
+
+    Args:
+        owned: Parameters in the order in which they are sent.
+        sizes: Batch sizes and layout.
+        cfg: Configuration of the run.
+    """
     return fill(owned, ranks_of(sizes), bucket_bytes(cfg))
 
 
@@ -149,7 +163,7 @@ def weights(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -
         shape: Shape of the model.
         sizes: Batch sizes and layout.
         cfg: Configuration of the run.
-        tuning: What trains.
+        tuning: Trainable parameters of the run.
     """
     for place, entry in enumerate(outer_entries(shape)):
         if not entry.is_copy and not (stays(cfg, tuning, shape) and entry.megatron.startswith(MEGATRON)):
@@ -168,13 +182,25 @@ def stays(cfg: Config, tuning: Tuning, shape: ModelShape) -> bool:
     """Return whether the sampler keeps the vision tower that it loaded, so that no sync sends it.
 
     That holds if the tower is frozen, no adapters train, and the sampler never drops its weights.
+
+    Args:
+        cfg: Configuration of the run.
+        tuning: Trainable parameters of the run.
+        shape: Shape of the model.
     """
     forgets = cfg.rollout.sleep_level == 2 and cfg.rollout.vllm_mode == "colocate"
     return not tuning.adapter_size and not forgets and not any(map(tuning.trains_outer, tower_entries(shape)))
 
 
 def adapters(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -> Iterator[Owned]:
-    """Yield the parameters that a sync of adapters sends, as `weights` does. Matrices are padded to the widest rank of the run."""
+    """Yield the parameters that a sync of adapters sends, as `weights` does. Matrices are padded to the widest rank of the run.
+
+    Args:
+        shape: Shape of the model.
+        sizes: Batch sizes and layout.
+        cfg: Configuration of the run.
+        tuning: Trainable parameters of the run.
+    """
     rank = tuning.rank
     for stage, found in _layers(shape, sizes, cfg, tuning):
         for number, row in enumerate(row for row in found if is_linear(row.entry)):

@@ -157,7 +157,11 @@ def suggest_budget(
 
 
 def largest_group(step: StepTokens) -> int:
-    """Return the stream length in tokens that holds the step's largest group: its prompt once and all its completions."""
+    """Return the stream length in tokens that holds the step's largest group: its prompt once and all its completions.
+
+    Args:
+        step: Tokens of one optimizer step.
+    """
     size, of_segment, largest = step.sizes.num_generations, step.cut.alignment.of_segment, 0
     for begin in range(0, len(step.pairs), size):
         group = step.pairs[begin : begin + size]
@@ -169,6 +173,9 @@ def wanted_micro_batches(sizes: BatchSizes) -> int:
     """Return the micro-batches per rank that limit pipeline idle time to a fifth of a step: 4 (pp - 1) / vpp.
 
     The number is a multiple of pp for interleaved stages.
+
+    Args:
+        sizes: Batch sizes and layout.
     """
     multiple = sizes.layout.pp if sizes.layout.vpp else 1
     return max(1, -(-4 * (sizes.layout.pp - 1) // (sizes.layout.num_chunks * multiple))) * multiple

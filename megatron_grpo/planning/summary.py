@@ -21,7 +21,11 @@ MOST_EPOCHS = 1000  # epochs whose ends are listed
 
 
 def sizes_object(sizes: BatchSizes) -> dict[str, dict[str, Any]]:
-    """Return the `parallel` and `batch` objects of `plan --json`."""
+    """Return the `parallel` and `batch` objects of `plan --json`.
+
+    Args:
+        sizes: Batch sizes and layout.
+    """
     parallel = ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp", "dp_size", "expert_dp_size")
     batch = (
         "micro_batch_size", "gradient_accumulation_steps", "global_batch_size", "steps_per_generation", "generation_batch_size",
@@ -44,7 +48,12 @@ def plan_object(timetable: TrainingSchedule, num_rollouts: int) -> dict[str, Any
 
 
 def timetable_rows(timetable: TrainingSchedule, num_rollouts: int) -> Iterator[dict[str, Any]]:
-    """Yield one JSON object for each micro-step of the first `num_rollouts` rollouts, in micro-step order."""
+    """Yield one JSON object for each micro-step of the first `num_rollouts` rollouts, in micro-step order.
+
+    Args:
+        timetable: Training schedule of the run.
+        num_rollouts: Rollouts to list, from the first.
+    """
     sizes = timetable.sizes
     slices, size, group = sizes.micro_steps_per_rollout, sizes.micro_batch_size, sizes.num_generations
     rows: dict[int, list[list[int]]] = {}  # by slice; equal in all rollouts and passes
@@ -92,7 +101,11 @@ def old_logprobs_summary(timetable: TrainingSchedule, num_rollouts: int) -> dict
 
 
 def staleness(sizes: BatchSizes) -> tuple[float, int]:
-    """Return (mean, maximum) staleness of the trained rows in optimizer steps, for the steady state of a long run."""
+    """Return (mean, maximum) staleness of the trained rows in optimizer steps, for the steady state of a long run.
+
+    Args:
+        sizes: Batch sizes and layout.
+    """
     timetable, length = TrainingSchedule(sizes), sizes.micro_steps_per_rollout * sizes.num_iterations
     # The position of rollouts in optimizer steps repeats after `period` rollouts; for very uneven sizes a part of the period is enough.
     period = min(sizes.gradient_accumulation_steps // gcd(sizes.gradient_accumulation_steps, length), 1000)
@@ -101,7 +114,11 @@ def staleness(sizes: BatchSizes) -> tuple[float, int]:
 
 
 def most_waiting_rows(sizes: BatchSizes) -> int:
-    """Return the maximum number of rows that still wait for training after an optimizer step. A checkpoint stores these rows."""
+    """Return the maximum number of rows that still wait for training after an optimizer step. A checkpoint stores these rows.
+
+    Args:
+        sizes: Batch sizes and layout.
+    """
     a, slices, passes = sizes.gradient_accumulation_steps, sizes.micro_steps_per_rollout, sizes.num_iterations
     begun = {(k + 1) * a % (slices * passes) for k in range(min(slices * passes, 1000))} - {0}  # micro-steps done of a partial rollout
     waiting = max((slices - max(0, done - (passes - 1) * slices) for done in begun), default=0)
@@ -122,7 +139,12 @@ def bubble_fraction(sizes: BatchSizes, micro_batches: int | None = None) -> floa
 
 
 def native_flags(cfg: Config, sizes: BatchSizes) -> str:
-    """Return an equivalent command line that uses no dialect and does not rely on defaults that may change."""
+    """Return an equivalent command line that uses no dialect and does not rely on defaults that may change.
+
+    Args:
+        cfg: Configuration of the run.
+        sizes: Batch sizes and layout.
+    """
     words = ["--world_size", str(sizes.layout.world_size)]
     layout = sizes.layout
     grid = {
@@ -189,6 +211,10 @@ def epoch_problems(checked: Checked, timetable: TrainingSchedule) -> list[Proble
 
     There are two: the data set does not fill one rollout, or the number of micro-steps in the last optimizer step of an epoch does not suit
     interleaved pipeline stages.
+
+    Args:
+        checked: Validated configuration.
+        timetable: Training schedule of the run.
     """
     cfg, sizes, rows = checked.config, timetable.sizes, timetable.num_prompts
     last, pp = last_micro_steps(timetable), sizes.layout.pp
@@ -206,7 +232,11 @@ a multiple of pipeline_model_parallel_size ({pp}). Use dataset_drop_last false, 
 
 
 def last_micro_steps(timetable: TrainingSchedule) -> int:
-    """Return the number of micro-steps in the last optimizer step of an epoch."""
+    """Return the number of micro-steps in the last optimizer step of an epoch.
+
+    Args:
+        timetable: Training schedule of the run.
+    """
     a = timetable.sizes.gradient_accumulation_steps
     return (timetable.whole_epoch[0] - 1) % a + 1 if timetable.whole_epoch else a
 
@@ -215,6 +245,9 @@ def epochs_object(timetable: TrainingSchedule) -> dict[str, Any] | None:
     """Return the `epochs` object of `plan --json`; None if the size of the data set or the length of the run is unknown.
 
     `ends_after_steps` lists the optimizer steps completed at the end of each of the first MOST_EPOCHS epochs.
+
+    Args:
+        timetable: Training schedule of the run.
     """
     prompts, sizes = timetable.prompts_per_epoch, timetable.sizes
     if not prompts or timetable.num_steps is None:
@@ -226,7 +259,12 @@ def epochs_object(timetable: TrainingSchedule) -> dict[str, Any] | None:
 
 
 def epoch_in_words(epochs: dict[str, Any], checked: Checked) -> str:
-    """Describe an epoch in one line: its prompts and optimizer steps, the prompts it drops, and the steps in which epochs end."""
+    """Describe an epoch in one line: its prompts and optimizer steps, the prompts it drops, and the steps in which epochs end.
+
+    Args:
+        epochs: Object that `epochs_object` returned.
+        checked: Validated configuration.
+    """
     ends, short, left = epochs["ends_after_steps"], epochs["micro_steps_of_last_step"], epochs["dropped_prompts"]
     a, of_order = checked.sizes.gradient_accumulation_steps, "" if checked.config.data.dataset_shuffle else ", always the last ones"
     return (
@@ -242,7 +280,11 @@ def epoch_in_words(epochs: dict[str, Any], checked: Checked) -> str:
 
 
 def errors_object(problems: Sequence[Problem]) -> dict[str, Any]:
-    """Return the JSON object that `plan --json` prints for an invalid configuration."""
+    """Return the JSON object that `plan --json` prints for an invalid configuration.
+
+    Args:
+        problems: Problems of the configuration.
+    """
     return {
         "errors": [
             {"flags": list(problem.flags), "message": problem.message, "nearest": {k: list(v) for k, v in problem.nearest.items()}}

@@ -151,7 +151,13 @@ def _computed(portion: MicroBatchSpec, rows: Sequence[SequenceLengths]) -> int:
 
 
 def cut_of(sizes: BatchSizes, cfg: Config, min_saving_ratio: float | None) -> BatchPartitioner:
-    """Return the partitioner that `policy.policy.cut_for` makes, except that costs are token counts."""
+    """Return the partitioner that `policy.policy.cut_for` makes, except that costs are token counts.
+
+    Args:
+        sizes: Batch sizes and layout.
+        cfg: Configuration of the run.
+        min_saving_ratio: As in `BatchPartitioner`.
+    """
     layout = sizes.layout
     sequence, stream = sequence_alignment(layout, cfg.parallel.sequence_parallel, rank_multiple(cfg))
     return BatchPartitioner(
@@ -169,7 +175,7 @@ def cut_of(sizes: BatchSizes, cfg: Config, min_saving_ratio: float | None) -> Ba
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """What one forward over some sequences computes, over all ranks.
+    """Amount of computation in one forward over some sequences, over all ranks.
 
     Args:
         sequences: Sequences.
@@ -246,11 +252,19 @@ class StepTokens:
         return packed(self.pairs, self.extents, replace(self.cut, max_tokens=max_tokens, min_saving_ratio=min_saving_ratio))
 
     def micro_batches_of_rank(self, computed: Computed) -> int:
-        """Return the micro-batches per rank of the whole step, extrapolated if only its first rows were packed."""
+        """Return the micro-batches per rank of the whole step, extrapolated if only its first rows were packed.
+
+        Args:
+            computed: The packed step.
+        """
         return -(-computed.micro_batches * self.sizes.global_batch_size // (computed.sequences * self.sizes.dp_size))
 
     def bubble(self, computed: Computed) -> float:
-        """Return the fraction of an optimizer step that a pipeline stage is idle."""
+        """Return the fraction of an optimizer step that a pipeline stage is idle.
+
+        Args:
+            computed: The packed step.
+        """
         return bubble_fraction(self.sizes, self.micro_batches_of_rank(computed))
 
 

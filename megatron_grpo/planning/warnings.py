@@ -63,7 +63,11 @@ def _dialect(checked: Checked) -> Iterator[str]:
 
 
 def defaults_of(checked: Checked) -> list[str]:
-    """Return the defaults of a dialect that differ from ours and were not typed, as sentences for `--json`. The report shows a table."""
+    """Return the defaults of a dialect that differ from ours and were not typed, as sentences for `--json`. The report shows a table.
+
+    Args:
+        checked: Validated configuration.
+    """
     return [f"{row.name} is {row.ours} by default here and {row.theirs} there; {row.used} is used." for row in checked.parsed.defaults]
 
 
