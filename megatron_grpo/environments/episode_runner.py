@@ -65,7 +65,11 @@ class EpisodeRunnerFactory:
         )
 
     def opening(self, prompt: Prompt) -> list[Mapping[str, Any]]:
-        """Return the messages of a row, from which its token IDs were rendered."""
+        """Return the messages of a row, from which its token IDs were rendered.
+
+        Args:
+            prompt: The row.
+        """
         assert not isinstance(prompt.raw, str)  # a string prompt is refused when the data are read
         return opening_of(prompt.raw, system=self.system)
 
@@ -160,6 +164,7 @@ class EpisodeRunner:
 
     @property
     def is_over(self) -> bool:
+        """Whether all episodes have ended and all environment calls have returned or timed out."""
         return not self._open and not self._workers
 
     def close(self) -> None:

@@ -43,6 +43,17 @@ class PlayedSampler(Generic[OnePlayer]):
         """Play the prompts and return their groups. Collective.
 
         A call with the same arguments after WeightsLostError resumes the open episodes.
+
+        Args:
+            prompts: The prompts of the round, the same on every rank.
+            sampling: Sampling settings of the run.
+            seed: Seed of the run.
+
+        Returns:
+            The groups that this rank scores.
+
+        Raises:
+            WeightsLostError: The sampler lost its weights. Push weights and call it again.
         """
         asked = ([prompt.number for prompt in prompts], sampling, seed)
         if asked != self._asked:

@@ -144,13 +144,24 @@ def end_ids_of(model_path: Path, tokenizer: Any, stop_token_ids: Sequence[int] =
 
 
 def template_of(cfg: Config, environment: type[Environment], tokenizer: Any, *, model_path: Path) -> ChatTemplate:
-    """Return the chat template of a run with the tools of its environment."""
+    """Return the chat template of a run with the tools of its environment.
+
+    Args:
+        cfg: The settings of the run.
+        environment: The environment class.
+        tokenizer: Tokenizer of the model.
+        model_path: Directory of the model, for its end tokens.
+    """
     end_ids = end_ids_of(model_path, tokenizer, cfg.rollout.stop_token_ids)
     return ChatTemplate(tokenizer, tools=environment.tools, options=cfg.data.template_options, end_ids=end_ids)
 
 
 def roles_of(environment: type[Environment]) -> list[str]:
-    """Return the roles of the messages that an environment may return."""
+    """Return the roles of the messages that an environment may return.
+
+    Args:
+        environment: The environment class.
+    """
     if environment.role:
         return [environment.role]
     if not issubclass(environment, ToolEnvironment):

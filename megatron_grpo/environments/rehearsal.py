@@ -33,6 +33,9 @@ class Played:
 
         `told` reads `8 episodes, 3.0 turns; done 6, error 2; the environment's reward 0.5`. `faults` lists the three most frequent errors
         with their counts.
+
+        Args:
+            groups: Groups of episodes; at least one completion has an episode record.
         """
         records = [one.record for group in groups for one in group.completions if one.record is not None]
         ended = Counter(record.numbers.ended for record in records)

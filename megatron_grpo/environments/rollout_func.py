@@ -296,6 +296,11 @@ class RolloutFuncSampler(PlayedSampler[RolloutFuncRunner]):
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
         """Sample as `PlayedSampler.generate` does. Collective.
 
+        Args:
+            prompts: The prompts of the round, the same on every rank.
+            sampling: Sampling settings of the run.
+            seed: Seed of the run.
+
         Raises:
             RunError: The function failed on some rank (raised on every rank), or a prompt has images.
         """

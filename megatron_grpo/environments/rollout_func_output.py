@@ -55,7 +55,12 @@ class Limits:
 
 
 def asked_of(prompts: Sequence[Prompt], n: int) -> list[CompletionRequest]:
-    """Return the requests for `n` completions of each prompt, group by group."""
+    """Return the requests for the completions of some prompts, group by group.
+
+    Args:
+        prompts: The prompts.
+        n: Completions per prompt.
+    """
     return [
         CompletionRequest(
             prompt=one.raw, token_ids=tuple(one.token_ids), columns=dict(one.columns), number=one.number, generation=i, row=one.row

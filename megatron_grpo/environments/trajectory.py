@@ -41,7 +41,11 @@ class Guards:
         return bool(self._characters)
 
     def over(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return copies of messages with special tokens replaced in all their strings, including names, which templates render too."""
+        """Return copies of messages with the text of special tokens replaced by guards.
+
+        Args:
+            messages: The messages. All their string values are treated, including names, which templates render too.
+        """
         return [
             {key: self._special.sub(self._character, said) if isinstance(said, str) else said for key, said in message.items()}
             for message in messages
@@ -51,7 +55,14 @@ class Guards:
         return self._characters.setdefault(hit[0], chr(_GUARDS[len(self._characters)]))
 
     def pieces(self, text: str) -> list[tuple[str, bool]]:
-        """Split a rendering at guards. Returns (text, whether a guard stood for it) in order, with guards replaced by their texts."""
+        """Split a rendering at guards.
+
+        Args:
+            text: The rendering.
+
+        Returns:
+            (text, whether a guard stood for it) in order, with guards replaced by their texts.
+        """
         texts = {character: said for said, character in self._characters.items()}
         found = re.split("([" + "".join(texts) + "])", text)
         return [(texts.get(piece, piece), piece in texts) for piece in found if piece]
@@ -251,7 +262,11 @@ class Trajectory:
         return self._said
 
     def hear(self, messages: Sequence[Message]) -> None:
-        """Append messages of the environment, with the template's text around them and the next generation prompt."""
+        """Append messages of the environment, with the template's text around them and the next generation prompt.
+
+        Args:
+            messages: The messages, without guards.
+        """
         heard = self.guards.over(messages)
         self.messages += heard
         full = self.template.render(self.messages)
@@ -309,7 +324,11 @@ class Trajectory:
 
 
 def untold(opening: Sequence[int]) -> TokenizedTrajectory:
-    """Return the trajectory of an episode without sampled tokens."""
+    """Return the trajectory of an episode without sampled tokens.
+
+    Args:
+        opening: Token IDs of its opening.
+    """
     tokens = np.array(opening, dtype=np.int64)
     sequence = Scored(token_ids=tokens, mask=np.zeros(len(tokens), dtype=bool))
     return TokenizedTrajectory(sequence=sequence, logprobs=np.zeros(len(tokens), dtype=np.float32), versions=())

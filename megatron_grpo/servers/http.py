@@ -310,7 +310,11 @@ def new_incarnation() -> str:
 
 
 def run_name(output_dir: Path) -> str | None:
-    """Return the name of the run that writes to `output_dir`, or None if it has none yet."""
+    """Return the name of a run, or None if it has none yet.
+
+    Args:
+        output_dir: Output directory of the run.
+    """
     try:
         return (output_dir / RUN_FILE).read_text(encoding="utf-8").strip() or None
     except FileNotFoundError:
@@ -318,9 +322,12 @@ def run_name(output_dir: Path) -> str | None:
 
 
 def named_run(output_dir: Path) -> str:
-    """Return the name of the run that writes to `output_dir`, and create it if it has none.
+    """Return the name of a run, and create one if it has none.
 
     The name begins with that of the directory, and stays the same when the run is resumed.
+
+    Args:
+        output_dir: Output directory of the run.
     """
     name = run_name(output_dir)
     if name is None:

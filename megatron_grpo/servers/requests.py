@@ -93,7 +93,12 @@ class RequestRouter(Generic[Key, Answered]):
         return chosen
 
     def take(self, key: Key, answer: Answered) -> None:
-        """Record an answer from any server. Only the first one of a prompt counts."""
+        """Record an answer from any server. Only the first one of a prompt counts.
+
+        Args:
+            key: The prompt; an unknown one is ignored.
+            answer: Its answer.
+        """
         if key in self._keys and key not in self.answers:
             self.answers[key] = answer
             self._waiting.pop(key, None)
@@ -144,7 +149,14 @@ class Calls(ABC, Generic[Answered]):
         self._asking = begun(self._ask(calls))
 
     def rests(self, seconds: float) -> bool:
-        """Wait up to `seconds` until all is answered or no call can continue. Returns whether this is so."""
+        """Wait until all is answered or no call can continue.
+
+        Args:
+            seconds: Longest wait.
+
+        Returns:
+            Whether this is so; False after the time is up.
+        """
         return self._asking is None or bool(concurrent.futures.wait([self._asking], seconds).done)
 
     def _wait(self, phase: activity.Phase, num_done: Callable[[], int], should_cancel: Callable[[], bool]) -> None:
@@ -265,7 +277,11 @@ NOTHING = ToSend()
 
 
 def on_the_wire(shown: Shown) -> tuple[wire.ShownPicture, ...]:
-    """Convert the images of a prompt to their HTTP form."""
+    """Convert the images of a prompt to their HTTP form.
+
+    Args:
+        shown: (index of the first image token, image) pairs.
+    """
     return tuple(wire.ShownPicture(key=picture.key, place=place, tokens=num_tokens(picture)) for place, picture in shown)
 
 
@@ -340,6 +356,9 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
         """Begin to send unanswered prompts to the servers that are used now. Returns at once.
 
         After all servers were lost, set `version` to that of the new weights before calling it again.
+
+        Args:
+            fleet: The servers.
         """
         self._begin(fleet, n=max((request.n for request in self.requests.values()), default=1))
 

@@ -104,7 +104,12 @@ class App:
         return len(self._work)
 
     def asgi(self, token: str, let_in: Callable[[tuple[str, int]], None]) -> AuthenticationMiddleware:
-        """Return the ASGI application with all routes behind `AuthenticationMiddleware`, which takes the same arguments."""
+        """Return the ASGI application with all routes behind `AuthenticationMiddleware`.
+
+        Args:
+            token: The bearer token.
+            let_in: Called with the (host, port) of each client that has sent the token.
+        """
         asked = (self.state, self.metrics)
         routes = [Route(f"/{route.__name__}", route, methods=["GET"]) for route in asked]
         routes += [Route(f"/{route.__name__}", route, methods=["POST"]) for route in self.served()]
@@ -363,6 +368,10 @@ async def _first(futures: list[asyncio.Future[Any]], seconds: float | None = Non
 
 async def body_of(request: Request, cls: type[wire.Body]) -> wire.Body:
     """Decode the body of a request.
+
+    Args:
+        request: The request.
+        cls: The expected class.
 
     Raises:
         MalformedMessageError: The body is not a `cls`.

@@ -236,7 +236,14 @@ class ServedEngine:
     # ---- weights
 
     async def join(self, join: wire.Join) -> None:
-        """Make all workers members of a link. Raises WeightPushError if one cannot join."""
+        """Make all workers members of a link.
+
+        Args:
+            join: Address, size and name of the link.
+
+        Raises:
+            WeightPushError: A worker could not join.
+        """
         await self._all_workers("join_link", msgspec.structs.asdict(join))
 
     async def take_weights(self, push: wire.WeightPush, has_base: bool = False) -> None:

@@ -246,7 +246,11 @@ def _bound(cfg: ServeConfig, *, shares: bool) -> Listener:
 
 
 def reachable(host: str) -> str:
-    """Return the host name, in URL form, by which other machines reach a server that listens at `host`."""
+    """Return the host name, in URL form, by which other machines reach a server.
+
+    Args:
+        host: Address at which it listens; "0.0.0.0", "::" and "" mean all addresses.
+    """
     if host in ("0.0.0.0", "::", ""):
         host = _own_name()
     return f"[{host}]" if ":" in host else host

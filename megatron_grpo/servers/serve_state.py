@@ -81,13 +81,23 @@ class Ownership:
         return True
 
     def release(self, incarnation: str | None) -> None:
-        """End the ownership of the caller. Raises RequestRefusedError if it does not own the server."""
+        """End the ownership of the caller.
+
+        Args:
+            incarnation: Incarnation of the caller; None: it sent none.
+
+        Raises:
+            RequestRefusedError: The caller does not own the server.
+        """
         self.require(incarnation)
         self._owner = None
         self._forget()
 
     def require(self, incarnation: str | None) -> None:
         """Check that the caller owns the server, and renew its lease, even an expired one if no other run has claimed the server.
+
+        Args:
+            incarnation: Incarnation of the caller; None: it sent none.
 
         Raises:
             RequestRefusedError: The caller does not own the server.
@@ -98,14 +108,25 @@ class Ownership:
         self._heard = self._clock()
 
     def require_version(self, version: int) -> None:
-        """Raise RequestRefusedError if the server has weights of another version or of none."""
+        """Check the version of the weights.
+
+        Args:
+            version: The expected version.
+
+        Raises:
+            RequestRefusedError: The server has weights of another version or of none.
+        """
         if self.version is None:
             raise RequestRefusedError(f"this server holds no weights of a version, and version {version} was asked for; push them first")
         if version != self.version:
             raise RequestRefusedError(f"this server holds version {self.version}, and version {version} was asked for")
 
     def heard(self, tenure: int) -> None:
-        """Renew the lease, because the owner reads a response that was requested in this tenure."""
+        """Renew the lease, because the owner is reading a response stream.
+
+        Args:
+            tenure: Tenure in which the response was requested; an earlier one than the current one is ignored.
+        """
         if tenure == self.tenure:
             self._heard = self._clock()
 

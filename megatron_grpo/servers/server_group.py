@@ -414,7 +414,11 @@ class TrainingServerGroup(ServerGroup):
 
 
 def named(members: Sequence[ServerHandle]) -> str:
-    """Return the names of servers for a log line, each with the reason why it is not used."""
+    """Return the names of servers for a log line, each with the reason why it is not used.
+
+    Args:
+        members: The servers. If there are none, the text says that no address has been written yet.
+    """
     return "; ".join(f"{member} ({member.trouble})" for member in members) or "none has written its address yet"
 
 

@@ -150,8 +150,10 @@ class ServerTurns:
             self._changed.set()
 
     def _ended(self, member: ServerHandle, asked: Mapping[Key, wire.Request], *, died: bool) -> None:
-        """Queue the unanswered turns of a finished call again. Keys alone do not identify them: the next turn of an episode whose turn was
-        answered may already be in flight."""
+        """Queue the unanswered turns of a finished call again.
+
+        Keys alone do not identify them: the next turn of an episode whose turn was answered may already be in flight.
+        """
         for key, request in asked.items():
             if self._flying.get(key) is not member or self._open.get(key) is not request:
                 continue

@@ -193,7 +193,20 @@ class ServerEngine:
         return groups
 
     def play(self, prompts: Sequence[Prompt], sampling: SamplingSettings, begin: Callable[[Sequence[Prompt]], Player]) -> list[Group]:
-        """Play episodes as `rollout.turns.TurnEngine` documents. Rank 0 plays all of them. Collective."""
+        """Play episodes as `rollout.turns.TurnEngine` documents. Rank 0 plays all of them. Collective.
+
+        Args:
+            prompts: The prompts, the same on every rank.
+            sampling: Sampling settings of the run.
+            begin: Returns the player of some prompts; called on rank 0 alone, with all prompts.
+
+        Returns:
+            The groups that this rank scores.
+
+        Raises:
+            WeightsLostError: No server with the weights is left. Push weights, and call it again with the same player from `begin`.
+            CancelledError: The run is to stop.
+        """
         self.require_weights()
         parts: dict[int, Sequence[Group]] = {}
 
@@ -234,7 +247,11 @@ class ServerEngine:
         return ServerGenerationFuture(self, prompts, question)
 
     def require_weights(self) -> None:
-        """Raise WeightSyncError if the servers have no weights of a version."""
+        """Check that the servers have weights of a version.
+
+        Raises:
+            WeightSyncError: A weight push failed, or there was none.
+        """
         if self.version == NO_VERSION:
             raise WeightSyncError("the rollout servers hold no weights of a version: a weight push failed. Push them first.")
 
@@ -324,7 +341,14 @@ class ServerGenerationFuture:
 
 
 def dealt(things: Sequence[Value]) -> dict[int, Sequence[Value]]:
-    """Deal things to the ranks that score them, round-robin. Returns rank -> its things."""
+    """Deal things to the ranks that score them, round-robin.
+
+    Args:
+        things: One per prompt, in the order of the prompts.
+
+    Returns:
+        Rank -> its things; ranks without any are missing.
+    """
     return {rank: things[rank :: collectives.num_ranks()] for rank in range(min(collectives.num_ranks(), len(things)))}
 
 

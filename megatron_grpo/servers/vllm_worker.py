@@ -89,7 +89,14 @@ class WeightTransferWorker:
         return f"did not arrive whole: {wrong}" if wrong else ""
 
     def linked_as(self: Any, link: str) -> WeightReceiverWorker:
-        """Return the joined link. Raises LinkError if it has another name or there is none."""
+        """Return the joined link.
+
+        Args:
+            link: Expected name of the link.
+
+        Raises:
+            LinkError: The worker has joined a link of another name or none.
+        """
         if self.linked is None or self.linked.name != link:
             raise LinkError(f"this worker is not a member of the link {link!r}; join it first")
         return self.linked

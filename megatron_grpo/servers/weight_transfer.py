@@ -259,7 +259,11 @@ def _share_a_gpu(store: Any, rank: int, world: int, limit: timedelta, mine: str)
 
 
 def local_address(address: str, port: int) -> str:
-    """Return this machine's address on the route to (address, port), which the other side can reach.
+    """Return this machine's address on the route to another one, which the other machine can reach.
+
+    Args:
+        address: Host name or address of the other machine.
+        port: A port at which it accepts connections.
 
     Raises:
         OSError: The address does not accept a connection within 10 s.

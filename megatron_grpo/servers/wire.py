@@ -292,6 +292,10 @@ def encode_line(line: Struct) -> bytes:
 def decode_line(cls: type[Body], line: bytes) -> Body | None:
     """Decode one line of a stream.
 
+    Args:
+        cls: The expected class.
+        line: The line with its newline.
+
     Returns:
         The object, or None for an empty line, which the server sends as a heartbeat.
 
@@ -370,7 +374,11 @@ def encode_error(sentence: str) -> bytes:
 
 
 def decode_error(body: bytes) -> str:
-    """Return the error message of a response, or the beginning of its body if another program listens at that address."""
+    """Return the error message of a response.
+
+    Args:
+        body: Body of a response whose status is not 200. If it does not come from a rollout server, its beginning is returned.
+    """
     try:
         return said_by(decode(_Error, body).error, most=LONGEST_REFUSAL)
     except MalformedMessageError:
