@@ -1,7 +1,7 @@
 """Lifecycle of a rollout server: bind the port, load the model, answer requests, and end all child processes.
 
-When a process is killed, the EngineCore process that vLLM has started in it survives under another name and keeps its memory. Therefore
-the kernel is told to kill the children of a server with their parent.
+When a server process is killed, vLLM's EngineCore process survives under another name and keeps its memory. Therefore the children of a
+server ask the kernel to kill them when their parent dies.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _app(serving: Serving, engine: Any) -> Any:
     if not serving.cfg.serve.frozen:
         return App(engine, **common)
     path = serving.model_path
-    tokenizer = load_tokenizer(str(path), trust_remote_code=serving.cfg.model.trust_remote_code, warns=False)  # `serve` has
+    tokenizer = load_tokenizer(str(path), trust_remote_code=serving.cfg.model.trust_remote_code, warns=False)  # `serve` has warned
     return FrozenApp(engine, vocabulary=vocabulary_of(tokenizer), fingerprint=model_fingerprint(path), **common)
 
 
