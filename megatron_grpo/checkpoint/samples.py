@@ -40,14 +40,14 @@ def file_of(samples: Sequence[Any]) -> bytes:
     Args:
         samples: Instances of one or several dataclasses.
     """
-    arrays: dict[str, np.ndarray] = {"kinds": np.array([type(sample).__name__ for sample in samples], dtype=np.str_)}
+    arrays: dict[str, np.ndarray] = {"kinds": np.array([name_of(type(sample)) for sample in samples], dtype=np.str_)}
     types: dict[str, dict[str, str]] = {}
     for kind in dict.fromkeys(type(sample) for sample in samples):
         mine = [sample for sample in samples if type(sample) is kind]
-        types[kind.__name__] = column_types(kind)
-        for name, column in types[kind.__name__].items():
+        types[name_of(kind)] = column_types(kind)
+        for name, column in types[name_of(kind)].items():
             values = [getattr(sample, name) for sample in mine]
-            arrays |= {f"{kind.__name__}.{name}{part}": array for part, array in _columns(column, values, name).items()}
+            arrays |= {f"{name_of(kind)}.{name}{part}": array for part, array in _columns(column, values, name).items()}
     header = {"format": FORMAT, "written_by": f"megatron_grpo {__version__}", "kinds": types}
     stream = io.BytesIO()
     np.savez(stream, allow_pickle=False, **{HEADER: np.array(json.dumps(header))}, **arrays)
@@ -67,7 +67,7 @@ def read_samples(path: Path, kind: type = Sample) -> list[Any]:
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
     header = _header(path, arrays, kind)
-    known = {one.__name__: one for one in _kinds(kind)}
+    known = {name_of(one): one for one in _kinds(kind)}
     read = _rows if header["format"] > 1 else _rows_of_format_1
     made = {name: iter(list(read(path, known[name], arrays))) for name in header["kinds"]}
     return [next(made[str(name)]) for name in arrays["kinds"]]
@@ -95,6 +95,11 @@ def files_of_samples(ours: Path) -> list[Path]:
         ours: The directory for files of this package in a checkpoint.
     """
     return [*ours.glob("pending.npz"), *sorted((ours / "pending").glob("rank_*.npz"))]
+
+
+def name_of(kind: type) -> str:
+    """Return the name of a sample class in files. It stays what it was when a class is renamed."""
+    return {"SampleWithOldLogprobs": "AnchoredSample"}.get(kind.__name__, kind.__name__)
 
 
 def column_types(kind: type) -> dict[str, str]:
@@ -179,7 +184,7 @@ def _header(path: Path, arrays: Mapping[str, Any], kind: type) -> dict[str, Any]
     says, this = f"{path} was written by {header['written_by']} and has", f"megatron_grpo {__version__}"
     if header["format"] not in (1, FORMAT):
         raise UnknownSamplesError(f"{says} format {header['format']}; {this} reads formats 1 and {FORMAT}")
-    known = {one.__name__: one for one in _kinds(kind)}
+    known = {name_of(one): one for one in _kinds(kind)}
     for name, columns in header["kinds"].items():
         if name not in known:
             raise UnknownSamplesError(f"{says} samples of the kind {name}, which {this} does not know")
@@ -193,10 +198,10 @@ def _header(path: Path, arrays: Mapping[str, Any], kind: type) -> dict[str, Any]
 
 
 def _rows(path: Path, kind: type, arrays: Mapping[str, np.ndarray]) -> Iterator[Any]:
-    types = json.loads(str(arrays[HEADER]))["kinds"][kind.__name__]
+    types = json.loads(str(arrays[HEADER]))["kinds"][name_of(kind)]
     columns = {}
     for name, column in types.items():
-        key = f"{kind.__name__}.{name}"
+        key = f"{name_of(kind)}.{name}"
         part = {ending: arrays[key + ending] for ending in ("", ".shapes", ".dtype", ".present") if key + ending in arrays}
         columns[name] = _values(column, part)
     yield from _made(path, kind, columns)
@@ -206,7 +211,7 @@ def _rows_of_format_1(path: Path, kind: type, arrays: Mapping[str, np.ndarray]) 
     columns: dict[str, list[Any]] = {}
     mine = column_types(kind)
     for key, values in arrays.items():
-        if not key.startswith(f"{kind.__name__}.") or key.count(".") > 1:
+        if not key.startswith(f"{name_of(kind)}.") or key.count(".") > 1:
             continue
         name = key.split(".")[1]
         is_array = f"{key}.lengths" in arrays
@@ -221,7 +226,7 @@ def _rows_of_format_1(path: Path, kind: type, arrays: Mapping[str, np.ndarray]) 
 def _made(path: Path, kind: type, columns: Mapping[str, Sequence[Any]]) -> Iterator[Any]:
     for field in fields(kind):
         if field.name not in columns and field.default is MISSING and field.default_factory is MISSING:
-            raise UnknownSamplesError(f"{path} lacks {kind.__name__}.{field.name}, which has no default in megatron_grpo {__version__}")
+            raise UnknownSamplesError(f"{path} lacks {name_of(kind)}.{field.name}, which has no default in megatron_grpo {__version__}")
     for row in zip(*columns.values(), strict=True):
         yield kind(**dict(zip(columns, row, strict=True)))
 

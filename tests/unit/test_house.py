@@ -35,8 +35,10 @@ def functions_in(source: str) -> Iterator[tuple[str, ast.FunctionDef | ast.Async
 
 
 def lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Without its decorators, with everything else."""
-    return (function.end_lineno or 0) - function.lineno + 1
+    """Without its decorators and its docstring, with everything else."""
+    first = function.body[0]
+    docstring = (first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(function) is not None else 0
+    return (function.end_lineno or 0) - function.lineno + 1 - docstring
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
