@@ -40,7 +40,7 @@ ROOMS = {
         STEP: "policy/optimizer",
         f"{STEP} tests/distributed/test_step_parity.py": "policy/policy",
         "tests/distributed/test_reference_model.py": "policy/reference",
-        f"{RUNS} -k 'straddle and float64'": "trainer/pending",
+        f"{RUNS} -k 'straddle and float64'": "trainer/sample_buffer",
         f"{RUNS} -k 'between_two_rollouts or was_that_long'": "train",
     },
 }

@@ -93,7 +93,7 @@ def transformer_config(
         moe_token_dispatcher_type=model.moe_token_dispatcher_type if shape.moe else "alltoall",
         fp8=model.fp8_format,
         fp8_recipe=model.fp8_recipe if model.fp8_format else None,
-        **model.megatron_extra_kwargs,  # of `config/passed_on.yaml`, none of which is set above
+        **model.megatron_extra_kwargs,  # of `config/engine_kwargs.yaml`, none of which is set above
     )
 
 

@@ -211,8 +211,8 @@ def test_a_file_that_5dcdde2_wrote_is_read(tmp_path, case):
     rows = read_samples(tmp_path / "file")
     assert len(rows) == 12 and {type(one) for one in rows} == {SampleWithOldLogprobs}
     with np.load(io.BytesIO(content)) as written:
-        assert np.array_equal(np.concatenate([one.token_ids for one in rows]), written["SampleWithOldLogprobs.token_ids"])
-        assert np.array_equal(np.concatenate([one.old_logprobs for one in rows]), written["SampleWithOldLogprobs.old_logprobs"])
-        assert {one.anchored_by for one in rows} == set(written["SampleWithOldLogprobs.anchored_by"].tolist())
+        assert np.array_equal(np.concatenate([one.token_ids for one in rows]), written["AnchoredSample.token_ids"])
+        assert np.array_equal(np.concatenate([one.old_logprobs for one in rows]), written["AnchoredSample.old_logprobs"])
+        assert {one.anchored_by for one in rows} == set(written["AnchoredSample.anchored_by"].tolist())
         masks = [one.mask if hasattr(one, "mask") else one.loss_mask for one in rows]
-        assert np.array_equal(np.concatenate(masks), written["SampleWithOldLogprobs.loss_mask"])
+        assert np.array_equal(np.concatenate(masks), written["AnchoredSample.loss_mask"])
