@@ -30,7 +30,7 @@ STEP, RUNS = "tests/distributed/test_train_step.py", "tests/end_to_end/test_many
 ROOMS = {
     "quick": {
         "tests/unit/metrics -k 'not tensorboard and not pictures and not reader_that'": "base/activity metrics/__init__ metrics/summary "
-        "metrics/journal metrics/records metrics/rollout",  # without what takes seconds
+        "metrics/metrics_logger metrics/records metrics/rollout",  # without what takes seconds
         "tests/unit/trainer/test_rollouts.py": "trainer/rollouts",
         "tests/unit/policy/test_guard.py": "policy/guard",
         "tests/unit/grpo/test_metrics.py": "grpo/metrics",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tests.distributed.test_checkpoint import Policy, Waiting, checkpoints, pending_samples
 from tests.ranks import run_ranks
 from tests.seeing import as_bytes, picture
-from tests.unit.data.test_pictures import EYES, Words, asks
+from tests.unit.data.test_images import EYES, Words, asks
 
 
 def test_rows_that_wait_show_their_pictures_again(tmp_path):

@@ -110,7 +110,7 @@ def test_what_is_refused_with_pictures_is_refused_in_the_words_of_the_page(tmp_p
     from megatron_grpo.base.errors import ConfigError
     from megatron_grpo.config.config import DataConfig
     from megatron_grpo.data.prompts import load_rows
-    from tests.unit.data.test_pictures import EYES
+    from tests.unit.data.test_images import EYES
 
     two = {"prompt": "<image><image>", "images": ["a.png", "b.png"]}
     cases = {

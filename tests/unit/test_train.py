@@ -36,7 +36,7 @@ from megatron_grpo.trainer.generation import RolloutGenerator
 from megatron_grpo.trainer.rollouts import Rollouts, harvest
 from megatron_grpo.types import GroupMetadata, Progress, ScoredGroup, answered
 from megatron_grpo.weights.buckets import WeightUpdate
-from tests.unit.batching.test_timetable import Walk, table_of
+from tests.unit.batching.test_schedule import Walk, table_of
 from tests.unit.trainer.test_rollouts import OneRank, Stream
 
 SAMPLING = SamplingSettings(n=2, max_completion_length=2)

@@ -14,7 +14,7 @@ from megatron_grpo.data import streamed
 from megatron_grpo.data.mixing import open_sets
 from megatron_grpo.data.prompts import open_stream
 from megatron_grpo.data.streamed import REMEMBERED, StreamedPrompts, open_prompts, rows_to_look_at
-from tests.unit.data.test_pictures import EYES, Words
+from tests.unit.data.test_images import EYES, Words
 
 ROWS = [{"prompt": chr(97 + n % 26) * (1 + n % 5), "answer": n} for n in range(23)]
 

@@ -30,7 +30,7 @@ def reward(function, on_error="raise"):
 
 def run(program: str) -> subprocess.CompletedProcess:
     """A process that scores: `program` defines `f`, `after()` is called when the scores are there."""
-    start = "from tests.unit.rewards.test_contained import *\nimport os, sys, time\n"
+    start = "from tests.unit.rewards.test_process_isolation import *\nimport os, sys, time\n"
     return subprocess.run([sys.executable, "-c", start + textwrap.dedent(program)], capture_output=True, text=True, timeout=120,
                           env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
 

@@ -242,7 +242,7 @@ def test_an_empty_share_has_no_scores():
 
 def test_code_that_cannot_be_interrupted_ends_the_process_and_shows_where_it_is_stuck():
     program = textwrap.dedent("""
-        from megatron_grpo.rewards import contained
+        from megatron_grpo.rewards import process_isolation as contained
         contained.GRACE = 0.5
         def stuck_in_c(completions):
             return [9 ** 9 ** 9]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_grpo.rollout.probes import probe_sequences
-from tests.unit.data.test_pictures import EYES
+from tests.unit.data.test_images import EYES
 
 
 class Words:

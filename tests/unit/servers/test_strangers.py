@@ -26,7 +26,7 @@ SERVER = """
 import asyncio, json, sys
 from types import SimpleNamespace
 from megatron_grpo.base.cleanup import CleanUp
-from megatron_grpo.servers import serve_life as life
+from megatron_grpo.servers import serve_lifecycle as life
 from megatron_grpo.config.config import Config
 from megatron_grpo.weights.shape import ModelShape, RopeShape
 
