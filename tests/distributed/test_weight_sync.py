@@ -303,7 +303,7 @@ def test_without_a_table_the_reload_stays_and_says_why(checkpoints):
                 def heard(self, named):
                     return ((name, tensor * 1 if "q_norm" in name else tensor) for name, tensor in super().heard(named))
 
-            vllm_weights.Lesson = Deaf
+            vllm_weights.WeightLayoutRecorder = Deaf
             refused("it was not seen where each part of model.layers.0.self_attn.q_norm.weight comes from")
 
     run_ranks(body, 1)

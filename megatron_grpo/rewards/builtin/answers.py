@@ -41,9 +41,9 @@ def alternatives(right: Any) -> list[str]:
 
 
 def final_answer(text: str) -> str:
-    """Return the final answer of a text, without surrounding space.
+    r"""Return the final answer of a text, without surrounding space.
 
-    Only text after the last `</think>` counts. In it, the first match in this order: the last `<answer>` tag, the last `\\boxed{}`, a
+    Only text after the last `</think>` counts. In it, the first match in this order: the last `<answer>` tag, the last `\boxed{}`, a
     line `#### x`, the text after the last "answer is" or "answer:" on its line, or else the whole text.
     """
     text = text.rpartition("</think>")[2]
@@ -61,7 +61,7 @@ def final_answer(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last `\\boxed{...}` of a text, with balanced braces; None if there is none."""
+    r"""Return the content of the last `\boxed{...}` of a text, with balanced braces; None if there is none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

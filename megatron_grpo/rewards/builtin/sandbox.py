@@ -151,8 +151,9 @@ def _exceeded(pid: int, folder: str) -> str:
 
 
 def _crowded(folder: str) -> str:
-    """Return the limit on the directory that is exceeded, "" if none: the number of files, or a nesting depth at which they cannot be
-    counted.
+    """Return the limit on the directory that is exceeded, "" if none.
+
+    There are two: the number of files, and a nesting depth at which they cannot be counted.
     """
     too_deep = False
 
