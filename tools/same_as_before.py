@@ -157,7 +157,7 @@ def rows_of_tests(tree: Path) -> Iterator[list[str]]:
 
 
 def runs(tree: Path) -> Results:
-    from tests.end_to_end import runs, scripted, test_pictures
+    from tests.end_to_end import runs, scripted, test_images
     from tests.ranks import run_ranks
     from tests.servers import ASKS, Server
 
@@ -166,7 +166,7 @@ def runs(tree: Path) -> Results:
 
     def heard(rank: int, world_size: int, by: str, flags: list[str]) -> str:
         with contextlib.redirect_stderr(io.StringIO()) as err:
-            code = {"images": test_pictures, "vllm": runs}.get(by, scripted).train(rank, world_size, flags)
+            code = {"images": test_images, "vllm": runs}.get(by, scripted).train(rank, world_size, flags)
         return f"exit code {code}\n{err.getvalue() if code else ''}"
 
     server = Server(Path("serving").absolute(), Path("small").absolute())
