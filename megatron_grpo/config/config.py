@@ -566,7 +566,7 @@ class ServeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What a batch size was typed as, under another system's names.
+    """A batch size as it was typed under another system's names.
 
     Args:
         name: The name to change.

@@ -42,7 +42,7 @@ _EPISODE_COLUMNS = ("messages", "turn_rewards", "num_turns", "ended")  # columns
 
 @dataclass(slots=True, kw_only=True)
 class ValidatedInputs:
-    """What the settings name, as far as it was read.
+    """Model, data, rewards and plug-ins that the settings name, as far as they were read.
 
     A part that was left out or could not be read is None. For a training run everything is present.
 

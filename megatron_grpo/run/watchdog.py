@@ -48,7 +48,7 @@ _DEPTH = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
-    """What a rank reports about itself.
+    """Report of a rank about itself.
 
     Args:
         beat: Number of pulses so far.
