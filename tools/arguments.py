@@ -1,7 +1,9 @@
-"""Write docs/arguments.md: every argument of five other systems, and what it is here. `python tools/arguments.py`.
+"""Print every argument of another system and what it is here, as a Markdown table. `tools/docs.py` makes the site's pages from it.
 
-The lists of theirs are `tools/theirs/*.tsv` (made by `tools/their_arguments.py`); what each is here is read from the tables of
-`megatron_grpo/compat/`, which `plan` and `train` read too.
+    python tools/arguments.py trl
+
+The lists of arguments are `tools/theirs/*.tsv` (made by `tools/their_arguments.py`); what each is here is read from the tables of
+`megatron_grpo/compat/`, which `plan` and `train` read too, so a page and a message cannot disagree.
 """
 
 from __future__ import annotations
@@ -16,11 +18,10 @@ from megatron_grpo.config.read import shown
 from megatron_grpo.config.table import names, table
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "arguments.md"
-# dialect -> (file of their list, heading)
+# dialect -> (file of their list, title)
 SYSTEMS = {
     "swift-megatron": ("swift", "Megatron-SWIFT"),
-    "trl": ("trl", "TRL's GRPOConfig"),
+    "trl": ("trl", "TRL"),
     "verl": ("verl", "verl"),
     "skyrl": ("skyrl", "SkyRL"),
     "slime": ("slime", "slime"),
@@ -28,13 +29,13 @@ SYSTEMS = {
 
 
 def theirs(system: str) -> tuple[str, dict[str, str]]:
-    """(where the list is from, their default by name)."""
+    """Return (source of the list, default by name)."""
     head, *lines = (ROOT / "tools" / "theirs" / f"{system}.tsv").read_text(encoding="utf-8").splitlines()
     return head.removeprefix("# "), dict(line.split("\t") for line in lines)
 
 
 def native_of(dialect: Dialect, name: str) -> str:
-    """The setting that a name means, where it means one by itself."""
+    """Return the setting that a name means by itself; empty if there is none."""
     row = dialect.row(name)[1]
     if row is not None:
         return row.native
@@ -43,7 +44,7 @@ def native_of(dialect: Dialect, name: str) -> str:
 
 
 def here(dialect: Dialect, name: str) -> str:
-    """What a name of theirs is here, in words; empty where no table knows it."""
+    """Return a phrase on what a foreign name is here; empty if no table has it."""
     size = dialect.size(name)
     row = dialect.row(name)[1]
     if size is not None:
@@ -59,7 +60,7 @@ def here(dialect: Dialect, name: str) -> str:
 
 
 def rows(system: str) -> Iterator[tuple[str, str, str, str]]:
-    """(name, default there, what it is here, default here) of each argument of theirs."""
+    """Yield (name, default there, what it is here, default here) of each argument."""
     dialect = DIALECTS[system]
     for name, default in theirs(SYSTEMS[system][0])[1].items():
         native = native_of(dialect, name)
@@ -72,37 +73,48 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ") or "-"
 
 
-def page() -> str:
-    """The whole of docs/arguments.md."""
-    text = [HEAD]
-    for system, (file, title) in SYSTEMS.items():
-        source, found = theirs(file)
-        kinds = [what.partition(":")[0].split(" (")[0] for _, _, what, _ in rows(system)]
-        refused, aside = kinds.count("refused"), kinds.count("set aside")
-        text.append(f"\n## {title}\n\n{source}. {len(found)} arguments: {len(found) - refused - aside} have a meaning here, ")
-        text.append(f"{aside} change nothing, {refused} are refused. `--dialect {system}`.\n\n")
-        text.append("| theirs | default there | here | default here |\n|---|---|---|---|\n")
-        text += [f"| `{name}` | {cell(default)} | {cell(what)} | {cell(ours)} |\n" for name, default, what, ours in rows(system)]
-    return "".join(text)
+def defaults(theirs: str, ours: str) -> str:
+    """Return both defaults as one cell: one value where they are equal or there is no setting here."""
+    return f"`{cell(theirs)}`" if ours in ("", theirs) else f"`{cell(theirs)}`; here `{cell(ours)}`"
 
 
-HEAD = """# Argument mapping: Megatron-SWIFT, TRL, verl, SkyRL, slime
+def counts(system: str) -> tuple[int, int, int]:
+    """Return the numbers of arguments that are translated, set aside and refused."""
+    kinds = [what.partition(":")[0].split(" (")[0] for _, _, what, _ in rows(system)]
+    refused, aside = kinds.count("refused"), kinds.count("set aside")
+    return len(kinds) - refused - aside, aside, refused
 
-Made by `python tools/arguments.py` from the tables that `plan` and `train` read (`megatron_grpo/compat/`), so that a message
-and this page cannot disagree. A row says what an argument is here with `--dialect`:
 
-* a setting in backticks: the same under that name; a word of theirs that is spelt otherwise stands behind it. "read: ..." is what it
-  becomes, alone or with others.
-* **refused**: the sentence that `plan` and `train` print, unless its value asks for nothing (`none`, `false`, empty) or is one of
-  those that are named.
-* **set aside**: neither what is sampled nor what is trained depends on it here; the reason follows. `plan` and `train` list such names.
-* "default here" is the setting's own. Where theirs differs and nobody types it, theirs is used in a dialect, and shown by `plan`.
+def page(system: str) -> str:
+    """Return the page with the arguments of one system, as Markdown.
 
-What is in no list of theirs and no setting here is refused too, for it may change what is trained. How sizes are made of theirs is in
-[batching.md](batching.md), how to come from each system in [coming_from.md](coming_from.md).
-"""
+    Args:
+        system: Name of the dialect.
+    """
+    file, title = SYSTEMS[system]
+    translated, aside, refused = counts(system)
+    lines = [
+        f"# Arguments of {title}",
+        "",
+        f"{translated + aside + refused} arguments of {theirs(file)[0]}: {translated} are translated, {aside} are set aside, {refused} are "
+        f"refused. Use them with `--dialect {system}`, on the command line or in a file.",
+    ]
+    section = None
+    for name, default, what, ours in sorted(rows(system), key=lambda row: section_of(row[0])):
+        if section != section_of(name):
+            section = section_of(name)
+            lines += ["", *([f"## `{section}`", ""] if section else []), "| Argument | Default | Here |", "|---|---|---|"]
+        lines.append(f"| `{name.removeprefix(f'{section}.')}` | {defaults(default, ours)} | {cell(what)} |")
+    return "\n".join([*lines, ""])
+
+
+def section_of(name: str) -> str:
+    """Return the section of a dotted name, such as `actor_rollout_ref.actor.megatron`: at most three words, so that rows stay narrow."""
+    return ".".join(name.split(".")[:-1][:3])
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
-    sys.exit(0)
+    if sys.argv[1:] and sys.argv[1] in SYSTEMS:
+        print(page(sys.argv[1]), end="")
+    else:
+        sys.exit(f"usage: python tools/arguments.py {{{','.join(SYSTEMS)}}}")

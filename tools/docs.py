@@ -123,6 +123,13 @@ def models_page() -> str:
     return "\n".join([*lines, "", "[Add a model](../adding-a-model.md) says what another one needs.", ""])
 
 
+def argument_pages() -> dict[str, str]:
+    """Return the pages with the arguments of other systems, by name."""
+    from tools.arguments import SYSTEMS, page
+
+    return {f"arguments/{system}": page(system) for system in SYSTEMS}
+
+
 def gather() -> None:
     shutil.rmtree(PAGES.parent, ignore_errors=True)
     places = sources()
@@ -130,7 +137,7 @@ def gather() -> None:
         (PAGES / place).parent.mkdir(parents=True, exist_ok=True)
         (PAGES / place).write_text(relinked(page.read_text(encoding="utf-8"), page, place, places), encoding="utf-8")
     shutil.copytree(ROOT / "docs" / "assets", PAGES / "assets", dirs_exist_ok=True)
-    made = {"settings": settings_page(), "command_line": commands_page(), "models": models_page()}
+    made = {"settings": settings_page(), "command_line": commands_page(), "models": models_page()} | argument_pages()
     for title, modules in API.items():
         made[f"api/{title.lower().replace(' ', '_')}"] = "\n\n".join([f"# {title}", *(f"::: megatron_grpo.{name}" for name in modules), ""])
     for name, text in made.items():

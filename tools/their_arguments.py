@@ -1,4 +1,4 @@
-"""Write the lists of arguments of other systems, from their sources, into `tools/theirs/`: what docs/arguments.md must answer, row by row.
+"""Write the lists of arguments of other systems, from their sources, into `tools/theirs/`: the rows of the argument mapping.
 
     python tools/their_arguments.py swift ~/ms-swift          # a git directory, bare or not
     python tools/their_arguments.py trl                       # the installed trl

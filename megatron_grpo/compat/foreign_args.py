@@ -79,7 +79,7 @@ class Foreign:
 
     @property
     def says(self) -> str:
-        """Sentence for `docs/arguments.md` on what the name is here."""
+        """Phrase for the argument mapping on what the name is here."""
         words = ", ".join(f"`{theirs}` is `{ours}`" for theirs, ours in self.values.items())
         if self.native:
             return f"`{self.native}`" + (f"; {words}" if words else "")
