@@ -1,7 +1,7 @@
 """Gathers the pages of the documentation, generates those of the reference, and checks the links of the built site.
 
     python tools/docs.py gather     build/docs: docs/, the examples' READMEs, and the generated pages
-    python tools/docs.py check      build/docs/site: every link of every page leads to a page and to an anchor on it
+    python tools/docs.py check      build/docs/site: writes redirects for moved pages, then follows every link to its page and anchor
 
 `tools/docs.sh` calls both. Nothing of torch is needed.
 """
@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES, SITE = ROOT / "build" / "docs" / "pages", ROOT / "build" / "docs" / "site"
 LINK = re.compile(r"(!?)\[([^\]\n]*)\]\(([^)\s]+)\)")
 COMMANDS = ("train", "plan", "rehearse", "doctor", "eval", "export", "serve", "mismatch", "replay", "whatif")
+MOVED = {"stops": "checkpoints/#stop-a-run"}  # a page that was there -> where it went, both as the site has them
 API = {
     "Training loop": ["train"],
     "Data types": ["types"],
@@ -148,6 +149,19 @@ def gather() -> None:
     print(f"[docs] {len(places)} pages gathered, {len(made)} generated")
 
 
+def redirect() -> None:
+    """Write a page at each place in `MOVED` that sends browsers to the new one."""
+    for old, new in MOVED.items():
+        target = "../" * len(Path(old).parts) + new
+        page = SITE / old / "index.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(
+            f'<!doctype html><meta charset="utf-8"><title>Moved</title><link rel="canonical" href="{target}">'
+            f'<meta http-equiv="refresh" content="0; url={target}"><a href="{target}">This page has moved.</a>\n',
+            encoding="utf-8",
+        )
+
+
 class Page(HTMLParser):
     """The links and the anchors of one page."""
 
@@ -166,7 +180,8 @@ class Page(HTMLParser):
 
 
 def check() -> int:
-    """Returns the number of links that lead nowhere, and prints each."""
+    """Write the redirects, print each link that leads nowhere, and return their number."""
+    redirect()
     pages = {path: Page(path) for path in SITE.rglob("*.html") if path.name != "404.html"}
     broken = []
     for path, page in pages.items():
