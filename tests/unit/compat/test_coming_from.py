@@ -22,7 +22,7 @@ def values(config: Config) -> dict[str, object]:
 
 @pytest.mark.parametrize("dialect", ["verl", "slime"])
 def test_the_command_after_is_the_script_before(dialect, tmp_path):
-    chapter = PAGE.read_text().split(f"## ... {dialect}\n")[1].split("\n## ")[0]
+    chapter = PAGE.read_text().split(f"## {dialect}\n")[1].split("\n## ")[0]
     before, after = re.findall(r"```\n(.*?)```", chapter, re.DOTALL)
     script = tmp_path / "before.sh"
     script.write_text(before)
