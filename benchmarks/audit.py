@@ -1,4 +1,4 @@
-"""What `--audit true` costs: CPU seconds of an audit beside those of the optimizer steps between two of them, in one run.
+"""What `--check_replicas true` costs: CPU seconds of an audit beside those of the optimizer steps between two of them, in one run.
 
     python benchmarks/audit.py [steps]
 
@@ -61,8 +61,9 @@ def measured(path, settings, samples, steps: int):
 
 
 def main(steps: int) -> None:
-    every = RunConfig().audit_steps
-    print(f"| layout | parameters a rank | step, CPU s | audit, CPU s | share at --audit_steps {every} |\n| --- | --- | --- | --- | --- |")
+    every = RunConfig().check_replicas_interval
+    print(f"| layout | parameters a rank | step, CPU s | check, CPU s | share at --check_replicas_interval {every} |")
+    print("| --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as scratch:
         for name, (model, settings) in LAYOUTS.items():
             path = Path(scratch) / model

@@ -92,7 +92,7 @@ def t8(arguments: argparse.Namespace) -> dict:
     path = write_tiny(tempfile.mkdtemp(), "qwen3", dtype=dtype, std=0.02, **model)
     how = argparse.Namespace(
         batch="T8", pairs=arguments.pairs, budget=arguments.budget, trl_micro_batch=arguments.trl_micro_batch, dtype=dtype, seed=0,
-        share_prompts=arguments.share_prompts,
+        share_prefix=arguments.share_prefix,
     )  # fmt: skip
     ours, pairs = steps.Ours(path, how), []
     now = clock(torch, on_gpu)
@@ -161,7 +161,7 @@ def outputs_of_layers(job: dict, given: list | None) -> list:
 
     from tests import parity_cases as cases
 
-    cfg = cases.settings(torch_dtype=job["dtype"], transformer_impl=job["impl"], share_prompts="false", **job["settings"])
+    cfg = cases.settings(torch_dtype=job["dtype"], transformer_impl=job["impl"], share_prefix="false", **job["settings"])
     policy = cases.build(job["path"], cfg, 1)
     found: list = []
 
@@ -263,7 +263,7 @@ def parsed(argv=None) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--budget", type=int, default=16384, help="our max_tokens_per_micro_batch")
     parser.add_argument("--trl_micro_batch", type=int, default=4, help="TRL's per_device_train_batch_size")
-    parser.add_argument("--share_prompts", default="auto")
+    parser.add_argument("--share_prefix", default="auto")
     parser.add_argument("--model", choices=("dense", "biases", "MoE", "MLA"), default="dense")
     parser.add_argument("--impl", choices=("local", "transformer_engine"), default="local")
     parser.add_argument("--job", type=Path)

@@ -63,7 +63,7 @@ class Ours:
         cfg = cases.settings(
             loss_type="dapo", clip_grad=1.0, lr=1e-6, weight_decay=0.0, adam_eps=1e-8, temperature=1.0,
             max_completion_length=BATCHES[arguments.batch].longest, max_tokens_per_micro_batch=arguments.budget,
-            share_prompts=arguments.share_prompts, torch_dtype=arguments.dtype, padded_vocab_multiple=128,
+            share_prefix=arguments.share_prefix, torch_dtype=arguments.dtype, padded_vocab_multiple=128,
         )  # fmt: skip
         self.group = BATCHES[arguments.batch].group
         self.policy, self.steps = cases.build(path, cfg, 1), 0
@@ -240,7 +240,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--budget", type=int, default=4096, help="our max_tokens_per_micro_batch")
     parser.add_argument("--trl-micro-batch", type=int, default=8, help="TRL's per_device_train_batch_size")
-    parser.add_argument("--share_prompts", default="auto")
+    parser.add_argument("--share_prefix", default="auto")
     parser.add_argument("--dtype", choices=("float32",), default="float32")
     parser.add_argument("--profile", action="store_true", help="where one more step of ours goes")
     parser.add_argument("--seed", type=int, default=0)

@@ -19,7 +19,7 @@ from megatron_grpo import __version__
 from megatron_grpo.base import launcher
 from megatron_grpo.base.cleanup import die_with_parent
 from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, Problem
-from megatron_grpo.run.terminal import speak_plainly
+from megatron_grpo.run.terminal import note_renamed, speak_plainly
 
 if TYPE_CHECKING:
     from megatron_grpo.config import Parsed
@@ -228,7 +228,10 @@ def _parse(argv: Sequence[str], world_size: int | None) -> Parsed:
     from megatron_grpo.compat import DIALECTS
     from megatron_grpo.config import parse
 
-    return parse(argv, launcher_world_size=world_size, dialects=DIALECTS)
+    parsed = parse(argv, launcher_world_size=world_size, dialects=DIALECTS)
+    for former, current in parsed.renamed.items():
+        note_renamed(f"--{former}", f"--{current}")
+    return parsed
 
 
 def _print_config(config: Config) -> NoReturn:
@@ -272,6 +275,7 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
 
         return supervised(lambda: main(sys.argv[1:], **parts))
     speak_plainly()
+    note_renamed.cache_clear()
     if not argv or argv[0] in ("-h", "--help", "help"):
         from megatron_grpo.config.show import print_overview
 

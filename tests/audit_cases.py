@@ -271,7 +271,7 @@ def found_by(fault: Fault, path, samples, parallel, world: int) -> tuple[str | N
     """On this rank: what the audit of the first, sound step says, and that of the second; and what the watch over log-probs says of it."""
     from megatron_grpo.run.build.output import gap_of
 
-    cfg = cases.settings(**cases.MODEL_SETTINGS.get(fault.model, {}) | dict(logp_difference_warn=0.6) | fault.settings)
+    cfg = cases.settings(**cases.MODEL_SETTINGS.get(fault.model, {}) | dict(logprob_diff_warn=0.6) | fault.settings)
     policy, rank = cases.build(path, cfg, world, parallel), parallel.rank
     audit, gap = Audit(1), gap_of(cfg)
     first = Looks(policy, audit)

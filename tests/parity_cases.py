@@ -105,7 +105,7 @@ SEQUENCE_LOSSES = {
 }
 # Each prompt once in each micro-batch, however little a group saves. Groups of 8 and 2; completions of 1 to 20 tokens; a prompt of one
 # token, and one beyond the budget of 32; two groups of one prompt (`shared_rollout`).
-SHARED = dict(share_prompts="true")
+SHARED = dict(share_prefix="true")
 SHARED_GROUPS: Groups = ((3, (5, 1, 4, 8, 5, 2, 7, 9)), (40, (20, 1)), (1, (2, 12)), (7, (2, 9)), (7, (5, 3)))
 SHARED_ROWS = 16
 SHARED_CUTS = {
@@ -301,7 +301,7 @@ def build(path: str | Path, cfg: Config, world: int, parallel=None):
     """The policy under `cfg`'s layout. parallel: from `join`, where several policies share a process."""
     from megatron_grpo.run.build.policy import build_policy
 
-    if cfg.rollout.same_bits:
+    if cfg.rollout.bitwise_parity:
         from megatron_grpo.analysis.same_bits_switch import switch_on
 
         switch_on()

@@ -192,7 +192,7 @@ def _sample(rng, model, place, prompt, completion, shown, is_stale: bool) -> Sam
 ALL_TRAINS = dict(freeze_vit=False, freeze_aligner=False)
 WAYS: dict[str, dict[str, Any]] = {
     "all trains": ALL_TRAINS,
-    "shared, packed": ALL_TRAINS | dict(share_prompts="true", max_tokens_per_micro_batch=96),
+    "shared, packed": ALL_TRAINS | dict(share_prefix="true", max_tokens_per_micro_batch=96),
     "1 each": ALL_TRAINS | dict(micro_batch_size=1),
     "tower alone": ALL_TRAINS | dict(freeze_llm=True),
     "aligner alone": dict(freeze_llm=True, freeze_aligner=False),
@@ -211,7 +211,7 @@ DECIDES = ("freeze_llm", "freeze_vit", "freeze_aligner", "vit_lr", "aligner_lr",
 
 
 def settings(path: str | Path, way: dict[str, Any], layout: dict[str, Any] | None = None) -> Any:
-    return cases.settings(**{"model": str(path), "share_prompts": "false", "micro_batch_size": 2} | (layout or {}) | way)
+    return cases.settings(**{"model": str(path), "share_prefix": "false", "micro_batch_size": 2} | (layout or {}) | way)
 
 
 def suits(family: str, layout: str, way: str = "all trains") -> bool:

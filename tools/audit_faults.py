@@ -1,4 +1,4 @@
-"""What `--audit` finds, and that it finds nothing where nothing is wrong.
+"""What `--check_replicas` finds, and that it finds nothing where nothing is wrong.
 
     python tools/audit_faults.py faults            every seeded fault of tests/audit_cases.py, as the table of docs/audit.md
     python tools/audit_faults.py clean [200]       so many sound runs of two steps, drawn from layouts, models, optimizers and tuners
@@ -29,7 +29,7 @@ MEMORY = ({}, dict(recompute_granularity="selective"),
           dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1))  # fmt: skip
 DTYPES = ({}, {}, dict(torch_dtype="bfloat16"))
 LOSSES = ({}, dict(beta=0.05), dict(loss_type="dapo"), dict(loss_type="dr_grpo", beta=0.1), dict(importance_sampling_level="sequence"))
-CUTS = ({}, dict(micro_batch_size=2), dict(max_tokens_per_micro_batch=32), dict(share_prompts="true"))
+CUTS = ({}, dict(micro_batch_size=2), dict(max_tokens_per_micro_batch=32), dict(share_prefix="true"))
 
 
 def models(folder: Path) -> dict[str, Path]:
@@ -63,7 +63,7 @@ def clean(folder: Path, count: int, seed: int = 0) -> bool:
         ways = {}
         for way in map(rng.choice, (OPTIMIZERS, TUNERS, MEMORY, DTYPES, LOSSES, CUTS)):
             ways |= way
-        if ways.get("tuner_type") and model == "MLA" or ways.get("lora_dropout") and "share_prompts" in ways:
+        if ways.get("tuner_type") and model == "MLA" or ways.get("lora_dropout") and "share_prefix" in ways:
             continue
         if not ways.get("max_tokens_per_micro_batch") and not cases.is_legal(cases.LAYOUTS[name], ways):
             continue

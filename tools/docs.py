@@ -82,9 +82,10 @@ def settings_page() -> str:
         return str(value).replace("|", "\\|").replace("<", "&lt;")
 
     titles = {name: (type(section).__doc__ or name).strip() for name, section in Config().groups().items()}
-    lines = ["# Settings", "", f"{len(table())} settings. Each is a flag of the command line and a key of a configuration file.", ""]
+    shown = [row for row in table().values() if not row.is_hidden]
+    lines = ["# Settings", "", f"{len(shown)} settings. Each is a flag of the command line and a key of a configuration file.", ""]
     group = None
-    for row in table().values():
+    for row in shown:
         if row.group != group:
             group = row.group
             lines += ["", f"## {titles[group]}", ""]
@@ -96,6 +97,7 @@ def settings_page() -> str:
             "Unit": row.unit,
             "Range": ", ".join(f"{word} {value}" for word, value in bounds if value is not None),
             "Aliases": ", ".join(f"`--{alias}`" for alias in row.aliases),
+            "Formerly": ", ".join(f"`--{name}`" for name in row.formerly),
         }
         lines += [f"### `--{row.name}` {{ #{row.name} }}", "", plain(row.help[:1].upper() + row.help[1:]), ""]
         lines += [f"- {name}: {value}" for name, value in facts.items() if value]

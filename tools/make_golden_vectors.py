@@ -76,7 +76,7 @@ LOSS_CASES = [
     {IMPORTANCE + "_mode": "token_mask", IMPORTANCE + "_threshold": 1.2, IMPORTANCE + "_min": 0.9},
     {"off_policy_sequence_mask_delta": 0.1},
     *({"loss_type": loss_type, "overlong_filter": True} for loss_type in ("grpo", "dapo")),
-    *({"loss_type": loss_type, "exclude_dead_groups": True} for loss_type in ("grpo", "dapo", "dr_grpo")),
+    *({"loss_type": loss_type, "exclude_zero_std_groups": True} for loss_type in ("grpo", "dapo", "dr_grpo")),
 ]  # fmt: skip
 ADVANTAGE_CASES = [
     *({"advantage_estimator": "grpo", "scale_rewards": scale} for scale in ("group", "batch", "none")),

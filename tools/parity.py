@@ -131,7 +131,7 @@ def replays(models: list[str], layouts: list[str]) -> int:
             right = {tuner: cases.reference(path, cases.settings(**chosen), batches) for tuner, chosen in tuners.items()}
             for name in (name for name in layouts if cases.suits(cases.LAYOUTS[name], model)):
                 runs = {
-                    (tuner, cut, share): tuners[tuner] | sizes | dict(share_prompts=share)
+                    (tuner, cut, share): tuners[tuner] | sizes | dict(share_prefix=share)
                     for tuner in tuners
                     for cut, sizes in cases.SHARED_CUTS.items()
                     for share in ("true", "false")
@@ -206,7 +206,7 @@ class Matrix:
 
 
 # What trains, and whether a prompt is computed once: the columns of the second table.
-COLUMNS = {(tuner, once): dict(share_prompts=str(once).lower()) for tuner in ("weights", "adapters") for once in (True, False)}
+COLUMNS = {(tuner, once): dict(share_prefix=str(once).lower()) for tuner in ("weights", "adapters") for once in (True, False)}
 
 
 def shares(model: str, folder: Path, layouts: list[str]) -> dict[tuple[str, tuple[str, bool]], cases.Distance]:

@@ -1,4 +1,4 @@
-"""Counts log-probs of trainer and sampler that are equal in every bit under `--same_bits true`, as a table.
+"""Counts log-probs of trainer and sampler that are equal in every bit under `--bitwise_parity true`, as a table.
 
     python tools/same_bits.py [--models qwen3 mixtral ...] [--layouts 1 "TP2 SP" ...] [--dtypes float32 bfloat16] [--steps 2]
 

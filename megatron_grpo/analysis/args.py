@@ -137,7 +137,7 @@ def _of_checkpoint(directory: Path, typed: Config, *, run: Path | None) -> Misma
 TRIED = frozenset(
     """loss_type epsilon epsilon_high delta importance_sampling_level sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos
     vespo_k_neg vespo_lambda_neg fipo_decay_rate fipo_clip_range fipo_clip_high_only fipo_safety_threshold real_tau beta kl_estimator
-    use_bias_correction_kl entropy_coef top_entropy_quantile overlong_filter exclude_dead_groups rollout_importance_sampling_mode
+    use_bias_correction_kl entropy_coef top_entropy_quantile overlong_filter exclude_zero_std_groups rollout_importance_sampling_mode
     rollout_importance_sampling_threshold rollout_importance_sampling_min rollout_is_geometric off_policy_sequence_mask_delta
     teacher_kl_coef""".split()
 )

@@ -174,8 +174,8 @@ def _rows_to_compare(
             f"The run samples with {sampling_mask.in_words(cfg.rollout)}; here all words stay, for tables of completions do "
             "not tell those that were left."
         )
-    if asked.cfg.rollout.same_bits:
-        notes.append("The run computes with the sampler's arithmetic (same_bits); what is compared here is the trainer's own.")
+    if asked.cfg.rollout.bitwise_parity:
+        notes.append("The run computes with the sampler's arithmetic (bitwise_parity); what is compared here is the trainer's own.")
     is_as_run = asked.dtype is None and not sampling_mask.is_cut(cfg.rollout)
     if asked.run is not None and is_as_run and (rows := recorded(asked.run, version=asked.step)):
         return spread(rows, asked.num_rows), [], "recorded by the run with these weights", notes
@@ -256,7 +256,7 @@ def _as_looked_at(asked: MismatchArgs) -> Config:
     cfg = asked.cfg
     values: dict[str, Any] = {
         "vllm_mode": "colocate", "vllm_tensor_parallel_size": cfg.parallel.tensor_model_parallel_size, "vllm_enforce_eager": True,
-        "sleep_level": 0, "beta": 0.0, "router_replay_mode": "disabled", "share_prompts": "false", "same_bits": False,
+        "sleep_level": 0, "beta": 0.0, "router_replay_mode": "disabled", "share_prefix": "false", "bitwise_parity": False,
     }  # fmt: skip
     if "transformer_impl" not in cfg.typed:
         values["transformer_impl"] = "local"

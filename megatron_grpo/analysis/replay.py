@@ -21,7 +21,7 @@ from megatron_grpo.checkpoint import rng_state
 from megatron_grpo.config import Parsed
 from megatron_grpo.config.config import Config, ParallelConfig
 from megatron_grpo.config.optimizer import OF_THE_OPTIMIZER
-from megatron_grpo.config.table import InvalidValueError, Setting, read_value, table
+from megatron_grpo.config.table import InvalidValueError, Setting, in_current_names, read_value, table
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.policy.bad_gradient_search import wrong_rows
@@ -36,7 +36,7 @@ from megatron_grpo.weights.shape import ModelShape
 
 # Settings of the run that are not applied: a replay has its own layout, updates no weights, and scores every row alone, so that more
 # micro-batches are summed than in the run, in float32.
-_OTHERS = (*vars(ParallelConfig()), "resume", "output_dir", "model", "adapters", "ref_adapters", "share_prompts", "sync_ref_model",
+_OTHERS = (*vars(ParallelConfig()), "resume", "output_dir", "model", "adapters", "ref_adapters", "share_prefix", "sync_ref_model",
            "micro_batch_size", "max_tokens_per_micro_batch", "optimizer_cpu_offload", "vllm_mode", *OF_THE_OPTIMIZER)  # fmt: skip
 
 
@@ -77,7 +77,8 @@ def _settings(capsule: StepDump, typed: Config) -> tuple[Config, Path, Path | No
     The configuration is that of the run, overridden by typed settings. The checkpoint is None if the capsule contains the weights.
     """
     facts, known = capsule.facts, table()
-    values = {name: _read(known[name], value) for name, value in facts["settings"].items() if name in known and name not in _OTHERS}
+    of_run = in_current_names(facts["settings"])
+    values = {name: _read(known[name], value) for name, value in of_run.items() if name in known and name not in _OTHERS}
     mine = {name: getattr(section, name) for section in typed.groups().values() for name in vars(section) if name in typed.typed}
     weights, checkpoint = facts["weights"], None
     if facts["pictures"]:
@@ -134,7 +135,7 @@ def open_policy(
     if misfits:
         raise ConfigError(misfits)
     parallel = start_parallel(cfg, layout, content=content)
-    if cfg.rollout.same_bits:
+    if cfg.rollout.bitwise_parity:
         from megatron_grpo.analysis.same_bits_switch import switch_on
 
         switch_on()

@@ -82,7 +82,7 @@ class StepDumps:
         Returns:
             The directory; None if capsules are off or it could not be written.
         """
-        if not self.cfg.run.capsules:
+        if not self.cfg.run.debug_dump_steps:
             return None
         path = self.folder / f"step_{moment.step.index + 1:06d}_{moment.kind}"
         try:
@@ -111,7 +111,7 @@ class StepDumps:
             pending: Buffer with the rows of the step.
             policy: Policy of this rank.
         """
-        if not self.cfg.run.capsules:
+        if not self.cfg.run.debug_dump_steps:
             return
         path = self.folder / f"step_{moment.step.index + 1:06d}_{moment.kind}"
         (path / "rows").mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ class StepDumps:
                 if first:
                     shutil.rmtree(path, ignore_errors=True)
                     partial.rename(path)
-                    for old in sorted(self.folder.glob("step_*"), key=lambda one: one.stat().st_mtime)[: -self.cfg.run.capsules]:
+                    for old in sorted(self.folder.glob("step_*"), key=lambda one: one.stat().st_mtime)[: -self.cfg.run.debug_dump_steps]:
                         shutil.rmtree(old, ignore_errors=True)
         finally:
             if first:
@@ -167,7 +167,7 @@ class StepDumps:
             The `weights` object of capsule.json, with fingerprints of all whole tensors.
         """
         tensors, exchange, first = policy.tensors(), policy.exchange, collectives.rank() == 0
-        size, bound = exchange.whole_bytes(tensors), int(self.cfg.run.capsule_weights_gb * GB)
+        size, bound = exchange.whole_bytes(tensors), int(self.cfg.run.debug_dump_weights_gb * GB)
         marks: dict[str, str] = {}
         stream = marked(exchange.stream(tensors, "weights"), marks)
         found = self._elsewhere(size)
@@ -342,5 +342,5 @@ def _plain(micro: Any) -> dict[str, Any]:
 def _in_words(weights: Mapping[str, Any]) -> str:
     if weights["folder"]:
         return "with its weights" if weights["folder"] == "weights" else "with its adapter"
-    size = f"its weights, {weights['bytes'] / GB:.3g} GB, are above capsule_weights_gb"
+    size = f"its weights, {weights['bytes'] / GB:.3g} GB, are above debug_dump_weights_gb"
     return f"{size}; the nearest are in {weights['checkpoint'] or 'the model that the run began with'}"

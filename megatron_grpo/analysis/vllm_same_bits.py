@@ -1,4 +1,4 @@
-"""vLLM's arithmetic on a CPU, for `--same_bits` (docs/proof.md). Written for vLLM 0.32.
+"""vLLM's arithmetic on a CPU, for `--bitwise_parity` (docs/proof.md). Written for vLLM 0.32.
 
 `prepare` makes vLLM a deterministic function of its inputs, independent of the rest of a batch. A comment at each patch says what the
 sampler would do otherwise; patches stay for the rest of the process. The functions below are vLLM's operations on tensors, without

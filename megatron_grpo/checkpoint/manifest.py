@@ -25,6 +25,7 @@ from typing import Any
 
 from megatron_grpo import __version__
 from megatron_grpo.base.files import sync, write_whole
+from megatron_grpo.config.table import in_current_names
 from megatron_grpo.types import Progress
 
 MANIFEST = "manifest.json"
@@ -146,7 +147,7 @@ def read_manifest(directory: Path) -> Manifest | str:
         wrong = "has changed since it was written (the SHA-256 in it differs)"
     if wrong is not None:
         return f"{path} {wrong}"
-    settings = found["settings"] if found["format"] > 1 else _settings_of_format_1(directory / CONFIG)
+    settings = in_current_names(found["settings"]) if found["format"] > 1 else _settings_of_format_1(directory / CONFIG)
     if isinstance(settings, str):
         return settings
     return Manifest(
@@ -195,7 +196,7 @@ def _settings_of_format_1(path: Path) -> dict[str, Any] | str:
 
     try:
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return {name: value for section in sections.values() for name, value in section.items()}
+        return in_current_names({name: value for section in sections.values() for name, value in section.items()})
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:

@@ -66,7 +66,7 @@ LIST = " `megatron-grpo train --help` lists all settings."
 
 
 def _alike(name: str, last: str, hidden: Collection[str]) -> str:
-    known = [known for known, setting in names().items() if setting.name not in hidden]
+    known = [known for known, setting in names().items() if setting.name not in hidden and known not in setting.formerly]
     if last != name and last in known:
         section, groups = name.rpartition(".")[0], sorted({setting.group for setting in table().values()})
         if section in groups or hidden:  # or of a dialect, which has other sections

@@ -157,8 +157,8 @@ class BatchConfig:
         at_least=1)
     pad_to_multiple_of: int = free(1, "tokens of a micro-batch on one rank are rounded up to a multiple: on GPUs new lengths cost time",
         unit="tokens", at_least=1)
-    share_prompts: str = setting("auto", "compute what completions of a prompt have in common once in each micro-batch",
-        choices=["auto", "true", "false"])
+    share_prefix: str = setting("auto", "compute what completions of a prompt have in common once in each micro-batch",
+        choices=["auto", "true", "false"], formerly=["share_prompts"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ class DataConfig:
 
     dataset: str = setting("",
         "prompts: .jsonl, .json, .parquet, a directory, or a Hub name; NAME#500 is 500 rows of it; several are mixed")
-    further_datasets: list[str] = setting([], "the second and later words of dataset")
+    further_datasets: list[str] = setting([], "the second and later words of dataset", is_hidden=True)
     interleave_prob: list[float] = setting([], "weights of several data sets, in their order (default: all rows of all)", above=0)
     stopping_strategy: str = setting("first_exhausted", "where a weighted mixture ends", choices=["first_exhausted", "all_exhausted"])
     columns: dict[str, str] = setting({}, "other names for columns: name in the data = name here")
@@ -234,7 +234,8 @@ class RolloutConfig:
         at_least=1)
     vllm_max_num_seqs: int = free(256, "sequences decoded together", unit="sequences", at_least=1)
     vllm_dtype: str | None = setting(None, "sampling dtype (default: torch_dtype)", choices=["float32", "bfloat16"])
-    same_bits: bool = setting(False, "the trainer computes with the arithmetic of the sampler, bit for bit (CPU, colocate; docs/proof.md)")
+    bitwise_parity: bool = setting(False,
+        "the trainer computes with the arithmetic of the sampler, bit for bit (CPU, colocate; docs/proof.md)", formerly=["same_bits"])
     vllm_enforce_eager: bool = free(False, "no CUDA graphs (always eager on CPU)")
     vllm_enable_prefix_caching: bool = free(True, "share the KV cache of equal prefixes; reset at every weight push")
     vllm_engine_kwargs: dict[str, Any] = setting({}, "more of vLLM's EngineArgs: name=value, or JSON")
@@ -244,8 +245,9 @@ class RolloutConfig:
         "weights, gradients and reference wait on the host while vLLM samples; auto: where the run does not fit a GPU otherwise",
         choices=["auto", "true", "false"])
     offload_optimizer: str = free("auto", "the same for the optimizer's float32 weights and moments", choices=["auto", "true", "false"])
-    logp_difference_warn: float | None = free(None,
-        "warn when |trainer - sampler| log-prob of a token exceeds this (default 0.001 in float32, 1.0 in bfloat16)", unit="nats", above=0)
+    logprob_diff_warn: float | None = free(None,
+        "warn when |trainer - sampler| log-prob of a token exceeds this (default 0.001 in float32, 1.0 in bfloat16)", unit="nats",
+        formerly=["logp_difference_warn"], above=0)
     weight_sync_bucket_mb: int | None = free(None,
         "weights that a push sends at once; two buckets are in memory (default 512 on a GPU, 16 on a CPU)", unit="MiB", at_least=1)
     async_rollout_depth: int = setting(0, "1 samples the next rollout while this one is trained (vllm_mode server); 0 lets training wait",
@@ -372,7 +374,7 @@ class GrpoConfig:
     multi_objective_aggregation: str = setting("sum_then_normalize", "TRL's spelling of gdpo: normalize_then_sum",
         choices=["sum_then_normalize", "normalize_then_sum"])
     overlong_filter: bool = setting(False, "truncated completions do not train", aliases=["mask_truncated_completions"])
-    exclude_dead_groups: bool = setting(False, "groups with equal rewards leave the denominator too")
+    exclude_zero_std_groups: bool = setting(False, "groups with equal rewards leave the denominator too", formerly=["exclude_dead_groups"])
     dynamic_sample: bool = setting(False, "replace groups with equal rewards by further prompts")
     max_resample_times: int = setting(3, "rounds of replacement", unit="rounds", at_least=1)
     oversample_ratio: float = setting(1.0, "sample this many times the wanted groups, and keep live ones before dead ones", at_least=1)
@@ -464,13 +466,15 @@ class RunConfig:
     load_best_model_at_end: bool = free(False, "hf/ is the best checkpoint's model, not the last step's")
     async_save: bool = free(False, "write checkpoints while training goes on; costs the host a copy of what a rank writes")
     record_rows: bool = free(False, "keep beside each checkpoint the rows that its first step trains, for whatif")
-    audit: bool = free(False, "compare what ranks hold twice, bit for bit, before the optimizer acts")
-    audit_steps: int = free(50, "how often, besides before the first step", unit="optimizer steps", at_least=1)
-    audit_action: str = free("stop", "what a difference does: it ends the run, or is said (warn)", choices=["stop", "warn"])
-    capsules: int = free(2, "steps kept under capsules/, the newest, each with what `replay` needs to take it again; 0: none", unit="steps",
-        at_least=0)
-    capsule_weights_gb: float = free(20.0, "the weights of one are written up to this size; else it says where they lie", unit="GB",
-                                        at_least=0)  # fmt: skip
+    check_replicas: bool = free(False, "compare what ranks hold twice, bit for bit, before the optimizer acts", formerly=["audit"])
+    check_replicas_interval: int = free(50, "how often, besides before the first step", unit="optimizer steps",
+        formerly=["audit_steps"], at_least=1)
+    check_replicas_action: str = free("stop", "what a difference does: it ends the run, or is said (warn)", choices=["stop", "warn"],
+        formerly=["audit_action"])
+    debug_dump_steps: int = free(2, "steps kept under debug_dump/, the newest, each with what `replay` needs to take it again; 0: none",
+        unit="steps", formerly=["capsules"], at_least=0)
+    debug_dump_weights_gb: float = free(20.0, "the weights of one are written up to this size; else it says where they lie", unit="GB",
+        formerly=["capsule_weights_gb"], at_least=0)
     resume: str = free("auto", "auto: from the newest checkpoint in output_dir; never; or a checkpoint directory",
         aliases=["resume_from_checkpoint"])
     mcore_model: str | None = setting(None,

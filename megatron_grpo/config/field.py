@@ -67,9 +67,11 @@ class Setting:
         help: One line of help.
         choices: Allowed values; empty if not restricted.
         aliases: Other names that users may type.
+        formerly: Names of earlier versions, which are accepted with a note.
         refused: Values known elsewhere that are not supported here, with the reason.
         range: Range of a number.
         on_resume: What happens if it has changed when a run resumes.
+        is_hidden: Whether `--help` leaves it out.
     """
 
     name: str = ""
@@ -83,9 +85,11 @@ class Setting:
     help: str = ""
     choices: Sequence[str] = ()
     aliases: Sequence[str] = ()
+    formerly: Sequence[str] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     range: Range = Range()
     on_resume: OnResume = "said"
+    is_hidden: bool = False
 
 
 def setting(
@@ -95,8 +99,10 @@ def setting(
     unit: str = "",
     choices: Sequence[str] = (),
     aliases: Sequence[str] = (),
+    formerly: Sequence[str] = (),
     refused: Mapping[str, str] | None = None,
     on_resume: OnResume = "said",
+    is_hidden: bool = False,
     **bounds: float,
 ) -> Any:
     """Return a dataclass field that describes itself as a setting.
@@ -107,12 +113,14 @@ def setting(
         unit: Unit of its value.
         choices: Allowed values; empty if not restricted.
         aliases: Other names that users of TRL or Megatron type.
+        formerly: Names of earlier versions, which are accepted with a note.
         refused: Values known elsewhere that are not supported here, with the reason, so that they are rejected instead of misread.
         on_resume: What happens if it has changed when a run resumes.
+        is_hidden: Whether `--help` leaves it out.
         **bounds: Range of a number, as in `Range`. It is declared nowhere else.
     """
-    row = Setting(help=help, unit=unit, choices=tuple(choices), aliases=tuple(aliases), refused=dict(refused or {}),
-                  range=Range(**bounds), on_resume=on_resume)  # fmt: skip
+    row = Setting(help=help, unit=unit, choices=tuple(choices), aliases=tuple(aliases), formerly=tuple(formerly),
+                  refused=dict(refused or {}), range=Range(**bounds), on_resume=on_resume, is_hidden=is_hidden)  # fmt: skip
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata={"setting": row})
     return field(default=default, metadata={"setting": row})

@@ -114,6 +114,9 @@ class _Builder:
         if setting is None:
             self.unknown.setdefault(entry.source, []).append(name)
             return
+        former = entry.name.removeprefix("no_") if value is False else entry.name
+        if former in setting.formerly:
+            self.parsed.renamed[former] = setting.name
         raw = entry.raw
         if setting.name == "dataset" and isinstance(raw, list) and len(raw) > 1:  # several words, or a list in a file
             self._set(table()["further_datasets"], [str(word) for word in raw[1:]], source=entry.source, typed=name)

@@ -59,6 +59,7 @@ class Parsed:
         aside: Names of that system that change nothing and are ignored, by source.
         notes: What was read as something else.
         repeated: A sentence for each flag that occurs twice.
+        renamed: Current name of each setting that was typed under a name of an earlier version, by that name.
         defaults: Defaults of that system that differ from ours.
     """
 
@@ -72,4 +73,5 @@ class Parsed:
     aside: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)  # a sentence for each flag that occurs twice
+    renamed: dict[str, str] = field(default_factory=dict)  # current names, by the former names that were typed
     defaults: list[ForeignDefault] = field(default_factory=list)

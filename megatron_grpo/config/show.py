@@ -60,6 +60,8 @@ def print_help(command: str, function: Callable, asked: Sequence[str] = ()) -> N
     ]
     group = None
     for setting in table().values():
+        if setting.is_hidden:
+            continue
         if setting.group != group:
             group = setting.group
             lines += ["", f"{titles[group]}  [section `{group}`]"]
@@ -78,7 +80,7 @@ def _map_of(setting: Setting) -> str | None:
 
 def _names_of(setting: Setting) -> set[str | None]:
     """Return the names that select a setting in `--help`."""
-    return {"all", setting.name, setting.group, _map_of(setting), *setting.aliases}
+    return {setting.name, *setting.aliases, *setting.formerly} | (set() if setting.is_hidden else {"all", setting.group, _map_of(setting)})
 
 
 def _entry(setting: Setting) -> list[str]:

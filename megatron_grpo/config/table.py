@@ -35,7 +35,7 @@ MAPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
                                                                         "weight_decay_incr_", "start_weight_", "end_weight_")),
     "skip_kwargs": ("optimizer steps that are skipped", ("skip_grad_", "max_skipped_")),
     "optimizer_dtypes": ("gradients and optimizer state below float32", ("use_precision_", "main_grads_", "main_params_", "exp_avg_")),
-    "debug_kwargs": ("what is kept and compared for whoever looks for a fault", ("record_rows", "audit", "capsule")),
+    "debug_kwargs": ("what is kept and compared for whoever looks for a fault", ("record_rows", "check_replicas", "debug_dump_")),
     "stop_kwargs": ("when a run stops by itself", ("stop_drain_", "stop_after_", "stop_before_", "requeue")),
     "hub_kwargs": ("upload to the Hugging Face Hub", ("push_to_hub", "hub_")),
     "eval_sampling": ("how held-out prompts are answered", ("eval_temperature", "eval_top_", "eval_min_p", "eval_max_", "eval_generation_",
@@ -71,8 +71,23 @@ def keys() -> Mapping[str, Sequence[str]]:
 
 @cache
 def names() -> Mapping[str, Setting]:
-    """Return every setting by each of its names, including aliases."""
-    return {**table()} | {alias: setting for setting in table().values() for alias in setting.aliases}
+    """Return every setting by each of its names, including aliases and names of earlier versions."""
+    return {**table()} | {name: setting for setting in table().values() for name in (*setting.aliases, *setting.formerly)}
+
+
+@cache
+def former_names() -> Mapping[str, str]:
+    """Return the name of a setting by each name that it had in earlier versions."""
+    return {name: setting.name for setting in table().values() for name in setting.formerly}
+
+
+def in_current_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by current name of the setting.
+
+    Args:
+        values: Values by name, as a run of this or an earlier version has saved them.
+    """
+    return {former_names().get(name, name): value for name, value in values.items()}
 
 
 class InvalidValueError(ValueError):

@@ -86,7 +86,7 @@ def token_weights(
     is_dead: Sequence[bool],
     max_completion_length: int,
     overlong_filter: bool = False,
-    exclude_dead_groups: bool = False,
+    exclude_zero_std_groups: bool = False,
 ) -> TokenWeights:
     """Compute `u` for every row of one global batch, all data-parallel ranks together.
 
@@ -99,9 +99,9 @@ def token_weights(
         is_dead: Whether each row belongs to a zero-std group.
         max_completion_length: Limit of the completion length, in tokens.
         overlong_filter: Empty the mask of a truncated completion, which still counts in N.
-        exclude_dead_groups: Remove the completions of zero-std groups, from N as well.
+        exclude_zero_std_groups: Remove the completions of zero-std groups, from N as well.
     """
-    counts = [not (exclude_dead_groups and dead) for dead in is_dead]
+    counts = [not (exclude_zero_std_groups and dead) for dead in is_dead]
     trains = [count and not (overlong_filter and truncated) for count, truncated in zip(counts, is_truncated, strict=True)]
     own = [int(num) * train for num, train in zip(num_masked, trains, strict=True)]
     num_sequences, num_loss_tokens = sum(counts), sum(own)
@@ -214,7 +214,7 @@ class GrpoLoss:
                 loss_type=cfg.loss_type,
                 max_completion_length=max_completion_length,
                 overlong_filter=cfg.overlong_filter,
-                exclude_dead_groups=cfg.exclude_dead_groups,
+                exclude_zero_std_groups=cfg.exclude_zero_std_groups,
             ),
             temperature=temperature,
             ratio=ratios.RATIOS[cfg.importance_sampling_level],

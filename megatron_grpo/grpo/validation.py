@@ -68,7 +68,7 @@ def _settings(config: Config) -> SimpleNamespace:
 
 
 def _dropped(c: SimpleNamespace) -> dict[str, Any] | None:
-    names = [name for name in ("dynamic_sample", "exclude_dead_groups") if getattr(c, name)]
+    names = [name for name in ("dynamic_sample", "exclude_zero_std_groups") if getattr(c, name)]
     found = {"names": names, "flags": " ".join(names), "both": " and ".join(names), "it": "them" if len(names) > 1 else "it"}
     return found if names and c.teacher and not c.reward_funcs else None
 
@@ -217,10 +217,11 @@ WARNINGS = (
     Rule("", lambda c: c.importance_sampling_level == "sequence" and c.loss_type in LOSS_TYPES_OVER_TOKENS,
          "importance_sampling_level sequence with loss_type {loss_type} counts a sequence once per token: long ones weigh more. GSPO is "
          "loss_type grpo."),
-    Rule("", lambda c: c.advantage_estimator == "reinforce_plus_plus" and (c.exclude_dead_groups or c.dynamic_sample),
+    Rule("", lambda c: c.advantage_estimator == "reinforce_plus_plus" and (c.exclude_zero_std_groups or c.dynamic_sample),
          "reinforce_plus_plus compares with the whole batch: a group with equal rewards still says something there, and is taken out."),
-    Rule("", lambda c: c.teacher and c.reward_funcs and (c.exclude_dead_groups or c.dynamic_sample),
-         "{teacher}: a group with equal rewards is still taught token by token, and exclude_dead_groups and dynamic_sample take it out."),
+    Rule("", lambda c: c.teacher and c.reward_funcs and (c.exclude_zero_std_groups or c.dynamic_sample),
+         "{teacher}: a group with equal rewards is still taught token by token, and exclude_zero_std_groups and dynamic_sample "
+         "take it out."),
     Rule("", lambda c: c.teacher and c.importance_sampling_level == "sequence",
          "{teacher} with importance_sampling_level sequence: the ratio is the sequence's, so what the teacher says of single tokens is "
          "averaged over it. importance_sampling_level token, or sequence_token, keeps it apart."),

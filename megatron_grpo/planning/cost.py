@@ -65,7 +65,7 @@ def _sharing(sharing: Sharing, cfg: Config, step: StepTokens) -> dict[str, Any]:
     Tokens include alignment.
     """
     return {
-        "setting": cfg.batch.share_prompts,
+        "setting": cfg.batch.share_prefix,
         "shares": sharing.min_saving_ratio is not None,
         "why": sharing.why,
         "sequences": step.shared.sequences,

@@ -145,7 +145,7 @@ def config_of_teacher(cfg: Config, teacher: ModelShape, student: ModelShape | No
     elif not teacher.moe.shared_ffn_hidden_size:
         own = own.with_values({"moe_shared_expert_overlap": False})
     if validation.sharing_problems(own, teacher):
-        own = own.with_values({"share_prompts": "auto"})
+        own = own.with_values({"share_prefix": "auto"})
     return own
 
 

@@ -1,4 +1,4 @@
-"""Decide whether a run computes each prompt once (`--share_prompts`), and suggest a token budget for micro-batches.
+"""Decide whether a run computes each prompt once (`--share_prefix`), and suggest a token budget for micro-batches.
 
 The decision, its reason and the saving are fixed before training. A suggested budget holds whole groups, fits in memory and keeps the
 pipeline busy. Does not import torch.
@@ -56,14 +56,14 @@ def decide(cfg: Config, shape: ModelShape | None, *, has_gpu: bool | None = None
     lacks = gpu_lacks
     if has_gpu is None:
         lacks = flash_obstacle(cfg.model.torch_dtype, attention_channels(shape) if shape else 8)
-    if cfg.batch.share_prompts == "false":
-        return Sharing(min_saving_ratio=None, why="share_prompts false")
-    if cfg.batch.share_prompts == "true":
+    if cfg.batch.share_prefix == "false":
+        return Sharing(min_saving_ratio=None, why="share_prefix false")
+    if cfg.batch.share_prefix == "true":
         kernel = _kernel(has_gpu, f"{_PLAIN}: {lacks}" if lacks else None)
-        return Sharing(min_saving_ratio=0.0, why="share_prompts true, wherever a token is saved" + kernel)
+        return Sharing(min_saving_ratio=0.0, why="share_prefix true, wherever a token is saved" + kernel)
     reason = sharing_obstacle(cfg, shape) or _nothing_to_gain(cfg)
     if reason is None and lacks and (has_gpu or cfg.plan.gpu_memory_gb):
-        reason = f"{lacks}; share_prompts true takes plain matrix products"
+        reason = f"{lacks}; share_prefix true takes plain matrix products"
     if reason is not None:
         return Sharing(min_saving_ratio=None, why=reason)
     why = "each group in which 1/16 of the tokens or more need not be computed again"

@@ -162,20 +162,22 @@ def native_flags(cfg: Config, sizes: BatchSizes) -> str:
         words += [f"--{name}", str(getattr(sizes, name))]
     if cfg.batch.allow_unaligned_generation:
         words += ["--allow_unaligned_generation", "true"]
-    for name in ("old_logprobs", "share_prompts"):
+    for name in ("old_logprobs", "share_prefix"):
         if getattr(cfg.batch, name) != "auto":
             words += [f"--{name}", getattr(cfg.batch, name)]
     for setting in table().values():
         source = cfg.sources.get(setting.name, "default")
         if (
             (setting.group in ("batch", "plan") and setting.name not in ("max_tokens_per_micro_batch", "pad_to_multiple_of"))
-            or setting.name in ("world_size", *grid)
+            or setting.name in ("world_size", "further_datasets", *grid)
             or source.startswith(("default", "derived", "implied"))
         ):
             continue
         value = getattr(getattr(cfg, setting.group), setting.name)
         if value in ([], {}) and value == setting.default:
             continue
+        if setting.name == "dataset":
+            value = [value, *cfg.data.further_datasets]
         values = words_of(value) if isinstance(value, dict) else value if isinstance(value, list) else [value]
         words += [f"--{setting.name}", *(str(v).lower() if isinstance(v, bool) or v is None else shlex.quote(str(v)) for v in values)]
     return " ".join(words)

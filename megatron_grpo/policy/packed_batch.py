@@ -108,7 +108,7 @@ class PackedBatch:
         if window is None or self.longest <= window:
             return self
         if self.has_parents:
-            raise ValueError(f"share_prompts needs attention to whole sequences, and a layer sees {window} of {self.longest} tokens")
+            raise ValueError(f"share_prefix needs attention to whole sequences, and a layer sees {window} of {self.longest} tokens")
         causal, full = self.windowed(window)
         return replace(self, causal=causal, full=full)
 

@@ -1,4 +1,4 @@
-"""Settings and models that same_bits does not support, and why the bits would differ (docs/proof.md).
+"""Settings and models that bitwise_parity does not support, and why the bits would differ (docs/proof.md).
 
 Imports no torch, because `plan` uses it too.
 """
@@ -14,7 +14,7 @@ from megatron_grpo.config.rules import Rule, broken, settings_of
 from megatron_grpo.config.sampling_mask import flag_of, is_cut, of_training
 from megatron_grpo.weights.shape import ModelShape
 
-# tools/same_bits.py compares these bit by bit.
+# tools/bitwise_parity.py compares these bit by bit.
 PROVEN = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -26,13 +26,13 @@ PROVEN = (
 
 
 def problems(cfg: Config, shape: ModelShape | None) -> list[Problem]:
-    """Return the settings that conflict with `same_bits`; an empty list if it is off.
+    """Return the settings that conflict with `bitwise_parity`; an empty list if it is off.
 
     Args:
         cfg: The settings of the run.
         shape: The model's dimensions; None if unknown.
     """
-    return list(broken(RULES, settings_of(cfg, shape=shape))) if cfg.rollout.same_bits else []
+    return list(broken(RULES, settings_of(cfg, shape=shape))) if cfg.rollout.bitwise_parity else []
 
 
 def _cut_words(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -45,48 +45,49 @@ def _cut_words(c: SimpleNamespace) -> dict[str, Any] | None:
 
 # fmt: off
 RULES = (
-    Rule("same_bits vllm_mode", lambda c: c.vllm_mode == "server", "same_bits true: both engines must be in one process. Use colocate.",
+    Rule("bitwise_parity vllm_mode", lambda c: c.vllm_mode == "server",
+         "bitwise_parity true: both engines must be in one process. Use colocate.",
          {"vllm_mode": ["colocate"]}),
-    Rule("same_bits transformer_impl", lambda c: c.transformer_impl == "transformer_engine",
-         "same_bits true: Transformer Engine is not reached; see docs/proof.md. Use local.", {"transformer_impl": ["local"]}),
-    Rule("same_bits tuner_type", lambda c: c.tuner_type == "lora",
-         "same_bits true: the sampler adds adapters with other kernels. Use full.", {"tuner_type": ["full"]}),
-    Rule("same_bits router_replay_mode", lambda c: c.router_replay_mode != "disabled",
-         "same_bits true: the layer of experts is the sampler's own kernel, which routes by itself. Use disabled.",
+    Rule("bitwise_parity transformer_impl", lambda c: c.transformer_impl == "transformer_engine",
+         "bitwise_parity true: Transformer Engine is not reached; see docs/proof.md. Use local.", {"transformer_impl": ["local"]}),
+    Rule("bitwise_parity tuner_type", lambda c: c.tuner_type == "lora",
+         "bitwise_parity true: the sampler adds adapters with other kernels. Use full.", {"tuner_type": ["full"]}),
+    Rule("bitwise_parity router_replay_mode", lambda c: c.router_replay_mode != "disabled",
+         "bitwise_parity true: the layer of experts is the sampler's own kernel, which routes by itself. Use disabled.",
          {"router_replay_mode": ["disabled"]}),
-    Rule("same_bits vllm_tensor_parallel_size tensor_model_parallel_size",
+    Rule("bitwise_parity vllm_tensor_parallel_size tensor_model_parallel_size",
          lambda c: c.vllm_tensor_parallel_size != c.tensor_model_parallel_size,
-         "same_bits true: the sampler adds partial sums of {vllm_tensor_parallel_size} ranks (vllm_tensor_parallel_size), the trainer of "
-         "{tensor_model_parallel_size} (tensor_model_parallel_size). Use vllm_tensor_parallel_size {tensor_model_parallel_size}.",
+         "bitwise_parity true: the sampler adds partial sums of {vllm_tensor_parallel_size} ranks (vllm_tensor_parallel_size), the trainer "
+         "of {tensor_model_parallel_size} (tensor_model_parallel_size). Use vllm_tensor_parallel_size {tensor_model_parallel_size}.",
          lambda c: {"vllm_tensor_parallel_size": [c.tensor_model_parallel_size]}),
-    Rule("same_bits vllm_dtype", lambda c: c.vllm_dtype not in (None, c.torch_dtype),
-         "same_bits true: the trainer computes in {torch_dtype} (torch_dtype). Leave vllm_dtype out."),
+    Rule("bitwise_parity vllm_dtype", lambda c: c.vllm_dtype not in (None, c.torch_dtype),
+         "bitwise_parity true: the trainer computes in {torch_dtype} (torch_dtype). Leave vllm_dtype out."),
     (
-        Rule("same_bits {flag}", lambda c: of_training(c.cfg.rollout) is not None and {"flag": flag_of(c.cfg.rollout)},
-             "same_bits true: a softmax over the words that a grammar leaves is not reached; see docs/proof.md. Leave it out."),
-        Rule("same_bits {flag}", _cut_words,
-             "same_bits true: a softmax over what is left of the vocabulary is not reached; see docs/proof.md. Use {off:g}.",
+        Rule("bitwise_parity {flag}", lambda c: of_training(c.cfg.rollout) is not None and {"flag": flag_of(c.cfg.rollout)},
+             "bitwise_parity true: a softmax over the words that a grammar leaves is not reached; see docs/proof.md. Leave it out."),
+        Rule("bitwise_parity {flag}", _cut_words,
+             "bitwise_parity true: a softmax over what is left of the vocabulary is not reached; see docs/proof.md. Use {off:g}.",
              lambda c: {c.flag: [c.off]}),
     ),
     (
-        Rule("same_bits model", lambda c: c.shape and c.shape.mla,
-             "same_bits true: multi-latent attention is not reached; see docs/proof.md. Use same_bits false."),
-        Rule("same_bits model", lambda c: c.shape and c.shape.vision,
-             "same_bits true: the towers of trainer and sampler are two programs. Use same_bits false."),
-        Rule("same_bits model", lambda c: c.shape and c.shape.architecture not in PROVEN,
-             "same_bits true: {shape.architecture} is not reached; see docs/proof.md. Use same_bits false, or one of "
+        Rule("bitwise_parity model", lambda c: c.shape and c.shape.mla,
+             "bitwise_parity true: multi-latent attention is not reached; see docs/proof.md. Use bitwise_parity false."),
+        Rule("bitwise_parity model", lambda c: c.shape and c.shape.vision,
+             "bitwise_parity true: the towers of trainer and sampler are two programs. Use bitwise_parity false."),
+        Rule("bitwise_parity model", lambda c: c.shape and c.shape.architecture not in PROVEN,
+             "bitwise_parity true: {shape.architecture} is not reached; see docs/proof.md. Use bitwise_parity false, or one of "
              f"{', '.join(PROVEN)}."),
-        Rule("same_bits model", lambda c: c.shape and any(c.shape.windows or ()),
-             "same_bits true: sliding windows are not reached; see docs/proof.md. Use same_bits false."),
-        Rule("same_bits model", lambda c: c.shape and c.shape.rope.attention_scaling != 1,
-             "same_bits true: the sampler scales cosines and sines where the trainer scales scores (YaRN). Use same_bits false."),
-        Rule("same_bits tensor_model_parallel_size",
+        Rule("bitwise_parity model", lambda c: c.shape and any(c.shape.windows or ()),
+             "bitwise_parity true: sliding windows are not reached; see docs/proof.md. Use bitwise_parity false."),
+        Rule("bitwise_parity model", lambda c: c.shape and c.shape.rope.attention_scaling != 1,
+             "bitwise_parity true: the sampler scales cosines and sines where the trainer scales scores (YaRN). Use bitwise_parity false."),
+        Rule("bitwise_parity tensor_model_parallel_size",
              lambda c: c.shape and c.tensor_model_parallel_size > 1 and (c.shape.attention_out_bias or c.shape.mlp_bias),
-             "same_bits true: the sampler adds a bias before it sums over ranks, the trainer after. Use 1.",
+             "bitwise_parity true: the sampler adds a bias before it sums over ranks, the trainer after. Use 1.",
              {"tensor_model_parallel_size": [1]}),
-        Rule("same_bits torch_dtype", lambda c: c.shape and c.torch_dtype == "bfloat16"
+        Rule("bitwise_parity torch_dtype", lambda c: c.shape and c.torch_dtype == "bfloat16"
              and (c.shape.qkv_bias or c.shape.attention_out_bias or c.shape.mlp_bias),
-             "same_bits true: the sampler adds a bias before it rounds to bfloat16, the trainer after. Use float32.",
+             "bitwise_parity true: the sampler adds a bias before it rounds to bfloat16, the trainer after. Use float32.",
              {"torch_dtype": ["float32"]}),
     ),
 )

@@ -36,7 +36,7 @@ def problems(cfg: Config, shape: ModelShape) -> list[Problem]:
 
 
 def sharing_problems(cfg: Config, shape: ModelShape) -> list[Problem]:
-    """Return the problem if `share_prompts` is true and prompts cannot be shared.
+    """Return the problem if `share_prefix` is true and prompts cannot be shared.
 
     Args:
         cfg: The settings of the run.
@@ -94,8 +94,8 @@ def sharing_obstacle(cfg: Config, shape: ModelShape | None) -> str | None:
         shape: The model's dimensions; None if unknown.
     """
     tuner = cfg.tuner
-    if cfg.rollout.same_bits:
-        return "parts of attention that are merged have other bits than the whole (same_bits)"
+    if cfg.rollout.bitwise_parity:
+        return "parts of attention that are merged have other bits than the whole (bitwise_parity)"
     longest = (cfg.data.max_prompt_length or (shape and shape.max_position_embeddings) or 0) + cfg.rollout.max_completion_length
     if shape and shape.sliding_window and shape.sliding_window < longest:
         return f"{shape.architecture} has layers that see {shape.sliding_window} tokens, where sequences have up to {longest}"
@@ -161,9 +161,9 @@ def _fused_recompute(cfg: Config) -> list[str]:
 
 def _unshareable(c: SimpleNamespace) -> dict[str, Any] | None:
     reason = sharing_obstacle(c.cfg, c.shape)
-    if c.share_prompts != "true" or reason is None:
+    if c.share_prefix != "true" or reason is None:
         return None
-    others = {"lora_dropout": ", or lora_dropout 0", "parts of attention": ", or same_bits false"}
+    others = {"lora_dropout": ", or lora_dropout 0", "parts of attention": ", or bitwise_parity false"}
     return {"reason": reason, "other": next((words for begin, words in others.items() if reason.startswith(begin)), "")}
 
 
@@ -370,15 +370,15 @@ RULES = (
          "out.", {"fp8_format": [None]}),
 )
 
-SHARING = Rule("share_prompts", _unshareable, "share_prompts: true cannot be: {reason}. Use auto or false{other}.",
-               {"share_prompts": ["auto", "false"]})
+SHARING = Rule("share_prefix", _unshareable, "share_prefix: true cannot be: {reason}. Use auto or false{other}.",
+               {"share_prefix": ["auto", "false"]})
 
 SAMPLER = Rule("model", _not_as_vllm, "model: vLLM 0.32 samples every {shape.architecture} as if it had these: {wrong}. This one has not. "
                "Use a checkpoint that has.")
 
 MACHINE_RULES = (
-    Rule("same_bits", lambda c: c.has_gpu and c.same_bits,
-         "same_bits true: the kernels of a GPU are not reached; see docs/proof.md. Use false.", {"same_bits": [False]}),
+    Rule("bitwise_parity", lambda c: c.has_gpu and c.bitwise_parity,
+         "bitwise_parity true: the kernels of a GPU are not reached; see docs/proof.md. Use false.", {"bitwise_parity": [False]}),
     Rule("transformer_impl", lambda c: c.transformer_impl == "transformer_engine" and not c.has_te,
          "transformer_impl: transformer_engine is not installed here. Install the extra `te`, or use auto or local.",
          {"transformer_impl": ["auto", "local"]}),

@@ -38,12 +38,12 @@ from megatron_grpo.weights.layout_validation import engine_problems
 _OF_A_RUN, _EVAL = ("metrics.jsonl", "checkpoints", "plan.json"), "eval"
 
 
-def run_eval(parsed: Parsed, same_bits: Callable[[], None]) -> int:
+def run_eval(parsed: Parsed, bitwise_parity: Callable[[], None]) -> int:
     """Evaluate, write the files that docs/evaluation.md lists to `output_dir`, and print a table.
 
     Args:
         parsed: Parsed settings.
-        same_bits: Called to make vLLM batch invariant, if `same_bits` is set.
+        bitwise_parity: Called to make vLLM batch invariant, if `bitwise_parity` is set.
 
     Returns:
         The exit code.
@@ -69,7 +69,7 @@ def run_eval(parsed: Parsed, same_bits: Callable[[], None]) -> int:
             for note in looked.notes:
                 display.say(note)
             clean_up.add(display.stop)
-        step, evaluated = evaluate(cfg, looked, parallel, clean_up, same_bits)
+        step, evaluated = evaluate(cfg, looked, parallel, clean_up, bitwise_parity)
         if display is not None:
             display.stop()
             _tell(cfg, display, step, evaluated)
@@ -107,7 +107,7 @@ def asked_for(parsed: Parsed) -> Config:
 
 
 def evaluate(
-    cfg: Config, looked: ValidatedInputs, parallel: ParallelState, clean_up: CleanUp, same_bits: Callable[[], None]
+    cfg: Config, looked: ValidatedInputs, parallel: ParallelState, clean_up: CleanUp, bitwise_parity: Callable[[], None]
 ) -> tuple[int, list[Evaluated]]:
     """Evaluate all held-out sets. Collective.
 
@@ -116,13 +116,13 @@ def evaluate(
         looked: Validated inputs.
         parallel: Process groups of this rank.
         clean_up: Receives the closers of everything opened here.
-        same_bits: Called to make vLLM batch invariant, if `same_bits` is set.
+        bitwise_parity: Called to make vLLM batch invariant, if `bitwise_parity` is set.
 
     Returns:
         (optimizer steps of the weights, result of each set).
     """
     step, model = loaded(cfg, looked, parallel)
-    engine = ENGINES[cfg.rollout.vllm_mode](cfg, looked, parallel, same_bits=same_bits)
+    engine = ENGINES[cfg.rollout.vllm_mode](cfg, looked, parallel, bitwise_parity=bitwise_parity)
     clean_up.add(engine.close)
     sampler, judge = answering(cfg, looked, engine), RewardManager(looked.rewards, cfg.rewards.reward_weights)
     if model is not None:

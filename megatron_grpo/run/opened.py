@@ -25,7 +25,7 @@ from megatron_grpo.weights.shape import ModelShape
 
 # Settings of a checkpoint that are ignored: an export has its own layout, needs no reference, and is not a training run.
 _OTHERS = (
-    *(*vars(ParallelConfig()), "resume", "output_dir", "beta", "ref_adapters", "merge_lora", "share_prompts"),
+    *(*vars(ParallelConfig()), "resume", "output_dir", "beta", "ref_adapters", "merge_lora", "share_prefix"),
     "trust_remote_code",  # must be typed by the user, because the checkpoint may come from someone else
     *("metric_for_best_model", "greater_is_better", "load_best_model_at_end", "finetune", "no_load_optim", "no_load_rng"),
     *OF_THE_OPTIMIZER,  # they exclude float32, which may be typed over the run's bfloat16

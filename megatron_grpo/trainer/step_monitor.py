@@ -95,7 +95,7 @@ class StepMonitor:
         self._keep(seen, kind="parted", words=str(finding), finding=finding)
         if self.ends_run:
             raise ReplicaMismatchError(
-                f"{finding}. The run ends before the optimizer acts on it, and no checkpoint is written (audit_action stop). "
+                f"{finding}. The run ends before the optimizer acts on it, and no checkpoint is written (check_replicas_action stop). "
                 "What was saved before the last audit in which all was equal is sound: --resume goes on from there."
             )
         if collectives.rank() == 0:

@@ -33,7 +33,7 @@ def batches(dense):
 
 def run(path, batches, folder, settings, *, poison=None, spoil=None, audit=0, flags=()):
     """Two steps on two ranks, the second one poisoned; what the ranks said; and what a replay on one rank found, if there is a capsule."""
-    cfg = cases.settings(**dict(logp_difference_warn=100.0) | settings)  # what is stored is not what a sampler would say
+    cfg = cases.settings(**dict(logprob_diff_warn=100.0) | settings)  # what is stored is not what a sampler would say
 
     def body(rank, world):
         from megatron_grpo.base.errors import RunError
@@ -117,7 +117,7 @@ SPOILED = {
 @pytest.fixture(scope="module")
 def capsule(dense, batches, tmp_path_factory):
     """Of a step on one rank."""
-    folder, cfg = tmp_path_factory.mktemp("capsules"), cases.settings(logp_difference_warn=100.0)
+    folder, cfg = tmp_path_factory.mktemp("capsules"), cases.settings(logprob_diff_warn=100.0)
 
     def body(rank, world):
         policy = cases.build(dense, cfg, world)
@@ -138,7 +138,7 @@ def test_a_capsule_that_is_not_whole_is_refused(capsule, tmp_path, name):
 
 
 def test_a_disk_that_is_full_at_the_last_file_leaves_no_rank_waiting(dense, batches, tmp_path):
-    cfg = cases.settings(logp_difference_warn=100.0)
+    cfg = cases.settings(logprob_diff_warn=100.0)
     write_text = Path.write_text
 
     def full(path, *args, **kwargs):
@@ -189,7 +189,7 @@ def test_a_flipped_bit_ends_the_run_and_the_replay_says_which(dense, batches, tm
 
 def test_what_living_ranks_leave_behind_replays_if_it_is_all_there(dense, batches, tmp_path):
     """Two data-parallel ranks that hang before their gradient is summed; then the rows of one of them are gone."""
-    cfg = cases.settings(logp_difference_warn=100.0)
+    cfg = cases.settings(logprob_diff_warn=100.0)
 
     def body(rank, world):
         class Hangs(Exception):
@@ -228,7 +228,7 @@ def test_a_step_that_was_well_comes_again_on_one_rank_and_on_two(dense, batches,
     """A gap to the sampler, which is the test's: loss, norm and log-probs of the run come again in other layouts."""
     if more is TAUGHT:
         batches = [[taught(row) for row in cases.with_kept(dense, rows, vocab=125)] for rows in batches]
-    settings = dict(logp_difference_warn=0.01, beta=0.05, **{TP: 2}, **more)
+    settings = dict(logprob_diff_warn=0.01, beta=0.05, **{TP: 2}, **more)
     ranks, found, replays = run(dense, batches, tmp_path, settings)
     [path], [(_, told)] = found, replays
     assert path.name == "step_000001_logp_gap"  # the second step's is not twice as large

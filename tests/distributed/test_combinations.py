@@ -117,7 +117,7 @@ def with_a_teacher(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", ["1", "TP2", "CP2", "PP2"])
 def test_a_teachers_word_reaches_its_token_where_a_prompt_is_computed_once(with_a_teacher, layout):
-    found = errors(with_a_teacher, layout, TAUGHT, share_prompts="true")
+    found = errors(with_a_teacher, layout, TAUGHT, share_prefix="true")
     assert found.loss.keys() == set(TAUGHT) and not found.beyond()
 
 

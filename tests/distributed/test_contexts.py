@@ -21,9 +21,9 @@ EPISODES = (
 FAILED = 5  # the row whose environment is at fault
 RUNS = {
     ("grpo", "1 each"): {},
-    ("dapo", "packed"): dict(max_tokens_per_micro_batch=64, share_prompts="true"),
-    ("GSPO", "2 each"): dict(micro_batch_size=2, share_prompts="false"),
-    ("cispo", "a divergence, packed"): dict(max_tokens_per_micro_batch=64, share_prompts="false"),
+    ("dapo", "packed"): dict(max_tokens_per_micro_batch=64, share_prefix="true"),
+    ("GSPO", "2 each"): dict(micro_batch_size=2, share_prefix="false"),
+    ("cispo", "a divergence, packed"): dict(max_tokens_per_micro_batch=64, share_prefix="false"),
 }
 
 

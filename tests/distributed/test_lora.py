@@ -81,7 +81,7 @@ EXPERTS = {
     "TP2 ETP2": [("odd", "dr_grpo", {})],
     "DP2 ETP2": [("mlp", "grpo", {})],
     "EP2": [("odd", "grpo", OVERLAP), ("attention", "grpo", {}), ("mlp", "grpo", dict(use_distributed_optimizer=False))],
-    "CP2 EP2": [("odd", "grpo", PACKED | dict(share_prompts="false"))],
+    "CP2 EP2": [("odd", "grpo", PACKED | dict(share_prefix="false"))],
     "TP2 EP2 ETP1": [("odd", "grpo", dict(moe_token_dispatcher_type="allgather"))],
 }
 

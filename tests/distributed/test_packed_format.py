@@ -14,7 +14,7 @@ def test_steps_from_cumulative_lengths_equal_float64(tmp_path, name):
     path = write_tiny(tmp_path / "model", **cases.MODELS["dense"])
     batches = cases.stored_rollout(path, vocab=125)
     layout = cases.LAYOUTS[name]
-    cfg = cases.settings(micro_batch_size=2, share_prompts="false", **layout.settings)
+    cfg = cases.settings(micro_batch_size=2, share_prefix="false", **layout.settings)
 
     def train(rank, world):
         import megatron.core.extensions.transformer_engine as extensions

@@ -23,7 +23,7 @@ RUNS = {
     "MLP": LORA | dict(target_modules=["linear_fc1", "linear_fc2"]),
     "half frozen": dict(freeze_parameters=["model.layers.0.", "model.layers.1.", "model.embed_tokens"]),
 }
-SHARED = dict(share_prompts="true", micro_batch_size=8, global_batch_size=8)
+SHARED = dict(share_prefix="true", micro_batch_size=8, global_batch_size=8)
 
 
 def attention_flops(q, k, v, is_causal):

@@ -1,4 +1,7 @@
-"""With `--same_bits` trainer and sampler are one function to the last bit, on a CPU. `tools/same_bits.py` has all models and layouts."""
+"""With `--bitwise_parity` trainer and sampler are one function to the last bit, on a CPU.
+
+`tools/same_bits.py` has all models and layouts.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ def test_the_smallest_differences_are_seen_and_without_the_setting_there_are_man
         pair = cases.Pair.build(rank, world, path, parallel=parallel)
         completions, found = pair.sample(cases.prompts()), {}
         for change in (None, an_ulp, an_epsilon, an_angle):
-            pair.policy = parity.build(path, parity.settings(temperature=0.8, same_bits=True), world, parallel)
+            pair.policy = parity.build(path, parity.settings(temperature=0.8, bitwise_parity=True), world, parallel)
             if change is not None:
                 change(pair.policy)
             found[change and change.__name__] = pair.agreement(completions)
@@ -90,14 +93,14 @@ def test_gradients_are_as_near_to_float64_as_without_it(tmp_path):
     path = write_tiny(tmp_path, **parity.MODELS[model])
     batches = parity.stored_rollout(path, vocab=parity.MODELS[model]["vocab"])
     own = parity.MODEL_SETTINGS.get(model, {})
-    losses = {name: parity.LOSSES[name] | dict(same_bits=True) for name in ("grpo",)}
+    losses = {name: parity.LOSSES[name] | dict(bitwise_parity=True) for name in ("grpo",)}
     right = {name: parity.reference(path, parity.settings(**own | loss), batches) for name, loss in losses.items()}
     for name, found in parity.compare(model, path, parity.LAYOUTS[layout], losses, batches, right).items():
         assert found.within(), f"{name}: {found}"
 
 
 def test_a_run_says_that_nothing_differs(tmp_path):
-    flags = [*write_inputs(tmp_path), *("--output_dir", str(tmp_path / "out"), "--max_steps", "3", "--same_bits", "true")]
+    flags = [*write_inputs(tmp_path), *("--output_dir", str(tmp_path / "out"), "--max_steps", "3", "--bitwise_parity", "true")]
     assert run_ranks(train, 1, [*flags, "--export_hf", "false"], timeout=180) == [0]
     differences = [step["sampling/logp_difference/max"] for step in records(tmp_path / "out" / "metrics.jsonl")]
     assert differences == [0.0] * 3

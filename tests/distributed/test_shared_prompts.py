@@ -62,7 +62,7 @@ def test_old_and_reference_log_probs_and_the_loss_are_those_of_the_unshared_run(
     def body(rank, world):
         parallel, found = cases.join(cases.settings(**layout.settings), world), {}
         for share in ("true", "false"):
-            cfg = cases.settings(beta=0.05, share_prompts=share, max_tokens_per_micro_batch=96, **layout.settings)
+            cfg = cases.settings(beta=0.05, share_prefix=share, max_tokens_per_micro_batch=96, **layout.settings)
             policy = cases.build(path, cfg, world, parallel)
             batch = cases.batch_of(policy, batches[0], 0)
             scored = {}

@@ -20,10 +20,10 @@ from tests.ranks import RanksFailed, run_ranks
 
 # (family, layout, settings): together every layout that is a way of its own to hold, cut or sum what pictures are.
 CASES = [
-    ("qwen2_5_vl", "1", dict(share_prompts="true", max_tokens_per_micro_batch=96)),
+    ("qwen2_5_vl", "1", dict(share_prefix="true", max_tokens_per_micro_batch=96)),
     ("qwen3_vl", "TP2 SP", {}),
     ("qwen2_vl", "PP2 VPP2", {}),
-    ("qwen3_vl", "CP2", dict(share_prompts="true")),
+    ("qwen3_vl", "CP2", dict(share_prefix="true")),
     ("qwen2_5_vl", "DP2", dict(vit_lr=4e-3, aligner_lr=1e-3)),
 ]
 
@@ -138,7 +138,7 @@ MUTATIONS = {
     "deepstack backwards": (deepstack_backwards, {}),
     "plain positions": (plain_positions, {}),
     "places from ids": (places_from_ids, {}),
-    "a picture for each child": (once_for_each_child, dict(share_prompts="true")),
+    "a picture for each child": (once_for_each_child, dict(share_prefix="true")),
 }
 
 
@@ -187,7 +187,7 @@ def test_a_run_is_continued_bit_for_bit_and_in_another_layout(prepared, tmp_path
     path, batches, _ = prepared("qwen3_vl")
 
     def settings(layout):
-        return vision.settings(path, vision.ALL_TRAINS | dict(share_prompts="true"), vision.LAYOUTS[layout].settings)
+        return vision.settings(path, vision.ALL_TRAINS | dict(share_prefix="true"), vision.LAYOUTS[layout].settings)
 
     def weights(policy):
         return {name: tensor.numpy().copy() for name, tensor in policy.named_weights()}

@@ -1,4 +1,4 @@
-"""`megatron-grpo train --audit` on two ranks: a copy that parts ends the run before it is saved; and a capsule has no secrets."""
+"""`megatron-grpo train --check_replicas` on two ranks: a copy that parts ends the run before it is saved; and a capsule has no secrets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 
 SECRET = "hf_" + "Zq7" * 9
 SIZES = ["--micro_batch_size", "4", "--max_steps", "3", "--save_steps", "1", "--log_completions_steps", "0", "--export_hf", "false"]
-SIZES += ["--logp_difference_warn", "100"]  # the scripted sampler is not the policy
+SIZES += ["--logprob_diff_warn", "100"]  # the scripted sampler is not the policy
 
 
 def train(rank: int, world_size: int, flags: list[str]):
@@ -39,7 +39,7 @@ def train(rank: int, world_size: int, flags: list[str]):
 
 def test_a_bit_that_flips_ends_the_run_and_what_was_saved_before_stays(tmp_path):
     flags = [*write_inputs(tmp_path, rows=12), *SIZES, "--output_dir", str(tmp_path / "out")]
-    found = run_ranks(train, 2, [*flags, "--audit", "--audit_steps", "1"], timeout=240, env={"HF_TOKEN": SECRET})
+    found = run_ranks(train, 2, [*flags, "--check_replicas", "--check_replicas_interval", "1"], timeout=240, env={"HF_TOKEN": SECRET})
     assert [code for code, _ in found] == [1, 1], found
     said = "".join(text for _, text in found)
     assert "audit before optimizer step 2 (at step 1 all was equal): decoder.final_layernorm.weight is not the same on the data and" in said
@@ -61,7 +61,12 @@ def test_a_bit_that_flips_ends_the_run_and_what_was_saved_before_stays(tmp_path)
 
 def test_a_run_that_is_to_warn_goes_on(tmp_path):
     flags = [*write_inputs(tmp_path, rows=12), *SIZES, "--max_steps", "2", "--save_steps", "0", "--output_dir", str(tmp_path / "out")]
-    found = run_ranks(train, 2, [*flags, "--audit", "--audit_steps", "1", "--audit_action", "warn", "--capsules", "0"], timeout=240)
+    found = run_ranks(
+        train,
+        2,
+        [*flags, "--check_replicas", "--check_replicas_interval", "1", "--check_replicas_action", "warn", "--debug_dump_steps", "0"],
+        timeout=240,
+    )
     assert [code for code, _ in found] == [0, 0], found
     assert "WARNING: audit before optimizer step 2" in found[0][1] and len(records(tmp_path / "out/metrics.jsonl")) == 2
     assert not (tmp_path / "out/capsules").exists()

@@ -20,7 +20,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     common = [*write_inputs(folder), "--save_total_limit", "4"]
     checkpoint = str(folder / "first/checkpoints/iter_0000002")
-    still = ["--lr", "0", "--capsules", "0"]
+    still = ["--lr", "0", "--debug_dump_steps", "0"]
     cases = {
         "first": (1, ["--max_steps", "2"]),
         "begun": (
@@ -34,7 +34,7 @@ def runs(tmp_path_factory):
         if name == "begun":  # of the first run's two steps the earlier one is to be best in this one
             lengths = [line["completions/mean_length"] for line in records(folder / "first/metrics.jsonl")]
             by = ["--metric_for_best_model", "completions/mean_length", "--greater_is_better", str(lengths[0] >= lengths[1])]
-            best = [*common, "--max_steps", "2", "--save_steps", "1", *by, "--load_best_model_at_end", "true", "--capsules", "0"]
+            best = [*common, "--max_steps", "2", "--save_steps", "1", *by, "--load_best_model_at_end", "true", "--debug_dump_steps", "0"]
             assert run_ranks(train, 1, [*best, "--output_dir", str(folder / "best")], timeout=300) == [0]
         assert run_ranks(train, ranks, [*common, *flags, "--output_dir", str(folder / name)], timeout=300) == [0] * ranks, name
     return folder
@@ -45,7 +45,7 @@ def test_a_coefficient_that_follows_the_entropy_goes_on_as_if_nothing_had_happen
     common = [
         *write_inputs(tmp_path),
         *adaptive,
-        "--logp_difference_warn",
+        "--logprob_diff_warn",
         "0.001",  # what comes from a table is further off: the first step of each run is kept
         "--export_hf",
         "false",
@@ -119,7 +119,7 @@ def test_the_model_at_the_end_is_that_of_the_best_checkpoint(runs):
 
 def test_experts_begin_with_the_weights_of_a_checkpoint_on_other_ranks(tmp_path):
     """Saved by one rank, taken by two that have half of the experts each."""
-    common = [*write_inputs(tmp_path, family="qwen3_moe", layers=1, ffn=64, experts=4), "--max_steps", "1", "--capsules", "0"]
+    common = [*write_inputs(tmp_path, family="qwen3_moe", layers=1, ffn=64, experts=4), "--max_steps", "1", "--debug_dump_steps", "0"]
     first, begun = tmp_path / "first", tmp_path / "begun"
     assert run_ranks(train, 1, [*common, "--output_dir", str(first)], timeout=300) == [0]
     flags = [*common, "--mcore_model", str(first), "--expert_model_parallel_size", "2", "--lr", "0", "--output_dir", str(begun)]

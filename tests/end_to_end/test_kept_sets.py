@@ -36,7 +36,7 @@ def test_rows_that_wait_keep_their_words_over_a_checkpoint_and_another_layout(tm
     flags += [*("--max_steps", "4"), *("--save_steps", "3"), *("--save_total_limit", "3"), *("--export_hf", "false")]
     flags += ["--record_rows", "true"]
     whole, other = tmp_path / "whole", tmp_path / "other"
-    assert run_ranks(train, 1, [*flags, "--share_prompts", "true", "--output_dir", str(whole)], timeout=180) == [0]
+    assert run_ranks(train, 1, [*flags, "--share_prefix", "true", "--output_dir", str(whole)], timeout=180) == [0]
     one = records(whole / "metrics.jsonl")
     assert all(step["sampling/logp_difference/max"] < 1e-4 for step in one), "of the same words, at the weights that drew"
     assert 1 < one[0]["sampling/kept_words"] < one[0]["sampling/kept_words_max"] <= 5 and "sampling/kept_words" not in one[-1]
@@ -44,7 +44,7 @@ def test_rows_that_wait_keep_their_words_over_a_checkpoint_and_another_layout(tm
     again = json.loads(said)["variants"][0]
     assert code == 0 and {name: again[name] for name in WHAT_IF} == pytest.approx({name: one[-1][name] for name in WHAT_IF}, rel=1e-4)
     shutil.copytree(whole, other)
-    changed = ["--resume", str(other / "checkpoints" / "iter_0000003"), "--share_prompts", "false", "--output_dir", str(other)]
+    changed = ["--resume", str(other / "checkpoints" / "iter_0000003"), "--share_prefix", "false", "--output_dir", str(other)]
     assert run_ranks(scripted.train, 2, [*flags, *changed, "--tensor_model_parallel_size", "2"], timeout=180) == [0, 0]  # samples nothing
     wanted, found = ({name: steps[-1][name] for name in SAME} for steps in (one, records(other / "metrics.jsonl")))
     assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)

@@ -24,7 +24,7 @@ print(json.dumps([code, files]))
 
 def test_a_plain_run_imports_no_plug_in_room(tmp_path):
     flags = [*runs.write_inputs(tmp_path), "--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
-    flags += ["--logp_difference_warn", "1"]  # the scripted log-probs are a little off, and a step that is kept is no plain one
+    flags += ["--logprob_diff_warn", "1"]  # the scripted log-probs are a little off, and a step that is kept is no plain one
     root = Path(__file__).parents[2]
     said = subprocess.run([sys.executable, "-c", RUN, *flags], capture_output=True, text=True, cwd=root, check=True).stdout
     code, files = json.loads(said.splitlines()[-1])

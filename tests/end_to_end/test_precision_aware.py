@@ -19,7 +19,9 @@ OTHERS = "--main_grads_dtype fp32 --main_params_dtype fp32 --exp_avg_dtype bf16 
 
 
 def test_a_killed_run_with_few_bits_ends_as_the_one_that_was_not_and_goes_on_with_others(tmp_path):
-    common = "--torch_dtype bfloat16 --lr 1e-3 --audit true --audit_steps 1 --async_save true --logp_difference_warn 0.001"
+    common = (
+        "--torch_dtype bfloat16 --lr 1e-3 --check_replicas true --check_replicas_interval 1 --async_save true --logprob_diff_warn 0.001"
+    )
     flags = [*write_inputs(tmp_path, rows=10, **TINY), *UNEVEN.split(), *SAVES.split(), *common.split(), *FEW.split()]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert run_ranks(scripted.train, 2, [*flags, "--output_dir", str(whole), "--max_steps", str(STEPS)], timeout=300) == [0, 0]

@@ -47,11 +47,11 @@ def test_rows_that_wait_keep_their_experts_over_a_checkpoint(tmp_path, mode):
     flags += [*("--steps_per_generation", "2"), *("--num_iterations", "2"), *("--max_tokens_per_micro_batch", "64"), *("--beta", "0.02")]
     flags += [*("--save_steps", "3"), *("--max_steps", "4"), *("--save_total_limit", "3"), *("--export_hf", "false")]
     whole, other = tmp_path / "whole", tmp_path / "other"
-    here = ["--share_prompts", "true", "--expert_model_parallel_size", "2", "--output_dir", str(whole)]
+    here = ["--share_prefix", "true", "--expert_model_parallel_size", "2", "--output_dir", str(whole)]
     assert run_ranks(train, 2, [*flags, *here], mode, timeout=120) == [0, 0]
     shutil.copytree(whole, other)
     first = str(other / "checkpoints" / "iter_0000003")
-    changed = ["--resume", first, "--share_prompts", "false", "--output_dir", str(other)]
+    changed = ["--resume", first, "--share_prefix", "false", "--output_dir", str(other)]
     assert run_ranks(train, 1, [*flags, *changed], mode, timeout=120) == [0]
     one, two = records(whole / "metrics.jsonl"), records(other / "metrics.jsonl")
     assert [step["step"] for step in two] == [1, 2, 3, 4]

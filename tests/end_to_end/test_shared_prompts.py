@@ -1,4 +1,4 @@
-"""`--share_prompts` in whole runs: a run that did not share is continued by one that does, and the samples and steps are the same."""
+"""`--share_prefix` in whole runs: a run that did not share is continued by one that does, and the samples and steps are the same."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def test_a_run_that_did_not_share_is_continued_by_one_that_does(tmp_path):
     flags += [*("--num_iterations", "2"), *("--beta", "0.02"), *("--max_tokens_per_micro_batch", "64"), *("--save_steps", "3")]
     flags += [*("--max_steps", "6"), *("--save_total_limit", "3"), *("--log_entropy", "true"), *("--export_hf", "false")]
     whole, other = tmp_path / "whole", tmp_path / "other"
-    assert run_ranks(train, 1, [*flags, *("--output_dir", str(whole)), *("--share_prompts", "false")], timeout=120) == [0]
+    assert run_ranks(train, 1, [*flags, *("--output_dir", str(whole)), *("--share_prefix", "false")], timeout=120) == [0]
     shutil.copytree(whole, other)
     first = str(other / "checkpoints" / "iter_0000003")
-    changed = ["--resume", first, "--share_prompts", "true", "--output_dir", str(other)]
+    changed = ["--resume", first, "--share_prefix", "true", "--output_dir", str(other)]
     assert run_ranks(train, 2, [*flags, *changed], timeout=120) == [0, 0]
     apart, shared = records(whole / "metrics.jsonl"), records(other / "metrics.jsonl")
     assert [step["step"] for step in shared] == [1, 2, 3, 4, 5, 6]

@@ -47,8 +47,8 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("skipped")
     flags = [*write_inputs(folder, rows=30), *UNEVEN, *("--max_steps", str(STEPS)), *("--lr_decay_style", "linear")]
     flags += ["--save_steps", "1", "--save_total_limit", "none", "--skip_grad_norm_factor", "8", "--log_completions_steps", "0"]
-    flags += ["--logp_difference_warn", "100"]  # the scripted sampler is not the policy
-    flags += ["--audit", "--audit_steps", "1"]  # which finds nothing
+    flags += ["--logprob_diff_warn", "100"]  # the scripted sampler is not the policy
+    flags += ["--check_replicas", "--check_replicas_interval", "1"]  # which finds nothing
     return folder, flags
 
 

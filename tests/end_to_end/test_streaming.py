@@ -40,7 +40,7 @@ def whole(inputs):
     """The run that nobody stopped. It alone keeps a step, records rows and is evaluated, by rows that are read whole."""
     folder, flags = inputs
     (folder / "held.jsonl").write_text("".join((folder / "data.jsonl").read_text().splitlines(keepends=True)[:7]))
-    more = ["--logp_difference_warn", "0.001", "--save_steps", str(STEPS - 1), "--record_rows", "true"]
+    more = ["--logprob_diff_warn", "0.001", "--save_steps", str(STEPS - 1), "--record_rows", "true"]
     more += ["--eval_dataset", str(folder / "held.jsonl"), "--eval_steps", "4"]
     [(code, told), _] = run_ranks(heard, 2, [*flags, *STREAMED, *more, "--output_dir", str(folder / "whole")])
     assert code == 0, told

@@ -229,7 +229,18 @@ def test_a_teacher_with_experts_teaches_a_dense_student_under_expert_parallelism
     large = write_tiny(tmp_path / "large", "qwen3_moe", layers=3, ffn=36, seed=3, std=0.05)
     flags = [*scripted_flags(tmp_path / "in"), "--teacher_model", str(large), "--temperature", "0.9"]
     run_ranks(told, 1, [*flags, "--output_dir", str(tmp_path / "one")])
-    looked_at = ["--audit", "true", "--audit_steps", "1", "--logp_difference_warn", "0.001", "--save_steps", "1", "--record_rows", "true"]
+    looked_at = [
+        "--check_replicas",
+        "true",
+        "--check_replicas_interval",
+        "1",
+        "--logprob_diff_warn",
+        "0.001",
+        "--save_steps",
+        "1",
+        "--record_rows",
+        "true",
+    ]
     flags += ["--expert_model_parallel_size", "2", "--dynamic_sample", "true", *looked_at]
     run_ranks(told, 2, [*flags, "--output_dir", str(tmp_path / "two")])
     same_steps(tmp_path / "two", tmp_path / "one", rel=1e-4)

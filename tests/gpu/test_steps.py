@@ -62,7 +62,7 @@ def stored(tmp_path_factory):
 
 # bfloat16 has 8 bits: 1/256 for each rounding. A mistake of the layout (half a gradient, a lost shard) is 0.3 and more.
 BF16 = dict(loss=5e-3, gradient=0.1, weight=4e-2)
-SHARED = {"apart": dict(share_prompts="false"), "shared": dict(share_prompts="true")}
+SHARED = {"apart": dict(share_prefix="false"), "shared": dict(share_prefix="true")}
 
 
 @pytest.mark.parametrize("name", ["1", "CP2", "TP2 SP", "PP2 VPP2"])

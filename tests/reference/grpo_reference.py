@@ -52,7 +52,7 @@ class Completion:
 
 def counted(completions, s):
     """The completions that make up N, and the mask that is left of each."""
-    kept = [c for c in completions if not (s.exclude_dead_groups and c.is_dead)]
+    kept = [c for c in completions if not (s.exclude_zero_std_groups and c.is_dead)]
     return [(c, torch.zeros_like(c.mask) if s.overlong_filter and c.is_truncated else c.mask) for c in kept]
 
 

@@ -75,7 +75,7 @@ def test_what_is_refused_without_adapters_is_refused_in_the_words_of_the_page(as
 
 
 def test_turns_are_planned_with_what_goes_with_them(ask):
-    words = "--max_turns 4 --context_parallel_size 2 --share_prompts true --transformer_impl local --dynamic_sample true"
+    words = "--max_turns 4 --context_parallel_size 2 --share_prefix true --transformer_impl local --dynamic_sample true"
     for who in ("--tools t.py:f", "--environment e.py:E --reward_funcs environment", "--environment e.py:E --tools t.py:f"):
         assert ask("Qwen3ForCausalLM", f"{who} {words}")[0] == 0
     assert ask("Qwen3MoeForCausalLM", "--tools t.py:f --router_replay_mode R2 --steps_per_generation 2", tuner="")[0] == 0
@@ -140,7 +140,7 @@ def test_what_is_refused_is_refused_in_the_words_of_the_page(ask, words, sentenc
     [
         ("Qwen3ForCausalLM", "--tensor_model_parallel_size 2 --sequence_parallel true --pipeline_model_parallel_size 2"),
         ("Qwen3ForCausalLM", "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1"),
-        ("Qwen3ForCausalLM", "--context_parallel_size 2 --max_tokens_per_micro_batch 4096 --share_prompts true --transformer_impl local"),
+        ("Qwen3ForCausalLM", "--context_parallel_size 2 --max_tokens_per_micro_batch 4096 --share_prefix true --transformer_impl local"),
         ("Qwen3ForCausalLM", "--beta 0.1 --kl_in_reward true --dynamic_sample true --oversample_ratio 2 --sleep_level 2"),
         ("Qwen3ForCausalLM", "--offload_model true --offload_optimizer true --beta 0.1 --pipeline_model_parallel_size 2"),
         ("Qwen3ForCausalLM", "--vllm_tensor_parallel_size 2 --lora_dropout 0.1 --recompute_granularity selective"),
@@ -177,7 +177,7 @@ SERVERS = "--vllm_mode server --vllm_server_host a b"
     [
         (
             "Qwen3ForCausalLM",
-            "--tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --share_prompts true --transformer_impl local",
+            "--tensor_model_parallel_size 2 --pipeline_model_parallel_size 2 --share_prefix true --transformer_impl local",
         ),
         ("Qwen3ForCausalLM", "--vllm_enable_lora false --dynamic_sample true --beta 0.1 --kl_in_reward true"),
         ("Qwen3MoeForCausalLM", "--expert_model_parallel_size 8 --router_replay_mode R2 --steps_per_generation 2"),

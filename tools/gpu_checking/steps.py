@@ -233,7 +233,7 @@ STEPS: tuple[Step, ...] = (
     Step(name="lora", shows="adapters are pushed, and the trial before proves that vLLM takes them", seconds=90, needs=("vllm",),
          commands=(Of(folder="lora", flags=LORA),), judge=gap("lora", 3)),
     Step(name="shared", shows="prompts computed once, in a run", seconds=60, needs=("vllm",),
-         commands=(Of(folder="shared", flags={"share_prompts": "true"}),), judge=gap("shared", 3)),
+         commands=(Of(folder="shared", flags={"share_prefix": "true"}),), judge=gap("shared", 3)),
     Step(name="offload", shows="the optimizer on the host, saved and gone on with", seconds=120, needs=("vllm",),
          commands=(Of(folder="offload", flags=SAVING | {"optimizer_cpu_offload": "true", "max_steps": 2}),
                    Of(folder="offload", flags=SAVING | {"optimizer_cpu_offload": "true", "max_steps": 3})), judge=gap("offload", 3)),

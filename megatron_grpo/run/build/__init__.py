@@ -34,7 +34,7 @@ class AnalysisHooks(Protocol):
             **facts: Its constructor's arguments.
         """
 
-    def same_bits(self) -> None:
+    def bitwise_parity(self) -> None:
         """Patch the forward passes of this process so that they compute bitwise what the sampler computes."""
 
     def same_bits_of_vllm(self) -> None:

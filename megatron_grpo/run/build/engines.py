@@ -36,7 +36,7 @@ MakeEngine = Callable[[Config, ValidatedInputs, ParallelState], Engine]
 
 
 def build_colocated(
-    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, same_bits: Callable[[], None], lora: LoraPush | None = None
+    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, bitwise_parity: Callable[[], None], lora: LoraPush | None = None
 ) -> Engine:
     """Build a vLLM engine inside the training ranks. Collective.
 
@@ -44,7 +44,7 @@ def build_colocated(
         cfg: Settings of the run.
         inputs: Validated inputs: model path, shape, prompts and image processor.
         parallel: Process groups of this rank.
-        same_bits: Called to make vLLM batch invariant, if `same_bits` is set.
+        bitwise_parity: Called to make vLLM batch invariant, if `bitwise_parity` is set.
         lora: How adapters are pushed; None if merged or full weights are pushed.
     """
     from megatron_grpo.rollout.colocated import ColocatedEngine
@@ -62,12 +62,12 @@ def build_colocated(
         eyes=inputs.eyes,
         most_pictures=cfg.data.limit_images or inputs.most_pictures,
         trust_remote_code=cfg.model.trust_remote_code,
-        patch=same_bits if cfg.rollout.same_bits else lambda: None,
+        patch=bitwise_parity if cfg.rollout.bitwise_parity else lambda: None,
     )
 
 
 def build_servers(
-    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, same_bits: Callable[[], None], lora: LoraPush | None = None
+    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, bitwise_parity: Callable[[], None], lora: LoraPush | None = None
 ) -> Engine:
     """Connect to the rollout servers, waiting until they answer. Collective.
 
@@ -75,7 +75,7 @@ def build_servers(
         cfg: Settings of the run.
         inputs: Validated inputs: model path, shape, prompts and image processor.
         parallel: Process groups of this rank.
-        same_bits: Unused: servers refuse the setting `same_bits`.
+        bitwise_parity: Unused: servers refuse the setting `bitwise_parity`.
         lora: How adapters are pushed; None if merged or full weights are pushed.
     """
     from megatron_grpo.servers.server_group import needs_of

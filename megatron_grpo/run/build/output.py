@@ -116,14 +116,14 @@ def gap_of(cfg: Config) -> Callable[[Mapping[str, float]], str | None]:
     """Return the check of the difference between the log-probs of trainer and sampler.
 
     With `async_rollout_depth` the difference contains what training has changed since the tokens were sampled. No default bound applies
-    then, and the check warns only if `logp_difference_warn` is set.
+    then, and the check warns only if `logprob_diff_warn` is set.
 
     Returns:
         A function from metrics to a warning, or to None if the difference is within bounds.
     """
-    if cfg.rollout.logp_difference_warn is None and cfg.rollout.async_rollout_depth:
+    if cfg.rollout.logprob_diff_warn is None and cfg.rollout.async_rollout_depth:
         return lambda metrics: None
-    bound = 0.0 if cfg.rollout.same_bits else cfg.rollout.logp_difference_warn
+    bound = 0.0 if cfg.rollout.bitwise_parity else cfg.rollout.logprob_diff_warn
     return DriftWatch(bound=bound, dtype=cfg.model.torch_dtype, hint=where_they_part(cfg)).warning
 
 

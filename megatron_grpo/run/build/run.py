@@ -122,15 +122,15 @@ def put_together(
     teacher = build_served_teacher(cfg, inputs, parallel, stop, checkpoints)  # before a model loads, because it may be refused
     lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=parts.engine is None)
     offload = what_makes_room(made, parallel)
-    if cfg.rollout.same_bits:
-        parts.analysis.same_bits()
+    if cfg.rollout.bitwise_parity:
+        parts.analysis.bitwise_parity()
     policy = build_policy(
         cfg, parallel, model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, parts=parts,
         push=lora.kind if lora else None, offload=offload, ref_model_path=inputs.ref_model_path,
     )  # fmt: skip
     if inputs.teacher_path is not None:
         teacher = build_held_teacher(cfg, inputs.shape, parallel, teacher_path=inputs.teacher_path, clock=clock, offload=offload)
-    make = parts.engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora, same_bits=parts.analysis.same_bits_of_vllm)
+    make = parts.engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora, bitwise_parity=parts.analysis.same_bits_of_vllm)
     sampler = patient(started(make, cfg, inputs, parallel, policy), stop)
     publisher = build_publisher(cfg, policy, sampler, say=journal.metrics.say)
     generator = generator_of(
@@ -208,8 +208,8 @@ def build_monitor(
         analysis.capsules, folder=Path(cfg.run.output_dir) / "capsules", cfg=cfg, model_path=inputs.model_path,
         last_checkpoint=checkpoints.folder.newest, say=say,
     )  # fmt: skip
-    audit = analysis.audit(cfg.run.audit_steps) if cfg.run.audit else None
-    return StepMonitor(policy, capsules, audit=audit, ends_run=cfg.run.audit_action == "stop", gap=gap_of(cfg), say=say)
+    audit = analysis.audit(cfg.run.check_replicas_interval) if cfg.run.check_replicas else None
+    return StepMonitor(policy, capsules, audit=audit, ends_run=cfg.run.check_replicas_action == "stop", gap=gap_of(cfg), say=say)
 
 
 def build_evaluator(cfg: Config, inputs: ValidatedInputs, sampler: Sampler, judge: RewardManager, *, last_step: int) -> Evaluator:

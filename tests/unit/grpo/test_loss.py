@@ -27,7 +27,7 @@ OTHERS = {
     "entropy_coef": (0.0, 0.02),
     "top_entropy_quantile": (1.0, 0.5, 0.2),
     "overlong_filter": (False, True),
-    "exclude_dead_groups": (False, True),
+    "exclude_zero_std_groups": (False, True),
     "rollout_importance_sampling_mode": ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     "rollout_importance_sampling_threshold": (2.0, 1.2),
     "rollout_importance_sampling_min": (None, 0.7),

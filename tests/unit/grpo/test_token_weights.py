@@ -47,7 +47,7 @@ def test_overlong_filter_empties_the_mask_and_keeps_n():
 
 
 def test_dead_groups_leave_n_too():
-    result = weigh("grpo", is_dead=(False, False, True), exclude_dead_groups=True)
+    result = weigh("grpo", is_dead=(False, False, True), exclude_zero_std_groups=True)
     assert per_token(result) == pytest.approx([1 / 4, 1 / 2, 0.0])
     assert (result.num_sequences, result.num_loss_tokens) == (2, 3)
 
@@ -60,7 +60,7 @@ def test_flags_without_their_filter_change_nothing():
 @pytest.mark.parametrize("loss_type", NORMALISATIONS)
 def test_a_batch_with_nothing_left_says_so_and_has_zero_weights(loss_type):
     for settings in (
-        {"is_dead": (True,) * 3, "exclude_dead_groups": True},
+        {"is_dead": (True,) * 3, "exclude_zero_std_groups": True},
         {"is_truncated": (True,) * 3, "overlong_filter": True},
     ):
         result = weigh(loss_type, **settings)

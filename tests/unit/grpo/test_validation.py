@@ -86,7 +86,7 @@ def test_all_problems_are_reported_together():
         ({"delta": 1.1}, "not above 1 \\+ epsilon_high"),
         ({"importance_sampling_level": "sequence"}, "3e-4"),
         ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "dapo"}, "once per token"),
-        ({"advantage_estimator": "reinforce_plus_plus", "exclude_dead_groups": True}, "whole batch"),
+        ({"advantage_estimator": "reinforce_plus_plus", "exclude_zero_std_groups": True}, "whole batch"),
         ({"teacher_model_server": ["http://t:1"], "importance_sampling_level": "sequence", "epsilon": 3e-4}, "averaged over it"),
         ({"teacher_model_server": ["http://t:1"], "reward_funcs": ["length"], "dynamic_sample": True}, "still taught token by token"),
     ],

@@ -43,13 +43,13 @@ def test_a_group_beyond_the_budget_and_one_dealt_over_ranks_is_in_pieces_with_a_
 
 
 def test_packing_is_that_of_the_run(made):
-    shared, apart = (made(GROUPS, "--max_tokens_per_micro_batch", 256, "--share_prompts", one).cost["packing"] for one in ("auto", "false"))
+    shared, apart = (made(GROUPS, "--max_tokens_per_micro_batch", 256, "--share_prefix", one).cost["packing"] for one in ("auto", "false"))
     assert (shared["micro_batches"], apart["micro_batches"]) == (2, 4)
     assert shared["max_tokens_per_micro_batch"] == 204  # a last token of each completion is counted with them, as everywhere in this object
 
 
 @pytest.mark.parametrize(("lengths", "argv", "why"), [
-    (GROUPS, ["--share_prompts", "false"], "share_prompts false"),
+    (GROUPS, ["--share_prefix", "false"], "share_prefix false"),
     (GROUPS, [], "micro_batch_size 1 puts no two completions together"),
     ("2 101\n" * 8, ["--micro_batch_size", 4], "1.5% of the tokens could be saved, less than 1/16"),
     (GROUPS, ["--micro_batch_size", 4, "--tuner_type", "lora", "--lora_dropout", "0.1"], "lora_dropout (0.1)"),
@@ -63,13 +63,13 @@ def test_where_nothing_is_shared_the_reason_is_said(made, capsys, lengths, argv,
 
 
 def test_true_shares_what_auto_leaves(made):
-    assert made("2 101\n" * 8, "--micro_batch_size", 4, "--share_prompts", "true").cost["sharing"]["tokens_shared"] == 804
+    assert made("2 101\n" * 8, "--micro_batch_size", 4, "--share_prefix", "true").cost["sharing"]["tokens_shared"] == 804
 
 
 def test_the_object_holds_it_and_the_native_flags_say_it(made):
-    plan = made(GROUPS, "--micro_batch_size", 4, "--share_prompts", "true")
+    plan = made(GROUPS, "--micro_batch_size", 4, "--share_prefix", "true")
     found = json.loads(plan.as_json())
-    assert found["cost"]["sharing"]["why"].startswith("share_prompts true") and "--share_prompts true" in found["native_flags"]
+    assert found["cost"]["sharing"]["why"].startswith("share_prefix true") and "--share_prefix true" in found["native_flags"]
 
 
 TINY = dict(
@@ -100,7 +100,7 @@ def test_flops_follow_what_is_computed(made, model, budget, tokens, pieces):
         # A rollout is two optimizer steps here, and half of its rows are stale.
         assert phases == {"old_logprobs": forward, "reference_logprobs": 2 * forward, "training": 6 * forward}
     assert {phase: found["flops_per_rollout"][phase] for phase in phases} == sharing["flops_shared"]
-    off = made(GROUPS, *model, BUDGET, budget, "--beta", 0.1, "--steps_per_generation", 2, "--share_prompts", "false").cost
+    off = made(GROUPS, *model, BUDGET, budget, "--beta", 0.1, "--steps_per_generation", 2, "--share_prefix", "false").cost
     assert {phase: off["flops_per_rollout"][phase] for phase in phases} == sharing["flops_apart"] == off["sharing"]["flops_shared"]
 
 
@@ -113,12 +113,12 @@ def test_a_file_shorter_than_a_step_is_taken_again(made, model):
 @pytest.mark.parametrize(("rows", "prompts"), [(2, 1), (4, 1), (6, 2), (8, 2), (3, 2)])
 def test_a_micro_batch_holds_each_prompt_once_and_a_budget_holds_what_it_says(made, model, rows, prompts):
     size = ["--global_batch_size", 24, "--micro_batch_size", rows, "--max_prompt_length", 100, "--max_completion_length", 10]
-    on, off = (made("100 10\n" * 24, *model, *size, "--share_prompts", one).memory for one in ("auto", "false"))
+    on, off = (made("100 10\n" * 24, *model, *size, "--share_prefix", one).memory for one in ("auto", "false"))
     assert (on["tokens_per_micro_batch"], off["tokens_per_micro_batch"]) == (100 * prompts + 10 * rows, 110 * rows)
     [stage], [apart] = on["stages"], off["stages"]
     assert stage["activations_saved_bytes"] == apart["activations_bytes"] - stage["activations_bytes"] > 0
     assert apart["activations_saved_bytes"] == 0
-    budgets = [made("100 10\n" * 24, *model, BUDGET, 300, "--share_prompts", one).memory for one in ("auto", "false")]
+    budgets = [made("100 10\n" * 24, *model, BUDGET, 300, "--share_prefix", one).memory for one in ("auto", "false")]
     assert budgets[0]["stages"] == budgets[1]["stages"] and budgets[0]["tokens_per_micro_batch"] == 300
 
 
@@ -137,7 +137,7 @@ def test_without_a_gpu_the_budget_is_the_least_that_holds_a_whole_group(made, mo
 
 
 def test_with_a_gpu_the_budget_is_the_most_that_fits(made, model):
-    gpu, groups = ["--gpu_memory_gb", 0.0008, "--sleep_level", 1, "--share_prompts", "true"], "100 100\n" * 512
+    gpu, groups = ["--gpu_memory_gb", 0.0008, "--sleep_level", 1, "--share_prefix", "true"], "100 100\n" * 512
     step = ["--global_batch_size", 512]
     budget = made(groups, *model, *gpu, *step).cost["sharing"]["budget"]["max_tokens_per_micro_batch"]
 
@@ -146,13 +146,13 @@ def test_with_a_gpu_the_budget_is_the_most_that_fits(made, model):
         return max(phases["training"], phases["logprobs"])
 
     assert needs(budget) <= 800_000 < needs(budget + 1)
-    tight = made(groups, *model, "--gpu_memory_gb", 0.0003, "--sleep_level", 1, "--share_prompts", "true", *step)
+    tight = made(groups, *model, "--gpu_memory_gb", 0.0003, "--sleep_level", 1, "--share_prefix", "true", *step)
     assert tight.cost["sharing"]["budget"] is None, "a sequence of 200 tokens does not fit alone"
-    roomy = made(GROUPS, *model, "--gpu_memory_gb", 80, "--share_prompts", "true").cost["sharing"]["budget"]
+    roomy = made(GROUPS, *model, "--gpu_memory_gb", 80, "--share_prefix", "true").cost["sharing"]["budget"]
     assert roomy["max_tokens_per_micro_batch"] == 400 and "all that a rank computes" in roomy["why"]
 
 
-@pytest.mark.parametrize("argv", [["--share_prompts", "false"], ["--tuner_type", "lora", "--lora_dropout", "0.1"]])
+@pytest.mark.parametrize("argv", [["--share_prefix", "false"], ["--tuner_type", "lora", "--lora_dropout", "0.1"]])
 def test_no_budget_is_named_where_prompts_would_not_be_shared_with_one(made, argv):
     assert made(GROUPS, *argv).cost["sharing"]["budget"] is None
 
@@ -188,8 +188,8 @@ def test_a_pipeline_wants_four_micro_batches_for_each_later_stage_and_fewer_if_i
 
 
 def test_the_kernel_of_a_gpu_is_named_where_the_machine_is_a_gpu_or_not_known():
-    true = Config().with_values({"share_prompts": "true", "micro_batch_size": 4})
-    auto = true.with_values({"share_prompts": "auto"})
+    true = Config().with_values({"share_prefix": "true", "micro_batch_size": 4})
+    auto = true.with_values({"share_prefix": "auto"})
     for cfg in (true, auto):
         assert "On this GPU attention with parents is flash attention" in str(decide(cfg, None, has_gpu=True))
         assert "On a GPU, of compute capability 8.0 or more, attention with parents is flash attention" in str(decide(cfg, None))

@@ -133,7 +133,7 @@ def test_prompts_are_shared_where_a_window_reaches_over_the_longest_sequence():
     assert decide(short, shape).min_saving_ratio == LEAST_SAVING
     longer = short.with_values({"max_completion_length": 6})
     assert "Olmo3ForCausalLM has layers that see 9 tokens, where sequences have up to 10" in decide(longer, shape).why
-    (problem,) = sharing_problems(longer.with_values({"share_prompts": "true"}), shape)
+    (problem,) = sharing_problems(longer.with_values({"share_prefix": "true"}), shape)
     assert "true cannot be: Olmo3ForCausalLM has layers" in problem.message
 
 
@@ -150,18 +150,18 @@ DROPOUT = {"tuner_type": "lora", "lora_dropout": 0.1}
 
 def test_sharing_prompts_is_refused_where_it_would_train_something_else_and_auto_leaves_it_off():
     dense = ModelShape.from_hf(config_of("qwen3"))
-    (problem,) = sharing_problems(Config().with_values(DROPOUT | {"share_prompts": "true"}), dense)
+    (problem,) = sharing_problems(Config().with_values(DROPOUT | {"share_prefix": "true"}), dense)
     assert "lora_dropout (0.1) would draw one mask for all copies of a prompt" in problem.message
-    assert problem.nearest["share_prompts"] == ["auto", "false"]
+    assert problem.nearest["share_prefix"] == ["auto", "false"]
     for setting in ("auto", "false"):
-        cfg = Config().with_values(DROPOUT | {"share_prompts": setting, "micro_batch_size": 4})
+        cfg = Config().with_values(DROPOUT | {"share_prefix": setting, "micro_batch_size": 4})
         assert sharing_problems(cfg, dense) == [] and decide(cfg, dense).min_saving_ratio is None
 
 
 @pytest.mark.parametrize("impl", ["auto", "local", "transformer_engine"])
 def test_prompts_are_shared_whatever_the_layers_are(impl):
     dense, cfg = ModelShape.from_hf(config_of("qwen3")), Config().with_values({"micro_batch_size": 4, "transformer_impl": impl})
-    assert decide(cfg, dense).min_saving_ratio == LEAST_SAVING and sharing_problems(cfg.with_values({"share_prompts": "true"}), dense) == []
+    assert decide(cfg, dense).min_saving_ratio == LEAST_SAVING and sharing_problems(cfg.with_values({"share_prefix": "true"}), dense) == []
 
 
 FP8 = {"fp8_format": "hybrid", "torch_dtype": "bfloat16", "transformer_impl": "transformer_engine"}
@@ -226,7 +226,9 @@ def test_the_heads_of_latent_attention_are_those_of_its_queries():
 
 def test_equal_bits_are_refused_for_what_has_not_been_compared():
     def said(shape, **values):
-        return [problem.message for problem in same_bits_validation.problems(Config().with_values({"same_bits": True, **values}), shape)]
+        return [
+            problem.message for problem in same_bits_validation.problems(Config().with_values({"bitwise_parity": True, **values}), shape)
+        ]
 
     qwen = ModelShape.from_hf(config_of("qwen3"))
     yarn = dataclasses.replace(qwen.rope, attention_scaling=1.1)
@@ -248,7 +250,7 @@ def test_equal_bits_are_refused_for_what_has_not_been_compared():
         ),
     ):
         (message,) = said(shape, **values)
-        assert message.startswith("same_bits true: ") and words in message
+        assert message.startswith("bitwise_parity true: ") and words in message
     assert said(dataclasses.replace(qwen, qkv_bias=True), torch_dtype="float32") == []
-    (problem,) = machine_problems(Config().with_values({"same_bits": True}), has_gpu=True, has_transformer_engine=True)
+    (problem,) = machine_problems(Config().with_values({"bitwise_parity": True}), has_gpu=True, has_transformer_engine=True)
     assert "GPU" in problem.message
