@@ -65,7 +65,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["megatron_grpo", "megatron_grpo.*"]),
-    package_data={"megatron_grpo.weights": ["*.json"], "megatron_grpo.compat": ["*.yaml"]},
+    package_data={"megatron_grpo.weights": ["*.json"], "megatron_grpo.compat": ["*.yaml"], "megatron_grpo.metrics": ["*.yaml"]},
     python_requires=">=3.11",
     classifiers=["Operating System :: POSIX :: Linux", "Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"],
     install_requires=REQUIRED,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from tests.ranks import ENVIRONMENT  # noqa: E402
 
 os.environ.update(ENVIRONMENT)
 
+import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 # A claim holds on a slow machine too: no example has to be ready in time.
@@ -43,3 +46,19 @@ def pytest_report_header() -> str:
         except metadata.PackageNotFoundError:
             continue  # of the two vllm, one is there
     return "stack: " + ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+@pytest.fixture(autouse=True, scope="session")
+def every_metric_of_a_run_is_registered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fail if a run of any test logged a metric that `megatron_grpo/metrics/registry.yaml` does not have."""
+    yield
+    from megatron_grpo.metrics import registry
+
+    found = {}
+    for folder, _, names in os.walk(tmp_path_factory.getbasetemp()):
+        if "metrics.jsonl" in names:
+            path = Path(folder) / "metrics.jsonl"
+            records = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{") and line.endswith("}")]
+            if unknown := registry.unregistered({name for record in records for name in record}):
+                found[str(path)] = sorted(unknown)
+    assert not found, "add a row to megatron_grpo/metrics/registry.yaml"

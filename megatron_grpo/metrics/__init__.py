@@ -14,7 +14,7 @@ from rich.console import Console
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.evaluation import curve_of
-from megatron_grpo.metrics import draw
+from megatron_grpo.metrics import draw, registry
 from megatron_grpo.metrics.display import Display
 from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, compared, curves_in, in_words, score_in
 from megatron_grpo.metrics.records import BestEffort, Records, plain
@@ -134,15 +134,15 @@ class Metrics:
             self.refresh_plots()
 
     def _tell_services(self) -> None:
-        """Send the steps since the last call to the services: the mean of each metric over the steps that have it, and current progress."""
+        """Send the steps since the last call to the services: the mean of each metric over the steps that have it, and current totals."""
         if not self._untold:
             return
-        last, told = self._untold[-1], self._untold
-        self._untold = []
-        means = {
-            name: _mean([record[name] for record in told if name in record]) for name in dict.fromkeys(key for one in told for key in one)
-        }
-        self._report(last["step"], means | {name: last[name] for name in ("step", "num_tokens")} if len(told) > 1 else last)
+        told, self._untold = self._untold, []
+        values: dict[str, list[Any]] = {}
+        for record in told:
+            for name, value in record.items():
+                values.setdefault(name, []).append(value)
+        self._report(told[-1]["step"], {name: each[-1] if registry.is_total(name) else _mean(each) for name, each in values.items()})
 
     def completions(self, version: int, table: Table) -> None:
         """Keep rows of a rollout for the services, which receive them with the next step.

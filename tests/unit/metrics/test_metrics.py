@@ -66,9 +66,9 @@ def test_every_optimizer_step_is_one_line(tmp_path):
 
 
 def test_a_resumed_run_drops_the_records_of_steps_it_takes_again(tmp_path):
-    run(metrics_in(tmp_path), 1, 5, note=1.0)
-    run(metrics_in(tmp_path), 4, 6, note=2.0)
-    assert [(record["step"], record["note"]) for record in records(tmp_path)] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
+    run(metrics_in(tmp_path), 1, 5, kl=1.0)
+    run(metrics_in(tmp_path), 4, 6, kl=2.0)
+    assert [(record["step"], record["kl"]) for record in records(tmp_path)] == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
 
 
 def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
@@ -81,9 +81,12 @@ def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
 
 def test_numbers_that_json_lacks_are_null_and_numpys_are_plain(tmp_path):
     metrics = metrics_in(tmp_path)
-    metrics.log(Progress(step=1), {"kl": float("nan"), "loss": float("inf"), "a": np.float32(0.5), "b": np.int64(7), "time/step": 1.0})
+    metrics.log(
+        Progress(step=1),
+        {"kl": float("nan"), "loss": float("inf"), "entropy": np.float32(0.5), "skipped_iterations": np.int64(7), "time/step": 1.0},
+    )
     [record] = records(tmp_path)
-    assert (record["kl"], record["loss"], record["a"], record["b"]) == (None, None, 0.5, 7)
+    assert (record["kl"], record["loss"], record["entropy"], record["skipped_iterations"]) == (None, None, 0.5, 7)
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path):
