@@ -1,6 +1,6 @@
 """What `--check_replicas` finds, and that it finds nothing where nothing is wrong.
 
-    python tools/audit_faults.py faults            every seeded fault of tests/audit_cases.py, as the table of docs/audit.md
+    python tools/audit_faults.py faults            every seeded fault of tests/audit_cases.py, as the table of docs/reliability.md
     python tools/audit_faults.py clean [200]       so many sound runs of two steps, drawn from layouts, models, optimizers and tuners
 
 Exit code 1 if a fault is not said as it should be, or a sound run is not sound.

@@ -1,4 +1,4 @@
-"""Puts faults into one side of a trainer and its sampler, and says what `megatron-grpo mismatch` names: the table of docs/mismatch.md.
+"""Puts faults into one side of a trainer and its sampler, and says what `megatron-grpo mismatch` names: the table of docs/reliability.md.
 
     python tools/mismatch_faults.py [--dtype bfloat16] [--only WORD] [--random 200] [--seed 0]
 

@@ -119,12 +119,12 @@ def damages() -> Iterator[Fault]:
                           "progress": "grpo/progress.json", "prompts": "grpo/prompts.json"}.items():  # fmt: skip
         for how, harm in HARMS.items():
             yield Fault(f"damage/{name} {how}", FALLS_BACK, damaged(pattern, harm))
-    yield Fault("damage/every checkpoint", "refused, and nothing is touched", all_damaged)
+    yield Fault("damage/every checkpoint", "refused; no file changes", all_damaged)
     for how, text in {"gone": None, "garbage": "yes\n", "empty": "", "ahead": "99\n", "behind": "6\n"}.items():
-        yield Fault(f"damage/pointer {how}", "the newest checkpoint, or a sentence", pointer(text))
+        yield Fault(f"damage/pointer {how}", "resumes from the newest checkpoint, or an error", pointer(text))
     for name in ("metrics.jsonl", "schedule.jsonl", "evaluations.jsonl", "config.yaml", "plan.json"):
         for how in ("cut", "gone"):
-            promise = "the run ends well" + (", and says which steps it lacks" if name in OF_EACH_STEP else "")
+            promise = "the run ends without error" + (" and logs which steps it lacks" if name in OF_EACH_STEP else "")
             yield Fault(f"damage/{name} {how}", promise, log_damaged(name, HARMS[how]))
     yield Fault("damage/leftovers of saves", UNMOVED, leftovers)
     yield Fault("damage/lock of a dead run", UNMOVED, locked)

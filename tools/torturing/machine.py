@@ -129,7 +129,7 @@ def of_the_machine() -> Iterator[Fault]:
     yield Fault("disk/64 open files", SENTENCE, limited("ulimit -n 64"))
     yield Fault("memory/2 GB of addresses", SENTENCE, limited("ulimit -v 2000000", "no memory, or no thread"))
     for moment in ("building the model", "sampling", "training", "writing a checkpoint"):
-        yield Fault(f"memory/no more, {moment}", "a sentence that names it, or the undisturbed run", starved(moment))
+        yield Fault(f"memory/no more, {moment}", "an error that names the cause, or the results of an undisturbed run", starved(moment))
     for moment in ("building the model", "training", "writing a checkpoint"):
         yield Fault(f"memory/none, {moment}", SENTENCE, raised(moment, "MemoryError"))
         yield Fault(f"disk/input or output error, {moment}", SENTENCE, raised(moment, "OSError"))
@@ -140,6 +140,6 @@ def of_surroundings() -> Iterator[Fault]:
     yield Fault("clock/a day on", UNMOVED, clock(86400))
     for name, env in {"no HOME": {"HOME": "/nowhere"}, "locale C": {"LC_ALL": "C"}, "no terminal": {"TERM": "dumb"}}.items():  # fmt: skip
         yield Fault(f"environment/{name}", UNMOVED, environment(env))
-    yield Fault("environment/four threads", "ends well; not bit for bit, for threads add in another order", more_threads)
-    yield Fault("environment/output is closed", "ends well, or resumes", closed_output)
-    yield Fault("environment/a second run in output_dir", "refused; the first one goes on", second_run)
+    yield Fault("environment/four threads", "ends without error; not bit for bit, because threads add in another order", more_threads)
+    yield Fault("environment/output is closed", "ends without error, or resumes", closed_output)
+    yield Fault("environment/a second run in output_dir", "refused; the first run continues", second_run)

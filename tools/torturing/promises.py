@@ -1,9 +1,9 @@
-"""What is promised, in the words of the table."""
+"""Promises as the table states them."""
 
 from __future__ import annotations
 
-RESUMES = "the same command again is the undisturbed run, bit for bit"
-SAVES = "the step ends, all of it is saved, and the same command goes on"
-FALLS_BACK = "a warning, the checkpoint before it, the undisturbed run"
-UNMOVED = "the undisturbed run"
-SENTENCE = "a sentence that names it; resumed with it mended, the undisturbed run"
+RESUMES = "the same command resumes with results equal bit for bit"
+SAVES = "the step ends, the run saves, and the same command resumes"
+FALLS_BACK = "a warning, and the run resumes from the checkpoint before with equal results"
+UNMOVED = "results equal those of an undisturbed run"
+SENTENCE = "an error that names the cause; after the repair the run resumes with equal results"

@@ -102,22 +102,22 @@ def said(rows: Sequence[Row], chains: Sequence[dict]) -> list[str]:
     ]
     seconds = [row.seconds for row in rows if row.seconds is not None]
     if seconds:
-        lines.append(f"Until the same step was trained again: median {statistics.median(seconds):.1f} s, at most {max(seconds):.1f} s.")
+        lines.append(f"The same step was trained again after: median {statistics.median(seconds):.1f} s, at most {max(seconds):.1f} s.")
     kills = [kill for chain in chains for kill in chain["kills"]]
     if kills:
         wrong = sum(chain["verdict"] != "kept" for chain in chains)
         again = [kill["seconds"] for kill in kills if kill["seconds"] is not None]
         lines.append(
             f"{len(kills)} random kills in {len(chains)} chains ({sum(chain['launches'] for chain in chains)} launches, seed "
-            f"{chains[0]['seed']}): {wrong} chains were not the undisturbed run."
+            f"{chains[0]['seed']}): {wrong} chains differed from the undisturbed run."
         )
         if again:
             lines.append(
-                f"After {len(again)} of them no other kill came before the same step was trained again: within "
+                f"After {len(again)} of them the same step was trained again before the next kill, within "
                 f"{statistics.median(again):.1f} s (median; at most {max(again):.1f})."
             )
         twice = [kill["sampled_twice"] for kill in kills]
-        lines.append(f"A kill had {statistics.mean(twice):.1f} prompts sampled a second time (mean; at most {max(twice)}).")
+        lines.append(f"A kill caused {statistics.mean(twice):.1f} prompts to be sampled again (mean; at most {max(twice)}).")
     return lines
 
 
@@ -129,7 +129,7 @@ def publish(path: Path, results: Results, promises: Mapping[str, str], seed: int
     when = " to ".join(dict.fromkeys((days[0], days[-1])))
     load = f"load {min(loads):.0f} to {max(loads):.0f}, median {statistics.median(loads):.0f}"
     parts = [
-        f"Run on {when}, on {os.cpu_count()} cores that other work shared ({load}). {' '.join(said(rows, chains))}",
+        f"Run on {when}, on {os.cpu_count()} cores shared with other work ({load}). {' '.join(said(rows, chains))}",
         "",
         *_starts(results),
         "",
@@ -157,14 +157,14 @@ def _starts(results: Results) -> list[str]:
 
 def _families(rows: Sequence[Row]) -> list[str]:
     table = [
-        "| family | faults | kept | again after, s: median | most | CPU s of the ranks: median | most |",
-        "|---|---|---|---|---|---|---|",
+        "| family | kept | seconds until trained again: median (max) | CPU seconds of the ranks: median (max) |",
+        "|---|---|---|---|",
     ]
     for family in dict.fromkeys(row.family for row in rows):
         mine = [row for row in rows if row.family == family]
         wall, cpu = ([value for row in mine if (value := getattr(row, name)) is not None] for name in ("seconds", "cpu_seconds"))
         kept = sum(row.verdict == "kept" for row in mine)
-        table.append(f"| {family} | {len(mine)} | {kept} | {_middle_and_most(wall)} | {_middle_and_most(cpu)} |")
+        table.append(f"| {family} | {kept} of {len(mine)} | {_middle_and_most(wall)} | {_middle_and_most(cpu)} |")
     return table
 
 
@@ -173,9 +173,9 @@ def _kills(chains: Sequence[dict]) -> list[str]:
     if not kills:
         return []
     table = [
-        "| random kills | number | again after, s: median | most | CPU s of the ranks: median | most | prompts sampled twice: mean | most |"
+        "| random kills | number | seconds until trained again | CPU seconds of the ranks | prompts sampled twice: mean (max) |",
+        "|---|---|---|---|---|",
     ]
-    table.append("|---|---|---|---|---|---|---|---|")
     groups = {
         "of the launcher": [kill for kill in kills if kill["whom"] == "launcher"],
         "of a rank or its supervisor": [kill for kill in kills if kill["whom"] != "launcher"],
@@ -186,23 +186,22 @@ def _kills(chains: Sequence[dict]) -> list[str]:
         wall, cpu = ([value for kill in mine if (value := kill[key]) is not None] for key in ("seconds", "cpu_seconds"))
         twice = [kill["sampled_twice"] for kill in mine] or [0]
         table.append(
-            f"| {name} | {len(mine)} | {_middle_and_most(wall)} | {_middle_and_most(cpu)} | {statistics.mean(twice):.1f} | {max(twice)} |"
+            f"| {name} | {len(mine)} | {_middle_and_most(wall)} | {_middle_and_most(cpu)} | {statistics.mean(twice):.1f} ({max(twice)}) |"
         )
     return table
 
 
 def _faults(rows: Sequence[Row]) -> list[str]:
-    table = ["| fault | promise | kept | again after, s | CPU s of the ranks | prompts sampled twice | steps trained twice |"]
-    table.append("|---|---|---|---|---|---|---|")
+    """One line a family and promise, with its faults; what was not kept stands behind them."""
+    table = ["| family | promise | kept | faults |", "|---|---|---|---|"]
+    groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        cost = [_one(row.seconds), _one(row.cpu_seconds), str(row.sampled_twice or ""), str(row.trained_twice or "")]
-        table.append(f"| {row.name} | {row.promise} | {row.why if row.verdict == 'not here' else row.verdict} | {' | '.join(cost)} |")
+        groups.setdefault((row.family, row.promise), []).append(row)
+    for (family, promise), mine in groups.items():
+        names = [row.name.partition("/")[2] + (f" ({row.verdict}: {row.why})" if row.verdict != "kept" else "") for row in mine]
+        table.append(f"| {family} | {promise} | {sum(row.verdict == 'kept' for row in mine)} of {len(mine)} | {'; '.join(names)} |")
     return table
 
 
-def _one(value: float | None) -> str:
-    return f"{value:.1f}" if value is not None else ""
-
-
 def _middle_and_most(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.1f} | {max(values):.1f}" if values else " | "
+    return f"{statistics.median(values):.1f} ({max(values):.1f})" if values else "-"

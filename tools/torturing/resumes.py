@@ -66,9 +66,9 @@ def resumes() -> Iterator[Fault]:
         ("an impossible size", ["--global_batch_size", "15"], 2, "global_batch_size", False),
         ("saves at each step", ["--save_steps", "1"], 0, "", True),
     ]:  # fmt: skip
-        promise = "refused, nothing is touched" if code == 2 else UNMOVED if same else "goes on, and says what changed"
+        promise = "refused; no file changes" if code == 2 else UNMOVED if same else "resumes and logs what changed"
         yield Fault(f"resume/{name}", promise, resumed_with(*flags, code=code, says=says, same=same))
     for what, code, says in [("a row more", None, "data"), ("another order", None, "data"), ("data gone", None, "data.jsonl"),
                              ("another model", None, "model"), ("another reward", 0, "reward"), ("a comment in the reward", 0, "reward"),
                              ("reward gone", None, "reward.py")]:  # fmt: skip
-        yield Fault(f"resume/{what}", "refused, or goes on and says it", rewritten(what, code, says))
+        yield Fault(f"resume/{what}", "refused, or resumes and logs it", rewritten(what, code, says))

@@ -42,13 +42,17 @@ def test_results_accumulate_over_calls_and_the_newest_verdict_counts(tmp_path):
     publish(page, again, {"kill/a": "p", "kill/b": "today's words"}, seed=0)
     text = page.read_text()
     assert text.startswith(f"before\n{BEGIN}") and text.endswith(f"{END}\nafter\n") and "old" not in text
-    assert "| kill | 2 | 2 | 4.0 | 5.0 | 2.0 | 2.0 |" in text and "| kill/b | today's words | kept | 3.0 | 2.0 | 6 |  |" in text
+    assert "| kill | 2 of 2 | 4.0 (5.0) | 2.0 (2.0) |" in text
+    assert "| kill | p | 1 of 1 | a |\n| kill | today's words | 1 of 1 | b |" in text
+    again.add(Row("kill/b", "p", verdict="BROKEN", why="lost").record)
+    publish(page, again, {"kill/a": "p", "kill/b": "p"}, seed=0)
+    assert "| kill | p | 1 of 2 | a; b (BROKEN: lost) |" in page.read_text()
 
 
 def test_a_chain_that_went_wrong_is_counted():
     kill = {"whom": "launcher", "seconds": None, "cpu_seconds": None, "sampled_twice": 2, "cold": False, "step": 0}
     chains = [{"kills": [kill, kill], "launches": 3, "seed": 0, "verdict": verdict} for verdict in ("kept", "BROKEN")]
-    assert "4 random kills in 2 chains (6 launches, seed 0): 1 chains were not the undisturbed run." in said([], chains)
+    assert "4 random kills in 2 chains (6 launches, seed 0): 1 chains differed from the undisturbed run." in said([], chains)
 
 
 def test_what_was_written_before_a_kill_must_be_the_beginning_of_the_undisturbed_run(victim):
