@@ -48,7 +48,7 @@ def figures(found: dict) -> dict[str, str]:
         "activations": worst["activations_bytes"],
         "peak while training": peak["training"],
         "peak while sampling": peak["rollout"],
-        "weight push": cost["weight_push_bytes"],
+        "weight sync": cost["weight_push_bytes"],
         "checkpoint": cost["checkpoint_bytes"],
     }
     work = cost["flops_per_rollout"]["training"] / 1e12
