@@ -54,7 +54,10 @@ class Analysis:
 
 
 def train(argv: list[str], **parts: Any) -> int:
-    """Trains a model with GRPO: draws answers with vLLM, scores them with reward functions, learns from them with Megatron-Core."""
+    """Train a model with GRPO.
+
+    vLLM samples completions, reward functions score them, and Megatron-Core trains the model on them.
+    """
     from megatron_grpo.run.signals import heard_before_the_run
 
     with heard_before_the_run():
@@ -117,7 +120,10 @@ def _not_launched(argv: list[str], config: Config, asked: tuple[str, int] | None
 
 
 def plan(argv: list[str]) -> int:
-    """Checks the whole configuration and prints the timetable, memory and cost of a run. Needs no GPU and no launcher."""
+    """Check a configuration and print the schedule, memory and cost of the run.
+
+    Needs no GPU and no launcher. Takes the settings of train.
+    """
     from megatron_grpo.planning.report import run_plan
     from megatron_grpo.run.validate import validate_run
 
@@ -128,7 +134,10 @@ def plan(argv: list[str]) -> int:
 
 
 def export(argv: list[str]) -> int:
-    """Writes a checkpoint of any layout as a Hugging Face model or PEFT adapter; or adds an adapter to its base (--merge_lora true)."""
+    """Export a checkpoint as a Hugging Face model or PEFT adapter.
+
+    Reads a checkpoint of any parallel layout. With --merge_lora true, adds an adapter to its base model.
+    """
     parsed = _parsed(argv)
     from megatron_grpo.run.export import run_export
 
@@ -136,7 +145,10 @@ def export(argv: list[str]) -> int:
 
 
 def evaluate(argv: list[str]) -> int:
-    """Samples held-out sets with a model, an export, an adapter or a checkpoint (--resume) of any layout, and scores them."""
+    """Evaluate a model, an export, an adapter or a checkpoint on held-out prompts.
+
+    --model names a model or an export, --adapters an adapter, --resume a checkpoint of any parallel layout.
+    """
     parsed = _parsed(argv)
     from megatron_grpo.run.evaluating import run_eval
 
@@ -144,7 +156,10 @@ def evaluate(argv: list[str]) -> int:
 
 
 def serve(argv: list[str]) -> int:
-    """A rollout server: one vLLM engine that a run owns, pushes weights to and samples from (train --vllm_mode server)."""
+    """Run a rollout server for training with --vllm_mode server.
+
+    A training run claims the server, sends weights to it and samples from it.
+    """
     parsed = _parsed(argv, is_launched=False)
     from megatron_grpo.servers.serve_lifecycle import serve as serve_until_stopped
 
@@ -152,25 +167,31 @@ def serve(argv: list[str]) -> int:
 
 
 def doctor(argv: list[str]) -> int:
-    """Says what is installed, what each absence switches off, and whether it works here. Takes --json and no settings."""
+    """Check what is installed, what each missing package switches off, and whether it works on this machine.
+
+    Takes --json and no settings.
+    """
     from megatron_grpo.run.doctor import run_doctor
 
     return run_doctor(argv)
 
 
 def rehearse(argv: list[str]) -> int:
-    """Tries data set, chat template and rewards of a training run on a few rows (--rows 8), with the flags of train. Loads no weights."""
+    """Try the data set, chat template and rewards of a run on a few rows.
+
+    Takes the settings of train, and --rows (default 8). Loads no weights.
+    """
     from megatron_grpo.run.dry_run import run_rehearsal
 
     return run_rehearsal(argv, _parsed)
 
 
 def mismatch(argv: list[str]) -> int:
-    """Compares trainer and sampler of a run, a checkpoint or a model, token by token, and names the operation where they part.
+    """Compare the log-probs of trainer and sampler token by token, and name the operation where they diverge.
 
-    --row N looks into row N, not into the worst; --rows: so many are compared; --dtype: both sides are loaded in it. Without settings it is
-    one process; --tensor_model_parallel_size under torchrun compares shard by shard. Exit codes: 0 nothing differs by more than rounding,
-    1 something is named, 2 the question is wrong and nothing was loaded.
+    --rows: rows to compare. --row N: explain row N instead of the worst one. --dtype: dtype of both sides. Without settings it runs in one
+    process; with --tensor_model_parallel_size under torchrun it compares shard by shard. Exit codes: 0, no difference beyond rounding; 1, a
+    difference was found; 2, the arguments are wrong and nothing was loaded.
     """
     from megatron_grpo.analysis.mismatch import run_mismatch
 
@@ -178,7 +199,10 @@ def mismatch(argv: list[str]) -> int:
 
 
 def replay(argv: list[str]) -> int:
-    """Takes a kept step of a run (OUTPUT_DIR/capsules/...) again, in any layout, and says what is wrong with it. Takes --json."""
+    """Repeat a dumped step of a run, in any parallel layout, and report what is wrong with it.
+
+    The run writes the newest steps below its output_dir. Takes --json.
+    """
     words = list(takewhile(lambda word: not word.startswith("-"), argv))
     parsed = _parsed(argv[len(words) :])
     from megatron_grpo.analysis.replay import run_replay
@@ -187,7 +211,10 @@ def replay(argv: list[str]) -> int:
 
 
 def whatif(argv: list[str]) -> int:
-    """What another loss, clip, correction, batch size or staleness would have made of a recorded step (--try "loss_type=dapo" ...)."""
+    """Compare losses, clipping, corrections, batch sizes or staleness on a recorded step.
+
+    --try "loss_type=dapo" ... names the variants. --step: the recorded step. --png: file of a figure.
+    """
     from megatron_grpo.analysis.whatif import run_whatif
 
     return run_whatif(argv, _parsed)
@@ -317,6 +344,11 @@ def _run(command: str, words: list[str], parts: dict[str, Any]) -> int:
         from megatron_grpo.config.show import print_help
 
         print_help(command, COMMANDS[command], words[1:] if words[0] in ("-h", "--help") else ())
+        return EXIT_DONE
+    if words and words[0] in ("--help-search", "--help_search"):
+        from megatron_grpo.config.show import print_matching
+
+        print_matching(words[1:])
         return EXIT_DONE
     if sys.platform != "linux" and command != "plan":
         raise ConfigError(f"{command} needs Linux, and this is {sys.platform}: here `plan` alone runs (docs/dependencies.md).")

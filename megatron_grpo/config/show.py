@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.read import shown
-from megatron_grpo.config.table import MAPS, Setting, canonical, keys, table
+from megatron_grpo.config.table import MAPS, Setting, canonical, close_to, keys, table
 
 WORDS = {  # arguments of commands that take more, or less, than settings
     "doctor": "[--json]",
@@ -25,38 +27,52 @@ def print_overview(commands: Mapping[str, Callable]) -> None:
     """Print the list of commands.
 
     Args:
-        commands: Functions by command name; their docstrings are shown.
+        commands: Functions by command name; the first lines of their docstrings are shown.
     """
     print("usage: megatron-grpo <command> [--config file.yaml] [--name value ...]\n\nGRPO on Megatron-Core, sampled by vLLM.\n")
+    width = max(map(len, commands)) + 4
     for name, function in commands.items():
-        print(textwrap.fill(f"  {name:<10}{(function.__doc__ or '').strip().splitlines()[0]}", _width(), subsequent_indent=" " * 12))
-    print("\n`megatron-grpo <command> --help` lists every setting with its unit and default, `--help NAME` explains one.")
+        text = f"  {name}".ljust(width) + (function.__doc__ or "").strip().splitlines()[0]
+        print(textwrap.fill(text, _width(), subsequent_indent=" " * width))
+    print("\nOptions of a command:\n")
+    print("  --help                list its settings, by section, with unit and default")
+    print("  --help NAME ...       explain settings or sections, such as `train --help batch`")
+    print("  --help-search WORD    find settings by a word, such as `train --help-search lr`")
 
 
 def print_help(command: str, function: Callable, asked: Sequence[str] = ()) -> None:
-    """Print every setting by group with type, unit, default and one line of help; of a map its keys.
+    """Print every setting by section with type, unit, default and one line of help; of a map its keys.
 
     Args:
         command: Name of the command.
         function: Its function, whose docstring is shown.
-        asked: Settings, maps and groups to explain alone, or "all".
+        asked: Settings, maps and sections to explain alone, or "all".
+
+    Raises:
+        ConfigError: No setting, map or section has a name of `asked`.
     """
-    if explained := [setting for setting in table().values() if _names_of(setting) & {*map(canonical, asked)}]:
-        print("\n".join(line for setting in explained for line in _entry(setting)))
+    if wanted := [canonical(word) for word in asked]:
+        known = {name for setting in table().values() for name in _names_of(setting)}
+        if unknown := [name for name in wanted if name not in known]:
+            raise ConfigError([_unknown(name, known) for name in unknown])
+        print("\n".join(_by_section([setting for setting in table().values() if _names_of(setting) & {*wanted}])))
         return
-    titles = {name: (type(section).__doc__ or "").strip() for name, section in Config().groups().items()}
     words = WORDS.get(command, "[settings]")
-    print(f"usage: megatron-grpo {command} {words.replace('[settings]', '[--config file.yaml ...] [--name value ...]')}\n")
-    print(inspect.cleandoc(function.__doc__ or ""))
+    what, _, more = inspect.cleandoc(function.__doc__ or "").partition("\n\n")
+    print(what)
+    print(f"\nusage: megatron-grpo {command} {words.replace('[settings]', '[--config file.yaml ...] [--name value ...]')}")
+    if more:
+        print("\n" + textwrap.fill(more, _width()))
     if "[settings]" not in words:
         return
     lines = [
         "",
-        "Names may be written with - or _; the command line wins over files, and a later file over an earlier one.",
+        "Names may be written with - or _. The command line wins over files, and a later file over an earlier one.",
         "",
         "  --config FILE ...         YAML, flat or in sections, or a launch script; the same names as below",
-        "  --print_config            show every value and where it came from, and stop",
-        "  --help NAME ...           these settings alone; of a map (KEY=VALUE ...) its keys; all: every setting and key",
+        "  --print_config            show every value and its source, and stop",
+        "  --help NAME ...           explain these settings or sections; of a map (KEY=VALUE ...) its keys; all: every setting and key",
+        "  --help-search WORD ...    list the settings whose name, alias or help contains a word",
     ]
     group = None
     for setting in table().values():
@@ -64,23 +80,70 @@ def print_help(command: str, function: Callable, asked: Sequence[str] = ()) -> N
             continue
         if setting.group != group:
             group = setting.group
-            lines += ["", f"{titles[group]}  [section `{group}`]"]
+            lines += ["", _heading(group)]
         of_map = _map_of(setting)
         if of_map is None:
             lines += _entry(setting)
         elif keys()[of_map][0] == setting.name:
             text = f"{MAPS[of_map][0]}: {', '.join(keys()[of_map])}. Also each by itself: --{setting.name} ..."
             lines += [f"  --{of_map} KEY=VALUE ...", *_wrapped(text)]
+    lines += ["", f"Sections, each explained by `megatron-grpo {command} --help SECTION`:", ""]
+    lines += [f"  {name:<12}{title}" for name, title in _titles().items()]
     print("\n".join(lines))
+
+
+def print_matching(searched: Sequence[str]) -> None:
+    """Print the settings whose name, alias or help contains all of the words.
+
+    Args:
+        searched: Words to find; a name contains a word at any position, a help text at the beginning of a word.
+
+    Raises:
+        ConfigError: No word is given, or no setting contains them.
+    """
+    if not searched:
+        raise ConfigError("--help-search needs a word, such as `--help-search lr`.")
+    found = [setting for setting in table().values() if not setting.is_hidden and all(_contains(setting, word) for word in searched)]
+    if not found:
+        raise ConfigError(f"No setting has {' and '.join(map(repr, searched))} in its name, aliases or help.")
+    print("\n".join(_by_section(found)))
+
+
+def _contains(setting: Setting, word: str) -> bool:
+    name = canonical(word).lower()
+    in_names = any(name in one for one in (setting.name, *setting.aliases, *setting.formerly))
+    return in_names or re.search(rf"\b{re.escape(word.lstrip('-'))}", setting.help, re.IGNORECASE) is not None
+
+
+def _unknown(name: str, known: Collection[str]) -> Problem:
+    close = close_to(name, sorted(known))
+    hint = f"Did you mean {' or '.join(close)}?" if close else f"The sections are: {', '.join(_titles())}."
+    return Problem(flags=(), message=f"--help: {name!r} is no setting and no section. {hint}")
+
+
+def _by_section(settings: Sequence[Setting]) -> list[str]:
+    lines: list[str] = []
+    for group in dict.fromkeys(setting.group for setting in settings):
+        lines += ["", _heading(group), *(line for setting in settings if setting.group == group for line in _entry(setting))]
+    return lines[1:]
+
+
+def _titles() -> dict[str, str]:
+    return {name: (type(section).__doc__ or "").strip() for name, section in Config().groups().items()}
+
+
+def _heading(group: str) -> str:
+    return f"{_titles()[group]}  [section `{group}`]"
 
 
 def _map_of(setting: Setting) -> str | None:
     return next((name for name in MAPS if setting.name in keys()[name]), None)
 
 
-def _names_of(setting: Setting) -> set[str | None]:
+def _names_of(setting: Setting) -> set[str]:
     """Return the names that select a setting in `--help`."""
-    return {setting.name, *setting.aliases, *setting.formerly} | (set() if setting.is_hidden else {"all", setting.group, _map_of(setting)})
+    several = set() if setting.is_hidden else {"all", setting.group, _map_of(setting) or setting.name}
+    return {setting.name, *setting.aliases, *setting.formerly} | several
 
 
 def _entry(setting: Setting) -> list[str]:

@@ -1,29 +1,56 @@
-"""`--help` of each command reads right: its own usage once, and no default told twice."""
+"""`--help`: what each command does, its settings by section, and the search for a setting."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+from megatron_grpo import config
 from megatron_grpo.cli import COMMANDS, main
+from megatron_grpo.config.config import Config
 from megatron_grpo.config.table import MAPS, keys, table
+
+PACKAGE = Path(config.__file__).parents[1]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_says_how_the_command_is_used_once_and_what_it_does(command, capsys):
+def test_help_begins_with_what_the_command_does_and_says_once_how_it_is_used(command, capsys):
     assert main([command, "--help"]) == 0
     told = capsys.readouterr().out
-    assert told.startswith(f"usage: megatron-grpo {command}") and told.count("usage:") == 1
+    what, usage = told.splitlines()[:3:2]
+    assert what == COMMANDS[command].__doc__.strip().splitlines()[0] and what.endswith(".") and len(what) <= 110
+    assert usage.startswith(f"usage: megatron-grpo {command} ") and told.count("usage:") == 1
     assert ("--lora_rank" in told) == (command != "doctor"), "doctor takes no settings"
-    assert "build_run" not in told and "\n\n\n" not in told
+    assert "\n\n\n" not in told
     assert not re.search(r"default:[^()]*\)\s\(default", told), "a default is told once"
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_names_no_file_and_no_class_of_the_package(command, capsys):
+    main([*command.split(), "--help", *(["all"] if command == "train" else [])])
+    told = capsys.readouterr().out
+    modules = {path.name for path in PACKAGE.rglob("*.py")} - {"__init__.py"}
+    classes = {name for path in PACKAGE.rglob("*.py") for name in re.findall(r"^class (\w+)", path.read_text(), re.M)}
+    assert {word for word in re.findall(r"\w+\.py\b", told) if word in modules} == set()
+    inner = {name for name in classes if re.search(r"[a-z][A-Z]", name)}
+    assert inner & set(re.findall(r"\w+", told)) == set() and len(inner) > 100
+
+
+def test_the_overview_says_what_each_command_does_in_the_imperative(capsys):
+    assert main(["--help"]) == 0
+    told = capsys.readouterr().out
+    for command in COMMANDS:
+        verb = re.search(rf"^  {command} +(\w+) ", told, re.M)[1]
+        assert verb[0].isupper() and not verb.endswith("s"), (command, verb)
+    assert "Train a model with GRPO." in told and "--help-search" in told
 
 
 def flags_of(capsys, *words):
     """What `train` explains, flag by flag."""
     assert main(["train", *words]) == 0
-    return re.findall(r"^  --(\w+)", capsys.readouterr().out, re.M)
+    return re.findall(r"^  --([\w-]+)", capsys.readouterr().out, re.M)
 
 
 def test_every_setting_is_in_the_help_or_in_its_map_and_explained_on_demand(capsys):
@@ -31,10 +58,48 @@ def test_every_setting_is_in_the_help_or_in_its_map_and_explained_on_demand(caps
     assert len(in_maps) == len(set(in_maps)), "a setting is a key of one map"
     assert all(len({table()[key].group for key in keys()[name]}) == 1 for name in MAPS)
     listed = {name for name, setting in table().items() if not setting.is_hidden}
-    assert sorted(flags_of(capsys, "--help")) == sorted({*listed, *MAPS} - {*in_maps} | {"config", "print_config", "help"})
+    assert sorted(flags_of(capsys, "--help")) == sorted({*listed, *MAPS} - {*in_maps} | {"config", "print_config", "help", "help-search"})
     assert sorted(flags_of(capsys, "--help", "all")) == sorted(listed)
     assert flags_of(capsys, "--help", "loss-kwargs", "learning_rate") == [*keys()["loss_kwargs"], "lr"]
     assert flags_of(capsys, "--help", "kernels") == keys()["kernel_kwargs"]
     main(["train", "--help"])
     told = capsys.readouterr().out
     assert all(key in told for key in in_maps)
+
+
+def test_help_lists_the_sections_at_its_end_and_explains_each(capsys):
+    main(["train", "--help"])
+    listed = re.findall(r"^  (\w+) ", capsys.readouterr().out.rpartition("Sections,")[2], re.M)
+    assert listed == list(Config().groups())
+    for section in listed:
+        own = [name for name, setting in table().items() if setting.group == section and not setting.is_hidden]
+        assert [name for name in flags_of(capsys, "--help", section) if table()[name].group == section] == own
+
+
+@pytest.mark.parametrize(
+    ("searched", "found", "not_found"),
+    [
+        (["lr"], {"lr", "vit_lr", "lr_decay_style", "min_lr"}, {"loss_type"}),
+        (["learning_rate"], {"lr"}, {"min_lr"}),
+        (["gradient-accumulation"], {"gradient_accumulation_steps"}, {"lr"}),
+        (["same_bits"], {"bitwise_parity"}, {"lr"}),
+        (["EXPERT", "parallel"], {"expert_model_parallel_size"}, {"tensor_model_parallel_size", "moe_permute_fusion"}),
+    ],
+)
+def test_help_search_finds_names_aliases_and_words_of_the_help(capsys, searched, found, not_found):
+    flags = set(flags_of(capsys, "--help-search", *searched))
+    assert found <= flags and not flags & not_found
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--help", "lora_rnk"], "'lora_rnk' is no setting and no section. Did you mean lora_rank"),
+        (["--help", "zzz"], "The sections are: model, tuner,"),
+        (["--help-search", "zzz"], "No setting has 'zzz' in its name, aliases or help."),
+        (["--help-search"], "--help-search needs a word"),
+    ],
+)
+def test_help_on_an_unknown_name_is_an_error(capsys, words, message):
+    assert main(["train", *words]) == 2
+    assert message in capsys.readouterr().err

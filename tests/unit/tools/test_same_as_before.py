@@ -31,11 +31,11 @@ def test_a_word_of_the_help_that_was_changed_is_shown_and_nothing_else(tmp_path)
     assert ask(same_as_before.ROOT, "--keep", tmp_path / "kept") == (0, [])
     assert compare() == (0, ["help: 13 of 13 the same"])
     cli = tmp_path / "megatron_grpo" / "cli.py"
-    cli.write_text(cli.read_text().replace("Takes --json and no settings.", "Takes --json and no setting."))
+    cli.write_text(cli.read_text().replace("Check what is installed", "Check all that is installed"))
     code, lines = compare()
     assert code == 1 and lines[-1] == "help: 10 of 13 the same"
     assert [line for line in lines if line.startswith("help: '")] == ["help: ''", "help: '--help'", "help: 'doctor --help'"]
-    assert any(line.startswith("  - ") and "no settings." in line for line in lines)
+    assert any(line.startswith("  - ") and "Check what is installed" in line for line in lines)
 
 
 def results(folder: Path) -> dict[str, str]:
