@@ -1,4 +1,4 @@
-"""Every layout against one float64 reference: loss, every gradient tensor, weights after three optimizer steps. Writes docs/parity.md.
+"""Every layout against one float64 reference: loss, every gradient tensor, weights after three steps. Writes the matrix of docs/parity.md.
 
     python tools/parity.py [--layouts "TP2 SP" CP2 ...] [--models dense biases MoE MLA GLM OLMo Gemma] [--only shared|room|replay]
     python tools/parity.py --odd 240 [--seed 0] [--layouts 1 "TP2 SP" ...]
@@ -60,7 +60,7 @@ def main() -> int:
     everything = every_cell(table, ways, shared)
     red = [distance for distance in everything if not distance.within(**LIMITS)]
     if not in_part:
-        args.out.write_text(page(table, ways, shared), encoding="utf-8")
+        publish(args.out, page(table, ways, shared))
         print(f"wrote {args.out}")
     print(f"{len(everything)} cells, {len(red)} beyond {LIMITS}")
     return 1 if red else 0
@@ -261,29 +261,37 @@ def in_words(distance) -> str:
     return f"loss {distance.loss:.0e}, norm {distance.grad_norm:.0e}, gradient {distance.gradient:.0e}, weights {distance.weight:.0e}"
 
 
+def publish(path: Path, matrix: str) -> None:
+    """Replace what stands between the two marks of the page, or write a page of the matrix alone."""
+    begin, end = "<!-- parity -->\n", "<!-- /parity -->"
+    before = path.read_text(encoding="utf-8") if path.exists() else f"# Gradient parity\n\n{begin}{end}\n"
+    head, _, rest = before.partition(begin)
+    path.write_text(f"{head}{begin}{matrix}{end}{rest.partition(end)[2]}", encoding="utf-8")
+
+
 def page(table, ways, shared) -> str:
+    """Return the part of docs/parity.md that a complete run writes."""
     import megatron.core
     import torch
     import transformers
 
     everything = every_cell(table, ways, shared)
     lines = [
-        "# Parity", "",
-        "The gradient of an optimizer step depends on the global batch alone. Here is by how much it does not: each cell is the **worst "
-        "relative error of any gradient tensor** (norm of the difference over norm of the tensor) in float32 on gloo ranks, against "
-        "transformers' model and the written-out mathematics in float64 in one process, over every way to cut the batch into "
-        f"micro-batches ({', '.join(cases.CUTS)}). What float32 itself costs is the row `1`: one rank, nothing sharded.", "",
-        "Eight completions of 1 to 12 tokens, two of each of four prompts of 1 to 11; a vocabulary of 125; half the completions stale, "
+        "## The matrix", "",
+        f"Run on {time.strftime('%Y-%m-%d')} with megatron-core {megatron.core.__version__}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}: {len(everything)} runs; the worst gradient tensor is off by "
+        f"{max(d.gradient for d in everything):.1e}.", "",
+        "Each cell is the **worst relative error of any gradient tensor** (norm of the difference over norm of the tensor) over every "
+        f"batch split ({', '.join(cases.CUTS)}). The row `1` is one rank, nothing sharded: the error of float32 itself.", "",
+        "Eight completions of 1 to 12 tokens, two of each of four prompts of 1 to 11; a vocabulary of 125; half of the completions stale, "
         f"some tokens not trained; {STEPS} AdamW steps with clipping and weight decay. Models of four layers: dense (Qwen3, tied "
         "embeddings), biases (Qwen2), MoE (Qwen3-MoE, four experts, two a token, with z-loss), MLA (DeepSeek-V3: latent attention, one "
-        "dense layer, shared experts, sigmoid router). `python tools/parity.py` makes this page; a part of it is a test.", "",
-        "SP: sequence parallel. VPP: interleaved stages. EP, ETP: expert parallel, expert tensor parallel. DPn: that many data-parallel "
-        "ranks, with the distributed optimizer.", "",
-        f"Made with megatron-core {megatron.core.__version__}, torch {torch.__version__}, transformers {transformers.__version__}. "
-        f"{len(everything)} runs; the worst gradient tensor of all of them is off by {max(d.gradient for d in everything):.1e}.", "",
+        "dense layer, shared experts, sigmoid router).", "",
+        "SP: sequence parallel. VPP: interleaved stages. EP, ETP: expert parallel, expert tensor parallel. DPn: n data-parallel ranks, "
+        "with the distributed optimizer.", "",
     ]  # fmt: skip
     for model, cells in table.items():
-        lines += [f"## {model}", "", "| layout | " + " | ".join(cases.LOSSES) + " | loss | gradient norm | weights after 3 steps |"]
+        lines += [f"### {model}", "", "| layout | " + " | ".join(cases.LOSSES) + " | loss | gradient norm | weights after 3 steps |"]
         lines += ["|---" * (len(cases.LOSSES) + 4) + "|"]
         for name in dict.fromkeys(layout for layout, _, _ in cells):
             row = {key[1:]: distance for key, distance in cells.items() if key[0] == name}
@@ -293,7 +301,7 @@ def page(table, ways, shared) -> str:
             lines.append(f"| {name} | " + " | ".join(f"{number:.1e}" for number in numbers) + " |")
         lines.append("")
     lines += shared_section(shared)
-    lines += ["## Other ways to run the same step", ""]
+    lines += ["### Other ways to run the same step", ""]
     lines += ["| way | layout | gradient | loss | gradient norm | weights after 3 steps |", "|---" * 6 + "|"]
     for name, d in ways.items():
         lines.append(f"| {name} | {cases.WAYS[name][0]} | {d.gradient:.1e} | {d.loss:.1e} | {d.grad_norm:.1e} | {d.weight:.1e} |")
@@ -302,7 +310,7 @@ def page(table, ways, shared) -> str:
 
 def shared_section(shared) -> list[str]:
     lines = [
-        "## Each prompt once, and adapters", "",
+        "### Shared prompts and adapters", "",
         "[Shared prompts](shared_prompts.md): sixteen completions in five groups of 8 and 2, of 1 to 20 tokens, behind prompts of 1 to 40; "
         "one begins like another, two are equal, two groups have one prompt. [Adapters](lora.md): on every linear layer, experts each with "
         "their own, three ranks and two alphas; the other side is PEFT. Worst relative error of any gradient over four losses (dapo, "
