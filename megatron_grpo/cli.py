@@ -32,23 +32,23 @@ LEAST_FILES = 128  # files that a process must be allowed to open: a rank that t
 class Analysis:
     """Implementation of `run.build.AnalysisHooks` that imports each analysis tool when it is used."""
 
-    def audit(self, every: int) -> Any:
-        from megatron_grpo.analysis.audit import Audit
+    def replica_check(self, every: int) -> Any:
+        from megatron_grpo.analysis.replica_check import ReplicaCheck
 
-        return Audit(every)
+        return ReplicaCheck(every)
 
-    def capsules(self, **facts: Any) -> Any:
+    def step_dumps(self, **facts: Any) -> Any:
         from megatron_grpo.analysis.step_dump import StepDumps
 
         return StepDumps(**facts)
 
-    def same_bits(self) -> None:
-        from megatron_grpo.analysis.same_bits_switch import switch_on
+    def bitwise_parity(self) -> None:
+        from megatron_grpo.analysis.bitwise_parity import switch_on
 
         switch_on()
 
-    def same_bits_of_vllm(self) -> None:
-        from megatron_grpo.analysis.vllm_same_bits import prepare
+    def vllm_bitwise_parity(self) -> None:
+        from megatron_grpo.analysis.vllm_bitwise_parity import prepare
 
         prepare()
 
@@ -152,7 +152,7 @@ def evaluate(argv: list[str]) -> int:
     parsed = _parsed(argv)
     from megatron_grpo.run.evaluating import run_eval
 
-    return run_eval(parsed, Analysis().same_bits_of_vllm)
+    return run_eval(parsed, Analysis().vllm_bitwise_parity)
 
 
 def serve(argv: list[str]) -> int:
@@ -176,14 +176,14 @@ def doctor(argv: list[str]) -> int:
     return run_doctor(argv)
 
 
-def rehearse(argv: list[str]) -> int:
+def dry_run(argv: list[str]) -> int:
     """Try the data set, chat template and rewards of a run on a few rows.
 
     Takes the settings of train, and --rows (default 8). Loads no weights.
     """
-    from megatron_grpo.run.dry_run import run_rehearsal
+    from megatron_grpo.run.dry_run import run_dry_run
 
-    return run_rehearsal(argv, _parsed)
+    return run_dry_run(argv, _parsed)
 
 
 def mismatch(argv: list[str]) -> int:
@@ -201,7 +201,7 @@ def mismatch(argv: list[str]) -> int:
 def replay(argv: list[str]) -> int:
     """Repeat a dumped step of a run, in any parallel layout, and report what is wrong with it.
 
-    The run writes the newest steps below its output_dir. Takes --json.
+    The run writes the newest steps to debug_dump/ in its output_dir. Takes --json.
     """
     words = list(takewhile(lambda word: not word.startswith("-"), argv))
     parsed = _parsed(argv[len(words) :])
@@ -210,20 +210,21 @@ def replay(argv: list[str]) -> int:
     return run_replay(words, parsed)
 
 
-def whatif(argv: list[str]) -> int:
+def compare_losses(argv: list[str]) -> int:
     """Compare losses, clipping, corrections, batch sizes or staleness on a recorded step.
 
-    --try "loss_type=dapo" ... names the variants. --step: the recorded step. --png: file of a figure.
+    --variant "loss_type=dapo" ... names the variants. --step: the recorded step. --png: file of a figure.
     """
-    from megatron_grpo.analysis.whatif import run_whatif
+    from megatron_grpo.analysis.compare_losses import run_compare_losses
 
-    return run_whatif(argv, _parsed)
+    return run_compare_losses(argv, _parsed)
 
 
 COMMANDS: dict[str, Command] = {
-    "train": train, "plan": plan, "rehearse": rehearse, "eval": evaluate, "export": export, "serve": serve, "doctor": doctor,
-    "mismatch": mismatch, "replay": replay, "whatif": whatif,
+    "train": train, "plan": plan, "dry-run": dry_run, "eval": evaluate, "export": export, "serve": serve, "doctor": doctor,
+    "mismatch": mismatch, "replay": replay, "compare-losses": compare_losses,
 }  # fmt: skip
+FORMER_COMMANDS = {"rehearse": "dry-run", "whatif": "compare-losses"}  # names of earlier versions, which are accepted with a note
 
 
 class _ConfigShown(Exception):
@@ -334,6 +335,9 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
 
 
 def _run(command: str, words: list[str], parts: dict[str, Any]) -> int:
+    if command in FORMER_COMMANDS:
+        note_renamed(command, FORMER_COMMANDS[command])
+        command = FORMER_COMMANDS[command]
     if command not in COMMANDS:
         from megatron_grpo.config.table import close_to
 

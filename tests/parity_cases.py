@@ -302,7 +302,7 @@ def build(path: str | Path, cfg: Config, world: int, parallel=None):
     from megatron_grpo.run.build.policy import build_policy
 
     if cfg.rollout.bitwise_parity:
-        from megatron_grpo.analysis.same_bits_switch import switch_on
+        from megatron_grpo.analysis.bitwise_parity import switch_on
 
         switch_on()
     return build_policy(cfg, parallel or join(cfg, world), model_path=path, num_steps=100)

@@ -179,8 +179,9 @@ def runs(tree: Path) -> Results:
     finally:
         server.close()
     for words in ASKED["after"]:
-        capsule = next(Path("runs").glob("*/capsules/*/capsule.json"), Path("none")).parent.name
-        yield words, run_ranks(lambda _, __, *argv: said(*argv), 1, *placed(words.replace("CAPSULE", capsule)), timeout=300)[0]
+        dumps = [path for name in ("capsules", "debug_dump") for path in Path("runs/dense").glob(f"{name}/step_*")]  # before and after
+        dump = "/".join(dumps[0].parts[-2:]) if dumps else "none"
+        yield words, run_ranks(lambda _, __, *argv: said(*argv), 1, *placed(words.replace("DUMP", dump)), timeout=300)[0]
     files = sorted(path for path in Path("runs").rglob("*") if path.is_file())
     yield "files", "\n".join(map(str, files))
     for file in files:

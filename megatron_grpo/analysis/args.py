@@ -1,4 +1,4 @@
-"""Arguments of `mismatch` and `whatif`, and the settings that belong to them, validated before a model loads."""
+"""Arguments of `mismatch` and `compare-losses`, and the settings that belong to them, validated before a model loads."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megatron_grpo.config import Parsed
 from megatron_grpo.config.config import Config
 from megatron_grpo.grpo import validation
 from megatron_grpo.run.opened import settings_over, whole_checkpoint
+from megatron_grpo.run.terminal import note_renamed
 from megatron_grpo.types import Sample
 
 Parse = Callable[[Sequence[str]], Parsed]
@@ -131,7 +132,7 @@ def _of_checkpoint(directory: Path, typed: Config, *, run: Path | None) -> Misma
     return MismatchArgs(name=str(directory), run=run, checkpoint=directory, step=manifest.step, cfg=cfg)
 
 
-# ---- whatif ----------------------------------------------------------------------------------------------------------------------------
+# ---- compare-losses ----------------------------------------------------------------------------------------------------------------------
 
 # Settings of the loss on given rows. All other settings determine the rows or their advantages.
 TRIED = frozenset(
@@ -146,7 +147,7 @@ SIZES = ("global_batch_size", "staleness")
 _OTHERS = ("micro_batch_size", "max_tokens_per_micro_batch", "optimizer_cpu_offload", "record_rows", "sync_ref_model")
 OWN = "the run's own"
 
-_said, _refused = partial(problem_with, "try"), partial(config_error, "whatif")
+_said, _refused = partial(problem_with, "variant"), partial(config_error, "compare-losses")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,15 +168,15 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WhatifArgs:
-    """Arguments of `whatif`.
+class CompareLossesArgs:
+    """Arguments of `compare-losses`.
 
     Args:
         run: Output directory of the run.
         checkpoint: Checkpoint with the recorded rows.
         step: Optimizer steps before the weights of the checkpoint.
         cfg: Settings of the run under the typed ones.
-        variants: The run's own settings, then each `--try`.
+        variants: The run's own settings, then each `--variant`.
         later: Later checkpoints of the run, by the number of steps after this one.
     """
 
@@ -187,49 +188,55 @@ class WhatifArgs:
     later: Mapping[int, Path] = field(default_factory=dict)
 
 
-def read_whatif_args(argv: Sequence[str], parse: Parse) -> WhatifArgs:
-    """Parse and validate the command line of `whatif`.
+def read_compare_losses_args(argv: Sequence[str], parse: Parse) -> CompareLossesArgs:
+    """Parse and validate the command line of `compare-losses`.
 
     Args:
-        argv: The output directory of a run, `--step N`, any number of `--try "name=value ..."`, and settings of this job (layout, --json).
+        argv: The output directory of a run, `--step N`, any number of `--variant "name=value ..."` (formerly `--try`), and settings of this
+            job (layout, --json).
         parse: Parses settings.
 
     Raises:
         ConfigError: With all problems.
     """
     if not argv or argv[0].startswith("-"):
-        raise _refused('whatif needs the output_dir of a run first: megatron-grpo whatif OUTPUT_DIR --try "loss_type=vespo"')
+        example = 'megatron-grpo compare-losses OUTPUT_DIR --variant "loss_type=vespo"'
+        raise _refused(f"compare-losses needs the output_dir of a run first: {example}")
     run = Path(argv[0])
-    typed, rest = _taken(argv[1:], ("--try", "--step"))
-    tries, steps = typed.values()
+    typed, rest = _taken(argv[1:], ("--variant", "--try", "--step"))
+    variant_texts, former, steps = typed.values()
+    if former:
+        note_renamed("--try", "--variant")
+    variant_texts += former
     parsed = parse(rest)
     manifest, later = _checkpoint(run, steps[-1] if steps else None)
     samples = read_samples(manifest.directory / RECORDED)
     cfg = _settings(parsed.config, manifest)
-    problems = [*parsed.problems, *_moving(cfg, manifest, tries)]
+    problems = [*parsed.problems, *_moving(cfg, manifest, variant_texts)]
     variants = [Variant(name=OWN, cfg=cfg, num_rows=len(samples))]
-    for text in tries:
+    for text in variant_texts:
         variant, wrong = _variant(text, cfg, samples, later, parse)
         problems += wrong
         variants += [variant] if variant else []
     if problems:
         raise ConfigError(problems)
-    return WhatifArgs(run=run, checkpoint=manifest.directory, step=manifest.step, cfg=cfg, variants=tuple(variants), later=later)
+    return CompareLossesArgs(run=run, checkpoint=manifest.directory, step=manifest.step, cfg=cfg, variants=tuple(variants), later=later)
 
 
 def _checkpoint(run: Path, step: str | None) -> tuple[Manifest, dict[int, Path]]:
     whole = {one.step: one for one in Folder(run / "checkpoints").candidates() if isinstance(one, Manifest)}
     recorded = [number for number in sorted(whole) if (whole[number].directory / RECORDED).is_file()]
     if not recorded:
-        raise _refused(f"whatif: {run} has no checkpoint with recorded rows. Train with --record_rows true and --save_steps: the rows "
-                       "that a checkpoint's first step trains are kept beside it.")  # fmt: skip
+        raise _refused(f"compare-losses: {run} has no checkpoint with recorded rows. Train with --record_rows true and --save_steps: the "
+                       "rows that a checkpoint's first step trains are kept beside it.")  # fmt: skip
     if step is not None and (not step.isdecimal() or int(step) not in recorded):
         raise config_error(
-            "whatif", f"whatif: step {step} has no recorded rows; {', '.join(map(str, recorded))} have. (Steps behind the weights.)"
+            "compare-losses",
+            f"compare-losses: step {step} has no recorded rows; {', '.join(map(str, recorded))} have. (Steps behind the weights.)",
         )
     chosen = whole[recorded[-1] if step is None else int(step)]
     if faults := damage(chosen.directory, chosen.files):
-        raise _refused(f"whatif: {chosen.directory} is damaged: {faults[0]}.")
+        raise _refused(f"compare-losses: {chosen.directory} is damaged: {faults[0]}.")
     return chosen, {number - chosen.step: whole[number].directory for number in whole if number > chosen.step}
 
 
@@ -240,9 +247,9 @@ def _settings(typed: Config, manifest: Manifest) -> Config:
     return settings_over(typed, of_run).with_values({"offload_model": "false", "offload_optimizer": "false"} | mine | beta)
 
 
-def _moving(cfg: Config, manifest: Manifest, tries: Sequence[str]) -> list[Problem]:
-    if manifest.origin.settings.get("sync_ref_model") and (cfg.grpo.beta or any("beta" in text for text in tries)):
-        return [problem_with("sync_ref_model", "whatif: the run's reference moves (sync_ref_model), and is not loaded here. "
+def _moving(cfg: Config, manifest: Manifest, variant_texts: Sequence[str]) -> list[Problem]:
+    if manifest.origin.settings.get("sync_ref_model") and (cfg.grpo.beta or any("beta" in text for text in variant_texts)):
+        return [problem_with("sync_ref_model", "compare-losses: the run's reference moves (sync_ref_model), and is not loaded here. "
                                               "It takes runs with a fixed reference, or without one.")]  # fmt: skip
     return []
 
@@ -252,7 +259,8 @@ def _variant(
 ) -> tuple[Variant | None, list[Problem]]:
     pairs = [word.partition("=") for word in text.split()]
     if not pairs or not all(equals and value for _, equals, value in pairs):
-        return None, [_said(f'try ({text}) needs name=value, several in one pair of quotes: --try "loss_type=dapo epsilon_high=0.28".')]
+        example = '--variant "loss_type=dapo epsilon_high=0.28"'
+        return None, [_said(f"variant ({text}) needs name=value, several in one pair of quotes: {example}.")]
     given = {name.replace("-", "_"): value for name, _, value in pairs}
     num_rows, staleness, problems = len(samples), 0, list[Problem]()
     group = cfg.batch.num_generations
@@ -261,28 +269,30 @@ def _variant(
         num_rows = int(word) if word.isdecimal() else 0
         if not 0 < num_rows <= len(samples) or num_rows % group:
             near = sorted({max(group, min(num_rows, len(samples)) // group * group), len(samples)})
-            problems.append(_said(f"try: global_batch_size ({word}) must be whole groups of {group} of the {len(samples)} rows that the "
-                                  f"step trained, for example {' or '.join(map(str, near))}."))  # fmt: skip
+            problems.append(_said(f"variant: global_batch_size ({word}) must be whole groups of {group} of the {len(samples)} rows that "
+                                  f"the step trained, for example {' or '.join(map(str, near))}."))  # fmt: skip
     if "staleness" in given:
         word = given.pop("staleness")
         staleness = int(word) if word.isdecimal() else -1
         if staleness and staleness not in later:
             there = ", ".join(map(str, sorted(later))) or "none: there is no later checkpoint"
-            problems.append(_said(f"try: staleness ({word}) needs a checkpoint of the run so many steps later. There is: {there}."))
+            problems.append(_said(f"variant: staleness ({word}) needs a checkpoint of the run so many steps later. There is: {there}."))
     parsed = parse([part for name, value in given.items() for part in (f"--{name}", value)])
     problems += parsed.problems
     typed = set(parsed.config.typed)
     if wrong := sorted(typed - TRIED):
-        problems.append(_said(f"try: {', '.join(wrong)} decides which rows there are or what they are worth, and the rows are those "
+        problems.append(_said(f"variant: {', '.join(wrong)} decides which rows there are or what they are worth, and the rows are those "
                               f"that the run recorded. What can be tried: {', '.join(sorted({*TRIED, *SIZES}))}."))  # fmt: skip
     values: dict[str, Any] = {name: getattr(parsed.config.grpo, name) for name in typed & TRIED}
     changed = cfg.with_values(values)
     problems += validation.problems(changed)
     if changed.grpo.kl_in_reward and values.get("beta") is not None:
-        problems.append(_said("try: beta is in the reward of this run (kl_in_reward), so it has made the advantages that were recorded."))
+        problems.append(
+            _said("variant: beta is in the reward of this run (kl_in_reward), so it has made the advantages that were recorded.")
+        )
     if "teacher_kl_coef" in values and cfg.grpo.teacher_flag is None:
-        problems.append(_said("try: teacher_kl_coef weighs what a teacher said of the rows, and this run had no teacher."))
+        problems.append(_said("variant: teacher_kl_coef weighs what a teacher said of the rows, and this run had no teacher."))
     keys = {(sample.rollout, sample.prompt_number) for sample in samples[:num_rows]}
     if changed.grpo.loss_type == "real" and len(keys) * group != num_rows:
-        problems.append(_said("try: loss_type real compares whole groups, and the recorded step cut some."))
+        problems.append(_said("variant: loss_type real compares whole groups, and the recorded step cut some."))
     return (None if problems else Variant(name=" ".join(text.split()), cfg=changed, num_rows=num_rows, staleness=staleness)), problems

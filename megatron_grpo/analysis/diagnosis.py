@@ -54,7 +54,7 @@ class Diagnosis:
         rows: Rows of the step, each computed alone.
         copies: Loss and gradient norm with each differing copy of a weight.
         ranks: Number of ranks and layout of the replay, in words.
-        lacks: Parts missing in the capsule.
+        lacks: Parts missing in the step dump.
     """
 
     why: str
@@ -76,7 +76,7 @@ class Diagnosis:
             f"kept because {self.why}",
             f"replayed on {self.ranks}",
             f"weights: {held}",
-            *(f"not in the capsule: {what}" for what in self.lacks),
+            *(f"not in the step dump: {what}" for what in self.lacks),
             "",
             f"{'':14}{'here':>14}{'in the run':>14}",
         ]
@@ -101,13 +101,13 @@ class Diagnosis:
 
 
 def diagnose(
-    capsule: StepDump, layout: Any, metrics: Mapping[str, float], weights: dict[str, Any], first: str | None, rows: Sequence[LoneRow],
+    step_dump: StepDump, layout: Any, metrics: Mapping[str, float], weights: dict[str, Any], first: str | None, rows: Sequence[LoneRow],
     copies: list[dict[str, Any]],
 ) -> Diagnosis:  # fmt: skip
     """Diagnose a replayed step.
 
     Args:
-        capsule: Recorded step.
+        step_dump: Recorded step.
         layout: Layout of the replay.
         metrics: Metrics of the replayed step.
         weights: Comparison of the weights with those of the run.
@@ -115,19 +115,19 @@ def diagnose(
         rows: Rows of the step, each computed alone.
         copies: Loss and gradient norm with each differing copy of a weight.
     """
-    was = {name: float(value) for name, value in capsule.facts.get("metrics", {}).items()}
+    was = {name: float(value) for name, value in step_dump.facts.get("metrics", {}).items()}
     numbers = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
-    verdict = [*_weights(weights), *_bits(capsule)]
+    verdict = [*_weights(weights), *_bits(step_dump)]
     verdict += _rows_not_finite(rows, first, has_bad_weight=bool(weights["not_finite"]))
     if not verdict:
-        verdict = _finite_here(capsule, numbers, was, weights, rows)
+        verdict = _finite_here(step_dump, numbers, was, weights, rows)
     ranks = (
         "1 rank"
         if layout.world_size == 1
         else f"{layout.world_size} ranks (TP {layout.tp}, PP {layout.pp}, CP {layout.cp}, EP {layout.ep})"
     )
-    return Diagnosis(why=capsule.facts["why"], verdict=verdict, numbers=numbers, was=was, weights=weights, rows=list(rows), ranks=ranks,
-                copies=copies, lacks=capsule.lacks())  # fmt: skip
+    return Diagnosis(why=step_dump.facts["why"], verdict=verdict, numbers=numbers, was=was, weights=weights, rows=list(rows), ranks=ranks,
+                copies=copies, lacks=step_dump.lacks())  # fmt: skip
 
 
 def _weights(weights: Mapping[str, Any]) -> list[str]:
@@ -153,38 +153,38 @@ def _rows_not_finite(rows: Sequence[LoneRow], first: str | None, *, has_bad_weig
 
 
 def _finite_here(
-    capsule: StepDump, numbers: Mapping[str, float], was: Mapping[str, float], weights: Mapping[str, Any], rows: Sequence[LoneRow]
+    step_dump: StepDump, numbers: Mapping[str, float], was: Mapping[str, float], weights: Mapping[str, Any], rows: Sequence[LoneRow]
 ) -> list[str]:  # fmt: skip
     found = []
     if not math.isfinite(was.get("grad_norm", 0.0)):
         found.append("Everything is finite here, and was not in the run, from the same rows and weights: it is of the run's own ranks. "
                      "Look at the machine, its kernels and its dtype.")  # fmt: skip
     off = max((row.forward for row in rows if row.forward is not None), default=None)
-    alike = USUAL[capsule.facts["settings"].get("torch_dtype", "float32")]  # differences between two layouts or machines are smaller
+    alike = USUAL[step_dump.facts["settings"].get("torch_dtype", "float32")]  # differences between two layouts or machines are smaller
     if weights["recorded"] and weights["same"] < weights["tensors"]:
         found.append(f"{weights['tensors'] - weights['same']} tensors are not those of the run, so its numbers need not come again.")
     elif off is not None and off > alike:
         found.append(f"The forward of the run is not what these weights give here: log-probs differ by up to {off:.3g} nats. "
                      "Look at the trainer: its kernels, its dtype, its ranks.")  # fmt: skip
-    if capsule.facts["kind"] == "logp_gap":
+    if step_dump.facts["kind"] == "logp_gap":
         worst = max(rows, key=lambda row: row.gap)
         same = "the run's forward comes again here, so" if off is not None and off <= alike else "if the forward comes again,"
         found.append(f"The largest gap to the sampler is {worst.gap:.3g} nats, at trained token {worst.token} of {_name(worst)}: "
                      f"{same} look at the sampler: stale weights, a cache, another setting (megatron-grpo mismatch).")  # fmt: skip
-    if capsule.facts["kind"] == "spike" and rows:
+    if step_dump.facts["kind"] == "spike" and rows:
         worst = max(rows, key=lambda row: row.norm)
         total = math.fsum(row.norm for row in rows)
         found.append(f"The largest gradient is that of {_name(worst)}: norm {worst.norm:.4g} alone, {worst.norm / total:.0%} of "
                      f"the sum over {len(rows)} rows.")  # fmt: skip
-    if capsule.facts["parted"] and not capsule.parted():
-        one = capsule.facts["parted"][0]
+    if step_dump.facts["parted"] and not step_dump.parted():
+        one = step_dump.facts["parted"][0]
         found.append(f"What had parted was {one['name']} ({one['kind']}), of which no copies were kept.")
     return found or ["The step comes again, and nothing in it is wrong: what the run saw lies outside of it."]
 
 
-def _bits(capsule: StepDump) -> list[str]:
+def _bits(step_dump: StepDump) -> list[str]:
     """Describe the elements at which copies of a tensor on several ranks differ."""
-    copies = capsule.parted()
+    copies = step_dump.parted()
     labels = list(dict.fromkeys(label for its in copies.values() for label in its))
     found = []
     for label in labels[:SHOWN]:

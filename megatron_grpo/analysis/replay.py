@@ -1,4 +1,4 @@
-"""`megatron-grpo replay CAPSULE`: repeat a recorded step of a run on this machine, in any layout, and diagnose it."""
+"""`megatron-grpo replay STEP_DUMP`: repeat a recorded step of a run on this machine, in any layout, and diagnose it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo.analysis.audit import tensors_of
 from megatron_grpo.analysis.diagnosis import Diagnosis, LoneRow, diagnose
+from megatron_grpo.analysis.replica_check import tensors_of
 from megatron_grpo.analysis.report import tell
 from megatron_grpo.analysis.step_dump import StepDump, marked, rows_of
 from megatron_grpo.base.cleanup import CleanUp
@@ -44,60 +44,62 @@ def run_replay(words: Sequence[str], parsed: Parsed) -> int:
     """Run the `replay` command.
 
     Args:
-        words: Positional arguments of the command line: the directory of one capsule.
+        words: Positional arguments of the command line: the directory of one step dump.
         parsed: Parsed settings.
 
     Returns:
         The exit code.
 
     Raises:
-        ConfigError: With all problems of the command line, the capsule and the settings.
+        ConfigError: With all problems of the command line, the step dump and the settings.
     """
     problems = list(parsed.problems)
     if len(words) != 1:
-        problems.append(problem_with("replay", "replay needs one capsule: megatron-grpo replay OUTPUT_DIR/capsules/step_000012_not_finite"))
+        problems.append(
+            problem_with("replay", "replay needs one step dump: megatron-grpo replay OUTPUT_DIR/debug_dump/step_000012_not_finite")
+        )
         raise ConfigError(problems)
     try:
-        capsule = StepDump(words[0])
+        step_dump = StepDump(words[0])
     except ValueError as error:
-        raise ConfigError([*problems, problem_with("replay", f"{error}. Name a folder of OUTPUT_DIR/capsules.")]) from None
+        raise ConfigError([*problems, problem_with("replay", f"{error}. Name a folder of OUTPUT_DIR/debug_dump.")]) from None
     if problems:
         raise ConfigError(problems)
-    cfg, model, checkpoint = _settings(capsule, parsed.config)
-    found = replay(capsule, cfg, model, checkpoint)
+    cfg, model, checkpoint = _settings(step_dump, parsed.config)
+    found = replay(step_dump, cfg, model, checkpoint)
     if collectives.rank() == 0:
         tell(asdict(found), found.lines(), as_json=cfg.plan.json)
     state.stop()
     return EXIT_DONE
 
 
-def _settings(capsule: StepDump, typed: Config) -> tuple[Config, Path, Path | None]:
+def _settings(step_dump: StepDump, typed: Config) -> tuple[Config, Path, Path | None]:
     """Return the configuration of the replay, the model, and the checkpoint with the weights.
 
-    The configuration is that of the run, overridden by typed settings. The checkpoint is None if the capsule contains the weights.
+    The configuration is that of the run, overridden by typed settings. The checkpoint is None if the step dump contains the weights.
     """
-    facts, known = capsule.facts, table()
+    facts, known = step_dump.facts, table()
     of_run = in_current_names(facts["settings"])
     values = {name: _read(known[name], value) for name, value in of_run.items() if name in known and name not in _OTHERS}
     mine = {name: getattr(section, name) for section in typed.groups().values() for name in vars(section) if name in typed.typed}
     weights, checkpoint = facts["weights"], None
     if facts["pictures"]:
-        raise config_error("replay", "its rows show pictures, which a capsule does not hold: replay takes text alone.")
-    if facts["settings"].get("beta") and "beta" not in mine and not capsule.forward("references"):
+        raise config_error("replay", "its rows show pictures, which a step dump does not hold: replay takes text alone.")
+    if facts["settings"].get("beta") and "beta" not in mine and not step_dump.forward("references"):
         raise config_error("replay", "its loss has a KL term (beta), and no log-probs of the reference were kept, for ranks hung. "
                            "Type --beta 0 to replay the rest of its loss.")  # fmt: skip
-    model = mine.get("model") or (capsule.path / "weights" if weights["folder"] == "weights" else facts["model"])
+    model = mine.get("model") or (step_dump.path / "weights" if weights["folder"] == "weights" else facts["model"])
     if "resume" in mine:
         checkpoint = mine["resume"]
     elif weights["folder"] == "adapter":
-        values["adapters"] = str(capsule.path / "adapter")
-        if not (capsule.path / "adapter" / "adapter_config.json").is_file():
-            raise config_error("replay", f"{capsule.path / 'adapter'}, the adapter as the step found it, is not here. Copy the "
-                               "whole capsule, or name a checkpoint with --resume.")  # fmt: skip
+        values["adapters"] = str(step_dump.path / "adapter")
+        if not (step_dump.path / "adapter" / "adapter_config.json").is_file():
+            raise config_error("replay", f"{step_dump.path / 'adapter'}, the adapter as the step found it, is not here. Copy the "
+                               "whole step dump, or name a checkpoint with --resume.")  # fmt: skip
     elif weights["folder"] is None and "model" not in mine:
         checkpoint = weights.get("checkpoint")
         if checkpoint is not None and not Path(checkpoint).is_dir():
-            raise config_error("resume", f"the capsule holds no weights, and the checkpoint nearest to it, {checkpoint}, is not "
+            raise config_error("resume", f"the step dump holds no weights, and the checkpoint nearest to it, {checkpoint}, is not "
                                "here. Copy it and name it with --resume, or name a model with --model.")  # fmt: skip
     if checkpoint is not None:
         whole_checkpoint(Path(checkpoint))
@@ -106,11 +108,11 @@ def _settings(capsule: StepDump, typed: Config) -> tuple[Config, Path, Path | No
 
 
 def _read(setting: Setting, value: Any) -> Any:
-    """Validate a setting of the run from a file: a capsule may be untrusted or come from another version."""
+    """Validate a setting of the run from a file: a step dump may be untrusted or come from another version."""
     try:
         return value if value == setting.default else read_value(setting, () if value == [] else value)
     except InvalidValueError as bad:
-        raise config_error("replay", f"of the capsule's settings, {setting.name} {bad}. Copy the capsule anew.") from None
+        raise config_error("replay", f"of the step dump's settings, {setting.name} {bad}. Copy the step dump anew.") from None
 
 
 def open_policy(
@@ -136,7 +138,7 @@ def open_policy(
         raise ConfigError(misfits)
     parallel = start_parallel(cfg, layout, content=content)
     if cfg.rollout.bitwise_parity:
-        from megatron_grpo.analysis.same_bits_switch import switch_on
+        from megatron_grpo.analysis.bitwise_parity import switch_on
 
         switch_on()
     policy = build_policy(cfg, parallel, model_path=model, num_steps=num_steps, parts=parts)
@@ -145,13 +147,13 @@ def open_policy(
     return policy
 
 
-def replay(capsule: StepDump, cfg: Config, model: Path, checkpoint: Path | None = None) -> Diagnosis:
+def replay(step_dump: StepDump, cfg: Config, model: Path, checkpoint: Path | None = None) -> Diagnosis:
     """Compute the gradient of a recorded step, then every row of it alone, and diagnose the result. Collective.
 
     Starts the parallel job. The optimizer does not run.
 
     Args:
-        capsule: Recorded step.
+        step_dump: Recorded step.
         cfg: Configuration of this job.
         model: Directory of the model.
         checkpoint: Checkpoint with the weights; None for those of `model`.
@@ -159,29 +161,29 @@ def replay(capsule: StepDump, cfg: Config, model: Path, checkpoint: Path | None 
     Raises:
         ConfigError: If rows of the step are missing, if they do not divide over these ranks, or if the layout does not suit the model.
     """
-    samples = capsule.samples()
-    missing = rows_of(capsule.step) - {sample.key for sample in samples}
+    samples = step_dump.samples()
+    missing = rows_of(step_dump.step) - {sample.key for sample in samples}
     if missing:
         ranks = sorted(missing)[:8]
-        raise config_error("replay", f"{len(missing)} of its {len(rows_of(capsule.step))} rows are missing ({ranks}): the "
+        raise config_error("replay", f"{len(missing)} of its {len(rows_of(step_dump.step))} rows are missing ({ranks}): the "
                            "ranks that had them hung, and could not write them.")  # fmt: skip
-    recorded = PolicyParts(reference=lambda _, initial, __: Recorded(capsule.forward("references"), initial.parallel))
-    content = {"capsule": capsule.path.name}
-    policy = open_policy(cfg, model, checkpoint, content, num_steps=capsule.step.index + 1, parts=recorded)
+    recorded = PolicyParts(reference=lambda _, initial, __: Recorded(step_dump.forward("references"), initial.parallel))
+    content = {"step dump": step_dump.path.name}
+    policy = open_policy(cfg, model, checkpoint, content, num_steps=step_dump.step.index + 1, parts=recorded)
     parallel = policy.parallel
     pending = SampleBuffer(parallel=parallel, cut=policy.cut).restored(samples if parallel.is_main else [])
     try:
-        _, batch = pending.batch(capsule.step, weigh=policy.loss.token_weights)
+        _, batch = pending.batch(step_dump.step, weigh=policy.loss.token_weights)
     except ValueError as error:
         raise config_error("world_size", f"the step does not come out even over these ranks: {error}. Replay it on one.") from None
-    policy.restore_entropy(capsule.facts.get("guard", {}))
-    if (capsule.path / rng_state.FILE).exists():
-        rng_state.restore(capsule.path / rng_state.FILE)
-    weights = _weights(capsule, policy)
+    policy.restore_entropy(step_dump.facts.get("guard", {}))
+    if (step_dump.path / rng_state.FILE).exists():
+        rng_state.restore(step_dump.path / rng_state.FILE)
+    weights = _weights(step_dump, policy)
     seen, first = _forward(policy, batch)
-    rows = _rows(capsule, policy, batch, seen, {sample.key: sample.prompt_number for sample in samples})
-    copies = _copies(capsule, policy, batch)
-    return diagnose(capsule, parallel.layout, seen.metrics, weights, first, rows, copies)
+    rows = _rows(step_dump, policy, batch, seen, {sample.key: sample.prompt_number for sample in samples})
+    copies = _copies(step_dump, policy, batch)
+    return diagnose(step_dump, parallel.layout, seen.metrics, weights, first, rows, copies)
 
 
 class Recorded:
@@ -276,9 +278,9 @@ def first_not_finite(chunks: Sequence[torch.nn.Module]) -> Iterator[list[str]]:
         yield found
 
 
-def _weights(capsule: StepDump, policy: Policy) -> dict[str, Any]:
+def _weights(step_dump: StepDump, policy: Policy) -> dict[str, Any]:
     """Compare the weights with those of the run by fingerprint, and find those that are not finite. Collective."""
-    recorded: dict[str, str] = capsule.facts["weights"].get("fingerprints", {})
+    recorded: dict[str, str] = step_dump.facts["weights"].get("fingerprints", {})
     marks: dict[str, str] = {}
     wrong: dict[str, str] = {}
 
@@ -296,9 +298,9 @@ def _weights(capsule: StepDump, policy: Policy) -> dict[str, Any]:
     return {"tensors": len(marks), "recorded": len(recorded), "same": len(same), "not_finite": wrong}
 
 
-def _rows(capsule: StepDump, policy: Policy, batch: GlobalBatch, seen: SummedGradient, prompts: Mapping[RowKey, int]) -> list[LoneRow]:
+def _rows(step_dump: StepDump, policy: Policy, batch: GlobalBatch, seen: SummedGradient, prompts: Mapping[RowKey, int]) -> list[LoneRow]:
     """Compute every row of the step alone, on all ranks. Collective."""
-    recorded = capsule.forward("logprobs")
+    recorded = step_dump.forward("logprobs")
     mine: dict[RowKey, LoneRow] = {}
     norms: dict[RowKey, float] = {}
     for micro, logprobs, norm in policy.each_alone(batch):
@@ -331,14 +333,14 @@ def _largest(values: np.ndarray) -> tuple[float, int]:
     return float(values[at]), at
 
 
-def _copies(capsule: StepDump, policy: Policy, batch: GlobalBatch) -> list[dict[str, Any]]:
+def _copies(step_dump: StepDump, policy: Policy, batch: GlobalBatch) -> list[dict[str, Any]]:
     """Compute loss and gradient norm with each rank's copy of a weight that differed between ranks. Collective.
 
     Copies are skipped if this layout does not hold the weight in the same shape.
     """
     found = []
     held = tensors_of(policy)
-    for rank, copies in sorted(capsule.parted().items()):
+    for rank, copies in sorted(step_dump.parted().items()):
         for label, raw in copies.items():
             what, dtype, shape = label.split("|")
             kind, _, name = what.partition(" ")

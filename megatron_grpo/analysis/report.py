@@ -291,7 +291,7 @@ def draw(path: Path, found: MismatchReport) -> bool:
 
 
 def draw_variants(told: Sequence[Any], path: Path, step: int) -> str:
-    """Write the findings of `whatif` as a PNG with bar charts.
+    """Write the findings of `compare-losses` as a PNG with bar charts.
 
     Args:
         told: Outcomes of the variants.

@@ -1,14 +1,14 @@
-"""Capsule of one optimizer step: files that a run writes when a step is faulty, so that it can be repeated elsewhere.
+"""Dump of one optimizer step: files that a run writes when a step is faulty, so that it can be repeated elsewhere.
 
-OUTPUT_DIR/capsules/step_000012_not_finite/
-    capsule.json    reason, settings, rows of the training schedule, metrics of the step, fingerprints of all weights (whole tensors)
+OUTPUT_DIR/debug_dump/step_000012_not_finite/
+    step_dump.json  reason, settings, rows of the training schedule, metrics of the step, fingerprints of all weights (whole tensors)
     rows/           samples of the step, in the format in which checkpoints store waiting rows: tokens, advantages, log-probs, versions
     forward/        log-probs of the training forward and of the reference, by row
     rng.npz         random generators of all ranks
     weights/        the model before the step (a Hugging Face checkpoint), or adapter/; neither if it is too large
-    parted/         each rank's copies that differ, if an audit found some
+    parted/         each rank's copies that differ, if the replica check found some
 
-The directory gets its name when it is complete. `analysis.replay` reads it.
+The directory gets its name when it is complete. `analysis.replay` reads it, and those of earlier versions: capsules/*/capsule.json.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from megatron_grpo.weights.adapters import write_adapter
 from megatron_grpo.weights.hf_files import HfWriter
 from megatron_grpo.weights.lora import peft_name
 
-FORMAT, FACTS = 1, "capsule.json"
+FORMAT, FACTS, FORMER_FACTS = 1, "step_dump.json", "capsule.json"
 MOST_PARTED = 64 * 1024**2  # maximum bytes of differing copies that a rank writes
 GB = 1000**3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDumps:
-    """Writer of a run's capsules.
+    """Writer of a run's step dumps.
 
     Args:
-        folder: Directory of the capsules.
+        folder: Directory of the step dumps.
         cfg: Configuration of the run.
         model_path: Directory of the model that the run began with.
         last_checkpoint: Returns the directory of the newest checkpoint; None if there is none.
@@ -69,7 +69,7 @@ class StepDumps:
     say: Callable[[str], None] = field(default=print)
 
     def write(self, moment: DumpReason, pending: SampleBuffer, policy: Policy, seen: SummedGradient) -> Path | None:
-        """Write a capsule. Collective.
+        """Write a step dump. Collective.
 
         A failure is reported, and does not affect the run.
 
@@ -80,7 +80,7 @@ class StepDumps:
             seen: Summed gradient of the step.
 
         Returns:
-            The directory; None if capsules are off or it could not be written.
+            The directory; None if step dumps are off or it could not be written.
         """
         if not self.cfg.run.debug_dump_steps:
             return None
@@ -98,7 +98,7 @@ class StepDumps:
                         told = self._facts(moment, pending) | _measured(policy, seen) | {"weights": weights}
                         (partial / FACTS).write_text(json.dumps(told, indent=1) + "\n")
         except CheckpointError as error:
-            self.say(f"WARNING: the capsule {path} could not be written: {error}")
+            self.say(f"WARNING: the step dump {path} could not be written: {error}")
             return None
         self.say(f"the step is kept in {path} ({_in_words(weights)}); look at it with: megatron-grpo replay {path}")
         return path
@@ -127,7 +127,7 @@ class StepDumps:
 
     @contextmanager
     def _whole(self, path: Path) -> Iterator[Path]:
-        """Create a directory that all ranks write to. Rank 0 renames it when it is complete, and removes the oldest capsules."""
+        """Create a directory that all ranks write to. Rank 0 renames it when it is complete, and removes the oldest step dumps."""
         partial, first = path.with_name(f".{path.name}.partial"), collectives.rank() == 0
         with agreed(f"creating {partial}"):
             if first:
@@ -164,7 +164,7 @@ class StepDumps:
         """Write the model unless it is too large, or the adapter. Collective.
 
         Returns:
-            The `weights` object of capsule.json, with fingerprints of all whole tensors.
+            The `weights` object of step_dump.json, with fingerprints of all whole tensors.
         """
         tensors, exchange, first = policy.tensors(), policy.exchange, collectives.rank() == 0
         size, bound = exchange.whole_bytes(tensors), int(self.cfg.run.debug_dump_weights_gb * GB)
@@ -196,34 +196,35 @@ class StepDumps:
 
 
 class StepDump:
-    """A capsule that has been written.
+    """A step dump that has been written.
 
     Args:
-        path: Directory of the capsule.
+        path: Directory of the step dump.
 
     Raises:
-        ValueError: If the directory is not a complete capsule of the format that this version reads.
+        ValueError: If the directory is not a complete step dump of the format that this version reads.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        facts = self.path / (FORMER_FACTS if (self.path / FORMER_FACTS).is_file() else FACTS)
         try:
-            self.facts: dict[str, Any] = json.loads((self.path / FACTS).read_text())
+            self.facts: dict[str, Any] = json.loads(facts.read_text())
         except (OSError, ValueError) as error:
-            raise ValueError(f"{path} is no capsule: it has no {FACTS} that can be read ({error})") from None
+            raise ValueError(f"{path} is no step dump: it has no {FACTS} that can be read ({error})") from None
         written = self.facts.get("format") if isinstance(self.facts, dict) else None
         if written != FORMAT:
             raise ValueError(f"{path} has format {written}; this version reads format {FORMAT}")
-        for file in (self.path / FACTS, *sorted(self.path.glob("*/rank_*.npz")), *self.path.glob(rng_state.FILE)):
+        for file in (facts, *sorted(self.path.glob("*/rank_*.npz")), *self.path.glob(rng_state.FILE)):
             try:
                 self._look_at(file)
             except Exception as error:  # noqa: BLE001 - np.load and zipfile raise various exceptions for a truncated or foreign file
-                raise ValueError(f"{path} is no whole capsule: {file.name if file.parent == self.path else file} cannot be read "
+                raise ValueError(f"{path} is no whole step dump: {file.name if file.parent == self.path else file} cannot be read "
                                  f"({type(error).__name__}: {error})") from None  # fmt: skip
 
     def _look_at(self, file: Path) -> None:
         """Read what a replay reads of a file, to check it. Raises any exception."""
-        if file.name == FACTS:
+        if file.name in (FACTS, FORMER_FACTS):
             if not self.step.micro_steps:
                 raise ValueError("its step has no rows")
             {name: float(value) for name, value in self.facts.get("metrics", {}).items()}
@@ -264,7 +265,7 @@ class StepDump:
         return found
 
     def lacks(self) -> list[str]:
-        """Return the missing parts that a replay would compare with or restore. Capsules of a hang contain fewer parts."""
+        """Return the missing parts that a replay would compare with or restore. Step dumps of a hang contain fewer parts."""
         parts = {"its log-probs (forward/): they are not compared": any((self.path / "forward").glob("*.npz")),
                  f"its generators ({rng_state.FILE}): dropout falls otherwise": (self.path / rng_state.FILE).exists()}  # fmt: skip
         return [words for words, is_there in parts.items() if not is_there]

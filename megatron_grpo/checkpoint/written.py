@@ -20,8 +20,9 @@ WRITTEN_BY_A_RUN = {
     "checkpoints": ("iter_*", ".*_iter_*", POINTER, "best.json"),
     "completions": ("step_*", ".step_*"),
     "evaluations": ("*/prompts.jsonl", "*/step_*.parquet"),
-    "capsules": ("step_*", ".step_*"),
-    "plots": tuple(f"{name}.png" for name in ("reward", "length", "kl", "entropy", "step_time", "whatif")),
+    "debug_dump": ("step_*", ".step_*"),
+    "capsules": ("step_*", ".step_*"),  # the name of debug_dump in earlier versions
+    "plots": tuple(f"{name}.png" for name in ("reward", "length", "kl", "entropy", "step_time", "compare_losses", "whatif")),
     "hf": ("*",),
     "hf_merged": ("*",),
     "tensorboard": ("events.*",),

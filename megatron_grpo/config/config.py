@@ -465,7 +465,7 @@ class RunConfig:
     greater_is_better: bool | None = free(None, "more of metric_for_best_model is better (default: unless its name ends in loss)")
     load_best_model_at_end: bool = free(False, "hf/ is the best checkpoint's model, not the last step's")
     async_save: bool = free(False, "write checkpoints while training goes on; costs the host a copy of what a rank writes")
-    record_rows: bool = free(False, "keep beside each checkpoint the rows that its first step trains, for whatif")
+    record_rows: bool = free(False, "keep beside each checkpoint the rows that its first step trains, for compare-losses")
     check_replicas: bool = free(False, "compare what ranks hold twice, bit for bit, before the optimizer acts", formerly=["audit"])
     check_replicas_interval: int = free(50, "how often, besides before the first step", unit="optimizer steps",
         formerly=["audit_steps"], at_least=1)

@@ -7,19 +7,19 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.read import shown
-from megatron_grpo.config.table import MAPS, Setting, canonical, close_to, keys, table
+from megatron_grpo.config.table import MAPS, Setting, canonical, close_to, former_names, keys, table
 
 WORDS = {  # arguments of commands that take more, or less, than settings
     "doctor": "[--json]",
-    "rehearse": "[--rows 8] [--json] [settings]",
+    "dry-run": "[--rows 8] [--json] [settings]",
     "mismatch": "OUTPUT_DIR | CHECKPOINT | MODEL [--row N] [--rows 16] [--dtype float32] [--json] [settings]",
-    "replay": "CAPSULE [--json] [settings]",
-    "whatif": 'OUTPUT_DIR [--step N] [--try "NAME=VALUE ..."] [--png FILE] [--json] [settings]',
+    "replay": "STEP_DUMP [--json] [settings]",
+    "compare-losses": 'OUTPUT_DIR [--step N] [--variant "NAME=VALUE ..."] [--png FILE] [--json] [settings]',
 }
 
 
@@ -115,8 +115,8 @@ def _contains(setting: Setting, word: str) -> bool:
     return in_names or re.search(rf"\b{re.escape(word.lstrip('-'))}", setting.help, re.IGNORECASE) is not None
 
 
-def _unknown(name: str, known: Collection[str]) -> Problem:
-    close = close_to(name, sorted(known))
+def _unknown(name: str, known: Set[str]) -> Problem:
+    close = close_to(name, sorted(known - former_names().keys()))
     hint = f"Did you mean {' or '.join(close)}?" if close else f"The sections are: {', '.join(_titles())}."
     return Problem(flags=(), message=f"--help: {name!r} is no setting and no section. {hint}")
 

@@ -17,7 +17,7 @@ from megatron_grpo.config.validation import validate
 from megatron_grpo.grpo import validation as grpo_validation
 from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter, with_tower
 from megatron_grpo.planning.models import read_shape, read_teacher, rules_of, teacher_problems
-from megatron_grpo.policy import same_bits_validation
+from megatron_grpo.policy import bitwise_parity_validation
 from megatron_grpo.policy import validation as policy_validation
 from megatron_grpo.weights.layout_validation import engine_problems, length_problems
 from megatron_grpo.weights.shape import ModelShape
@@ -109,7 +109,7 @@ def _settings_problems(parsed: Parsed, shapes: Shapes) -> list[Problem]:
         *of_stages,
         *of_model,
         *tuner_problems(cfg, shape),
-        *same_bits_validation.problems(cfg, shape),
+        *bitwise_parity_validation.problems(cfg, shape),
     ]
     found = [in_typed_names(cfg, problem) for problem in others if not set(problem.flags) & parsed.unreadable]
     return [*validate(cfg, parsed.unreadable), *found]

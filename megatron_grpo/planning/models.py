@@ -18,7 +18,7 @@ from megatron_grpo.base.errors import ConfigError, Problem, problem_with
 from megatron_grpo.batching import stages
 from megatron_grpo.batching.sizes import Model
 from megatron_grpo.config.config import Config
-from megatron_grpo.policy import same_bits_validation, validation
+from megatron_grpo.policy import bitwise_parity_validation, validation
 from megatron_grpo.weights.families import FAMILIES, NOT_YET_BY_NAME
 from megatron_grpo.weights.layout_validation import layout_problems, length_problems
 from megatron_grpo.weights.shape import ModelShape
@@ -172,7 +172,7 @@ def teacher_problems(cfg: Config, student: ModelShape | None, teacher: ModelShap
 
 
 def _against(cfg: Config, shape: ModelShape) -> list[Problem]:
-    return [*validation.problems(cfg, shape), *same_bits_validation.problems(cfg, shape)]
+    return [*validation.problems(cfg, shape), *bitwise_parity_validation.problems(cfg, shape)]
 
 
 def of_teacher(problem: Problem) -> Problem:

@@ -1,4 +1,4 @@
-"""The `megatron-grpo rehearse` command: try data, chat template and rewards on a few rows. No weights are read.
+"""The `megatron-grpo dry-run` command: try data, chat template and rewards on a few rows. No weights are read.
 
 Every reward function scores three completions of each row: the row's own answer, an empty text, and garbage. A run would meet all three,
 and a function that fails on one of them ends it, possibly hours after its start.
@@ -86,7 +86,7 @@ class DryRun:
     rewards: dict[str, dict[str, Judged]] = field(default_factory=dict)
 
 
-def run_rehearsal(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
+def run_dry_run(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
     """Run the command and print its findings, with --json as one object.
 
     Args:
@@ -105,7 +105,7 @@ def run_rehearsal(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed])
         raise ConfigError(parsed.problems)
     cfg = parsed.config
     with redirect_stdout(sys.stderr):  # a reward function may print, and stdout is for the report
-        found = rehearse(cfg, num_rows)
+        found = dry_run(cfg, num_rows)
     print(json.dumps({"passed": not found.wrong, **asdict(found)}, indent=1) if cfg.plan.json else in_words(found, cfg))
     return EXIT_CRASH if found.wrong else EXIT_DONE
 
@@ -138,7 +138,7 @@ PARTS = (
 )
 
 
-def rehearse(cfg: Config, num_rows: int = ROWS) -> DryRun:
+def dry_run(cfg: Config, num_rows: int = ROWS) -> DryRun:
     """Run all checks of a dry run.
 
     Args:
@@ -246,7 +246,7 @@ def _batches(
         for place, index in enumerate(picked)
     ]
     said = {kind: [text or "" for text in texts] for kind, texts in kinds.items()}
-    played = plug_ins.rehearsed(cfg, opened.environment, prompts, said, opened.tokenizer, opened.model_path)
+    played = plug_ins.dry_run_environment(cfg, opened.environment, prompts, said, opened.tokenizer, opened.model_path)
     for kind, one in played.items():
         found.episodes[kind] = one.told
         found.wrong += [f"The environment, where the model says {kind}: {fault}." for fault in one.faults]

@@ -174,7 +174,7 @@ _ON_GPU = (
      "sampling or starting vLLM", "a lower vllm_gpu_memory_utilization, vllm_max_num_seqs or vllm_max_model_len, "
      "offload_optimizer true and offload_model true"),
     ("parallel/vocab", "computing log-probs", "a lower logprob_chunk_size"),
-    ("policy/|analysis/(audit|traced)|train.py|trainer/sample_buffer.py",
+    ("policy/|analysis/(replica_check|traced)|train.py|trainer/sample_buffer.py",
      "training", "sleep_level 1, a lower max_tokens_per_micro_batch or micro_batch_size, "
      "recompute_granularity full, more ranks for tensor_model_parallel_size or context_parallel_size, or optimizer_cpu_offload true"),
     ("", "building the model", "more ranks for tensor_model_parallel_size or pipeline_model_parallel_size, or optimizer_cpu_offload true"),

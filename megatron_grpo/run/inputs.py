@@ -1,7 +1,7 @@
 """Read and validate what settings name (model, data, rewards and others) before any model loads.
 
 All problems are reported together. `PARTS` is the one list of steps, for `train`, for `eval` and `plan`, which leave some out, and for
-`rehearse`. Nothing here imports torch before it has to.
+`dry-run`. Nothing here imports torch before it has to.
 """
 
 from __future__ import annotations

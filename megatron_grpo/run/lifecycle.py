@@ -35,7 +35,7 @@ from megatron_grpo.run.signals import StopSignal
 from megatron_grpo.run.supervisor import launcher_pid
 from megatron_grpo.run.watchdog import Watchdog
 
-_WHERE_TO_LOOK = "Look at completions/, and try the reward functions with `megatron-grpo rehearse`."
+_WHERE_TO_LOOK = "Look at completions/, and try the reward functions with `megatron-grpo dry-run`."
 
 
 def run_training(made: Plan, inputs: ValidatedInputs, parts: Parts) -> int:

@@ -1,4 +1,4 @@
-"""Monitor of training steps: audits replicas across ranks, and saves a step that looks wrong for later inspection."""
+"""Monitor of training steps: compares replicas across ranks, and saves a step that looks wrong for later inspection."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DumpReason:
         words: Description of the problem.
         step: The step from the training schedule.
         refusal: The guard's refusal, if any.
-        finding: The finding of an audit, if any.
+        finding: The finding of a replica check, if any.
     """
 
     kind: str
@@ -49,15 +49,17 @@ class StepMonitor:
 
     Args:
         policy: The policy that trains.
-        capsules: Returns the `analysis.step_dump.StepDumps` of the run; called when a step is saved.
-        audit: An `analysis.audit.Audit`, or None for no audit.
-        ends_run: Whether a finding of an audit ends the run; otherwise it is logged.
+        step_dumps: Returns the `analysis.step_dump.StepDumps` of the run; called when a step is saved.
+        replica_check: An `analysis.replica_check.ReplicaCheck`; None if replicas are not compared.
+        ends_run: Whether a finding of the replica check ends the run; otherwise it is logged.
         gap: See `Gap`.
         say: Prints a line for the user.
     """
 
-    def __init__(self, policy: Policy, capsules: Callable[[], Any], *, audit: Any, ends_run: bool, gap: Gap, say: Callable[[str], None]):
-        self.policy, self.capsules, self.audit, self.ends_run = policy, capsules, audit, ends_run
+    def __init__(
+        self, policy: Policy, step_dumps: Callable[[], Any], *, replica_check: Any, ends_run: bool, gap: Gap, say: Callable[[str], None]
+    ):
+        self.policy, self.step_dumps, self.replica_check, self.ends_run = policy, step_dumps, replica_check, ends_run
         self._gap, self._say = gap, say
         self._now: tuple[ScheduledStep, SampleBuffer] | None = None  # the step that is being taken
 
@@ -84,19 +86,19 @@ class StepMonitor:
         now = self._now
         if now is not None:
             step, pending = now
-            self.capsules().dump_on_hang(DumpReason(kind="time_out", words=words, step=step), pending, self.policy)
+            self.step_dumps().dump_on_hang(DumpReason(kind="time_out", words=words, step=step), pending, self.policy)
 
     def summed(self, seen: SummedGradient) -> None:
-        if self.audit is None or not self.audit.is_due(seen.batch.step):
+        if self.replica_check is None or not self.replica_check.is_due(seen.batch.step):
             return
-        finding = self.audit.look(self.policy, seen.batch, seen.metrics, seen.logprobs)
+        finding = self.replica_check.look(self.policy, seen.batch, seen.metrics, seen.logprobs)
         if finding is None:
             return
         self._keep(seen, kind="parted", words=str(finding), finding=finding)
         if self.ends_run:
             raise ReplicaMismatchError(
                 f"{finding}. The run ends before the optimizer acts on it, and no checkpoint is written (check_replicas_action stop). "
-                "What was saved before the last audit in which all was equal is sound: --resume goes on from there."
+                "What was saved before the last check that found no difference is sound: --resume goes on from there."
             )
         if collectives.rank() == 0:
             self._say(f"WARNING: {finding}")
@@ -112,4 +114,4 @@ class StepMonitor:
         """Save the current step. `facts` are fields of `DumpReason`."""
         assert self._now is not None, "a step is looked at inside `with monitor(step, pending)`"
         step, pending = self._now
-        self.capsules().write(DumpReason(step=step, **facts), pending, self.policy, seen)
+        self.step_dumps().write(DumpReason(step=step, **facts), pending, self.policy, seen)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests import audit_cases as audits
 from tests import parity_cases as cases
+from tests import replica_check_cases as checks
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
@@ -151,7 +151,7 @@ def test_a_checkpoint_goes_on_in_another_layout_and_with_other_dtypes_and_withou
         state = policy.sharded_state_dict(is_loading=True, with_optimizer=with_optimizer)
         policy.load_sharded_state_dict(read_sharded(state, tmp_path / "saved", partly=True), with_optimizer=with_optimizer)
         found = whole(policy), {name: tensor.float().numpy().copy() for name, tensor in policy.named_weights()}
-        said = audits.Looks(policy, audits.Audit(1))
+        said = checks.Looks(policy, checks.ReplicaCheck(1))
         trained = policy.train_step(cases.batch_of(policy, batches["dense"][2], 2), said)
         return *found, trained.skipped, said.found and str(said.found)
 
@@ -195,7 +195,7 @@ def test_float32_weights_that_go_on_as_fp16_are_on_all_ranks_what_these_round_to
         write_sharded(policy.sharded_state_dict(is_loading=False), tmp_path)
         other = cases.build(models["dense"], cases.settings(**OWN, main_params_dtype="fp16"), world, parallel)
         other.load_sharded_state_dict(read_sharded(other.sharded_state_dict(is_loading=True), tmp_path))
-        said = audits.Looks(other, audits.Audit(1))
+        said = checks.Looks(other, checks.ReplicaCheck(1))
         moved = {name: tensor.float().numpy().copy() for name, tensor in other.named_weights()}
         other.train_step(cases.batch_of(other, batches["dense"][2], 2), said)
         return moved, same(moved, before), said.found and str(said.found)
@@ -204,11 +204,11 @@ def test_float32_weights_that_go_on_as_fp16_are_on_all_ranks_what_these_round_to
     assert said is None and its is None and same(one, other) and not is_same
 
 
-def test_an_audit_finds_a_weight_that_is_not_what_is_kept_of_it(models):
-    """Sound runs are audited in tests/end_to_end/test_precision_aware.py."""
+def test_a_replica_check_finds_a_weight_that_is_not_what_is_kept_of_it(models):
+    """Sound runs are checked in tests/end_to_end/test_precision_aware.py."""
 
     def body(rank, world):
-        from megatron_grpo.analysis.audit import _rounded
+        from megatron_grpo.analysis.replica_check import _rounded
         from megatron_grpo.policy.sharded_state import runs_of
 
         policy = cases.build(models["dense"], cases.settings(**OWN, main_params_dtype="fp16"), world)

@@ -7,11 +7,11 @@ import json
 import pytest
 import safetensors.torch
 
-from tests.capsule_cases import replayed
 from tests.end_to_end.runs import records, write_inputs
 from tests.end_to_end.scripted import train
-from tests.end_to_end.test_whatif import whatif
+from tests.end_to_end.test_compare_losses import compare_losses
 from tests.ranks import run_ranks
+from tests.step_dump_cases import replayed
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +66,11 @@ def test_a_coefficient_that_follows_the_entropy_goes_on_as_if_nothing_had_happen
     ]  # fmt: skip
     for name in ("loss", "grad_norm", "entropy", "entropy_coef", "entropy_coef/applied"):
         assert last[name] == whole[2][name], name
-    [capsule] = (tmp_path / "half/capsules").iterdir()
-    [(code, told)] = run_ranks(replayed, 1, capsule, "--json", "true")
+    [step_dump] = (tmp_path / "half/debug_dump").iterdir()
+    [(code, told)] = run_ranks(replayed, 1, step_dump, "--json", "true")
     assert code == 0 and told["numbers"] == pytest.approx({name: last[name] for name in ("loss", "grad_norm")}, rel=1e-5)
-    asked = [str(tmp_path / "whole"), "--step", "2", "--json", "--try", "entropy_coef=0"]  # behind the second checkpoint
-    [(code, said)] = run_ranks(whatif, 1, asked)
+    asked = [str(tmp_path / "whole"), "--step", "2", "--json", "--variant", "entropy_coef=0"]  # behind the second checkpoint
+    [(code, said)] = run_ranks(compare_losses, 1, asked)
     own, without = json.loads(said)["variants"]
     assert code == 0 and {name: own[name] for name in ("loss", "grad_norm")} == pytest.approx(
         {name: whole[2][name] for name in ("loss", "grad_norm")}, rel=1e-5

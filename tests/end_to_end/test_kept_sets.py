@@ -10,7 +10,7 @@ import pytest
 from tests.chat_models import DROPS, write_chat
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, train, write_inputs
-from tests.end_to_end.test_whatif import whatif
+from tests.end_to_end.test_compare_losses import compare_losses
 from tests.ranks import run_ranks
 
 CUT = [*("--temperature", "0.7"), *("--top_k", "5"), *("--top_p", "0.9")]
@@ -40,7 +40,7 @@ def test_rows_that_wait_keep_their_words_over_a_checkpoint_and_another_layout(tm
     one = records(whole / "metrics.jsonl")
     assert all(step["sampling/logp_difference/max"] < 1e-4 for step in one), "of the same words, at the weights that drew"
     assert 1 < one[0]["sampling/kept_words"] < one[0]["sampling/kept_words_max"] <= 5 and "sampling/kept_words" not in one[-1]
-    [(code, said)] = run_ranks(whatif, 1, [str(whole), "--step", "3", "--json", "--try", "epsilon=0.1"], timeout=180)
+    [(code, said)] = run_ranks(compare_losses, 1, [str(whole), "--step", "3", "--json", "--variant", "epsilon=0.1"], timeout=180)
     again = json.loads(said)["variants"][0]
     assert code == 0 and {name: again[name] for name in WHAT_IF} == pytest.approx({name: one[-1][name] for name in WHAT_IF}, rel=1e-4)
     shutil.copytree(whole, other)

@@ -49,10 +49,10 @@ def run(folder: Path, out: Path, *more: str, then: Callable[[Path], None] | None
     "size, said",
     [
         ("60k", r"megatron-grpo: no space is left on the disk for \S+\.jsonl \(0 MiB, 0\.0 MiB of them free\)"),
-        # Before it a capsule of step 11, whose log-probs lie apart: without one a run goes on.
+        # Before it a step dump of step 11, whose log-probs lie apart: without one a run goes on.
         (
             "160k",
-            r"(?s)WARNING: the capsule \S+step_000011_logp_gap could not be written.*"
+            r"(?s)WARNING: the step dump \S+step_000011_logp_gap could not be written.*"
             r"megatron-grpo: The checkpoint of step 40 failed and was removed[^\n]*No space left on device",
         ),
     ],

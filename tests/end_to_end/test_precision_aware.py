@@ -7,11 +7,11 @@ import pytest
 from megatron_grpo.config import parse
 from megatron_grpo.config.validation import validate
 from megatron_grpo.run.opened import settings_of_checkpoint
-from tests.capsule_cases import replayed
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, write_inputs
 from tests.end_to_end.test_async_save import SAVES, TINY, UNEVEN, fingerprints, killed_in
 from tests.ranks import RanksFailed, run_ranks
+from tests.step_dump_cases import replayed
 
 STEPS = 4
 FEW = "--use_precision_aware_optimizer true --main_grads_dtype bf16 --main_params_dtype fp16 --exp_avg_dtype fp8 --exp_avg_sq_dtype fp16"
@@ -39,8 +39,8 @@ def test_a_killed_run_with_few_bits_ends_as_the_one_that_was_not_and_goes_on_wit
     assert last["step"] == STEPS + 1 and last["skipped_iterations"] == 0 and last["grad_norm"] > 0
 
     # What looks back takes no step, so such an optimizer forbids nothing of it: neither the ordinary one nor float32.
-    [capsule] = (whole / "capsules").iterdir()
-    [(code, told)] = run_ranks(replayed, 1, capsule, "--json", "true", "--use_distributed_optimizer", "false")
+    [step_dump] = (whole / "debug_dump").iterdir()
+    [(code, told)] = run_ranks(replayed, 1, step_dump, "--json", "true", "--use_distributed_optimizer", "false")
     assert code == 0 and told["numbers"]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=0.02), told
     assert told["weights"]["same"] == told["weights"]["tensors"] and all("the run's forward comes again" in one for one in told["verdict"])
     opened = settings_of_checkpoint(parse(["--torch_dtype", "float32"]).config, whole / "checkpoints" / f"iter_{STEPS:07d}")

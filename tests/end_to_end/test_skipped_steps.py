@@ -9,11 +9,11 @@ from unittest import mock
 
 import pytest
 
-from tests.capsule_cases import replayed
 from tests.distributed.test_guard import is_no_number, spoilt
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, write_inputs
 from tests.ranks import run_ranks
+from tests.step_dump_cases import replayed
 
 STEPS, BAD_RANK = 8, 1
 # Rollouts of 24 rows against steps of 16, two passes: a step that is skipped was to keep log-probs, and samples wait in each checkpoint.
@@ -78,9 +78,9 @@ def test_a_run_skips_what_is_spoilt_and_goes_on(whole):
 def test_a_skipped_step_is_kept_and_comes_again(whole):
     """What spoilt it was no number of its rows: on one rank, without the hook, its gradient is sound."""
     out, said = whole
-    assert sorted(path.name for path in out.glob("capsules/*")) == ["step_000003_not_finite", "step_000007_spike"]
-    assert f"megatron-grpo replay {out}/capsules/step_000003_not_finite" in said
-    [(code, told)] = run_ranks(replayed, 1, out / "capsules/step_000003_not_finite", "--json", "true", timeout=120)
+    assert sorted(path.name for path in out.glob("debug_dump/*")) == ["step_000003_not_finite", "step_000007_spike"]
+    assert f"megatron-grpo replay {out}/debug_dump/step_000003_not_finite" in said
+    [(code, told)] = run_ranks(replayed, 1, out / "debug_dump/step_000003_not_finite", "--json", "true", timeout=120)
     assert code == 0 and "Everything is finite here, and was not in the run" in told["verdict"][0]
     assert told["was"]["grad_norm"] == "inf" and len(told["rows"]) == 16
     assert max(row["forward"] for row in told["rows"]) < 1e-4 and told["numbers"]["loss"] == pytest.approx(told["was"]["loss"], abs=1e-6)

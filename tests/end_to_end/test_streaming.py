@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.capsule_cases import replayed
 from tests.end_to_end.runs import records, stop_after_steps, write_inputs
 from tests.end_to_end.test_checkpoint_continuity import SMALL, heard
-from tests.end_to_end.test_whatif import whatif
+from tests.end_to_end.test_compare_losses import compare_losses
 from tests.ranks import run_ranks
+from tests.step_dump_cases import replayed
 
 STEPS = 6
 EXACT = ("loss", "reward", "grad_norm", "num_tokens")
@@ -96,10 +96,10 @@ def test_a_kept_step_and_recorded_rows_are_taken_again_without_the_data_set(inpu
     data = folder / "data.jsonl"
     data.rename(folder / "gone")
     steps = records(whole / "metrics.jsonl")
-    [capsule] = (whole / "capsules").iterdir()
-    [(code, replay)] = run_ranks(replayed, 1, capsule, "--json", "true")
+    [step_dump] = (whole / "debug_dump").iterdir()
+    [(code, replay)] = run_ranks(replayed, 1, step_dump, "--json", "true")
     assert code == 0 and replay["numbers"]["grad_norm"] == pytest.approx(steps[0]["grad_norm"], rel=1e-4), replay
-    [(code, told)] = run_ranks(whatif, 1, [str(whole), "--json", "--try", "loss_type=vespo"])
+    [(code, told)] = run_ranks(compare_losses, 1, [str(whole), "--json", "--variant", "loss_type=vespo"])
     own = json.loads(told)["variants"][0]
     assert code == 0 and own["grad_norm"] == pytest.approx(steps[-1]["grad_norm"], rel=1e-4)
     (folder / "gone").rename(data)

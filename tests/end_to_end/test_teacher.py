@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_grpo.servers import wire
-from tests.capsule_cases import replayed
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, train, write_inputs
+from tests.end_to_end.test_compare_losses import compare_losses
 from tests.end_to_end.test_many_steps import LORA
 from tests.end_to_end.test_one_ahead import AHEAD, CORRECTED
-from tests.end_to_end.test_whatif import whatif
 from tests.ranks import run_ranks
 from tests.servers import ASKS, Refusal, Server
+from tests.step_dump_cases import replayed
 from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
 
 STEPS = 16
@@ -128,11 +128,11 @@ def test_what_the_teacher_said_outlives_a_resume_and_can_be_weighed_otherwise_af
     inputs += ["--steps_per_generation", "2", "--max_steps", "2", "--verify_weight_push", "false"]
     assert run_ranks(train, 1, [*inputs, *named, "--output_dir", str(folder / "whole")], env=ASKS) == [0]
     first = str(folder / "whole" / "checkpoints" / "iter_0000001")
-    # Half of the coefficient: the resumed step is foretold by `whatif` on the rows that the whole run recorded.
+    # Half of the coefficient: the resumed step is foretold by `compare-losses` on the rows that the whole run recorded.
     changed = [*inputs, *named, "--output_dir", str(folder / "resumed"), "--resume", first, "--teacher_kl_coef", "0.5"]
     assert run_ranks(train, 1, changed, env=ASKS) == [0]
-    argv = [str(folder / "whole"), "--step", "1", "--json", "--try", "teacher_kl_coef=0.5"]
-    [(code, said)] = run_ranks(whatif, 1, argv, env=ASKS)
+    argv = [str(folder / "whole"), "--step", "1", "--json", "--variant", "teacher_kl_coef=0.5"]
+    [(code, said)] = run_ranks(compare_losses, 1, argv, env=ASKS)
     assert code == 0, said
     own, half = json.loads(said)["variants"]
     [step] = [one for one in records(folder / "whole" / "metrics.jsonl") if one["step"] == 2]
@@ -246,9 +246,9 @@ def test_a_teacher_with_experts_teaches_a_dense_student_under_expert_parallelism
     same_steps(tmp_path / "two", tmp_path / "one", rel=1e-4)
     large.rename(tmp_path / "gone")
     steps = records(tmp_path / "two" / "metrics.jsonl")
-    [capsule] = (tmp_path / "two" / "capsules").iterdir()
-    [(code, replay)] = run_ranks(replayed, 1, capsule, "--json", "true")
+    [step_dump] = (tmp_path / "two" / "debug_dump").iterdir()
+    [(code, replay)] = run_ranks(replayed, 1, step_dump, "--json", "true")
     assert code == 0 and replay["numbers"] == pytest.approx({name: steps[0][name] for name in ("loss", "grad_norm")}, rel=1e-4)
-    [(code, said)] = run_ranks(whatif, 1, [str(tmp_path / "two"), "--json", "--try", "teacher_kl_coef=0"])
+    [(code, said)] = run_ranks(compare_losses, 1, [str(tmp_path / "two"), "--json", "--variant", "teacher_kl_coef=0"])
     own, without = json.loads(said)["variants"]
     assert code == 0 and own["loss"] == pytest.approx(steps[1]["loss"], rel=1e-4) and without["loss"] != pytest.approx(own["loss"], rel=0.1)

@@ -20,14 +20,14 @@ class AnalysisHooks(Protocol):
     `cli` provides them, because `run` may not import `analysis`. Each imports what it needs when it is called.
     """
 
-    def audit(self, every: int) -> Any:
-        """Return an `analysis.audit.Audit`.
+    def replica_check(self, every: int) -> Any:
+        """Return an `analysis.replica_check.ReplicaCheck`.
 
         Args:
             every: Optimizer steps between two checks of the replicas.
         """
 
-    def capsules(self, **facts: Any) -> Any:
+    def step_dumps(self, **facts: Any) -> Any:
         """Return an `analysis.step_dump.StepDumps`.
 
         Args:
@@ -37,7 +37,7 @@ class AnalysisHooks(Protocol):
     def bitwise_parity(self) -> None:
         """Patch the forward passes of this process so that they compute bitwise what the sampler computes."""
 
-    def same_bits_of_vllm(self) -> None:
+    def vllm_bitwise_parity(self) -> None:
         """Make vLLM's outputs depend on its inputs alone (batch invariance). Call it before an engine is built."""
 
 

@@ -15,8 +15,8 @@ from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
     from megatron_grpo.data.image_processing import ImageProcessorSpec
+    from megatron_grpo.environments.dry_run import Played
     from megatron_grpo.environments.protocol import Environment
-    from megatron_grpo.environments.rehearsal import Played
     from megatron_grpo.types import Prompt
 
 
@@ -49,7 +49,7 @@ def notes_of_template(cfg: Config, environment: type[Environment], tokenizer: An
     return look_at(template, environment, history=cfg.turns.turn_history, flag=flag)  # type: ignore[arg-type]  # one of its choices
 
 
-def rehearsed(
+def dry_run_environment(
     cfg: Config,
     environment: type[Environment],
     prompts: Sequence[Prompt],
@@ -70,7 +70,7 @@ def rehearsed(
     Returns:
         The results by name of `kinds`.
     """
-    from megatron_grpo.environments.rehearsal import play_rows
+    from megatron_grpo.environments.dry_run import play_rows
 
     return play_rows(cfg, environment, prompts, kinds, tokenizer, model_path)
 

@@ -130,7 +130,7 @@ def put_together(
     )  # fmt: skip
     if inputs.teacher_path is not None:
         teacher = build_held_teacher(cfg, inputs.shape, parallel, teacher_path=inputs.teacher_path, clock=clock, offload=offload)
-    make = parts.engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora, bitwise_parity=parts.analysis.same_bits_of_vllm)
+    make = parts.engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora, bitwise_parity=parts.analysis.vllm_bitwise_parity)
     sampler = patient(started(make, cfg, inputs, parallel, policy), stop)
     publisher = build_publisher(cfg, policy, sampler, say=journal.metrics.say)
     generator = generator_of(
@@ -204,12 +204,12 @@ def build_monitor(
         analysis: Factories of step dumps and of the replica check.
         say: Logs a message on the main rank.
     """
-    capsules = partial(
-        analysis.capsules, folder=Path(cfg.run.output_dir) / "capsules", cfg=cfg, model_path=inputs.model_path,
+    step_dumps = partial(
+        analysis.step_dumps, folder=Path(cfg.run.output_dir) / "debug_dump", cfg=cfg, model_path=inputs.model_path,
         last_checkpoint=checkpoints.folder.newest, say=say,
     )  # fmt: skip
-    audit = analysis.audit(cfg.run.check_replicas_interval) if cfg.run.check_replicas else None
-    return StepMonitor(policy, capsules, audit=audit, ends_run=cfg.run.check_replicas_action == "stop", gap=gap_of(cfg), say=say)
+    check = analysis.replica_check(cfg.run.check_replicas_interval) if cfg.run.check_replicas else None
+    return StepMonitor(policy, step_dumps, replica_check=check, ends_run=cfg.run.check_replicas_action == "stop", gap=gap_of(cfg), say=say)
 
 
 def build_evaluator(cfg: Config, inputs: ValidatedInputs, sampler: Sampler, judge: RewardManager, *, last_step: int) -> Evaluator:

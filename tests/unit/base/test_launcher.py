@@ -84,7 +84,7 @@ def test_one_process_of_many_is_refused_with_the_line_to_type(monkeypatch, capsy
     assert asked in said and line in said
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "eval", "export", "replay", "whatif", "mismatch", "rehearse"])
+@pytest.mark.parametrize("command", ["train", "plan", "eval", "export", "replay", "compare-losses", "mismatch", "dry-run"])
 def test_every_command_that_asks_for_ranks_refuses_a_number_that_is_none(monkeypatch, capsys, command):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "abc")

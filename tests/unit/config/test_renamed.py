@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron_grpo.cli import main
+from megatron_grpo.cli import COMMANDS, FORMER_COMMANDS, main
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import names, parse, resolve, table
 from megatron_grpo.config.table import former_names, in_current_names
@@ -92,7 +92,7 @@ def test_one_rank_prints_the_note():
 
 def test_help_explains_a_former_name_and_lists_current_ones_only(capsys):
     assert main(["train", "--help", "audit_steps"]) == 0
-    assert capsys.readouterr().out.startswith("  --check_replicas_interval N")
+    assert "\n  --check_replicas_interval N\n" in capsys.readouterr().out
     assert main(["train", "--help", "all"]) == 0
     told = capsys.readouterr().out
     assert not any(f"--{former} " in told or f"--{former}," in told for former in RENAMED)
@@ -113,3 +113,22 @@ def test_the_second_word_of_dataset_is_a_hidden_setting(capsys):
     assert resolve(["--further_datasets", "b.jsonl", "--dataset", "a.jsonl"]).data.further_datasets == ["b.jsonl"]
     assert main(["train", "--help", "all"]) == 0
     assert "further_datasets" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("former, current", FORMER_COMMANDS.items())
+def test_a_former_command_is_the_current_one_with_a_note(former, current, capsys):
+    assert main([current, "--help"]) == 0
+    told = capsys.readouterr()
+    assert main([former, "--help"]) == 0
+    assert capsys.readouterr() == (told.out, f"Note: {former} is now {current}.\n") and not told.err
+    assert former not in COMMANDS and current in COMMANDS
+    assert main(["--help"]) == 0
+    assert f"  {former} " not in capsys.readouterr().out
+
+
+def test_the_former_flag_of_variants_is_read_with_a_note(capsys, tmp_path):
+    asked = [["--try", "beta=0.1", "--try=beta=0.2", "--variant", "beta=0.3"], ["--variant", "beta=0.3"]]
+    for argv in asked:
+        assert main(["compare-losses", str(tmp_path), *argv]) == 2  # nothing is recorded there
+        told = capsys.readouterr().err
+        assert told.count("Note: --try is now --variant.\n") == ("--try" in argv) and "has no checkpoint with recorded rows" in told

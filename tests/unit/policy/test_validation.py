@@ -13,7 +13,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.optimizer import rank_multiple
 from megatron_grpo.parallel.layout import Layout, sequence_alignment
 from megatron_grpo.planning.sharing import LEAST_SAVING, decide
-from megatron_grpo.policy import same_bits_validation
+from megatron_grpo.policy import bitwise_parity_validation
 from megatron_grpo.policy.validation import (
     attention_channels,
     flash_obstacle,
@@ -227,14 +227,15 @@ def test_the_heads_of_latent_attention_are_those_of_its_queries():
 def test_equal_bits_are_refused_for_what_has_not_been_compared():
     def said(shape, **values):
         return [
-            problem.message for problem in same_bits_validation.problems(Config().with_values({"bitwise_parity": True, **values}), shape)
+            problem.message
+            for problem in bitwise_parity_validation.problems(Config().with_values({"bitwise_parity": True, **values}), shape)
         ]
 
     qwen = ModelShape.from_hf(config_of("qwen3"))
     yarn = dataclasses.replace(qwen.rope, attention_scaling=1.1)
     assert said(qwen) == said(qwen, torch_dtype="float32") == said(None) == []
     assert (
-        list(same_bits_validation.problems(Config(), DEEPSEEK)) == []
+        list(bitwise_parity_validation.problems(Config(), DEEPSEEK)) == []
         and machine_problems(Config(), has_gpu=True, has_transformer_engine=True) == []
     )
     for shape, values, words in (

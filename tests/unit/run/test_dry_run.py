@@ -1,4 +1,4 @@
-"""`megatron-grpo rehearse`: what a run would stumble over, found on a few rows before anything loads."""
+"""`megatron-grpo dry-run`: what a run would stumble over, found on a few rows before anything loads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def backwards(completions, answer, **columns):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rehearse")
+    folder = tmp_path_factory.mktemp("dry_run")
     write_tiny(folder / "model")
     lines = [{"prompt": " ".join(str(4 + j) for j in range(2 + i % 5)), "answer": str(4 + i)} for i in range(20)]
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -57,17 +57,17 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def rehearse(folder, capsys):
-    def rehearse(*functions: str, more: str = "") -> tuple[int, dict]:
+def dry_run(folder, capsys):
+    def dry_run(*functions: str, more: str = "") -> tuple[int, dict]:
         flags = ["--model", str(folder / "model"), "--dataset", str(folder / "data.jsonl"), "--reward_funcs"]
-        code = main(["rehearse", *flags, *(f"{folder}/reward.py:{name}" for name in functions), "--json", *more.split()])
+        code = main(["dry-run", *flags, *(f"{folder}/reward.py:{name}" for name in functions), "--json", *more.split()])
         return code, json.loads(capsys.readouterr().out)
 
-    return rehearse
+    return dry_run
 
 
-def test_what_is_sound_is_exit_0_with_lengths_scores_and_the_prompt(rehearse):
-    code, found = rehearse("right", "prints", more="--rows 4")
+def test_what_is_sound_is_exit_0_with_lengths_scores_and_the_prompt(dry_run):
+    code, found = dry_run("right", "prints", more="--rows 4")
     assert (code, found["passed"], found["wrong"]) == (0, True, [])
     assert found["lengths"] == {"shortest": 2, "median": 4, "90 %": 6, "99 %": 6, "longest": 6} and found["prompt"] == "4 5"
     kinds = found["rewards"]["right"]
@@ -84,84 +84,84 @@ def test_what_is_sound_is_exit_0_with_lengths_scores_and_the_prompt(rehearse):
         ("needs", "Reward `needs` needs the column `solution`; the data set has `answer`."),
     ],
 )
-def test_what_a_reward_would_end_a_run_with_is_exit_1_and_a_sentence(rehearse, function, sentence):
-    code, found = rehearse(function, "right")
+def test_what_a_reward_would_end_a_run_with_is_exit_1_and_a_sentence(dry_run, function, sentence):
+    code, found = dry_run(function, "right")
     assert code == 1 and not found["passed"]
     assert any(told.startswith(sentence) for told in found["wrong"]), found["wrong"]
     assert found["rewards"]["right"]["its answer"]["scores"] == [1.0] * 8, "the others are judged all the same"
 
 
-def test_a_reward_that_tells_nothing_apart_is_wrong_alone_and_worth_knowing_beside_one_that_does(rehearse):
-    code, found = rehearse("constant")
+def test_a_reward_that_tells_nothing_apart_is_wrong_alone_and_worth_knowing_beside_one_that_does(dry_run):
+    code, found = dry_run("constant")
     sentence = "No reward tells the data set's answers from garbage: nothing can be learnt, if good completions look like them."
     assert (code, found["wrong"]) == (1, [sentence])
-    code, found = rehearse("right", "constant")
+    code, found = dry_run("right", "constant")
     assert (code, found["wrong"]) == (0, []) and "Reward `constant` gives 0.5 to everything that was tried." in found["notes"]
 
 
-def test_rewards_of_a_format_and_of_a_length_are_good_beside_one_of_the_answer(rehearse):
-    code, found = rehearse(more="--reward_funcs accuracy format soft_overlong --soft_cache_length 8 --max_completion_length 64")
+def test_rewards_of_a_format_and_of_a_length_are_good_beside_one_of_the_answer(dry_run):
+    code, found = dry_run(more="--reward_funcs accuracy format soft_overlong --soft_cache_length 8 --max_completion_length 64")
     assert (code, found["wrong"]) == (0, [])
 
 
-def test_where_no_row_has_an_answer_no_reward_is_called_wrong_for_want_of_one_and_that_is_said(folder, rehearse):
+def test_where_no_row_has_an_answer_no_reward_is_called_wrong_for_want_of_one_and_that_is_said(folder, dry_run):
     lines = [{"prompt": f"{4 + i} 5"} for i in range(8)]
     (folder / "bare.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    code, found = rehearse("silent", more=f"--dataset {folder}/bare.jsonl")
+    code, found = dry_run("silent", more=f"--dataset {folder}/bare.jsonl")
     assert (code, found["wrong"]) == (0, [])
-    code, found = rehearse(more=f"--dataset {folder}/bare.jsonl --reward_funcs format")
+    code, found = dry_run(more=f"--dataset {folder}/bare.jsonl --reward_funcs format")
     assert (code, found["wrong"]) == (0, [])
     assert found["notes"][-1] == (
         "No row has answer or solution or completion, so no good completion could be tried: answer_column names the column that holds one."
     )
 
 
-def test_answers_are_tried_of_the_rows_that_have_one(folder, rehearse):
+def test_answers_are_tried_of_the_rows_that_have_one(folder, dry_run):
     lines = [{"prompt": f"{4 + i} 5", "answer": "4" if i % 2 else None} for i in range(8)]
     (folder / "half.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    code, found = rehearse("right", more=f"--dataset {folder}/half.jsonl")
+    code, found = dry_run("right", more=f"--dataset {folder}/half.jsonl")
     assert code == 0 and found["rewards"]["right"]["its answer"]["scores"] == [1.0] * 4
 
 
-def test_a_column_that_rows_lack_is_wrong_with_the_rows(folder, rehearse):
+def test_a_column_that_rows_lack_is_wrong_with_the_rows(folder, dry_run):
     lines = [{"prompt": f"{4 + i} 5", **({"answer": "4"} if i != 2 else {})} for i in range(8)]
     (folder / "gap.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    code, found = rehearse("right", more=f"--dataset {folder}/gap.jsonl")
+    code, found = dry_run("right", more=f"--dataset {folder}/gap.jsonl")
     assert code == 1 and found["wrong"][0].startswith(
         "Reward `right` needs the column `answer`, and 1 of 8 rows (gap.jsonl line 3) lack it"
     )
 
 
-def test_a_reward_that_is_too_slow_for_a_rollout_is_told_with_the_arithmetic(rehearse):
-    code, found = rehearse("slow", more="--rows 2 --reward_timeout 10 --generation_batch_size 256 --global_batch_size 256")
+def test_a_reward_that_is_too_slow_for_a_rollout_is_told_with_the_arithmetic(dry_run):
+    code, found = dry_run("slow", more="--rows 2 --reward_timeout 10 --generation_batch_size 256 --global_batch_size 256")
     assert code == 1
     assert "s for 2 completions. A rank judges 256 at a time: " in found["wrong"][0] and "reward_timeout is 10." in found["wrong"][0]
-    assert rehearse("slow", more="--rows 2 --reward_timeout 10000 --generation_batch_size 256 --global_batch_size 256")[0] == 0
+    assert dry_run("slow", more="--rows 2 --reward_timeout 10000 --generation_batch_size 256 --global_batch_size 256")[0] == 0
 
 
-def test_prompts_that_are_too_long_or_stand_there_twice_are_told(rehearse):
-    code, found = rehearse("right", more="--max_prompt_length 4")
+def test_prompts_that_are_too_long_or_stand_there_twice_are_told(dry_run):
+    code, found = dry_run("right", more="--max_prompt_length 4")
     assert code == 1 and found["num_too_long"] == 8
     assert found["wrong"][0].startswith(
         "8 of 20 prompts are longer than max_prompt_length (4), and truncation_strategy raise refuses them."
     )
-    code, found = rehearse("right", more="--max_prompt_length 4 --truncation_strategy delete")
+    code, found = dry_run("right", more="--max_prompt_length 4 --truncation_strategy delete")
     assert code == 0 and "truncation_strategy delete leaves them out" in found["notes"][0]
     assert found["notes"][1] == "15 of 20 prompts stand in the data set before; the most frequent 4 times."
 
 
-def test_a_reward_that_likes_garbage_best_is_worth_knowing(rehearse):
-    assert rehearse("backwards")[1]["notes"][-1] == "Reward `backwards` gives the data set's own answers no more than garbage."
+def test_a_reward_that_likes_garbage_best_is_worth_knowing(dry_run):
+    assert dry_run("backwards")[1]["notes"][-1] == "Reward `backwards` gives the data set's own answers no more than garbage."
 
 
-def test_a_chat_template_that_refuses_is_told_with_the_count(folder, rehearse):
+def test_a_chat_template_that_refuses_is_told_with_the_count(folder, dry_run):
     chats = [{"prompt": [{"role": role, "content": "4 5"}], "answer": "4"} for role in ["user"] * 3 + ["oracle"]]
     (folder / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in chats))
     (folder / "model/chat_template.jinja").write_text(
         "{% for m in messages %}{% if m.role == 'oracle' %}{{ raise_exception('no oracles here') }}{% endif %}{{ m.content }}{% endfor %}"
     )
     try:
-        code, found = rehearse("right", more=f"--dataset {folder}/chats.jsonl")
+        code, found = dry_run("right", more=f"--dataset {folder}/chats.jsonl")
     finally:
         (folder / "model/chat_template.jinja").unlink()
     assert code == 1
@@ -169,24 +169,24 @@ def test_a_chat_template_that_refuses_is_told_with_the_count(folder, rehearse):
 
 
 def test_what_cannot_even_begin_is_exit_2_with_all_that_is_wrong(folder, capsys):
-    code = main(["rehearse", "--model", "./nowhere", "--dataset", "./nothing.jsonl", "--reward_funcs", "acuracy"])
+    code = main(["dry-run", "--model", "./nowhere", "--dataset", "./nothing.jsonl", "--reward_funcs", "acuracy"])
     told = capsys.readouterr().err
     assert code == 2 and "3 problems" in told and "Did you mean accuracy?" in told
-    assert main(["rehearse", "--rows", "none"]) == 2
+    assert main(["dry-run", "--rows", "none"]) == 2
     assert "rows (none) is a number of rows" in capsys.readouterr().err
 
 
 def test_people_get_a_table(folder, capsys):
     flags = ["--model", str(folder / "model"), "--dataset", str(folder / "data.jsonl"), "--reward_funcs", f"{folder}/reward.py:raises"]
-    assert main(["rehearse", *flags, "--rows=3"]) == 1
+    assert main(["dry-run", *flags, "--rows=3"]) == 1
     told = capsys.readouterr().out
     assert "20 prompts" in told and "The first prompt, as the model will see it:\n4 5\n" in told
     assert any(line.split()[:3] == ["raises", "nothing", "fails"] for line in told.splitlines())
     assert "Wrong:\n  1. On nothing: Reward `raises`" in told and told.endswith("1 thing is wrong.\n")
 
 
-def test_of_a_data_set_that_is_read_as_the_run_goes_the_first_block_is_looked_at(rehearse):
-    code, found = rehearse("right", more="--streaming true --shuffle_buffer_size 7")
+def test_of_a_data_set_that_is_read_as_the_run_goes_the_first_block_is_looked_at(dry_run):
+    code, found = dry_run("right", more="--streaming true --shuffle_buffer_size 7")
     assert code == 0 and found["num_rows"] == 7
     assert any("the first 7 rows were looked at; a run looks at the others when it comes to them" in note for note in found["notes"])
 
@@ -194,7 +194,7 @@ def test_of_a_data_set_that_is_read_as_the_run_goes_the_first_block_is_looked_at
 def test_an_environment_is_played_without_a_model(tmp_path, monkeypatch):
     """Turns are made up; what the environment does wrong is said, and its episodes are judged."""
     from megatron_grpo.config import parse
-    from megatron_grpo.run.dry_run import rehearse
+    from megatron_grpo.run.dry_run import dry_run
     from tests.chat_models import write_chat
 
     monkeypatch.chdir(tmp_path)
@@ -207,7 +207,7 @@ def test_an_environment_is_played_without_a_model(tmp_path, monkeypatch):
     )
     (tmp_path / "data.jsonl").write_text('{"prompt": [{"role": "user", "content": "q"}], "answer": "7"}\n' * 2)
     words = "--model model --dataset data.jsonl --environment e.py:E --reward_funcs environment"
-    found = rehearse(parse(words.split()).config, 2)
+    found = dry_run(parse(words.split()).config, 2)
     assert found.episodes["its answer"] == "2 episodes, 1.0 turns; done 2; the environment's reward 1"
     assert found.rewards["environment"]["its answer"].scores == (1.0, 1.0) and "nothing" not in found.rewards["environment"]
     assert found.wrong == [

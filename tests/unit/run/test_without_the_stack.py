@@ -77,7 +77,7 @@ def test_plan_answers(bare, flags):
     assert code == 0 and "transformers, which describes them to the model, is not installed" in " ".join(told.split()), told
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "rehearse"])
+@pytest.mark.parametrize("command", ["train", "eval", "dry-run"])
 def test_a_command_names_the_package_that_it_needs(bare, flags, command):
     code, told = bare(command, *flags[0])
     assert code == 2 and "Traceback" not in told

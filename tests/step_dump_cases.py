@@ -27,15 +27,17 @@ def step_of(samples, index: int, rows_per_slice: int) -> ScheduledStep:
     )
 
 
-def witness_of(policy, cfg, path, folder: Path, *, audit: int = 0, ends_run: bool = True, said: list | None = None):
-    from megatron_grpo.analysis.audit import Audit
+def witness_of(policy, cfg, path, folder: Path, *, check: int = 0, ends_run: bool = True, said: list | None = None):
+    from megatron_grpo.analysis.replica_check import ReplicaCheck
     from megatron_grpo.analysis.step_dump import StepDumps
     from megatron_grpo.run.build.output import gap_of
     from megatron_grpo.trainer.step_monitor import StepMonitor
 
     say = (said if said is not None else []).append
-    capsules = StepDumps(folder=folder, cfg=cfg, model_path=Path(path), say=say)
-    return StepMonitor(policy, lambda: capsules, audit=Audit(audit) if audit else None, ends_run=ends_run, gap=gap_of(cfg), say=say)
+    step_dumps = StepDumps(folder=folder, cfg=cfg, model_path=Path(path), say=say)
+    return StepMonitor(
+        policy, lambda: step_dumps, replica_check=ReplicaCheck(check) if check else None, ends_run=ends_run, gap=gap_of(cfg), say=say
+    )
 
 
 def take(policy, witness, samples, index: int):

@@ -1,4 +1,4 @@
-"""`megatron-grpo train --check_replicas` on two ranks: a copy that parts ends the run before it is saved; and a capsule has no secrets."""
+"""`train --check_replicas` on two ranks: a copy that parts ends the run before it is saved; a step dump has no secrets."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from unittest import mock
 
 from safetensors.torch import load_file, save_file
 
-from tests.capsule_cases import flip, replayed
 from tests.end_to_end import scripted
 from tests.end_to_end.runs import records, write_inputs
 from tests.ranks import run_ranks
+from tests.step_dump_cases import flip, replayed
 
 SECRET = "hf_" + "Zq7" * 9
 SIZES = ["--micro_batch_size", "4", "--max_steps", "3", "--save_steps", "1", "--log_completions_steps", "0", "--export_hf", "false"]
@@ -21,7 +21,7 @@ SIZES += ["--logprob_diff_warn", "100"]  # the scripted sampler is not the polic
 
 def train(rank: int, world_size: int, flags: list[str]):
     """Before the second step a bit of one weight of rank 1 flips. Returns the exit code and all that was said."""
-    from megatron_grpo.analysis.audit import tensors_of
+    from megatron_grpo.analysis.replica_check import tensors_of
     from megatron_grpo.policy.policy import Policy
 
     take = Policy.train_step
@@ -42,21 +42,24 @@ def test_a_bit_that_flips_ends_the_run_and_what_was_saved_before_stays(tmp_path)
     found = run_ranks(train, 2, [*flags, "--check_replicas", "--check_replicas_interval", "1"], timeout=240, env={"HF_TOKEN": SECRET})
     assert [code for code, _ in found] == [1, 1], found
     said = "".join(text for _, text in found)
-    assert "audit before optimizer step 2 (at step 1 all was equal): decoder.final_layernorm.weight is not the same on the data and" in said
+    assert (
+        "replica check before optimizer step 2 (at step 1 all was equal): decoder.final_layernorm.weight is not the same on the data and"
+        in said
+    )
     assert "Traceback" not in said
     out = tmp_path / "out"
     assert [path.name for path in out.glob("checkpoints/iter_*")] == ["iter_0000001"] and len(records(out / "metrics.jsonl")) == 1
-    [capsule] = out.glob("capsules/*")
-    assert capsule.name == "step_000002_parted"
-    files = [path for path in capsule.rglob("*") if path.is_file()]
+    [step_dump] = out.glob("debug_dump/*")
+    assert step_dump.name == "step_000002_parted"
+    files = [path for path in step_dump.rglob("*") if path.is_file()]
     assert len(files) > 6 and not [path for path in files if SECRET.encode() in path.read_bytes()]
-    [(code, told)] = run_ranks(replayed, 1, capsule, timeout=120)
+    [(code, told)] = run_ranks(replayed, 1, step_dump, timeout=120)
     assert code == 0 and "1 of 64 numbers, the first at [4]" in told and "bit 0 of 32" in told
     assert "with rank 1's copy of decoder.final_layernorm.weight: loss " in told
-    [weights] = (capsule / "weights").glob("*.safetensors")
+    [weights] = (step_dump / "weights").glob("*.safetensors")
     save_file({name: tensor * 1.5 for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
-    [(code, told)] = run_ranks(replayed, 1, capsule, "--resume", str(out / "checkpoints/iter_0000001"), timeout=120)
-    assert code == 0 and re.search(r"weights: (\d+) of \1 tensors are those of the run", told), "not those of the capsule, but as typed"
+    [(code, told)] = run_ranks(replayed, 1, step_dump, "--resume", str(out / "checkpoints/iter_0000001"), timeout=120)
+    assert code == 0 and re.search(r"weights: (\d+) of \1 tensors are those of the run", told), "not those of the step dump, but as typed"
 
 
 def test_a_run_that_is_to_warn_goes_on(tmp_path):
@@ -68,5 +71,5 @@ def test_a_run_that_is_to_warn_goes_on(tmp_path):
         timeout=240,
     )
     assert [code for code, _ in found] == [0, 0], found
-    assert "WARNING: audit before optimizer step 2" in found[0][1] and len(records(tmp_path / "out/metrics.jsonl")) == 2
-    assert not (tmp_path / "out/capsules").exists()
+    assert "WARNING: replica check before optimizer step 2" in found[0][1] and len(records(tmp_path / "out/metrics.jsonl")) == 2
+    assert not (tmp_path / "out/debug_dump").exists()

@@ -1,6 +1,6 @@
 """Trainer and sampler side by side, in one process: how many of their log-probs are equal in every bit.
 
-What `tests/distributed/test_same_bits.py` and `tools/bitwise_parity.py` count.
+What `tests/distributed/test_bitwise_parity.py` and `tools/bitwise_parity.py` count.
 """
 
 from __future__ import annotations
@@ -120,14 +120,14 @@ class Pair:
     @classmethod
     def build(cls, rank: int, world: int, path, *, max_model_len: int = 128, parallel=None, **chosen: Any) -> Pair:
         """parallel: from `join`, where several pairs share a process."""
-        from megatron_grpo.analysis import vllm_same_bits
+        from megatron_grpo.analysis import vllm_bitwise_parity
         from megatron_grpo.rollout.colocated import ColocatedEngine
 
         base = dict(temperature=0.8, micro_batch_size=2, lr=3e-3, adam_eps=1e-8, bitwise_parity=True, vllm_kv_cache_memory_mb=16)
         cfg = settings(**base | dict(vllm_tensor_parallel_size=chosen.get(TP, 1)) | chosen)
         policy = build(path, cfg, world, parallel or join(cfg, world))
         engine = ColocatedEngine.build(cfg.rollout, model_path=path, dtype=cfg.model.torch_dtype, max_model_len=max_model_len, seed=0,
-                                       rank=rank, world_size=world, patch=vllm_same_bits.prepare)  # fmt: skip
+                                       rank=rank, world_size=world, patch=vllm_bitwise_parity.prepare)  # fmt: skip
         return cls(policy, engine, cfg.rollout.temperature)
 
     def sample(self, asked, length: int = 24, seed: int = 0) -> list:

@@ -1,4 +1,4 @@
-"""`whatif` takes a recorded step again: under the run's own settings it is the run's step, under others what a run with those would do."""
+"""`compare-losses` takes a recorded step again: under the run's own settings it is the run's step, else that of a run with those."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def train(rank: int, world_size: int, *runs: list[str]) -> list[int]:
     return [cli.main(["train", *flags], engine=lambda cfg, inputs, parallel: outside_parts.Alphabet()) for flags in runs]
 
 
-def whatif(rank: int, world_size: int, argv: list[str]) -> tuple[int, str]:
+def compare_losses(rank: int, world_size: int, argv: list[str]) -> tuple[int, str]:
     from megatron_grpo import cli
 
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as said:
-        code = cli.main(["whatif", *argv])
+        code = cli.main(["compare-losses", *argv])
     return code, out.getvalue() or said.getvalue()
 
 
@@ -49,10 +49,10 @@ TRIES = ["loss_type=vespo", "loss_type=real", "loss_type=dapo epsilon_high=0.28"
 @pytest.fixture(scope="module")
 def found(run):
     """By number of ranks: what is said of step 2, whose rows are stale."""
-    argv = [str(run / "out"), "--step", "1", "--json", *(word for one in TRIES for word in ("--try", one))]
+    argv = [str(run / "out"), "--step", "1", "--json", *(word for one in TRIES for word in ("--variant", one))]
     answers = {}
     for world, layout in ((1, []), (2, ["--pipeline_model_parallel_size", "2"])):
-        code, said = run_ranks(whatif, world, [*argv, *layout, "--png", str(run / f"{world}.png")])[0]
+        code, said = run_ranks(compare_losses, world, [*argv, *layout, "--png", str(run / f"{world}.png")])[0]
         assert code == 0, said
         answers[world] = json.loads(said)
     return answers
@@ -103,20 +103,20 @@ def test_a_variants_step_is_that_of_a_run_with_its_settings(run, found, tmp_path
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--try", "loss_type=gspo"], "loss_type cannot be 'gspo'"),
-        (["--try", "advantage_estimator=rloo"], "decides which rows there are or what they are worth"),
-        (["--try", "global_batch_size=3"], "whole groups of 2 of the 8 rows"),
-        (["--try", "staleness=7"], "needs a checkpoint of the run so many steps later. There is: 1, 2, 3"),
-        (["--try", "vespo"], "needs name=value"),
-        (["--try", "loss_type=vespo delta=4"], "loss_type vespo has none"),
+        (["--variant", "loss_type=gspo"], "loss_type cannot be 'gspo'"),
+        (["--variant", "advantage_estimator=rloo"], "decides which rows there are or what they are worth"),
+        (["--variant", "global_batch_size=3"], "whole groups of 2 of the 8 rows"),
+        (["--variant", "staleness=7"], "needs a checkpoint of the run so many steps later. There is: 1, 2, 3"),
+        (["--variant", "vespo"], "needs name=value"),
+        (["--variant", "loss_type=vespo delta=4"], "loss_type vespo has none"),
         (["--step", "9"], "step 9 has no recorded rows; 1, 2, 3 have"),
     ],
 )
 def test_what_cannot_be_tried_is_said_before_anything_loads(run, argv, said):
-    code, text = run_ranks(whatif, 1, [str(run / "out"), *(["--step", "1"] if "--step" not in argv else []), *argv])[0]
+    code, text = run_ranks(compare_losses, 1, [str(run / "out"), *(["--step", "1"] if "--step" not in argv else []), *argv])[0]
     assert code == 2 and said in " ".join(text.split()), text
 
 
 def test_a_run_without_recorded_rows_is_told_how_to_record_them(tmp_path):
-    code, text = run_ranks(whatif, 1, [str(tmp_path)])[0]
+    code, text = run_ranks(compare_losses, 1, [str(tmp_path)])[0]
     assert code == 2 and "--record_rows true" in " ".join(text.split())

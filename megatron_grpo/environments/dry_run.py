@@ -1,4 +1,4 @@
-"""Support of `megatron-grpo rehearse` for environments: plays an environment with scripted turns, without a model."""
+"""Support of `megatron-grpo dry-run` for environments: plays an environment with scripted turns, without a model."""
 
 from __future__ import annotations
 

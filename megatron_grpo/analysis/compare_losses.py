@@ -1,4 +1,4 @@
-"""`megatron-grpo whatif RUN --try "loss_type=vespo" --try "epsilon_high=0.28"`: repeat a step's loss under other settings.
+"""`megatron-grpo compare-losses RUN --variant "loss_type=vespo" --variant "epsilon_high=0.28"`: a step's loss under other settings.
 
 A run with `--record_rows true` stores, beside each checkpoint, the rows that its next step trained. This command loads the policy from such
 a checkpoint, in any layout, and computes the forward and backward of that step with the run's settings and then with each variant. It needs
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo.analysis.args import Variant, WhatifArgs, read_whatif_args
+from megatron_grpo.analysis.args import CompareLossesArgs, Variant, read_compare_losses_args
 from megatron_grpo.analysis.replay import open_policy
 from megatron_grpo.analysis.report import draw_variants, logged_by, tell
 from megatron_grpo.base.errors import EXIT_DONE, config_error
@@ -71,15 +71,15 @@ class Outcome:
 
 
 class AllowsAll:
-    """Guard that accepts every gradient, because `whatif` shows gradients as they are."""
+    """Guard that accepts every gradient, because `compare-losses` shows gradients as they are."""
 
     def allows(self, gradient: Any) -> bool:
         """Return True."""
         return True
 
 
-def run_whatif(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
-    """Run the `whatif` command and print its findings.
+def run_compare_losses(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -> int:
+    """Run the `compare-losses` command and print its findings.
 
     Args:
         argv: Command line of the command.
@@ -91,21 +91,21 @@ def run_whatif(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) ->
     Raises:
         ConfigError: With all problems of the command line and the settings.
     """
-    asked = read_whatif_args(argv, parse)
+    asked = read_compare_losses_args(argv, parse)
     if asked.cfg.plan.png and (wrong := why_not_drawn(Path(asked.cfg.plan.png))):
         raise config_error("png", f"png: {wrong}")
-    told = whatif(asked)
+    told = compare_losses(asked)
     if collectives.rank() == 0:
         recorded = _recorded(asked)
         found = {"step": asked.step, "recorded": recorded, "variants": [asdict(one) for one in told]}
         tell(found, in_words(asked, told, recorded), as_json=asked.cfg.plan.json)
-        line = draw_variants(told, Path(asked.cfg.plan.png or asked.run / "plots" / "whatif.png"), asked.step)
+        line = draw_variants(told, Path(asked.cfg.plan.png or asked.run / "plots" / "compare_losses.png"), asked.step)
         print(line, file=sys.stderr if asked.cfg.plan.json else sys.stdout, flush=True)  # with --json, stdout contains only the object
     state.stop()
     return EXIT_DONE
 
 
-def whatif(asked: WhatifArgs) -> list[Outcome]:
+def compare_losses(asked: CompareLossesArgs) -> list[Outcome]:
     """Repeat the recorded step with the run's own settings, then with each variant. Collective.
 
     Starts the parallel job.
@@ -121,7 +121,7 @@ def whatif(asked: WhatifArgs) -> list[Outcome]:
     """
     cfg, model = asked.cfg, find_model(asked.cfg.model.model)
     if ModelShape.from_pretrained(model).vision is not None:
-        raise config_error("whatif", "whatif: rows are recorded without their pictures. It takes models of text.")
+        raise config_error("compare-losses", "compare-losses: rows are recorded without their pictures. It takes models of text.")
     beta = max(variant.cfg.grpo.beta for variant in asked.variants)  # above 0 if any variant needs the reference
     content = {"question": "; ".join(variant.name for variant in asked.variants)}
     policy = open_policy(cfg.with_values({"beta": beta}), model, asked.checkpoint, content, num_steps=asked.step + 2,
@@ -245,13 +245,13 @@ def _off_policy(policy: Policy, batch: GlobalBatch, logprobs: Any) -> tuple[floa
     return (float(kl / count), float(first**2 / (count * second))) if count else (0.0, 1.0)
 
 
-def _recorded(asked: WhatifArgs) -> dict[str, float] | None:
+def _recorded(asked: CompareLossesArgs) -> dict[str, float] | None:
     """Return the run's own loss and gradient norm of the step, from metrics.jsonl; None if they were not logged."""
     found = next((record for record in reversed(logged_by(asked.run)) if record.get("step") == asked.step + 1), None)
     return {name: found[name] for name in ("loss", "grad_norm") if name in found} if found else None
 
 
-def in_words(asked: WhatifArgs, told: Sequence[Outcome], recorded: dict[str, float] | None) -> list[str]:
+def in_words(asked: CompareLossesArgs, told: Sequence[Outcome], recorded: dict[str, float] | None) -> list[str]:
     """Format the outcomes as a table.
 
     Args:

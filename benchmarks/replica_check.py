@@ -1,6 +1,6 @@
-"""What `--check_replicas true` costs: CPU seconds of an audit beside those of the optimizer steps between two of them, in one run.
+"""What `--check_replicas true` costs: CPU seconds of a check beside those of the optimizer steps between two of them, in one run.
 
-    python benchmarks/audit.py [steps]
+    python benchmarks/replica_check.py [steps]
 
 Two gloo ranks, a model of some millions of parameters and short rows: a step has little to compute for each weight, so the share is an
 upper bound. What a run does besides its optimizer steps (sampling, pushes, scoring) is not counted.
@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the ranks of the tests
 
 from megatron_grpo.config.config import RunConfig
 from tests import parity_cases as cases
-from tests.audit_cases import Looks
 from tests.ranks import run_ranks
+from tests.replica_check_cases import Looks
 from tests.tiny_models import write_tiny
 
 GROUPS = tuple((24, (96, 60, 80, 72)) for _ in range(4))  # 16 rows, 1,600 tokens
@@ -31,9 +31,10 @@ MODELS = {"dense": dict(family="qwen3", layers=4, vocab=8000, hidden=256, std=0.
 
 def measured(path, settings, samples, steps: int):
     def body(rank, world):
-        from megatron_grpo.analysis.audit import Audit
 
-        class Timed(Audit):
+        from megatron_grpo.analysis.replica_check import ReplicaCheck
+
+        class Timed(ReplicaCheck):
             seconds = 0.0
 
             def look(self, *args):
@@ -44,16 +45,16 @@ def measured(path, settings, samples, steps: int):
                     self.seconds += time.process_time() - began
 
         policy = cases.build(path, cases.settings(**settings), world)
-        audit, step, total = Timed(1), 0.0, 0.0
+        check, step, total = Timed(1), 0.0, 0.0
         for index in range(steps):
             rows = [dataclasses.replace(sample, version=index, fresh_at=index) for sample in samples]
-            batch, audit.seconds = cases.batch_of(policy, rows, index), 0.0
-            looks, began = Looks(policy, audit), time.process_time()
+            batch, check.seconds = cases.batch_of(policy, rows, index), 0.0
+            looks, began = Looks(policy, check), time.process_time()
             policy.train_step(batch, looks)
             assert looks.found is None
             if index:  # the first is slower, in both
-                step += time.process_time() - began - audit.seconds
-                total += audit.seconds
+                step += time.process_time() - began - check.seconds
+                total += check.seconds
         count = sum(parameter.numel() for chunk in policy.chunks for parameter in chunk.parameters())
         return count, step / (steps - 1), total / (steps - 1)
 
@@ -71,8 +72,8 @@ def main(steps: int) -> None:
                 write_tiny(path, **MODELS[model])
             [samples] = cases.stored_rollout(path, vocab=8000, num_steps=1, groups=GROUPS, stale=0)
             found = measured(path, settings, samples, steps)
-            count, step, audit = max(found, key=lambda one: one[2] / one[1])
-            print(f"| {name} | {count:,} | {step:.3f} | {audit:.4f} | {audit / (every * step + audit):.2%} |", flush=True)
+            count, step, check = max(found, key=lambda one: one[2] / one[1])
+            print(f"| {name} | {count:,} | {step:.3f} | {check:.4f} | {check / (every * step + check):.2%} |", flush=True)
 
 
 if __name__ == "__main__":

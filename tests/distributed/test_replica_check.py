@@ -1,4 +1,4 @@
-"""Copies that part are named, before the optimizer acts; tools/audit_faults.py has the rest of the faults, and the clean runs."""
+"""Copies that part are named, before the optimizer acts; tools/replica_faults.py has the rest of the faults, and the clean runs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from tests import audit_cases as audits
 from tests import parity_cases as cases
+from tests import replica_check_cases as checks
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
@@ -37,29 +37,29 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(models):
     batches = {name: cases.stored_rollout(path, vocab=125, num_steps=2, stale=0) for name, path in models.items()}
-    return audits.seeded(HERE, models, batches)
+    return checks.seeded(HERE, models, batches)
 
 
 @pytest.mark.parametrize("name", HERE)
 def test_a_fault_is_named_and_what_was_before_it_is_not(found, name):
-    fault, of_ranks = audits.FAULTS[name], found[name]
+    fault, of_ranks = checks.FAULTS[name], found[name]
     assert len(set(of_ranks)) == 1, "all ranks say the same"
     before, after, gap = of_ranks[0]
     assert before is None
     if fault.says is None:
         assert after is None and "nats on a token" in gap
     else:
-        assert after.startswith("audit before optimizer step 2 (at step 1 all was equal): ")
+        assert after.startswith("replica check before optimizer step 2 (at step 1 all was equal): ")
         assert fault.says in after.split(";")[0]
 
 
 def test_a_copy_of_its_own_is_named_by_its_ranks_fewest_first():
-    from megatron_grpo.analysis.audit import Finding, ReplicaMismatch
+    from megatron_grpo.analysis.replica_check import Finding, ReplicaMismatch
 
     one = ReplicaMismatch(kind="gradient", name="w", over="DP", copies=((0, 7), (1, 7), (2, 9), (3, 7)))
     assert str(one) == "the gradient of w is not the same on the data and context parallel ranks 2 and 0, 1, 3"
     finding = str(Finding(step=41, equal_at=21, parted=(one,) * 6))
-    assert finding.startswith("audit before optimizer step 41 (at step 21 all was equal): the gradient of w") and finding.endswith(
+    assert finding.startswith("replica check before optimizer step 41 (at step 21 all was equal): the gradient of w") and finding.endswith(
         "and 2 more"
     )
 
@@ -68,7 +68,7 @@ def test_a_weight_that_is_no_number_in_both_precisions_is_for_the_guard(models):
     """As an optimizer leaves it: the bfloat16 weight and its float32 copy are the same, though no NaN equals itself."""
 
     def body(rank, world):
-        from megatron_grpo.analysis.audit import _rounded
+        from megatron_grpo.analysis.replica_check import _rounded
         from megatron_grpo.policy.sharded_state import runs_of
 
         policy = cases.build(models["dense"], cases.settings(torch_dtype="bfloat16"), world)

@@ -1,4 +1,4 @@
-"""Faults that no loss shows, each put into a real policy on real ranks between two steps; and what the audit of the second one says.
+"""Faults that no loss shows, each put into a real policy on real ranks between two steps; and what the check of the second one says.
 
 `FAULTS` holds them by name. Numbers are those of the findings in NVIDIA/Megatron-LM issue 7452 that a fault is the likeness of here.
 """
@@ -16,9 +16,9 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megatron_grpo.analysis.audit import Audit, tensors_of
+from megatron_grpo.analysis.replica_check import ReplicaCheck, tensors_of
 from tests import parity_cases as cases
-from tests.capsule_cases import flip, fresh
+from tests.step_dump_cases import flip, fresh
 
 TP, SP, CP, PP, EP = cases.TP, cases.SP, cases.CP, cases.PP, cases.EP
 PLAIN = dict(use_distributed_optimizer=False)
@@ -29,7 +29,7 @@ Q_NORM, EXPERT = "decoder.layers.0.self_attention.q_layernorm.weight", "decoder.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
     """spoil(policy, rank): after the first step. wrap(policy, rank): a context around the second. late(policy, rank): when the gradient
-    of the second is summed. batch(batch, rank): the second's, changed. says: a part of what is said first; None where the audit says
+    of the second is summed. batch(batch, rank): the second's, changed. says: a part of what is said first; None where the check says
     nothing."""
 
     settings: dict[str, Any]
@@ -43,16 +43,16 @@ class Fault:
 
 
 class Looks:
-    """A bystander that audits; `late` comes first."""
+    """A bystander that checks replicas; `late` comes first."""
 
-    def __init__(self, policy: Any, audit: Audit, late=None):
-        self.policy, self.audit, self.late, self.found, self.metrics = policy, audit, late, None, {}
+    def __init__(self, policy: Any, check: ReplicaCheck, late=None):
+        self.policy, self.check, self.late, self.found, self.metrics = policy, check, late, None, {}
 
     def summed(self, seen):
         if self.late is not None:
             self.late(self.policy, self.policy.parallel.rank)
         self.metrics = dict(seen.metrics)
-        self.found = self.audit.look(self.policy, seen.batch, seen.metrics, seen.logprobs)
+        self.found = self.check.look(self.policy, seen.batch, seen.metrics, seen.logprobs)
 
     def judged(self, seen, refusal):
         pass
@@ -247,7 +247,7 @@ FAULTS: dict[str, Fault] = {
     ),
 }  # fmt: skip
 NOT_POSSIBLE = {
-    5: "the mask of padding is cut by our router with the group that it holds, which the audit compares (4, 7, 13)",
+    5: "the mask of padding is cut by our router with the group that it holds, which the replica check compares (4, 7, 13)",
     6: "no model here has cross attention",
     12: "Megatron-FSDP is not used; a checkpoint's names have the layer's number in the whole model",
 }
@@ -268,19 +268,19 @@ def _reference(policy: Any) -> None:
 
 
 def found_by(fault: Fault, path, samples, parallel, world: int) -> tuple[str | None, str | None, str | None]:
-    """On this rank: what the audit of the first, sound step says, and that of the second; and what the watch over log-probs says of it."""
+    """On this rank: what the check of the first, sound step says, and that of the second; and what the watch over log-probs says of it."""
     from megatron_grpo.run.build.output import gap_of
 
     cfg = cases.settings(**cases.MODEL_SETTINGS.get(fault.model, {}) | dict(logprob_diff_warn=0.6) | fault.settings)
     policy, rank = cases.build(path, cfg, world, parallel), parallel.rank
-    audit, gap = Audit(1), gap_of(cfg)
-    first = Looks(policy, audit)
+    check, gap = ReplicaCheck(1), gap_of(cfg)
+    first = Looks(policy, check)
     policy.train_step(cases.batch_of(policy, fresh(samples[0]), 0), first)
     assert gap(first.metrics) is None, first.metrics
     if fault.spoil is not None:
         fault.spoil(policy, rank)
     batch = cases.batch_of(policy, fresh(samples[1]), 1)
-    second = Looks(policy, audit, fault.late)
+    second = Looks(policy, check, fault.late)
     with fault.wrap(policy, rank) if fault.wrap is not None else contextlib.nullcontext():
         policy.train_step(batch if fault.batch is None else fault.batch(batch, rank), second)
     said = [None if one is None else str(one) for one in (first.found, second.found)]
@@ -308,14 +308,14 @@ def seeded(names, models, batches) -> dict[str, list]:
 
 
 def clean(layout: cases.Case, model: str, path, runs, parallel_settings, steps: int = 2) -> list[list[str]]:
-    """What the audits of sound runs say, on rank 0: nothing. runs: (settings, samples by step) of each."""
+    """What the replica checks of sound runs say, on rank 0: nothing. runs: (settings, samples by step) of each."""
     from tests.ranks import run_ranks
 
     def body(rank, world):
         parallel, said = cases.join(cases.settings(**parallel_settings), world), []
         for settings, samples in runs:
             policy = cases.build(path, cases.settings(**settings), world, parallel)
-            looks = Looks(policy, Audit(1))
+            looks = Looks(policy, ReplicaCheck(1))
             found = []
             for index in range(steps):
                 policy.train_step(cases.batch_of(policy, samples[index], index), looks)

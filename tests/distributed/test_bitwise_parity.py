@@ -1,6 +1,6 @@
 """With `--bitwise_parity` trainer and sampler are one function to the last bit, on a CPU.
 
-`tools/same_bits.py` has all models and layouts.
+`tools/bitwise_parity.py` has all models and layouts.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests import bitwise_parity_cases as cases
 from tests import parity_cases as parity
-from tests import same_bits_cases as cases
 from tests.end_to_end.runs import records, train, write_inputs
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
@@ -68,7 +68,7 @@ def test_the_smallest_differences_are_seen_and_without_the_setting_there_are_man
     path = cases.write(tmp_path, "qwen3")
 
     def body(rank, world):
-        from megatron_grpo.analysis.same_bits_switch import switch_off
+        from megatron_grpo.analysis.bitwise_parity import switch_off
 
         parallel = parity.join(parity.settings(), world)
         pair = cases.Pair.build(rank, world, path, parallel=parallel)

@@ -1,9 +1,9 @@
 """Counts log-probs of trainer and sampler that are equal in every bit under `--bitwise_parity true`, as a table.
 
-    python tools/same_bits.py [--models qwen3 mixtral ...] [--layouts 1 "TP2 SP" ...] [--dtypes float32 bfloat16] [--steps 2]
+    python tools/bitwise_parity.py [--models qwen3 mixtral ...] [--layouts 1 "TP2 SP" ...] [--dtypes float32 bfloat16] [--steps 2]
 
-Models and layouts are those of tests/same_bits_cases.py; ranks are real processes that talk over gloo. All of them take about ten minutes
-of CPU time. Ends with 1 where a bit differs.
+Models and layouts are those of tests/bitwise_parity_cases.py; ranks are real processes that talk over gloo. All of them take about ten
+minutes of CPU time. Ends with 1 where a bit differs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the c
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # this file is run as a script; what it imports of the repository comes after
 
-from tests import same_bits_cases as cases  # noqa: E402
+from tests import bitwise_parity_cases as cases  # noqa: E402
 from tests.ranks import RanksFailed, run_ranks  # noqa: E402
 
 

@@ -1,7 +1,8 @@
 """What `--check_replicas` finds, and that it finds nothing where nothing is wrong.
 
-    python tools/audit_faults.py faults            every seeded fault of tests/audit_cases.py, as the table of docs/reliability.md
-    python tools/audit_faults.py clean [200]       so many sound runs of two steps, drawn from layouts, models, optimizers and tuners
+    python tools/replica_faults.py faults            every seeded fault of tests/replica_check_cases.py, as the table of
+                                                     docs/reliability.md
+    python tools/replica_faults.py clean [200]       so many sound runs of two steps, drawn from layouts, models, optimizers and tuners
 
 Exit code 1 if a fault is not said as it should be, or a sound run is not sound.
 """
@@ -17,8 +18,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the cores
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests import audit_cases as audits
 from tests import parity_cases as cases
+from tests import replica_check_cases as checks
 from tests.tiny_models import write_tiny
 
 # Drawn one of each; a run has all of them together.
@@ -39,16 +40,16 @@ def models(folder: Path) -> dict[str, Path]:
 def faults(folder: Path) -> bool:
     at, well = models(folder), True
     batches = {name: cases.stored_rollout(path, vocab=125, num_steps=2, stale=0) for name, path in at.items()}
-    found = audits.seeded(list(audits.FAULTS), at, batches)
+    found = checks.seeded(list(checks.FAULTS), at, batches)
     print("| fault | finding | layout | said |\n| --- | --- | --- | --- |")
-    for name, fault in audits.FAULTS.items():
+    for name, fault in checks.FAULTS.items():
         before, after, gap = found[name][0]
         right = before is None and len(set(found[name])) == 1 and (fault.says in (after or "") if fault.says else after is None and gap)
         well &= bool(right)
         said = after.split("equal): ")[-1].split(";")[0] if after else f"nothing; the watch over log-probs: {gap}"
         layout = ", ".join(f"{key} {value}" for key, value in fault.settings.items()) or "two data-parallel ranks"
         print(f"| {name} | {fault.finding or ''} | {layout}; {fault.model} | {said}{'' if right else ' NOT WHAT IT SHOULD SAY'} |")
-    for finding, why in audits.NOT_POSSIBLE.items():
+    for finding, why in checks.NOT_POSSIBLE.items():
         print(f"| | {finding} | | not possible here: {why} |")
     return well
 
@@ -71,7 +72,7 @@ def clean(folder: Path, count: int, seed: int = 0) -> bool:
     false = 0
     for (name, model), settings in drawn.items():
         runs = [(one, cases.stored_rollout(at[model], vocab=125, num_steps=2, seed=rng.randrange(10**6))) for one in settings]
-        said = audits.clean(cases.LAYOUTS[name], model, at[model], runs, cases.LAYOUTS[name].settings)
+        said = checks.clean(cases.LAYOUTS[name], model, at[model], runs, cases.LAYOUTS[name].settings)
         for one, found in zip(settings, said, strict=True):
             false += bool(found)
             if found:

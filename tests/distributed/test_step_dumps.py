@@ -11,8 +11,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tests import capsule_cases as kept
 from tests import parity_cases as cases
+from tests import step_dump_cases as kept
 from tests.combinations import taught
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
@@ -31,15 +31,15 @@ def batches(dense):
     return cases.stored_rollout(dense, vocab=125, num_steps=2, stale=0)
 
 
-def run(path, batches, folder, settings, *, poison=None, spoil=None, audit=0, flags=()):
-    """Two steps on two ranks, the second one poisoned; what the ranks said; and what a replay on one rank found, if there is a capsule."""
+def run(path, batches, folder, settings, *, poison=None, spoil=None, check=0, flags=()):
+    """Two steps on two ranks, the second one poisoned; what the ranks said; and what a replay found, if there is a step dump."""
     cfg = cases.settings(**dict(logprob_diff_warn=100.0) | settings)  # what is stored is not what a sampler would say
 
     def body(rank, world):
         from megatron_grpo.base.errors import RunError
 
         policy, said = cases.build(path, cfg, world), []
-        witness = kept.witness_of(policy, cfg, path, folder, audit=audit, said=said)
+        witness = kept.witness_of(policy, cfg, path, folder, check=check, said=said)
         kept.take(policy, witness, kept.fresh(batches[0]), 0)
         if spoil is not None and rank == 1:
             spoil(policy)
@@ -70,15 +70,15 @@ def test_an_advantage_that_is_no_number_is_named_by_a_replay_on_one_rank(dense, 
 
 def changed(**values):
     def change(path):
-        facts = json.loads((path / "capsule.json").read_text()) | values
-        (path / "capsule.json").write_text(json.dumps({name: value for name, value in facts.items() if value != "gone"}))
+        facts = json.loads((path / "step_dump.json").read_text()) | values
+        (path / "step_dump.json").write_text(json.dumps({name: value for name, value in facts.items() if value != "gone"}))
 
     return change
 
 
 def other_setting(name, value):
     def change(path):
-        facts = json.loads((path / "capsule.json").read_text())
+        facts = json.loads((path / "step_dump.json").read_text())
         changed(settings=facts["settings"] | {name: value})(path)
 
     return change
@@ -92,15 +92,16 @@ def cut(name):
     return change
 
 
-# What is done to a capsule -> flags, and what is said. Nothing of it loads a model.
+# What is done to a step dump -> flags, and what is said. Nothing of it loads a model.
 SPOILED = {
-    "not an object": (lambda path: (path / "capsule.json").write_text("[]"), [], "has format None; this version reads format 1"),
-    "no settings": (changed(settings="gone"), [], "no whole capsule: capsule.json cannot be read (KeyError: 'settings')"),
-    "a loss that is none": (other_setting("loss_type", "grqo"), [], "of the capsule's settings, loss_type cannot be 'grqo'"),
-    "a number in words": (other_setting("beta", "much"), [], "of the capsule's settings, beta needs a number"),
-    "a list for a number": (other_setting("num_generations", [1, 2]), [], "of the capsule's settings, num_generations takes one value"),
+    "not an object": (lambda path: (path / "step_dump.json").write_text("[]"), [], "has format None; this version reads format 1"),
+    "no settings": (changed(settings="gone"), [], "no whole step dump: step_dump.json cannot be read (KeyError: 'settings')"),
+    "a loss that is none": (other_setting("loss_type", "grqo"), [], "of the step dump's settings, loss_type cannot be 'grqo'"),
+    "a number in words": (other_setting("beta", "much"), [], "of the step dump's settings, beta needs a number"),
+    "a list for a number": (other_setting("num_generations", [1, 2]), [], "of the step dump's settings, num_generations takes one value"),
     "no rows of the timetable": (changed(micro_steps=[]), [], "its step has no rows"),
-    "other micro-steps": (changed(micro_steps=[{"rows": [0, 1]}]), [], "capsule.json cannot be read"),
+    "a former name": (other_setting("exclude_dead_groups", "much"), [], "exclude_zero_std_groups needs true or false, not 'much'"),
+    "other micro-steps": (changed(micro_steps=[{"rows": [0, 1]}]), [], "step_dump.json cannot be read"),
     "a cut file of rows": (cut("rows/rank_00000.npz"), [], "rows/rank_00000.npz cannot be read"),
     "a cut forward": (cut("forward/rank_00000.npz"), [], "forward/rank_00000.npz cannot be read"),
     "cut generators": (cut("rng.npz"), [], "rng.npz cannot be read"),
@@ -115,9 +116,9 @@ SPOILED = {
 
 
 @pytest.fixture(scope="module")
-def capsule(dense, batches, tmp_path_factory):
+def step_dump(dense, batches, tmp_path_factory):
     """Of a step on one rank."""
-    folder, cfg = tmp_path_factory.mktemp("capsules"), cases.settings(logprob_diff_warn=100.0)
+    folder, cfg = tmp_path_factory.mktemp("debug_dump"), cases.settings(logprob_diff_warn=100.0)
 
     def body(rank, world):
         policy = cases.build(dense, cfg, world)
@@ -129,12 +130,23 @@ def capsule(dense, batches, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_a_capsule_that_is_not_whole_is_refused(capsule, tmp_path, name):
+def test_a_step_dump_that_is_not_whole_is_refused(step_dump, tmp_path, name):
     change, flags, said = SPOILED[name]
-    path = shutil.copytree(capsule, tmp_path / "step_000001_not_finite")
+    path = shutil.copytree(step_dump, tmp_path / "step_000001_not_finite")
     change(path)
     [(code, text)] = run_ranks(kept.replayed, 1, path, *flags, timeout=60)
     assert code == 2 and said in " ".join(text.split()) and "Traceback" not in text, text
+
+
+def test_a_step_dump_of_an_earlier_version_is_replayed(step_dump, tmp_path):
+    path = shutil.copytree(step_dump, tmp_path / "capsules/step_000001_not_finite")
+    facts = json.loads((path / "step_dump.json").read_text())
+    former = {"exclude_zero_std_groups": "exclude_dead_groups", "share_prefix": "share_prompts", "debug_dump_steps": "capsules"}
+    facts["settings"] = {former.get(name, name): value for name, value in facts["settings"].items()}
+    (path / "capsule.json").write_text(json.dumps(facts))
+    (path / "step_dump.json").unlink()
+    [(code, told)] = run_ranks(kept.replayed, 1, path, "--json", "true", timeout=120)
+    assert code == 0 and told["verdict"][0].startswith("POISON: row 5 of rollout 0")
 
 
 def test_a_disk_that_is_full_at_the_last_file_leaves_no_rank_waiting(dense, batches, tmp_path):
@@ -142,7 +154,7 @@ def test_a_disk_that_is_full_at_the_last_file_leaves_no_rank_waiting(dense, batc
     write_text = Path.write_text
 
     def full(path, *args, **kwargs):
-        if path.name == "capsule.json":
+        if path.name == "step_dump.json":
             raise OSError(28, "No space left on device")
         return write_text(path, *args, **kwargs)
 
@@ -175,11 +187,11 @@ def test_a_flipped_bit_ends_the_run_and_the_replay_says_which(dense, batches, tm
     def spoil(policy):
         kept.flip(policy.tensors()[NORM], 7, 5)
 
-    ranks, [path], [(_, told)] = run(dense, batches, tmp_path, settings, spoil=spoil, audit=1)
+    ranks, [path], [(_, told)] = run(dense, batches, tmp_path, settings, spoil=spoil, check=1)
     assert path.name == "step_000002_parted"
     assert len({error for _, error, _ in ranks}) == 1
     _, error, trained = ranks[0]
-    assert trained is None and error.startswith("audit before optimizer step 2 (at step 1 all was equal): " + NORM)
+    assert trained is None and error.startswith("replica check before optimizer step 2 (at step 1 all was equal): " + NORM)
     assert "ranks 0 and 1" in error and "no checkpoint is written" in error
     assert f"weight {NORM} is not the same on ranks 0 and 1: 1 of " in told["verdict"][0] and "differ in bit 5 of" in told["verdict"][0]
     assert "the first at [7]" in told["verdict"][0]

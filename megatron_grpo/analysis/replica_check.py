@@ -1,7 +1,7 @@
-"""Audit of replicas: compare, bit for bit, tensors that tensor, context, pipeline, expert or data parallel ranks hold in common.
+"""Check of replicas: compare, bit for bit, tensors that tensor, context, pipeline, expert or data parallel ranks hold in common.
 
 Megatron-Core keeps copies equal by the same operations on each of them, but never checks that they are. A gradient that is not summed over
-a group, different data on ranks that should share it, or a flipped bit leave the loss falling, with a wrong gradient. The audit runs every
+a group, different data on ranks that should share it, or a flipped bit leave the loss falling, with a wrong gradient. The check runs every
 few steps, before the optimizer. Each rank computes a fingerprint of every tensor (`analysis.fingerprint`), and each group reduces the
 maximum and minimum of each fingerprint: one collective per group, 16 bytes per tensor. If all are equal, nothing else is sent.
 """
@@ -84,11 +84,11 @@ class ReplicaMismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Finding:
-    """All differences that an audit found, the likeliest origin first.
+    """All differences that a check found, the likeliest origin first.
 
     Args:
         step: Optimizer step that was about to run, counted from 1.
-        equal_at: Step of the last audit without differences; None if there was none.
+        equal_at: Step of the last check without differences; None if there was none.
         parted: Differences.
         mine: This rank's copies of the first differences, by "kind name".
     """
@@ -100,16 +100,16 @@ class Finding:
 
     def __str__(self) -> str:
         more = len(self.parted) - SHOWN
-        since = "no audit was before it" if self.equal_at is None else f"at step {self.equal_at} all was equal"
+        since = "no check was before it" if self.equal_at is None else f"at step {self.equal_at} all was equal"
         found = "; ".join(map(str, self.parted[:SHOWN])) + (f"; and {more} more" if more > 0 else "")
-        return f"audit before optimizer step {self.step} ({since}): {found}"
+        return f"replica check before optimizer step {self.step} ({since}): {found}"
 
 
-class Audit:
-    """Audit of replicas at the first optimizer step of a run and at every `every`-th one.
+class ReplicaCheck:
+    """Check of replicas at the first optimizer step of a run and at every `every`-th one.
 
     Args:
-        every: Interval in optimizer steps; 0 for no audits.
+        every: Interval in optimizer steps; 0 for no checks.
     """
 
     def __init__(self, every: int):
@@ -119,7 +119,7 @@ class Audit:
         self._lists: dict[str, bool] = {}  # by group: whether its ranks have the same tensors
 
     def is_due(self, step: int) -> bool:
-        """Return whether the next step needs an audit; the same on every rank.
+        """Return whether the next step needs a check; the same on every rank.
 
         Args:
             step: Completed optimizer steps.

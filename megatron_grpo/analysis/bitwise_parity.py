@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import layers as linears
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron_grpo.analysis import vllm_same_bits as kernels
+from megatron_grpo.analysis import vllm_bitwise_parity as kernels
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.vocab import TokenScores
 from megatron_grpo.policy import kernels as local_kernels
@@ -167,7 +167,7 @@ _PLACES: tuple[tuple[Any, str, Any], ...] = (
     (model, "linear_logprobs", _linear_logprobs),
     (MoELayer, "forward", _moe_layer),
     # Two summands have the same sum in either order. With three or more ranks, each one in vLLM begins with its own
-    # (analysis.vllm_same_bits).
+    # (analysis.vllm_bitwise_parity).
     (mappings, "_reduce", _reduce),
     (mappings, "_reduce_scatter_along_first_dim", _reduce_scatter),
 )
