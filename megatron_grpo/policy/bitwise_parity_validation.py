@@ -50,6 +50,8 @@ RULES = (
          {"vllm_mode": ["colocate"]}),
     Rule("bitwise_parity transformer_impl", lambda c: c.transformer_impl == "transformer_engine",
          "bitwise_parity true: Transformer Engine is not reached; see docs/proof.md. Use local.", {"transformer_impl": ["local"]}),
+    Rule("bitwise_parity fp8_format", lambda c: c.fp8_format is not None,
+         "bitwise_parity true: FP8 layers are Transformer Engine's, which is not reached; see docs/proof.md. Leave fp8_format out."),
     Rule("bitwise_parity tuner_type", lambda c: c.tuner_type == "lora",
          "bitwise_parity true: the sampler adds adapters with other kernels. Use full.", {"tuner_type": ["full"]}),
     Rule("bitwise_parity router_replay_mode", lambda c: c.router_replay_mode != "disabled",
