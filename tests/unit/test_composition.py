@@ -1,21 +1,28 @@
-"""docs/composition.md: what it says is refused is refused, word for word; what it says works with LoRA or with replay, `plan` takes."""
+"""What `plan` refuses is refused with the message of tests/refusals.yaml, and what works with LoRA, servers or replay is planned.
+
+The table of docs/composition.md asks the same rules (tools/compatibility.py); tests/unit/tools/test_docs.py holds it.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
-import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_grpo.cli import main
+from megatron_grpo.config import resolve
+from megatron_grpo.data import checks, streamed
+from megatron_grpo.run import inputs
+from tools import compatibility, docs
 
-PAGE = Path(__file__).parents[2] / "docs/composition.md"
-SECTIONS = {title: text for title, text in re.findall(r"^# (.+?)\n(.*?)(?=^# |\Z)", PAGE.read_text(encoding="utf-8"), re.M | re.S)}
-REFUSED = {title: re.findall(r"^\| `(--[^`]+)` \| (.+) \|$", text, re.M) for title, text in SECTIONS.items()}
-WITH_LORA = REFUSED["LoRA with everything else"]
-WITH_OTHERS = [row for title, rows in REFUSED.items() if not title.startswith(("LoRA", "Evaluation")) for row in rows]
-WITH_PICTURES = re.findall(r"^\| (.+) \| (.+) \|$", SECTIONS["Pictures with everything else"].split("Refused:")[1], re.M)[2:]
+REFUSALS = yaml.safe_load((Path(__file__).parents[1] / "refusals.yaml").read_text(encoding="utf-8"))
+OWN_TESTS = ("lora", "evaluation_and_rollout_functions", "images", "vision")
+WITH_LORA = [tuple(row.values()) for row in REFUSALS["lora"]]
+WITH_OTHERS = [tuple(row.values()) for name, rows in REFUSALS.items() if name not in OWN_TESTS for row in rows]
+WITH_PICTURES = [tuple(row.values()) for row in REFUSALS["images"]]
 TOOL = '''def f(x: int) -> int:
     """
     Doubles.
@@ -63,13 +70,28 @@ def ask(tmp_path, capsys, monkeypatch):
     return ask
 
 
-def test_the_page_has_its_refusals():
-    assert len(WITH_LORA) >= 11 and any("sync_ref_model" in words for words, _ in WITH_LORA)
-    assert len(REFUSED["Router replay with everything else"]) >= 4 and len(REFUSED["Turns with everything else"]) >= 7
+def test_every_feature_of_the_table_works_alone():
+    found = compatibility.refusals()
+    rows = compatibility.features()
+    assert {rows[i].name: messages for (i, j), messages in found.items() if i == j and messages} == {}
+    assert any(messages for messages in found.values()) and any(messages == [] for (i, j), messages in found.items() if i != j)
+    assert all((docs.ROOT / "docs" / row.page).is_file() for row in rows)
+
+
+def test_a_refusal_that_only_rows_show_is_what_reading_them_says():
+    said = [inspect.getsource(checks.check_for_episodes), streamed._BLIND]
+    said += [
+        why
+        for typed in ("--rollout_func a.py:f", "--teacher_model a", "--teacher_model_server http://t:1")
+        for why in inputs._blind(resolve(typed.split()))
+    ]
+    names = [row.name for row in compatibility.features()]
+    for name, reason in compatibility.refused_with_images().items():
+        assert names.index(name) > names.index("Vision tower trained") and any(reason in one for one in said), reason
 
 
 @pytest.mark.parametrize(("words", "sentence"), WITH_OTHERS, ids=[words for words, _ in WITH_OTHERS])
-def test_what_is_refused_without_adapters_is_refused_in_the_words_of_the_page(ask, words, sentence):
+def test_what_is_refused_without_adapters_is_refused_with_its_message(ask, words, sentence):
     code, found = ask("Qwen3ForCausalLM" if "MoE model" in sentence else "Qwen3MoeForCausalLM", words, tuner="")
     assert code == 2 and [error["message"] for error in found["errors"]] == [sentence]
 
@@ -106,7 +128,7 @@ def test_kept_words_are_planned_with_their_bytes(ask):
     assert ask("Qwen3ForCausalLM", bound)[1]["cost"]["kept"]["bytes_of_token"] == 208
 
 
-def test_what_is_refused_with_pictures_is_refused_in_the_words_of_the_page(tmp_path):
+def test_what_is_refused_with_pictures_is_refused_with_its_message(tmp_path):
     from megatron_grpo.base.errors import ConfigError
     from megatron_grpo.config.config import DataConfig
     from megatron_grpo.data.prompts import load_rows
@@ -116,8 +138,8 @@ def test_what_is_refused_with_pictures_is_refused_in_the_words_of_the_page(tmp_p
     cases = {
         "rows with pictures, a model of text": (two, None, {}),
         "rows with videos": ({"prompt": "a", "videos": ["a.mp4"]}, EYES, {}),
-        "`truncation_strategy left`": (two, EYES, {"truncation_strategy": "left"}),
-        "`limit_images 1`, a row with two": (two, EYES, {"limit_images": 1}),
+        "truncation_strategy left": (two, EYES, {"truncation_strategy": "left"}),
+        "limit_images 1, a row with two": (two, EYES, {"limit_images": 1}),
     }
     assert {what for what, _ in WITH_PICTURES} == cases.keys()
     for what, sentence in WITH_PICTURES:
@@ -129,7 +151,7 @@ def test_what_is_refused_with_pictures_is_refused_in_the_words_of_the_page(tmp_p
 
 
 @pytest.mark.parametrize(("words", "sentence"), WITH_LORA, ids=[words for words, _ in WITH_LORA])
-def test_what_is_refused_is_refused_in_the_words_of_the_page(ask, words, sentence):
+def test_what_is_refused_is_refused_with_its_message(ask, words, sentence):
     architecture = "Qwen3MoeForCausalLM" if "expert" in sentence or "router" in words else "Qwen3ForCausalLM"
     code, found = ask(architecture, words)
     assert code == 2 and [error["message"] for error in found["errors"]] == [sentence]
@@ -153,13 +175,11 @@ def test_what_works_is_planned(ask, architecture, words):
     assert found["cost"]["trainable_parameters"] < 0.05 * found["cost"]["parameters"]
 
 
-OF_EVALUATION = REFUSED["Evaluation and rollouts of one's own with everything else"]
+OF_EVALUATION = [tuple(row.values()) for row in REFUSALS["evaluation_and_rollout_functions"]]
 
 
 @pytest.mark.parametrize(("words", "sentence"), OF_EVALUATION, ids=[words for words, _ in OF_EVALUATION])
-def test_what_is_refused_of_evaluation_and_rollout_functions_is_refused_in_the_words_of_the_page(
-    ask, tmp_path, monkeypatch, words, sentence
-):
+def test_what_is_refused_of_evaluation_and_rollout_functions_is_refused_with_its_message(ask, tmp_path, monkeypatch, words, sentence):
     """Functions and rows are there, and right."""
     monkeypatch.chdir(tmp_path)
     tool = 'def g(a: int):\n    """Adds.\n\n    Args:\n        a: a number\n    """\n'

@@ -1,4 +1,4 @@
-"""docs/composition.md, of models that see: what it says is refused is refused, word for word; and what `plan` says of a tower."""
+"""What `plan` refuses of vision-language models, with the messages of tests/refusals.yaml, and what it counts of a vision tower."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from megatron_grpo.cli import main
 from tests import vision_cases as vision
 from tests.checked import check
-from tests.unit.test_composition import COMMON, MODELS, PAGE
+from tests.unit.test_composition import COMMON, MODELS, REFUSALS
 from tests.unit.weights.test_vision import QWEN2_5_VL_7B, QWEN3_VL_4B
 
-ROWS = re.findall(r"^\| (\S[^|]*) \| `(--[^`]+)` \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.M)
+ROWS = [tuple(row.values()) for row in REFUSALS["vision"]]
 PREPROCESSOR = dict(
     image_processor_type="Qwen2VLImageProcessor", patch_size=4, temporal_patch_size=2, merge_size=2, do_resize=True, do_rescale=True,
     do_normalize=True, rescale_factor=1 / 255, do_convert_rgb=True, resample=3, size=dict(shortest_edge=64, longest_edge=4096),
@@ -39,12 +39,8 @@ def ask(tmp_path, capsys):
     return ask
 
 
-def test_the_page_has_its_refusals():
-    assert len(ROWS) >= 10
-
-
 @pytest.mark.parametrize(("model", "words", "sentence"), ROWS, ids=[f"{model} {words}" for model, words, _ in ROWS])
-def test_what_is_refused_is_refused_in_the_words_of_the_page(ask, model, words, sentence):
+def test_what_is_refused_is_refused_with_its_message(ask, model, words, sentence):
     code, found = ask(model, words)
     assert code == 2 and [error["message"] for error in found["errors"]] == [sentence]
 

@@ -39,7 +39,7 @@ def test_it_is_taken_where_something_corrects_for_the_age_of_what_was_sampled(pl
     ],
 )
 def test_each_refusal_names_values_that_work(plan, words, nearest):
-    """The sentences are those of docs/composition.md, which a test holds."""
+    """The messages are those of tests/refusals.yaml, which a test holds."""
     code, found = plan(words)
     assert code == 2 and [error["nearest"] for error in found["errors"]] == [nearest]
     for flag, values in nearest.items():

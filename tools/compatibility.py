@@ -1,0 +1,126 @@
+"""Ask the rules of `plan` and `train` which pairs of features work together, for docs/composition.md.
+
+The features are `tools/compatibility.yaml`. `python tools/docs.py write` writes the page.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.compat import DIALECTS
+from megatron_grpo.config import parse
+from megatron_grpo.planning.check import check_parsed
+
+TEXT, VISION = "Qwen3ForCausalLM", "Qwen2_5_VLForConditionalGeneration"
+SIZES = "--world_size 8 --micro_batch_size 2 --global_batch_size 64 --num_generations 4"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """One feature: the settings that switch it on, and the architecture that it needs."""
+
+    name: str
+    typed: str
+    page: str
+    model: str = TEXT
+
+    def beside(self, other: Feature) -> tuple[str, str] | None:
+        """Return (architecture, settings) of both features; None if no model has both."""
+        models = {self.model, other.model} - {TEXT} or {TEXT}
+        return (models.pop(), f"{self.typed} {other.typed}") if len(models) == 1 else None
+
+
+def features() -> list[Feature]:
+    """Return the features, in the order of the table."""
+    return [Feature(**row) for row in _data()["features"]]
+
+
+def refused_with_images() -> dict[str, str]:
+    """Return the reason by the name of each feature that is refused when rows with images are read."""
+    return _data()["refused_with_images"]
+
+
+def _data() -> dict[str, Any]:
+    return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+
+
+def architectures() -> dict[str, Mapping]:
+    """Return the config.json of each architecture that features need."""
+    from tests.unit.test_composition import COMMON, MODELS
+    from tests.unit.weights.test_vision import QWEN2_5_VL_7B
+
+    return {name: {"architectures": [name], **COMMON, **sizes} for name, sizes in MODELS.items()} | {
+        QWEN2_5_VL_7B["architectures"][0]: QWEN2_5_VL_7B
+    }
+
+
+def problems(model: str, typed: str) -> list[str]:
+    """Return the messages with which these settings are refused; empty if they are accepted.
+
+    Args:
+        model: Path of a config.json.
+        typed: Settings, as on the command line.
+    """
+    given: dict[str, list[str]] = {}
+    for word in f"{SIZES} {typed}".split():
+        if word.startswith("--"):
+            values = given[word] = []
+        else:
+            values.append(word)
+    parsed = parse([*(word for flag in given for word in (flag, *given[flag])), "--model", model], dialects=DIALECTS)
+    try:
+        check_parsed(parsed)
+    except ConfigError as error:
+        return [problem.message for problem in error.problems]
+    return []
+
+
+def refusals() -> dict[tuple[int, int], list[str] | None]:
+    """Return the messages for each pair of features, by their numbers in the table; None if no model has both.
+
+    A pair of equal numbers is the feature alone.
+    """
+    rows, here = features(), os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, config in architectures().items():
+            Path(folder, name).mkdir()
+            Path(folder, name, "config.json").write_text(json.dumps(config))
+        os.chdir(folder)  # messages name the model's path
+        try:
+            found = {(k, k): problems(row.model, row.typed) for k, row in enumerate(rows)}
+            for (i, one), (j, other) in combinations(enumerate(rows), 2):
+                both = one.beside(other)
+                found[i, j] = None if both is None else problems(*both)
+        finally:
+            os.chdir(here)
+    return found
+
+
+def tables() -> str:
+    """Return the generated part of docs/composition.md: the table of pairs, and the reasons of the refusals."""
+    rows, found, with_images = features(), refusals(), refused_with_images()
+    reasons: dict[str, list[str]] = {}
+    lines = [f"| | |{'|'.join(str(k + 1) for k in range(len(rows)))}|", f"|---|---|{'|'.join(['---'] * len(rows))}|"]
+    for j, other in enumerate(rows):
+        cells = []
+        for i, one in enumerate(rows[:j]):
+            messages = found[i, j]
+            if one.model == VISION and other.name in with_images:
+                messages = [f"Rows show pictures, and {with_images[other.name]}."]
+            cells.append("–" if messages is None else "✗" if messages else "✓")
+            if messages:
+                reasons.setdefault(messages[0], []).append(f"{one.name} × {other.name}")
+        lines.append(f"|{j + 1}|[{other.name}]({other.page})|{'|'.join([*cells, ''])}{'|' * (len(rows) - j)}")
+    lines += ["", "## Refused pairs", ""]
+    lines += [f"* **{'; '.join(pairs)}**: {message}" for message, pairs in reasons.items()]
+    return "\n".join(lines)
