@@ -21,42 +21,48 @@ from megatron_grpo.config.field import between_rollouts, fixed, free, setting
 class ModelConfig:
     """Model"""
 
-    model: str = setting("", "Hugging Face checkpoint: a directory, or a Hub name", aliases=["model_name_or_path", "load"])
+    model: str = setting("", "Hugging Face checkpoint: a directory or a Hub name", aliases=["model_name_or_path", "load"])
     trust_remote_code: bool = setting(False,
-        "run code in the model's folder, for its tokenizer and configuration: plan names the files (docs/security.md)")
+        "run the code in the model's folder for its tokenizer and configuration; plan lists the files (docs/security.md)")
     torch_dtype: str = fixed("bfloat16", "training dtype", choices=["float32", "bfloat16"], aliases=["dtype"])
-    bf16: bool | None = free(None, "another way to say torch_dtype: true is bfloat16, false is float32")
-    transformer_impl: str = setting("auto", "layer spec; auto takes Transformer Engine where it is present",
+    bf16: bool | None = free(None, "boolean form of torch_dtype: true is bfloat16, false is float32")
+    transformer_impl: str = setting("auto", "implementation of the layers; auto: Transformer Engine if it is installed",
         choices=["auto", "local", "transformer_engine"])
-    fp8_format: str | None = setting(None, "linear layers compute in FP8 (Transformer Engine): e4m3, or hybrid with e5m2 for gradients",
+    fp8_format: str | None = setting(None, "compute linear layers in FP8 (Transformer Engine): e4m3, or hybrid with e5m2 for gradients",
         choices=["e4m3", "hybrid"])
-    fp8_recipe: str = setting("tensorwise", "how FP8 is scaled: by tensor, by blocks of 128 (Hopper), by 32 numbers (mxfp8, Blackwell)",
+    fp8_recipe: str = setting("tensorwise",
+        "FP8 scaling: one scale per tensor, per block of 128 (Hopper), or per 32 values (mxfp8, Blackwell)",
         choices=["tensorwise", "blockwise", "mxfp8"],
         refused={"delayed": "its history of maxima would have to be in checkpoints as a pickle, which are not read here"})
-    padded_vocab_multiple: int = free(128, "the vocabulary is padded to a multiple of this times TP", unit="rows",
+    padded_vocab_multiple: int = free(128, "pad the vocabulary to a multiple of this times TP", unit="rows",
         aliases=["make_vocab_size_divisible_by"], at_least=1)
-    recompute_granularity: str | None = free(None, "activation recompute", choices=["full", "selective"])
-    recompute_method: str | None = free(None, "which layers full recompute covers", choices=["uniform", "block"])
-    recompute_num_layers: int | None = free(None, "layers per recompute unit (uniform) or recomputed per stage (block)", unit="layers",
+    recompute_granularity: str | None = free(None,
+        "recompute activations in the backward pass: whole layers, or the modules of recompute_modules", choices=["full", "selective"])
+    recompute_method: str | None = free(None,
+        "layers that full recompute covers: uniform groups, or the first layers of each stage (block)", choices=["uniform", "block"])
+    recompute_num_layers: int | None = free(None,
+        "layers per recomputed group (uniform), or recomputed layers per stage (block)", unit="layers",
         at_least=1)
-    recompute_modules: list[str] = free(["core_attn"], "what selective recompute covers")
-    vit_gradient_checkpointing: bool = free(True, "recompute a vision tower that trains, layer by layer")
-    cast_lm_head_to_fp32: bool = setting(False, "bfloat16: the trainer's output layer multiplies in float32; the sampler's does as it does")
-    logprob_chunk_size: int = free(1024, "positions whose logits exist at one time", unit="tokens", at_least=1)
-    moe_aux_loss_coeff: float = setting(0.0, "load-balancing loss; only 0 is independent of the layout, others are refused")
-    moe_z_loss_coeff: float | None = setting(None, "router z-loss, normalised over the global batch", at_least=0)
+    recompute_modules: list[str] = free(["core_attn"], "modules that selective recompute covers")
+    vit_gradient_checkpointing: bool = free(True, "recompute the layers of a trained vision tower in the backward pass")
+    cast_lm_head_to_fp32: bool = setting(False,
+        "compute the trainer's output layer in float32 when torch_dtype is bfloat16; the sampler is not changed")
+    logprob_chunk_size: int = free(1024, "positions whose logits are in memory at a time", unit="tokens", at_least=1)
+    moe_aux_loss_coeff: float = setting(0.0,
+        "coefficient of the load-balancing loss; only 0 is supported, since the loss depends on the parallel layout")
+    moe_z_loss_coeff: float | None = setting(None, "coefficient of the router z-loss, normalised over the global batch", at_least=0)
     megatron_extra_kwargs: dict[str, Any] = setting({},
-        "fields of Megatron-Core's TransformerConfig that say how fast and where the same is computed: name=value, or JSON")
-    moe_token_dispatcher_type: str = free("alltoall", "how tokens travel to experts", choices=["alltoall", "allgather", "flex"])
+        "further fields of Megatron-Core's TransformerConfig that change only speed or memory: name=value, or JSON")
+    moe_token_dispatcher_type: str = free("alltoall", "communication of tokens between experts", choices=["alltoall", "allgather", "flex"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class TunerConfig:
-    """Tuner (what trains)"""
+    """Tuner (trained parameters)"""
 
     tuner_type: str = fixed(
         "full",
-        "all weights, or low-rank adapters on linear layers",
+        "train all weights (full), or low-rank adapters on linear layers (lora)",
         choices=["full", "lora"],
         aliases=["train_type"],
         refused={
@@ -70,94 +76,104 @@ class TunerConfig:
             "none": "all weights train with full",
         },
     )
-    lora_rank: int = fixed(8, "rank r of B A", unit="channels", aliases=["lora_r"], at_least=1, at_most=512)
-    lora_alpha: float = fixed(32.0, "B A is multiplied by lora_alpha / lora_rank", above=0)
-    lora_dropout: float = setting(0.0, "dropout before A; above 0 the policy that trains is another than the one that samples", at_least=0,
+    lora_rank: int = fixed(8, "rank of the adapters", unit="channels", aliases=["lora_r"], at_least=1, at_most=512)
+    lora_alpha: float = fixed(32.0, "scale of the adapters: their output is multiplied by lora_alpha / lora_rank", above=0)
+    lora_dropout: float = setting(0.0,
+        "dropout on the input of adapters; above 0, the trained policy differs from the sampled one", at_least=0,
         below=1)
-    use_rslora: bool = fixed(False, "multiply by lora_alpha / sqrt(lora_rank) instead")
+    use_rslora: bool = fixed(False, "scale adapters by lora_alpha / sqrt(lora_rank)")
     lora_dtype: str | None = fixed(None, "dtype of adapters (default: torch_dtype; the optimizer keeps float32)",
         choices=["float32", "bfloat16"])
     target_modules: list[str] = fixed(["all-linear"],
-        "linear layers with an adapter: ends of Hugging Face names, or Megatron's (linear_qkv, linear_fc1 ...)",
+        "linear layers with an adapter: suffixes of Hugging Face names, or Megatron's names (linear_qkv, linear_fc1 ...)",
         aliases=["lora_target_modules"])
-    target_regex: str | None = fixed(None, "instead: a regular expression on whole Hugging Face names")
-    exclude_modules: list[str] = fixed([], "linear layers without an adapter, whatever target_modules says")
-    rank_pattern: dict[str, int] = fixed({}, "other ranks, by end of name (a regular expression)", unit="channels", at_least=1, at_most=512)
-    alpha_pattern: dict[str, float] = fixed({}, "other alphas, by end of name", above=0)
-    adapters: str | None = setting(None, "start from this PEFT adapter (a directory); its ranks, alphas and targets are taken over")
-    ref_adapters: str | None = setting(None, "the reference of the KL is the model with this adapter (default: as the run began)")
+    target_regex: str | None = fixed(None, "regular expression that selects whole Hugging Face names, instead of target_modules")
+    exclude_modules: list[str] = fixed([], "linear layers without an adapter, even if target_modules selects them")
+    rank_pattern: dict[str, int] = fixed({},
+        "ranks that differ from lora_rank, by suffix of the name (a regular expression)", unit="channels", at_least=1, at_most=512)
+    alpha_pattern: dict[str, float] = fixed({}, "alphas that differ from lora_alpha, by suffix of the name", above=0)
+    adapters: str | None = setting(None, "PEFT adapter to start from (a directory); its ranks, alphas and targets are used")
+    ref_adapters: str | None = setting(None, "adapter of the reference model of the KL term (default: the model at the start of the run)")
     vllm_enable_lora: bool | None = setting(None,
-        "push the adapter alone (true) or merged weights (false); default: the adapter where vLLM has LoRA for the model")
-    merge_lora: bool = free(False, "export_hf writes the merged model besides the adapter; `export` writes it alone")
-    freeze_llm: bool = fixed(False, "full, of a model that sees: its text model does not train")
-    freeze_vit: bool = fixed(True, "full, of a model that sees: its vision tower does not train, the aligner aside")
-    freeze_aligner: bool = fixed(True, "full, of a model that sees: what turns the tower's channels into the text model's does not train")
-    freeze_parameters: list[str] = fixed([], "full: prefixes of Hugging Face names that do not train")
-    freeze_parameters_regex: str | None = fixed(None, "full: names in which this regular expression is found do not train")
-    trainable_parameters: list[str] = fixed([], "full: prefixes of names that train whatever freeze_parameters says")
-    trainable_parameters_regex: str | None = fixed(None, "full: names in which this is found train whatever freeze_parameters says")
+        "sync the adapter alone (true) or merged weights (false); default: the adapter if vLLM supports LoRA for the model")
+    merge_lora: bool = free(False, "export the merged model too; the command export writes it alone")
+    freeze_llm: bool = fixed(False, "freeze the text model of a vision-language model (tuner_type full)")
+    freeze_vit: bool = fixed(True, "freeze the vision tower, without its aligner (tuner_type full)")
+    freeze_aligner: bool = fixed(True, "freeze the aligner between vision tower and text model (tuner_type full)")
+    freeze_parameters: list[str] = fixed([], "prefixes of Hugging Face names to freeze (tuner_type full)")
+    freeze_parameters_regex: str | None = fixed(None,
+        "regular expression; parameters whose name contains a match are frozen (tuner_type full)")
+    trainable_parameters: list[str] = fixed([], "prefixes of names to train even if freeze_parameters selects them (tuner_type full)")
+    trainable_parameters_regex: str | None = fixed(None,
+        "regular expression; parameters whose name contains a match are trained even if frozen above (tuner_type full)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Parallelism"""
 
-    world_size: int | None = setting(None, "ranks; given by the launcher when there is one, else 1", unit="ranks",
+    world_size: int | None = setting(None, "number of ranks; the launcher sets it (default: 1)", unit="ranks",
         aliases=["num_processes"])
-    tensor_model_parallel_size: int = setting(1, "tensor parallel (TP)", unit="ranks")
-    pipeline_model_parallel_size: int = setting(1, "pipeline parallel (PP)", unit="ranks")
+    tensor_model_parallel_size: int = setting(1, "tensor parallel size (TP)", unit="ranks")
+    pipeline_model_parallel_size: int = setting(1, "pipeline parallel size (PP)", unit="ranks")
     virtual_pipeline_model_parallel_size: int | None = setting(None, "model chunks per pipeline stage (VPP)", unit="chunks")
-    decoder_first_pipeline_num_layers: int | None = setting(None, "layers of the first stage, when stages are uneven", unit="layers")
-    decoder_last_pipeline_num_layers: int | None = setting(None, "layers of the last stage, when stages are uneven", unit="layers")
-    account_for_embedding_in_pipeline_split: bool = setting(False, "the embedding counts as a layer where stages are cut even")
-    account_for_loss_in_pipeline_split: bool = setting(False, "the head and the loss count as a layer where stages are cut even")
+    decoder_first_pipeline_num_layers: int | None = setting(None, "layers of the first pipeline stage, if stages are uneven", unit="layers")
+    decoder_last_pipeline_num_layers: int | None = setting(None, "layers of the last pipeline stage, if stages are uneven", unit="layers")
+    account_for_embedding_in_pipeline_split: bool = setting(False, "count the embedding as a layer when layers are divided among stages")
+    account_for_loss_in_pipeline_split: bool = setting(False,
+        "count the output layer and the loss as a layer when layers are divided among stages")
     pipeline_model_parallel_layout: str | None = setting(None,
-        "what every stage holds, in Megatron-Core's language: E embedding, t layer, L loss, | next stage, Et*3|(tt|)*2tL")
+        "content of each stage in Megatron-Core's notation, such as Et*3|(tt|)*2tL: E embedding, t layer, L loss, | next stage")
     microbatch_group_size_per_vp_stage: int | None = setting(None,
-        "interleaved schedule: micro-batches that a chunk computes in a row (default: PP)", unit="micro-batches", at_least=1)
-    context_parallel_size: int = setting(1, "context parallel (CP)", unit="ranks")
-    expert_model_parallel_size: int = setting(1, "expert parallel (EP)", unit="ranks")
-    expert_tensor_parallel_size: int = setting(1, "tensor parallel inside an expert (ETP)", unit="ranks")
+        "micro-batches that a model chunk computes in a row, with VPP (default: PP)", unit="micro-batches", at_least=1)
+    context_parallel_size: int = setting(1, "context parallel size (CP)", unit="ranks")
+    expert_model_parallel_size: int = setting(1, "expert parallel size (EP)", unit="ranks")
+    expert_tensor_parallel_size: int = setting(1, "tensor parallel size within an expert (ETP)", unit="ranks")
     sequence_parallel: bool = setting(False, "shard norms and residuals over TP ranks")
-    distributed_timeout_minutes: float = free(10.0, "a collective that waits longer ends the run", unit="minutes", above=0)
-    rank_heartbeat_timeout: float = free(300.0, "a rank that hangs or is stopped is named after this, and the run ends; 0: never",
+    distributed_timeout_minutes: float = free(10.0, "timeout of collectives; the run ends if one takes longer", unit="minutes", above=0)
+    rank_heartbeat_timeout: float = free(300.0, "time after which a rank that hangs or is stopped is named and the run ends; 0: never",
         unit="seconds", aliases=["ft_rank_heartbeat_timeout"], at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig:
-    """Kernels and exchanges (Megatron-Core's, on GPUs)"""
+    """Kernels and communication (Megatron-Core's, on GPUs)"""
 
     cp_comm_type: str | None = free(None,
-        "how attention exchanges keys under context parallelism, with Transformer Engine (default: its own, p2p)",
+        "communication of attention under context parallelism, with Transformer Engine (default: p2p)",
         choices=["p2p", "a2a", "allgather", "a2a+p2p"])
-    moe_permute_fusion: bool = free(False, "Transformer Engine's fused permutation of tokens to experts")
-    moe_shared_expert_overlap: bool = free(False, "compute shared experts while tokens travel to the others")
-    moe_enable_deepep: bool = free(False, "tokens travel by DeepEP; with moe_token_dispatcher_type flex")
+    moe_permute_fusion: bool = free(False, "use Transformer Engine's fused permutation of tokens to experts")
+    moe_shared_expert_overlap: bool = free(False, "compute shared experts while tokens are sent to the other experts")
+    moe_enable_deepep: bool = free(False, "send tokens to experts with DeepEP; needs moe_token_dispatcher_type flex")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
     """Batch sizes (counted in completions)"""
 
-    micro_batch_size: int = free(1, "one forward on one DP rank", unit="completions")
-    global_batch_size: int | None = between_rollouts(None, "one optimizer step (default 16, or from gradient_accumulation_steps)",
+    micro_batch_size: int = free(1, "completions per forward pass of a DP rank", unit="completions")
+    global_batch_size: int | None = between_rollouts(None,
+        "completions per optimizer step (default: 16, or from gradient_accumulation_steps)",
         unit="completions")
-    gradient_accumulation_steps: int | None = free(None, "micro-steps in one optimizer step; instead of global_batch_size",
+    gradient_accumulation_steps: int | None = free(None, "micro-steps per optimizer step, instead of global_batch_size",
         unit="micro-steps")
-    generation_batch_size: int | None = between_rollouts(None, "one rollout (default global_batch_size x steps_per_generation)",
+    generation_batch_size: int | None = between_rollouts(None,
+        "completions per rollout (default: global_batch_size x steps_per_generation)",
         unit="completions")
-    steps_per_generation: int | None = free(None, "optimizer steps in one rollout (default 1)", unit="optimizer steps")
+    steps_per_generation: int | None = free(None, "optimizer steps per rollout (default: 1)", unit="optimizer steps")
     num_generations: int = between_rollouts(8, "completions per prompt (group size G)", unit="completions")
-    num_iterations: int = between_rollouts(1, "passes over one rollout (mu)", unit="passes")
-    allow_unaligned_generation: bool = free(False, "let a rollout straddle optimizer steps")
-    old_logprobs: str = between_rollouts("auto", "auto: forward-only passes just where needed; rollout: the sampler's own",
+    num_iterations: int = between_rollouts(1, "passes over each rollout (mu)", unit="passes")
+    allow_unaligned_generation: bool = free(False, "allow an optimizer step to use completions of two rollouts")
+    old_logprobs: str = between_rollouts("auto",
+        "source of old log-probs; auto: forward passes of the trainer, only if needed; rollout: the sampler",
         choices=["auto", "rollout"])
-    max_tokens_per_micro_batch: int | None = free(None, "pack whole sequences up to this, instead of micro_batch_size", unit="tokens",
+    max_tokens_per_micro_batch: int | None = free(None,
+        "token budget of a micro-batch: packs whole sequences, instead of micro_batch_size", unit="tokens",
         at_least=1)
-    pad_to_multiple_of: int = free(1, "tokens of a micro-batch on one rank are rounded up to a multiple: on GPUs new lengths cost time",
+    pad_to_multiple_of: int = free(1,
+        "pad the tokens of a micro-batch on a rank to a multiple of this; a GPU spends time on each new length",
         unit="tokens", at_least=1)
-    share_prefix: str = setting("auto", "compute what completions of a prompt have in common once in each micro-batch",
+    share_prefix: str = setting("auto", "compute the common prefix of the completions of a prompt once per micro-batch",
         choices=["auto", "true", "false"], formerly=["share_prompts"])
 
 
@@ -166,31 +182,37 @@ class DataConfig:
     """Data"""
 
     dataset: str = setting("",
-        "prompts: .jsonl, .json, .parquet, a directory, or a Hub name; NAME#500 is 500 rows of it; several are mixed")
-    further_datasets: list[str] = setting([], "the second and later words of dataset", is_hidden=True)
-    interleave_prob: list[float] = setting([], "weights of several data sets, in their order (default: all rows of all)", above=0)
-    stopping_strategy: str = setting("first_exhausted", "where a weighted mixture ends", choices=["first_exhausted", "all_exhausted"])
-    columns: dict[str, str] = setting({}, "other names for columns: name in the data = name here")
-    split_dataset_ratio: float = setting(0.0, "share of the data set that is held out, as the set eval", at_least=0, below=1)
-    dataset_split: str = setting("train", "split, where the data set has several")
-    max_prompt_length: int | None = setting(None, "longer prompts are refused or dropped (see truncation_strategy)", unit="tokens",
+        "prompts: .jsonl, .json, .parquet, a directory, or a Hub name; NAME#500 takes 500 rows; several data sets are mixed")
+    further_datasets: list[str] = setting([], "second and later values of dataset", is_hidden=True)
+    interleave_prob: list[float] = setting([], "weights of the data sets, in their order (default: all rows of all data sets)", above=0)
+    stopping_strategy: str = setting("first_exhausted",
+        "end of a weighted mixture: when the first, or when every data set is exhausted", choices=["first_exhausted", "all_exhausted"])
+    columns: dict[str, str] = setting({}, "columns to rename: name in the data = name here")
+    split_dataset_ratio: float = setting(0.0, "share of the data set to hold out, as the set eval", at_least=0, below=1)
+    dataset_split: str = setting("train", "split of the data set, if it has several")
+    max_prompt_length: int | None = setting(None,
+        "limit of the prompt length; truncation_strategy handles longer prompts (default: no limit)", unit="tokens",
         at_least=1)
-    truncation_strategy: str = setting("raise", "what happens to a prompt that is too long", choices=["raise", "delete", "left"])
-    system: str | None = setting(None, "system message put before a chat prompt that has none")
-    enable_thinking: bool | None = setting(None, "handed to the chat template where it knows it")
-    chat_template_kwargs: dict[str, Any] = setting({}, "handed to the chat template: name=value, or JSON")
-    dataset_shuffle: bool = fixed(True, "seeded permutation per epoch; false keeps file order")
+    truncation_strategy: str = setting("raise",
+        "handling of prompts that are too long: raise an error, delete them, or cut them on the left", choices=["raise", "delete", "left"])
+    system: str | None = setting(None, "system message for chat prompts without one, or a .txt file with it")
+    enable_thinking: bool | None = setting(None, "value of enable_thinking for the chat template")
+    chat_template_kwargs: dict[str, Any] = setting({}, "arguments for the chat template: name=value, or JSON")
+    dataset_shuffle: bool = fixed(True, "shuffle rows in each epoch, with the seed; false: file order")
     dataset_drop_last: bool = fixed(False,
-        "an epoch ends with its last whole rollout, and an optimizer step with it; false goes on into the next epoch")
-    streaming: bool = fixed(False, "rows are read and checked as the run goes, a block at a time, and not all of them before it")
-    shuffle_buffer_size: int = fixed(1000, "with streaming: rows that are read together, and shuffled among each other", at_least=1)
-    load_from_cache_file: bool = free(True, "tokenise a data set once a machine, into the user's cache directory")
-    data_root: str | None = free(None, "paths of pictures are inside this directory (default: that of the data set)")
+        "end an epoch with its last complete rollout and optimizer step; false: continue into the next epoch")
+    streaming: bool = fixed(False, "read and check rows in blocks during the run, instead of all rows before it")
+    shuffle_buffer_size: int = fixed(1000, "rows that are read and shuffled together, with streaming", at_least=1)
+    load_from_cache_file: bool = free(True, "cache the tokenised data set in the user's cache directory")
+    data_root: str | None = free(None, "directory that contains the images (default: directory of the data set)")
     max_pixels: int | None = between_rollouts(None,
-        "larger pictures are made smaller (default: the variable MAX_PIXELS, else the model's own)", unit="pixels", at_least=1)
+        "pixels of an image above which it is scaled down (default: the variable MAX_PIXELS, else the model's own limit)",
+        unit="pixels", at_least=1)
     min_pixels: int | None = between_rollouts(None,
-        "smaller pictures are made larger (default: the variable MIN_PIXELS, else the model's own)", unit="pixels", at_least=1)
-    limit_images: int | None = free(None, "most pictures of a prompt (default: as many as the data have)", unit="pictures", at_least=1)
+        "pixels of an image below which it is scaled up (default: the variable MIN_PIXELS, else the model's own limit)",
+        unit="pixels", at_least=1)
+    limit_images: int | None = free(None,
+        "limit of images per prompt (default: the largest number in the data)", unit="pictures", at_least=1)
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -202,61 +224,67 @@ class DataConfig:
 class RolloutConfig:
     """Rollout (vLLM)"""
 
-    vllm_mode: str = setting("colocate", "where the sampler lives: inside the training ranks, or on servers (`megatron-grpo serve`)",
+    vllm_mode: str = setting("colocate", "place of the sampler: inside the training ranks, or on rollout servers (`megatron-grpo serve`)",
         choices=["colocate", "server"])
-    vllm_server_host: list[str] = free([], "servers: one or several hosts, or @FILE or @DIRECTORY with addresses that servers wrote")
-    vllm_server_port: list[int] = free([8000], "one port for all hosts, one each, or several of one host", at_least=1, at_most=65535)
-    vllm_server_base_url: list[str] = free([], "servers as URLs (http://host:8000), instead of host and port")
-    vllm_server_timeout: float = free(240.0, "longest wait for servers; where none comes back the run saves what it has and stops",
+    vllm_server_host: list[str] = free([], "hosts of the rollout servers, or @FILE or @DIRECTORY with addresses that servers wrote")
+    vllm_server_port: list[int] = free([8000],
+        "ports of the rollout servers: one for all hosts, one per host, or several of one host", at_least=1, at_most=65535)
+    vllm_server_base_url: list[str] = free([], "URLs of the rollout servers (http://host:8000), instead of host and port")
+    vllm_server_timeout: float = free(240.0, "longest wait for servers; if none returns, the run saves and stops",
         unit="seconds", above=0)
-    vllm_server_ca: str | None = free(None, "certificates (PEM) that vouch for servers; with it hosts are spoken to by https")
+    vllm_server_ca: str | None = free(None, "CA certificates (PEM) of the servers; with them, hosts are contacted over https")
     vllm_server_token_file: str | None = free(None,
         "file with the servers' token, readable by its owner alone (default: the variable MEGATRON_GRPO_TOKEN)")
-    max_completion_length: int = setting(256, "longest completion", unit="tokens", at_least=1)
+    max_completion_length: int = setting(256, "limit of the completion length", unit="tokens", at_least=1)
     # vLLM raises values below 0.01 to 0.01 with a log message only; above 2 it rejects the request, after the model has loaded.
-    temperature: float = between_rollouts(1.0, "sampling temperature; training log-probs use the same", at_least=0.01, at_most=2)
-    top_p: float = setting(1.0, "nucleus sampling; in training of the top_k likeliest words, or of 256", above=0, at_most=1)
-    top_k: int = setting(0, "top-k sampling, 0 is off; up to 256 in training, whose softmax runs over what is left", unit="tokens",
+    temperature: float = between_rollouts(1.0, "sampling temperature, also of the trainer's log-probs", at_least=0.01, at_most=2)
+    top_p: float = setting(1.0, "nucleus sampling; in training it applies to the top_k tokens, or to 256", above=0, at_most=1)
+    top_k: int = setting(0, "top-k sampling; 0: off; at most 256 in training, where log-probs are over the remaining tokens", unit="tokens",
         at_least=0)
-    min_p: float = setting(0.0, "leaves out words of less than this share of the likeliest one's probability; in training of 256 words",
+    min_p: float = setting(0.0, "minimum probability of a token relative to the most likely one; in training it applies to 256 tokens",
         at_least=0, at_most=1)
     generation_kwargs: dict[str, Any] = setting({},
-        "more of vLLM's SamplingParams, of those that leave the distribution as it is, and structured_outputs: name=value, or JSON")
+        "further SamplingParams of vLLM that leave the distribution as it is, and structured_outputs: name=value, or JSON")
     vllm_structured_outputs_regex: str | None = setting(None,
-        "completions are drawn so that they match this regular expression; in training by the top_k likeliest words, or by 256",
+        "regular expression that completions must match; in training it applies to the top_k tokens, or to 256",
         aliases=["structured_outputs_regex", "vllm_guided_decoding_regex"])
     stop: list[str] = setting([], "strings that end a completion", aliases=["stop_words"])
-    stop_token_ids: list[int] = setting([], "token ids that end a completion, besides the model's own end-of-text ids", at_least=0)
-    vllm_tensor_parallel_size: int = free(1, "ranks that share one engine", unit="ranks")
+    stop_token_ids: list[int] = setting([], "token IDs that end a completion, besides the model's end-of-text IDs", at_least=0)
+    vllm_tensor_parallel_size: int = free(1, "tensor parallel size of an engine", unit="ranks")
     vllm_gpu_memory_utilization: float = free(0.4, "share of GPU memory for the engine (GPU only)", above=0, at_most=1)
-    vllm_kv_cache_memory_mb: int = free(256, "KV cache of one engine (CPU only)", unit="MiB", at_least=1)
-    vllm_max_model_len: int | None = free(None, "prompt + completion; default: longest prompt + max_completion_length", unit="tokens",
+    vllm_kv_cache_memory_mb: int = free(256, "KV cache of an engine (CPU only)", unit="MiB", at_least=1)
+    vllm_max_model_len: int | None = free(None,
+        "limit of prompt + completion (default: longest prompt + max_completion_length)", unit="tokens",
         at_least=1)
-    vllm_max_num_seqs: int = free(256, "sequences decoded together", unit="sequences", at_least=1)
-    vllm_dtype: str | None = setting(None, "sampling dtype (default: torch_dtype)", choices=["float32", "bfloat16"])
+    vllm_max_num_seqs: int = free(256, "sequences decoded at a time", unit="sequences", at_least=1)
+    vllm_dtype: str | None = setting(None, "dtype of the sampler (default: torch_dtype)", choices=["float32", "bfloat16"])
     bitwise_parity: bool = setting(False,
         "the trainer computes with the arithmetic of the sampler, bit for bit (CPU, colocate; docs/proof.md)", formerly=["same_bits"])
-    vllm_enforce_eager: bool = free(False, "no CUDA graphs (always eager on CPU)")
-    vllm_enable_prefix_caching: bool = free(True, "share the KV cache of equal prefixes; reset at every weight push")
-    vllm_engine_kwargs: dict[str, Any] = setting({}, "more of vLLM's EngineArgs: name=value, or JSON")
-    sleep_level: int = free(0, "vLLM sleep while training: 0 off, 1 weights to host, 2 weights dropped (GPU only); 1 where adapters train",
+    vllm_enforce_eager: bool = free(False, "disable CUDA graphs (always disabled on a CPU)")
+    vllm_enable_prefix_caching: bool = free(True, "share the KV cache of equal prefixes; reset at every weight sync")
+    vllm_engine_kwargs: dict[str, Any] = setting({}, "further EngineArgs of vLLM: name=value, or JSON")
+    sleep_level: int = free(0,
+        "sleep level of vLLM during training: 0 off, 1 weights on the host, 2 weights dropped (GPU only); with adapters 1 is used",
         at_least=0, at_most=2)
     offload_model: str = free("auto",
-        "weights, gradients and reference wait on the host while vLLM samples; auto: where the run does not fit a GPU otherwise",
+        "move weights, gradients and reference to the host while vLLM samples; auto: if the run does not fit on a GPU otherwise",
         choices=["auto", "true", "false"])
-    offload_optimizer: str = free("auto", "the same for the optimizer's float32 weights and moments", choices=["auto", "true", "false"])
+    offload_optimizer: str = free("auto",
+        "move the optimizer's float32 weights and moments to the host while vLLM samples; auto: as offload_model",
+        choices=["auto", "true", "false"])
     logprob_diff_warn: float | None = free(None,
         "warn when |trainer - sampler| log-prob of a token exceeds this (default 0.001 in float32, 1.0 in bfloat16)", unit="nats",
         formerly=["logp_difference_warn"], above=0)
     weight_sync_bucket_mb: int | None = free(None,
-        "weights that a push sends at once; two buckets are in memory (default 512 on a GPU, 16 on a CPU)", unit="MiB", at_least=1)
-    async_rollout_depth: int = setting(0, "1 samples the next rollout while this one is trained (vllm_mode server); 0 lets training wait",
+        "weights sent at a time; two such buckets are in memory (default: 512 on a GPU, 16 on a CPU)", unit="MiB", at_least=1)
+    async_rollout_depth: int = setting(0,
+        "rollouts sampled ahead; 1: sample the next rollout during training (vllm_mode server); 0: sample, then train",
         unit="rollouts", at_least=0)
-    async_generate: bool | None = free(None, "another way to say async_rollout_depth: true is 1, false is 0")
-    verify_weight_push: bool = free(True, "after each push, compare engine and trainer on a probe prompt")
+    async_generate: bool | None = free(None, "boolean form of async_rollout_depth: true is 1, false is 0")
+    verify_weight_push: bool = free(True, "compare sampler and trainer on a probe prompt after each weight sync")
     rollout_func: str | None = setting(None,
-        "makes completions with the sampler, for what no environment expresses: path/to/file.py:function (docs/rollout_func.md)")
-    rollout_func_timeout: float = free(600.0, "the run ends where it neither asks the sampler nor returns for so long", unit="seconds",
+        "function that generates completions with the sampler: path/to/file.py:function (docs/rollout_func.md)")
+    rollout_func_timeout: float = free(600.0, "time without a request or a result of rollout_func after which the run ends", unit="seconds",
         above=0)
 
 
@@ -264,19 +292,21 @@ class RolloutConfig:
 class TurnsConfig:
     """Turns (environments and tools)"""
 
-    environment: str | None = setting(None, "who answers between turns: path/to/file.py:Class, or package.module:Class (docs/turns.md)")
-    tools: list[str] = setting([], "Python functions that the model may call: path/to/file.py:function; with an environment, beside it")
-    max_turns: int = setting(8, "turns of the model in one episode", unit="turns", at_least=1)
+    environment: str | None = setting(None,
+        "environment of multi-turn episodes: path/to/file.py:Class, or package.module:Class (docs/turns.md)")
+    tools: list[str] = setting([],
+        "Python functions that the model may call: path/to/file.py:function; can be combined with an environment")
+    max_turns: int = setting(8, "limit of model turns per episode", unit="turns", at_least=1)
     turn_history: str = setting("template",
-        "where the chat template rewrites earlier turns: template begins a new sequence there, sampled keeps the tokens as they were drawn",
+        "handling of earlier turns that the chat template rewrites; template: begin a new context; sampled: keep the sampled tokens",
         choices=["template", "sampled"])
-    turn_discount: float = setting(1.0, "reward environment: the reward of turn t counts this to the power t", at_least=0, at_most=1)
-    environment_timeout: float = setting(60.0, "longest wait for one answer of an environment, or one tool call", unit="seconds", above=0)
-    max_environment_concurrency: int = free(64, "calls of environments under way at a time, on one rank", unit="calls", at_least=1)
+    turn_discount: float = setting(1.0, "discount of turn rewards: turn t counts with this to the power t", at_least=0, at_most=1)
+    environment_timeout: float = setting(60.0, "longest wait for an answer of an environment, or for a tool call", unit="seconds", above=0)
+    max_environment_concurrency: int = free(64, "concurrent environment calls of a rank", unit="calls", at_least=1)
     max_failed_episodes: float = setting(0.5,
-        "the run ends where a larger share of a rollout's episodes failed by their environment's fault", at_least=0, at_most=1)
+        "share of the episodes of a rollout that fail because of their environment, above which the run ends", at_least=0, at_most=1)
     tool_call_parser: str = setting("hermes",
-        "how calls stand in the model's text: hermes (Qwen2.5, Qwen3), or the name of a parser of vLLM")
+        "parser of tool calls in the model's text: hermes (Qwen2.5, Qwen3), or a parser of vLLM")
 
     @property
     def plays(self) -> bool:
@@ -288,110 +318,120 @@ class TurnsConfig:
 class RewardConfig:
     """Rewards"""
 
-    reward_funcs: list[str] = setting([], "built-in names, path/to/file.py:function, or package.module:function")
-    reward_weights: list[float] = setting([], "one weight per reward function (default 1 each)")
-    reward_timeout: float = setting(60.0, "longest wait for one reward function on one batch", unit="seconds", above=0)
-    reward_on_error: str = setting("raise", "what a failing reward does: end the run, or count as None", choices=["raise", "none"])
+    reward_funcs: list[str] = setting([], "reward functions: built-in names, path/to/file.py:function, or package.module:function")
+    reward_weights: list[float] = setting([], "weights of the reward functions, in their order (default: 1 each)")
+    reward_timeout: float = setting(60.0, "time limit of a reward function for one batch", unit="seconds", above=0)
+    reward_on_error: str = setting("raise", "effect of a failing reward function: end the run, or count as None", choices=["raise", "none"])
     answer_column: str | None = setting(None, "column with the right answer (default: `answer`, else `solution`)")
-    accuracy_exact: bool = setting(False, "accuracy: the whole completion must equal the answer, character by character")
-    math_timeout: float = setting(5.0, "math: an answer that takes longer to compare counts as wrong", unit="seconds", above=0)
+    accuracy_exact: bool = setting(False, "accuracy: compare the whole completion with the answer, character by character")
+    math_timeout: float = setting(5.0, "math: time limit of one comparison, after which an answer counts as wrong", unit="seconds", above=0)
     format_tags: list[str] = setting(["think", "answer"], "format: tags that must enclose a completion, in this order")
-    length_target: int = setting(0, "length: the wanted length; 0 rewards brevity", unit="tokens", at_least=0)
+    length_target: int = setting(0, "length: target length; 0 rewards short completions", unit="tokens", at_least=0)
     cosine_min_len_value_wrong: float = setting(-0.5, "cosine: reward of a wrong answer of length 0")
     cosine_max_len_value_wrong: float = setting(0.0, "cosine: reward of a wrong answer of length cosine_max_len")
     cosine_min_len_value_correct: float = setting(1.0, "cosine: reward of a right answer of length 0")
     cosine_max_len_value_correct: float = setting(0.5, "cosine: reward of a right answer of length cosine_max_len")
-    cosine_max_len: int | None = setting(None, "cosine: where the curve ends (default max_completion_length)", unit="tokens", at_least=1)
+    cosine_max_len: int | None = setting(None,
+        "cosine: length at the end of the curve (default: max_completion_length)", unit="tokens", at_least=1)
     repetition_n_grams: int = setting(3, "repetition: length of the n-grams", unit="tokens", at_least=1)
-    repetition_max_penalty: float = setting(-1.0, "repetition: reward of a completion that only repeats itself", at_most=0)
-    code_timeout: float = setting(10.0, "code: wall-clock and CPU time of one program", unit="seconds", at_least=0.1)
-    code_memory_mb: int = setting(512, "code: memory of one program", unit="MiB", at_least=64)
-    code_num_workers: int = free(2, "code: programs run at one time by one rank", unit="processes", at_least=1)
-    code_all_or_nothing: bool = setting(False, "code: 1 for all tests and else 0, instead of the share of tests passed")
-    code_without_landlock: bool = free(False, "code: run programs on a kernel without Landlock too, where they can read all your files")
+    repetition_max_penalty: float = setting(-1.0, "repetition: reward of a completion that consists of repetition", at_most=0)
+    code_timeout: float = setting(10.0, "code: limit of wall-clock and of CPU time of a program", unit="seconds", at_least=0.1)
+    code_memory_mb: int = setting(512, "code: memory limit of a program", unit="MiB", at_least=64)
+    code_num_workers: int = free(2, "code: programs that a rank runs at a time", unit="processes", at_least=1)
+    code_all_or_nothing: bool = setting(False, "code: give 1 if all tests pass and else 0, instead of the share of passed tests")
+    code_without_landlock: bool = free(False, "code: run programs also on a kernel without Landlock, where they can read all your files")
     reward_model: str | None = setting(None, "reward_model: sequence classifier, a directory or Hub name (one copy per rank)")
-    reward_model_url: str | None = setting(None, "reward_model: HTTP endpoint instead; vLLM's /classify and /pooling, or plain JSON")
-    reward_model_batch_size: int = free(8, "reward_model: sequences per forward, or per request", unit="sequences", at_least=1)
-    reward_model_max_length: int = setting(2048, "reward_model: longer texts are cut on the left", unit="tokens", at_least=1)
+    reward_model_url: str | None = setting(None,
+        "reward_model: HTTP endpoint instead of a model: vLLM's /classify or /pooling, or plain JSON")
+    reward_model_batch_size: int = free(8, "reward_model: sequences per forward pass, or per request", unit="sequences", at_least=1)
+    reward_model_max_length: int = setting(2048, "reward_model: length above which a text is cut on the left", unit="tokens", at_least=1)
     llm_judge_url: str | None = setting(None, "llm_judge: base URL of an OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1")
-    llm_judge_model: str | None = setting(None, "llm_judge: model name at that endpoint")
-    llm_judge_prompt: str | None = setting(None, "llm_judge: file with the instruction; {prompt}, {completion}, {answer} are filled in")
-    llm_judge_max_score: float = setting(10.0, "llm_judge: the score that counts as reward 1", above=0)
-    llm_judge_max_tokens: int = setting(512, "llm_judge: longest verdict", unit="tokens", at_least=1)
-    llm_judge_api_key_env: str = free("OPENAI_API_KEY", "llm_judge: environment variable that holds the key; unset sends none")
-    reward_concurrency: int = free(16, "reward_model, llm_judge: requests in flight at one time, per rank", unit="requests", at_least=1)
+    llm_judge_model: str | None = setting(None, "llm_judge: model name at the endpoint")
+    llm_judge_prompt: str | None = setting(None, "llm_judge: file with the instruction; {prompt}, {completion} and {answer} are replaced")
+    llm_judge_max_score: float = setting(10.0, "llm_judge: score that gives reward 1", above=0)
+    llm_judge_max_tokens: int = setting(512, "llm_judge: limit of the length of a verdict", unit="tokens", at_least=1)
+    llm_judge_api_key_env: str = free("OPENAI_API_KEY",
+        "llm_judge: environment variable with the API key; if it is not set, no key is sent")
+    reward_concurrency: int = free(16, "reward_model, llm_judge: concurrent requests of a rank", unit="requests", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoConfig:
     """GRPO"""
 
-    loss_type: str = setting("grpo", "normalisation and objective",
+    loss_type: str = setting("grpo", "objective of the policy, and normalisation of the loss",
         choices=["grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "cispo", "sapo", "luspo", "vespo", "fipo", "real"])
     epsilon: float = setting(0.2, "clip range below 1", above=0)
-    epsilon_high: float | None = setting(None, "clip range above 1 (default epsilon; cispo: bound on the ratio, default 5.0)", above=0)
-    delta: float | None = setting(None, "two-sided clip: bound on the unclipped ratio", aliases=["dual_clip"], above=1)
-    importance_sampling_level: str = setting("token", "what the ratio is taken over", choices=["token", "sequence", "sequence_token"])
+    epsilon_high: float | None = setting(None, "clip range above 1 (default: epsilon; cispo: bound of the ratio, default 5.0)", above=0)
+    delta: float | None = setting(None, "upper bound of the unclipped ratio (two-sided clipping)", aliases=["dual_clip"], above=1)
+    importance_sampling_level: str = setting("token", "level of the importance ratio", choices=["token", "sequence", "sequence_token"])
     sapo_temperature_pos: float = setting(1.0, "SAPO temperature for positive advantages", aliases=["tau_pos"], above=0)
     sapo_temperature_neg: float = setting(1.05, "SAPO temperature for negative advantages", aliases=["tau_neg"], above=0)
-    vespo_k_pos: float = setting(2.0, "VESPO, A at least 0: power of the sequence's weight", at_least=0)
-    vespo_lambda_pos: float = setting(3.0, "VESPO, A at least 0: exponential decay of large weights", above=0)
-    vespo_k_neg: float = setting(3.0, "VESPO, A below 0: power of the sequence's weight", at_least=0)
-    vespo_lambda_neg: float = setting(2.0, "VESPO, A below 0: exponential decay of large weights", above=0)
+    vespo_k_pos: float = setting(2.0, "VESPO, advantage at least 0: power of the sequence weight", at_least=0)
+    vespo_lambda_pos: float = setting(3.0, "VESPO, advantage at least 0: exponential decay of large weights", above=0)
+    vespo_k_neg: float = setting(3.0, "VESPO, advantage below 0: power of the sequence weight", at_least=0)
+    vespo_lambda_neg: float = setting(2.0, "VESPO, advantage below 0: exponential decay of large weights", above=0)
     fipo_decay_rate: float = setting(32.0, "FIPO: distance at which a later token counts half", unit="tokens", above=0)
-    fipo_clip_range: float | None = setting(0.2, "FIPO: how far a token's influence may be from 1; 0 or none: anywhere", at_least=0,
+    fipo_clip_range: float | None = setting(0.2, "FIPO: clip range of the influence weight around 1; 0 or none: no clipping", at_least=0,
         below=1)
-    fipo_clip_high_only: bool = setting(True, "FIPO: an influence is never below 1")
-    fipo_safety_threshold: float | None = setting(4.0, "FIPO: where A is below 0 and the ratio above this, the influence is 0.8 to 1",
+    fipo_clip_high_only: bool = setting(True, "FIPO: clip influence weights from above alone, so that none is below 1")
+    fipo_safety_threshold: float | None = setting(4.0,
+        "FIPO: ratio above which, with an advantage below 0, influence weights are clipped to 0.8 to 1",
         above=0)
     real_tau: float = setting(0.5, "REAL: temperature of the classifier", unit="nats", above=0)
-    beta: float = setting(0.0, "KL coefficient; 0 loads no reference model", at_least=0)
-    kl_estimator: str = setting("k3", "per-token KL estimate", choices=["k1", "k2", "k3"])
+    beta: float = setting(0.0, "KL coefficient; 0: no reference model", at_least=0)
+    kl_estimator: str = setting("k3", "estimator of the KL divergence per token", choices=["k1", "k2", "k3"])
     ref_model: str | None = setting(None,
-        "the reference of the KL is this checkpoint of the same architecture, a directory or Hub name (default: model as it begins)")
-    use_bias_correction_kl: bool = setting(True, "multiply the KL by the ratio, differentiably")
+        "reference model of the KL term: a directory or Hub name, same architecture (default: the model at the start)")
+    use_bias_correction_kl: bool = setting(True, "multiply the KL estimate by the importance ratio, with its gradient")
     teacher_model: str | None = setting(None,
-        "a teacher of any size with the model's vocabulary, held in the training ranks beside the policy: a directory, or a Hub name")
-    offload_teacher_model: bool = free(False, "teacher_model is on the host between its scorings, one a rollout")
+        "teacher with the model's vocabulary, of any size, held in the training ranks: a directory or a Hub name")
+    offload_teacher_model: bool = free(False, "keep teacher_model on the host except while it scores a rollout")
     teacher_model_server: list[str] = setting([],
-        "servers that hold a teacher (http://host:8000), each started with `megatron-grpo serve --frozen true`; several are one teacher's")
-    teacher_kl_coef: float = setting(1.0, "each token's advantage gets this times log p_teacher - log p_old, where there is a teacher",
+        "servers of a teacher (http://host:8000), started with `megatron-grpo serve --frozen true`; several serve one teacher")
+    teacher_kl_coef: float = setting(1.0, "coefficient of the teacher: each token's advantage gets this times log p_teacher - log p_old",
         above=0)
-    kl_in_reward: bool = setting(False, "subtract the KL from the reward instead of adding it to the loss")
-    entropy_coef: float = setting(0.0, "entropy bonus")
-    use_adaptive_entropy: bool = setting(False, "entropy_coef follows the entropy: up after a step at entropy_target or below, else down")
-    entropy_coef_min: float = setting(0.0, "adaptive: lower bound of entropy_coef")
-    entropy_coef_max: float = setting(1.0, "adaptive: upper bound of entropy_coef")
-    entropy_coef_delta: float = setting(0.005, "adaptive: how far it moves in an optimizer step", above=0)
-    entropy_target: float = setting(0.2, "adaptive: the bonus is given after a step whose entropy was this or less", unit="nats",
+    kl_in_reward: bool = setting(False, "subtract the KL penalty from the reward, instead of adding it to the loss")
+    entropy_coef: float = setting(0.0, "coefficient of the entropy bonus")
+    use_adaptive_entropy: bool = setting(False,
+        "adapt entropy_coef: increase it if the entropy is at or below entropy_target, else decrease it")
+    entropy_coef_min: float = setting(0.0, "adaptive entropy: lower bound of entropy_coef")
+    entropy_coef_max: float = setting(1.0, "adaptive entropy: upper bound of entropy_coef")
+    entropy_coef_delta: float = setting(0.005, "adaptive entropy: change of entropy_coef per optimizer step", above=0)
+    entropy_target: float = setting(0.2, "adaptive entropy: entropy at or below which the bonus is applied", unit="nats",
         at_least=0)
-    log_entropy: bool = free(False, "compute and log the entropy even where nothing needs it")
-    top_entropy_quantile: float = setting(1.0, "train only the tokens in this top share of entropy, over the global batch", above=0,
+    log_entropy: bool = free(False, "compute and log the entropy even if the loss does not need it")
+    top_entropy_quantile: float = setting(1.0, "share of tokens to train: those with the highest entropy in the global batch", above=0,
         at_most=1)
-    advantage_estimator: str = setting("grpo", "baseline and scale",
+    advantage_estimator: str = setting("grpo", "estimator of advantages: baseline and scale",
         choices=["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"])
-    scale_rewards: str = setting("group", "which std divides the advantage", choices=["group", "batch", "none", "gdpo"])
-    multi_objective_aggregation: str = setting("sum_then_normalize", "TRL's spelling of gdpo: normalize_then_sum",
+    scale_rewards: str = setting("group", "standard deviation that divides advantages", choices=["group", "batch", "none", "gdpo"])
+    multi_objective_aggregation: str = setting("sum_then_normalize", "TRL's setting for gdpo: normalize_then_sum",
         choices=["sum_then_normalize", "normalize_then_sum"])
-    overlong_filter: bool = setting(False, "truncated completions do not train", aliases=["mask_truncated_completions"])
-    exclude_zero_std_groups: bool = setting(False, "groups with equal rewards leave the denominator too", formerly=["exclude_dead_groups"])
-    dynamic_sample: bool = setting(False, "replace groups with equal rewards by further prompts")
-    max_resample_times: int = setting(3, "rounds of replacement", unit="rounds", at_least=1)
-    oversample_ratio: float = setting(1.0, "sample this many times the wanted groups, and keep live ones before dead ones", at_least=1)
-    rollout_importance_sampling_mode: str = setting("none", "correction for the engine mismatch",
+    overlong_filter: bool = setting(False, "exclude truncated completions from training", aliases=["mask_truncated_completions"])
+    exclude_zero_std_groups: bool = setting(False,
+        "exclude groups with equal rewards from the denominator of the loss too", formerly=["exclude_dead_groups"])
+    dynamic_sample: bool = setting(False, "replace groups with equal rewards by groups of further prompts")
+    max_resample_times: int = setting(3, "limit of replacement rounds", unit="rounds", at_least=1)
+    oversample_ratio: float = setting(1.0,
+        "groups to sample, relative to those that are trained; groups whose rewards differ are kept first", at_least=1)
+    rollout_importance_sampling_mode: str = setting("none", "importance sampling correction between sampler and trainer",
         choices=["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-    rollout_importance_sampling_threshold: float = setting(2.0, "upper bound of that correction", above=0)
-    rollout_importance_sampling_min: float | None = setting(None, "lower bound of that correction (default: none)", at_least=0)
-    rollout_is_geometric: bool = setting(False, "sequence level: geometric mean instead of product")
+    rollout_importance_sampling_threshold: float = setting(2.0, "upper bound of the correction", above=0)
+    rollout_importance_sampling_min: float | None = setting(None, "lower bound of the correction (default: none)", at_least=0)
+    rollout_is_geometric: bool = setting(False, "use the geometric mean of token ratios, instead of their product, at sequence level")
     router_replay_mode: str = between_rollouts("disabled",
-        "experts of a stale token: the trainer's own choice; that of the old log-probs' pass (R2); of every token: the sampler's (R3)",
+        "experts to replay: those of the pass for old log-probs, for stale tokens (R2), or the sampler's, for all tokens (R3)",
         choices=["disabled", "R2", "R3"])
-    off_policy_sequence_mask_delta: float | None = setting(None, "drop bad sequences that drifted further than this", unit="nats",
+    off_policy_sequence_mask_delta: float | None = setting(None,
+        "KL above which sequences with an advantage below 0 are dropped", unit="nats",
         aliases=["off_policy_mask_threshold"], at_least=0)
-    sync_ref_model: bool = fixed(False, "move the reference towards the policy")
-    ref_model_sync_steps: int = setting(512, "how often", unit="optimizer steps", at_least=1)
-    ref_model_mixup_alpha: float = setting(0.6, "ref = alpha * policy + (1 - alpha) * ref", above=0, at_most=1)
-    soft_max_length: int | None = setting(None, "soft_overlong: hard limit (default max_completion_length)", unit="tokens", at_least=1)
+    sync_ref_model: bool = fixed(False, "move the reference towards the policy during training")
+    ref_model_sync_steps: int = setting(512, "interval of reference updates", unit="optimizer steps", at_least=1)
+    ref_model_mixup_alpha: float = setting(0.6,
+        "weight of the policy in a reference update: ref = alpha * policy + (1 - alpha) * ref", above=0, at_most=1)
+    soft_max_length: int | None = setting(None,
+        "soft_overlong: hard limit of the length (default: max_completion_length)", unit="tokens", at_least=1)
     soft_cache_length: int | None = setting(None, "soft_overlong: width of the penalty ramp", unit="tokens", at_least=1)
 
     @property
@@ -407,145 +447,156 @@ class OptimizerConfig:
     lr: float = setting(1e-6, "peak learning rate", aliases=["learning_rate"], at_least=0)
     min_lr: float = setting(0.0, "learning rate at the end of the decay", at_least=0)
     vit_lr: float | None = setting(None, "peak learning rate of a vision tower (default: lr)", at_least=0)
-    aligner_lr: float | None = setting(None, "peak learning rate of its aligner (default: lr)", at_least=0)
-    lr_decay_style: str = setting("constant", "shape after warm-up; WSD stays at lr, and falls in its last lr_wsd_decay_iters",
+    aligner_lr: float | None = setting(None, "peak learning rate of the aligner of a vision tower (default: lr)", at_least=0)
+    lr_decay_style: str = setting("constant", "shape of the decay after warm-up; WSD keeps lr and decays in the last lr_wsd_decay_iters",
         choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"], aliases=["lr_scheduler_type"])
-    lr_decay_iters: int | None = setting(None, "the decay ends here, at min_lr (default: with the run)", unit="optimizer steps", at_least=1)
-    lr_wsd_decay_iters: int | None = setting(None, "WSD: length of its last part", unit="optimizer steps", at_least=1)
-    lr_wsd_decay_style: str = setting("exponential", "WSD: shape of its last part",
+    lr_decay_iters: int | None = setting(None,
+        "step at which the decay reaches min_lr (default: end of the run)", unit="optimizer steps", at_least=1)
+    lr_wsd_decay_iters: int | None = setting(None, "WSD: length of the decay", unit="optimizer steps", at_least=1)
+    lr_wsd_decay_style: str = setting("exponential", "WSD: shape of the decay",
         choices=["exponential", "linear", "cosine", "minus_sqrt"])
-    lr_warmup_iters: int = setting(0, "linear warm-up", unit="optimizer steps", aliases=["warmup_steps"], at_least=0)
-    lr_warmup_fraction: float | None = setting(None, "linear warm-up as a share of the run, instead of lr_warmup_iters",
+    lr_warmup_iters: int = setting(0, "length of the linear warm-up", unit="optimizer steps", aliases=["warmup_steps"], at_least=0)
+    lr_warmup_fraction: float | None = setting(None, "length of the linear warm-up as a share of the run, instead of lr_warmup_iters",
         aliases=["warmup_ratio"], at_least=0, at_most=1)
-    lr_warmup_init: float = setting(0.0, "learning rate at which the warm-up begins", at_least=0)
+    lr_warmup_init: float = setting(0.0, "learning rate at the start of the warm-up", at_least=0)
     weight_decay: float = setting(0.0, "decoupled weight decay", at_least=0)
-    weight_decay_incr_style: str = setting("constant", "how it rises from start_weight_decay to end_weight_decay over the run",
+    weight_decay_incr_style: str = setting("constant", "shape of the increase from start_weight_decay to end_weight_decay over the run",
         choices=["constant", "linear", "cosine"])
-    start_weight_decay: float | None = setting(None, "weight decay at the first step, where it rises", at_least=0)
-    end_weight_decay: float | None = setting(None, "weight decay at the last step, where it rises", at_least=0)
-    adam_beta1: float = setting(0.9, "decay of Adam's running mean of gradients", at_least=0, below=1)
-    adam_beta2: float = setting(0.95, "decay of its running mean of squared gradients", at_least=0, below=1)
-    adam_eps: float = setting(1e-8, "is added to the root of that mean, by which a step is divided", aliases=["adam_epsilon"], above=0)
-    clip_grad: float = setting(1.0, "gradient norm is clipped to this; 0 is off", aliases=["max_grad_norm"], at_least=0)
+    start_weight_decay: float | None = setting(None, "weight decay at the first step, if it increases", at_least=0)
+    end_weight_decay: float | None = setting(None, "weight decay at the last step, if it increases", at_least=0)
+    adam_beta1: float = setting(0.9, "decay rate of Adam's first moment (mean of gradients)", at_least=0, below=1)
+    adam_beta2: float = setting(0.95, "decay rate of Adam's second moment (mean of squared gradients)", at_least=0, below=1)
+    adam_eps: float = setting(1e-8, "constant added to the denominator of Adam's update", aliases=["adam_epsilon"], above=0)
+    clip_grad: float = setting(1.0, "gradient norm above which gradients are clipped; 0: off", aliases=["max_grad_norm"], at_least=0)
     skip_grad_norm_above: float | None = setting(None,
-        "a step whose gradient norm is above this, before clipping, is skipped; one that is not finite always is",
+        "gradient norm, before clipping, above which a step is skipped; steps that are not finite are always skipped",
         aliases=["grad_norm_skip_threshold", "skip_grad_norm_threshold"], above=0)
-    skip_grad_norm_factor: float | None = setting(None, "the same above so many times the running median (of 128 norms, once there are 16)",
+    skip_grad_norm_factor: float | None = setting(None,
+        "skip a step whose gradient norm exceeds this times the running median (of 128 norms, from the 16th on)",
         above=1)
-    max_skipped_steps: int = setting(3, "so many skipped steps in a row end the run (exit code 1)", unit="optimizer steps", at_least=1)
+    max_skipped_steps: int = setting(3, "skipped steps in a row that end the run (exit code 1)", unit="optimizer steps", at_least=1)
     use_distributed_optimizer: bool = fixed(True, "shard optimizer state over DP ranks")
-    overlap_grad_reduce: bool = free(False, "reduce gradients while the backward runs")
-    overlap_param_gather: bool = free(False, "gather parameters while the forward runs")
+    overlap_grad_reduce: bool = free(False, "reduce gradients during the backward pass")
+    overlap_param_gather: bool = free(False, "gather parameters during the forward pass")
     optimizer_cpu_offload: bool = free(False, "keep optimizer state on the host (GPU only)")
-    optimizer_offload_fraction: float = free(1.0, "share of it kept there", at_least=0, at_most=1)
-    use_precision_aware_optimizer: bool = setting(False, "gradients and optimizer state are kept in the dtypes below (docs/memory.md)")
-    main_grads_dtype: str = setting("fp32", "gradients, and their sums over micro-batches and ranks", choices=["fp32", "bf16"])
-    main_params_dtype: str = setting("fp32", "the optimizer's weights; fp16 with a scale", choices=["fp32", "fp16"])
-    exp_avg_dtype: str = setting("fp32", "Adam's first moment; fp16 and fp8 with scales", choices=["fp32", "fp16", "bf16", "fp8"])
-    exp_avg_sq_dtype: str = setting("fp32", "Adam's second moment; the same", choices=["fp32", "fp16", "bf16", "fp8"])
+    optimizer_offload_fraction: float = free(1.0,
+        "share of the optimizer state to keep on the host, with optimizer_cpu_offload", at_least=0, at_most=1)
+    use_precision_aware_optimizer: bool = setting(False, "keep gradients and optimizer state in the dtypes below (docs/memory.md)")
+    main_grads_dtype: str = setting("fp32", "dtype of gradients and of their sums over micro-batches and ranks", choices=["fp32", "bf16"])
+    main_params_dtype: str = setting("fp32", "dtype of the optimizer's weights; fp16 is scaled", choices=["fp32", "fp16"])
+    exp_avg_dtype: str = setting("fp32", "dtype of Adam's first moment; fp16 and fp8 are scaled", choices=["fp32", "fp16", "bf16", "fp8"])
+    exp_avg_sq_dtype: str = setting("fp32",
+        "dtype of Adam's second moment; fp16 and fp8 are scaled", choices=["fp32", "fp16", "bf16", "fp8"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Run"""
 
-    output_dir: str = free("output", "where everything is written", aliases=["save"])
+    output_dir: str = free("output", "directory of all outputs", aliases=["save"])
     max_steps: int | None = setting(None, "length of the run", unit="optimizer steps", aliases=["train_iters"], at_least=1)
-    num_train_epochs: float | None = setting(None, "length of the run, instead of max_steps (default 1)", unit="epochs",
+    num_train_epochs: float | None = setting(None, "length of the run, instead of max_steps (default: 1)", unit="epochs",
         aliases=["max_epochs"], above=0)
-    seed: int = fixed(42, "prompts, sampling and everything else", at_least=0, at_most=2**32 - 1)
-    save_steps: int = free(0, "checkpoint every so often; 0: only at the end", unit="optimizer steps", aliases=["save_interval"],
+    seed: int = fixed(42, "seed of prompts, sampling and everything else that is random", at_least=0, at_most=2**32 - 1)
+    save_steps: int = free(0, "interval of checkpoints; 0: only at the end", unit="optimizer steps", aliases=["save_interval"],
         at_least=0)
-    save_interval_seconds: float = free(0.0, "checkpoint too when so long has passed since the last one; 0: never", unit="seconds",
+    save_interval_seconds: float = free(0.0, "time since the last checkpoint after which another one is saved; 0: never", unit="seconds",
         at_least=0)
-    save_total_limit: int | None = free(2, "checkpoints kept, with the last good one among them (docs/checkpoints.md)", unit="checkpoints",
+    save_total_limit: int | None = free(2, "checkpoints to keep, including the last good one (docs/checkpoints.md)", unit="checkpoints",
         at_least=1)
     metric_for_best_model: str | None = free(None,
-        "keep the checkpoint that is best by this: eval, eval/pass@8, reward ... (docs/checkpoints.md)")
-    greater_is_better: bool | None = free(None, "more of metric_for_best_model is better (default: unless its name ends in loss)")
-    load_best_model_at_end: bool = free(False, "hf/ is the best checkpoint's model, not the last step's")
-    async_save: bool = free(False, "write checkpoints while training goes on; costs the host a copy of what a rank writes")
-    record_rows: bool = free(False, "keep beside each checkpoint the rows that its first step trains, for compare-losses")
-    check_replicas: bool = free(False, "compare what ranks hold twice, bit for bit, before the optimizer acts", formerly=["audit"])
-    check_replicas_interval: int = free(50, "how often, besides before the first step", unit="optimizer steps",
+        "metric of the best checkpoint, which is kept: eval, eval/pass@8, reward ... (docs/checkpoints.md)")
+    greater_is_better: bool | None = free(None, "whether a larger metric_for_best_model is better (default: unless its name ends in loss)")
+    load_best_model_at_end: bool = free(False, "export the best checkpoint to hf/, instead of the last step")
+    async_save: bool = free(False, "write checkpoints during training; needs host memory for a copy of what a rank writes")
+    record_rows: bool = free(False, "save with each checkpoint the rows of its next step, for compare-losses")
+    check_replicas: bool = free(False,
+        "compare replicated weights, gradients and optimizer state bit for bit before the optimizer step", formerly=["audit"])
+    check_replicas_interval: int = free(50, "interval of checks, which also run before the first step", unit="optimizer steps",
         formerly=["audit_steps"], at_least=1)
-    check_replicas_action: str = free("stop", "what a difference does: it ends the run, or is said (warn)", choices=["stop", "warn"],
+    check_replicas_action: str = free("stop", "effect of a difference: end the run, or log a warning", choices=["stop", "warn"],
         formerly=["audit_action"])
-    debug_dump_steps: int = free(2, "steps kept under debug_dump/, the newest, each with what `replay` needs to take it again; 0: none",
+    debug_dump_steps: int = free(2, "newest steps to keep under debug_dump/, each with what `replay` needs to repeat it; 0: none",
         unit="steps", formerly=["capsules"], at_least=0)
-    debug_dump_weights_gb: float = free(20.0, "the weights of one are written up to this size; else it says where they lie", unit="GB",
+    debug_dump_weights_gb: float = free(20.0,
+        "size up to which a dump contains the weights; a larger dump names the place of its weights", unit="GB",
         formerly=["capsule_weights_gb"], at_least=0)
-    resume: str = free("auto", "auto: from the newest checkpoint in output_dir; never; or a checkpoint directory",
+    resume: str = free("auto", "auto: resume from the newest checkpoint in output_dir; never: start anew; or a checkpoint directory",
         aliases=["resume_from_checkpoint"])
     mcore_model: str | None = setting(None,
-        "begin with the weights of this checkpoint of another run (checkpoints/iter_*), under any layout: step 0, a new optimizer")
+        "checkpoint of another run (checkpoints/iter_*), of any parallel layout, whose weights to start from, at step 0")
     finetune: bool | None = free(None,
-        "true: resume names weights to begin with, as mcore_model does; false: mcore_model is gone on from, as resume does")
-    no_load_optim: bool = free(False, "go on from the checkpoint that resume names without its optimizer state")
-    no_load_rng: bool = free(False, "go on from it without its random generators")
+        "true: use the checkpoint of resume as mcore_model; false: resume from the checkpoint of mcore_model")
+    no_load_optim: bool = free(False, "resume from the checkpoint of resume without its optimizer state")
+    no_load_rng: bool = free(False, "resume from the checkpoint of resume without its random generators")
     stop_drain_seconds: float = free(10.0,
-        "once the run is to stop, how long what is being sampled and judged is waited for before it is given up", unit="seconds",
+        "time that a run waits, when it stops, for completions that are being sampled or scored", unit="seconds",
         at_least=0)
-    stop_after_minutes: float | None = free(None, "save and stop so long after the launch, with exit code 3", unit="minutes",
+    stop_after_minutes: float | None = free(None,
+        "time since the launch after which the run saves and stops, with exit code 3", unit="minutes",
         aliases=["exit_duration_in_mins"], above=0)
     stop_before_end_seconds: float | None = free(None,
-        "Slurm: save and stop so long before the job's time is up; 0: never (default: 300, or a tenth of that time)", unit="seconds",
+        "Slurm: time before the end of the job at which the run saves and stops; 0: never (default: 300, or a tenth of the time limit)",
+        unit="seconds",
         at_least=0)
-    requeue: bool = free(False, "Slurm: put the job back into the queue once it has stopped because its time is up")
-    report_to: list[str] = free(["none"], "where metrics go besides metrics.jsonl: tensorboard, wandb, swanlab, mlflow, trackio, all, none")
-    run_name: str | None = free(None, "name of the run at these services (default: the folder of output_dir)",
+    requeue: bool = free(False, "Slurm: requeue the job when it has stopped at its time limit")
+    report_to: list[str] = free(["none"],
+        "tracking services besides metrics.jsonl: tensorboard, wandb, swanlab, mlflow, trackio, all, none")
+    run_name: str | None = free(None, "name of the run at tracking services (default: the folder of output_dir)",
         aliases=["wandb_exp_name", "swanlab_exp_name"])
-    project: str | None = free(None, "project there (default: what WANDB_PROJECT and its like say)",
+    project: str | None = free(None, "project at tracking services (default: WANDB_PROJECT and similar variables)",
         aliases=["wandb_project", "swanlab_project"])
-    logging_steps: int = free(1, "services hear of every so many optimizer steps, of their means; metrics.jsonl has every step",
+    logging_steps: int = free(1, "interval of reports to tracking services, which get means over it; metrics.jsonl has every step",
         unit="optimizer steps", at_least=1)
-    log_completions_steps: int = free(1, "write completions/ every so many rollouts; 0: never", unit="rollouts", at_least=0)
-    log_completions_nodes: int = free(64, "nodes that write a rollout's completions; more take turns", unit="nodes", at_least=1)
-    overwrite_output_dir: bool = free(False, "start afresh in an output_dir that holds another run")
-    export_hf: bool = free(True, "write hf/ at the end")
-    max_shard_size: str = free("5GB", "largest file of weights that an export writes, such as 500MB or 2GiB")
-    push_to_hub: bool = free(False, "upload what was exported to the Hugging Face Hub; HF_TOKEN holds the token")
-    hub_model_id: str | None = free(None, "repository there: owner/name, or name (default: the folder of output_dir)")
-    hub_private_repo: bool | None = free(None, "whether a repository that is made is private (default: as the owner has it)")
+    log_completions_steps: int = free(1, "interval at which completions/ is written; 0: never", unit="rollouts", at_least=0)
+    log_completions_nodes: int = free(64,
+        "limit of nodes that write the completions of a rollout; if there are more, they take turns", unit="nodes", at_least=1)
+    overwrite_output_dir: bool = free(False, "start anew in an output_dir that contains another run")
+    export_hf: bool = free(True, "export the model to hf/ at the end")
+    max_shard_size: str = free("5GB", "size limit of an exported weight file, such as 500MB or 2GiB")
+    push_to_hub: bool = free(False, "upload the export to the Hugging Face Hub, with the token in HF_TOKEN")
+    hub_model_id: str | None = free(None, "repository on the Hub: owner/name, or name (default: the folder of output_dir)")
+    hub_private_repo: bool | None = free(None, "make a new repository private (default: setting of its owner)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Evaluation"""
 
-    eval_dataset: str = setting("", "held-out prompts; answered greedily, unless one of the settings below says otherwise")
-    eval_datasets: dict[str, str] = setting({}, "several held-out sets, each under its name: path, or Hub name")
-    eval_steps: int = free(0, "how often; 0: only before and after", unit="optimizer steps", at_least=0)
-    eval_num_prompts: int | None = setting(None, "use the first so many of each set", unit="prompts", at_least=1)
-    num_generations_eval: int | None = setting(None, "completions of each held-out prompt (default 8; 1 where they are greedy)",
+    eval_dataset: str = setting("", "held-out prompts; completions are greedy unless a setting below changes it")
+    eval_datasets: dict[str, str] = setting({}, "several held-out sets, by name: name=path or name=Hub name")
+    eval_steps: int = free(0, "interval of evaluations; 0: only before and after training", unit="optimizer steps", at_least=0)
+    eval_num_prompts: int | None = setting(None, "limit of prompts of each held-out set (default: all)", unit="prompts", at_least=1)
+    num_generations_eval: int | None = setting(None, "completions per held-out prompt (default: 8; 1 if greedy)",
         unit="completions", at_least=1)
-    eval_temperature: float | None = setting(None, "how they are drawn; 0 is greedy (default: temperature; 0 for eval_dataset alone)",
+    eval_temperature: float | None = setting(None,
+        "sampling temperature of evaluations; 0: greedy (default: temperature; 0 for eval_dataset alone)",
         at_least=0)
-    eval_top_p: float | None = setting(None, "nucleus sampling of them (default: top_p; 1 where they are greedy)", above=0, at_most=1)
-    eval_top_k: int | None = setting(None, "top-k sampling of them, 0 is off (default: top_k)", unit="tokens", at_least=0)
-    eval_min_p: float | None = setting(None, "min_p of them (default: min_p; 0 where they are greedy)", at_least=0, at_most=1)
-    eval_max_completion_length: int | None = setting(None, "longest completion of a held-out prompt (default: max_completion_length)",
+    eval_top_p: float | None = setting(None, "nucleus sampling of evaluations (default: top_p; 1 if greedy)", above=0, at_most=1)
+    eval_top_k: int | None = setting(None, "top-k sampling of evaluations; 0: off (default: top_k)", unit="tokens", at_least=0)
+    eval_min_p: float | None = setting(None, "min_p of evaluations (default: min_p; 0 if greedy)", at_least=0, at_most=1)
+    eval_max_completion_length: int | None = setting(None, "limit of the completion length in evaluations (default: max_completion_length)",
         unit="tokens", at_least=1)
     eval_generation_kwargs: dict[str, Any] = setting({},
-        "more of vLLM's SamplingParams for them, penalties and structured_outputs too (default: those of training)")
-    eval_reward: str | None = setting(None, "the reward function that is the score (default: the weighted sum of all, as they train)")
+        "further SamplingParams of vLLM for evaluations, penalties included (default: those of training)")
+    eval_reward: str | None = setting(None, "reward function that is the score (default: weighted sum of all)")
     eval_pass_threshold: float | None = setting(None,
-        "a completion is right, for pass@k, from this score on (default: 1; of a sum, the weights of its rewards)")
-    eval_seed: int = setting(0, "of evaluations alone; the same at each of them", at_least=0, at_most=2**32 - 1)
+        "score from which a completion counts as right, for pass@k (default: 1; for a sum, the weights of its rewards)")
+    eval_seed: int = setting(0, "seed of evaluations, the same for each of them", at_least=0, at_most=2**32 - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """Plan (what `plan` prints)"""
 
-    plan_rollouts: int = free(2, "rollouts the timetable shows", unit="rollouts", at_least=1, at_most=1000)
-    num_prompts: int | None = free(None, "size of the data set, when it is not at hand", unit="prompts", at_least=1)
-    gpu_memory_gb: float | None = free(None, "memory of one GPU, to hold the estimate against", unit="GB", above=0)
-    lengths: str | None = free(None, "file with a prompt and a completion length a line", unit="tokens")
+    plan_rollouts: int = free(2, "rollouts to show in the schedule", unit="rollouts", at_least=1, at_most=1000)
+    num_prompts: int | None = free(None, "size of the data set, if it is not on this machine", unit="prompts", at_least=1)
+    gpu_memory_gb: float | None = free(None, "memory of one GPU, to compare the estimate with", unit="GB", above=0)
+    lengths: str | None = free(None, "file with a prompt length and a completion length per line", unit="tokens")
     json: bool = free(False, "print one JSON object instead of tables and a figure")
-    png: str | None = free(None, "also draw the timetable into this file (needs the extra `plot`)")
+    png: str | None = free(None, "file for a figure of the schedule (needs the extra `plot`)")
     dialect: str | None = free(None,
-        "read names, sizes and defaults as another system means them (docs/configuration.md); swift is swift-megatron",
+        "system whose names, sizes and defaults are used (docs/configuration.md); swift is swift-megatron",
         choices=["trl", "skyrl", "skyrl-doc", "swift-megatron", "swift", "ms-swift", "verl", "slime", "cs336"])
 
 
@@ -553,18 +604,18 @@ class PlanConfig:
 class ServeConfig:
     """Serve (a rollout server)"""
 
-    host: str = free("127.0.0.1", "where it listens; 0.0.0.0 is all addresses of the machine")
-    port: int = free(8000, "where it listens; 0 is any free one", at_least=0, at_most=65535)
-    vllm_data_parallel_size: int = free(1, "engines of one server, each of vllm_tensor_parallel_size workers", unit="engines",
+    host: str = free("127.0.0.1", "address to listen on; 0.0.0.0: all addresses of the machine")
+    port: int = free(8000, "port to listen on; 0: any free port", at_least=0, at_most=65535)
+    vllm_data_parallel_size: int = free(1, "engines of a server, each with vllm_tensor_parallel_size workers", unit="engines",
         aliases=["data_parallel_size"], at_least=1)
-    address_file: str | None = free(None, "file that holds http://host:port while the server takes calls")
+    address_file: str | None = free(None, "file that contains http://host:port while the server accepts requests")
     token_file: str | None = free(None,
-        "file with the token, for its owner's eyes alone; it is made if there is none (default: the variable MEGATRON_GRPO_TOKEN)")
-    ssl_certfile: str | None = free(None, "TLS: the server's certificate, as PEM")
-    ssl_keyfile: str | None = free(None, "TLS: its private key (default: in ssl_certfile)")
+        "file with the token, readable by its owner alone; created if missing (default: the variable MEGATRON_GRPO_TOKEN)")
+    ssl_certfile: str | None = free(None, "TLS certificate of the server (PEM)")
+    ssl_keyfile: str | None = free(None, "TLS private key (default: in ssl_certfile)")
     frozen: bool = free(False,
-        "nobody may claim it or push to it: it keeps the model's weights, and scores tokens for runs whose teacher_model_server it is")
-    metrics: bool = free(True, "answer GET /metrics, and let vLLM count what it does")
+        "keep the model's weights: no run can claim the server or sync weights to it; it scores tokens as a teacher_model_server")
+    metrics: bool = free(True, "serve GET /metrics, with vLLM's counters")
 # fmt: on
 
 

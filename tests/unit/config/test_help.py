@@ -103,3 +103,8 @@ def test_help_search_finds_names_aliases_and_words_of_the_help(capsys, searched,
 def test_help_on_an_unknown_name_is_an_error(capsys, words, message):
     assert main(["train", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_help_texts_are_phrases_without_idiom():
+    odd = re.compile(r"\b(is said|is told|so many|so long|nobody|whatever|of its own|kept words|pictures?|timetable|judged?)\b")
+    assert {name: row.help for name, row in table().items() if odd.search(row.help) or row.help.endswith(".")} == {}
