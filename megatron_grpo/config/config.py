@@ -41,8 +41,7 @@ class ModelConfig:
     recompute_method: str | None = free(None,
         "layers that full recompute covers: uniform groups, or the first layers of each stage (block)", choices=["uniform", "block"])
     recompute_num_layers: int | None = free(None,
-        "layers per recomputed group (uniform), or recomputed layers per stage (block)", unit="layers",
-        at_least=1)
+        "layers per recomputed group (uniform), or recomputed layers per stage (block)", unit="layers", at_least=1)
     recompute_modules: list[str] = free(["core_attn"], "modules that selective recompute covers")
     vit_gradient_checkpointing: bool = free(True, "recompute the layers of a trained vision tower in the backward pass")
     cast_lm_head_to_fp32: bool = setting(False,
@@ -79,8 +78,7 @@ class TunerConfig:
     lora_rank: int = fixed(8, "rank of the adapters", unit="channels", aliases=["lora_r"], at_least=1, at_most=512)
     lora_alpha: float = fixed(32.0, "scale of the adapters: their output is multiplied by lora_alpha / lora_rank", above=0)
     lora_dropout: float = setting(0.0,
-        "dropout on the input of adapters; above 0, the trained policy differs from the sampled one", at_least=0,
-        below=1)
+        "dropout on the input of adapters; above 0, the trained policy differs from the sampled one", at_least=0, below=1)
     use_rslora: bool = fixed(False, "scale adapters by lora_alpha / sqrt(lora_rank)")
     lora_dtype: str | None = fixed(None, "dtype of adapters (default: torch_dtype; the optimizer keeps float32)",
         choices=["float32", "bfloat16"])
@@ -112,8 +110,7 @@ class TunerConfig:
 class ParallelConfig:
     """Parallelism"""
 
-    world_size: int | None = setting(None, "number of ranks; the launcher sets it (default: 1)", unit="ranks",
-        aliases=["num_processes"])
+    world_size: int | None = setting(None, "number of ranks; the launcher sets it (default: 1)", unit="ranks", aliases=["num_processes"])
     tensor_model_parallel_size: int = setting(1, "tensor parallel size (TP)", unit="ranks")
     pipeline_model_parallel_size: int = setting(1, "pipeline parallel size (PP)", unit="ranks")
     virtual_pipeline_model_parallel_size: int | None = setting(None, "model chunks per pipeline stage (VPP)", unit="chunks")
@@ -139,8 +136,7 @@ class ParallelConfig:
 class KernelConfig:
     """Kernels and communication (Megatron-Core's, on GPUs)"""
 
-    cp_comm_type: str | None = free(None,
-        "communication of attention under context parallelism, with Transformer Engine (default: p2p)",
+    cp_comm_type: str | None = free(None, "communication of attention under context parallelism, with Transformer Engine (default: p2p)",
         choices=["p2p", "a2a", "allgather", "a2a+p2p"])
     moe_permute_fusion: bool = free(False, "use Transformer Engine's fused permutation of tokens to experts")
     moe_shared_expert_overlap: bool = free(False, "compute shared experts while tokens are sent to the other experts")
@@ -153,26 +149,20 @@ class BatchConfig:
 
     micro_batch_size: int = free(1, "completions per forward pass of a DP rank", unit="completions")
     global_batch_size: int | None = between_rollouts(None,
-        "completions per optimizer step (default: 16, or from gradient_accumulation_steps)",
-        unit="completions")
-    gradient_accumulation_steps: int | None = free(None, "micro-steps per optimizer step, instead of global_batch_size",
-        unit="micro-steps")
+        "completions per optimizer step (default: 16, or from gradient_accumulation_steps)", unit="completions")
+    gradient_accumulation_steps: int | None = free(None, "micro-steps per optimizer step, instead of global_batch_size", unit="micro-steps")
     generation_batch_size: int | None = between_rollouts(None,
-        "completions per rollout (default: global_batch_size x steps_per_generation)",
-        unit="completions")
+        "completions per rollout (default: global_batch_size x steps_per_generation)", unit="completions")
     steps_per_generation: int | None = free(None, "optimizer steps per rollout (default: 1)", unit="optimizer steps")
     num_generations: int = between_rollouts(8, "completions per prompt (group size G)", unit="completions")
     num_iterations: int = between_rollouts(1, "passes over each rollout (mu)", unit="passes")
     allow_unaligned_generation: bool = free(False, "allow an optimizer step to use completions of two rollouts")
     old_logprobs: str = between_rollouts("auto",
-        "source of old log-probs; auto: forward passes of the trainer, only if needed; rollout: the sampler",
-        choices=["auto", "rollout"])
+        "source of old log-probs; auto: forward passes of the trainer, only if needed; rollout: the sampler", choices=["auto", "rollout"])
     max_tokens_per_micro_batch: int | None = free(None,
-        "token budget of a micro-batch: packs whole sequences, instead of micro_batch_size", unit="tokens",
-        at_least=1)
+        "token budget of a micro-batch: packs whole sequences, instead of micro_batch_size", unit="tokens", at_least=1)
     pad_to_multiple_of: int = free(1,
-        "pad the tokens of a micro-batch on a rank to a multiple of this; a GPU spends time on each new length",
-        unit="tokens", at_least=1)
+        "pad the tokens of a micro-batch on a rank to a multiple of this; a GPU spends time on each new length", unit="tokens", at_least=1)
     share_prefix: str = setting("auto", "compute the common prefix of the completions of a prompt once per micro-batch",
         choices=["auto", "true", "false"], formerly=["share_prompts"])
 
@@ -191,8 +181,7 @@ class DataConfig:
     split_dataset_ratio: float = setting(0.0, "share of the data set to hold out, as the set eval", at_least=0, below=1)
     dataset_split: str = setting("train", "split of the data set, if it has several")
     max_prompt_length: int | None = setting(None,
-        "limit of the prompt length; truncation_strategy handles longer prompts (default: no limit)", unit="tokens",
-        at_least=1)
+        "limit of the prompt length; truncation_strategy handles longer prompts (default: no limit)", unit="tokens", at_least=1)
     truncation_strategy: str = setting("raise",
         "handling of prompts that are too long: raise an error, delete them, or cut them on the left", choices=["raise", "delete", "left"])
     system: str | None = setting(None, "system message for chat prompts without one, or a .txt file with it")
@@ -230,8 +219,7 @@ class RolloutConfig:
     vllm_server_port: list[int] = free([8000],
         "ports of the rollout servers: one for all hosts, one per host, or several of one host", at_least=1, at_most=65535)
     vllm_server_base_url: list[str] = free([], "URLs of the rollout servers (http://host:8000), instead of host and port")
-    vllm_server_timeout: float = free(240.0, "longest wait for servers; if none returns, the run saves and stops",
-        unit="seconds", above=0)
+    vllm_server_timeout: float = free(240.0, "longest wait for servers; if none returns, the run saves and stops", unit="seconds", above=0)
     vllm_server_ca: str | None = free(None, "CA certificates (PEM) of the servers; with them, hosts are contacted over https")
     vllm_server_token_file: str | None = free(None,
         "file with the servers' token, readable by its owner alone (default: the variable MEGATRON_GRPO_TOKEN)")
@@ -254,8 +242,7 @@ class RolloutConfig:
     vllm_gpu_memory_utilization: float = free(0.4, "share of GPU memory for the engine (GPU only)", above=0, at_most=1)
     vllm_kv_cache_memory_mb: int = free(256, "KV cache of an engine (CPU only)", unit="MiB", at_least=1)
     vllm_max_model_len: int | None = free(None,
-        "limit of prompt + completion (default: longest prompt + max_completion_length)", unit="tokens",
-        at_least=1)
+        "limit of prompt + completion (default: longest prompt + max_completion_length)", unit="tokens", at_least=1)
     vllm_max_num_seqs: int = free(256, "sequences decoded at a time", unit="sequences", at_least=1)
     vllm_dtype: str | None = setting(None, "dtype of the sampler (default: torch_dtype)", choices=["float32", "bfloat16"])
     bitwise_parity: bool = setting(False,
@@ -305,8 +292,7 @@ class TurnsConfig:
     max_environment_concurrency: int = free(64, "concurrent environment calls of a rank", unit="calls", at_least=1)
     max_failed_episodes: float = setting(0.5,
         "share of the episodes of a rollout that fail because of their environment, above which the run ends", at_least=0, at_most=1)
-    tool_call_parser: str = setting("hermes",
-        "parser of tool calls in the model's text: hermes (Qwen2.5, Qwen3), or a parser of vLLM")
+    tool_call_parser: str = setting("hermes", "parser of tool calls in the model's text: hermes (Qwen2.5, Qwen3), or a parser of vLLM")
 
     @property
     def plays(self) -> bool:
@@ -376,8 +362,7 @@ class GrpoConfig:
         below=1)
     fipo_clip_high_only: bool = setting(True, "FIPO: clip influence weights from above alone, so that none is below 1")
     fipo_safety_threshold: float | None = setting(4.0,
-        "FIPO: ratio above which, with an advantage below 0, influence weights are clipped to 0.8 to 1",
-        above=0)
+        "FIPO: ratio above which, with an advantage below 0, influence weights are clipped to 0.8 to 1", above=0)
     real_tau: float = setting(0.5, "REAL: temperature of the classifier", unit="nats", above=0)
     beta: float = setting(0.0, "KL coefficient; 0: no reference model", at_least=0)
     kl_estimator: str = setting("k3", "estimator of the KL divergence per token", choices=["k1", "k2", "k3"])
@@ -398,8 +383,7 @@ class GrpoConfig:
     entropy_coef_min: float = setting(0.0, "adaptive entropy: lower bound of entropy_coef")
     entropy_coef_max: float = setting(1.0, "adaptive entropy: upper bound of entropy_coef")
     entropy_coef_delta: float = setting(0.005, "adaptive entropy: change of entropy_coef per optimizer step", above=0)
-    entropy_target: float = setting(0.2, "adaptive entropy: entropy at or below which the bonus is applied", unit="nats",
-        at_least=0)
+    entropy_target: float = setting(0.2, "adaptive entropy: entropy at or below which the bonus is applied", unit="nats", at_least=0)
     log_entropy: bool = free(False, "compute and log the entropy even if the loss does not need it")
     top_entropy_quantile: float = setting(1.0, "share of tokens to train: those with the highest entropy in the global batch", above=0,
         at_most=1)
@@ -424,8 +408,7 @@ class GrpoConfig:
         "experts to replay: those of the pass for old log-probs, for stale tokens (R2), or the sampler's, for all tokens (R3)",
         choices=["disabled", "R2", "R3"])
     off_policy_sequence_mask_delta: float | None = setting(None,
-        "KL above which sequences with an advantage below 0 are dropped", unit="nats",
-        aliases=["off_policy_mask_threshold"], at_least=0)
+        "KL above which sequences with an advantage below 0 are dropped", unit="nats", aliases=["off_policy_mask_threshold"], at_least=0)
     sync_ref_model: bool = fixed(False, "move the reference towards the policy during training")
     ref_model_sync_steps: int = setting(512, "interval of reference updates", unit="optimizer steps", at_least=1)
     ref_model_mixup_alpha: float = setting(0.6,
@@ -453,8 +436,7 @@ class OptimizerConfig:
     lr_decay_iters: int | None = setting(None,
         "step at which the decay reaches min_lr (default: end of the run)", unit="optimizer steps", at_least=1)
     lr_wsd_decay_iters: int | None = setting(None, "WSD: length of the decay", unit="optimizer steps", at_least=1)
-    lr_wsd_decay_style: str = setting("exponential", "WSD: shape of the decay",
-        choices=["exponential", "linear", "cosine", "minus_sqrt"])
+    lr_wsd_decay_style: str = setting("exponential", "WSD: shape of the decay", choices=["exponential", "linear", "cosine", "minus_sqrt"])
     lr_warmup_iters: int = setting(0, "length of the linear warm-up", unit="optimizer steps", aliases=["warmup_steps"], at_least=0)
     lr_warmup_fraction: float | None = setting(None, "length of the linear warm-up as a share of the run, instead of lr_warmup_iters",
         aliases=["warmup_ratio"], at_least=0, at_most=1)
@@ -472,8 +454,7 @@ class OptimizerConfig:
         "gradient norm, before clipping, above which a step is skipped; steps that are not finite are always skipped",
         aliases=["grad_norm_skip_threshold", "skip_grad_norm_threshold"], above=0)
     skip_grad_norm_factor: float | None = setting(None,
-        "skip a step whose gradient norm exceeds this times the running median (of 128 norms, from the 16th on)",
-        above=1)
+        "skip a step whose gradient norm exceeds this times the running median (of 128 norms, from the 16th on)", above=1)
     max_skipped_steps: int = setting(3, "skipped steps in a row that end the run (exit code 1)", unit="optimizer steps", at_least=1)
     use_distributed_optimizer: bool = fixed(True, "shard optimizer state over DP ranks")
     overlap_grad_reduce: bool = free(False, "reduce gradients during the backward pass")
@@ -498,8 +479,7 @@ class RunConfig:
     num_train_epochs: float | None = setting(None, "length of the run, instead of max_steps (default: 1)", unit="epochs",
         aliases=["max_epochs"], above=0)
     seed: int = fixed(42, "seed of prompts, sampling and everything else that is random", at_least=0, at_most=2**32 - 1)
-    save_steps: int = free(0, "interval of checkpoints; 0: only at the end", unit="optimizer steps", aliases=["save_interval"],
-        at_least=0)
+    save_steps: int = free(0, "interval of checkpoints; 0: only at the end", unit="optimizer steps", aliases=["save_interval"], at_least=0)
     save_interval_seconds: float = free(0.0, "time since the last checkpoint after which another one is saved; 0: never", unit="seconds",
         at_least=0)
     save_total_limit: int | None = free(2, "checkpoints to keep, including the last good one (docs/checkpoints.md)", unit="checkpoints",
@@ -530,15 +510,13 @@ class RunConfig:
     no_load_optim: bool = free(False, "resume from the checkpoint of resume without its optimizer state")
     no_load_rng: bool = free(False, "resume from the checkpoint of resume without its random generators")
     stop_drain_seconds: float = free(10.0,
-        "time that a run waits, when it stops, for completions that are being sampled or scored", unit="seconds",
-        at_least=0)
+        "time that a run waits, when it stops, for completions that are being sampled or scored", unit="seconds", at_least=0)
     stop_after_minutes: float | None = free(None,
         "time since the launch after which the run saves and stops, with exit code 3", unit="minutes",
         aliases=["exit_duration_in_mins"], above=0)
     stop_before_end_seconds: float | None = free(None,
         "Slurm: time before the end of the job at which the run saves and stops; 0: never (default: 300, or a tenth of the time limit)",
-        unit="seconds",
-        at_least=0)
+        unit="seconds", at_least=0)
     requeue: bool = free(False, "Slurm: requeue the job when it has stopped at its time limit")
     report_to: list[str] = free(["none"],
         "tracking services besides metrics.jsonl: tensorboard, wandb, swanlab, mlflow, trackio, all, none")
@@ -570,8 +548,7 @@ class EvalConfig:
     num_generations_eval: int | None = setting(None, "completions per held-out prompt (default: 8; 1 if greedy)",
         unit="completions", at_least=1)
     eval_temperature: float | None = setting(None,
-        "sampling temperature of evaluations; 0: greedy (default: temperature; 0 for eval_dataset alone)",
-        at_least=0)
+        "sampling temperature of evaluations; 0: greedy (default: temperature; 0 for eval_dataset alone)", at_least=0)
     eval_top_p: float | None = setting(None, "nucleus sampling of evaluations (default: top_p; 1 if greedy)", above=0, at_most=1)
     eval_top_k: int | None = setting(None, "top-k sampling of evaluations; 0: off (default: top_k)", unit="tokens", at_least=0)
     eval_min_p: float | None = setting(None, "min_p of evaluations (default: min_p; 0 if greedy)", at_least=0, at_most=1)
@@ -595,8 +572,7 @@ class PlanConfig:
     lengths: str | None = free(None, "file with a prompt length and a completion length per line", unit="tokens")
     json: bool = free(False, "print one JSON object instead of tables and a figure")
     png: str | None = free(None, "file for a figure of the schedule (needs the extra `plot`)")
-    dialect: str | None = free(None,
-        "system whose names, sizes and defaults are used (docs/configuration.md); swift is swift-megatron",
+    dialect: str | None = free(None, "system whose names, sizes and defaults are used (docs/configuration.md); swift is swift-megatron",
         choices=["trl", "skyrl", "skyrl-doc", "swift-megatron", "swift", "ms-swift", "verl", "slime", "cs336"])
 
 

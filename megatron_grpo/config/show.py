@@ -157,7 +157,9 @@ def _entry(setting: Setting) -> list[str]:
     if setting.kind == "bool" and setting.default is not None:
         default = default.lower()
     is_told = default in ("none", "") and "default" in setting.help  # the help states the default
-    notes = [note for note in (setting.unit, "" if is_told else f"default {default or 'empty'}") if note]
+    notes = [
+        note for note in ("" if setting.unit in setting.help else setting.unit, "" if is_told else f"default {default or 'empty'}") if note
+    ]
     text = f"{setting.help} ({'; '.join(notes)})" if notes else setting.help
     if setting.aliases:
         text += f". Also: {', '.join(f'--{alias}' for alias in setting.aliases)}."
