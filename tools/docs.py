@@ -129,12 +129,14 @@ def models_page() -> str:
 
 def metrics_tables() -> str:
     """Return the tables of docs/metrics.md, from the registry that tests hold runs against."""
+    from megatron_grpo.config.evaluation import FORMER_METRICS
     from megatron_grpo.metrics import registry
 
     def meaning(metric: registry.Metric) -> str:
         unit = f" Unit: {metric.unit}." if metric.unit not in metric.meaning else ""
         page = f" See [{metric.page.removesuffix('.md').replace('_', ' ')}]({metric.page})." if metric.page else ""
-        return metric.meaning + unit + page
+        former = next((f" Formerly `{name}`." for name, current in FORMER_METRICS.items() if current == metric.name), "")
+        return metric.meaning + unit + former + page
 
     lines = []
     for title, metrics in registry.groups().items():

@@ -26,7 +26,7 @@ def find_faults(run: Path) -> tuple[list[str], str]:
     steps, evaluations = read(run / "metrics.jsonl"), read(run / "evaluations.jsonl")
     accuracy = [evaluation["correct"] for evaluation in evaluations]
     seconds = sum(step["time/step"] for step in steps)
-    difference = max(step["sampling/logp_difference/max"] for step in steps)
+    difference = max(step["sampling/sampling_logp_difference/max"] for step in steps)
     if accuracy[0] > AT_MOST_BEFORE:
         faults.append(f"accuracy before training is {accuracy[0]:.3f}, more than {AT_MOST_BEFORE}: there was little left to learn")
     if accuracy[-1] < AT_LEAST_AFTER:

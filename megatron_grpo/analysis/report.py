@@ -14,10 +14,11 @@ import numpy as np
 
 from megatron_grpo.analysis.args import MismatchArgs
 from megatron_grpo.analysis.operations import ASIDE, ComparedRow, Operation, first_over
+from megatron_grpo.config.evaluation import in_current_metrics
 from megatron_grpo.metrics.draw import can_draw, new_figure, tidy, write_png
 
 BINS = 40
-DRIFT = ("sampling/logp_difference/mean", "sampling/logp_difference/max")  # names in metrics.jsonl
+DRIFT = ("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max")  # names in metrics.jsonl
 PANELS = (
     ("cosine with the run's gradient", lambda one: one.cosine or 0.0),
     ("gradient norm", lambda one: one.grad_norm),
@@ -101,7 +102,7 @@ def _finite(value: Any) -> Any:
 
 
 def logged_by(run: Path) -> list[dict[str, Any]]:
-    """Return the records of a run's metrics.jsonl. A line that is only partly written is skipped.
+    """Return the records of a run's metrics.jsonl, with current names. A line that is only partly written is skipped.
 
     Args:
         run: Output directory of the run.
@@ -110,7 +111,7 @@ def logged_by(run: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         with suppress(ValueError):
             found.append(json.loads(line))
-    return [one for one in found if isinstance(one, dict)]
+    return [in_current_metrics(one) for one in found if isinstance(one, dict)]
 
 
 def in_words(found: MismatchReport, picture: Path | None) -> list[str]:

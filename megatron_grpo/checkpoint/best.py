@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_grpo.base.files import write_whole
 from megatron_grpo.checkpoint.manifest import Folder
+from megatron_grpo.config.evaluation import FORMER_METRICS
 
 FILE = "best.json"
 
@@ -75,7 +76,7 @@ class Best:
         """
         self._saved = step if is_saved else None
         before = self._read()
-        said = before.get("metric"), before.get("greater_is_better")
+        said = FORMER_METRICS.get(before.get("metric", ""), before.get("metric")), before.get("greater_is_better")
         if before and said != (self.metric, self.greater):
             self.say(f"{self.folder.path / FILE} was made by {said[0]}: the best checkpoint by {self.metric} is looked for from here on.")
         elif before:

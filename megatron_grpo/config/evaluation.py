@@ -24,7 +24,17 @@ COMPLETIONS = 8  # per prompt, if they are sampled and num_generations_eval is n
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 # Metrics of a rollout and of a step by which checkpoints may be compared. docs/metrics.md lists all names.
 _ROLLOUTS = ("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio")
-_STEPS = ("loss", "grad_norm", "sampling/logp_difference/mean", "sampling/logp_difference/max", "sampling/kl_k1", "sampling/kl_k3")
+_STEPS = (
+    *("loss", "grad_norm", "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"),
+    *("sampling/kl_k1", "sampling/kl_k3"),
+)
+FORMER_METRICS = {  # name in the files of earlier versions -> current name
+    "sampling/logp_difference/mean": "sampling/sampling_logp_difference/mean",
+    "sampling/logp_difference/max": "sampling/sampling_logp_difference/max",
+    "sampling/kept_words": "sampling/mask_size",
+    "sampling/kept_words_max": "sampling/mask_size_max",
+    "memory/given_away_gb": "memory/offloaded_gb",
+}
 _OWN = "environment/"  # prefix of metrics that an environment defines
 
 
@@ -152,6 +162,15 @@ def metric_of(cfg: Config) -> str | None:
     """Return the full name of `metric_for_best_model`: `eval` and `eval/NAME` stand for the score of a set."""
     asked = cfg.run.metric_for_best_model
     return f"{asked}/mean@{how_evaluated(cfg).n}" if asked in [curve_of(name) for name in sets_of(cfg)] else asked
+
+
+def in_current_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics by current name.
+
+    Args:
+        record: Metrics by name, as this or an earlier version has written them.
+    """
+    return {FORMER_METRICS.get(name, name): value for name, value in record.items()}
 
 
 def is_greater_better(cfg: Config) -> bool:

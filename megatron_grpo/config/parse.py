@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import Config
+from megatron_grpo.config.evaluation import FORMER_METRICS
 from megatron_grpo.config.parsed import Parsed
 from megatron_grpo.config.read import COMMAND_LINE, Read, TypedSetting, read_file, read_words, shown, spread
 from megatron_grpo.config.table import InvalidValueError, Setting, names, read_value, table
@@ -186,6 +187,9 @@ class _Builder:
         for name, value in settled.items():  # the path was typed under the other name
             other = next(one for one in settled if one != name)
             self.values[name], self.sources[name] = value, was.get(other, "default") if value not in (None, "auto") else "default"
+        if (metric := self.values.get("metric_for_best_model")) in FORMER_METRICS:
+            self.values["metric_for_best_model"] = FORMER_METRICS[metric]
+            self.parsed.renamed[f"metric_for_best_model {metric}"] = f"metric_for_best_model {FORMER_METRICS[metric]}"
         sources = {name: self.sources.get(name, "default") for name in {**table(), **self.sources}}
         config = Config().with_values(self.values, sources=sources)
         config = replace(config, typed=self.typed, origins=told.origins if told else {})

@@ -151,11 +151,11 @@ def finish(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, 
     for name in TOLD:
         mean(name, name, "clip_units")
     mean("sampling/importance_sampling_ratio/mean", "importance", "importance_units")
-    mean("sampling/logp_difference/mean", "logp_difference", "num_scored_tokens")
+    mean("sampling/sampling_logp_difference/mean", "logp_difference", "num_scored_tokens")
     mean("sampling/kl_k1", "rollout_kl_k1", "num_scored_tokens")
     mean("sampling/kl_k3", "rollout_kl_k3", "num_scored_tokens")
     if totals["num_scored_tokens"] > 0:
-        metrics["sampling/logp_difference/max"] = float(maxima["logp_difference"])
+        metrics["sampling/sampling_logp_difference/max"] = float(maxima["logp_difference"])
         metrics["sampling/perplexity_rollout"] = _perplexity(totals["sampler_logp"] / totals["num_scored_tokens"])
         metrics["sampling/perplexity_trainer"] = _perplexity(totals["trainer_logp"] / totals["num_scored_tokens"])
         metrics["sampling/effective_sample_size"] = totals["rho"] ** 2 / (totals["num_scored_tokens"] * totals["rho_squared"])

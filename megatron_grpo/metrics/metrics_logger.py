@@ -10,6 +10,7 @@ from typing import Any
 from megatron_grpo.base import activity
 from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.files import write_whole
+from megatron_grpo.config.evaluation import in_current_metrics
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.evaluations import Evaluated
 from megatron_grpo.metrics.records import Records
@@ -112,7 +113,7 @@ class MetricsLogger:
         with suppress(OSError, ValueError, KeyError):
             kept = json.loads(self._untold.read_text(encoding="utf-8"))
             if kept["step"] == before - 1:
-                return kept["stats"]
+                return in_current_metrics(kept["stats"])
         return {}
 
     def _rollout_stats(self) -> dict[str, float]:

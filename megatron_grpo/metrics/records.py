@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_grpo.base.errors import said_by
 from megatron_grpo.base.files import written_whole
+from megatron_grpo.config.evaluation import in_current_metrics
 
 logger = logging.getLogger(__name__)
 LONG = 1 << 16  # bytes; longer lines (a step's rows on thousands of ranks) are checked only at their beginning and end
@@ -53,7 +54,7 @@ class Records:
             )
 
     def all(self) -> list[dict[str, Any]]:
-        """Return all records, oldest first; empty if there is no file.
+        """Return all records, oldest first, with current names of metrics; empty if there is no file.
 
         A line that is still being written is left out. An unreadable line is left out with a warning.
         """
@@ -62,7 +63,7 @@ class Records:
         with self.path.open("rb") as lines:
             read = [(number, line, _parse(line)) for number, line in enumerate(lines, 1)]
         self._warn([number for number, line, record in read if record is None and line.endswith(b"\n")])
-        return [record for _, _, record in read if record is not None]
+        return [in_current_metrics(record) for _, _, record in read if record is not None]
 
     def cut(self, step: int) -> list[int]:
         """Drop records of steps beyond `step`, an incomplete last line (from a kill), and unreadable lines (with a warning).

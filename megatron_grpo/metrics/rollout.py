@@ -52,8 +52,8 @@ def rollout_stats(rollouts: Sequence[JudgedRollout], reward_names: Sequence[str]
     }
     if any(verdict.num_kept for verdict in kept):
         stats |= {
-            "sampling/kept_words": sum(sum(verdict.num_kept) for verdict in kept) / max(int(lengths.sum()), 1),
-            "sampling/kept_words_max": max(verdict.most_kept for verdict in kept),
+            "sampling/mask_size": sum(sum(verdict.num_kept) for verdict in kept) / max(int(lengths.sum()), 1),
+            "sampling/mask_size_max": max(verdict.most_kept for verdict in kept),
         }
     if any(verdict.episodes for verdict in kept):
         stats |= episode_stats(kept)

@@ -13,7 +13,7 @@ USUAL = {"float32": 1e-3, "bfloat16": 1.0}
 
 
 class DriftWatch:
-    """Warning when `sampling/logp_difference/max` exceeds `bound` (nats), repeated whenever the value has doubled since."""
+    """Warning when `sampling/sampling_logp_difference/max` exceeds `bound` (nats), repeated whenever the value has doubled since."""
 
     def __init__(self, *, bound: float | None, dtype: str, hint: str = ""):
         """Create a watch.
@@ -28,11 +28,11 @@ class DriftWatch:
 
     def warning(self, metrics: Mapping[str, float]) -> str | None:
         """Return the warning for a step's metrics; None if the difference is within the bound."""
-        largest = metrics.get("sampling/logp_difference/max", 0.0)
+        largest = metrics.get("sampling/sampling_logp_difference/max", 0.0)
         if not largest > self.bound:
             return None
         text = (
-            f"trainer and sampler differ by {largest:.3g} nats on a token (sampling/logp_difference/max; bound {self.bound:.3g}): "
+            f"trainer and sampler differ by {largest:.3g} nats on a token (sampling/sampling_logp_difference/max; bound {self.bound:.3g}): "
             "their weights or their arithmetic are not the same"
         ) + (f". {self.hint}" if self.hint else "")
         self.bound = 2 * largest

@@ -205,7 +205,7 @@ class Policy:
         metrics = self._reduce_logs([logs for logs, *_ in kept]) | routing.metrics(self.parallel)
         metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         if self.room.movable:
-            metrics["memory/given_away_gb"] = self.room.given_bytes / 1e9
+            metrics["memory/offloaded_gb"] = self.room.given_bytes / 1e9
         skipped: str | None = "all completions were filtered, nothing was left to train"
         refusal: SkippedStep | None = None
         logprobs = _by_row((micro, values) for _, micro, values in kept)

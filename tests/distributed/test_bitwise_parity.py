@@ -102,5 +102,5 @@ def test_gradients_are_as_near_to_float64_as_without_it(tmp_path):
 def test_a_run_says_that_nothing_differs(tmp_path):
     flags = [*write_inputs(tmp_path), *("--output_dir", str(tmp_path / "out"), "--max_steps", "3", "--bitwise_parity", "true")]
     assert run_ranks(train, 1, [*flags, "--export_hf", "false"], timeout=180) == [0]
-    differences = [step["sampling/logp_difference/max"] for step in records(tmp_path / "out" / "metrics.jsonl")]
+    differences = [step["sampling/sampling_logp_difference/max"] for step in records(tmp_path / "out" / "metrics.jsonl")]
     assert differences == [0.0] * 3

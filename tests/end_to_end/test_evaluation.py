@@ -62,7 +62,10 @@ def test_a_rollout_function_that_only_samples_trains_the_run_without_it(run):
     own, without = (records(run / name / "metrics.jsonl") for name in ("own", "without"))
     for ours, theirs in zip(own, without, strict=True):
         assert ours["reward"] == theirs["reward"] and ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-        assert ours["sampling/logp_difference/max"] < 1e-4 and ours["completions/clipped_ratio"] == theirs["completions/clipped_ratio"]
+        assert (
+            ours["sampling/sampling_logp_difference/max"] < 1e-4
+            and ours["completions/clipped_ratio"] == theirs["completions/clipped_ratio"]
+        )
     assert completions(run / "own/completions/step_000001.parquet") == completions(run / "without/completions/step_000001.parquet")
 
 

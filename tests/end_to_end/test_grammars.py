@@ -39,8 +39,8 @@ def test_a_run_trains_on_what_a_regex_leaves(tmp_path):
     assert run_ranks(train, 1, [*flags, "--output_dir", str(tmp_path / "out")], timeout=180) == [0]
     first, second = records(tmp_path / "out" / "metrics.jsonl")
     for step in (first, second):
-        assert step["sampling/logp_difference/max"] < 1e-4 and step["grad_norm"] > 0 and step["completions/clipped_ratio"] == 0
-        assert 1 < step["sampling/kept_words"] < step["sampling/kept_words_max"] <= 30
+        assert step["sampling/sampling_logp_difference/max"] < 1e-4 and step["grad_norm"] > 0 and step["completions/clipped_ratio"] == 0
+        assert 1 < step["sampling/mask_size"] < step["sampling/mask_size_max"] <= 30
     assert first["entropy"] < 3.5  # log(30): over the words that are left
     assert first["teacher_kl"] < 1e-9 < second["teacher_kl"], "among the words that the regex left"
 
@@ -62,4 +62,4 @@ def test_turns_of_episodes_are_bounded_one_by_one(tmp_path):
     ]  # fmt: skip
     assert run_ranks(train, 1, flags, timeout=180) == [0]
     [step] = records(tmp_path / "out" / "metrics.jsonl")
-    assert step["episodes/turns"] == 2 and step["sampling/logp_difference/max"] < 1e-4 and step["sampling/kept_words"] < 10
+    assert step["episodes/turns"] == 2 and step["sampling/sampling_logp_difference/max"] < 1e-4 and step["sampling/mask_size"] < 10

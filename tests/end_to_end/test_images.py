@@ -17,7 +17,7 @@ from tests.ranks import RanksFailed, run_ranks
 from tests.seeing import as_bytes, picture, write_seeing
 
 STEPS = 4
-EXACT = ("loss", "reward", "grad_norm", "num_tokens", "staleness/mean", "learning_rate", "sampling/logp_difference/max")
+EXACT = ("loss", "reward", "grad_norm", "num_tokens", "staleness/mean", "learning_rate", "sampling/sampling_logp_difference/max")
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_a_run_that_is_killed_is_the_run_that_nobody_killed(flags, tmp_path):
     done = len(records(tmp_path / "out" / "metrics.jsonl"))
     assert run_ranks(train, 2, flags, timeout=180) == [0, 0]
     assert 2 <= done < STEPS
-    assert records(tmp_path / "whole" / "metrics.jsonl")[0]["sampling/logp_difference/max"] < 1e-4, "over the words that were left"
+    assert records(tmp_path / "whole" / "metrics.jsonl")[0]["sampling/sampling_logp_difference/max"] < 1e-4, "over the words that were left"
 
     whole, found = (records(tmp_path / name / "metrics.jsonl") for name in ("whole", "out"))
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))

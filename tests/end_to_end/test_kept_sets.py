@@ -14,7 +14,7 @@ from tests.end_to_end.test_compare_losses import compare_losses
 from tests.ranks import run_ranks
 
 CUT = [*("--temperature", "0.7"), *("--top_k", "5"), *("--top_p", "0.9")]
-SAME = ("loss", "grad_norm", "kl", "entropy", "num_tokens", "sampling/logp_difference/mean")
+SAME = ("loss", "grad_norm", "kl", "entropy", "num_tokens", "sampling/sampling_logp_difference/mean")
 WHAT_IF = ("loss", "grad_norm", "kl")
 ENVIRONMENT = """
 from megatron_grpo.environments.protocol import Environment, Reply
@@ -38,8 +38,8 @@ def test_rows_that_wait_keep_their_words_over_a_checkpoint_and_another_layout(tm
     whole, other = tmp_path / "whole", tmp_path / "other"
     assert run_ranks(train, 1, [*flags, "--share_prefix", "true", "--output_dir", str(whole)], timeout=180) == [0]
     one = records(whole / "metrics.jsonl")
-    assert all(step["sampling/logp_difference/max"] < 1e-4 for step in one), "of the same words, at the weights that drew"
-    assert 1 < one[0]["sampling/kept_words"] < one[0]["sampling/kept_words_max"] <= 5 and "sampling/kept_words" not in one[-1]
+    assert all(step["sampling/sampling_logp_difference/max"] < 1e-4 for step in one), "of the same words, at the weights that drew"
+    assert 1 < one[0]["sampling/mask_size"] < one[0]["sampling/mask_size_max"] <= 5 and "sampling/mask_size" not in one[-1]
     [(code, said)] = run_ranks(compare_losses, 1, [str(whole), "--step", "3", "--json", "--variant", "epsilon=0.1"], timeout=180)
     again = json.loads(said)["variants"][0]
     assert code == 0 and {name: again[name] for name in WHAT_IF} == pytest.approx({name: one[-1][name] for name in WHAT_IF}, rel=1e-4)
@@ -68,5 +68,5 @@ def test_turns_of_episodes_have_their_words_and_an_adapter_trains_on_them(tmp_pa
     # The policy as it began is its teacher: of the same contexts, and among the same words, both say the same.
     assert first["teacher_kl"] < 1e-9 < second["teacher_kl"] and first["episodes/rewritten"] > 0
     for step in (first, second):
-        assert step["episodes/turns"] > 1 and step["sampling/logp_difference/max"] < 1e-4 and step["sampling/kept_words_max"] <= 40
+        assert step["episodes/turns"] > 1 and step["sampling/sampling_logp_difference/max"] < 1e-4 and step["sampling/mask_size_max"] <= 40
         assert step["grad_norm"] > 0

@@ -66,5 +66,5 @@ def test_a_run_that_makes_room_and_is_resumed_is_the_run_that_does_not(tmp_path)
     for file in (tmp_path / "plain" / "hf").glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "away" / "hf" / file.name).read_bytes()
     assert [step["step"] for step in other if step.get("time/offload", 0) > 0] == [1, 3], "the second step of a rollout moves nothing"
-    assert all(step["memory/given_away_gb"] > 0 for step in other)
-    assert not any("time/offload" in step or "memory/given_away_gb" in step for step in one)
+    assert all(step["memory/offloaded_gb"] > 0 for step in other)
+    assert not any("time/offload" in step or "memory/offloaded_gb" in step for step in one)

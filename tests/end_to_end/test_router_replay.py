@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
 
 MODEL = dict(layers=2, hidden=16, heads=2, kv_heads=2, head_dim=8, ffn=16, std=0.1)
-SAME = ("loss", "grad_norm", "kl", "num_tokens", "routing/replayed", "routing/agreement", "sampling/logp_difference/mean")
+SAME = ("loss", "grad_norm", "kl", "num_tokens", "routing/replayed", "routing/agreement", "sampling/sampling_logp_difference/mean")
 
 
 def train(rank, world_size, flags, mode):

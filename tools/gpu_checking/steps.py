@@ -106,7 +106,8 @@ def gap(name: str, least: int = 1, bar: float = GAP) -> Callable[[Path, str], st
     """The mean difference of log-probs in every step of a run, and how flat it stays."""
 
     def judge(out: Path, log: str) -> str:
-        found = [line["sampling/logp_difference/mean"] for line in metrics(out / name) if "sampling/logp_difference/mean" in line]
+        name_of_mean = "sampling/sampling_logp_difference/mean"
+        found = [line[name_of_mean] for line in metrics(out / name) if name_of_mean in line]
         if len(found) < least:
             return f"! {len(found)} of {least} steps say how far trainer and sampler are apart"
         said = f"mean log-prob difference {min(found):.4f} to {max(found):.4f}, first {found[0]:.4f}, last {found[-1]:.4f}"

@@ -187,8 +187,8 @@ def assert_same(
     if "cispo_clip_ratio" in theirs:
         assert found["clip_ratio/high_mean"] == pytest.approx(theirs["cispo_clip_ratio"])
     if trl.use_vllm:
-        assert found["sampling/logp_difference/mean"] == pytest.approx(theirs["sampling/sampling_logp_difference/mean"])
-        assert found["sampling/logp_difference/max"] == pytest.approx(theirs["sampling/sampling_logp_difference/max"])
+        assert found["sampling/sampling_logp_difference/mean"] == pytest.approx(theirs["sampling/sampling_logp_difference/mean"])
+        assert found["sampling/sampling_logp_difference/max"] == pytest.approx(theirs["sampling/sampling_logp_difference/max"])
         assert found["sampling/importance_sampling_ratio/mean"] == pytest.approx(theirs["sampling/importance_sampling_ratio/mean"])
 
 

@@ -40,8 +40,8 @@ def test_mismatch_by_hand():
     # old - sampler: log 2, unknown, -log 4; the fourth token is filtered out.
     sampler = torch.tensor([-1.0 - math.log(2), NAN, -3.0 + math.log(4), -100.0], dtype=torch.float64)
     found = measured(sampler_logprobs=sampler)
-    assert found["sampling/logp_difference/mean"] == pytest.approx(1.5 * math.log(2))
-    assert found["sampling/logp_difference/max"] == pytest.approx(math.log(4))
+    assert found["sampling/sampling_logp_difference/mean"] == pytest.approx(1.5 * math.log(2))
+    assert found["sampling/sampling_logp_difference/max"] == pytest.approx(math.log(4))
     assert found["sampling/kl_k1"] == pytest.approx(0.5 * math.log(2))
     assert found["sampling/kl_k3"] == pytest.approx((2 - math.log(2) - 1 + 0.25 + math.log(4) - 1) / 2)
     assert found["sampling/importance_sampling_ratio/mean"] == pytest.approx((2 + 1 + 0.25) / 3)
@@ -76,8 +76,8 @@ def test_one_token_has_metrics_too():
     found = measured(**one, sampler_logprobs=torch.tensor([-1.5]), logprobs=torch.tensor([-1.0]), entropy=torch.tensor([2.0]),
                      is_compared=torch.ones(1, dtype=torch.bool), sequence=torch.zeros(1, dtype=torch.int64), num_sequences=1,
                      num_loss_tokens=1)  # fmt: skip
-    assert (found["entropy"], found["sampling/logp_difference/mean"], found["clip_ratio/region_mean"]) == (2.0, 0.5, 0.0)
-    assert (found["sampling/logp_difference/max"], found["sampling/effective_sample_size"]) == (0.5, 1.0)
+    assert (found["entropy"], found["sampling/sampling_logp_difference/mean"], found["clip_ratio/region_mean"]) == (2.0, 0.5, 0.0)
+    assert (found["sampling/sampling_logp_difference/max"], found["sampling/effective_sample_size"]) == (0.5, 1.0)
 
 
 def test_cispo_clips_above_only():
@@ -125,8 +125,8 @@ def test_the_samplers_own_log_probs_are_no_measure_of_the_sampler():
     sampler = torch.tensor([-1.5, -2.0, -3.0, -4.0], dtype=torch.float64)
     given = dict(sampler_logprobs=sampler, old_logprobs=torch.tensor([-1.0, -1.0, -3.0, -4.0]), token_weights=torch.full((4,), 0.25))
     found = measured(**given, is_compared=torch.tensor([True, True, False, False]))
-    assert (found["sampling/logp_difference/mean"], found["sampling/logp_difference/max"]) == (0.75, 1.0)
-    assert measured(**given)["sampling/logp_difference/mean"] == 0.375
+    assert (found["sampling/sampling_logp_difference/mean"], found["sampling/sampling_logp_difference/max"]) == (0.75, 1.0)
+    assert measured(**given)["sampling/sampling_logp_difference/mean"] == 0.375
 
 
 def test_the_extremes_of_clipping_are_those_of_single_micro_batches():

@@ -182,9 +182,9 @@ def test_what_was_skipped_and_what_drifts_is_said(tmp_path):
     watch = DriftWatch(bound=0.5, dtype="float32")
     journal = journal_in(tmp_path, watches=[lambda progress, metrics: watch.warning(metrics)])
     journal.start(Progress())
-    step(journal, 1, **{"sampling/logp_difference/max": 0.5})
+    step(journal, 1, **{"sampling/sampling_logp_difference/max": 0.5})
     assert "WARNING" not in told(journal) and "optimizer step 1 is skipped" not in told(journal)
-    step(journal, 2, skipped="nothing was left to train", **{"sampling/logp_difference/max": 0.75})
+    step(journal, 2, skipped="nothing was left to train", **{"sampling/sampling_logp_difference/max": 0.75})
     assert "WARNING: trainer and sampler differ by 0.75 nats" in told(journal)
     assert "optimizer step 2 is skipped: nothing was left to train" in told(journal)
 
@@ -214,9 +214,10 @@ def test_the_end_compares_what_ended_well(tmp_path, how, compares):
 def test_drift_is_said_again_when_it_has_doubled():
     watch = DriftWatch(bound=None, dtype="float32")
     said = [
-        watch.warning({"sampling/logp_difference/max": value}) is not None for value in (1e-3, 2e-3, 3.9e-3, 4e-3, 4.1e-3, 8e-3, 8.3e-3)
+        watch.warning({"sampling/sampling_logp_difference/max": value}) is not None
+        for value in (1e-3, 2e-3, 3.9e-3, 4e-3, 4.1e-3, 8e-3, 8.3e-3)
     ]
     assert said == [False, True, False, False, True, False, True]
-    assert DriftWatch(bound=None, dtype="bfloat16").warning({"sampling/logp_difference/max": 0.9}) is None
+    assert DriftWatch(bound=None, dtype="bfloat16").warning({"sampling/sampling_logp_difference/max": 0.9}) is None
     assert DriftWatch(bound=0.0, dtype="bfloat16").warning({"loss": 1.0}) is None
-    assert DriftWatch(bound=0.0, dtype="bfloat16").warning({"sampling/logp_difference/max": 1e-9})
+    assert DriftWatch(bound=0.0, dtype="bfloat16").warning({"sampling/sampling_logp_difference/max": 1e-9})

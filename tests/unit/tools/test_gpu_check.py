@@ -71,7 +71,7 @@ def test_judges_fail_on_what_they_are_for(tmp_path):
     (tmp_path / "gap").mkdir()
 
     def lines(*gaps):
-        text = "".join(json.dumps({"sampling/logp_difference/mean": gap, "reward": gap}) + "\n" for gap in gaps)
+        text = "".join(json.dumps({"sampling/sampling_logp_difference/mean": gap, "reward": gap}) + "\n" for gap in gaps)
         (tmp_path / "gap" / "metrics.jsonl").write_text(text)
 
     lines(0.01, 0.02)

@@ -22,7 +22,7 @@ judge = load(ROOT / "examples/judge_turns.py")
 STEP = {
     "step": 1,
     "time/step": 2.0,
-    "sampling/logp_difference/max": 1e-6,
+    "sampling/sampling_logp_difference/max": 1e-6,
     "episodes/failed": 0,
     "rewards/correct/mean": 0.5,
     "episodes/turns": 2.0,
@@ -42,7 +42,7 @@ AFTER = {"step": 40, "score": "correct", "n": 8, "mean@8": 0.95, "mean@8/stderr"
         ([STEP], [BEFORE, AFTER | {"change": None}], "did not ask the same"),
         ([STEP], [BEFORE, AFTER | {"change/stderr": 0.2}], "is not 5 times its standard error"),
         ([STEP | {"episodes/failed": 1}], [BEFORE, AFTER], "some episodes failed"),
-        ([STEP | {"sampling/logp_difference/max": float("nan")}], [BEFORE, AFTER], "differ by up to nan"),
+        ([STEP | {"sampling/sampling_logp_difference/max": float("nan")}], [BEFORE, AFTER], "differ by up to nan"),
     ],
 )
 def test_what_is_wrong_is_said(steps, evaluations, says):

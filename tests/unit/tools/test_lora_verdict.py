@@ -20,7 +20,7 @@ def write_run(at: Path, correct: list[float], *, difference: float = 1e-6, train
     (at / "checkpoints/iter_0000010/grpo").mkdir(parents=True)
     (at / "checkpoints/iter_0000010/grpo/state").write_bytes(b"x" * 1000)
     (at / "plan.json").write_text(json.dumps({"cost": {"trainable_parameters": trained, "weight_push_bytes": 4 * trained}}))
-    (at / "metrics.jsonl").write_text(json.dumps({"sampling/logp_difference/max": difference}) + "\n")
+    (at / "metrics.jsonl").write_text(json.dumps({"sampling/sampling_logp_difference/max": difference}) + "\n")
     (at / "evaluations.jsonl").write_text("".join(json.dumps({"step": 10 * n, "correct": c}) + "\n" for n, c in enumerate(correct)))
     for name in verdict.ADAPTER:
         (at / name).write_text(json.dumps({"r": 8}))

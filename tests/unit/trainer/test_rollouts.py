@@ -411,10 +411,10 @@ def test_a_sample_keeps_what_its_tokens_were_drawn_among_and_one_that_trains_not
     sampling = replace(SAMPLING, top_k=3, tells_kept=True)
     samples, stats, _ = rollout({0: LIVE, 1: LIVE}, answer=told, sampling=sampling)
     assert [sample.kept and sample.kept.ids.tolist() for sample in samples] == [[0, 9, 1], [1, 8, 9, 2, 8], [10, 9, 11], None]
-    assert (stats["sampling/kept_words"], stats["sampling/kept_words_max"]) == ((3 + 5) * 2 / 8, 3)
+    assert (stats["sampling/mask_size"], stats["sampling/mask_size_max"]) == ((3 + 5) * 2 / 8, 3)
     nothing = emptied(samples[1])
     assert nothing.kept is None and not nothing.mask.any()
-    assert "sampling/kept_words" not in rollout({0: LIVE, 1: LIVE})[1]
+    assert "sampling/mask_size" not in rollout({0: LIVE, 1: LIVE})[1]
     with pytest.raises(InvalidSamplingMaskError, match="did not say among which words it drew the 2 tokens"):
         rollout({0: LIVE, 1: LIVE}, sampling=sampling)
 
