@@ -176,9 +176,8 @@ def native_flags(cfg: Config, sizes: BatchSizes) -> str:
         value = getattr(getattr(cfg, setting.group), setting.name)
         if value in ([], {}) and value == setting.default:
             continue
-        if setting.name == "dataset":
-            value = [value, *cfg.data.further_datasets]
         values = words_of(value) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        values = [*values, *(cfg.data.further_datasets if setting.name == "dataset" else ())]
         words += [f"--{setting.name}", *(str(v).lower() if isinstance(v, bool) or v is None else shlex.quote(str(v)) for v in values)]
     return " ".join(words)
 

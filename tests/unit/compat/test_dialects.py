@@ -257,6 +257,15 @@ def test_translated_words_are_native_flags_that_mean_the_same(capsys, tmp_path):
     assert "--lr_decay_style cosine" in there["native_flags"] and "--beta 0.04" in there["native_flags"]
 
 
+def test_several_data_sets_are_words_of_one_native_flag(capsys, tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "x"}\n' * 4)
+    words = f"--dialect swift --num_generations 4 --global_batch_size 4 --dataset {tmp_path}/a.jsonl {tmp_path}/b.jsonl"
+    assert main(["plan", "--json", *words.split()]) == 0, capsys.readouterr()
+    flags = json.loads(capsys.readouterr().out)["native_flags"]
+    assert f"--dataset {tmp_path}/a.jsonl {tmp_path}/b.jsonl" in flags and "further_datasets" not in flags
+
+
 def test_a_budget_of_tokens_is_among_the_native_flags(capsys):
     words = "--dialect swift --max_tokens_per_micro_batch 4096 --pad_to_multiple_of 64"
     assert main(["plan", "--json", *words.split()]) == 0
