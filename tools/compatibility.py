@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ def problems(model: str, typed: str) -> list[str]:
     return []
 
 
+@cache
 def refusals() -> dict[tuple[int, int], list[str] | None]:
     """Return the messages for each pair of features, by their numbers in the table; None if no model has both.
 

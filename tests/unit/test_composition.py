@@ -16,7 +16,7 @@ from megatron_grpo.cli import main
 from megatron_grpo.config import resolve
 from megatron_grpo.data import checks, streamed
 from megatron_grpo.run import inputs
-from tools import compatibility, docs
+from tools import compatibility
 
 REFUSALS = yaml.safe_load((Path(__file__).parents[1] / "refusals.yaml").read_text(encoding="utf-8"))
 OWN_TESTS = ("lora", "evaluation_and_rollout_functions", "images", "vision")
@@ -68,14 +68,6 @@ def ask(tmp_path, capsys, monkeypatch):
         return code, json.loads(capsys.readouterr().out)
 
     return ask
-
-
-def test_every_feature_of_the_table_works_alone():
-    found = compatibility.refusals()
-    rows = compatibility.features()
-    assert {rows[i].name: messages for (i, j), messages in found.items() if i == j and messages} == {}
-    assert any(messages for messages in found.values()) and any(messages == [] for (i, j), messages in found.items() if i != j)
-    assert all((docs.ROOT / "docs" / row.page).is_file() for row in rows)
 
 
 def test_a_refusal_that_only_rows_show_is_what_reading_them_says():

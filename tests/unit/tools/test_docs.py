@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools import docs
+from tools import compatibility, docs
 
 
 @pytest.mark.parametrize("name", docs.TABLES)
@@ -18,3 +18,11 @@ def test_a_generated_table_is_what_its_source_says(name):
 def test_every_generated_page_of_other_systems_is_in_the_navigation():
     navigation = (docs.ROOT / "docs" / "mkdocs.yml").read_text()
     assert [name for name in docs.argument_pages() if f": reference/{name}.md\n" not in navigation] == []
+
+
+def test_every_feature_of_the_table_works_alone():
+    found = compatibility.refusals()
+    rows = compatibility.features()
+    assert {rows[i].name: messages for (i, j), messages in found.items() if i == j and messages} == {}
+    assert any(messages for messages in found.values()) and any(messages == [] for (i, j), messages in found.items() if i != j)
+    assert all((docs.ROOT / "docs" / row.page).is_file() for row in rows)
