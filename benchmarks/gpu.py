@@ -51,7 +51,7 @@ MOST_MOVED = 0.1  # share of tokens, for which two experts are so near to each o
 # ---- t8 ----------------------------------------------------------------------------------------------------------------------------------
 
 
-def clock(torch, on_gpu: bool):
+def timers(torch, on_gpu: bool):
     """Seconds by CUDA events, each waited for; by the wall clock where there is no GPU."""
     if not on_gpu:
         return time.perf_counter
@@ -95,7 +95,7 @@ def t8(arguments: argparse.Namespace) -> dict:
         share_prefix=arguments.share_prefix,
     )  # fmt: skip
     ours, pairs = steps.Ours(path, how), []
-    now = clock(torch, on_gpu)
+    now = timers(torch, on_gpu)
     sizes = SimpleNamespace(tokens=min(arguments.budget, 16384), hidden=model["hidden"], ffn=model["ffn"])
 
     def peak() -> float:
@@ -110,7 +110,7 @@ def t8(arguments: argparse.Namespace) -> dict:
         begun = now()
         ours.policy.train_step(batch)
         of_us = now() - begun
-        computed = sum(int((micro.multiplicity > 0).sum()) for micro in batch.micro_batches)
+        computed = sum(int((micro.num_references > 0).sum()) for micro in batch.micro_batches)
         pairs.append({
             "trl": of_trl, "ours": of_us, "tokens": sum(len(p) + len(c) for p, c, _ in tokens), "computed": computed, "gemm": rate,
             "least": steps.least_products(ours.policy, batch), "peak_trl": of_them, "peak_ours": peak(),

@@ -38,11 +38,11 @@ def train(rank: int, world_size: int, flags: list[str], seconds: list[float]) ->
     """`megatron-grpo train`, with a sampler that takes so long for each rollout."""
     from megatron_grpo.cli import main
     from megatron_grpo.rollout.scripted import ScriptedEngine
-    from megatron_grpo.types import answered
+    from megatron_grpo.types import make_completion
 
     def answer(prompt, place, version):
         tokens = np.random.default_rng([prompt.number, place]).integers(4, 100, 256).tolist()
-        return answered(prompt.token_ids, tokens, [-4.0] * len(tokens), text="", ended="length", version=version)
+        return make_completion(prompt.token_ids, tokens, [-4.0] * len(tokens), text="", finish_reason="length", version=version)
 
     class Replayed(ScriptedEngine):
         def _answered(self, prompts, *asked):

@@ -47,7 +47,7 @@ def measured(path, settings, samples, steps: int):
         policy = cases.build(path, cases.settings(**settings), world)
         check, step, total = Timed(1), 0.0, 0.0
         for index in range(steps):
-            rows = [dataclasses.replace(sample, version=index, fresh_at=index) for sample in samples]
+            rows = [dataclasses.replace(sample, version=index, on_policy_version=index) for sample in samples]
             batch, check.seconds = cases.batch_of(policy, rows, index), 0.0
             looks, began = Looks(policy, check), time.process_time()
             policy.train_step(batch, looks)

@@ -41,7 +41,8 @@ def rollout(step: int) -> list[Sample]:
         for row in range(G):
             tokens = np.concatenate([prompt, rng.integers(4, 512, rng.integers(*COMPLETION))])
             rows.append(Sample(
-                row=prompt_number * G + row, rollout=step, prompt_number=prompt_number, version=step, fresh_at=step, token_ids=tokens,
+                row=prompt_number * G + row, rollout=step, prompt_number=prompt_number, version=step, on_policy_version=step,
+                token_ids=tokens,
                 mask=np.arange(len(tokens)) >= PROMPT, sampler_logprobs=np.full(len(tokens), np.nan, dtype=np.float32),
                 advantage=float(rng.normal()), is_dead=False, is_truncated=False,
             ))  # fmt: skip

@@ -63,11 +63,11 @@ def main() -> None:
     try:
         server.wait()
         client = partial(http.Server, token=TOKEN, incarnation="1")
-        fleet = TrainingServerGroup(lambda: [Address(server.host, server.port, False)], client, run="a run",
+        server_group = TrainingServerGroup(lambda: [Address(server.host, server.port, False)], client, run="a run",
                       incarnation="1", needs=ServerRequirements(max_model_len=longest), timeout=240.0, say=print)  # fmt: skip
-        fleet.gather()
+        server_group.gather()
         push(Trainer().link(server), [(name, read(name)) for name in read.names], server, bucket_bytes=16 << 20, version=1)
-        fleet.gather()
+        server_group.gather()
         tree = [server.process.pid, *(child.pid for child in psutil.Process(server.process.pid).children(recursive=True))]
         engines = [pid for pid in tree if "EngineCore" in " ".join(psutil.Process(pid).cmdline()) + psutil.Process(pid).name()]
         speakers = [pid for pid in tree if pid not in engines]
@@ -81,7 +81,7 @@ def main() -> None:
             }  # fmt: skip
             question = GenerationRequest(requests, wire.Sampling(), version=1)
             before, begun = (time.process_time(), cpu_of(speakers), cpu_of(engines)), time.monotonic()
-            question.ask(fleet)
+            question.ask(server_group)
             assert question.wait() == 0
             wall = time.monotonic() - begun
             spent = np.array((time.process_time(), cpu_of(speakers), cpu_of(engines))) - before

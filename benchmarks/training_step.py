@@ -83,7 +83,7 @@ class Ours:
         for row, (prompt, completion, advantage) in enumerate(tokens):
             mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
             samples.append(Sample(
-                row=row, rollout=self.steps, prompt_number=row // self.group, version=self.steps, fresh_at=self.steps,
+                row=row, rollout=self.steps, prompt_number=row // self.group, version=self.steps, on_policy_version=self.steps,
                 token_ids=np.array(prompt + completion), mask=mask, sampler_logprobs=np.full(len(mask), np.nan, dtype=np.float32),
                 advantage=advantage, is_dead=False, is_truncated=False,
             ))  # fmt: skip
@@ -170,7 +170,7 @@ def least_products(policy, batch) -> float:
     sizes = {name: tensor.numel() for name, tensor in policy.named_weights() if tensor.dim() == 2}
     head = sizes.pop("lm_head.weight", 0) or sizes["model.embed_tokens.weight"]
     sizes.pop("model.embed_tokens.weight")
-    computed = sum(int((micro.multiplicity > 0).sum()) for micro in batch.micro_batches)
+    computed = sum(int((micro.num_references > 0).sum()) for micro in batch.micro_batches)
     trained = sum(len(micro.targets) for micro in batch.micro_batches)
     return 6e-9 * (sum(sizes.values()) * computed + head * trained)
 

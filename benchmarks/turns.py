@@ -74,7 +74,7 @@ def measure(path: Path, args: argparse.Namespace) -> None:
         turns = Cut(engine._llm.llm_engine, sampling, version=0)
         while not play.advance(turns, 10.0, version=0):
             pass
-        return sum(one.num_drawn for group in play.groups() for one in group.completions)
+        return sum(one.num_sampled for group in play.groups() for one in group.completions)
 
     def batch() -> int:
         turns = EngineTurns(engine._llm.llm_engine, sampling, version=0)

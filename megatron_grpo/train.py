@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_grpo.data.prompts import PromptStream
     from megatron_grpo.metrics.metrics_logger import MetricsLogger
     from megatron_grpo.parallel.state import ParallelState
-    from megatron_grpo.policy.guard import SkippedStep
+    from megatron_grpo.policy.gradient_check import SkippedStep
     from megatron_grpo.policy.policy import GradientHooks, Policy, TrainedStep
     from megatron_grpo.rollout.engine import Engine
     from megatron_grpo.trainer.evaluate import Evaluator
@@ -37,7 +37,7 @@ class StopRequest(Protocol):
     The loop knows nothing else of signals and time limits.
     """
 
-    def agreed(self, all_reduce_max: Callable[[float], float]) -> bool:
+    def is_requested(self, all_reduce_max: Callable[[float], float]) -> bool:
         """Return whether any rank asks to stop, the same on every rank. Collective.
 
         Args:
@@ -47,23 +47,23 @@ class StopRequest(Protocol):
     def should_cancel(self) -> bool:
         """Return whether sampling or reward scoring must be abandoned now, because no time is left to wait for it."""
 
-    def why(self, from_all: Callable[[Any], list[Any]]) -> str:
+    def why(self, all_gather: Callable[[Any], list[Any]]) -> str:
         """Return the reason for the stop, in the same words on every rank. Collective.
 
         Args:
-            from_all: Gathers a value from all ranks.
+            all_gather: Gathers a value from all ranks.
         """
 
 
 class StepCallback(Protocol):
     """Observer of training steps. It may end the run, and it saves steps that are worth inspecting."""
 
-    def __call__(self, step: ScheduledStep, pending: SampleBuffer) -> AbstractContextManager[GradientHooks | None]:
+    def __call__(self, step: ScheduledStep, buffer: SampleBuffer) -> AbstractContextManager[GradientHooks | None]:
         """Return the context manager that wraps one training step.
 
         Args:
             step: The step from the training schedule.
-            pending: The sample buffer, with the rows of the step on the ranks that train them.
+            buffer: The sample buffer, with the rows of the step on the ranks that train them.
         """
 
     def dump_on_hang(self, words: str) -> None:
@@ -78,20 +78,20 @@ class StepCallback(Protocol):
 class Run:
     """Components of one training run, assembled by `build`."""
 
-    timetable: TrainingSchedule
+    schedule: TrainingSchedule
     parallel: ParallelState
     policy: Policy
     engine: Engine
-    publisher: WeightSyncManager
+    weight_sync: WeightSyncManager
     rollouts: Rollouts
     prompts: PromptStream
     checkpoints: Checkpoints
     evaluator: Evaluator
-    journal: MetricsLogger
+    logger: MetricsLogger
     stop: StopRequest
     stop_drain_seconds: float  # how long to wait for running generations once the run must stop
     max_skipped_steps: int  # consecutive steps refused by the guard after which the run ends
-    witness: StepCallback
+    step_callback: StepCallback
 
 
 def train(run: Run) -> Progress:
@@ -104,75 +104,75 @@ def train(run: Run) -> Progress:
         RunInterruptedError: The run was asked to stop. Its state is saved on disk.
         RunError: `max_skipped_steps` optimizer steps in a row were skipped.
     """
-    policy, rollouts, clock = run.policy, run.rollouts, run.journal.clock
-    progress, pending = run.checkpoints.restore(policy, run.prompts, SampleBuffer(parallel=run.parallel, cut=policy.cut))
-    run.journal.start(progress)
+    policy, rollouts, timers = run.policy, run.rollouts, run.logger.timers
+    progress, buffer = run.checkpoints.restore(policy, run.prompts, SampleBuffer(parallel=run.parallel, cut=policy.cut))
+    run.logger.start(progress)
 
-    for step in run.timetable.from_step(progress.step, progress.num_rollouts):  # one row of the schedule per optimizer step
+    for step in run.schedule.from_step(progress.step, progress.num_rollouts):  # one row of the schedule per optimizer step
         # SAMPLE   collect rollouts launched by earlier steps; sync this step's weights to the engine; start new sampling.
-        with saved_if_sampling_ends(run, progress, pending):
+        with saved_if_sampling_ends(run, progress, buffer):
             found = rollouts.collect(step.arriving)
             evaluate_if_due(run, progress, step.evaluates)
             if step.immediate or step.launches:
-                publish(run, progress.step)
+                sync_weights(run, progress.step)
             found += rollouts.sample(step.immediate)
             for number in step.launches:
                 rollouts.launch(number)
-        pending, progress = pending.add(found), progress.add(found)
-        stop_if_asked(run, progress, pending, found)  # before the optimizer step, which may take longer than the time left
+        buffer, progress = buffer.add(found), progress.add(found)
+        stop_if_requested(run, progress, buffer, found)  # before the optimizer step, which may take longer than the time left
         # ANCHOR   compute old log-probs, which stay fixed while the weights change: only for the slices that the schedule names.
-        with policy.resident("weights"), clock("old_logprobs"):
-            pending = pending.anchored(policy.scorer, step)
+        with policy.on_device("weights"), timers("old_logprobs"):
+            buffer = buffer.with_old_logprobs(policy.scorer, step)
         # LEARN    build this rank's share of the global batch: the only place where data is partitioned.
-        pending, batch = pending.batch(step, weigh=policy.loss.token_weights)
-        run.checkpoints.record(step, pending)
-        with policy.resident("all"), clock("train"), run.witness(step, pending) as beside:
+        buffer, batch = buffer.batch(step, token_weight_fn=policy.loss.token_weights)
+        run.checkpoints.record(step, buffer)
+        with policy.on_device("all"), timers("train"), run.step_callback(step, buffer) as beside:
             trained = policy.train_step(batch, beside)
-        rows = pending.rows
-        if trained.refusal:  # the weights from before the step are unchanged
-            with policy.resident("weights"), clock("old_logprobs"):
-                pending = pending.after_refusal(policy.scorer, step)
-        pending, progress = pending.after(step, trained.logprobs), progress.after(batch)
+        rows = buffer.rows
+        if trained.skipped_step:  # the weights from before the step are unchanged
+            with policy.on_device("weights"), timers("old_logprobs"):
+                buffer = buffer.after_skipped_step(policy.scorer, step)
+        buffer, progress = buffer.after(step, trained.logprobs), progress.after(batch)
         # KEEP     save a checkpoint. It includes running generations, so it waits for them.
-        with clock("checkpoint"):
+        with timers("checkpoint"):
             run.checkpoints.advance()  # continues a checkpoint that is written in the background
-        stops, is_time = agreed(run)
+        stops, is_time = sync_stop_flags(run)
         saves = stops or is_time or run.checkpoints.are_due(progress.step)
         if saves:
-            with saved_if_sampling_ends(run, progress, pending, told=(batch, trained, rows)):
+            with saved_if_sampling_ends(run, progress, buffer, unlogged=(batch, trained, rows)):
                 found = rollouts.drain(progress.step, at_most=run.stop_drain_seconds if stops else None)
-            pending, progress = pending.add(found), progress.add(found)
-        tell(run, progress, batch, trained, rows)
-        end_if_skipped_too_often(run, progress, trained.refusal)
+            buffer, progress = buffer.add(found), progress.add(found)
+        log_step(run, progress, batch, trained, rows)
+        end_if_skipped_too_often(run, progress, trained.skipped_step)
         if not trained.skipped:
             run.checkpoints.has_trained(batch.newest_version, progress.step)
         if saves:
-            save(run, progress, pending, completely=stops)
+            save(run, progress, buffer, completely=stops)
         if stops:
-            raise stopped(run, progress)
-    with saved_if_sampling_ends(run, progress, pending):
+            raise make_interrupted(run, progress)
+    with saved_if_sampling_ends(run, progress, buffer):
         evaluate_if_due(run, progress, [progress.step])
-    save(run, progress, pending, completely=True)
+    save(run, progress, buffer, completely=True)
     return progress
 
 
-def agreed(run: Run) -> tuple[bool, bool]:
+def sync_stop_flags(run: Run) -> tuple[bool, bool]:
     """Return whether all ranks stop now, and whether a checkpoint is due by the clock of the main rank. Collective.
 
     A stop request on any rank stops all of them. One all-reduced number carries both answers: 2 for stop, 1 for the clock. A run that stops
     saves anyway, so the second value is only True if the first is False.
     """
-    is_time, largest = run.parallel.is_main and run.checkpoints.is_time(), 0.0
+    is_time, largest = run.parallel.is_rank_zero and run.checkpoints.is_time(), 0.0
 
     def all_reduce_max(stop: float) -> float:
         nonlocal largest
         largest = collectives.all_reduce_max(2.0 * stop + is_time)
         return float(largest >= 2.0)
 
-    return run.stop.agreed(all_reduce_max), largest == 1.0
+    return run.stop.is_requested(all_reduce_max), largest == 1.0
 
 
-def tell(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedStep, rows: Mapping[RowKey, TrainingRow]) -> None:
+def log_step(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedStep, rows: Mapping[RowKey, TrainingRow]) -> None:
     """Log the metrics of a step and, if the guard refused it, the rows that caused its gradient.
 
     Args:
@@ -182,39 +182,39 @@ def tell(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedStep,
         trained: The result of the step.
         rows: The rows that were waiting before the step.
     """
-    run.journal.step(progress, batch, trained.metrics, skipped=trained.skipped)
-    if trained.refusal:
-        numbers = {key: rows[key].prompt_number for key in trained.refusal.rows}
+    run.logger.step(progress, batch, trained.metrics, skipped=trained.skipped)
+    if trained.skipped_step:
+        numbers = {key: rows[key].prompt_number for key in trained.skipped_step.rows}
         places = {
             (rollout, row): dict(rollout=rollout, row=row, prompt_number=number, dataset_row=run.prompts.row_of(number))
             for (rollout, row), number in numbers.items()
         }
-        run.journal.refusal(progress, trained.refusal.record(places), trained.refusal.lines(places))
+        run.logger.skipped_step(progress, trained.skipped_step.record(places), trained.skipped_step.lines(places))
 
 
-def end_if_skipped_too_often(run: Run, progress: Progress, refusal: SkippedStep | None) -> None:
+def end_if_skipped_too_often(run: Run, progress: Progress, skipped_step: SkippedStep | None) -> None:
     """End the run after too many skipped optimizer steps in a row.
 
     Args:
         run: The components of the run.
         progress: The progress after the step.
-        refusal: The guard's refusal of the step; None if the step was taken.
+        skipped_step: The guard's refusal of the step; None if the step was taken.
 
     Raises:
         RunError: `max_skipped_steps` steps in a row were refused by the guard.
     """
-    if refusal is None or refusal.skips.in_a_row < run.max_skipped_steps:
+    if skipped_step is None or skipped_step.skips.in_a_row < run.max_skipped_steps:
         return
     good = run.checkpoints.last_good(progress.step)
     raise RunError(
-        f"{refusal.skips.in_a_row} optimizer steps in a row were skipped (max_skipped_steps {run.max_skipped_steps}), and the run ends. "
-        f"Of the last one, step {progress.step}, {refusal.why}; who made it is said above, and in skipped.jsonl. "
+        f"{skipped_step.skips.in_a_row} optimizer steps in a row were skipped (max_skipped_steps {run.max_skipped_steps}); the run ends. "
+        f"Of the last one, step {progress.step}, {skipped_step.why}; who made it is said above, and in skipped.jsonl. "
         + (f"The last good checkpoint is {good}: --resume {good} goes on from it. " if good else "No checkpoint is known to be good yet. ")
         + "The same settings come to the same gradients: change them (--lr, --clip_grad), or the rows that were named."
     )
 
 
-def publish(run: Run, version: int) -> None:
+def sync_weights(run: Run, version: int) -> None:
     """Sync the policy's weights to the engine and verify that the engine uses them.
 
     Does nothing if the engine already has this version.
@@ -223,8 +223,8 @@ def publish(run: Run, version: int) -> None:
         run: The components of the run.
         version: The version of the weights, which is the number of optimizer steps done.
     """
-    with run.journal.clock("weight_sync"):
-        run.publisher.publish(version)
+    with run.logger.timers("weight_sync"):
+        run.weight_sync.sync_weights(version)
 
 
 def evaluate_if_due(run: Run, progress: Progress, steps: Iterable[int]) -> None:
@@ -236,28 +236,28 @@ def evaluate_if_due(run: Run, progress: Progress, steps: Iterable[int]) -> None:
         steps: Numbers of completed optimizer steps whose evaluation, if due, happens now.
     """
     if run.evaluator.is_due(steps):
-        publish(run, progress.step)
-        with run.journal.clock("eval"):
+        sync_weights(run, progress.step)
+        with run.logger.timers("eval"):
             evaluated = run.evaluator.run()
-        run.journal.evaluation(progress, evaluated)
+        run.logger.evaluation(progress, evaluated)
 
 
-def save(run: Run, progress: Progress, pending: SampleBuffer, *, completely: bool) -> None:
+def save(run: Run, progress: Progress, buffer: SampleBuffer, *, completely: bool) -> None:
     """Save a checkpoint.
 
     Args:
         run: The components of the run.
         progress: The progress to save.
-        pending: The sample buffer to save.
+        buffer: The sample buffer to save.
         completely: Wait until the checkpoint is on disk, even if checkpoints are written in the background.
     """
-    with run.journal.clock("checkpoint"):
-        run.checkpoints.save(progress, pending, run.policy, run.prompts)
+    with run.logger.timers("checkpoint"):
+        run.checkpoints.save(progress, buffer, run.policy, run.prompts)
         if completely:
             run.checkpoints.finish()
 
 
-def stop_if_asked(run: Run, progress: Progress, pending: SampleBuffer, found: Collection[Rollout]) -> None:
+def stop_if_requested(run: Run, progress: Progress, buffer: SampleBuffer, found: Collection[Rollout]) -> None:
     """Stop between sampling and the optimizer step, if rollouts arrived and a stop was requested.
 
     The new rollouts are saved in the checkpoint, if at least one optimizer step was done.
@@ -265,22 +265,25 @@ def stop_if_asked(run: Run, progress: Progress, pending: SampleBuffer, found: Co
     Args:
         run: The components of the run.
         progress: The current progress, the new rollouts included.
-        pending: The sample buffer, the new rollouts included.
+        buffer: The sample buffer, the new rollouts included.
         found: The rollouts that have just arrived.
 
     Raises:
         RunInterruptedError: The run was asked to stop.
     """
-    if found and run.stop.agreed(collectives.all_reduce_max):
+    if found and run.stop.is_requested(collectives.all_reduce_max):
         if progress.step:
-            run.journal.keep(progress)
-            save(run, progress, pending, completely=True)
-        raise stopped(run, progress)
+            run.logger.keep(progress)
+            save(run, progress, buffer, completely=True)
+        raise make_interrupted(run, progress)
 
 
 @contextmanager
 def saved_if_sampling_ends(
-    run: Run, progress: Progress, pending: SampleBuffer, told: tuple[GlobalBatch, TrainedStep, Mapping[RowKey, TrainingRow]] | None = None
+    run: Run,
+    progress: Progress,
+    buffer: SampleBuffer,
+    unlogged: tuple[GlobalBatch, TrainedStep, Mapping[RowKey, TrainingRow]] | None = None,
 ) -> Iterator[None]:
     """Save the state from before the block if sampling fails inside it, then end the run.
 
@@ -290,8 +293,8 @@ def saved_if_sampling_ends(
     Args:
         run: The components of the run.
         progress: The progress before the block.
-        pending: The sample buffer before the block.
-        told: The step that was just taken, if it is not logged yet.
+        buffer: The sample buffer before the block.
+        unlogged: The step that was just taken, if it is not logged yet.
 
     Raises:
         RunInterruptedError: Sampling was cancelled because the run must stop.
@@ -302,17 +305,17 @@ def saved_if_sampling_ends(
     try:
         yield
     except (NoRolloutServerError, CancelledError, RowsError) as end:
-        if told:
-            tell(run, progress, *told)
+        if unlogged:
+            log_step(run, progress, *unlogged)
         if progress.step:
             run.prompts.restore(before)
-            save(run, progress, pending, completely=True)
+            save(run, progress, buffer, completely=True)
         if isinstance(end, CancelledError):
-            raise stopped(run, progress, f", and {end}") from end
+            raise make_interrupted(run, progress, f", and {end}") from end
         raise type(end)(f"{end}; {where_it_is_saved(run, progress)}") from end
 
 
-def stopped(run: Run, progress: Progress, more: str = "") -> RunInterruptedError:
+def make_interrupted(run: Run, progress: Progress, more: str = "") -> RunInterruptedError:
     """Return the error that ends a stopped run, once its state is on disk. Collective.
 
     Args:

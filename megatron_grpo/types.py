@@ -46,11 +46,11 @@ class SamplingMask(NamedTuple):
         return cls(np.cumsum(counts), np.concatenate([np.zeros(0, dtype=np.int32), *(part.ids for part in parts)]))
 
     @classmethod
-    def all_words(cls, count: int) -> SamplingMask:
+    def unfiltered(cls, count: int) -> SamplingMask:
         """Return the mask of `count` positions without filtering."""
         return cls(np.zeros(count + 1, dtype=np.int64), np.zeros(0, dtype=np.int32))
 
-    def taken(self, places: np.ndarray) -> SamplingMask:
+    def take(self, places: np.ndarray) -> SamplingMask:
         """Select positions in the given order.
 
         Args:
@@ -110,7 +110,7 @@ class Prompt:
     raw: str | SequenceOf[Mapping[str, Any]]  # the prompt as in the data set: a string, or chat messages
     token_ids: tuple[int, ...]
     columns: Mapping[str, Any]  # every other column of the row, by name
-    pictures: tuple[tuple[int, Image], ...] = ()  # (index in token_ids, image)
+    images: tuple[tuple[int, Image], ...] = ()  # (index in token_ids, image)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,10 +124,10 @@ class Sequence:
     token_ids: np.ndarray  # int64 [T]
     mask: np.ndarray  # bool [T]: tokens to score
     starts: tuple[int, ...] = (0,)  # index of the first token of each context
-    shown: tuple[tuple[int, Image], ...] = ()  # (index in token_ids, image), ascending
+    images: tuple[tuple[int, Image], ...] = ()  # (index in token_ids, image), ascending
     experts: np.ndarray | None = None  # int16 [T, MoE layers, k]: where the sampler routed each token; -1 routes freely
-    kept_at: np.ndarray | None = None  # int64 [masked + 1]: offset of each masked token's row in kept_ids
-    kept_ids: np.ndarray | None = None  # int32 [m]: token IDs that survived top-k, top-p and min-p; None, as kept_at: no filtering
+    mask_offsets: np.ndarray | None = None  # int64 [masked + 1]: offset of each masked token's row in kept_ids
+    mask_ids: np.ndarray | None = None  # int32 [m]: token IDs that survived top-k, top-p and min-p; None, as mask_offsets: no filtering
 
     @property
     def contexts(self) -> tuple[RowKey, ...]:
@@ -140,21 +140,21 @@ class Sequence:
         return int(self.mask.sum())
 
     @property
-    def kept(self) -> SamplingMask | None:
+    def sampling_mask(self) -> SamplingMask | None:
         """Sampling mask of the masked tokens, or None without filtering.
 
         Raises:
             ValueError: The sampling mask covers another number of tokens than `mask` does.
         """
-        if self.kept_at is None or self.kept_ids is None:
+        if self.mask_offsets is None or self.mask_ids is None:
             return None
-        if len(self.kept_at) != self.num_masked + 1 or self.kept_at[-1] != len(self.kept_ids):
+        if len(self.mask_offsets) != self.num_masked + 1 or self.mask_offsets[-1] != len(self.mask_ids):
             raise ValueError(
-                f"kept words of {len(self.kept_at) - 1} tokens, {len(self.kept_ids)} in all, for {self.num_masked} masked ones"
+                f"kept words of {len(self.mask_offsets) - 1} tokens, {len(self.mask_ids)} in all, for {self.num_masked} masked ones"
             )
-        return SamplingMask(self.kept_at, self.kept_ids)
+        return SamplingMask(self.mask_offsets, self.mask_ids)
 
-    def spread(self, values: np.ndarray) -> np.ndarray:
+    def scatter(self, values: np.ndarray) -> np.ndarray:
         """Scatter one value per masked token to all tokens.
 
         Args:
@@ -168,15 +168,15 @@ class Sequence:
         return spread
 
 
-def whole(tokens: SequenceOf[int], shown: tuple[tuple[int, Image], ...] = ()) -> Sequence:
+def make_sequence(tokens: SequenceOf[int], images: tuple[tuple[int, Image], ...] = ()) -> Sequence:
     """Return a sequence of one context in which every token but the first is scored.
 
     Args:
         tokens: Token IDs, [T].
-        shown: (index in tokens, image) of each image, ascending.
+        images: (index in tokens, image) of each image, ascending.
     """
     token_ids = np.asarray(tokens, dtype=np.int64)
-    return Sequence(token_ids=token_ids, mask=np.arange(len(token_ids)) > 0, shown=shown)
+    return Sequence(token_ids=token_ids, mask=np.arange(len(token_ids)) > 0, images=images)
 
 
 FAULTS = ("error", "timeout", "nonsense")  # finish reasons of an episode whose environment failed: it has no reward and trains nothing
@@ -186,7 +186,7 @@ FAULTS = ("error", "timeout", "nonsense")  # finish reasons of an episode whose 
 class EpisodeNumbers:
     """Numbers of an episode that every rank knows, besides those of any completion."""
 
-    ended: str  # finish reason: "done", "max_turns", "length", or one of FAULTS
+    finish_reason: str  # finish reason: "done", "max_turns", "length", or one of FAULTS
     num_turns: int
     seconds: float  # spent in its environment
     metrics: Mapping[str, float]  # metrics of the environment, summed over its turns
@@ -213,7 +213,7 @@ class Completion:
     sequence: Sequence
     logprobs: np.ndarray  # float32 [T], the sampler's log-prob of each sampled token; 0 elsewhere
     text: str
-    ended: str  # finish reason: "stop" or "length"; for an episode see `EpisodeNumbers`
+    finish_reason: str  # finish reason: "stop" or "length"; for an episode see `EpisodeNumbers`
     versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) of each stretch, as token indices into the sequence
     record: EpisodeRecord | None = None  # only for an episode
     columns: Mapping[str, Any] | None = None  # extra columns that a rollout function passes to the reward functions
@@ -227,11 +227,11 @@ class Completion:
     def answer_ids(self) -> tuple[int, ...]:
         """Token IDs after the opening in the last context: the sampled tokens of a single answer."""
         begin, end = self.sequence.contexts[-1]
-        drawn = np.flatnonzero(self.sequence.mask[begin:end])
-        return tuple(self.sequence.token_ids[begin + int(drawn[0]) : end].tolist()) if len(drawn) else ()
+        sampled = np.flatnonzero(self.sequence.mask[begin:end])
+        return tuple(self.sequence.token_ids[begin + int(sampled[0]) : end].tolist()) if len(sampled) else ()
 
     @property
-    def num_drawn(self) -> int:
+    def num_sampled(self) -> int:
         """Number of sampled tokens."""
         return self.sequence.num_masked
 
@@ -243,20 +243,20 @@ class Completion:
     @property
     def is_failed(self) -> bool:
         """Whether its environment failed. No reward applies to it and nothing of it is trained; it still counts in N."""
-        return self.ended in FAULTS
+        return self.finish_reason in FAULTS
 
 
-def answered(
+def make_completion(
     prompt_ids: SequenceOf[int],
     token_ids: SequenceOf[int],
     logprobs: SequenceOf[float],
     *,
     text: str,
-    ended: str,
+    finish_reason: str,
     version: int,
     experts: np.ndarray | None = None,
-    shown: tuple[tuple[int, Image], ...] = (),
-    kept: SamplingMask | None = None,
+    images: tuple[tuple[int, Image], ...] = (),
+    sampling_mask: SamplingMask | None = None,
 ) -> Completion:
     """Build the completion for one answer to one prompt.
 
@@ -265,11 +265,11 @@ def answered(
         token_ids: Sampled token IDs of the answer.
         logprobs: The sampler's log-prob of each answer token, in nats.
         text: The decoded answer.
-        ended: Finish reason.
+        finish_reason: Finish reason.
         version: Version of the weights that sampled it.
         experts: int16 [T, MoE layers, k], experts that the sampler chose for prompt and answer; None if not recorded.
-        shown: (index in the sequence, image) of each image in the prompt.
-        kept: Sampling mask of the answer tokens; None without filtering.
+        images: (index in the sequence, image) of each image in the prompt.
+        sampling_mask: Sampling mask of the answer tokens; None without filtering.
 
     Raises:
         ValueError: `token_ids` and `logprobs` differ in length.
@@ -284,14 +284,14 @@ def answered(
         sequence=Sequence(
             token_ids=tokens,
             mask=np.arange(len(tokens)) >= opening,
-            shown=shown,
+            images=images,
             experts=experts,
-            kept_at=None if kept is None else kept.at,
-            kept_ids=None if kept is None else kept.ids,
+            mask_offsets=None if sampling_mask is None else sampling_mask.at,
+            mask_ids=None if sampling_mask is None else sampling_mask.ids,
         ),
         logprobs=values,
         text=text,
-        ended=ended,
+        finish_reason=finish_reason,
         versions=((version, opening, len(tokens)),),
     )
 
@@ -332,36 +332,36 @@ class GroupMetadata:
     prefix: int
     rewards: tuple[tuple[float | None, ...], ...]  # [G][num_reward_funcs]
     contexts: tuple[tuple[int, ...], ...]  # [G]: tokens of each context
-    num_drawn: tuple[int, ...]  # [G]: sampled tokens
+    num_sampled: tuple[int, ...]  # [G]: sampled tokens
     is_truncated: tuple[bool, ...]  # [G]: stopped by the length limit
     is_refused: tuple[bool, ...]  # [G]: its log-probs are invalid
     episodes: tuple[EpisodeNumbers, ...] = ()  # [G] if completions are episodes, else empty
-    num_kept: tuple[int, ...] = ()  # [G] with sampling masks, else empty: surviving token IDs, summed over the sampled tokens
-    most_kept: int = 0  # largest number of surviving token IDs at one position
+    mask_sizes: tuple[int, ...] = ()  # [G] with sampling masks, else empty: surviving token IDs, summed over the sampled tokens
+    max_mask_size: int = 0  # largest number of surviving token IDs at one position
 
     @property
     def trains(self) -> tuple[bool, ...]:
         """Whether the sampled tokens of each completion may be trained, [G]."""
-        is_failed = [episode.ended in FAULTS for episode in self.episodes] or [False] * len(self.is_refused)
+        is_failed = [episode.finish_reason in FAULTS for episode in self.episodes] or [False] * len(self.is_refused)
         return tuple(not (refused or failed) for refused, failed in zip(self.is_refused, is_failed, strict=True))
 
     @classmethod
     def of(cls, scored: ScoredGroup) -> GroupMetadata:
         """Return the metadata of a scored group."""
         group = scored.group
-        kept = [one.sequence.kept for one in group.completions]
+        sampling_mask = [one.sequence.sampling_mask for one in group.completions]
         return cls(
             prompt_number=group.prompt.number,
             version=group.version,
             prefix=group.prefix,
             rewards=scored.rewards,
             contexts=tuple(tuple(end - begin for begin, end in one.sequence.contexts) for one in group.completions),
-            num_drawn=tuple(one.num_drawn for one in group.completions),
-            is_truncated=tuple(one.ended == "length" for one in group.completions),
+            num_sampled=tuple(one.num_sampled for one in group.completions),
+            is_truncated=tuple(one.finish_reason == "length" for one in group.completions),
             is_refused=tuple(one.is_refused for one in group.completions),
             episodes=tuple(one.record.numbers for one in group.completions if one.record is not None),
-            num_kept=tuple(0 if one is None else len(one.ids) for one in kept) if any(kept) else (),
-            most_kept=max((int(one.counts.max(initial=0)) for one in kept if one is not None), default=0),
+            mask_sizes=tuple(0 if one is None else len(one.ids) for one in sampling_mask) if any(sampling_mask) else (),
+            max_mask_size=max((int(one.counts.max(initial=0)) for one in sampling_mask if one is not None), default=0),
         )
 
 
@@ -390,7 +390,7 @@ class Sample(Sequence):
     prompt_number: int
     prefix: int = 0  # length of its group's common prefix, in computed tokens
     version: int  # version of the weights that sampled it
-    fresh_at: int  # weights version at which its ratio is 1 without old log-probs
+    on_policy_version: int  # weights version at which its ratio is 1 without old log-probs
     sampler_logprobs: np.ndarray  # float32 [T], 0 where the mask is false, NaN where the sampler gave none
     teacher_logprobs: np.ndarray | None = None  # float32 [T], 0 where the mask is false; None: not scored by a teacher
     advantage: float
@@ -402,7 +402,7 @@ class Sample(Sequence):
         """(rollout, row) of the sample."""
         return self.rollout, self.row
 
-    def anchored(self, logprobs: np.ndarray, by: OldLogprobs) -> SampleWithOldLogprobs:
+    def with_old_logprobs(self, logprobs: np.ndarray, by: OldLogprobs) -> SampleWithOldLogprobs:
         """Return the sample with the old log-probs of its importance ratio.
 
         Args:
@@ -413,7 +413,7 @@ class Sample(Sequence):
             ValueError: A trained token has no old log-prob, and `by` is not "rollout".
         """
         values = {field.name: getattr(self, field.name) for field in fields(Sample)}
-        return SampleWithOldLogprobs(**values, old_logprobs=logprobs, anchored_by=by)
+        return SampleWithOldLogprobs(**values, old_logprobs=logprobs, old_logprobs_from=by)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -427,18 +427,18 @@ class SampleWithOldLogprobs(Sample):
     """
 
     old_logprobs: np.ndarray  # float32 [T], 0 where the mask is false; NaN where a sampler gave none
-    anchored_by: OldLogprobs
+    old_logprobs_from: OldLogprobs
 
     def __post_init__(self) -> None:
         missing = int(np.isnan(self.old_logprobs[self.mask]).sum())
-        if missing and self.anchored_by != "rollout":
+        if missing and self.old_logprobs_from != "rollout":
             raise ValueError(
                 f"row {self.row} of rollout {self.rollout} has no old log-prob at {missing} of {int(self.mask.sum())} trained tokens"
             )
 
 
 # Fields that `Sample` and `TrainingRow` share.
-OF_ROW_AND_SAMPLE = ("rollout", "row", "prompt_number", "version", "fresh_at", "prefix", "is_dead", "is_truncated")
+OF_ROW_AND_SAMPLE = ("rollout", "row", "prompt_number", "version", "on_policy_version", "prefix", "is_dead", "is_truncated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -452,14 +452,14 @@ class TrainingRow:
     row: int
     prompt_number: int
     version: int
-    fresh_at: int
+    on_policy_version: int
     prefix: int = 0
     contexts: tuple[int, ...]  # tokens of each context
     num_masked: int
     is_dead: bool
     is_truncated: bool
-    is_anchored: bool = False  # has old log-probs by the weights of version `fresh_at`
-    home: int  # data-parallel rank
+    has_old_logprobs: bool = False  # has old log-probs by the weights of version `on_policy_version`
+    dp_rank: int  # data-parallel rank
 
     @property
     def key(self) -> RowKey:
@@ -467,22 +467,22 @@ class TrainingRow:
         return self.rollout, self.row
 
     @property
-    def extent(self) -> SequenceLengths:
+    def lengths(self) -> SequenceLengths:
         """Lengths of the row, as needed for packing."""
         return SequenceLengths(contexts=self.contexts, group=(self.rollout, self.prompt_number), prefix=self.prefix)
 
     @classmethod
-    def of(cls, sample: Sample, *, home: int) -> TrainingRow:
+    def of(cls, sample: Sample, *, dp_rank: int) -> TrainingRow:
         """Return the row of a sample.
 
         Args:
             sample: The sample.
-            home: Data-parallel rank that holds the sample.
+            dp_rank: Data-parallel rank that holds the sample.
         """
         contexts = tuple(end - begin for begin, end in sample.contexts)
-        is_anchored = isinstance(sample, SampleWithOldLogprobs) and sample.anchored_by == "recompute"
+        has_old_logprobs = isinstance(sample, SampleWithOldLogprobs) and sample.old_logprobs_from == "recompute"
         known = {name: getattr(sample, name) for name in (*OF_ROW_AND_SAMPLE, "num_masked")}
-        return cls(**known, contexts=contexts, is_anchored=is_anchored, home=home)
+        return cls(**known, contexts=contexts, has_old_logprobs=has_old_logprobs, dp_rank=dp_rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -519,27 +519,29 @@ class Segment:
 class MicroBatch:
     """Arrays of one forward pass: sequences packed end to end, `[sequence | sequence | ...]`, in numpy.
 
-    `predict_at[c]` is the position in the stream whose hidden state predicts `targets[c]`. Arrays indexed by C are ordered by row, and
+    `logit_positions[c]` is the position in the stream whose hidden state predicts `targets[c]`. Arrays indexed by C are ordered by row, and
     within a row by token.
     """
 
     number: int  # index in the pass
     token_ids: np.ndarray  # int64 [T]
     positions: np.ndarray  # int64 [T]: position of each token in its context; [3, T] (frame, row, column) if there is an image
-    multiplicity: np.ndarray  # int64 [T]: number of contexts that share a token; 0 is alignment padding
+    num_references: np.ndarray  # int64 [T]: number of contexts that share a token; 0 is alignment padding
     # They cover the stream: parents, then their children (grouped by parent), then segments without parent or child, then padding.
     segments: tuple[Segment, ...]
-    predict_at: np.ndarray  # int64 [C]; a position that several contexts share predicts several tokens
+    logit_positions: np.ndarray  # int64 [C]; a position that several contexts share predicts several tokens
     targets: np.ndarray  # int64 [C]
     sequence: np.ndarray  # int64 [C], 0..S-1: which sequence a trained position belongs to
     num_sequences: int  # S
     num_contexts: int
     places: np.ndarray  # int64 [tokens of all sequences, row by row]: position of each in the stream; -1: not computed
     experts: np.ndarray | None = None  # int16 [T, MoE layers, k]: experts to replay for each token; -1 routes freely
-    kept: SamplingMask | None = None  # of the C trained positions: token IDs that their softmax runs over; None: the whole vocabulary
-    pictures: tuple[Image, ...] = ()  # each image once, however many contexts contain it
-    picture_at: np.ndarray = field(default_factory=_none)  # int64 [n], ascending: positions of image tokens in the stream
-    picture_token: np.ndarray = field(default_factory=_none)  # int64 [n]: index of the image token among those of all `pictures`
+    sampling_mask: SamplingMask | None = (
+        None  # of the C trained positions: token IDs that their softmax runs over; None: the whole vocabulary
+    )
+    images: tuple[Image, ...] = ()  # each image once, however many contexts contain it
+    image_positions: np.ndarray = field(default_factory=_none)  # int64 [n], ascending: positions of image tokens in the stream
+    image_token_index: np.ndarray = field(default_factory=_none)  # int64 [n]: index of the image token among those of all `images`
 
     def by_sequence(self, values: np.ndarray) -> list[np.ndarray]:
         """Split values by sequence.
@@ -555,7 +557,7 @@ class MicroBatch:
     @property
     def is_padding(self) -> np.ndarray:
         """Tokens that are alignment padding only (context and sequence parallelism), bool [T]."""
-        return self.multiplicity == 0
+        return self.num_references == 0
 
     @property
     def num_padding_tokens(self) -> int:
@@ -617,7 +619,7 @@ class GlobalBatch:
         """Metrics `staleness/*` of the whole step and `packing/*` of this rank's share."""
         computed = sum(micro_batch.num_tokens for micro_batch in self.micro_batches)
         padding = sum(micro_batch.num_padding_tokens for micro_batch in self.micro_batches)
-        needed = sum(int(micro_batch.multiplicity.sum()) for micro_batch in self.micro_batches)
+        needed = sum(int(micro_batch.num_references.sum()) for micro_batch in self.micro_batches)
         return {
             "staleness/mean": sum(self.staleness) / len(self.staleness),
             "staleness/max": max(self.staleness),

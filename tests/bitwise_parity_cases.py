@@ -171,7 +171,8 @@ def _row(place: int, step: int, completion):
     mask = completion.sequence.mask
     advantage = float(np.mean(completion.sequence.token_ids[mask] % 2) - 0.4)
     return Sample(
-        row=place, rollout=step, prompt_number=place, version=step, fresh_at=step, token_ids=completion.sequence.token_ids, mask=mask,
+        row=place, rollout=step, prompt_number=place, version=step, on_policy_version=step,
+        token_ids=completion.sequence.token_ids, mask=mask,
         sampler_logprobs=np.where(mask, completion.logprobs, 0).astype(np.float32), advantage=advantage, is_dead=False, is_truncated=False,
     )  # fmt: skip
 
@@ -187,7 +188,7 @@ def compare(
     prompts   the trainer's scores of all tokens at temperature 1, against the sampler's scores
     training  the forward pass of the optimizer step, against what was sampled; on ranks of the last stage
     """
-    from megatron_grpo.types import whole
+    from megatron_grpo.types import make_sequence
 
     pair = Pair.build(rank, world, path, max_model_len=longest + length, **chosen)
     asked, found = prompts(count, longest=longest, vocab=vocab), dict.fromkeys(COMPARED, Count())
@@ -196,7 +197,7 @@ def compare(
         found["packed"] += pair.agreement(completions)
         for one in completions[:3]:
             found["alone"] += pair.agreement([one])
-        texts = [whole(one.sequence.token_ids) for one in completions]
+        texts = [make_sequence(one.sequence.token_ids) for one in completions]
         ours, theirs = pair.policy.scorer.score(texts, temperature=1.0), pair.engine.score(texts)
         found["prompts"] += Count.of([row[1:] for row in ours], theirs)
         found["training"] += pair.step(completions, step)

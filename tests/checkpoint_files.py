@@ -10,16 +10,16 @@ from typing import Any
 
 def write_sharded(state: dict[str, Any], directory: Path) -> None:
     """One sharded state dict, by the writer of checkpoints, with nothing beside it. Collective."""
-    from megatron_grpo.checkpoint.distributed import ShardedWriter, agreed
+    from megatron_grpo.checkpoint.distributed import ShardedWriter, is_requested
 
     writer = ShardedWriter()
     write = writer.taken(state, {})
-    with agreed(f"writing {directory}"):
+    with is_requested(f"writing {directory}"):
         written = write(directory)
-    publish = writer.told(written)
-    with agreed(f"writing {directory}"):
-        if publish is not None:
-            publish(directory)
+    sync_weights = writer.told(written)
+    with is_requested(f"writing {directory}"):
+        if sync_weights is not None:
+            sync_weights(directory)
 
 
 def fingerprints(root: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:

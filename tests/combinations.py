@@ -264,7 +264,7 @@ def kl_to_reference(policy, samples: Sequence[Sample], *, beta: float) -> np.nda
     from megatron_grpo.trainer.rollouts import KlPenalty
     from megatron_grpo.trainer.sample_buffer import SampleBuffer
 
-    pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_main else [])
+    pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_rank_zero else [])
     found, _ = KlPenalty(policy=policy, reference=policy.reference, beta=beta)(pending.placed(pending.rows))
     return np.array([found[sample.key] for sample in samples])
 

@@ -114,6 +114,6 @@ def start_of(cfg: Config) -> Path:
     settings = LoraSettings.of(cfg.tuner, shape)
     sizes = own_sizes(settings, shape)
     read, out = drawn(sizes, cfg.run.seed), Path(tempfile.mkdtemp())
-    config = settings.to_peft(dict.fromkeys(map(module_of, sizes)), cfg.model.model, sees=shape.vision is not None)
+    config = settings.to_peft(dict.fromkeys(map(module_of, sizes)), cfg.model.model, is_multimodal=shape.vision is not None)
     write_adapter(out, ((peft_name(name, shape), read(name)) for name in sizes), config, {})
     return out

@@ -317,7 +317,7 @@ def look(bench: Bench, fault: Fault, *, seed: int = 0, dtype: str = "float32") -
         return [found for part in collectives.all_gather_object(groups) for found in part]
 
     def push() -> None:
-        WeightSyncManager(policy, engine, verify=False, starts_as_checkpoint=False).publish(1)
+        WeightSyncManager(policy, engine, verify=False, starts_as_checkpoint=False).sync_weights(1)
 
     drawn(1)  # fills the prefix cache
     if fault.when == "before":

@@ -278,10 +278,11 @@ def _sample(rng, model, place: tuple[int, int, int], prompt, completion, tempera
 
     advantage = float(rng.uniform(0.5, 1.5) * (-0.4 if row % 3 == 0 else 1.0))
     sample = Sample(
-        row=row, rollout=step, prompt_number=prompt_number, version=step - is_stale, fresh_at=step - is_stale, token_ids=tokens, mask=mask,
+        row=row, rollout=step, prompt_number=prompt_number, version=step - is_stale, on_policy_version=step - is_stale,
+        token_ids=tokens, mask=mask,
         sampler_logprobs=near + noise(0.1), advantage=advantage, is_dead=False, is_truncated=row == 3,
     )  # fmt: skip
-    return sample.anchored(near + noise(0.3), "recompute") if is_stale else sample
+    return sample.with_old_logprobs(near + noise(0.3), "recompute") if is_stale else sample
 
 
 # ---- the package -------------------------------------------------------------------------------------------------------------------
@@ -311,7 +312,7 @@ def build(path: str | Path, cfg: Config, world: int, parallel=None):
 def step_of(samples: Sequence[Sample], index: int, rows_per_slice: int):
     """The timetable's row for one global batch of these samples, in order."""
     slices = [(first, first + rows_per_slice) for first in range(0, len(samples), rows_per_slice)]
-    micro_steps = [SimpleNamespace(rollout=samples[first].rollout, rows=(first, end), fresh_at=index) for first, end in slices]
+    micro_steps = [SimpleNamespace(rollout=samples[first].rollout, rows=(first, end), on_policy_version=index) for first, end in slices]
     return SimpleNamespace(index=index, micro_steps=micro_steps, last_use=())
 
 
@@ -343,16 +344,16 @@ def batch_of(policy, samples: Sequence[Sample], index: int):
     """This rank's share of one global batch of these samples, as the loop cuts it."""
     from megatron_grpo.trainer.sample_buffer import SampleBuffer
 
-    pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_main else [])
+    pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_rank_zero else [])
     step = step_of(samples, index, policy.cut.rows_per_slice)
-    return pending.batch(step, weigh=policy.loss.token_weights)[1]
+    return pending.batch(step, token_weight_fn=policy.loss.token_weights)[1]
 
 
 def score_tokens(policy, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Teacher-forced log-probs at temperature 1 of every token but the first."""
-    from megatron_grpo.types import whole
+    from megatron_grpo.types import make_sequence
 
-    return [scored[1:] for scored in policy.scorer.score([whole(tokens) for tokens in sequences], temperature=1.0)]
+    return [scored[1:] for scored in policy.scorer.score([make_sequence(tokens) for tokens in sequences], temperature=1.0)]
 
 
 def full_gradients(policy) -> dict[str, np.ndarray]:
@@ -460,11 +461,11 @@ class float32_means_float64:
     """transformers computes norms, softmax and routing in float32 by name, whatever the model's dtype."""
 
     def __enter__(self):
-        self.kept = torch.float32, torch.float
+        self.sampling_mask = torch.float32, torch.float
         torch.float32 = torch.float = torch.float64
 
     def __exit__(self, *error):
-        torch.float32, torch.float = self.kept
+        torch.float32, torch.float = self.sampling_mask
 
 
 @contextlib.contextmanager
@@ -530,11 +531,11 @@ def with_routes(samples: Sequence[Sample], layers: int, *, experts: int = 4, k: 
 
 def of_kept(logits: torch.Tensor, sample: Sample, at: np.ndarray) -> torch.Tensor:
     """The logits [n, words] that predict the tokens `at`; those of words that were left out for a masked token are far below any other."""
-    if sample.kept_at is None:
+    if sample.mask_offsets is None:
         return logits
     left_out, places = torch.zeros(logits.shape, dtype=torch.bool), {token: place for place, token in enumerate(at.tolist())}
     for number, token in enumerate(np.flatnonzero(sample.mask)):
-        if len(words := sample.kept_ids[sample.kept_at[number] : sample.kept_at[number + 1]]):
+        if len(words := sample.mask_ids[sample.mask_offsets[number] : sample.mask_offsets[number + 1]]):
             left_out[places[token]] = True
             left_out[places[token], torch.from_numpy(words.astype(np.int64))] = False
     return logits.masked_fill(left_out, -1e9)
@@ -554,12 +555,12 @@ def with_kept(path: str | Path, samples: Sequence[Sample], *, vocab: int, temper
         ]
         counts = [len(ids) for ids in words]
         sample = dataclasses.replace(
-            sample, kept_at=np.cumsum([0, *counts]), kept_ids=np.concatenate([*words, []]).astype(np.int32)
+            sample, mask_offsets=np.cumsum([0, *counts]), mask_ids=np.concatenate([*words, []]).astype(np.int32)
         )  # fmt: skip
         with torch.no_grad():
             scaled = _logits(model, sample)[at - 1].double() / temperature
             change = (scaled.logsumexp(-1) - of_kept(scaled, sample, at).logsumexp(-1)).numpy()
-        shift = sample.spread(change)
+        shift = sample.scatter(change)
         own = {name: getattr(sample, name) + shift for name in ("sampler_logprobs", "old_logprobs") if hasattr(sample, name)}
         found.append(dataclasses.replace(sample, **own))
     return found

@@ -48,13 +48,13 @@ class Looks:
     def __init__(self, policy: Any, check: ReplicaCheck, late=None):
         self.policy, self.check, self.late, self.found, self.metrics = policy, check, late, None, {}
 
-    def summed(self, seen):
+    def on_gradients_reduced(self, seen):
         if self.late is not None:
             self.late(self.policy, self.policy.parallel.rank)
         self.metrics = dict(seen.metrics)
         self.found = self.check.look(self.policy, seen.batch, seen.metrics, seen.logprobs)
 
-    def judged(self, seen, refusal):
+    def on_pre_optimizer_step(self, seen, skipped_step):
         pass
 
 
@@ -226,7 +226,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "another learning rate": Fault(settings={}, spoil=on_second(faster), says="learning_rate is not the same on the ranks 0 and 1"),
     "a guard that remembers something else": Fault(
-        settings={}, spoil=on_second(lambda policy: policy.guard._norms.append(1.0)), says="the guard's memory is not the same"
+        settings={}, spoil=on_second(lambda policy: policy.gradient_check._norms.append(1.0)), says="the guard's memory is not the same"
     ),
     "other tokens on a tensor-parallel rank": Fault(
         settings={TP: 2}, batch=field_of_rows("token_ids", shifted), says="token_ids is not the same on the tensor-parallel ranks 0 and 1"

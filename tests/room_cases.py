@@ -104,7 +104,7 @@ class LeftBehind(Exception):
 def _trip(policy) -> None:
     if left := _left_behind(policy):
         raise LeftBehind("; ".join(left[:3]))
-    with policy.resident("all"):
+    with policy.on_device("all"):
         pass
 
 
@@ -119,8 +119,8 @@ def _policy(path, cfg, parallel, offload):
 
 def _leave(policy) -> None:
     """As before a rollout: first what a push does not need, then the rest."""
-    policy.make_room(keep="weights")
-    policy.make_room()
+    policy.free_memory(keep="weights")
+    policy.free_memory()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,14 +135,14 @@ class State:
 def _train(policy, rollouts, first: int = 0, *, away: Callable[[Any], None] = lambda policy: None) -> Iterator[State]:
     for index, rows in enumerate(rollouts, first):
         away(policy)
-        with policy.resident("reference"):
+        with policy.on_device("reference"):
             scores = policy.scorer.score(rows[:2]) + (policy.reference.scorer.score(rows[:2]) if policy.reference is not None else [])
         away(policy)
         batch = cases.batch_of(policy, rows, index)
-        with policy.resident("all"):
+        with policy.on_device("all"):
             said = policy.train_step(batch).metrics
-        policy.make_room(keep="weights")
-        with policy.resident("weights"):
+        policy.free_memory(keep="weights")
+        with policy.on_device("weights"):
             weights = {name: tensor.clone() for name, tensor in policy.named_weights()}
             if policy.adapters is not None:
                 weights |= {name: tensor.clone() for name, tensor in policy.named_adapters()}
@@ -158,7 +158,7 @@ def _unlike(found: State, right: State, when: str) -> list[str]:
 
 def _left_behind(policy, before: set[int] | None = None) -> list[str]:
     """What still holds memory when all is away. Looked for by the names of torch's own lists, and once among all tensors of the process."""
-    with policy.resident("all"):
+    with policy.on_device("all"):
         named = {name: tensor for name, tensor in _named(policy) if tensor is not None}
         sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in named.values()}
     _leave(policy)
@@ -202,12 +202,12 @@ def _save(policy, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     collectives.wait_for_all()
-    with policy.resident("all"):
+    with policy.on_device("all"):
         write_sharded(policy.sharded_state_dict(is_loading=False), folder)
 
 
 def _load(policy, folder: Path) -> None:
     from megatron_grpo.checkpoint.distributed import read_sharded
 
-    with policy.resident("all"):
+    with policy.on_device("all"):
         policy.load_sharded_state_dict(read_sharded(policy.sharded_state_dict(is_loading=True), folder))

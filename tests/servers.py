@@ -167,7 +167,7 @@ class Asked:
 def push(link: WeightSender, named: Iterable[tuple[str, Any]], *servers: Server, path: str = "/weights", bucket_bytes: int = 20_000,
          **body: Any) -> list[wire.State]:  # fmt: skip
     """One push to all of them. Raises what the sender raised, else what a server said."""
-    cls = wire.WeightPush if path == "/weights" else wire.AdapterPush
+    cls = wire.WeightUpdateRequest if path == "/weights" else wire.AdapterUpdateRequest
     asked = [Asked(lambda server=server: server.state(path, cls(link=link.name, **body))) for server in servers]
     link.send(iter(named), bucket_bytes)
     return [one.answer() for one in asked]

@@ -86,13 +86,13 @@ class World:
 
 
 class Scorer:
-    """The policy, as `SampleBuffer.anchored` sees it."""
+    """The policy, as `SampleBuffer.with_old_logprobs` sees it."""
 
-    def anchors(self, micro_batches):
+    def old_logprobs(self, micro_batches):
         return [np.zeros(len(micro.targets), dtype=np.float32) for micro in micro_batches], None
 
 
-def weigh(num_masked, *, is_truncated, is_dead):
+def token_weight_fn(num_masked, *, is_truncated, is_dead):
     return SimpleNamespace(of_rows=np.ones(len(num_masked)), num_sequences=len(num_masked), num_loss_tokens=sum(num_masked))
 
 
@@ -138,13 +138,13 @@ class OneRank:
             layout=layout, rank=self.me, dp_rank=self.me, is_model_parallel_src=True, from_last_stage=lambda mine: mine
         )
         self.drawn, self.logprobs = np.arange(100_000, 100_000 + length), -np.linspace(0.1, 0.9, length)
-        self.judged: list[Any] = []
+        self.on_pre_optimizer_step: list[Any] = []
 
     def answer(self, prompt: Any, place: int, version: int):
-        from megatron_grpo.types import answered
+        from megatron_grpo.types import make_completion
 
         text = self.text_of(prompt.number, place)
-        return answered(prompt.token_ids, self.drawn, self.logprobs, text=text, ended="stop", version=version)
+        return make_completion(prompt.token_ids, self.drawn, self.logprobs, text=text, finish_reason="stop", version=version)
 
     def text_of(self, number: int, place: int) -> str:
         """Each its own: pickle writes one string once."""
@@ -154,7 +154,7 @@ class OneRank:
         """Prompts, as the scripted engine deals them."""
         return range(source, self.groups, self.world.size)
 
-    def verdicts_of(self, source: int, mine: Any) -> Any:
+    def gather_metadata(self, source: int, mine: Any) -> Any:
         if not (isinstance(mine, list) and mine and hasattr(mine[0], "prompt_number")):
             return mine  # sentences, notices: none
         return [replace(mine[0], prompt_number=number) for number in self.judged_by(source)]
@@ -176,7 +176,7 @@ class OneRank:
             return {}
         from megatron_grpo.metrics.rollout import TOKENS
 
-        one = self.judged[-1]
+        one = self.on_pre_optimizer_step[-1]
         columns = self.completions._columns(0, next(iter(one.held.values())), one)
         found: dict[int, Any] = {}
         for mate in range(self.me + 1, min(self.me + per_node, self.world.size)):
@@ -191,20 +191,20 @@ class OneRank:
         """A rank's rows of a step, one in each micro-batch."""
         return [tuple((rollout, row - self.me + source) for rollout, row in rows) for rows in mine]
 
-    def spread(self, real: Any) -> Any:
-        """`pending._spread`, and what other ranks hold that is wanted here."""
+    def scatter(self, real: Any) -> Any:
+        """`sample_buffer._spread`, and what other ranks hold that is wanted here."""
 
-        def spread(items, homes, wanted, parallel):
+        def scatter(items, dp_ranks, wanted, parallel):
             theirs: dict[int, list[Any]] = {}
             for key, shares in wanted.items():
-                if self.me in shares and homes[key] != self.me:
-                    theirs.setdefault(homes[key], []).append((key, replace(next(iter(items.values())), row=key[1])))
+                if self.me in shares and dp_ranks[key] != self.me:
+                    theirs.setdefault(dp_ranks[key], []).append((key, replace(next(iter(items.values())), row=key[1])))
             with self.world.named(self.world.what, incoming=lambda: theirs):
-                return real(items, homes, wanted, parallel)
+                return real(items, dp_ranks, wanted, parallel)
 
-        return spread
+        return scatter
 
-    def journal(self):
+    def logger(self):
         from megatron_grpo.base.activity import Timers
         from megatron_grpo.metrics import Metrics
         from megatron_grpo.metrics.metrics_logger import MetricsLogger
@@ -215,7 +215,7 @@ class OneRank:
 
         class Told(Completions):
             def write(self, one):
-                rank.judged.append(one)
+                rank.on_pre_optimizer_step.append(one)
                 with rank.world.named("completions", incoming=rank.tables_sent_here):
                     return super().write(one)
 
@@ -224,7 +224,7 @@ class OneRank:
         self.completions = Told(self.folder, reward_names=["right"], rank=self.me, node=node)
         return MetricsLogger(
             Metrics(self.folder, rank=self.me), self.completions,
-            clock=Timers(), reward_weights=[1.0], tells_selection=False, from_all=collectives.all_gather_object,
+            timers=Timers(), reward_weights=[1.0], tells_selection=False, all_gather=collectives.all_gather_object,
         )  # fmt: skip
 
 
@@ -253,24 +253,24 @@ def a_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str
         BatchSizes(layout=parallel.layout, global_batch_size=rows // 2, generation_batch_size=rows, num_generations=one.group_size)
     )
     with world.stands_in():
-        journal = one.journal()
+        logger = one.logger()
         judge = RewardManager([RewardFunction(name="right", function=right, timeout=60, on_error="raise")])
         sampling = SamplingSettings(n=one.group_size, max_completion_length=one.length)
         rollouts = Rollouts(
-            RolloutGenerator(ScriptedEngine(one.answer), judge, sampling=sampling, seed=0, clock=Timers(), again=lambda: None),
-            Prompts(), cfg=GrpoConfig(), timetable=table, policy=SimpleNamespace(cut=cut, parallel=parallel), journal=journal,
+            RolloutGenerator(ScriptedEngine(one.answer), judge, sampling=sampling, seed=0, timers=Timers(), again=lambda: None),
+            Prompts(), cfg=GrpoConfig(), schedule=table, policy=SimpleNamespace(cut=cut, parallel=parallel), logger=logger,
         )  # fmt: skip
         real = rows_that_wait._spread
-        rows_that_wait._spread = one.spread(real)
+        rows_that_wait._spread = one.scatter(real)
         try:
-            with world.named("verdicts, and rows to their homes", others=one.verdicts_of, incoming=one.completions_sent_here):
+            with world.named("verdicts, and rows to their homes", others=one.gather_metadata, incoming=one.completions_sent_here):
                 pending = SampleBuffer(parallel=parallel, cut=cut).add(rollouts.sample([0]))
             for number in (0, 1):
                 step = table.step(number)
                 with world.named("anchors"):
-                    pending = pending.anchored(Scorer(), step)
+                    pending = pending.with_old_logprobs(Scorer(), step)
                 with world.named("batch"):
-                    pending, batch = pending.batch(step, weigh=weigh)
+                    pending, batch = pending.batch(step, token_weight_fn=token_weight_fn)
                 held = held or {
                     "samples": sum(size_of(sample) for sample in pending.samples.values()),
                     "micro-batches": size_of(batch.micro_batches),
@@ -278,8 +278,8 @@ def a_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str
                 }
                 pending = pending.after(step, {})
                 with world.named("journal", others=one.rows_of):
-                    journal.step(Progress(step=number + 1), batch, {})
+                    logger.step(Progress(step=number + 1), batch, {})
         finally:
             rows_that_wait._spread = real
-            journal.close(summary=False)
+            logger.close(summary=False)
     return {"sent": dict(world.sent), "received": dict(world.received), "held": held}

@@ -18,12 +18,21 @@ def step_of(samples, index: int, rows_per_slice: int) -> ScheduledStep:
     """As `parity_cases.step_of`, of the timetable's own kind."""
     micro_steps = tuple(
         MicroStep(micro_step=n, optimizer_step=index, rollout=samples[first].rollout, pass_index=0, slice_index=n,
-                  rows=(first, first + rows_per_slice), sampled_by_version=index, fresh_at=index, staleness=0, old_logprobs="on_policy")
+                  rows=(first, first + rows_per_slice), sampled_by_version=index, on_policy_version=index,
+                  staleness=0, old_logprobs="on_policy")
         for n, first in enumerate(range(0, len(samples), rows_per_slice))
     )  # fmt: skip
     no = range(0)
     return ScheduledStep(
-        index=index, arriving=no, immediate=no, launches=no, evaluates=no, micro_steps=micro_steps, anchors=(), keeps=(), last_use=()
+        index=index,
+        arriving=no,
+        immediate=no,
+        launches=no,
+        evaluates=no,
+        micro_steps=micro_steps,
+        old_logprob_slices=(),
+        keeps=(),
+        last_use=(),
     )
 
 
@@ -33,21 +42,26 @@ def witness_of(policy, cfg, path, folder: Path, *, check: int = 0, ends_run: boo
     from megatron_grpo.run.build.output import gap_of
     from megatron_grpo.trainer.step_monitor import StepMonitor
 
-    say = (said if said is not None else []).append
-    step_dumps = StepDumps(folder=folder, cfg=cfg, model_path=Path(path), say=say)
+    print_line = (said if said is not None else []).append
+    step_dumps = StepDumps(folder=folder, cfg=cfg, model_path=Path(path), print_line=print_line)
     return StepMonitor(
-        policy, lambda: step_dumps, replica_check=ReplicaCheck(check) if check else None, ends_run=ends_run, gap=gap_of(cfg), say=say
+        policy,
+        lambda: step_dumps,
+        replica_check=ReplicaCheck(check) if check else None,
+        ends_run=ends_run,
+        gap=gap_of(cfg),
+        print_line=print_line,
     )
 
 
-def take(policy, witness, samples, index: int):
+def take(policy, step_callback, samples, index: int):
     """One step, as the loop takes it."""
     from megatron_grpo.trainer.sample_buffer import SampleBuffer
 
-    pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_main else [])
+    pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_rank_zero else [])
     step = step_of(samples, index, policy.cut.rows_per_slice)
-    pending, batch = pending.batch(step, weigh=policy.loss.token_weights)
-    with witness(step, pending) as beside:
+    pending, batch = pending.batch(step, token_weight_fn=policy.loss.token_weights)
+    with step_callback(step, pending) as beside:
         return policy.train_step(batch, beside)
 
 

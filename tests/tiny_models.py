@@ -120,8 +120,8 @@ def load_tiny(path: str | Path, dtype: str = "float32") -> Any:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    sees = "vision_config" in json.loads((Path(path) / "config.json").read_text())
-    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    is_multimodal = "vision_config" in json.loads((Path(path) / "config.json").read_text())
+    kind = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
     model = kind.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the grouped one takes neither float64 nor every width

@@ -98,13 +98,13 @@ def logits_of(model: Any, sample: Any) -> Any:
     core, ids = model.model, torch.from_numpy(sample.token_ids)[None]
     embeds, more = core.get_input_embeddings()(ids), {}
     positions = torch.arange(ids.shape[1]).expand(3, 1, -1)
-    if sample.shown:
-        pictures = [one for _, one in sample.shown]
+    if sample.images:
+        pictures = [one for _, one in sample.images]
         patches = torch.from_numpy(np.concatenate([one.patches() for one in pictures])).to(embeds.dtype)
         grids = torch.tensor([one.grid for one in pictures])
         found = core.get_image_features(patches, grids, return_dict=True)
         is_picture = torch.zeros(ids.shape, dtype=torch.bool)
-        for place, one in sample.shown:
+        for place, one in sample.images:
             is_picture[0, place : place + one.num_tokens] = True
         embeds = embeds.masked_scatter(is_picture[..., None], torch.cat(found.pooler_output).to(embeds.dtype))
         positions, _ = core.get_rope_index(ids, mm_token_type_ids=is_picture.int(), image_grid_thw=grids)
@@ -152,10 +152,10 @@ def rollout(path: str | Path, *, groups: Sequence[Group] = GROUPS, num_steps: in
     for step in range(num_steps):
         samples: list[Sample] = []
         for number, (names, completions) in enumerate(groups):
-            tokens, shown = rng.integers(4, 100, 2 + number).tolist(), []
+            tokens, images = rng.integers(4, 100, 2 + number).tolist(), []
             for one in (picture(*name) for name in names):
                 tokens.append(BEGIN)
-                shown.append((len(tokens), one))
+                images.append((len(tokens), one))
                 tokens += [IMAGE] * one.num_tokens + [END, *rng.integers(4, 100, 2).tolist()]
             first = len(samples)
             for generation, length in enumerate(completions):
@@ -163,13 +163,13 @@ def rollout(path: str | Path, *, groups: Sequence[Group] = GROUPS, num_steps: in
                 if generation:
                     completion[length // 2] = IMAGE
                 place = (step, len(samples), number)
-                samples.append(_sample(rng, model, place, tokens, completion, tuple(shown), rng.random() < stale))
+                samples.append(_sample(rng, model, place, tokens, completion, tuple(images), rng.random() < stale))
             samples[first:] = cases.with_prefix(samples[first:])
         steps.append(samples)
     return steps
 
 
-def _sample(rng, model, place, prompt, completion, shown, is_stale: bool) -> Sample:
+def _sample(rng, model, place, prompt, completion, images, is_stale: bool) -> Sample:
     step, row, number = place
     ids = np.concatenate([prompt, completion]).astype(np.int64)
     mask = np.arange(len(ids)) >= len(prompt)
@@ -178,13 +178,13 @@ def _sample(rng, model, place, prompt, completion, shown, is_stale: bool) -> Sam
         return np.where(mask, rng.normal(0, scale, len(ids)), 0).astype(np.float32)
 
     sample = Sample(
-        row=row, rollout=step, prompt_number=number, version=step - is_stale, fresh_at=step - is_stale, token_ids=ids, mask=mask,
-        shown=shown, sampler_logprobs=np.zeros(len(ids), dtype=np.float32),
+        row=row, rollout=step, prompt_number=number, version=step - is_stale, on_policy_version=step - is_stale, token_ids=ids, mask=mask,
+        images=images, sampler_logprobs=np.zeros(len(ids), dtype=np.float32),
         advantage=float(rng.uniform(0.5, 1.5) * (-0.4 if row % 3 == 0 else 1.0)), is_dead=False, is_truncated=False,
     )  # fmt: skip
     near = logprobs_of(model, sample, 0.9)
     sample = dataclasses.replace(sample, sampler_logprobs=near + noise(0.1))
-    return sample.anchored(near + noise(0.3), "recompute") if is_stale else sample
+    return sample.with_old_logprobs(near + noise(0.3), "recompute") if is_stale else sample
 
 
 # ---- ways to run the same two steps, in any layout

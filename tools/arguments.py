@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.compat.foreign_args import Dialect
-from megatron_grpo.config.read import shown
+from megatron_grpo.config.read import format_value
 from megatron_grpo.config.table import names, table
 
 ROOT = Path(__file__).parent.parent
@@ -65,7 +65,7 @@ def rows(system: str) -> Iterator[tuple[str, str, str, str]]:
     for name, default in theirs(SYSTEMS[system][0])[1].items():
         native = native_of(dialect, name)
         size = dialect.size(name)
-        ours = shown(table()[native].default) if native else shown(dialect.settings[size].default) if size else ""
+        ours = format_value(table()[native].default) if native else format_value(dialect.settings[size].default) if size else ""
         yield name, default, here(dialect, name), ours
 
 

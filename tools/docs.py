@@ -28,7 +28,7 @@ API = {
     "Training loop": ["train"],
     "Data types": ["types"],
     "Loss and advantages": ["grpo.loss", "grpo.objectives", "grpo.advantages"],
-    "Policy": ["policy.policy", "policy.reference", "policy.guard"],
+    "Policy": ["policy.policy", "policy.reference", "policy.gradient_check"],
     "Rollout engine": ["rollout.engine"],
     "Environments": ["environments.protocol"],
     "Rewards": ["rewards.protocol"],

@@ -127,24 +127,24 @@ def new_model(folder: Path, kind: str = "qwen2_5_vl", *, seed: int = 0, draws_no
 # ---- warm-up -----------------------------------------------------------------------------------------------------------------
 
 
-def encoded_row(row: dict[str, Any], data: Path, words: Any, eyes: Any) -> dict[str, Any]:
+def encoded_row(row: dict[str, Any], data: Path, words: Any, image_spec: Any) -> dict[str, Any]:
     """A row's prompt as tokens, its patches, and the tokens of its right answer and of the mistaken ones."""
     from megatron_grpo.data.chat import PromptEncoder
     from megatron_grpo.data.images import decoded
 
     [picture] = row["images"]
     image = decoded((data / picture).read_bytes())
-    short = PromptEncoder(words, eyes=eyes).short(row["messages"])
-    grid = eyes.grid(image.height, image.width)
-    place = short.index(eyes.image_token)
-    ids = [*short[:place], *[eyes.image_token] * eyes.tokens(grid), *short[place + 1 :]]
+    short = PromptEncoder(words, image_spec=image_spec).short(row["messages"])
+    grid = image_spec.grid(image.height, image.width)
+    place = short.index(image_spec.image_token)
+    ids = [*short[:place], *[image_spec.image_token] * image_spec.tokens(grid), *short[place + 1 :]]
     answers = [[*words.encode(text), words.eos_token_id] for text in (row["answer"], *row["mistaken"])]
-    return {"ids": ids, "patches": eyes.patches(image), "grid": grid, "answers": answers}
+    return {"ids": ids, "patches": image_spec.patches(image), "grid": grid, "answers": answers}
 
 
-def read_rows(data: Path, name: str, words: Any, eyes: Any) -> list[dict[str, Any]]:
+def read_rows(data: Path, name: str, words: Any, image_spec: Any) -> list[dict[str, Any]]:
     lines = (data / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    return [encoded_row(json.loads(line), data, words, eyes) for line in lines]
+    return [encoded_row(json.loads(line), data, words, image_spec) for line in lines]
 
 
 def logits_of(model: Any, rows: list[dict[str, Any]], endings: list[list[int]], pad: int) -> tuple[Any, Any]:
@@ -224,8 +224,8 @@ def make_model(data: Path, folder: Path, seed: int, warm_up_steps: int) -> dict[
     if warm_up_steps:
         from megatron_grpo.data.image_processing import ImageProcessorSpec
 
-        eyes = ImageProcessorSpec.of(folder)
-        train, test = (read_rows(data, name, words, eyes) for name in ("train", "test"))
+        image_spec = ImageProcessorSpec.of(folder)
+        train, test = (read_rows(data, name, words, image_spec) for name in ("train", "test"))
         print(f"[model] Qwen2.5-VL with {num_parameters:,} parameters; warm-up on {len(train)} pictures, one to two minutes", flush=True)
         score = warm_up(model, words, train, test, seed, {**WARM_UP, "steps": warm_up_steps})
         model.save_pretrained(folder)

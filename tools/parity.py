@@ -140,7 +140,7 @@ def replays(models: list[str], layouts: list[str]) -> int:
                 found = cases.compare(model, path, cases.LAYOUTS[name], runs, batches, {key: right[key[0]] for key in runs})
                 wrong = sum(not distance.within(**LIMITS) for distance in found.values())
                 count, red = count + len(found), red + wrong
-                print(f"{model:4} {name:18} {len(found):3} runs, worst: {in_words(cases.worst_of(list(found.values())))}", flush=True)
+                print(f"{model:4} {name:18} {len(found):3} runs, worst: {describe(cases.worst_of(list(found.values())))}", flush=True)
     print(f"{count} runs, {red} beyond {LIMITS}")
     return 1 if red else 0
 
@@ -157,7 +157,7 @@ def looks_at_sequences(models: list[str], layouts: list[str]) -> int:
             cells += [(model, *key, distance) for key, distance in matrix.run(layouts).items()]
     for loss in cases.SEQUENCE_LOSSES:
         found = [distance for _, _, its, _, distance in cells if its == loss]
-        print(f"{loss}: {len(found)} runs, worst: {in_words(cases.worst_of(found))}")
+        print(f"{loss}: {len(found)} runs, worst: {describe(cases.worst_of(found))}")
     red = [cell[:4] for cell in cells if not cell[4].within(**limits)]
     print(f"{len(cells)} cells, {len(red)} beyond {limits}: {red[:8]}")
     return 1 if red else 0
@@ -193,7 +193,7 @@ class Matrix:
             found = self.compare(layout, runs)
             cells |= {(name, *key): distance for key, distance in found.items()}
             worst, seconds = cases.worst_of(list(found.values())), time.perf_counter() - start
-            print(f"{self.model:7} {name:18} {len(runs):3} runs, worst: {in_words(worst)} ({seconds:.0f} s)", flush=True)
+            print(f"{self.model:7} {name:18} {len(runs):3} runs, worst: {describe(worst)} ({seconds:.0f} s)", flush=True)
         return cells
 
     def compare(self, layout, runs):
@@ -241,7 +241,7 @@ def shares(model: str, folder: Path, layouts: list[str]) -> dict[tuple[str, tupl
             print(f"{error}", file=sys.stderr)
             found[name, column] = cases.Distance.failed()
         how = f"{tuner}, prompts {'once' if column[1] else 'G times'}"
-        print(f"{model:7} {name:18} {how}, worst: {in_words(found[name, column])}", flush=True)
+        print(f"{model:7} {name:18} {how}, worst: {describe(found[name, column])}", flush=True)
     return found
 
 
@@ -253,11 +253,11 @@ def other_ways(matrices: dict[str, Matrix], folder: Path) -> dict[str, cases.Dis
         if model not in matrices:
             matrices[model] = Matrix(model, folder)
         found[name] = matrices[model].compare(cases.LAYOUTS[layout], {("dapo", name): cases.LOSSES["dapo"] | chosen})["dapo", name]
-        print(f"{model:7} {name}: {in_words(found[name])}", flush=True)
+        print(f"{model:7} {name}: {describe(found[name])}", flush=True)
     return found
 
 
-def in_words(distance) -> str:
+def describe(distance) -> str:
     return f"loss {distance.loss:.0e}, norm {distance.grad_norm:.0e}, gradient {distance.gradient:.0e}, weights {distance.weight:.0e}"
 
 

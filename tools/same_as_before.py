@@ -279,9 +279,9 @@ def checkout(name: str, at: Path) -> Iterator[Path]:
 def start(tree: Path, folder: Path, kind: str) -> None:
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(tree)}
     command = [sys.executable, str(Path(__file__).resolve()), str(tree), str(tree), "--ask", str(folder), kind]
-    ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-    if ended.returncode:
-        raise SystemExit(f"{kind} of {tree} ended early with {ended.returncode}:\n{ended.stderr[-6000:]}")
+    finish_reason = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    if finish_reason.returncode:
+        raise SystemExit(f"{kind} of {tree} ended early with {finish_reason.returncode}:\n{finish_reason.stderr[-6000:]}")
 
 
 def answers(kind: str, side: str, tree: Path, folder: Path) -> Path:

@@ -121,9 +121,9 @@ class Trainer:
             self.failure = f"the trainer did not come to the end of a round within {seconds:.0f} s"
 
 
-def hurt(rng: random.Random, fleet: Fleet, trainer: Trainer) -> str | None:
+def hurt(rng: random.Random, server_group: Fleet, trainer: Trainer) -> str | None:
     """One fault; its name."""
-    running = fleet.running()
+    running = server_group.running()
     of_servers = ["kill a server", "kill an engine", "stand still", "stop kindly"]
     kind = rng.choice([*of_servers, *of_servers, "kill the trainer"])
     if kind == "kill the trainer":
@@ -164,21 +164,21 @@ def main() -> int:
     asked = parser.parse_args()
     rng, folder = random.Random(asked.seed), Path(tempfile.mkdtemp(prefix="server_faults_"))
     models = [write_tiny(folder / f"model_{seed}", tied=False, seed=seed) for seed in range(3)]
-    fleet = Fleet(folder, models[0], asked.servers)
-    trainer, faults = Trainer(folder, models, fleet.names), Counter[str]()
+    server_group = Fleet(folder, models[0], asked.servers)
+    trainer, faults = Trainer(folder, models, server_group.names), Counter[str]()
     while len(trainer.rounds()) < len(models) and trainer.failure is None:  # what they answer now must be answered later
         time.sleep(0.5)
     until = time.monotonic() + 60 * asked.minutes
     while time.monotonic() < until and trainer.failure is None:
         time.sleep(rng.expovariate(1 / asked.every))
-        if kind := hurt(rng, fleet, trainer):
+        if kind := hurt(rng, server_group, trainer):
             faults[kind] += 1
             print(f"{time.strftime('%H:%M:%S')}  {kind}; {len(trainer.rounds())} rounds", flush=True)
-        fleet.restart_dead()
+        server_group.restart_dead()
     time.sleep(LONGEST_STANDSTILL)  # so that all have thawed
-    fleet.restart_dead()
+    server_group.restart_dead()
     trainer.finish(300.0)
-    return report(folder, faults, trainer, fleet.stop(), fleet.starts)
+    return report(folder, faults, trainer, server_group.stop(), server_group.starts)
 
 
 def report(folder: Path, faults: Counter[str], trainer: Trainer, left: list[str], starts: int) -> int:

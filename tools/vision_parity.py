@@ -47,15 +47,15 @@ def main() -> int:
                     logprobs, distance = found[family, layout, way]
                     is_red = not distance.within(**LIMITS) or not logprobs < 1e-5
                     red += is_red
-                    how = f"{'RED ' * is_red}{family:10} {layout:14} {way:20} log-probs {logprobs:.1e}, {in_words(distance)}"
+                    how = f"{'RED ' * is_red}{family:10} {layout:14} {way:20} log-probs {logprobs:.1e}, {describe(distance)}"
                     print(how, flush=True)
     distances = [distance for _, distance in found.values()]
     print(f"{len(found)} runs, {red} beyond {LIMITS} or log-probs beyond 1e-5")
-    print(f"worst: log-probs {max(one for one, _ in found.values()):.1e}, {in_words(cases.worst_of(distances))}")
+    print(f"worst: log-probs {max(one for one, _ in found.values()):.1e}, {describe(cases.worst_of(distances))}")
     return 1 if red else 0
 
 
-def in_words(d: cases.Distance) -> str:
+def describe(d: cases.Distance) -> str:
     return f"loss {d.loss:.0e}, gradient {d.gradient:.1e} ({d.worst_gradient}), weights after {STEPS} steps {d.weight:.0e}"
 
 

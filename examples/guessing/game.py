@@ -1,6 +1,6 @@
 """The guessing game: who answers between the turns, and the rewards."""
 
-from megatron_grpo.environments.protocol import Environment, Reply
+from megatron_grpo.environments.protocol import Environment, StepOutput
 
 HIGHEST = 15
 
@@ -12,20 +12,20 @@ class Game(Environment):
         self.low, self.high = 1, HIGHEST
         return prompt
 
-    def reply(self, turn):
+    def step(self, turn):
         secret = self.columns["secret"]
         try:
             guess = int(turn.text)
         except ValueError:
-            return Reply(reward=0.0, done=True, metrics={"unreadable": 1})
+            return StepOutput(reward=0.0, done=True, metrics={"unreadable": 1})
         could_be = float(self.low <= guess <= self.high)
         if guess == secret:
-            return Reply(reward=could_be, done=True, metrics={"found": 1})
+            return StepOutput(reward=could_be, done=True, metrics={"found": 1})
         if guess < secret:
             self.low = max(self.low, guess + 1)
         else:
             self.high = min(self.high, guess - 1)
-        return Reply(messages=[{"role": "user", "content": "higher" if guess < secret else "lower"}], reward=could_be)
+        return StepOutput(messages=[{"role": "user", "content": "higher" if guess < secret else "lower"}], reward=could_be)
 
 
 def found(messages, secret, **columns):

@@ -56,15 +56,15 @@ def answers(model_path: Path, rows: list[dict[str, Any]], data: Path) -> list[st
 
     from megatron_grpo.data.image_processing import ImageProcessorSpec
 
-    words, eyes = AutoTokenizer.from_pretrained(model_path), ImageProcessorSpec.of(model_path)
+    words, image_spec = AutoTokenizer.from_pretrained(model_path), ImageProcessorSpec.of(model_path)
     model = AutoModelForImageTextToText.from_pretrained(model_path, dtype="float32").eval()
     found = []
     for row in rows:
-        seen = encoded_row(row, data, words, eyes)
+        seen = encoded_row(row, data, words, image_spec)
         patches, grid, ids = torch.from_numpy(seen["patches"]), torch.tensor([seen["grid"]]), list(seen["ids"])
         for _ in range(LONGEST):
             tokens = torch.tensor([ids])
-            types = (tokens == eyes.image_token).int()
+            types = (tokens == image_spec.image_token).int()
             with torch.no_grad():
                 logits = model(input_ids=tokens, pixel_values=patches, image_grid_thw=grid, mm_token_type_ids=types, use_cache=False).logits
             ids.append(int(logits[0, -1].argmax()))

@@ -21,7 +21,7 @@ import torch
 
 from megatron_grpo.analysis.args import CompareLossesArgs, Variant, read_compare_losses_args
 from megatron_grpo.analysis.replay import open_policy
-from megatron_grpo.analysis.report import draw_variants, logged_by, tell
+from megatron_grpo.analysis.report import draw_variants, logged_by, print_report
 from megatron_grpo.base.errors import EXIT_DONE, config_error
 from megatron_grpo.base.files import why_not_drawn
 from megatron_grpo.checkpoint.resume import OURS
@@ -98,7 +98,7 @@ def run_compare_losses(argv: Sequence[str], parse: Callable[[Sequence[str]], Par
     if collectives.rank() == 0:
         recorded = _recorded(asked)
         found = {"step": asked.step, "recorded": recorded, "variants": [asdict(one) for one in told]}
-        tell(found, in_words(asked, told, recorded), as_json=asked.cfg.plan.json)
+        print_report(found, report_lines(asked, told, recorded), as_json=asked.cfg.plan.json)
         line = draw_variants(told, Path(asked.cfg.plan.png or asked.run / "plots" / "compare_losses.png"), asked.step)
         print(line, file=sys.stderr if asked.cfg.plan.json else sys.stdout, flush=True)  # with --json, stdout contains only the object
     state.stop()
@@ -125,17 +125,17 @@ def compare_losses(asked: CompareLossesArgs) -> list[Outcome]:
     beta = max(variant.cfg.grpo.beta for variant in asked.variants)  # above 0 if any variant needs the reference
     content = {"question": "; ".join(variant.name for variant in asked.variants)}
     policy = open_policy(cfg.with_values({"beta": beta}), model, asked.checkpoint, content, num_steps=asked.step + 2,
-                         parts=PolicyParts(guard=AllowsAll()))  # fmt: skip
+                         parts=PolicyParts(gradient_check=AllowsAll()))  # fmt: skip
     policy.optimizer.step = lambda: None  # keeps the weights unchanged
     samples = read_samples(asked.checkpoint / RECORDED)
     adaptive, entropy = policy.entropy, _entropy_of(policy, asked.checkpoint)
     gradient, told = None, list[Outcome]()
     stale = {variant.staleness for variant in asked.variants} - {0}
-    anchored = _anchored(policy, samples) if stale else []
+    with_old_logprobs = _with_old_logprobs(policy, samples) if stale else []
     for staleness in sorted({0, *stale}):
         if staleness:
             load_weights(policy.chunks, asked.later[staleness])
-        rows = anchored if staleness else samples
+        rows = with_old_logprobs if staleness else samples
         for variant in asked.variants:
             if variant.staleness == staleness:
                 policy.entropy = (
@@ -155,14 +155,14 @@ def _entropy_of(policy: Policy, checkpoint: Path) -> AdaptiveEntropy | None:
     return policy.entropy
 
 
-def _anchored(policy: Policy, samples: Sequence[Sample]) -> list[Sample]:
+def _with_old_logprobs(policy: Policy, samples: Sequence[Sample]) -> list[Sample]:
     """Return all samples with old log-probs by the current weights, on rank 0; an empty list on other ranks. Collective."""
     pending = _pending(policy, samples)
-    scored = score_rows(pending.placed(pending.rows), score=policy.scorer.anchors, cut=policy.cut, parallel=policy.parallel)
+    scored = score_rows(pending.placed(pending.rows), score=policy.scorer.old_logprobs, cut=policy.cut, parallel=policy.parallel)
     mine: dict[RowKey, Sample] = {}
     for key, sample in scored.rows.sequences.items():
         routed = sample if scored.experts is None else replace(sample, experts=scored.experts[key])
-        mine[key] = sample if hasattr(sample, "old_logprobs") else routed.anchored(scored.logprobs[key], "recompute")
+        mine[key] = sample if hasattr(sample, "old_logprobs") else routed.with_old_logprobs(scored.logprobs[key], "recompute")
     found = {
         key: one for part in collectives.exchange({0: mine if policy.parallel.is_model_parallel_src else {}}) for key, one in part.items()
     }
@@ -170,16 +170,18 @@ def _anchored(policy: Policy, samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _pending(policy: Policy, samples: Sequence[Sample]) -> SampleBuffer:
-    return SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_main else [])
+    return SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_rank_zero else [])
 
 
 def _batch(policy: Policy, samples: Sequence[Sample], index: int) -> GlobalBatch:
     """Return this rank's share of a step that trains these rows in their order."""
     pending = _pending(policy, samples)
     order = collectives.broadcast_object([sample.key for sample in samples])
-    micro_steps = [SimpleNamespace(rollout=r, rows=(row, row + 1), fresh_at=pending.rows[r, row].fresh_at) for r, row in order]
+    micro_steps = [
+        SimpleNamespace(rollout=r, rows=(row, row + 1), on_policy_version=pending.rows[r, row].on_policy_version) for r, row in order
+    ]
     step: Any = SimpleNamespace(index=index, micro_steps=micro_steps)
-    return pending.batch(step, weigh=policy.loss.token_weights)[1]
+    return pending.batch(step, token_weight_fn=policy.loss.token_weights)[1]
 
 
 def _take(
@@ -251,7 +253,7 @@ def _recorded(asked: CompareLossesArgs) -> dict[str, float] | None:
     return {name: found[name] for name in ("loss", "grad_norm") if name in found} if found else None
 
 
-def in_words(asked: CompareLossesArgs, told: Sequence[Outcome], recorded: dict[str, float] | None) -> list[str]:
+def report_lines(asked: CompareLossesArgs, told: Sequence[Outcome], recorded: dict[str, float] | None) -> list[str]:
     """Format the outcomes as a table.
 
     Args:

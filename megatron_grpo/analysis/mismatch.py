@@ -13,7 +13,7 @@ import numpy as np
 from megatron_grpo.analysis import traced, vllm_traced
 from megatron_grpo.analysis.args import MismatchArgs, read_mismatch_args
 from megatron_grpo.analysis.operations import LIMITS, ComparedRow, Operation, Side, alone, look_at, sequence_of
-from megatron_grpo.analysis.report import MismatchReport, as_json, draw, drift_of, in_words, tell, worst_row, worst_tokens
+from megatron_grpo.analysis.report import MismatchReport, as_json, draw, drift_of, print_report, report_lines, worst_row, worst_tokens
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, Problem, config_error, problem_with
 from megatron_grpo.base.files import why_not_drawn
@@ -76,7 +76,7 @@ def run_mismatch(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) 
         verdict = found.verdict
         if collectives.rank() == 0:
             is_drawn = draw(picture, found)
-            tell(as_json(found), in_words(found, picture if is_drawn else None), as_json=cfg.plan.json)
+            print_report(as_json(found), report_lines(found, picture if is_drawn else None), as_json=cfg.plan.json)
     return EXIT_CRASH if verdict else EXIT_DONE
 
 
@@ -118,7 +118,7 @@ def look(
     asked_for = prompts or [_prompt(number, row.prompt) for number, row in enumerate(rows)]
     # Fill the prefix cache before the sync, so that entries that survive the sync show up.
     engine.generate(asked_for, replace(sampling, max_completion_length=1), seed=cfg.run.seed)
-    WeightSyncManager(model, engine, verify=False, starts_as_checkpoint=False).publish(asked.step)
+    WeightSyncManager(model, engine, verify=False, starts_as_checkpoint=False).sync_weights(asked.step)
     rows = rows or _drawn(engine, prompts, sampling, seed=cfg.run.seed)
     scored = model.scorer.score([sequence_of(row.tokens.tolist(), row.opening) for row in rows])
     compared = [replace(row, trainer=np.where(row.drawn, trainer, 0).astype(np.float32)) for row, trainer in zip(rows, scored, strict=True)]
@@ -171,7 +171,7 @@ def _rows_to_compare(
     notes = list[str]()
     if sampling_mask.is_cut(cfg.rollout):
         notes.append(
-            f"The run samples with {sampling_mask.in_words(cfg.rollout)}; here all words stay, for tables of completions do "
+            f"The run samples with {sampling_mask.describe(cfg.rollout)}; here all words stay, for tables of completions do "
             "not tell those that were left."
         )
     if asked.cfg.rollout.bitwise_parity:

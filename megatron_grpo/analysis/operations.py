@@ -57,7 +57,7 @@ class Operation:
         return bool(self.ranks)
 
     @property
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Name for people, for example "layer 2, q norm"."""
         layer, _, operation = self.name.partition(" ")
         return f"layer {layer[1:]}, {operation}" if layer[:1] == "L" and layer[1:].isdecimal() else self.name

@@ -13,7 +13,7 @@ import torch
 
 from megatron_grpo.analysis.diagnosis import Diagnosis, LoneRow, diagnose
 from megatron_grpo.analysis.replica_check import tensors_of
-from megatron_grpo.analysis.report import tell
+from megatron_grpo.analysis.report import print_report
 from megatron_grpo.analysis.step_dump import StepDump, marked, rows_of
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError, config_error, problem_with
@@ -68,7 +68,7 @@ def run_replay(words: Sequence[str], parsed: Parsed) -> int:
     cfg, model, checkpoint = _settings(step_dump, parsed.config)
     found = replay(step_dump, cfg, model, checkpoint)
     if collectives.rank() == 0:
-        tell(asdict(found), found.lines(), as_json=cfg.plan.json)
+        print_report(asdict(found), found.lines(), as_json=cfg.plan.json)
     state.stop()
     return EXIT_DONE
 
@@ -171,19 +171,19 @@ def replay(step_dump: StepDump, cfg: Config, model: Path, checkpoint: Path | Non
     content = {"step dump": step_dump.path.name}
     policy = open_policy(cfg, model, checkpoint, content, num_steps=step_dump.step.index + 1, parts=recorded)
     parallel = policy.parallel
-    pending = SampleBuffer(parallel=parallel, cut=policy.cut).restored(samples if parallel.is_main else [])
+    buffer = SampleBuffer(parallel=parallel, cut=policy.cut).restored(samples if parallel.is_rank_zero else [])
     try:
-        _, batch = pending.batch(step_dump.step, weigh=policy.loss.token_weights)
+        _, batch = buffer.batch(step_dump.step, token_weight_fn=policy.loss.token_weights)
     except ValueError as error:
         raise config_error("world_size", f"the step does not come out even over these ranks: {error}. Replay it on one.") from None
     policy.restore_entropy(step_dump.facts.get("guard", {}))
     if (step_dump.path / rng_state.FILE).exists():
         rng_state.restore(step_dump.path / rng_state.FILE)
     weights = _weights(step_dump, policy)
-    seen, first = _forward(policy, batch)
-    rows = _rows(step_dump, policy, batch, seen, {sample.key: sample.prompt_number for sample in samples})
+    gradient, first = _forward(policy, batch)
+    rows = _rows(step_dump, policy, batch, gradient, {sample.key: sample.prompt_number for sample in samples})
     copies = _copies(step_dump, policy, batch)
-    return diagnose(step_dump, parallel.layout, seen.metrics, weights, first, rows, copies)
+    return diagnose(step_dump, parallel.layout, gradient.metrics, weights, first, rows, copies)
 
 
 class Recorded:
@@ -221,15 +221,15 @@ class Recorded:
 class _Enough(Exception):
     """Raised when the gradient is summed, to end the training step."""
 
-    def __init__(self, seen: SummedGradient):
-        self.seen = seen
+    def __init__(self, gradient: SummedGradient):
+        self.gradient = gradient
 
 
 class _Looks:
-    def summed(self, seen: SummedGradient) -> None:
-        raise _Enough(seen)
+    def on_gradients_reduced(self, gradient: SummedGradient) -> None:
+        raise _Enough(gradient)
 
-    def judged(self, seen: SummedGradient, refusal: Any) -> None:
+    def on_pre_optimizer_step(self, gradient: SummedGradient, skipped_step: Any) -> None:
         raise AssertionError("never reached")
 
 
@@ -243,10 +243,10 @@ def _forward(policy: Policy, batch: GlobalBatch) -> tuple[SummedGradient, str | 
         try:
             policy.train_step(batch, _Looks())
         except _Enough as enough:
-            seen = enough.seen
+            gradient = enough.gradient
         else:
             raise config_error("replay", "nothing in this step trains: all of its rows were filtered.")
-    return seen, next((found for found in collectives.all_gather_object(names[0] if names else None) if found), None)
+    return gradient, next((found for found in collectives.all_gather_object(names[0] if names else None) if found), None)
 
 
 @contextmanager
@@ -298,7 +298,9 @@ def _weights(step_dump: StepDump, policy: Policy) -> dict[str, Any]:
     return {"tensors": len(marks), "recorded": len(recorded), "same": len(same), "not_finite": wrong}
 
 
-def _rows(step_dump: StepDump, policy: Policy, batch: GlobalBatch, seen: SummedGradient, prompts: Mapping[RowKey, int]) -> list[LoneRow]:
+def _rows(
+    step_dump: StepDump, policy: Policy, batch: GlobalBatch, gradient: SummedGradient, prompts: Mapping[RowKey, int]
+) -> list[LoneRow]:
     """Compute every row of the step alone, on all ranks. Collective."""
     recorded = step_dump.forward("logprobs")
     mine: dict[RowKey, LoneRow] = {}
@@ -307,12 +309,12 @@ def _rows(step_dump: StepDump, policy: Policy, batch: GlobalBatch, seen: SummedG
         [key] = micro.rows
         norms[key] = norm
         if logprobs is not None:
-            _, what = wrong_rows(micro, logprobs, seen.references.get(key))
+            _, what = wrong_rows(micro, logprobs, gradient.references.get(key))
             run = recorded.get(key)
-            gap = np.abs(seen.logprobs[key] - micro.sampler_logprobs)
+            gap = np.abs(gradient.logprobs[key] - micro.sampler_logprobs)
             mine[key] = LoneRow(
                 key=key, norm=norm, what=what, num_tokens=len(logprobs),
-                forward=None if run is None else _largest(np.abs(seen.logprobs[key] - run))[0],
+                forward=None if run is None else _largest(np.abs(gradient.logprobs[key] - run))[0],
                 gap=_largest(gap)[0], token=_largest(gap)[1], prompt_number=prompts[key],
             )  # fmt: skip
     found: dict[RowKey, LoneRow] = {}
@@ -351,8 +353,8 @@ def _copies(step_dump: StepDump, policy: Policy, batch: GlobalBatch) -> list[dic
             kept = tensor.detach().clone()
             with torch.no_grad():
                 tensor.copy_(torch.from_numpy(raw.copy()).view(getattr(torch, dtype)).view(size))
-            seen, _ = _forward(policy, batch)
+            gradient, _ = _forward(policy, batch)
             with torch.no_grad():
                 tensor.copy_(kept)
-            found.append({"rank": rank, "name": name, "loss": seen.metrics["loss"], "grad_norm": seen.metrics["grad_norm"]})
+            found.append({"rank": rank, "name": name, "loss": gradient.metrics["loss"], "grad_norm": gradient.metrics["grad_norm"]})
     return found

@@ -258,7 +258,7 @@ def _data(batch: GlobalBatch) -> Iterator[Held]:
         digest = blake2b(digest_size=8)
         for micro in batch.micro_batches:
             value = getattr(micro, one.name)
-            if one.name == "pictures":
+            if one.name == "images":
                 value = tuple(picture.key for picture in value)
             digest.update(np.ascontiguousarray(value).tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         yield "data", one.name, ("TP", "CP", "PP"), int.from_bytes(digest.digest(), "little", signed=True)
@@ -320,7 +320,7 @@ def _numbers(policy: Any, batch: GlobalBatch, metrics: Mapping[str, float]) -> I
         yield "number", one, ("all",), _number_of(repr(float(metrics.get(one, 0.0))))
     counted = {router.num_routed_tokens for router in routers(policy.chunks)}
     yield "number", "the tokens that routers count", ("all",), _number_of(repr(counted)) if counted else _ABSENT
-    yield "number", "the guard's memory", ("all",), _number_of(json.dumps(policy.guard_state(), sort_keys=True))
+    yield "number", "the guard's memory", ("all",), _number_of(json.dumps(policy.gradient_check_state(), sort_keys=True))
     yield "number", "the schedule's steps", ("all",), int(policy.version)
     yield "number", "Adam's steps", ("TP", "DP"), steps_counted(policy.optimizer)
 

@@ -67,7 +67,7 @@ class MismatchReport:
         sentences = []
         if (first := first_over([one for one in self.operations if one.name not in ASIDE])) is not None:
             shards = f" (shard of rank {', '.join(map(str, first.ranks))})" if len(first.ranks) < self.num_ranks else ""
-            sentences.append(f"{first.in_words}: {first.difference:.2g} of its size{shards}{first.cause and f'; {first.cause}'}.")
+            sentences.append(f"{first.describe}: {first.difference:.2g} of its size{shards}{first.cause and f'; {first.cause}'}.")
         sentences += [ASIDE[one.name] for one in self.operations if one.name in ASIDE and one.is_over]
         if not sentences and self.push:
             sentences.append("No operation differs by more than rounding, but the check of the push fails.")
@@ -81,7 +81,7 @@ class MismatchReport:
         return quantiles(self.rows, self.bound)
 
 
-def tell(found: dict[str, Any], lines: Sequence[str], *, as_json: bool) -> None:
+def print_report(found: dict[str, Any], lines: Sequence[str], *, as_json: bool) -> None:
     """Print the findings on standard output.
 
     Args:
@@ -114,7 +114,7 @@ def logged_by(run: Path) -> list[dict[str, Any]]:
     return [in_current_metrics(one) for one in found if isinstance(one, dict)]
 
 
-def in_words(found: MismatchReport, picture: Path | None) -> list[str]:
+def report_lines(found: MismatchReport, picture: Path | None) -> list[str]:
     """Format the findings as lines of text.
 
     Args:
@@ -156,14 +156,14 @@ def in_words(found: MismatchReport, picture: Path | None) -> list[str]:
 
 
 def _line(one: Operation) -> str:
-    return f"{one.in_words:<24} {one.difference:>11.1e} {one.largest:>10.1e} {one.equal:>11.1%}{'  <- over' if one.is_over else ''}"
+    return f"{one.describe:<24} {one.difference:>11.1e} {one.largest:>10.1e} {one.equal:>11.1%}{'  <- over' if one.is_over else ''}"
 
 
 def _shortened(operations: Sequence[Operation]) -> list[Operation]:
     """Return the operations above the limit, and of all others the layer with the largest difference of each kind."""
     worst: dict[str, Operation] = {}
     for one in operations:
-        kind = one.in_words.partition(", ")[2] or one.name
+        kind = one.describe.partition(", ")[2] or one.name
         if kind not in worst or one.difference > worst[kind].difference:
             worst[kind] = one
     kept = {one.name for one in worst.values()} | {one.name for one in operations if one.is_over}
@@ -353,7 +353,7 @@ def _operations(axes: Any, found: MismatchReport) -> None:
     first = next((place for place, one in enumerate(operations) if one.is_over), None)
     if first is not None:
         side = "right" if first > len(values) / 2 else "left"
-        axes.annotate(operations[first].in_words, (first, values[first]), xytext=(-6 if side == "right" else 6, 6),
+        axes.annotate(operations[first].describe, (first, values[first]), xytext=(-6 if side == "right" else 6, 6),
                       textcoords="offset points", ha=side, color=RED)  # fmt: skip
     axes.margins(y=0.12)
     axes.set(title="each operation on the sampler's inputs", xlabel="operation, in order (equal bits: at the bottom)", ylabel="of its size")

@@ -59,25 +59,25 @@ class StepDumps:
         cfg: Configuration of the run.
         model_path: Directory of the model that the run began with.
         last_checkpoint: Returns the directory of the newest checkpoint; None if there is none.
-        say: Prints a message.
+        print_line: Prints a message.
     """
 
     folder: Path
     cfg: Config
     model_path: Path
     last_checkpoint: Callable[[], Path | None] = lambda: None
-    say: Callable[[str], None] = field(default=print)
+    print_line: Callable[[str], None] = field(default=print)
 
-    def write(self, moment: DumpReason, pending: SampleBuffer, policy: Policy, seen: SummedGradient) -> Path | None:
+    def write(self, moment: DumpReason, buffer: SampleBuffer, policy: Policy, gradient: SummedGradient) -> Path | None:
         """Write a step dump. Collective.
 
         A failure is reported, and does not affect the run.
 
         Args:
             moment: Reason and step.
-            pending: Buffer with the rows of the step.
+            buffer: Buffer with the rows of the step.
             policy: Policy before the update.
-            seen: Summed gradient of the step.
+            gradient: Summed gradient of the step.
 
         Returns:
             The directory; None if step dumps are off or it could not be written.
@@ -89,26 +89,26 @@ class StepDumps:
             with self._whole(path) as partial:
                 random = rng_state.collect()
                 with agreed(f"writing {partial}"):
-                    _write_own(partial, moment, pending, policy, seen)
+                    _write_own(partial, moment, buffer, policy, gradient)
                     if random is not None:
                         (partial / rng_state.FILE).write_bytes(random)
                 weights = self._weights(partial, policy)
                 with agreed(f"writing {partial / FACTS}"):
                     if collectives.rank() == 0:
-                        told = self._facts(moment, pending) | _measured(policy, seen) | {"weights": weights}
+                        told = self._facts(moment, buffer) | _measured(policy, gradient) | {"weights": weights}
                         (partial / FACTS).write_text(json.dumps(told, indent=1) + "\n")
         except CheckpointError as error:
-            self.say(f"WARNING: the step dump {path} could not be written: {error}")
+            self.print_line(f"WARNING: the step dump {path} could not be written: {error}")
             return None
-        self.say(f"the step is kept in {path} ({_in_words(weights)}); look at it with: megatron-grpo replay {path}")
+        self.print_line(f"the step is kept in {path} ({_describe(weights)}); look at it with: megatron-grpo replay {path}")
         return path
 
-    def dump_on_hang(self, moment: DumpReason, pending: SampleBuffer, policy: Policy) -> None:
+    def dump_on_hang(self, moment: DumpReason, buffer: SampleBuffer, policy: Policy) -> None:
         """Write what this rank has while other ranks hang: its rows, and the location of the weights. Not collective.
 
         Args:
             moment: Reason and step.
-            pending: Buffer with the rows of the step.
+            buffer: Buffer with the rows of the step.
             policy: Policy of this rank.
         """
         if not self.cfg.run.debug_dump_steps:
@@ -116,11 +116,11 @@ class StepDumps:
         path = self.folder / f"step_{moment.step.index + 1:06d}_{moment.kind}"
         (path / "rows").mkdir(parents=True, exist_ok=True)
         keys = rows_of(moment.step)
-        mine = [sample for key, sample in pending.samples.items() if key in keys]
+        mine = [sample for key, sample in buffer.samples.items() if key in keys]
         if mine:
             with written_whole(path / "rows" / f"rank_{collectives.rank():05d}.npz") as stream:
                 stream.write(file_of(mine))
-        facts = self._facts(moment, pending) | {"weights": self._elsewhere(0)}
+        facts = self._facts(moment, buffer) | {"weights": self._elsewhere(0)}
         own = path / f".{FACTS}.{collectives.rank():05d}"  # several ranks may write at the same time: the last complete file stays
         write_whole(own, json.dumps(facts, indent=1) + "\n")
         own.replace(path / FACTS)
@@ -147,17 +147,17 @@ class StepDumps:
             if first:
                 shutil.rmtree(partial, ignore_errors=True)
 
-    def _facts(self, moment: DumpReason, pending: SampleBuffer) -> dict[str, Any]:
-        samples = [sample for key, sample in pending.samples.items() if key in rows_of(moment.step)]
-        step, layout = moment.step, pending.parallel.layout
+    def _facts(self, moment: DumpReason, buffer: SampleBuffer) -> dict[str, Any]:
+        samples = [sample for key, sample in buffer.samples.items() if key in rows_of(moment.step)]
+        step, layout = moment.step, buffer.parallel.layout
         return {
             "format": FORMAT, "written_by": f"megatron_grpo {__version__}", "torch": torch.__version__,
             "kind": moment.kind, "why": moment.words, "step": step.index + 1, "version": step.index,
             "micro_steps": [_plain(micro) for micro in step.micro_steps],
             "parted": [asdict(one) for one in moment.finding.parted] if moment.finding else [],
-            "pictures": any(sample.shown for sample in samples), "model": str(self.model_path), "settings": settings_of(self.cfg),
+            "pictures": any(sample.images for sample in samples), "model": str(self.model_path), "settings": settings_of(self.cfg),
             "layout": {name: getattr(layout, name) for name in ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp")}
-                      | {"sequence_parallel": pending.parallel.sequence_parallel},
+                      | {"sequence_parallel": buffer.parallel.sequence_parallel},
         }  # fmt: skip
 
     def _weights(self, partial: Path, policy: Policy) -> dict[str, Any]:
@@ -242,7 +242,7 @@ class StepDump:
         micro_steps = tuple(MicroStep(**{**one, "rows": tuple(one["rows"])}) for one in self.facts["micro_steps"])
         nothing = range(0)
         return ScheduledStep(index=self.facts["version"], arriving=nothing, immediate=nothing, launches=nothing, evaluates=nothing,
-                    micro_steps=micro_steps, anchors=(), keeps=(), last_use=())  # fmt: skip
+                    micro_steps=micro_steps, old_logprob_slices=(), keeps=(), last_use=())  # fmt: skip
 
     def samples(self) -> list[Sample]:
         """Return the samples of the step in order, without duplicates."""
@@ -300,14 +300,14 @@ def marked(stream: Iterable[tuple[str, torch.Tensor]], marks: dict[str, str]) ->
         yield name, tensor
 
 
-def _write_own(partial: Path, moment: DumpReason, pending: SampleBuffer, policy: Policy, seen: SummedGradient) -> None:
+def _write_own(partial: Path, moment: DumpReason, buffer: SampleBuffer, policy: Policy, gradient: SummedGradient) -> None:
     """Write the files of this rank."""
     name, keys = f"rank_{collectives.rank():05d}.npz", rows_of(moment.step)
-    if mine := [sample for sample in pending.to_save() if sample.key in keys]:
+    if mine := [sample for sample in buffer.to_save() if sample.key in keys]:
         (partial / "rows" / name).write_bytes(file_of(mine))
     if policy.parallel.speaks_for_its_rows:
-        arrays = {f"logprobs/{r}/{i}": values for (r, i), values in seen.logprobs.items()}
-        arrays |= {f"references/{r}/{i}": values for (r, i), values in seen.references.items()}
+        arrays = {f"logprobs/{r}/{i}": values for (r, i), values in gradient.logprobs.items()}
+        arrays |= {f"references/{r}/{i}": values for (r, i), values in gradient.references.items()}
         (partial / "forward" / name).write_bytes(_npz(arrays))
     if moment.finding is not None and policy.parallel.rank in {rank for one in moment.finding.parted[:1] for rank, _ in one.copies}:
         kept: dict[str, np.ndarray] = {}
@@ -327,20 +327,20 @@ def _npz(arrays: Mapping[str, np.ndarray]) -> bytes:
     return stream.getvalue()
 
 
-def _measured(policy: Policy, seen: SummedGradient) -> dict[str, Any]:
+def _measured(policy: Policy, gradient: SummedGradient) -> dict[str, Any]:
     """Return the metrics of the step. Numbers that are not finite become strings, because JSON has none."""
 
     def numbers(values: Mapping[str, float]) -> dict[str, Any]:
         return {name: value if np.isfinite(value) else str(value) for name, value in values.items()}
 
-    return {"metrics": numbers(seen.metrics), "guard": policy.guard_state(), "num_loss_tokens": seen.batch.num_loss_tokens}
+    return {"metrics": numbers(gradient.metrics), "guard": policy.gradient_check_state(), "num_loss_tokens": gradient.batch.num_loss_tokens}
 
 
 def _plain(micro: Any) -> dict[str, Any]:
     return asdict(micro) if isinstance(micro, MicroStep) else dict(vars(micro))
 
 
-def _in_words(weights: Mapping[str, Any]) -> str:
+def _describe(weights: Mapping[str, Any]) -> str:
     if weights["folder"]:
         return "with its weights" if weights["folder"] == "weights" else "with its adapter"
     size = f"its weights, {weights['bytes'] / GB:.3g} GB, are above debug_dump_weights_gb"

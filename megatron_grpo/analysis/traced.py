@@ -203,5 +203,5 @@ class _Tracer:
         if head.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, group=head.tp_group)
         words = (head.weight if weight is None else weight)[: head.num_valid_rows]
-        hidden, words = (x.float() if head.in_float32 else x for x in (hidden.squeeze(1)[batch.predict_at], words))
+        hidden, words = (x.float() if head.in_float32 else x for x in (hidden.squeeze(1)[batch.logit_positions], words))
         self.found["logits"] = OwnRows(0, (hidden @ words.t()).float().cpu())

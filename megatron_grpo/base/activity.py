@@ -106,7 +106,7 @@ def current() -> tuple[Phase, ...]:
     return _open
 
 
-def in_words(phases: tuple[Phase, ...]) -> str:
+def describe(phases: tuple[Phase, ...]) -> str:
     """Describe the phases, as in `evaluating: sampling 3 of 8 completions`; `between two phases` if none is open."""
     told: list[Phase] = []
     for one in phases:
@@ -123,7 +123,7 @@ def _with_count(one: Phase) -> str:
 
 
 class Timers:
-    """Timers of the parts of a step: `with clock("rollout"): ...` adds to `time/rollout`.
+    """Timers of the parts of a step: `with timers("rollout"): ...` adds to `time/rollout`.
 
     Blocks of one name add up; time in an inner block is subtracted from the outer block. `clock.beside("rollout_overlapped", 2.5)` adds
     seconds that overlap with other blocks: they are not part of the sum.

@@ -117,12 +117,12 @@ _SHORTEST = 8  # characters of a secret; a shorter one would match parts of ordi
 
 
 def keep_secret(text: str | None) -> None:
-    """Register a secret that `said_by` replaces from now on. A secret shorter than 8 characters is ignored."""
+    """Register a secret that `printable` replaces from now on. A secret shorter than 8 characters is ignored."""
     if text and len(text) >= _SHORTEST:
         _secrets.add(text)
 
 
-def said_by(value: Any, words: Callable[[Any], str] = str, most: int = 500) -> str:
+def printable(value: Any, words: Callable[[Any], str] = str, most: int = 500) -> str:
     """Return the text of an exception, a server's answer or any foreign object as one printable line.
 
     Control characters, which move a cursor or change the text direction, are escaped, and known secrets are replaced.
@@ -137,28 +137,28 @@ def said_by(value: Any, words: Callable[[Any], str] = str, most: int = 500) -> s
     """
     try:
         text = words(value)
-        shown = text[: 20 * most]
+        describe_value = text[: 20 * most]
     except BaseException:  # noqa: BLE001 - a user's code
         return ""
     known = _secrets | {held for name, held in os.environ.items() if SECRET.search(name) and len(held) >= _SHORTEST}
     for secret in sorted(known, key=len, reverse=True):
-        shown = shown.replace(secret, "(a secret)")
-    shown = f"{shown[:most]}..." if len(shown) > most else shown
-    plain = (one if one.isprintable() else " " if one in "\n\r\t" else one.encode("unicode_escape").decode() for one in shown)
+        describe_value = describe_value.replace(secret, "(a secret)")
+    describe_value = f"{describe_value[:most]}..." if len(describe_value) > most else describe_value
+    plain = (one if one.isprintable() else " " if one in "\n\r\t" else one.encode("unicode_escape").decode() for one in describe_value)
     return "".join(plain).strip()
 
 
 def raised(error: BaseException) -> str:
     """Return the class and text of an exception, as the end of a sentence whose subject raised it."""
-    said = said_by(error)
+    said = printable(error)
     return f"raised {type(error).__name__}{': ' * bool(said)}{said}"
 
 
-def shown(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return the type and the text of a value, for a sentence."""
-    return f"the {type(value).__name__} {said_by(value, repr, 80)}".strip()
+    return f"the {type(value).__name__} {printable(value, repr, 80)}".strip()
 
 
 def first_line(value: Any) -> str:
-    """Return the first line of a value's text, for `said_by`."""
+    """Return the first line of a value's text, for `printable`."""
     return str(value).strip().partition("\n")[0]

@@ -69,7 +69,7 @@ class Launched:
         address: Address of the rendezvous store.
         port: Port of the rendezvous store.
         launcher_holds_store: Whether torchrun itself runs the store.
-        said: File shared by the ranks of one attempt on one machine, if known; they record in it which messages were printed.
+        report_file: File shared by the ranks of one attempt on one machine, if known; they record in it which messages were printed.
         ended: File shared by all attempts of one torchrun; they record in it how they ended.
         error_file: File from which torchrun reads the reason of a failure.
         problems: Problems with the environment itself.
@@ -84,7 +84,7 @@ class Launched:
     address: str = "127.0.0.1"
     port: int = 0
     launcher_holds_store: bool = False
-    said: Path | None = None
+    report_file: Path | None = None
     ended: Path | None = None
     error_file: Path | None = None
     problems: tuple[Problem, ...] = ()
@@ -102,9 +102,11 @@ def read(env: Mapping[str, str] | None = None) -> Launched:
         env: Environment variables; None reads those of this process.
     """
     env = os.environ if env is None else env
-    said, error_file = _shared_file(env), env.get("TORCHELASTIC_ERROR_FILE")
-    ended = said.parent.parent / "megatron_grpo.ended" if said is not None and error_file else None  # beside its attempt_0, attempt_1, ...
-    alone = Launched(said=said, ended=ended, error_file=Path(error_file) if error_file else None)
+    report_file, error_file = _shared_file(env), env.get("TORCHELASTIC_ERROR_FILE")
+    ended = (
+        report_file.parent.parent / "megatron_grpo.ended" if report_file is not None and error_file else None
+    )  # beside its attempt_0, attempt_1, ...
+    alone = Launched(report_file=report_file, ended=ended, error_file=Path(error_file) if error_file else None)
     if "RANK" not in env:
         wrong = [f"{name} is {env[name]!r}" for name in _NUMBERS if env.get(name) and not (_is_count(env[name]) and int(env[name]))]
         message = f"The environment says how many processes there are, but {'; '.join(wrong)}. Unset it, or start the job with torchrun."

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from megatron_grpo.batching.images import Shown, positions, seen, shown_in
+from megatron_grpo.batching.images import PlacedImages, image_tokens, images_in, positions
 from megatron_grpo.batching.prefix_groups import FREE, Alignment, ContextSpan, PrefixGroup, common_prefix, contexts_of, num_shared
 from megatron_grpo.batching.split import MicroBatchSpec
 from megatron_grpo.types import MicroBatch, Sample, SampleWithOldLogprobs, SamplingMask, Segment, Sequence, TrainingMicroBatch
@@ -23,15 +23,15 @@ class _Tree(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Location of a context in the stream: its first `shared` tokens begin at `trunk`, the others at `own`."""
+    """Location of a context in the stream: its first `shared` tokens begin at `shared_prefix`, the others at `own`."""
 
-    trunk: int
+    shared_prefix: int
     shared: int
     own: int
 
     def of(self, tokens: np.ndarray) -> np.ndarray:
         """Return the indices in the stream of these tokens of the context."""
-        return np.where(tokens < self.shared, self.trunk + tokens, self.own + tokens - self.shared)
+        return np.where(tokens < self.shared, self.shared_prefix + tokens, self.own + tokens - self.shared)
 
 
 class _Stream:
@@ -47,7 +47,7 @@ class _Stream:
         self.segments: list[Segment] = []
         self.tokens: list[np.ndarray] = []
         self.positions: list[np.ndarray] = []
-        self.multiplicity: list[np.ndarray] = []
+        self.num_references: list[np.ndarray] = []
 
     def lay(self, tokens: np.ndarray, at: np.ndarray, *, copies: int, parent: int = -1) -> int:
         """Append a segment and return where its tokens begin. Without tokens there is no segment.
@@ -64,9 +64,9 @@ class _Stream:
             self._add(Segment(start=begin, end=begin + padded, parent=parent, length=length), tokens, at, copies)
         return begin
 
-    def positions_of(self, length: int, shown: Shown) -> np.ndarray:
+    def positions_of(self, length: int, images: PlacedImages) -> np.ndarray:
         """Return the positions of the tokens of a context."""
-        return positions(length, shown) if self.has_axes else np.arange(length)
+        return positions(length, images) if self.has_axes else np.arange(length)
 
     def pad(self, total: int) -> None:
         """Append a segment of padding, so that the stream has `total` tokens."""
@@ -80,7 +80,7 @@ class _Stream:
         self.tokens.append(np.pad(tokens, padding))
         behind = at[..., -1:] + np.arange(1, padding[1] + 1) if segment.length else np.broadcast_to(np.arange(size), (*at.shape[:-1], size))
         self.positions.append(np.concatenate([at, behind], axis=-1))
-        self.multiplicity.append(np.pad(np.full(segment.length, copies), padding))
+        self.num_references.append(np.pad(np.full(segment.length, copies), padding))
         self.length = segment.end
 
 
@@ -90,7 +90,7 @@ def collate(
     number: int = 0,
     alignment: Alignment | None = None,
     at_least: int = 0,
-    families: SequenceOf[PrefixGroup] = (),
+    prefix_groups: SequenceOf[PrefixGroup] = (),
 ) -> MicroBatch:
     """Pack sequences end to end, so that they can be scored. A prefix that contexts of a prefix group share is in the stream once.
 
@@ -101,74 +101,76 @@ def collate(
         number: Index of the micro-batch in its pass.
         alignment: Multiples that segments and the stream are rounded up to; None rounds nothing.
         at_least: Minimum number of tokens in the stream; a multiple of the stream's alignment.
-        families: Rows that may share a prefix; see `batching.split.MicroBatchSpec`.
+        prefix_groups: Rows that may share a prefix; see `batching.split.MicroBatchSpec`.
 
     Raises:
         ValueError: The rows of a prefix group have fewer equal tokens than its `prefix`.
     """
     alignment = alignment or Alignment()
     contexts = contexts_of(sequences)
-    stream = _Stream(alignment, has_axes=any(sequence.shown for sequence in sequences))
-    places = _lay(stream, sequences, _trees(sequences, contexts, families, alignment))
+    stream = _Stream(alignment, has_axes=any(sequence.images for sequence in sequences))
+    places = _lay(stream, sequences, _trees(sequences, contexts, prefix_groups, alignment))
     stream.pad(max(alignment.of_stream(stream.length), at_least))
     trained = list(_trained(sequences, contexts, places))
     of_tokens = _column([np.append(places[context].of(np.arange(context.num_computed)), -1) for context in contexts], np.int64)
-    pictures = seen(sequences, contexts, lambda context, tokens: places[context].of(tokens))
+    images = image_tokens(sequences, contexts, lambda context, tokens: places[context].of(tokens))
     return MicroBatch(
         number=number,
         token_ids=_column(stream.tokens, np.int64),
         positions=np.concatenate([stream.positions_of(0, ()), *stream.positions], axis=-1).astype(np.int64),
-        multiplicity=_column(stream.multiplicity, np.int64),
+        num_references=_column(stream.num_references, np.int64),
         segments=tuple(stream.segments),
-        predict_at=_column([at for at, _, _ in trained], np.int64),
+        logit_positions=_column([at for at, _, _ in trained], np.int64),
         targets=_column([targets for _, targets, _ in trained], np.int64),
         sequence=_column([rows for _, _, rows in trained], np.int64),
         num_sequences=len(sequences),
         num_contexts=len(contexts),
         places=of_tokens,
         experts=_experts(sequences, of_tokens, stream.length),
-        kept=_kept(sequences),
-        pictures=pictures.pictures,
-        picture_at=pictures.at,
-        picture_token=pictures.token,
+        sampling_mask=_kept(sequences),
+        images=images.images,
+        image_positions=images.at,
+        image_token_index=images.token,
     )
 
 
-def collate_portions(
-    sequences: SequenceOf[Sequence | None], portions: SequenceOf[MicroBatchSpec], alignment: Alignment
+def collate_specs(
+    sequences: SequenceOf[Sequence | None], micro_specs: SequenceOf[MicroBatchSpec], alignment: Alignment
 ) -> list[MicroBatch]:
     """Pack the micro-batches of one rank, so that they can be scored.
 
     Args:
-        sequences: Sequences by their index in the partitioned list; None where no micro-batch of `portions` contains it.
-        portions: Micro-batches to pack.
+        sequences: Sequences by their index in the partitioned list; None where no micro-batch of `micro_specs` contains it.
+        micro_specs: Micro-batches to pack.
         alignment: Multiples that segments and the stream are rounded up to.
     """
     return [
         collate(
-            [cast(Sequence, sequences[i]) for i in portion.rows],
-            number=number, alignment=alignment, at_least=portion.at_least, families=portion.families,
+            [cast(Sequence, sequences[i]) for i in micro_spec.rows],
+            number=number, alignment=alignment, at_least=micro_spec.at_least, prefix_groups=micro_spec.prefix_groups,
         )
-        for number, portion in enumerate(portions)
+        for number, micro_spec in enumerate(micro_specs)
     ]  # fmt: skip
 
 
 def _trees(
-    sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextSpan], families: SequenceOf[PrefixGroup], alignment: Alignment
+    sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextSpan], prefix_groups: SequenceOf[PrefixGroup], alignment: Alignment
 ) -> list[_Tree]:
     """Return trees that contain every context once."""
-    family_of = {row: family for family in families for row in family.members}
+    family_of = {row: prefix_group for prefix_group in prefix_groups for row in prefix_group.members}
     by_family: dict[object, list[ContextSpan]] = {}
     for context in contexts:
         by_family.setdefault(family_of.get(context.row, context), []).append(context)
     trees = []
-    for family, members in by_family.items():
+    for prefix_group, members in by_family.items():
         shared = 0
-        if isinstance(family, PrefixGroup) and len(members) > 1:
+        if isinstance(prefix_group, PrefixGroup) and len(members) > 1:
             common = common_prefix(sequences, members)
-            if common < family.prefix:
-                raise ValueError(f"rows {family.members} were said to begin with {family.prefix} equal tokens; {common} of them are equal")
-            shared = num_shared([context.num_computed for context in members], common, family, alignment)
+            if common < prefix_group.prefix:
+                raise ValueError(
+                    f"rows {prefix_group.members} were said to begin with {prefix_group.prefix} equal tokens; {common} of them are equal"
+                )
+            shared = num_shared([context.num_computed for context in members], common, prefix_group, alignment)
         trees += [_Tree(shared, tuple(members))] if shared else [_Tree(0, (context,)) for context in members]
     return trees
 
@@ -178,21 +180,21 @@ def _lay(stream: _Stream, sequences: SequenceOf[Sequence], trees: SequenceOf[_Tr
 
     Each class is ordered by length, so that equal lengths lie side by side.
     """
-    families = sorted((tree for tree in trees if tree.shared), key=lambda tree: tree.shared)
+    prefix_groups = sorted((tree for tree in trees if tree.shared), key=lambda tree: tree.shared)
     apart = sorted((tree.contexts[0] for tree in trees if not tree.shared), key=lambda context: context.num_computed)
     places: dict[ContextSpan, _Place] = {}
 
     def of(context: ContextSpan, part: slice) -> tuple[np.ndarray, np.ndarray]:
         """Return (tokens, positions) of a part of a context. Positions are those of the whole context: an image shifts what follows it."""
         sequence = sequences[context.row]
-        at = stream.positions_of(context.num_computed, shown_in(sequence, context.first, context.end))
+        at = stream.positions_of(context.num_computed, images_in(sequence, context.first, context.end))
         return sequence.token_ids[context.first : context.first + context.num_computed][part], at[..., part]
 
-    trunks = [stream.lay(*of(tree.contexts[0], slice(tree.shared)), copies=len(tree.contexts)) for tree in families]
-    for parent, (tree, trunk) in enumerate(zip(families, trunks, strict=True)):
+    shared_prefixes = [stream.lay(*of(tree.contexts[0], slice(tree.shared)), copies=len(tree.contexts)) for tree in prefix_groups]
+    for parent, (tree, shared_prefix) in enumerate(zip(prefix_groups, shared_prefixes, strict=True)):
         for context in sorted(tree.contexts, key=lambda context: context.num_computed):
             own = stream.lay(*of(context, slice(tree.shared, None)), copies=1, parent=parent)
-            places[context] = _Place(trunk, tree.shared, own)
+            places[context] = _Place(shared_prefix, tree.shared, own)
     for context in apart:
         places[context] = _Place(stream.length, 0, stream.lay(*of(context, slice(None)), copies=1))
     return places
@@ -213,10 +215,12 @@ def _trained(
 
 def _kept(sequences: SequenceOf[Sequence]) -> SamplingMask | None:
     """Join the sampling masks of all trained positions; None if no token of any sequence has one."""
-    found = [sequence.kept for sequence in sequences]
-    if all(kept is None for kept in found):
+    found = [sequence.sampling_mask for sequence in sequences]
+    if all(sampling_mask is None for sampling_mask in found):
         return None
-    return SamplingMask.joined([kept or SamplingMask.all_words(one.num_masked) for kept, one in zip(found, sequences, strict=True)])
+    return SamplingMask.joined(
+        [sampling_mask or SamplingMask.unfiltered(one.num_masked) for sampling_mask, one in zip(found, sequences, strict=True)]
+    )
 
 
 def _experts(sequences: SequenceOf[Sequence], places: np.ndarray, length: int) -> np.ndarray | None:
@@ -240,7 +244,7 @@ def collate_samples(
     number: int = 0,
     alignment: Alignment | None = None,
     at_least: int = 0,
-    families: SequenceOf[PrefixGroup] = (),
+    prefix_groups: SequenceOf[PrefixGroup] = (),
 ) -> TrainingMicroBatch:
     """Pack samples as `collate` does, with what the loss needs.
 
@@ -253,12 +257,12 @@ def collate_samples(
         number: As in `collate`.
         alignment: As in `collate`.
         at_least: As in `collate`.
-        families: As in `collate`.
+        prefix_groups: As in `collate`.
 
     Raises:
         ValueError: A sample is stale at `trained_at` and carries no old log-probs. Its ratio would be 1 where it is not.
     """
-    stream = collate(samples, number=number, alignment=alignment, at_least=at_least, families=families)
+    stream = collate(samples, number=number, alignment=alignment, at_least=at_least, prefix_groups=prefix_groups)
     old = [_old_logprobs(sample, trained_at)[sample.mask] for sample in samples]
     counts = [sample.num_masked for sample in samples]
     return TrainingMicroBatch(
@@ -284,7 +288,7 @@ def _of_teacher(sample: Sample) -> np.ndarray:
 
 
 def _old_logprobs(sample: Sample, trained_at: int) -> np.ndarray:
-    if sample.fresh_at == trained_at:
+    if sample.on_policy_version == trained_at:
         return np.full(len(sample.token_ids), np.nan)
     if not isinstance(sample, SampleWithOldLogprobs):
         raise ValueError(
@@ -296,4 +300,6 @@ def _old_logprobs(sample: Sample, trained_at: int) -> np.ndarray:
 
 def _is_compared(sample: Sample, trained_at: int) -> bool:
     """Return False if the old log-probs are the sampler's: a comparison with themselves is meaningless."""
-    return sample.fresh_at == trained_at or not (isinstance(sample, SampleWithOldLogprobs) and sample.anchored_by == "rollout")
+    return sample.on_policy_version == trained_at or not (
+        isinstance(sample, SampleWithOldLogprobs) and sample.old_logprobs_from == "rollout"
+    )

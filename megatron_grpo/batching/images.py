@@ -1,6 +1,6 @@
 """Images in a packed stream: the indices of their tokens, their positions, and the image embedding at each token. No torch.
 
-Locations come from the sequences' `shown`, never from token IDs: a sampler may sample the placeholder, which is then an ordinary token.
+Locations come from the sequences' `images`, never from token IDs: a sampler may sample the placeholder, which is then an ordinary token.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ import numpy as np
 from megatron_grpo.batching.prefix_groups import ContextSpan
 from megatron_grpo.types import Image, Sequence
 
-Shown = tuple[tuple[int, Image], ...]  # (index of the first token, image), ascending
+PlacedImages = tuple[tuple[int, Image], ...]  # (index of the first token, image), ascending
 
 
 class StreamImages(NamedTuple):
     """Images of one packed stream."""
 
-    pictures: tuple[Image, ...]  # each key once
+    images: tuple[Image, ...]  # each key once
     at: np.ndarray  # int64 [n], ascending: indices in the stream, each once
-    token: np.ndarray  # int64 [n]: index into the concatenated image tokens of all `pictures`
+    token: np.ndarray  # int64 [n]: index into the concatenated image tokens of all `images`
 
 
-def grid_of(picture: Image) -> tuple[int, int]:
+def grid_of(image: Image) -> tuple[int, int]:
     """Return (rows, columns) of an image's tokens.
 
     Args:
-        picture: The image.
+        image: The image.
 
     Raises:
         ValueError: It is not a single frame, or its grid does not divide into whole tokens.
     """
-    frames, rows, columns = picture.grid
-    if frames != 1 or rows % picture.merge or columns % picture.merge:
-        merge = f"{picture.merge} x {picture.merge}"
-        raise ValueError(f"picture {picture.key} has a grid of {picture.grid} patches: a picture is one frame, in whole tokens of {merge}")
-    return rows // picture.merge, columns // picture.merge
+    frames, rows, columns = image.grid
+    if frames != 1 or rows % image.merge or columns % image.merge:
+        merge = f"{image.merge} x {image.merge}"
+        raise ValueError(f"picture {image.key} has a grid of {image.grid} patches: a picture is one frame, in whole tokens of {merge}")
+    return rows // image.merge, columns // image.merge
 
 
-def num_tokens(picture: Image) -> int:
+def num_tokens(image: Image) -> int:
     """Return the number of tokens of an image."""
-    rows, columns = grid_of(picture)
+    rows, columns = grid_of(image)
     return rows * columns
 
 
-def shown_in(sequence: Sequence, first: int, end: int) -> Shown:
+def images_in(sequence: Sequence, first: int, end: int) -> PlacedImages:
     """Return the images of a context, by their index in the context.
 
     Args:
@@ -55,21 +55,21 @@ def shown_in(sequence: Sequence, first: int, end: int) -> Shown:
         first: First token of the context.
         end: End of the context, exclusive.
     """
-    return tuple((place - first, picture) for place, picture in sequence.shown if first <= place < end)
+    return tuple((place - first, image) for place, image in sequence.images if first <= place < end)
 
 
-def positions(length: int, shown: Shown) -> np.ndarray:
+def positions(length: int, images: PlacedImages) -> np.ndarray:
     """Return the positions of a context's tokens, int64 [3, length]: frame, row and column (Qwen2-VL, arXiv:2409.12191, section 2.1).
 
     The tokens of an image are on a grid that begins at the next text position; the text continues after the grid's longer side.
 
     Args:
         length: Tokens of the context.
-        shown: Images of the context, by their index in it.
+        images: Images of the context, by their index in it.
     """
     found, behind = np.tile(np.arange(length), (3, 1)), 0
-    for place, picture in shown:
-        rows, columns = grid_of(picture)
+    for place, image in images:
+        rows, columns = grid_of(image)
         end = min(place + rows * columns, length)
         row, column = np.divmod(np.arange(end - place), columns)
         found[:, place:end] = place + behind + np.stack([np.zeros_like(row), row, column])
@@ -78,7 +78,7 @@ def positions(length: int, shown: Shown) -> np.ndarray:
     return found
 
 
-def seen(
+def image_tokens(
     sequences: SequenceOf[Sequence], contexts: Iterable[ContextSpan], in_stream: Callable[[ContextSpan, np.ndarray], np.ndarray]
 ) -> StreamImages:
     """Collect the images of a packed stream. What several contexts share is in the stream, and encoded, once.
@@ -88,16 +88,16 @@ def seen(
         contexts: Their contexts.
         in_stream: Maps a context and indices of its tokens, int64 [n], to indices in the stream.
     """
-    pictures: dict[str, tuple[int, Image]] = {}  # by key: its first token among those of all
+    images: dict[str, tuple[int, Image]] = {}  # by key: its first token among those of all
     at, token, total = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)], 0
     for context in contexts:
-        for place, picture in shown_in(sequences[context.row], context.first, context.end):
-            count = num_tokens(picture)
-            if picture.key not in pictures:
-                pictures[picture.key] = total, picture
+        for place, image in images_in(sequences[context.row], context.first, context.end):
+            count = num_tokens(image)
+            if image.key not in images:
+                images[image.key] = total, image
                 total += count
             here = np.arange(min(count, context.num_computed - place))
             at.append(in_stream(context, place + here))
-            token.append(pictures[picture.key][0] + here)
+            token.append(images[image.key][0] + here)
     places, first = np.unique(np.concatenate(at), return_index=True)
-    return StreamImages(tuple(picture for _, picture in pictures.values()), places, np.concatenate(token)[first])
+    return StreamImages(tuple(image for _, image in images.values()), places, np.concatenate(token)[first])

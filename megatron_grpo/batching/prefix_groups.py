@@ -1,7 +1,7 @@
 """Shared prefixes in a packed stream: alignment of lengths, common prefixes of a group (docs/shared_prompts.md), packing of groups.
 
 Two tokens have equal hidden states if all tokens up to them are equal, at equal positions. So a prefix group is identified by its tokens:
-those that its contexts begin with alike are computed once, as a shared prefix (`trunk`), and the rest of each context as a suffix (`tail`)
+those that its contexts begin with alike are computed once, as a shared prefix, and the rest of each context as a suffix (`tail`)
 of it. No torch.
 """
 
@@ -97,7 +97,7 @@ def num_tokens(computed: SequenceOf[int], shared: int, alignment: Alignment) -> 
     return alignment.of_segment(shared) + sum(alignment.of_segment(tokens - shared) for tokens in computed)
 
 
-def num_shared(computed: SequenceOf[int], common: int, family: PrefixGroup, alignment: Alignment) -> int:
+def num_shared(computed: SequenceOf[int], common: int, prefix_group: PrefixGroup, alignment: Alignment) -> int:
     """Return the number of tokens that a micro-batch computes once for the contexts of a prefix group.
 
     The result never takes more tokens than packing counted. It exceeds the prefix that packing knew of if that takes no more tokens.
@@ -105,13 +105,13 @@ def num_shared(computed: SequenceOf[int], common: int, family: PrefixGroup, alig
     Args:
         computed: Computed tokens of each context.
         common: Computed tokens that all contexts begin with.
-        family: The prefix group.
+        prefix_group: The prefix group.
         alignment: Multiples that lengths are rounded up to.
     """
-    apart, packed = (num_tokens(computed, shared, alignment) for shared in (0, family.prefix))
-    chosen, fewest = (family.prefix, packed) if packed < apart else (0, apart)
+    apart, packed = (num_tokens(computed, shared, alignment) for shared in (0, prefix_group.prefix))
+    chosen, fewest = (prefix_group.prefix, packed) if packed < apart else (0, apart)
     found = num_tokens(computed, common, alignment)
-    most = fewest if family.prefix else (1 - family.min_saving_ratio) * apart
+    most = fewest if prefix_group.prefix else (1 - prefix_group.min_saving_ratio) * apart
     return common if found < apart and found <= most else chosen
 
 
@@ -125,14 +125,14 @@ def common_prefix(sequences: SequenceOf[Sequence], contexts: SequenceOf[ContextS
     length = max(min(context.num_computed for context in contexts), 0)
     differs = np.zeros(length, dtype=bool)
     ours, first = sequences[contexts[0].row], contexts[0].first
-    shown = _shown(ours, contexts[0])
+    images = _images(ours, contexts[0])
     for context in contexts[1:]:
         other = sequences[context.row]
         differs |= ours.token_ids[first : first + length] != other.token_ids[context.first : context.first + length]
         if ours.experts is not None or other.experts is not None:
             routes = _routes(ours, first, length) != _routes(other, context.first, length)
             differs |= routes.reshape(length, math.prod(routes.shape[1:])).any(axis=1)
-        for place, _ in shown ^ _shown(other, context):
+        for place, _ in images ^ _images(other, context):
             differs[place:] = True
     return int(differs.argmax()) if differs.any() else length
 
@@ -141,8 +141,8 @@ def _routes(sequence: Sequence, first: int, length: int) -> np.ndarray:
     return FREE if sequence.experts is None else sequence.experts[first : first + length]
 
 
-def _shown(sequence: Sequence, context: ContextSpan) -> set[tuple[int, str]]:
-    return {(place - context.first, picture.key) for place, picture in sequence.shown if context.first <= place < context.end}
+def _images(sequence: Sequence, context: ContextSpan) -> set[tuple[int, str]]:
+    return {(place - context.first, image.key) for place, image in sequence.images if context.first <= place < context.end}
 
 
 def prefix_of(completions: SequenceOf[Completion]) -> int:
@@ -162,16 +162,15 @@ def prefix_of(completions: SequenceOf[Completion]) -> int:
 class RowColumns:
     """Columns over rows: all that packing knows of them. Tokens include alignment; costs are tokens plus attention in the same unit.
 
-    A row by itself takes `apart`. A piece of a group, which computes the group's prefix once, takes `trunk` plus the `tail` of each of its
-    rows.
+    A row by itself takes `apart`. A part of a group computes the group's prefix once: it takes its length plus the `tail` of each row.
     """
 
     group: np.ndarray  # int64, 0..; a row that shares with none has a number to itself
     prefix: np.ndarray  # int64, 0 if the row shares nothing
     apart: np.ndarray  # int64
     apart_cost: np.ndarray  # float64
-    trunk: np.ndarray  # int64
-    trunk_cost: np.ndarray  # float64
+    shared_prefix: np.ndarray  # int64
+    prefix_cost: np.ndarray  # float64
     tail: np.ndarray  # int64
     tail_cost: np.ndarray  # float64
 
@@ -180,24 +179,24 @@ class RowColumns:
 
     @classmethod
     def of(
-        cls, extents: SequenceOf[SequenceLengths], alignment: Alignment, *, balance_length: float, min_saving_ratio: float | None
+        cls, lengths: SequenceOf[SequenceLengths], alignment: Alignment, *, balance_length: float, min_saving_ratio: float | None
     ) -> RowColumns:
         """Build the columns of some rows.
 
         Args:
-            extents: Lengths of each row, in tokens.
+            lengths: Lengths of each row, in tokens.
             alignment: Multiples that lengths are rounded up to.
             balance_length: See `pack`.
             min_saving_ratio: None if no prefix is to be shared.
         """
         numbers: dict[object, int] = {}
-        names = (extent.group if min_saving_ratio is not None and extent.group is not None else -1 - i for i, extent in enumerate(extents))
+        names = (row.group if min_saving_ratio is not None and row.group is not None else -1 - i for i, row in enumerate(lengths))
         group = np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
         return cls.of_columns(
             group=group,
-            prefix=np.array([extent.prefix for extent in extents], dtype=np.int64) * (min_saving_ratio is not None),
-            num_contexts=np.array([len(extent.contexts) for extent in extents], dtype=np.int64),
-            computed=np.array([tokens - 1 for extent in extents for tokens in extent.contexts], dtype=np.int64),
+            prefix=np.array([row.prefix for row in lengths], dtype=np.int64) * (min_saving_ratio is not None),
+            num_contexts=np.array([len(row.contexts) for row in lengths], dtype=np.int64),
+            computed=np.array([tokens - 1 for row in lengths for tokens in row.contexts], dtype=np.int64),
             alignment=alignment,
             balance_length=balance_length,
         )
@@ -219,10 +218,10 @@ class RowColumns:
         """
         row = np.repeat(np.arange(len(group)), num_contexts)
         # Attention pairs every query with every key before it: half of length^2, and for a suffix also the whole shared prefix.
-        apart, trunk = alignment.of_segment(computed), alignment.of_segment(prefix)
+        apart, shared_prefix = alignment.of_segment(computed), alignment.of_segment(prefix)
         tail = alignment.of_segment(computed - prefix[row])
         apart_cost = apart + apart / balance_length * apart
-        tail_cost = tail + (tail + 2 * trunk[row]) / balance_length * tail
+        tail_cost = tail + (tail + 2 * shared_prefix[row]) / balance_length * tail
 
         def of_rows(values: np.ndarray) -> np.ndarray:
             return np.bincount(row, weights=values, minlength=len(group)) if len(row) > len(group) else values
@@ -232,8 +231,8 @@ class RowColumns:
             prefix=prefix,
             apart=of_rows(apart).astype(np.int64),
             apart_cost=of_rows(apart_cost),
-            trunk=trunk,
-            trunk_cost=trunk + trunk / balance_length * trunk,
+            shared_prefix=shared_prefix,
+            prefix_cost=shared_prefix + shared_prefix / balance_length * shared_prefix,
             tail=of_rows(tail).astype(np.int64),
             tail_cost=of_rows(tail_cost),
         )
@@ -246,14 +245,14 @@ class RowColumns:
             min_saving_ratio: Minimum fraction of the tokens of a piece that need not be computed.
         """
         apart, shared = _sums(together, self.apart), _sums(together, self.tail)
-        trunk = np.zeros_like(shared)
-        trunk[together] = self.trunk
-        pays = ((trunk + shared < apart) & (trunk + shared <= (1 - min_saving_ratio) * apart))[together]
+        shared_prefix = np.zeros_like(shared)
+        shared_prefix[together] = self.shared_prefix
+        pays = ((shared_prefix + shared < apart) & (shared_prefix + shared <= (1 - min_saving_ratio) * apart))[together]
         return replace(
             self,
             prefix=np.where(pays, self.prefix, 0),
-            trunk=np.where(pays, self.trunk, 0),
-            trunk_cost=np.where(pays, self.trunk_cost, 0.0),
+            shared_prefix=np.where(pays, self.shared_prefix, 0),
+            prefix_cost=np.where(pays, self.prefix_cost, 0.0),
             tail=np.where(pays, self.tail, self.apart),
             tail_cost=np.where(pays, self.tail_cost, self.apart_cost),
         )
@@ -265,11 +264,11 @@ class RowColumns:
             piece: Piece of each row, int64 [rows], numbered from 0 without gaps; the rows of a piece are of one group.
         """
         apart, tails = _sums(piece, self.apart), _sums(piece, self.tail)
-        trunk, trunk_cost = np.zeros_like(tails), np.zeros(len(tails))
-        trunk[piece], trunk_cost[piece] = self.trunk, self.trunk_cost
-        is_shared = trunk + tails < apart
-        cost = np.where(is_shared, trunk_cost + np.bincount(piece, self.tail_cost), np.bincount(piece, self.apart_cost))
-        return np.where(is_shared, trunk + tails, apart), cost
+        shared_prefix, prefix_cost = np.zeros_like(tails), np.zeros(len(tails))
+        shared_prefix[piece], prefix_cost[piece] = self.shared_prefix, self.prefix_cost
+        is_shared = shared_prefix + tails < apart
+        cost = np.where(is_shared, prefix_cost + np.bincount(piece, self.tail_cost), np.bincount(piece, self.apart_cost))
+        return np.where(is_shared, shared_prefix + tails, apart), cost
 
 
 def _sums(number: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -361,7 +360,7 @@ def _within_budget(rows: RowColumns, max_tokens: int) -> np.ndarray:
     tails, used = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     tails[line, column] = rows.tail[large]
     into = np.zeros(shape, dtype=np.int64)
-    room = (limit[piece[large[first]]] - rows.trunk[large[first]])[:, None]
+    room = (limit[piece[large[first]]] - rows.shared_prefix[large[first]])[:, None]
     for number in range(shape[1]):
         tail = tails[:, number, None]
         chosen = ((used == 0) | (used + tail <= room)).argmax(axis=1)

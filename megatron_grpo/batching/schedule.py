@@ -36,7 +36,7 @@ class MicroStep:
     slice_index: int
     rows: tuple[int, int]
     sampled_by_version: int
-    fresh_at: int  # the version at which its rollout arrives: old log-probs are those of this version
+    on_policy_version: int  # the version at which its rollout arrives: old log-probs are those of this version
     staleness: int  # optimizer steps between sampling and training; 0 is exactly on-policy
     old_logprobs: Label
 
@@ -54,7 +54,9 @@ class ScheduledStep:
     launches: range  # rollouts that begin to be sampled just before it, and arrive before a later one
     evaluates: range  # evaluations due at it, by steps done: also those that waited until nothing was being sampled
     micro_steps: tuple[MicroStep, ...]
-    anchors: tuple[tuple[int, int], ...]  # slices for a forward-only pass before this step, at its version: their first use will be stale
+    old_logprob_slices: tuple[
+        tuple[int, int], ...
+    ]  # slices for a forward-only pass before this step, at its version: their first use will be stale
     keeps: tuple[tuple[int, int], ...]  # log-probs of this step's training forward are kept: stale uses follow
     last_use: tuple[tuple[int, int], ...]  # not needed after this step
 
@@ -161,7 +163,7 @@ class TrainingSchedule:
         w, mu = sizes.micro_steps_per_rollout, sizes.num_iterations
         step, rollout = self.step_of(s), s // (w * mu)
         pass_index, slice_index = divmod(s % (w * mu), w)
-        sampled_by, fresh_at = self.sampled_by(rollout), self.version_of(rollout)
+        sampled_by, on_policy_version = self.sampled_by(rollout), self.version_of(rollout)
         size = sizes.completions_per_micro_step
         return MicroStep(
             micro_step=s,
@@ -171,7 +173,7 @@ class TrainingSchedule:
             slice_index=slice_index,
             rows=(slice_index * size, (slice_index + 1) * size),
             sampled_by_version=sampled_by,
-            fresh_at=fresh_at,
+            on_policy_version=on_policy_version,
             staleness=step - sampled_by,
             old_logprobs=self._label(step, rollout, pass_index),
         )
@@ -242,12 +244,15 @@ class TrainingSchedule:
         none = range(new.stop, new.stop)
         micro_steps = tuple(self.micro_step(s) for s in range(self.first_of(k), self.first_of(k + 1)))
         trained = tuple(dict.fromkeys((m.rollout, m.slice_index) for m in micro_steps))
-        anchors = tuple((r, j) for r in new for j in range(w) if self.needs_old_logprobs(r, j))
+        old_logprob_slices = tuple((r, j) for r in new for j in range(w) if self.needs_old_logprobs(r, j))
         last_use = tuple((r, j) for r, j in trained if self._step_of_use(r, mu - 1, j) == k)
         keeps = tuple(
             (m.rollout, m.slice_index)
             for m in micro_steps
-            if m.pass_index == 0 and m.fresh_at == k and sizes.old_logprobs == "auto" and (m.rollout, m.slice_index) not in last_use
+            if m.pass_index == 0
+            and m.on_policy_version == k
+            and sizes.old_logprobs == "auto"
+            and (m.rollout, m.slice_index) not in last_use
         )
         return ScheduledStep(
             index=k,
@@ -256,7 +261,7 @@ class TrainingSchedule:
             launches=self._following(new) if is_ahead and new else none,
             evaluates=self._evaluates(k),
             micro_steps=micro_steps,
-            anchors=anchors,
+            old_logprob_slices=old_logprob_slices,
             keeps=keeps,
             last_use=last_use,
         )

@@ -47,12 +47,12 @@ class MicroBatchSpec:
     """One micro-batch: its rows, which of them may share a prefix, and the minimum length of its packed stream."""
 
     rows: tuple[int, ...]  # indices into the partitioned list
-    families: tuple[PrefixGroup, ...]  # their members are indices into `rows`
+    prefix_groups: tuple[PrefixGroup, ...]  # their members are indices into `rows`
     at_least: int  # minimum tokens in its stream
     num_tokens: int  # maximum tokens in its stream
 
 
-def partition(extents: Sequence[SequenceLengths], cut: BatchPartitioner) -> list[list[MicroBatchSpec]]:
+def partition(lengths: Sequence[SequenceLengths], cut: BatchPartitioner) -> list[list[MicroBatchSpec]]:
     """Partition rows into micro-batches: [data-parallel rank][micro-batch], every row exactly once.
 
     Every rank gets the same number of micro-batches, a multiple of `cut.multiple`. Without a token budget, rows follow the training
@@ -60,13 +60,13 @@ def partition(extents: Sequence[SequenceLengths], cut: BatchPartitioner) -> list
     together where possible.
 
     Args:
-        extents: Lengths of each row, in tokens.
+        lengths: Lengths of each row, in tokens.
         cut: How to partition.
 
     Raises:
         ValueError: The rows do not divide evenly, or are too few.
     """
-    rows = RowColumns.of(extents, cut.alignment, balance_length=cut.balance_length, min_saving_ratio=cut.min_saving_ratio)
+    rows = RowColumns.of(lengths, cut.alignment, balance_length=cut.balance_length, min_saving_ratio=cut.min_saving_ratio)
     min_saving_ratio = cut.min_saving_ratio or 0.0
     if cut.max_tokens is not None:
         # The stream is rounded up at its end. It stays within a budget that is a multiple of its alignment.
@@ -83,7 +83,7 @@ def partition(extents: Sequence[SequenceLengths], cut: BatchPartitioner) -> list
     longest = num_tokens.max(axis=0) if cut.pad_to_longest else np.zeros(len(dealt[0]), dtype=np.int64)
     return [
         [
-            MicroBatchSpec(rows=tuple(members), families=_families(rows, members, cut), at_least=int(least), num_tokens=int(tokens))
+            MicroBatchSpec(rows=tuple(members), prefix_groups=_families(rows, members, cut), at_least=int(least), num_tokens=int(tokens))
             for members, least, tokens in zip(mine, longest, of_mine, strict=True)
         ]
         for mine, of_mine in zip(dealt, num_tokens, strict=True)
@@ -115,29 +115,29 @@ def _families(rows: RowColumns, members: Sequence[int], cut: BatchPartitioner) -
     return tuple(PrefixGroup(tuple(places), int(rows.prefix[members[places[0]]]), cut.min_saving_ratio) for places in by_group.values())
 
 
-def partition_padded(extents: Sequence[SequenceLengths], cut: BatchPartitioner) -> list[list[MicroBatchSpec]]:
+def partition_padded(lengths: Sequence[SequenceLengths], cut: BatchPartitioner) -> list[list[MicroBatchSpec]]:
     """Partition rows for a pass that trains nothing; rows that do not divide evenly are padded with copies of row 0.
 
     Indices beyond the rows are those copies; their results are discarded.
 
     Args:
-        extents: As in `partition`.
+        lengths: As in `partition`.
         cut: As in `partition`.
     """
-    missing = -len(extents) % (cut.rows_per_slice * cut.multiple)
-    return partition([*extents, *[extents[0]] * missing], cut)
+    missing = -len(lengths) % (cut.rows_per_slice * cut.multiple)
+    return partition([*lengths, *[lengths[0]] * missing], cut)
 
 
-def partition_for_scoring(extents: Sequence[SequenceLengths], cut: BatchPartitioner) -> list[list[MicroBatchSpec]]:
+def partition_for_scoring(lengths: Sequence[SequenceLengths], cut: BatchPartitioner) -> list[list[MicroBatchSpec]]:
     """Partition rows as `partition_padded` does, for a pass without a backward: small micro-batches are merged.
 
     Such a pass keeps the activations of one layer alone, so streams may be longer than in training.
 
     Args:
-        extents: As in `partition`.
+        lengths: As in `partition`.
         cut: As in `partition`. Micro-batches are packed up to `cut.scored_tokens`, if they are smaller.
     """
-    dealt = partition_padded(extents, cut)
-    if (cut.max_tokens or max(portion.num_tokens for mine in dealt for portion in mine)) >= cut.scored_tokens:
+    dealt = partition_padded(lengths, cut)
+    if (cut.max_tokens or max(micro_spec.num_tokens for mine in dealt for micro_spec in mine)) >= cut.scored_tokens:
         return dealt
-    return partition_padded(extents, replace(cut, max_tokens=cut.scored_tokens))
+    return partition_padded(lengths, replace(cut, max_tokens=cut.scored_tokens))

@@ -30,12 +30,12 @@ class Best:
         folder: The `checkpoints` directory.
         metric: Name of a metric in metrics.jsonl, or eval/..., as services receive it.
         greater: Whether larger values are better.
-        say: Called with each message. Default: print.
+        print_line: Called with each message. Default: print.
     """
 
-    def __init__(self, folder: Path, metric: str, *, greater: bool, say: Callable[[str], None] | None = None):
+    def __init__(self, folder: Path, metric: str, *, greater: bool, print_line: Callable[[str], None] | None = None):
         self.folder, self.metric, self.greater = Folder(folder), metric, greater
-        self.say = say or partial(print, flush=True)
+        self.print_line = print_line or partial(print, flush=True)
         self.values: dict[int, float] = {}  # metric values of checkpoints, by step
         self._heard: tuple[int, float] | None = None  # last (step, value), whether or not a checkpoint of that step exists
         self._saved: int | None = None  # step of the last checkpoint
@@ -47,7 +47,7 @@ class Best:
         sign = 1 if self.greater else -1
         return max(self.values, key=lambda step: (sign * self.values[step], -step), default=None)
 
-    def hear(self, step: int, numbers: Mapping[str, Any]) -> None:
+    def record(self, step: int, numbers: Mapping[str, Any]) -> None:
         """Record the metrics of a step or an evaluation.
 
         Args:
@@ -78,7 +78,9 @@ class Best:
         before = self._read()
         said = FORMER_METRICS.get(before.get("metric", ""), before.get("metric")), before.get("greater_is_better")
         if before and said != (self.metric, self.greater):
-            self.say(f"{self.folder.path / FILE} was made by {said[0]}: the best checkpoint by {self.metric} is looked for from here on.")
+            self.print_line(
+                f"{self.folder.path / FILE} was made by {said[0]}: the best checkpoint by {self.metric} is looked for from here on."
+            )
         elif before:
             there = {one for one in self.folder.steps() if one <= step}
             self.values = {saved: value for saved, value in before["values"].items() if saved in there}
@@ -98,7 +100,7 @@ class Best:
         self.values = {step: value for step, value in self.values.items() if step in there}
         self._write()
         if self.step != before and (words := self.words()):
-            self.say(words)
+            self.print_line(words)
 
     def _write(self) -> None:
         step = self.step
@@ -114,7 +116,7 @@ class Best:
         try:
             write_whole(self.folder.path / FILE, json.dumps(found, indent=1) + "\n", durable=True)
         except OSError as error:  # the run itself is unaffected
-            self.say(f"WARNING: which checkpoint is best cannot be written down ({error.strerror}); the next number tries again")
+            self.print_line(f"WARNING: which checkpoint is best cannot be written down ({error.strerror}); the next number tries again")
 
     def _read(self) -> dict[str, Any]:
         try:

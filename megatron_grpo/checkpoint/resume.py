@@ -104,7 +104,7 @@ class Resume:
 
 def judge_resume(
     cfg: Config,
-    timetable: TrainingSchedule,
+    schedule: TrainingSchedule,
     content: Mapping[str, str],
     prompts: PromptStream | None = None,
     environ: Mapping[str, str] = os.environ,
@@ -113,7 +113,7 @@ def judge_resume(
 
     Args:
         cfg: Settings of the run.
-        timetable: Training schedule of the run.
+        schedule: Training schedule of the run.
         content: Fingerprints of this run, from `fingerprints.content_of`.
         prompts: Stream of prompts, if the data set has been read.
         environ: Environment variables.
@@ -121,13 +121,13 @@ def judge_resume(
     Raises:
         ConfigError: With all reasons why the run cannot begin.
     """
-    origin = RunOrigin(settings=settings_of(cfg), content=dict(content), sizes=timetable.sizes.stream_sizes, job=launcher.job_ids(environ))
+    origin = RunOrigin(settings=settings_of(cfg), content=dict(content), sizes=schedule.sizes.stream_sizes, job=launcher.job_ids(environ))
     resume = find_checkpoints(cfg.run.output_dir, cfg.run.resume, overwrites=cfg.run.overwrite_output_dir, origin=origin, environ=environ)
     judged = []
     for candidate in resume.candidates:
         manifest = candidate.manifest
         changes = changes_since(manifest.origin, origin)
-        between = timetable.is_between_rollouts(manifest.step, manifest.progress.num_rollouts)
+        between = schedule.is_between_rollouts(manifest.step, manifest.progress.num_rollouts)
         problems = problems_of(changes, manifest, is_between_rollouts=between, typed=cfg.typed)
         problems += _problems_inside(manifest, prompts, named={flag for problem in problems for flag in problem.flags})
         judged.append(Candidate(manifest=manifest, changes=tuple(changes), problems=tuple(problems)))
@@ -135,7 +135,7 @@ def judge_resume(
         raise ConfigError(judged[0].problems)
     left_out = {"optim": cfg.run.no_load_optim, "rng": cfg.run.no_load_rng}
     without = tuple(part for part, is_left_out in left_out.items() if is_left_out and resume.asked)
-    return replace(resume, candidates=tuple(judged), num_steps=timetable.num_steps, without=without)
+    return replace(resume, candidates=tuple(judged), num_steps=schedule.num_steps, without=without)
 
 
 def find_checkpoints(

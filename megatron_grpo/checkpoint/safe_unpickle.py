@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint import filesystem  # noqa: TID251 - the file format
 
-from megatron_grpo.base.errors import said_by
+from megatron_grpo.base.errors import printable
 
 # Classes and functions in `.metadata`: checkpoints of torch 2.6 to 2.13 and Megatron-Core 0.16 to 0.19 contain no others.
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -48,7 +48,7 @@ class _Data(pickle._Unpickler):
     def _build(self: Any) -> None:
         thing, state = self.stack[-2:]
         if not is_dataclass(type(thing)) or not (hasattr(thing, "__setstate__") or isinstance(state, dict)):
-            raise UnsafePickleError(f".metadata sets what is no field of a description: {said_by(thing, repr, 80)}")
+            raise UnsafePickleError(f".metadata sets what is no field of a description: {printable(thing, repr, 80)}")
         self.load_build()
 
     dispatch[pickle.BUILD[0]] = _build
@@ -97,7 +97,7 @@ def nothing_runs(directory: Path) -> Iterator[None]:
         found = _Data(stream).load()
         for part in found.storage_data.values():
             if part.relative_path not in files:
-                raise UnsafePickleError(f".metadata leads out of the checkpoint, to {said_by(part.relative_path)}")
+                raise UnsafePickleError(f".metadata leads out of the checkpoint, to {printable(part.relative_path)}")
         return found
 
     torch.load = data_alone

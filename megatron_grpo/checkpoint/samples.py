@@ -22,9 +22,13 @@ from megatron_grpo.types import Sample
 
 FORMAT = 2
 HEADER = "header"  # JSON: format, version of the writer, and the column type of each field per sample class
-NOT_SAVED = ("shown",)  # images: they are found again by the prompt's number
-# Fields renamed since format 1, and fields it lacked: at that time a sample was always fresh at the version that sampled it.
-RENAMED, DERIVED = {"loss_mask": "mask"}, {"fresh_at": "version"}
+NOT_SAVED = ("images",)  # images: they are found again by the prompt's number
+# Former names of fields, which are still read; and a field that format 1 lacked, when a sample was on-policy at its own version.
+RENAMED = {
+    "loss_mask": "mask", "fresh_at": "on_policy_version", "anchored_by": "old_logprobs_from", "is_anchored": "has_old_logprobs",
+    "kept_at": "mask_offsets", "kept_ids": "mask_ids", "home": "dp_rank",
+}  # fmt: skip
+DERIVED = {"on_policy_version": "version"}
 _SCALARS = {int: np.int64, float: np.float64, bool: np.bool_, str: np.str_}
 
 
@@ -190,10 +194,11 @@ def _header(path: Path, arrays: Mapping[str, Any], kind: type) -> dict[str, Any]
             raise UnknownSamplesError(f"{says} samples of the kind {name}, which {this} does not know")
         mine = column_types(known[name])
         for column, its_type in columns.items():
-            if (column if header["format"] > 1 else RENAMED.get(column, column)) not in mine and column not in mine:
+            now = RENAMED.get(column, column)
+            if now not in mine:
                 raise UnknownSamplesError(f"{says} the field {name}.{column}, which {this} does not know")
-            if its_type and mine[column] not in (its_type, f"{its_type}?"):
-                raise UnknownSamplesError(f"{says} {name}.{column} as {its_type}; in {this} it is {mine[column]}")
+            if its_type and mine[now] not in (its_type, f"{its_type}?"):
+                raise UnknownSamplesError(f"{says} {name}.{column} as {its_type}; in {this} it is {mine[now]}")
     return header
 
 
@@ -203,7 +208,7 @@ def _rows(path: Path, kind: type, arrays: Mapping[str, np.ndarray]) -> Iterator[
     for name, column in types.items():
         key = f"{name_of(kind)}.{name}"
         part = {ending: arrays[key + ending] for ending in ("", ".shapes", ".dtype", ".present") if key + ending in arrays}
-        columns[name] = _values(column, part)
+        columns[RENAMED.get(name, name)] = _values(column, part)
     yield from _made(path, kind, columns)
 
 
@@ -216,7 +221,7 @@ def _rows_of_format_1(path: Path, kind: type, arrays: Mapping[str, np.ndarray]) 
         name = key.split(".")[1]
         is_array = f"{key}.lengths" in arrays
         rows = np.split(values, np.cumsum(arrays[f"{key}.lengths"])[:-1]) if is_array else values.tolist()
-        columns[name if name in mine else RENAMED[name]] = rows
+        columns[RENAMED.get(name, name)] = rows
     for name, source in DERIVED.items():
         if name in mine and name not in columns:
             columns[name] = columns[source]

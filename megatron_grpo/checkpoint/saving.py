@@ -75,11 +75,11 @@ class Checkpoints:
         resume: How the run begins, as `resume.judge_resume` returned it.
         cfg: When and how to save.
         replicas: Process group of the ranks that may hold the same state as this rank, and share the writing of it; None for all ranks.
-        say: Called on rank 0 with each message. Default: print.
+        print_line: Called on rank 0 with each message. Default: print.
     """
 
-    def __init__(self, resume: Resume, cfg: RunConfig, *, replicas: Any = None, say: Callable[[str], None] | None = None):
-        self.resume, self.cfg, self.say = resume, cfg, say or partial(print, flush=True)
+    def __init__(self, resume: Resume, cfg: RunConfig, *, replicas: Any = None, print_line: Callable[[str], None] | None = None):
+        self.resume, self.cfg, self.print_line = resume, cfg, print_line or partial(print, flush=True)
         self.folder = Folder(resume.output_dir / "checkpoints")
         self._saved_at = time.monotonic()
         self._sharded = ShardedWriter(replicas, staged=cfg.async_save)
@@ -111,9 +111,9 @@ class Checkpoints:
         try:
             self._unproven -= {saved for saved in self._unproven if saved <= version and self.folder.mark_good(saved, trained=step)}
         except OSError as error:  # the training step itself is unaffected
-            self.say(f"WARNING: that a checkpoint is good cannot be written down ({error.strerror}); the next step tries again")
+            self.print_line(f"WARNING: that a checkpoint is good cannot be written down ({error.strerror}); the next step tries again")
 
-    def record(self, step: ScheduledStep, pending: SampleBuffer) -> None:
+    def record(self, step: ScheduledStep, buffer: SampleBuffer) -> None:
         """Write the rows of an optimizer step next to the checkpoint that the step starts from, in the order of the step.
 
         Called before the step. Does nothing if there is no checkpoint of these weights; the checkpoint is complete without the rows.
@@ -121,11 +121,11 @@ class Checkpoints:
 
         Args:
             step: The scheduled step.
-            pending: Rows waiting to be trained.
+            buffer: Rows waiting to be trained.
         """
         if not self.cfg.record_rows or step.index != (self._underway.step if self._underway else self._saved_step):
             return
-        rows = pending.of_step(step)
+        rows = buffer.of_step(step)
         if collectives.rank() > 0:
             return
         for place in (self.folder.directory(step.index), self.folder.being_written(step.index), self.folder.directory(step.index)):
@@ -136,21 +136,21 @@ class Checkpoints:
             except FileNotFoundError:  # the directory has another name while it is written, or has just been renamed
                 continue
             except OSError as error:
-                self.say(f"WARNING: the rows of step {step.index + 1} cannot be written beside its checkpoint ({error.strerror})")
+                self.print_line(f"WARNING: the rows of step {step.index + 1} cannot be written beside its checkpoint ({error.strerror})")
                 return
 
     def last_good(self, step: int) -> Path | None:
         """Return the directory of the last checkpoint up to `step` whose weights have trained, as found by rank 0. Collective."""
         return collectives.broadcast_object(self.folder.last_good(step) if collectives.rank() == 0 else None)
 
-    def save(self, progress: Progress, pending: SampleBuffer, policy: Policy, prompts: PromptStream) -> bool:
+    def save(self, progress: Progress, buffer: SampleBuffer, policy: Policy, prompts: PromptStream) -> bool:
         """Save one checkpoint, unless this step has just been saved. Collective.
 
         Waits for the previous save. With `async_save` the checkpoint is complete after `finish`, or after some calls of `advance`.
 
         Args:
             progress: Counters of the run.
-            pending: Rows waiting to be trained.
+            buffer: Rows waiting to be trained.
             policy: Model and optimizer.
             prompts: Stream of prompts.
 
@@ -169,13 +169,13 @@ class Checkpoints:
             with agreed(f"creating {self.folder.being_written(step)}"):
                 if first:
                     self.folder.begin(step)
-                others = self._others(progress, pending, policy, prompts)
+                others = self._others(progress, buffer, policy, prompts)
             if random is not None:
                 others[f"{OURS}/{rng_state.FILE}"] = random
-            with policy.resident("all"):
+            with policy.on_device("all"):
                 write = self._sharded.taken(policy.sharded_state_dict(is_loading=False), others)
                 task = self._begun(partial(write, self.folder.being_written(step)))
-                self._underway = Underway(step, self._facts(progress, pending), task)
+                self._underway = Underway(step, self._facts(progress, buffer), task)
         if not self.cfg.async_save:
             self.finish()
         self._saved_at = time.monotonic()
@@ -220,13 +220,13 @@ class Checkpoints:
             with agreed(f"writing {self.folder.being_written(save.step)}"):
                 written = save.task.result()
             publish = self._sharded.told(written)
-            save.task = self._begun(partial(self._publish, save, publish))
+            save.task = self._begun(partial(self._sync_weights, save, publish))
             save.publishes = True
 
     def _begun(self, work: Callable[[], Any]) -> Future[Any]:
         return begun(work, name="checkpoint", beside=self.cfg.async_save)
 
-    def _publish(self, save: Underway, describe: Callable[[Path], dict[str, Any]] | None) -> None:
+    def _sync_weights(self, save: Underway, describe: Callable[[Path], dict[str, Any]] | None) -> None:
         """Publish the checkpoint on rank 0, the only rank with something to describe."""
         if describe is not None:
             files = describe(self.folder.being_written(save.step))
@@ -247,24 +247,24 @@ class Checkpoints:
             kept = f"the last complete one is of step {self._saved_step}" if self._saved_step else "this run has written none before"
             raise CheckpointError(f"The checkpoint of step {step} failed and was removed; {kept}. {error}") from error
 
-    def _others(self, progress: Progress, pending: SampleBuffer, policy: Policy, prompts: PromptStream) -> dict[str, bytes]:
+    def _others(self, progress: Progress, buffer: SampleBuffer, policy: Policy, prompts: PromptStream) -> dict[str, bytes]:
         """Return the unsharded files of this rank by name: its pending rows, and on rank 0 the state that is equal on all ranks."""
         files = {}
-        if rows := pending.to_save():
+        if rows := buffer.to_save():
             files[f"{OURS}/pending/rank_{collectives.rank():05d}.npz"] = file_of(rows)
         if collectives.rank() == 0:
             files[f"{OURS}/progress.json"] = f"{json.dumps(asdict(progress))}\n".encode()
             files[f"{OURS}/prompts.json"] = f"{json.dumps(prompts.state())}\n".encode()
-            files[f"{OURS}/guard.json"] = f"{json.dumps(policy.guard_state())}\n".encode()
+            files[f"{OURS}/guard.json"] = f"{json.dumps(policy.gradient_check_state())}\n".encode()
             config = self.resume.output_dir / "config.yaml"
             if config.exists():
                 files[CONFIG] = config.read_bytes()
         return files
 
-    def _facts(self, progress: Progress, pending: SampleBuffer) -> dict[str, Any]:
+    def _facts(self, progress: Progress, buffer: SampleBuffer) -> dict[str, Any]:
         """Return the contents of the manifest. `versions` maps each pending rollout to the version of the weights that sampled it."""
-        versions = {str(row.rollout): row.version for row in pending.rows.values()}
-        return facts(self.resume.origin, progress, world_size=collectives.num_ranks(), torch=torch.__version__, num_pending=len(pending),
+        versions = {str(row.rollout): row.version for row in buffer.rows.values()}
+        return facts(self.resume.origin, progress, world_size=collectives.num_ranks(), torch=torch.__version__, num_pending=len(buffer),
                      versions=versions)  # fmt: skip
 
     # -- restoring ---------------------------------------------------------------------------------------------------------------------
@@ -285,20 +285,20 @@ class Checkpoints:
         )  # one view of the directory for all ranks: network file systems may show new files late
         first, refused = collectives.rank() == 0, []
         for line in resume.notes if first else ():
-            self.say(line)
+            self.print_line(line)
         for candidate in resume.candidates:
             with activity.phase("restoring"):
                 faults = damage_of(candidate.manifest)
             if faults:
                 refused.append(several(faults))
                 if first:
-                    self.say(f"WARNING: {candidate.manifest.directory} is damaged, and the one before it is tried: {refused[-1]}")
+                    self.print_line(f"WARNING: {candidate.manifest.directory} is damaged, and the one before it is tried: {refused[-1]}")
                 continue
             if candidate.problems:
                 raise ConfigError(candidate.problems)
             if first:
                 for line in resume.lines(candidate):
-                    self.say(line)
+                    self.print_line(line)
             self._chosen = candidate
             return candidate.manifest.directory
         if refused:
@@ -318,7 +318,7 @@ class Checkpoints:
         self.resume = replace(self.resume, origin=replace(origin, content={**origin.content, name: fingerprint}))
         before = self._chosen.manifest.origin.content.get(name, fingerprint) if self._chosen else fingerprint
         if before != fingerprint and collectives.rank() == 0:
-            self.say(f"Changed since that checkpoint:\n  {Difference(name=name, was=before, now=fingerprint, verdict='said')}")
+            self.print_line(f"Changed since that checkpoint:\n  {Difference(name=name, was=before, now=fingerprint, verdict='said')}")
 
     def restore(self, policy: Policy, prompts: PromptStream, nothing: SampleBuffer) -> tuple[Progress, SampleBuffer]:
         """Restore the state of the chosen checkpoint. A new run starts at step 0 with nothing pending. Collective.
@@ -340,7 +340,7 @@ class Checkpoints:
             return Progress(), nothing
         directory = self._chosen.manifest.directory
         try:
-            with policy.resident("all"), activity.phase("restoring"):
+            with policy.on_device("all"), activity.phase("restoring"):
                 with_optimizer = "optim" not in self.resume.without
                 described = policy.sharded_state_dict(is_loading=True, with_optimizer=with_optimizer)
                 state = read_sharded(described, directory, partly=not with_optimizer)
@@ -356,7 +356,7 @@ class Checkpoints:
             progress = Progress(**json.loads((ours / "progress.json").read_text()))
             prompts.restore(json.loads((ours / "prompts.json").read_text()))
             if (ours / "guard.json").exists():  # old checkpoints have no guard state
-                policy.restore_guard(json.loads((ours / "guard.json").read_text()))
+                policy.restore_gradient_check(json.loads((ours / "guard.json").read_text()))
             if "rng" in self.resume.without:
                 pass
             elif self._chosen.manifest.format < 3:
@@ -364,8 +364,8 @@ class Checkpoints:
             else:
                 rng_state.restore(ours / rng_state.FILE)
             files = files_of_samples(ours)[collectives.rank() :: collectives.num_ranks()]
-            mine = [replace(one, shown=prompts.pictures_of(one.prompt_number)) for path in files for one in read_samples(path)]
-        pending = nothing.restored(mine)
+            mine = [replace(one, images=prompts.images_of(one.prompt_number)) for path in files for one in read_samples(path)]
+        buffer = nothing.restored(mine)
         is_ours = directory.parent.resolve() == self.folder.path.resolve()
         self._go_on_with_best(progress.step, is_ours=is_ours)
         if is_ours:
@@ -374,7 +374,7 @@ class Checkpoints:
                 self._unproven.add(progress.step)
         if collectives.rank() == 0:
             self.folder.sweep()
-        return progress, pending
+        return progress, buffer
 
     def _go_on_with_best(self, step: int, *, is_ours: bool) -> None:
         """Restore the record of the best checkpoint, without steps after the one that the run continues from."""

@@ -98,10 +98,10 @@ def shares(held: Sequence[Sequence[tuple[int, int, bool]]]) -> list[frozenset[in
     sizes: dict[int, int] = {}
     main: set[int] = set()
     for rank, tensors in enumerate(held):
-        for name, size, is_main in tensors:
+        for name, size, is_rank_zero in tensors:
             holders.setdefault(name, []).append(rank)
             sizes[name] = size
-            if is_main:
+            if is_rank_zero:
                 main.add(name)
     loads, given = [0] * len(held), [set[int]() for _ in held]
     for name in sorted(

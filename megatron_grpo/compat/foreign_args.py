@@ -50,7 +50,7 @@ class OtherTaskError(InvalidValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foreign:
+class ForeignArg:
     """A name of another system: translated (`native` or `read`), refused (`lacks`), or set aside as without effect (neither).
 
     Args:
@@ -156,15 +156,15 @@ class Dialect:
     prefixes: Sequence[str] = ()  # sections of its files that may precede the name of a size: "trainer."
     sections: Sequence[str] = ()  # sections that are omitted in the keys of `names`
     heads: Mapping[str, str] = field(default_factory=dict)  # section -> first parts of names that occur in no other section
-    names: Mapping[str, Foreign] = field(default_factory=dict)
-    patterns: Mapping[str, Foreign] = field(default_factory=dict)  # names not in `names`, without sections: "ref.*"
+    names: Mapping[str, ForeignArg] = field(default_factory=dict)
+    patterns: Mapping[str, ForeignArg] = field(default_factory=dict)  # names not in `names`, without sections: "ref.*"
     defaults: Sequence[Default] = ()
     implies: Mapping[str, Any] = field(default_factory=dict)  # native settings that the dialect sets
     trains_tower: bool = False  # the vision tower trains by default
     # each (native values, foreign names with their words) -> changes, applied once everything has been read
     settle: Sequence[Callable[[Mapping[str, Any], Given], Iterable[Change]]] = ()
 
-    def row(self, name: str) -> tuple[str, Foreign | None]:
+    def row(self, name: str) -> tuple[str, ForeignArg | None]:
         """Return a name without its section, and its table row; None as the row if it is unknown or in the wrong section."""
         if self._is_astray(name):
             return name, None

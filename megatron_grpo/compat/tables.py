@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from megatron_grpo.batching.sizes import SIZES
-from megatron_grpo.compat.foreign_args import OFF, Default, Dialect, Foreign
-from megatron_grpo.config.read import shown
+from megatron_grpo.compat.foreign_args import OFF, Default, Dialect, ForeignArg
+from megatron_grpo.config.read import format_value
 from megatron_grpo.config.table import Setting
 
 FOLDER = Path(__file__).parent
@@ -76,36 +76,36 @@ def load(name: str) -> Dialect:
 
 
 @cache
-def rows_of(name: str) -> Mapping[str, Foreign]:
+def rows_of(name: str) -> Mapping[str, ForeignArg]:
     """Return the table row of each foreign name. With `names_of`, the rows of other systems are included, and its own take precedence."""
-    table, found = contents(name), dict[str, Foreign]()
+    table, found = contents(name), dict[str, ForeignArg]()
     for other in table.get("names_of", "").split():
         found |= rows_of(other)
     modules = [_code(table.get("like", name)), _code("common")]
     for part in (_same(table), _read(table, modules), _refused(table)):
         found |= part
     for why, names in table.get("aside", {}).items():
-        found |= dict.fromkeys(names.split(), Foreign(why=sentence(why)))
+        found |= dict.fromkeys(names.split(), ForeignArg(why=sentence(why)))
     return found
 
 
-def _same(table: Mapping[str, Any]) -> Iterator[tuple[str, Foreign]]:
+def _same(table: Mapping[str, Any]) -> Iterator[tuple[str, ForeignArg]]:
     for name, row in table.get("same", {}).items():
         if isinstance(row, dict):
             ((native, words),) = row.items()
-            yield name, Foreign(native=native, values=contents("common")["values"][words] if isinstance(words, str) else words)
+            yield name, ForeignArg(native=native, values=contents("common")["values"][words] if isinstance(words, str) else words)
         elif name.endswith("."):  # a section
-            yield from ((f"{name}{native}", Foreign(native=native)) for native in row.split())
+            yield from ((f"{name}{native}", ForeignArg(native=native)) for native in row.split())
         else:
-            yield name, Foreign(native=row)
+            yield name, ForeignArg(native=row)
 
 
-def _read(table: Mapping[str, Any], modules: list[Any]) -> Iterator[tuple[str, Foreign]]:
+def _read(table: Mapping[str, Any], modules: list[Any]) -> Iterator[tuple[str, ForeignArg]]:
     labels = table.get("labels", "").split()
     for hint, row in table.get("read", {}).items():
         for reader, names in (row if isinstance(row, dict) else {"SETTLE": row}).items():
             read = _reader(reader, modules)
-            yield from ((name, Foreign(read=read, hint=hint, is_label=name in labels)) for name in names.split())
+            yield from ((name, ForeignArg(read=read, hint=hint, is_label=name in labels)) for name in names.split())
 
 
 def _reader(said: str, modules: list[Any]) -> Callable[..., Mapping[str, Any]]:
@@ -117,14 +117,14 @@ def _reader(said: str, modules: list[Any]) -> Callable[..., Mapping[str, Any]]:
     return found(argument) if argument else found
 
 
-def _refused(table: Mapping[str, Any]) -> Iterator[tuple[str, Foreign]]:
+def _refused(table: Mapping[str, Any]) -> Iterator[tuple[str, ForeignArg]]:
     tasks = table.get("other_tasks", "").split()
     for says, rows in table.get("refused", {}).items():
         for row in rows if isinstance(rows, list) else [rows]:
             names, instead = (row["names"], row["or_with"]) if isinstance(row, dict) else (row, ())
             for word in names.split():
                 name, off = _off(word)
-                yield name, Foreign(lacks=sentence(says), off=off, instead=instead, is_task=name in tasks)
+                yield name, ForeignArg(lacks=sentence(says), off=off, instead=instead, is_task=name in tasks)
 
 
 def _off(word: str) -> tuple[str, tuple[str, ...]]:
@@ -139,7 +139,7 @@ def _off(word: str) -> tuple[str, tuple[str, ...]]:
 def _default(name: str, row: Any) -> Default:
     """Return a default from its foreign value and native settings. A bare value belongs to the setting of the same name."""
     if not isinstance(row, dict):
-        return Default(name=name, theirs=shown(row), native={name: row})
+        return Default(name=name, theirs=format_value(row), native={name: row})
     return Default(name=name, theirs=row["theirs"], native=row.get("is", {}), ours=row.get("ours", ""))
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.compat.explain import explain, length_there
-from megatron_grpo.compat.foreign_args import UNKNOWN, Change, Dialect, Foreign, Given, OtherTaskError
+from megatron_grpo.compat.foreign_args import UNKNOWN, Change, Dialect, ForeignArg, Given, OtherTaskError
 from megatron_grpo.compat.script import plain
 from megatron_grpo.config.config import Origin
 from megatron_grpo.config.parsed import ForeignDefault, System
-from megatron_grpo.config.read import TypedSetting, shown, words_of
+from megatron_grpo.config.read import TypedSetting, format_value, words_of
 from megatron_grpo.config.table import InvalidValueError, names, read_value, table
 
 _LABELS = ("run_name", "project")  # training does not depend on them
@@ -55,7 +55,7 @@ class Translation:
             source, per_node = self._launcher["$NPROC_PER_NODE"]
             self.world_size = per_node * self._launcher.get("$NNODES", ("", 1))[1], f"{source} (NPROC_PER_NODE x NNODES)"
 
-    def _row(self, name: str) -> tuple[str, Foreign | None]:
+    def _row(self, name: str) -> tuple[str, ForeignArg | None]:
         return self.dialect.row(name) if self.dialect else (name, None)
 
     def _translated(self, entry: TypedSetting) -> Iterator[TypedSetting]:
@@ -77,7 +77,7 @@ class Translation:
         else:
             yield entry
 
-    def _read(self, entry: TypedSetting, row: Foreign) -> Iterator[TypedSetting]:
+    def _read(self, entry: TypedSetting, row: ForeignArg) -> Iterator[TypedSetting]:
         """Translate a name with a function, or refuse it, or set it aside."""
         words, name = words_of(entry.raw) or ["true"], self._row(entry.name)[0]
         if words != self.given.get(name, words):  # given again later: the command line overrides a file
@@ -100,7 +100,7 @@ class Translation:
         elif not row.lacks or " ".join(words).lower() in row.off:
             self.aside.setdefault(entry.source, []).append(entry.name)
 
-    def _is_unknown(self, entry: TypedSetting, row: Foreign | None) -> bool:
+    def _is_unknown(self, entry: TypedSetting, row: ForeignArg | None) -> bool:
         """Return whether the value is unknown. It becomes a problem unless it is known elsewhere or has no effect."""
         unknown = [plain(word) for word in words_of(entry.raw) if UNKNOWN in word]
         idle = row is not None and not (row.native or row.read or row.lacks)
@@ -209,7 +209,7 @@ class Translation:
     def _told(self, change: Change) -> None:
         if change.untyped:
             (theirs_name, theirs), (native, value) = change.untyped, next(iter(change.values.items()))
-            ours, used = shown(table()[native].default), f"{native} {shown(value)}"
+            ours, used = format_value(table()[native].default), f"{native} {format_value(value)}"
             self.defaults.append(ForeignDefault(name=theirs_name, theirs=theirs, ours=ours, used=used))
         elif change.note:
             self.notes.append(change.note)
@@ -219,7 +219,7 @@ class Translation:
             ours = {name: table()[name].default for name in row.native}
             if row.name in self.given or set(row.native) & set(values) or (row.native and ours == dict(row.native)):
                 continue
-            kept = row.ours or shown(next(iter(ours.values())))
+            kept = row.ours or format_value(next(iter(ours.values())))
             used = row.theirs if row.native else kept
             self.defaults.append(ForeignDefault(name=row.name, theirs=row.theirs, ours=kept, used=used))
             for name, value in row.native.items():

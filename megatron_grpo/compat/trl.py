@@ -17,7 +17,7 @@ from megatron_grpo.compat.common import (
     of_the_hub,
 )
 from megatron_grpo.compat.foreign_args import OFF, Change, Given, Reader
-from megatron_grpo.config.read import shown
+from megatron_grpo.config.read import format_value
 from megatron_grpo.config.table import FALSE, TRUE, InvalidValueError
 
 ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
@@ -89,7 +89,7 @@ def of_model(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         raise InvalidValueError(
             f"({', '.join(others)}): the model is read as its config.json says; dtype and trust_remote_code are translated"
         )
-    return {ours[name]: shown(value) for name, value in found.items() if name in ours}
+    return {ours[name]: format_value(value) for name, value in found.items() if name in ours}
 
 
 def no_limit(words: Sequence[str], given: Given) -> Mapping[str, Any]:

@@ -144,7 +144,7 @@ def score_of(cfg: Config, names: Sequence[str]) -> str:
     return dict(zip(cfg.rewards.reward_funcs, names)).get(asked, asked)
 
 
-def rules_in_words(cfg: Config) -> str:
+def describe_rules(cfg: Config) -> str:
     """Return a description of how completions are generated, if not by a single answer; "" otherwise.
 
     Scores under different descriptions are not comparable.

@@ -10,7 +10,7 @@ from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import FORMER_METRICS
 from megatron_grpo.config.parsed import Parsed
-from megatron_grpo.config.read import COMMAND_LINE, Read, TypedSetting, read_file, read_words, shown, spread
+from megatron_grpo.config.read import COMMAND_LINE, Read, TypedSetting, format_value, read_file, read_words, spread
 from megatron_grpo.config.table import InvalidValueError, Setting, names, read_value, table
 
 
@@ -157,13 +157,15 @@ class _Builder:
         key = (source, setting.name)
         earlier = self.seen.get(key)
         if earlier and earlier[1] != value and (earlier[0] != typed or source != COMMAND_LINE):
-            message = f"{earlier[0]} ({shown(earlier[1])}) and {typed} ({shown(value)}) are one setting with two values. Keep one of them."
+            message = (
+                f"{earlier[0]} ({format_value(earlier[1])}) and {typed} ({format_value(value)}) set the same setting. Keep one of them."
+            )
             if earlier[0] == typed:
-                message = f"{typed} stands twice in {source} ({shown(earlier[1])}, {shown(value)}). Keep one of them."
+                message = f"{typed} stands twice in {source} ({format_value(earlier[1])}, {format_value(value)}). Keep one of them."
             self.parsed.problems.append(Problem(flags=(earlier[0], typed), message=message))
         elif earlier and earlier[1] != value:  # scripts that forward "$@" rely on this
             self.parsed.repeated.append(
-                f"{typed} stands twice on the command line ({shown(earlier[1])}, {shown(value)}): the last is used."
+                f"{typed} stands twice on the command line ({format_value(earlier[1])}, {format_value(value)}): the last is used."
             )
         self.seen[key] = (typed, value)
         if setting.name == "dataset" and self.sources.get("further_datasets", source) != source:  # they belong to a file

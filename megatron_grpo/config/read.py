@@ -203,11 +203,11 @@ def _repeated(root: Any) -> list[str]:
 def words_of(raw: Any) -> list[str]:
     """Return what was typed after a flag or a YAML key as words; a mapping becomes `name=value` words."""
     if isinstance(raw, dict):
-        return [f"{name}={shown(value)}" for name, value in raw.items()]
+        return [f"{name}={format_value(value)}" for name, value in raw.items()]
     return [_word(word) for word in raw] if isinstance(raw, (list, tuple)) else [_word(raw)]
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value as a user would type it."""
     return " ".join(words_of(value))
 

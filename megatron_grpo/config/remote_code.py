@@ -115,8 +115,8 @@ def _source(package: str, file: str) -> str | None:
 
 def _classes(folder: Path, file: str) -> dict[str, str]:
     """Return the classes of a settings file that run here. Processors run only for vision-language models."""
-    named, sees = _auto_map(folder, file), "vision_config" in read_object(folder / CONFIG)
-    return {what: named[what] for what in _RUN[file] if what in named and (sees or "Processor" not in what)}
+    named, is_multimodal = _auto_map(folder, file), "vision_config" in read_object(folder / CONFIG)
+    return {what: named[what] for what in _RUN[file] if what in named and (is_multimodal or "Processor" not in what)}
 
 
 def _auto_map(folder: Path, file: str) -> dict[str, str]:

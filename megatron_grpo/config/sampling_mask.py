@@ -79,12 +79,12 @@ def is_cut(rollout: RolloutConfig) -> bool:
     return rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0 or of_training(rollout) is not None
 
 
-def words_at_most(rollout: RolloutConfig) -> int:
+def max_mask_tokens(rollout: RolloutConfig) -> int:
     """Return the top_k that training samples with; 0 means the whole vocabulary."""
     return rollout.top_k or (MOST if is_cut(rollout) else 0)
 
 
-def in_words(rollout: RolloutConfig) -> str:
+def describe(rollout: RolloutConfig) -> str:
     """Return the restrictions in words, such as `top_k 5 and top_p 0.9`."""
     cuts = {"top_k": (rollout.top_k, 0), "top_p": (rollout.top_p, 1), "min_p": (rollout.min_p, 0)}
     said = [f"{name} {value:g}" for name, (value, off) in cuts.items() if value != off]
@@ -104,7 +104,7 @@ def _cut(c: SimpleNamespace) -> dict[str, Any] | None:
         return None
     is_bounded = of_training(c.cfg.rollout) is not None
     flag = "top_k" if c.top_k else "top_p" if c.top_p < 1 else "min_p" if c.min_p else flag_of(c.cfg.rollout)
-    return {"flag": flag, "cuts": in_words(c.cfg.rollout), "them": "them" if is_bounded else "top_k, top_p and min_p"}
+    return {"flag": flag, "cuts": describe(c.cfg.rollout), "them": "them" if is_bounded else "top_k, top_p and min_p"}
 
 
 # fmt: off

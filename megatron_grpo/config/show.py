@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.read import shown
+from megatron_grpo.config.read import format_value
 from megatron_grpo.config.table import MAPS, Setting, canonical, close_to, former_names, keys, table
 
 WORDS = {  # arguments of commands that take more, or less, than settings
@@ -199,7 +199,7 @@ def _plain(value: object) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value)) or "(none)"
     if isinstance(value, dict):
-        return shown(value) or "(none)"
+        return format_value(value) or "(none)"
     from rich.markup import escape
 
     return "none" if value is None else escape(str(value)) if value != "" else '""'

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_grpo.config.config import Config, TunerConfig
-from megatron_grpo.config.read import shown
+from megatron_grpo.config.read import format_value
 from megatron_grpo.config.rules import Rule, broken, changed, given, settings_of
 
 # Modules that have adapters in other systems, by their names there and in Megatron.
@@ -41,7 +41,7 @@ def _unreadable(c: SimpleNamespace) -> Iterator[dict[str, Any]]:
 def _listed(c: SimpleNamespace, names: Iterable[str]) -> dict[str, Any] | None:
     """Return the words of one problem about several settings."""
     names = list(names)
-    told = ", ".join(f"{name} ({shown(getattr(c, name))})" for name in names)
+    told = ", ".join(f"{name} ({format_value(getattr(c, name))})" for name in names)
     words = ("these are", "them") if len(names) > 1 else ("this is", "it")
     return {"names": " ".join(names), "told": told, "these": words[0], "them": words[1]} if names else None
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.base import launcher
-from megatron_grpo.base.errors import ConfigError, Problem, config_error, first_line, said_by
+from megatron_grpo.base.errors import ConfigError, Problem, config_error, first_line, printable
 from megatron_grpo.base.files import only_one
 from megatron_grpo.config import remote_code
 from megatron_grpo.data.image_dataset import TAG, expanded, with_parts
@@ -57,9 +57,9 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "m
         with _copied_alone() if trust_remote_code else nullcontext():
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:
-        reason = said_by(error, first_line)
+        reason = printable(error, first_line)
         if type(error).__name__.startswith("StrictDataclass"):  # transformers also reads config.json, whose fields are inconsistent
-            reason = said_by(error).strip().splitlines()[-1].strip()
+            reason = printable(error).strip().splitlines()[-1].strip()
             raise config_error(flag, f"{flag} {path!r}: transformers refuses its config.json: {reason}") from error
         reason = reason if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {reason}"
         raise config_error(flag, f"{flag} {path!r} has no tokenizer that can be loaded: {reason}") from error
@@ -117,16 +117,16 @@ def unread_options(tokenizer: Any, options: Mapping[str, Any]) -> list[Problem]:
 
 
 def opening_of(
-    raw: Sequence[Mapping[str, Any]], *, system: str | None = None, eyes: ImageProcessorSpec | None = None
+    raw: Sequence[Mapping[str, Any]], *, system: str | None = None, image_spec: ImageProcessorSpec | None = None
 ) -> list[Mapping[str, Any]]:
     """Return chat messages in the form that the chat template expects.
 
     Args:
         raw: Chat messages of a row.
         system: System message to prepend if the messages do not begin with one.
-        eyes: Image processor of the model; None converts content given in parts to plain text.
+        image_spec: Image processor of the model; None converts content given in parts to plain text.
     """
-    content_of = with_parts if eyes else text_of_parts
+    content_of = with_parts if image_spec else text_of_parts
     messages: list[Mapping[str, Any]] = [dict(message) | {"content": content_of(message["content"])} for message in raw]
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
@@ -151,7 +151,7 @@ class PromptEncoder:
         options: Extra arguments of the chat template.
         keep_last: Left truncation to this many tokens, or None.
         tools: JSON schemas that the chat template shows.
-        eyes: Image processor of a vision-language model. Each image then takes as many tokens as its size requires.
+        image_spec: Image processor of a vision-language model. Each image then takes as many tokens as its size requires.
     """
 
     tokenizer: Any
@@ -159,27 +159,27 @@ class PromptEncoder:
     options: Mapping[str, Any] = field(default_factory=dict)
     keep_last: int | None = None
     tools: Sequence[Mapping[str, Any]] = ()
-    eyes: ImageProcessorSpec | None = None
+    image_spec: ImageProcessorSpec | None = None
 
     @classmethod
     def of(
-        cls, cfg: DataConfig, tokenizer: Any, eyes: ImageProcessorSpec | None, tools: Sequence[Mapping[str, Any]] | None
+        cls, cfg: DataConfig, tokenizer: Any, image_spec: ImageProcessorSpec | None, tools: Sequence[Mapping[str, Any]] | None
     ) -> PromptEncoder:
         """Create the encoder that the settings of a run describe.
 
         Args:
             cfg: Data settings.
             tokenizer: Tokenizer of the model.
-            eyes: Image processor of the model, or None.
+            image_spec: Image processor of the model, or None.
             tools: JSON schemas; None is equivalent to an empty list.
         """
         keep_last = cfg.max_prompt_length if cfg.truncation_strategy == "left" else None
-        return cls(tokenizer, cfg.system, cfg.template_options, keep_last, tools or (), eyes)
+        return cls(tokenizer, cfg.system, cfg.template_options, keep_last, tools or (), image_spec)
 
-    def __call__(self, raw: Raw, pictures: Sequence[Image] = ()) -> tuple[int, ...]:
+    def __call__(self, raw: Raw, images: Sequence[Image] = ()) -> tuple[int, ...]:
         token_ids = self.short(raw)
-        if self.eyes is not None:
-            token_ids = tuple(expanded(token_ids, pictures, self.eyes.image_token))
+        if self.image_spec is not None:
+            token_ids = tuple(expanded(token_ids, images, self.image_spec.image_token))
         return token_ids if self.keep_last is None else token_ids[-self.keep_last :]
 
     def short(self, raw: Raw) -> tuple[int, ...]:
@@ -191,12 +191,12 @@ class PromptEncoder:
             raw: A string, or chat messages.
         """
         if isinstance(raw, str):
-            if self.eyes is None:
+            if self.image_spec is None:
                 return tuple(self.tokenizer(raw)["input_ids"])
-            begin, end = self.eyes.around
-            tokens = self.tokenizer.convert_ids_to_tokens([begin, self.eyes.image_token, end])
+            begin, end = self.image_spec.around
+            tokens = self.tokenizer.convert_ids_to_tokens([begin, self.image_spec.image_token, end])
             return tuple(self.tokenizer(raw.replace(TAG, "".join(tokens)))["input_ids"])
-        messages = opening_of(raw, system=self.system, eyes=self.eyes)
+        messages = opening_of(raw, system=self.system, image_spec=self.image_spec)
         prefill = messages[-1]["role"] == "assistant"
         encoded = self.tokenizer.apply_chat_template(
             messages,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.base.cleanup import begun
-from megatron_grpo.base.errors import ConfigError, Problem, said_by
+from megatron_grpo.base.errors import ConfigError, Problem, printable
 from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data.chat import Raw
 from megatron_grpo.data.files import NAMED_ROWS, Rows, plain_name
@@ -43,7 +43,7 @@ class PromptRows:
     longest_prompt: int | None  # tokens, after truncation; None before `check_lengths`
     tokens: TokenTable | None = None  # of every row of the file; None before `check_lengths`
     digest: str | None = None  # the fingerprint, if known
-    album: ImageStore | None = None  # images of the file's rows; None for a text model or rows without images
+    image_store: ImageStore | None = None  # images of the file's rows; None for a text model or rows without images
     is_beginning: bool = False  # True if more rows follow, read during the run (streaming)
     named: Mapping[str, int] = field(default_factory=dict)  # number of rows of the file that have a column, by column name
 
@@ -54,18 +54,18 @@ class PromptRows:
         """Return the prompt at `index`: a string or chat messages."""
         return raw_prompt(self.rows[int(self.keep[index])])
 
-    def pictures(self, index: int) -> tuple[Image, ...]:
+    def images(self, index: int) -> tuple[Image, ...]:
         """Return the images of the prompt at `index`. Raises ConfigError if one is no longer usable."""
-        return self.album.pictures(int(self.keep[index])) if self.album is not None else ()
+        return self.image_store.images(int(self.keep[index])) if self.image_store is not None else ()
 
     def shown(self, index: int) -> list[str]:
         """Return identifiers that distinguish the images of a prompt from others, without opening them."""
-        return self.album.identity(int(self.keep[index])) if self.album is not None else []
+        return self.image_store.identity(int(self.keep[index])) if self.image_store is not None else []
 
     @property
-    def most_pictures(self) -> int:
+    def max_images(self) -> int:
         """Largest number of images in one prompt."""
-        return int(self.album.counts[self.keep].max()) if self.album is not None and len(self.keep) else 0
+        return int(self.image_store.counts[self.keep].max()) if self.image_store is not None and len(self.keep) else 0
 
     def columns(self, index: int) -> dict[str, Any]:
         """Return the columns that are passed to the rewards, by name."""
@@ -79,8 +79,8 @@ class PromptRows:
         digest = hashlib.sha256()
         for number, row in enumerate(self.rows):
             digest.update(bytes_of(row))
-            if self.album is not None:
-                digest.update(json.dumps(self.album.num_bytes(number)).encode())
+            if self.image_store is not None:
+                digest.update(json.dumps(self.image_store.num_bytes(number)).encode())
         return digest.hexdigest()
 
     def described(self, digits: int) -> str:
@@ -132,7 +132,7 @@ def check_rows(
     names: Sequence[str],
     *,
     flag: str = "dataset",
-    eyes: ImageProcessorSpec | None = None,
+    image_spec: ImageProcessorSpec | None = None,
     is_blind: bool = True,
 ) -> PromptRows:
     """Check that every row holds a prompt. Needs no tokenizer and opens no image.
@@ -142,8 +142,8 @@ def check_rows(
         cfg: Data settings.
         names: Names of the data sets.
         flag: Setting that names the data sets, for error messages.
-        eyes: Image processor of the model, if it is a vision-language model.
-        is_blind: Whether the model takes text only. False without `eyes` means that the model is unknown.
+        image_spec: Image processor of the model, if it is a vision-language model.
+        is_blind: Whether the model takes text only. False without `image_spec` means that the model is unknown.
 
     Returns:
         The rows, with an ImageStore if the model takes images and some rows have them.
@@ -151,7 +151,7 @@ def check_rows(
     Raises:
         ConfigError: With every kind of fault, the number of rows that have it, and the first of these rows by file and line.
     """
-    is_blind = is_blind and eyes is None
+    is_blind = is_blind and image_spec is None
     faults: dict[str, list[int]] = {}
     num_showing, named = 0, Counter[str]()
     for index in range(len(rows)):
@@ -162,8 +162,8 @@ def check_rows(
             faults.setdefault(fault, []).append(index)
         num_showing += bool(shown_by(row))
     problems = [_problem(flag, rows, indices, fault) for fault, indices in faults.items()]
-    album = None
-    if eyes is not None and num_showing:
+    image_store = None
+    if image_spec is not None and num_showing:
         if lacking := require_pillow():
             problems.append(Problem(flags=(flag,), message=lacking))
         if cfg.truncation_strategy == "left":
@@ -177,13 +177,13 @@ def check_rows(
             message = f"{len(names)} data sets show pictures, and paths are inside one directory: name it with data_root."
             problems.append(Problem(flags=("data_root", flag), message=message))
         root = cfg.data_root or (name if Path(name).is_dir() else Path(name).parent if Path(name).exists() else ".")
-        album = ImageStore(rows, eyes, root=Path(root).absolute(), flag=flag)
+        image_store = ImageStore(rows, image_spec, root=Path(root).absolute(), flag=flag)
     if problems:
         raise ConfigError(problems)
-    return PromptRows(rows=rows, keep=np.arange(len(rows)), longest_prompt=None, album=album, named=named)
+    return PromptRows(rows=rows, keep=np.arange(len(rows)), longest_prompt=None, image_store=image_store, named=named)
 
 
-def check_pictures(prompts: PromptRows, *, at_most: int | None = None) -> None:
+def check_images(prompts: PromptRows, *, at_most: int | None = None) -> None:
     """Open and decode the images of the rows.
 
     Args:
@@ -193,12 +193,12 @@ def check_pictures(prompts: PromptRows, *, at_most: int | None = None) -> None:
     Raises:
         ConfigError: If some images cannot be used.
     """
-    if prompts.album is None:
+    if prompts.image_store is None:
         return
-    rows = np.flatnonzero(prompts.album.counts)
+    rows = np.flatnonzero(prompts.image_store.counts)
     if at_most is not None and len(rows) > at_most:
         rows = rows[np.linspace(0, len(rows) - 1, at_most).astype(np.int64)]
-    if problems := prompts.album.faults(rows.tolist()):
+    if problems := prompts.image_store.faults(rows.tolist()):
         raise ConfigError(problems)
 
 
@@ -293,7 +293,7 @@ def tokenised(prompts: PromptRows, encode: Encode, flag: str, *, seconds: float 
             try:
                 found.append(np.asarray(encoded(prompts, encode, index), dtype=np.int32))
             except Exception as error:  # noqa: BLE001 - any exception of a template is reported for its row
-                why = f"are refused by the model's tokenizer or chat template ({type(error).__name__}: {said_by(error)})"
+                why = f"are refused by the model's tokenizer or chat template ({type(error).__name__}: {printable(error)})"
                 refused.setdefault(why, []).append(index)
 
     worker = begun(work, name="chat-template")
@@ -320,8 +320,8 @@ def encoded(prompts: PromptRows, encode: Encode, index: int) -> Sequence[int]:
         encode: Maps a prompt to token IDs.
         index: Index of the prompt.
     """
-    raw, pictures = prompts.raw(index), prompts.pictures(index)
-    return encode(raw, pictures) if pictures else encode(raw)
+    raw, images = prompts.raw(index), prompts.images(index)
+    return encode(raw, images) if images else encode(raw)
 
 
 def _fault(row: Mapping[str, Any], *, is_blind: bool) -> str | None:
@@ -359,14 +359,14 @@ def _is_filled(value: Any) -> bool:
 
 def _fault_of_places(row: Mapping[str, Any], limit: int | None) -> str | None:
     """Check, for a vision-language model, that the row has one placeholder per image. Expects a row whose prompt is valid."""
-    num_pictures, found = len(shown_by(row)), num_places(raw_prompt(row))
-    if num_pictures != found:
+    num_images, found = len(shown_by(row)), num_places(raw_prompt(row))
+    if num_images != found:
         return (
-            f"have {num_pictures} picture(s) in `images` and {found} place(s) for them (<image> in a text, or a part of type image): "
+            f"have {num_images} picture(s) in `images` and {found} place(s) for them (<image> in a text, or a part of type image): "
             "each picture has one place, in their order"
         )
-    if limit is not None and num_pictures > limit:
-        return f"have {num_pictures} pictures, more than limit_images ({limit})"
+    if limit is not None and num_images > limit:
+        return f"have {num_images} pictures, more than limit_images ({limit})"
     return None
 
 
@@ -408,14 +408,14 @@ def check_for_episodes(rows: PromptRows, flag: str) -> None:
     Raises:
         ConfigError: If a prompt is a string or has images.
     """
-    check_without_pictures(rows, flag, "episodes of several turns are of text alone: a later turn would not see them")
+    check_without_images(rows, flag, "episodes of several turns are of text alone: a later turn would not see them")
     strings = [index for index in range(len(rows)) if isinstance(rows.raw(index), str)]
     if strings:
         fault = 'have a string as prompt, and environments and tools answer in chats; write it as [{"role": "user", "content": ...}]'
         raise ConfigError([_problem(flag, rows.rows, strings, fault)])
 
 
-def check_without_pictures(rows: PromptRows, flag: str, why: str) -> None:
+def check_without_images(rows: PromptRows, flag: str, why: str) -> None:
     """Check that no row has images.
 
     Args:
@@ -426,8 +426,8 @@ def check_without_pictures(rows: PromptRows, flag: str, why: str) -> None:
     Raises:
         ConfigError: If a row has images.
     """
-    if rows.album is not None:
-        raise ConfigError([_problem(flag, rows.rows, np.flatnonzero(rows.album.counts), f"show pictures, and {why}")])
+    if rows.image_store is not None:
+        raise ConfigError([_problem(flag, rows.rows, np.flatnonzero(rows.image_store.counts), f"show pictures, and {why}")])
 
 
 def check_template(rows: PromptRows, tokenizer: Any, flag: str) -> None:

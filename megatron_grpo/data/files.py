@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from megatron_grpo.base.errors import config_error, first_line, said_by
+from megatron_grpo.base.errors import config_error, first_line, printable
 from megatron_grpo.data.hub import SUFFIXES, from_hub, is_path, saved_by_datasets
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ def _read_as_parquet(name: str, flag: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
-        raise config_error(flag, f"{name} cannot be read as parquet: {said_by(error, first_line)}") from error
+        raise config_error(flag, f"{name} cannot be read as parquet: {printable(error, first_line)}") from error
 
 
 def _table(parquet: Any, file: Path, name: str, flag: str, room: int) -> Any:
@@ -375,7 +375,7 @@ def _hub(name: str, open_it: Callable[[], Any], flag: str) -> Source:
             for number, values in enumerate(rows, start=row):
                 yield Read([number + 1, rows.state_dict()], f"{name} row {number}", values)
         except Exception as error:
-            reason = said_by(error, first_line)
+            reason = printable(error, first_line)
             raise config_error(flag, f"{name} could not be read from the Hub any further ({type(error).__name__}: {reason}).") from error
 
     return begin

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.errors import config_error, first_line, said_by
+from megatron_grpo.base.errors import config_error, first_line, printable
 
 SUFFIXES = (".jsonl", ".json", ".parquet")  # of data set files
 _FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
@@ -45,7 +45,9 @@ def find_model(name: str, *, flag: str = "model", with_code: bool = False) -> Pa
     try:
         return Path(snapshot_download(name, allow_patterns=[*_FETCHED, *(["*.py"] if with_code else [])]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        message = f"{flag} ({name}) is neither a directory here nor a model that can be fetched from the Hub: {said_by(error, first_line)}"
+        message = (
+            f"{flag} ({name}) is neither a directory here nor a model that can be fetched from the Hub: {printable(error, first_line)}"
+        )
         raise config_error(flag, message) from error
 
 
@@ -87,4 +89,4 @@ def from_hub(dataset: str, split: str, flag: str, *, streaming: bool = False) ->
     try:
         return datasets.load_dataset(name, subset or None, split=split, **({"streaming": True} if streaming else {}))
     except (OSError, ValueError, RuntimeError) as error:  # not found, offline, unknown split or subset: datasets has no one base for them
-        raise config_error(flag, f"{flag} {dataset!r} is no local path, and the Hub gave: {said_by(error, first_line)}") from error
+        raise config_error(flag, f"{flag} {dataset!r} is no local path, and the Hub gave: {printable(error, first_line)}") from error

@@ -39,24 +39,24 @@ class ImageFile:
     """An `Image` of a data set. All users of the image share one object.
 
     Args:
-        album: Images of the data set.
+        image_store: Images of the data set.
         row: Row of the data set.
         index: Index of the image in the row.
         source: Where the bytes are.
         grid: Frames, rows and columns of patches.
     """
 
-    __slots__ = ("__weakref__", "_key", "album", "grid", "index", "merge", "row", "source")
+    __slots__ = ("__weakref__", "_key", "image_store", "grid", "index", "merge", "row", "source")
 
-    def __init__(self, album: ImageStore, row: int, index: int, source: ImageSource, grid: Grid):
-        self.album, self.row, self.index, self.source, self.grid = album, row, index, source, grid
-        self.merge = album.eyes.merge
+    def __init__(self, image_store: ImageStore, row: int, index: int, source: ImageSource, grid: Grid):
+        self.image_store, self.row, self.index, self.source, self.grid = image_store, row, index, source, grid
+        self.merge = image_store.image_spec.merge
         self._key = ""
 
     @property
     def key(self) -> str:
         """Digest of the file's bytes and of all processor settings; equal only for images that become equal patches."""
-        self._key = self._key or key_of(self.source.read(), self.album.eyes)
+        self._key = self._key or key_of(self.source.read(), self.image_store.image_spec)
         return self._key
 
     @property
@@ -67,7 +67,7 @@ class ImageFile:
     @property
     def num_tokens(self) -> int:
         """Number of tokens of the image in a prompt."""
-        return self.album.eyes.tokens(self.grid)
+        return self.image_store.image_spec.tokens(self.grid)
 
     def data(self) -> bytes:
         """Return the bytes of the file.
@@ -75,9 +75,9 @@ class ImageFile:
         Raises:
             ConfigError: If the file has changed since the run first read it, or cannot be read.
         """
-        with self.album.told_of(self.row, self.source):
+        with self.image_store.told_of(self.row, self.source):
             data = self.source.read()
-            key = key_of(data, self.album.eyes)
+            key = key_of(data, self.image_store.image_spec)
             if self._key and key != self._key:
                 raise ImageError("has changed since this run looked at it first")
             self._key = key
@@ -89,48 +89,48 @@ class ImageFile:
         Raises:
             ConfigError: If the file has changed or cannot be decoded.
         """
-        found = self.album.cache.get(self.key)
+        found = self.image_store.cache.get(self.key)
         if found is None:
-            with self.album.told_of(self.row, self.source):
-                found = self.album.eyes.patches(decoded(self.data()))
+            with self.image_store.told_of(self.row, self.source):
+                found = self.image_store.image_spec.patches(decoded(self.data()))
                 if len(found) != prod(self.grid):
                     raise ImageError(f"became {len(found)} patches, and its header promised {prod(self.grid)}")
-            self.album.cache.put(self.key, found)
+            self.image_store.cache.put(self.key, found)
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _found_again, (self.album.name, self.row, self.index)
+        return _found_again, (self.image_store.name, self.row, self.index)
 
     def __repr__(self) -> str:
         return f"<{self.source.name}, {self.num_tokens} tokens>"
 
 
-def _found_again(album: str, row: int, index: int) -> Image:
-    if album not in _OPEN:
-        raise RuntimeError(f"a picture of the data set {album} came to a process that has not opened it")
-    return _OPEN[album].pictures(row)[index]
+def _found_again(image_store: str, row: int, index: int) -> Image:
+    if image_store not in _OPEN:
+        raise RuntimeError(f"a picture of the data set {image_store} came to a process that has not opened it")
+    return _OPEN[image_store].images(row)[index]
 
 
-def key_of(data: bytes, eyes: ImageProcessorSpec) -> str:
+def key_of(data: bytes, image_spec: ImageProcessorSpec) -> str:
     """Return the key of an image: a digest of its bytes, keyed by the processor settings."""
-    return hashlib.blake2b(data, digest_size=_KEY_BYTES, key=eyes.digest.encode()).hexdigest()
+    return hashlib.blake2b(data, digest_size=_KEY_BYTES, key=image_spec.digest.encode()).hexdigest()
 
 
 class ImageStore:
     """The images of a data set's rows."""
 
-    def __init__(self, rows: Rows, eyes: ImageProcessorSpec, *, root: str | Path, flag: str = "dataset"):
+    def __init__(self, rows: Rows, image_spec: ImageProcessorSpec, *, root: str | Path, flag: str = "dataset"):
         """Register the images of a data set in this process. No file is opened.
 
         Args:
             rows: Rows of the data set.
-            eyes: Image processor of the model.
+            image_spec: Image processor of the model.
             root: Directory that must contain all image paths.
             flag: Setting that names the data set, for error messages.
         """
-        self.rows, self.eyes, self.root, self.flag = rows, eyes, Path(root), flag
+        self.rows, self.image_spec, self.root, self.flag = rows, image_spec, Path(root), flag
         self.cache = PatchCache()
-        self.name = f"{flag} {len(rows)} {eyes.digest}"
+        self.name = f"{flag} {len(rows)} {image_spec.digest}"
         self._known: WeakValueDictionary[tuple[int, int], ImageFile] = WeakValueDictionary()
         _OPEN[self.name] = self
 
@@ -141,22 +141,22 @@ class ImageStore:
 
         return np.array([len(shown_by(row)) for row in self.rows], dtype=np.int64)
 
-    def pictures(self, row: int) -> tuple[ImageFile, ...]:
+    def images(self, row: int) -> tuple[ImageFile, ...]:
         """Return the images of a row in the order of their placeholders. Reads their headers.
 
         Raises:
             ConfigError: If an image cannot be used.
         """
         given = shown_by(self.rows[row])
-        return tuple(self._picture(row, index, one) for index, one in enumerate(given))
+        return tuple(self._image(row, index, one) for index, one in enumerate(given))
 
-    def _picture(self, row: int, index: int, given: Any) -> ImageFile:
+    def _image(self, row: int, index: int, given: Any) -> ImageFile:
         known = self._known.get((row, index))
         if known is None:
             name = given if isinstance(given, str) else "a picture"
             with self.told_of(row, ImageSource(str(name))):
                 source = source_of(given, self.root)
-                known = ImageFile(self, row, index, source, self.eyes.grid(*source.size()))
+                known = ImageFile(self, row, index, source, self.image_spec.grid(*source.size()))
             self._known[row, index] = known
         return known
 
@@ -185,7 +185,7 @@ class ImageStore:
 
     def stamp(self) -> str:
         """Return a digest of path, size and modification time of all image files; it changes when a file is rewritten."""
-        digest = hashlib.sha256(self.eyes.digest.encode())
+        digest = hashlib.sha256(self.image_spec.digest.encode())
         for row in self.counts.nonzero()[0]:
             for given in shown_by(self.rows[int(row)]):
                 with suppress(ImageError, OSError):
@@ -231,7 +231,7 @@ class ImageStore:
                 try:
                     source = source_of(given, self.root)
                     height, width = source.size()
-                    self.eyes.grid(height, width)
+                    self.image_spec.grid(height, width)
                 except ImageError as fault:
                     found.append(self.sentence(row, source, fault))
                     continue
@@ -243,7 +243,7 @@ class ImageStore:
         more = f" {len(found) - NAMED_ROWS} more pictures cannot be used." if len(found) > NAMED_ROWS else ""
         return [Problem(flags=(self.flag,), message=" ".join(found[:NAMED_ROWS]) + more)] if found else []
 
-    def _damaged(self, pictures: Sequence[tuple[int, ImageSource]]) -> list[str]:
+    def _damaged(self, images: Sequence[tuple[int, ImageSource]]) -> list[str]:
         def fault(one: tuple[int, ImageSource]) -> str | None:
             row, source = one
             try:
@@ -253,7 +253,7 @@ class ImageStore:
             return None
 
         with ThreadPoolExecutor(max_workers=4) as pool:  # decoders release the interpreter lock
-            return [sentence for sentence in pool.map(fault, pictures) if sentence]
+            return [sentence for sentence in pool.map(fault, images) if sentence]
 
 
 # ---- rows
@@ -308,38 +308,38 @@ def with_parts(content: Any) -> Any:
 # ---- tokens
 
 
-def expanded(short: Sequence[int], pictures: Sequence[Image], image_token: int) -> list[int]:
+def expanded(short: Sequence[int], images: Sequence[Image], image_token: int) -> list[int]:
     """Repeat each image token as often as its image has tokens.
 
     Args:
         short: Token IDs with one image token per image.
-        pictures: Images, in order.
+        images: Images, in order.
         image_token: The image token.
 
     Raises:
         ValueError: If the numbers of image tokens and images differ.
     """
-    if short.count(image_token) != len(pictures):
-        raise ValueError(f"the prompt has {short.count(image_token)} places for pictures, and the row {len(pictures)} pictures")
-    left, long = iter(pictures), list[int]()
+    if short.count(image_token) != len(images):
+        raise ValueError(f"the prompt has {short.count(image_token)} places for pictures, and the row {len(images)} pictures")
+    left, long = iter(images), list[int]()
     for token in short:
         long += [image_token] * num_tokens(next(left)) if token == image_token else [token]
     return long
 
 
-def places(token_ids: Sequence[int], pictures: Sequence[Image], image_token: int) -> tuple[tuple[int, Image], ...]:
+def places(token_ids: Sequence[int], images: Sequence[Image], image_token: int) -> tuple[tuple[int, Image], ...]:
     """Return ((index of its first token, image), ...) in the expanded token IDs.
 
     Args:
         token_ids: Token IDs after `expanded`.
-        pictures: Images, in order.
+        images: Images, in order.
         image_token: The image token.
     """
     found, at = [], 0
-    for picture in pictures:
+    for image in images:
         at = token_ids.index(image_token, at)
-        found.append((at, picture))
-        at += num_tokens(picture)
+        found.append((at, image))
+        at += num_tokens(image)
     return tuple(found)
 
 
@@ -357,7 +357,7 @@ def shortened(token_ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> lis
     return [int(token) for token in [*left, *token_ids[at:]]]
 
 
-def num_tokens(picture: Image) -> int:
+def num_tokens(image: Image) -> int:
     """Return the number of tokens of an image."""
-    frames, rows, columns = picture.grid
-    return frames * rows * columns // picture.merge**2
+    frames, rows, columns = image.grid
+    return frames * rows * columns // image.merge**2

@@ -67,7 +67,7 @@ class ImageProcessorSpec:
             ConfigError: If files are missing or contradict each other, or the bounds are invalid.
         """
         config = _read(Path(model_path) / "config.json")
-        if not sees(config):
+        if not is_multimodal(config):
             return None
         told = _read(Path(model_path) / _FILE)
         size = told.get("size") or {}
@@ -157,7 +157,7 @@ class ImageProcessorSpec:
         return Processor(size=self.processor_size, **self.settings)
 
 
-def sees(config: Mapping[str, Any]) -> bool:
+def is_multimodal(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json belongs to a vision-language model."""
     return "vision_config" in config and "image_token_id" in config
 
@@ -194,7 +194,7 @@ def resized(height: int, width: int, *, factor: int, min_pixels: int, max_pixels
     return rows, columns
 
 
-def eyes_of(cfg: DataConfig, model_path: str | Path) -> ImageProcessorSpec | None:
+def image_spec_of(cfg: DataConfig, model_path: str | Path) -> ImageProcessorSpec | None:
     """Return the image settings of a run's model. Bounds come from the run's settings, else from the environment, else from the model.
 
     Args:

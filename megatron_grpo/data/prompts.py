@@ -33,7 +33,7 @@ def load_rows(
     *,
     dataset: str | None = None,
     flag: str = "dataset",
-    eyes: ImageProcessorSpec | None = None,
+    image_spec: ImageProcessorSpec | None = None,
     is_blind: bool = True,
     seed: int = 0,
 ) -> PromptRows:
@@ -43,8 +43,8 @@ def load_rows(
         cfg: Data settings.
         dataset: Data set to read instead of `cfg.dataset`, for the held-out set.
         flag: Setting that names the data set, for error messages.
-        eyes: Image processor of the model; None for a text model or an unknown model.
-        is_blind: Whether the model is known to take text only. Ignored if `eyes` is given.
+        image_spec: Image processor of the model; None for a text model or an unknown model.
+        is_blind: Whether the model is known to take text only. Ignored if `image_spec` is given.
         seed: Seed of the run, used to sample rows.
 
     Raises:
@@ -52,7 +52,7 @@ def load_rows(
     """
     names = names_of(cfg, dataset, flag)
     rows = read_sets(cfg, names, flag=flag, seed=seed, part=part_of_flag(flag, cfg))
-    return checks.check_rows(rows, cfg, names, flag=flag, eyes=eyes, is_blind=is_blind)
+    return checks.check_rows(rows, cfg, names, flag=flag, image_spec=image_spec, is_blind=is_blind)
 
 
 def names_of(cfg: DataConfig, dataset: str | None, flag: str) -> list[str]:
@@ -75,7 +75,7 @@ def open_stream(
     dataset: str | None = None,
     shuffle: bool | None = None,
     flag: str = "dataset",
-    eyes: ImageProcessorSpec | None = None,
+    image_spec: ImageProcessorSpec | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     data_seed: int | None = None,
 ) -> PromptStream:
@@ -88,26 +88,26 @@ def open_stream(
         dataset: Replaces `cfg.dataset`, for the held-out set.
         shuffle: Replaces `cfg.dataset_shuffle`.
         flag: Setting that names the data set.
-        eyes: Image processor of the model, or None for a text model.
+        image_spec: Image processor of the model, or None for a text model.
         tools: JSON schemas shown to the model if completions are episodes; None if they are single answers.
         data_seed: Seed for sampling rows and for the held-out split. Default: `seed`.
 
     Raises:
         ConfigError: If the data set cannot be read, or a prompt fails a check.
     """
-    rows = load_rows(cfg, dataset=dataset, flag=flag, eyes=eyes, seed=seed if data_seed is None else data_seed)
+    rows = load_rows(cfg, dataset=dataset, flag=flag, image_spec=image_spec, seed=seed if data_seed is None else data_seed)
     if tools is not None:
         checks.check_for_episodes(rows, flag)
     checks.check_template(rows, tokenizer, flag)
-    encode = PromptEncoder.of(cfg, tokenizer, eyes, tools)
+    encode = PromptEncoder.of(cfg, tokenizer, image_spec, tools)
 
     def looked_at() -> TokenTable:
-        checks.check_pictures(rows)
+        checks.check_images(rows)
         return checks.tokenised(rows, encode, flag)
 
     if cfg.load_from_cache_file and len(rows) > FEW:
         rows = replace(rows, digest=rows.fingerprint())
-        stamp = f" {rows.album.stamp()}" if rows.album is not None else ""
+        stamp = f" {rows.image_store.stamp()}" if rows.image_store is not None else ""
         tokens = shared(key_of(rows.fingerprint() + stamp, encode), looked_at)
     else:
         tokens = looked_at()
@@ -221,12 +221,12 @@ another output_dir."
         rows, index, first = self._found(number)
         row = int(rows.keep[index])
         token_ids = tuple(checks.encoded(rows, self.encode, index)) if rows.tokens is None else rows.tokens[row]
-        columns, pictures = rows.columns(index), _placed(rows, index, token_ids)
-        return Prompt(number=number, row=first + row, raw=rows.raw(index), token_ids=token_ids, columns=columns, pictures=pictures)
+        columns, images = rows.columns(index), _placed(rows, index, token_ids)
+        return Prompt(number=number, row=first + row, raw=rows.raw(index), token_ids=token_ids, columns=columns, images=images)
 
-    def pictures_of(self, number: int) -> tuple[tuple[int, Image], ...]:
+    def images_of(self, number: int) -> tuple[tuple[int, Image], ...]:
         """Return ((position, image), ...) of prompt `number` of the run without taking it. Checkpoints do not store images."""
-        return () if self.rows.album is None else self._prompt(number).pictures
+        return () if self.rows.image_store is None else self._prompt(number).images
 
     def _fingerprint(self) -> int:
         """Return a checksum of up to 16 evenly spaced prompts, to detect another file under the same name."""
@@ -235,5 +235,5 @@ another output_dir."
 
 
 def _placed(rows: PromptRows, index: int, token_ids: Sequence[int]) -> tuple[tuple[int, Image], ...]:
-    album = rows.album
-    return () if album is None else places(token_ids, rows.pictures(index), album.eyes.image_token)
+    image_store = rows.image_store
+    return () if image_store is None else places(token_ids, rows.images(index), image_store.image_spec.image_token)

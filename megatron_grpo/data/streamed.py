@@ -79,7 +79,12 @@ NOTHING = Mark(epoch=-1, block=0, begin=None, after=None, first=0, num_prompts=0
 
 
 def open_prompts(
-    cfg: DataConfig, tokenizer: Any, *, seed: int, eyes: ImageProcessorSpec | None = None, tools: Sequence[Mapping[str, Any]] | None = None
+    cfg: DataConfig,
+    tokenizer: Any,
+    *,
+    seed: int,
+    image_spec: ImageProcessorSpec | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> PromptStream:
     """Open the training set's stream, read as a whole (`open_stream`) or streamed.
 
@@ -87,22 +92,22 @@ def open_prompts(
         cfg: Data settings.
         tokenizer: Tokenizer of the model.
         seed: Seed of the order.
-        eyes: Image processor of the model, or None for a text model.
+        image_spec: Image processor of the model, or None for a text model.
         tools: JSON schemas shown to the model if completions are episodes; None if they are single answers.
 
     Raises:
         ConfigError: If the data set cannot be read, or a prompt fails a check.
     """
     opened = open_streamed if cfg.streaming else open_stream
-    return opened(cfg, tokenizer, seed=seed, eyes=eyes, tools=tools)
+    return opened(cfg, tokenizer, seed=seed, image_spec=image_spec, tools=tools)
 
 
-def rows_to_look_at(cfg: DataConfig, *, eyes: ImageProcessorSpec | None, is_blind: bool, seed: int) -> PromptRows:
+def rows_to_look_at(cfg: DataConfig, *, image_spec: ImageProcessorSpec | None, is_blind: bool, seed: int) -> PromptRows:
     """Return checked rows of the training set: all, or the first block with `streaming`. Needs no tokenizer.
 
     Args:
         cfg: Data settings.
-        eyes: Image processor of the model, or None.
+        image_spec: Image processor of the model, or None.
         is_blind: Whether the model is known to take text only.
         seed: Seed for sampling rows.
 
@@ -110,17 +115,22 @@ def rows_to_look_at(cfg: DataConfig, *, eyes: ImageProcessorSpec | None, is_blin
         ConfigError: If the data set cannot be read, or a row holds no usable prompt.
     """
     if not cfg.streaming:
-        return load_rows(cfg, eyes=eyes, is_blind=is_blind, seed=seed)
+        return load_rows(cfg, image_spec=image_spec, is_blind=is_blind, seed=seed)
     flag, names = "dataset", names_of(cfg, None, "dataset")
     read = list(islice(open_sets(cfg, names, flag)(None), max(1, cfg.shuffle_buffer_size)))
     with _named(0, len(read), flag):
-        prompts = checks.check_rows(_rows_of(read, flag), cfg, names, eyes=eyes, is_blind=is_blind)
-        checks.check_without_pictures(prompts, flag, _BLIND)
+        prompts = checks.check_rows(_rows_of(read, flag), cfg, names, image_spec=image_spec, is_blind=is_blind)
+        checks.check_without_images(prompts, flag, _BLIND)
     return replace(prompts, is_beginning=True)
 
 
 def open_streamed(
-    cfg: DataConfig, tokenizer: Any, *, seed: int, eyes: ImageProcessorSpec | None = None, tools: Sequence[Mapping[str, Any]] | None = None
+    cfg: DataConfig,
+    tokenizer: Any,
+    *,
+    seed: int,
+    image_spec: ImageProcessorSpec | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> StreamedPrompts:
     """Open a streamed data set. Reads blocks until one has a prompt, normally only the first.
 
@@ -128,18 +138,18 @@ def open_streamed(
         cfg: Data settings.
         tokenizer: Tokenizer of the model.
         seed: Seed of the order.
-        eyes: Image processor of the model, or None for a text model.
+        image_spec: Image processor of the model, or None for a text model.
         tools: JSON schemas shown to the model if completions are episodes; None if they are single answers.
 
     Raises:
         ConfigError: If the data set cannot be read, or a prompt fails a check.
     """
     flag, names = "dataset", names_of(cfg, None, "dataset")
-    encode = PromptEncoder.of(cfg, tokenizer, eyes, tools)
+    encode = PromptEncoder.of(cfg, tokenizer, image_spec, tools)
 
     def look(rows: Rows) -> PromptRows:
-        prompts = checks.check_rows(rows, cfg, names, eyes=eyes)
-        checks.check_without_pictures(prompts, flag, _BLIND)
+        prompts = checks.check_rows(rows, cfg, names, image_spec=image_spec)
+        checks.check_without_images(prompts, flag, _BLIND)
         if tools is not None:
             checks.check_for_episodes(prompts, flag)
         checks.check_template(prompts, tokenizer, flag)
@@ -226,7 +236,7 @@ class StreamedPrompts(PromptStream):
         known = {(mark.epoch, mark.block): mark for mark in (*self._marks, *_marks_of(state))}
         self._marks = [known[key] for key in sorted(known)]
 
-    def pictures_of(self, number: int) -> tuple[tuple[int, Image], ...]:
+    def images_of(self, number: int) -> tuple[tuple[int, Image], ...]:
         return ()  # rows with images are rejected
 
     def _of_other_rows(self, state: Mapping[str, Any]) -> list[Problem]:

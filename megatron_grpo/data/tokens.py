@@ -78,7 +78,7 @@ def shared(key: str, make: Callable[[], TokenTable]) -> TokenTable:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        _say(folder, error)
+        _print_line(folder, error)
         return make()
     found = read(path)
     if found is not None:
@@ -94,7 +94,7 @@ def shared(key: str, make: Callable[[], TokenTable]) -> TokenTable:
             write(path, made)
             _forget_unused(folder)
         except OSError as error:
-            _say(folder, error)
+            _print_line(folder, error)
             return made
     return read(path) or made
 
@@ -200,6 +200,6 @@ def _forget_unused(folder: Path) -> None:
                 path.unlink()
 
 
-def _say(folder: Path, error: OSError) -> None:
+def _print_line(folder: Path, error: OSError) -> None:
     if launcher.read().speaks:
         logger.warning("%s cannot be used (%s): every rank tokenises the data set by itself.", folder, error.strerror or error)

@@ -20,7 +20,7 @@ MADE_UP: Mapping[str, Any] = {"string": "7", "integer": 7, "number": 0.5, "boole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class PlayedEpisodes:
     """Episodes played with one kind of scripted turn."""
 
     groups: Sequence[Group]
@@ -28,7 +28,7 @@ class Played:
     faults: list[str]  # errors of the environment
 
     @classmethod
-    def of(cls, groups: Sequence[Group]) -> Played:
+    def of(cls, groups: Sequence[Group]) -> PlayedEpisodes:
         """Summarize episodes.
 
         `told` reads `8 episodes, 3.0 turns; done 6, error 2; the environment's reward 0.5`. `faults` lists the three most frequent errors
@@ -38,11 +38,11 @@ class Played:
             groups: Groups of episodes; at least one completion has an episode record.
         """
         records = [one.record for group in groups for one in group.completions if one.record is not None]
-        ended = Counter(record.numbers.ended for record in records)
+        finish_reason = Counter(record.numbers.finish_reason for record in records)
         turns = sum(record.numbers.num_turns for record in records) / len(records)
         given = sum(reward or 0.0 for record in records for reward in record.turn_rewards) / len(records)
-        how = ", ".join(f"{how} {count}" for how, count in ended.most_common())
-        faults = Counter(record.numbers.fault for record in records if record.numbers.ended in FAULTS)
+        how = ", ".join(f"{how} {count}" for how, count in finish_reason.most_common())
+        faults = Counter(record.numbers.fault for record in records if record.numbers.finish_reason in FAULTS)
         return cls(
             groups=groups,
             told=f"{len(records)} episodes, {turns:.1f} turns; {how}; the environment's reward {given:.4g}",
@@ -81,7 +81,7 @@ def play_rows(
     kinds: Mapping[str, Sequence[str]],
     tokenizer: Any,
     model_path: Path,
-) -> dict[str, Played]:
+) -> dict[str, PlayedEpisodes]:
     """Play one episode per prompt and kind of scripted turn.
 
     Args:
@@ -104,7 +104,7 @@ def play_rows(
         play, turns = EpisodeRunner(stage, prompts, n=1, seed_of=lambda *place: 0), _Scripted(stage, dict(enumerate(texts)))
         while not play.advance(turns, 1.0, version=0):
             pass
-        played[kind] = Played.of(play.groups())
+        played[kind] = PlayedEpisodes.of(play.groups())
     return played
 
 

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_grpo.base.errors import said_by
+from megatron_grpo.base.errors import printable
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.chat import opening_of
 from megatron_grpo.environments.loading import template_of
-from megatron_grpo.environments.protocol import Environment, InvalidReplyError, Message, Turn, as_messages, as_reply
+from megatron_grpo.environments.protocol import Environment, InvalidReplyError, Message, Turn, as_messages, as_step_output
 from megatron_grpo.environments.trajectory import ChatTemplate, History, Trajectory, untold
 from megatron_grpo.environments.workers import CallResult, CallTimeoutError, Workers
 from megatron_grpo.rewards.process_isolation import ExitRequestedError
@@ -87,7 +87,7 @@ class _Episode:
     rewards: list[float | None] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
-    ended: str = ""
+    finish_reason: str = ""
     fault: str = ""
     version: int = 0  # of the weights when the episode started
 
@@ -149,8 +149,8 @@ class EpisodeRunner:
         while True:
             for outcome in self._workers.take(0.0 if turns.num_running else min(MOST_WAITED, max(0.0, until - time.monotonic()))):
                 self._hear(outcome, version)
-            for key, drawn in turns.poll():
-                self._say(self.episodes[key], drawn)
+            for key, sampled in turns.poll():
+                self._print_line(self.episodes[key], sampled)
             if self.is_over:
                 self.close()
                 return True
@@ -209,7 +209,7 @@ class EpisodeRunner:
         except ExitRequestedError as asked:
             self._finish(episode, "error", f"{kind} asked the process to end with {asked}")
         except BaseException as raised:  # noqa: BLE001 - user code, or a template that rejects its messages
-            said = said_by(raised)
+            said = printable(raised)
             self._finish(episode, "error", f"{kind} raised {type(raised).__name__}{': ' * bool(said)}{said}")
 
     def _started(self, episode: _Episode, value: Any) -> None:
@@ -239,7 +239,7 @@ class EpisodeRunner:
     def _room(self, episode: _Episode) -> int:
         """Return the limit for the next turn in tokens."""
         assert episode.transcript is not None
-        spent = episode.transcript.num_drawn + episode.transcript.num_heard
+        spent = episode.transcript.num_sampled + episode.transcript.num_heard
         return min(self.stage.max_completion_length - spent, self.stage.max_model_len - len(episode.transcript.ids))
 
     def _is_long(self, messages: Sequence[Message], room: int) -> bool:
@@ -255,48 +255,52 @@ class EpisodeRunner:
         self._asked[episode.key] = token_ids, seed, room
         self._turns.submit(episode.key, token_ids, seed=seed, max_tokens=room)
 
-    def _say(self, episode: _Episode, drawn: SampledTurn) -> None:
+    def _print_line(self, episode: _Episode, sampled: SampledTurn) -> None:
         """Process a sampled turn and pass it to the environment."""
         assert episode.transcript is not None and episode.environment is not None
         del self._asked[episode.key]
-        text = episode.transcript.say(drawn.token_ids, drawn.logprobs, drawn.version, drawn.kept)
+        text = episode.transcript.add_turn(sampled.token_ids, sampled.logprobs, sampled.version, sampled.sampling_mask)
         number, episode.num_turns = episode.num_turns, episode.num_turns + 1
         episode.rewards.append(None)
         episode.messages.append({"role": "assistant", "content": text})
-        if drawn.is_cut:  # a truncated tool call is not executed
+        if sampled.is_cut:  # a truncated tool call is not executed
             return self._finish(episode, "length")
         is_last = episode.num_turns == self.stage.max_turns
         turn = Turn(number=number, text=text, messages=tuple(dict(message) for message in episode.messages), is_last=is_last)
-        self._workers.submit(("reply", episode.key), partial(episode.environment.reply, turn))
+        self._workers.submit(("step", episode.key), partial(episode.environment.step, turn))
 
     def _heard(self, episode: _Episode, value: Any) -> None:
-        """Process the reply of the environment."""
+        """Process the output of the environment."""
         assert episode.transcript is not None
-        reply = as_reply(value)
-        episode.rewards[-1] = reply.reward
-        for name, amount in reply.metrics.items():
+        step = as_step_output(value)
+        episode.rewards[-1] = step.reward
+        for name, amount in step.metrics.items():
             episode.metrics[name] = episode.metrics.get(name, 0.0) + amount
-        episode.messages += reply.messages
-        if reply.done or not reply.messages:
+        episode.messages += step.messages
+        if step.done or not step.messages:
             return self._finish(episode, "done")
         if episode.num_turns >= self.stage.max_turns:
             return self._finish(episode, "max_turns")
-        if self._is_long(reply.messages, self._room(episode)):
+        if self._is_long(step.messages, self._room(episode)):
             return self._finish(episode, "length")
-        episode.transcript.hear(reply.messages)
+        episode.transcript.add_messages(step.messages)
         self._ask(episode)
 
-    def _finish(self, episode: _Episode, ended: str, fault: str = "") -> None:
+    def _finish(self, episode: _Episode, finish_reason: str, fault: str = "") -> None:
         self._open.discard(episode.key)
-        episode.ended, episode.fault = ended, fault
-        if episode.environment is not None and ended != "timeout":
+        episode.finish_reason, episode.fault = finish_reason, fault
+        if episode.environment is not None and finish_reason != "timeout":
             self._workers.submit(("close", episode.key), episode.environment.close)
 
 
 def _completion(episode: _Episode) -> Completion:
     told = episode.transcript.finished() if episode.transcript is not None else untold(episode.prompt.token_ids)
     numbers = EpisodeNumbers(
-        ended=episode.ended, num_turns=episode.num_turns, seconds=episode.seconds, metrics=episode.metrics, fault=episode.fault
+        finish_reason=episode.finish_reason,
+        num_turns=episode.num_turns,
+        seconds=episode.seconds,
+        metrics=episode.metrics,
+        fault=episode.fault,
     )
     record = EpisodeRecord(
         numbers=numbers, messages=tuple(episode.messages), num_opening=episode.num_opening, turn_rewards=tuple(episode.rewards)
@@ -306,7 +310,7 @@ def _completion(episode: _Episode) -> Completion:
         sequence=told.sequence,
         logprobs=told.logprobs,
         text=_turns(episode.messages[episode.num_opening :]),
-        ended=episode.ended,
+        finish_reason=episode.finish_reason,
         versions=told.versions or ((episode.version, length, length),),
         record=record,
     )

@@ -70,8 +70,8 @@ class PlayedSampler(Generic[OnePlayer]):
         self._drop()
         return groups
 
-    def awake(self) -> AbstractContextManager[None]:
-        return self.engine.awake()
+    def wake_up(self) -> AbstractContextManager[None]:
+        return self.engine.wake_up()
 
     def _begin(self, prompts: Sequence[Prompt], *, sampling: SamplingSettings, seed: int) -> OnePlayer:
         if self._player is None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_grpo.base.errors import shown
-from megatron_grpo.environments.protocol import Environment, InvalidReplyError, Message, Reply, Turn
+from megatron_grpo.base.errors import describe_value
+from megatron_grpo.environments.protocol import Environment, InvalidReplyError, Message, StepOutput, Turn
 from megatron_grpo.environments.tools import ToolEnvironment, schema_of
 
 
@@ -51,18 +51,18 @@ class TrlEnvironment(ToolEnvironment):
             if said is None:
                 return prompt
             if not isinstance(said, str):
-                raise InvalidReplyError(f"reset returned {shown(said)}, where a string or None should be")
+                raise InvalidReplyError(f"reset returned {describe_value(said)}, where a string or None should be")
             return [*prompt[:-1], dict(prompt[-1], content=prompt[-1]["content"] + said)]
 
         return _then(self._object.reset(prompt=prompt, **self.columns), opening)
 
-    def reply(self, turn: Turn) -> Any:
-        def judged(reply: Reply) -> Any:
-            if not (reply.done or turn.is_last) or not hasattr(self._object, "get_reward"):
-                return reply
-            return _then(self._object.get_reward(), lambda reward: replace(reply, reward=reward))
+    def step(self, turn: Turn) -> Any:
+        def judged(step: StepOutput) -> Any:
+            if not (step.done or turn.is_last) or not hasattr(self._object, "get_reward"):
+                return step
+            return _then(self._object.get_reward(), lambda reward: replace(step, reward=reward))
 
-        return _then(super().reply(turn), judged)
+        return _then(super().step(turn), judged)
 
     def close(self) -> Any:
         return self._object.close() if hasattr(self._object, "close") else None
@@ -96,10 +96,10 @@ class SwiftEnvironment(Environment):
 
         return _then(self._object.reset(_SwiftConfig(self.columns, prompt)), opening)
 
-    def reply(self, turn: Turn) -> Any:
-        def answer(told: Any) -> Reply:
+    def step(self, turn: Turn) -> Any:
+        def answer(told: Any) -> StepOutput:
             observation, reward, done, _ = told
-            return Reply(messages=() if done else ({"role": "user", "content": observation},), reward=reward, done=bool(done))
+            return StepOutput(messages=() if done else ({"role": "user", "content": observation},), reward=reward, done=bool(done))
 
         return _then(self._object.step([dict(message) for message in turn.messages]), answer)
 
@@ -136,17 +136,17 @@ class VerifiersEnvironment(Environment):
         self._state["prompt"] = list(prompt)
         return _then(self.theirs.setup_state(self._state) if hasattr(self.theirs, "setup_state") else None, opening)
 
-    def reply(self, turn: Turn) -> Any:
+    def step(self, turn: Turn) -> Any:
         self._state["turn"] = turn.number + 1
         messages = [dict(message) for message in turn.messages]
 
-        def answer(found: Any) -> Reply:
+        def answer(found: Any) -> StepOutput:
             if isinstance(found, tuple) and len(found) == 2:
                 found, self._state = found
-            return Reply(messages=[{"role": "user", "content": found}] if isinstance(found, str) else found)
+            return StepOutput(messages=[{"role": "user", "content": found}] if isinstance(found, str) else found)
 
         def unless_completed(is_completed: Any) -> Any:
-            return Reply(done=True) if is_completed else _then(self.theirs.env_response(messages, self._state), answer)
+            return StepOutput(done=True) if is_completed else _then(self.theirs.env_response(messages, self._state), answer)
 
         ends = self.theirs.is_completed(messages, self._state) if hasattr(self.theirs, "is_completed") else False
         return _then(ends, unless_completed)

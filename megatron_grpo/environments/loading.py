@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.errors import ConfigError, Problem, config_error, problem_with, said_by
+from megatron_grpo.base.errors import ConfigError, Problem, config_error, printable, problem_with
 from megatron_grpo.config.config import Config
 from megatron_grpo.environments.foreign_environments import adapted
 from megatron_grpo.environments.protocol import Environment, Message
@@ -81,12 +81,12 @@ def _environment(spec: str) -> type[Environment]:
             f"environment {spec} is no environment: a class that inherits megatron_grpo.environments.protocol.Environment, or one of TRL's "
             "(reset, methods that are tools), Megatron-SWIFT's (reset, step) or verifiers' (env_response).",
         )
-    if made.reply is Environment.reply:
-        raise config_error("environment", f"environment {spec} has no `reply`.")
+    if made.step is Environment.step:
+        raise config_error("environment", f"environment {spec} has no `step`.")
     try:
         json.dumps(list(made.tools))
     except (TypeError, ValueError) as error:
-        raise config_error("environment", f"environment {spec}: `tools` is a list of JSON schemas: {said_by(error)}") from error
+        raise config_error("environment", f"environment {spec}: `tools` is a list of JSON schemas: {printable(error)}") from error
     return made
 
 
@@ -208,7 +208,7 @@ def _rewrites(template: ChatTemplate, role: str, said: str, flag: str) -> bool:
     try:
         full = template.render([_QUESTION, {"role": "assistant", "content": prefill + said}, answer])
     except Exception as error:  # a template may raise anything
-        refused = f"{flag}: the chat template refuses a message of role {role}, of which answers would be: {said_by(error)}"
+        refused = f"{flag}: the chat template refuses a message of role {role}, of which answers would be: {printable(error)}"
         raise config_error(flag, refused) from error
     if _ANSWER not in full:
         raise config_error(
@@ -223,7 +223,7 @@ def _ends(template: ChatTemplate) -> Iterator[str]:
     """Yield a note if sampling does not stop at the token with which the template ends a turn."""
     said = [_QUESTION, {"role": "assistant", "content": "I say so."}, {"role": "user", "content": _ANSWER}]
     behind = template.render(said).partition("I say so.")[2].lstrip()
-    marks = template.encode(behind, template.guards())
+    marks = template.encode(behind, template.gradient_checks())
     if marks and marks[0] not in template.end_ids:
         mark = marks[0]
         yield (

@@ -1,15 +1,16 @@
-"""Interface between an environment and the trainer: `Environment`, `Turn`, `Reply`, and the checks of what an environment returns."""
+"""Interface between an environment and the trainer: `Environment`, `Turn`, `StepOutput`, and the checks of what an environment returns."""
 
 from __future__ import annotations
 
 import json
 import math
 import numbers
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_grpo.base.errors import shown
+from megatron_grpo.base.errors import describe_value
 
 Message = Mapping[str, Any]  # {"role", "content"}, and further keys that the chat template reads
 
@@ -25,10 +26,10 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class StepOutput:
     """Answer of an environment to one turn.
 
-    A reply without messages ends the episode, as `done` does.
+    An output without messages ends the episode, as `done` does.
     """
 
     messages: Sequence[Message] = ()  # what the model reads next
@@ -46,6 +47,12 @@ class Environment:
     Args:
         columns: The columns of the data-set row, including the one with the reference answer.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "reply" in vars(cls) and "step" not in vars(cls):
+            warnings.warn(f"{cls.__name__}.reply is now named step; reply still works", FutureWarning, stacklevel=2)
+            cls.step = vars(cls)["reply"]  # type: ignore[method-assign]
 
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas that the chat template shows to the model. A class attribute, so all rows have the same tools."""
@@ -67,14 +74,14 @@ class Environment:
         """
         return prompt
 
-    def reply(self, turn: Turn) -> Reply | tuple[Sequence[Message], float | None, bool]:
+    def step(self, turn: Turn) -> StepOutput | tuple[Sequence[Message], float | None, bool]:
         """Answer one turn of the model.
 
         Args:
             turn: The turn to answer.
 
         Returns:
-            A `Reply`, or the tuple (messages, reward, done).
+            A `StepOutput`, or the tuple (messages, reward, done).
         """
         raise NotImplementedError  # every environment implements it
 
@@ -85,32 +92,35 @@ class Environment:
         """
 
 
+Reply = StepOutput  # former name
+
+
 class InvalidReplyError(ValueError):
     """The environment returned an invalid value. The message completes a sentence about the environment."""
 
 
-def as_reply(value: Any) -> Reply:
-    """Validate the return value of `Environment.reply`.
+def as_step_output(value: Any) -> StepOutput:
+    """Validate the return value of `Environment.step`.
 
     Args:
-        value: A `Reply` or the tuple (messages, reward, done).
+        value: A `StepOutput` or the tuple (messages, reward, done).
 
     Returns:
-        A `Reply` with copied messages and with numbers converted to Python floats.
+        A `StepOutput` with copied messages and with numbers converted to Python floats.
 
     Raises:
         InvalidReplyError: The value has another form, or a number is not finite.
     """
     if isinstance(value, tuple) and len(value) == 3:
-        value = Reply(messages=() if value[0] is None else value[0], reward=value[1], done=value[2])
-    if not isinstance(value, Reply):
-        raise InvalidReplyError(f"reply returned {shown(value)}, where Reply or (messages, reward, done) should be")
+        value = StepOutput(messages=() if value[0] is None else value[0], reward=value[1], done=value[2])
+    if not isinstance(value, StepOutput):
+        raise InvalidReplyError(f"step returned {describe_value(value)}, where StepOutput or (messages, reward, done) should be")
     if not (type(value.done) is bool or type(value.done).__name__ == "bool"):  # numpy's too
-        raise InvalidReplyError(f"reply returned done = {shown(value.done)}, where True or False should be")
+        raise InvalidReplyError(f"step returned done = {describe_value(value.done)}, where True or False should be")
     if not isinstance(value.metrics, Mapping):
-        raise InvalidReplyError(f"reply returned metrics = {shown(value.metrics)}, where a dict of numbers should be")
-    return Reply(
-        messages=as_messages(value.messages, who="reply"),
+        raise InvalidReplyError(f"step returned metrics = {describe_value(value.metrics)}, where a dict of numbers should be")
+    return StepOutput(
+        messages=as_messages(value.messages, who="step"),
         reward=None if value.reward is None else _number(value.reward, "the reward"),
         done=bool(value.done),
         metrics={str(name): _number(amount, f"the metric {name}") for name, amount in value.metrics.items()},
@@ -123,7 +133,7 @@ def _number(value: Any, what: str) -> float:
             return found
     except OverflowError:  # a Python int may exceed the range of float
         pass
-    raise InvalidReplyError(f"reply returned {shown(value)} as {what}, where a finite number should be")
+    raise InvalidReplyError(f"step returned {describe_value(value)} as {what}, where a finite number should be")
 
 
 def as_messages(value: Any, *, who: str) -> tuple[Message, ...]:
@@ -137,14 +147,16 @@ def as_messages(value: Any, *, who: str) -> tuple[Message, ...]:
         InvalidReplyError: The value is not a list of messages, or a content is not a string.
     """
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
-        raise InvalidReplyError(f"{who} returned {shown(value)}, where a list of messages should be")
+        raise InvalidReplyError(f"{who} returned {describe_value(value)}, where a list of messages should be")
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidReplyError(f"{who} returned {shown(message)}, where {{'role': str, 'content': str}} should be")
+            raise InvalidReplyError(f"{who} returned {describe_value(message)}, where {{'role': str, 'content': str}} should be")
         if isinstance(message.get("content"), (list, tuple)):
-            raise InvalidReplyError(f"{who} returned {shown(message)}: its content is a list, and environments answer with text alone")
+            raise InvalidReplyError(
+                f"{who} returned {describe_value(message)}: its content is a list, and environments answer with text alone"
+            )
         if not isinstance(message.get("content"), str):
-            raise InvalidReplyError(f"{who} returned {shown(message)}, where {{'role': str, 'content': str}} should be")
+            raise InvalidReplyError(f"{who} returned {describe_value(message)}, where {{'role': str, 'content': str}} should be")
     return tuple(_plain(message, who) for message in value)
 
 
@@ -158,9 +170,9 @@ def _plain(message: Message, who: str) -> Message:
         text = json.dumps(dict(message), ensure_ascii=False)
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidReplyError(f"{who} returned {shown(message)}, which is no text: {error.reason}") from error
+        raise InvalidReplyError(f"{who} returned {describe_value(message)}, which is no text: {error.reason}") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidReplyError(
-            f"{who} returned {shown(message)}, of which {error}: a message holds text, numbers, lists and dicts"
+            f"{who} returned {describe_value(message)}, of which {error}: a message holds text, numbers, lists and dicts"
         ) from error
     return json.loads(text)

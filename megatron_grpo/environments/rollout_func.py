@@ -45,7 +45,7 @@ class RolloutFunc:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnTokens:
+class SampledTokens:
     """Tokens that the sampler generated after one context."""
 
     token_ids: tuple[int, ...]  # including the end token
@@ -56,13 +56,13 @@ class DrawnTokens:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One context to sample after; its caller waits for `drawn`."""
+    """One context to sample after; its caller waits for `sampled`."""
 
     key: Key
     token_ids: tuple[int, ...]
     seed: int
     max_tokens: int
-    drawn: Future[SampledTurn] = field(default_factory=Future)
+    sampled: Future[SampledTurn] = field(default_factory=Future)
 
 
 class RolloutFuncEngine:
@@ -101,7 +101,7 @@ class RolloutFuncEngine:
 
     def __call__(
         self, asked: Sequence[CompletionRequest], token_ids: Sequence[Sequence[int]] | None = None, *, max_tokens: int | None = None
-    ) -> list[DrawnTokens]:
+    ) -> list[SampledTokens]:
         """Sample once after each context.
 
         Args:
@@ -110,7 +110,7 @@ class RolloutFuncEngine:
             max_tokens: Limit for each sample in tokens. Default: max_completion_length. It is lowered to the room that the context leaves.
 
         Returns:
-            One `DrawnTokens` per context, in order.
+            One `SampledTokens` per context, in order.
 
         Raises:
             ValueError: The number of contexts is wrong, or a context is empty, too long or contains an invalid token ID.
@@ -120,7 +120,7 @@ class RolloutFuncEngine:
             raise ValueError(f"{len(contexts)} contexts for {len(asked)} entries of prompts: one each")
         requests = self._requests(asked, contexts, self.max_completion_length if max_tokens is None else max_tokens)
         self._ask(requests)
-        return [self._told(request.drawn.result()) for request in requests]
+        return [self._told(request.sampled.result()) for request in requests]
 
     def _requests(self, asked: Sequence[CompletionRequest], contexts: Sequence[tuple[int, ...]], most: int) -> list[_Request]:
         requests = []
@@ -139,9 +139,9 @@ class RolloutFuncEngine:
             requests.append(_Request(key, ids, self._seed_of(one.number, one.generation, count), room))
         return requests
 
-    def _told(self, drawn: SampledTurn) -> DrawnTokens:
-        text = self.tokenizer.decode(list(drawn.token_ids), skip_special_tokens=True)
-        return DrawnTokens(token_ids=drawn.token_ids, logprobs=drawn.logprobs, is_cut=drawn.is_cut, text=text)
+    def _told(self, sampled: SampledTurn) -> SampledTokens:
+        text = self.tokenizer.decode(list(sampled.token_ids), skip_special_tokens=True)
+        return SampledTokens(token_ids=sampled.token_ids, logprobs=sampled.logprobs, is_cut=sampled.is_cut, text=text)
 
 
 class RolloutFuncRunner:
@@ -164,7 +164,7 @@ class RolloutFuncRunner:
         self._open: dict[Key, _Request] = {}
         self._completions: list[Completion] = []
         self._thread: threading.Thread | None = None
-        self._has_ended = self._is_closed = False
+        self._is_finished = self._is_closed = False
         self._turns: TurnSampler | None = None
         self._version, self._heard_at = 0, time.monotonic()
         self._oldest: int | None = None  # oldest weights version that sampled a token
@@ -182,12 +182,12 @@ class RolloutFuncRunner:
         until = time.monotonic() + seconds
         while True:
             self._submit(turns)
-            if self._has_ended and not self._open:
+            if self._is_finished and not self._open:
                 return True
             activity.advance(0)
             if turns.num_running:
-                for key, drawn in turns.poll():
-                    self._take(key, drawn)
+                for key, sampled in turns.poll():
+                    self._take(key, sampled)
             else:
                 self._rest()
             if time.monotonic() >= until:
@@ -208,7 +208,7 @@ class RolloutFuncRunner:
             self._waiting.clear()
             self._open.clear()
         for request in left:
-            request.drawn.set_exception(_Over())
+            request.sampled.set_exception(_Over())
 
     # ---- between the threads
 
@@ -221,25 +221,25 @@ class RolloutFuncRunner:
         for request in asked:
             turns.submit(request.key, request.token_ids, seed=request.seed, max_tokens=request.max_tokens)
 
-    def _take(self, key: Key, drawn: SampledTurn) -> None:
+    def _take(self, key: Key, sampled: SampledTurn) -> None:
         self._heard_at = time.monotonic()
-        self._oldest = drawn.version if self._oldest is None else min(self._oldest, drawn.version)
-        self._open.pop(key).drawn.set_result(drawn)
+        self._oldest = sampled.version if self._oldest is None else min(self._oldest, sampled.version)
+        self._open.pop(key).sampled.set_result(sampled)
 
     def _rest(self) -> None:
         """Wait shortly for a request or the end of the function. After its timeout, set `problem` and abandon the function."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._has_ended, timeout=SECONDS_BETWEEN_LOOKS)
-        if time.monotonic() - self._heard_at > self.own.timeout and not self._waiting and not self._has_ended:
+            self._changed.wait_for(lambda: self._waiting or self._is_finished, timeout=SECONDS_BETWEEN_LOOKS)
+        if time.monotonic() - self._heard_at > self.own.timeout and not self._waiting and not self._is_finished:
             self.problem = f"has neither asked the sampler nor returned for {self.own.timeout:g} s (rollout_func_timeout)."
-            self._has_ended = True
+            self._is_finished = True
             self.close()
 
     # ---- in the function's thread
 
     def _ask(self, requests: Sequence[_Request]) -> None:
         with self._changed:
-            if self._is_closed or self._has_ended:
+            if self._is_closed or self._is_finished:
                 raise _Over
             self._waiting += requests
             self._changed.notify_all()
@@ -247,9 +247,9 @@ class RolloutFuncRunner:
     def _run(self) -> None:
         found, problem = self._called()
         with self._changed:
-            if not self._has_ended:  # else it was abandoned
+            if not self._is_finished:  # else it was abandoned
                 self._completions, self.problem = found, problem
-            self._has_ended = True
+            self._is_finished = True
             self._changed.notify_all()
 
     def _called(self) -> tuple[list[Completion], str | None]:
@@ -304,7 +304,7 @@ class RolloutFuncSampler(PlayedSampler[RolloutFuncRunner]):
         Raises:
             RunError: The function failed on some rank (raised on every rank), or a prompt has images.
         """
-        if any(prompt.pictures for prompt in prompts):
+        if any(prompt.images for prompt in prompts):
             raise RunError("rollout_func does not go with pictures: what it returns has no place for them.")
         return super().generate(prompts, sampling, seed=seed)
 

@@ -195,7 +195,7 @@ def _logprobs(values: Any, mask: np.ndarray, one: CompletionRequest) -> np.ndarr
             raise InvalidRolloutOutputError(
                 f"returned {LOGPROBS} of {one} with {value} at place {place}: the log of a probability is finite, at most 0."
             )
-    return np.array([float(value) if drawn else 0.0 for value, drawn in zip(listed, mask, strict=True)], dtype=np.float32)
+    return np.array([float(value) if sampled else 0.0 for value, sampled in zip(listed, mask, strict=True)], dtype=np.float32)
 
 
 def _check_lengths(opening: Sequence[int], answer: Sequence[int], mask: np.ndarray, limits: Limits, one: CompletionRequest) -> None:
@@ -223,7 +223,7 @@ def _completion(
         sequence=Scored(token_ids=np.array([*opening, *answer], dtype=np.int64), mask=is_drawn),
         logprobs=np.concatenate([np.zeros(start, dtype=np.float32), logprobs]),
         text=text,
-        ended="length" if is_cut else "stop",
+        finish_reason="length" if is_cut else "stop",
         versions=((version, start, total),),
         columns=dict(columns),
     )

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from megatron_grpo.base.errors import config_error, first_line, said_by
-from megatron_grpo.environments.protocol import Environment, Message, Reply, Turn
+from megatron_grpo.base.errors import config_error, first_line, printable
+from megatron_grpo.environments.protocol import Environment, Message, StepOutput, Turn
 
 Function = Callable[..., Any]
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -45,7 +45,7 @@ def schema_of(function: Function) -> dict[str, Any]:
     try:
         return get_json_schema(function)
     except Exception as error:
-        raise InvalidToolError(f"has no schema: {said_by(error)}") from error
+        raise InvalidToolError(f"has no schema: {printable(error)}") from error
 
 
 # ---- calls in the text of a turn
@@ -92,8 +92,8 @@ def _behind_thoughts(text: str) -> str | None:
         of_calls = [hit.span(1) for hit in _CALL.finditer(text) if "</think>" in hit[1] and not _of_json(hit[1]).error]
         ends = [hit.end() for hit in re.finditer("</think>", text) if not any(begin <= hit.start() < end for begin, end in of_calls)]
         return text[ends[0] :] if ends else text
-    _, has_ended, said = text.partition("</think>")
-    return said if has_ended else None
+    _, is_finished, said = text.partition("</think>")
+    return said if is_finished else None
 
 
 def _of_json(body: str) -> ToolCall:
@@ -138,7 +138,7 @@ def reader(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Rea
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
     except Exception as error:
         raise config_error(
-            "tool_call_parser", f"tool_call_parser ({name}) does not take this model's tokenizer: {said_by(error)}"
+            "tool_call_parser", f"tool_call_parser ({name}) does not take this model's tokenizer: {printable(error)}"
         ) from error
     return _Parser(parser, tools)
 
@@ -208,22 +208,22 @@ class ToolEnvironment(Environment):
     def start(self, prompt: Sequence[Message]) -> Any:
         return prompt if self._inside is None else self._inside.start(prompt)
 
-    def reply(self, turn: Turn) -> Any:
+    def step(self, turn: Turn) -> Any:
         """Execute the tool calls of a turn, or pass the turn to the inner environment.
 
         Functions run in the calling thread. If a tool returns an awaitable, the result is a coroutine.
         """
         calls = type(self).read(turn.text)
         if self._inside is not None and (not calls or turn.is_last or self._are_for_inside(calls)):
-            return self._inside.reply(
+            return self._inside.step(
                 turn
             )  # the last turn too: the model would not read a tool's answer, and the inner environment may return a reward
         if not calls:
-            return Reply(done=True)
+            return StepOutput(done=True)
         begun = [self._begin(call) for call in calls]
         if any(inspect.isawaitable(value) for value, _ in begun):
             return self._awaited(calls, begun)
-        return self._reply(calls, begun)
+        return self._output(calls, begun)
 
     def _are_for_inside(self, calls: Sequence[ToolCall]) -> bool:
         """Return whether the calls are to tools of the inner environment, which parses them itself."""
@@ -234,22 +234,22 @@ class ToolEnvironment(Environment):
     def close(self) -> Any:
         return None if self._inside is None else self._inside.close()
 
-    async def _awaited(self, calls: Sequence[ToolCall], begun: Sequence[tuple[Any, bool]]) -> Reply:
+    async def _awaited(self, calls: Sequence[ToolCall], begun: Sequence[tuple[Any, bool]]) -> StepOutput:
         found = []
         for value, has_failed in begun:
             if inspect.isawaitable(value):
                 value, has_failed = await _outcome(value)
             found.append((value, has_failed))
-        return self._reply(calls, found)
+        return self._output(calls, found)
 
-    def _reply(self, calls: Sequence[ToolCall], found: Sequence[tuple[Any, bool]]) -> Reply:
-        """Build the reply. An unknown tool name is replaced, since it is text of the model that a template would put into a header."""
+    def _output(self, calls: Sequence[ToolCall], found: Sequence[tuple[Any, bool]]) -> StepOutput:
+        """Build the output. An unknown tool name is replaced, since it is text of the model that a template would put into a header."""
         told = [(*_as_text(value), has_failed) for value, has_failed in found]
         messages = [
             {"role": "tool", "name": call.name if call.name in self.functions else "unknown", "content": text}
             for call, (text, *_) in zip(calls, told, strict=True)
         ]
-        return Reply(messages=messages, metrics={"tool_calls": len(calls), "tool_errors": sum(any(failed) for _, *failed in told)})
+        return StepOutput(messages=messages, metrics={"tool_calls": len(calls), "tool_errors": sum(any(failed) for _, *failed in told)})
 
     def _begin(self, call: ToolCall) -> tuple[Any, bool]:
         """Call a tool. Returns (its result or an error text, whether it failed)."""
@@ -277,7 +277,7 @@ def _told(error: BaseException) -> str:
     if isinstance(error, ValidationError):
         wrong = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors(include_url=False, include_context=False)]
         return "Error: " + "; ".join(f"{where}: {what}" if where else what for where, what in wrong)
-    first = said_by(error, first_line)
+    first = printable(error, first_line)
     return f"Error: {type(error).__name__}{': ' * bool(first)}{first}"
 
 
@@ -315,6 +315,6 @@ def tool_set(
     try:
         checked = {name: validate_call(function) for name, function in functions.items()}
     except (PydanticUserError, PydanticUndefinedAnnotation) as error:
-        raise InvalidToolError(f"has arguments that cannot be checked: {said_by(error)}") from error
+        raise InvalidToolError(f"has arguments that cannot be checked: {printable(error)}") from error
     values = {"functions": checked, "tools": [*(inner.tools if inner else ()), *schemas], "inner": inner, "read": staticmethod(read)}
     return type("Tools" if inner is None else f"{inner.__name__}WithTools", (ToolEnvironment,), values)

@@ -94,7 +94,7 @@ class ChatTemplate:
         # A private-use character in a message is guarded as well, so that it is not taken for a guard.
         self._special = re.compile(f"{words}{'|' * bool(words)}[{chr(_GUARDS[0])}-{MARK}]")
 
-    def guards(self) -> Guards:
+    def gradient_checks(self) -> Guards:
         """Return new guards for an episode."""
         return Guards(self._special)
 
@@ -139,18 +139,18 @@ class ChatTemplate:
         head, whole = self.decode(before), self.decode([*before, *token_ids])
         return whole[len(head) :] if whole.startswith(head) else self.decode(token_ids)
 
-    def encode(self, text: str, guards: Guards) -> list[int]:
+    def encode(self, text: str, gradient_checks: Guards) -> list[int]:
         """Encode a rendering. Guarded texts are encoded as plain text, not as special tokens.
 
         Args:
             text: The rendering.
-            guards: Guards of its messages.
+            gradient_checks: Guards of its messages.
         """
-        if not guards:
+        if not gradient_checks:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return [
             token
-            for piece, is_plain in guards.pieces(text)
+            for piece, is_plain in gradient_checks.pieces(text)
             for token in self.tokenizer(piece, add_special_tokens=False, split_special_tokens=is_plain)["input_ids"]
         ]
 
@@ -176,11 +176,11 @@ class _Context:
         self.ids = list(opening)
         self.turns: list[tuple[int, int, int]] = []  # (weights version, begin, end)
         self.logprobs: list[float] = []  # of the sampled tokens
-        self.kept: list[SamplingMask] = []  # sampling mask of each turn, if requested
+        self.sampling_mask: list[SamplingMask] = []  # sampling mask of each turn, if requested
 
-    def draw(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, kept: SamplingMask | None) -> None:
+    def draw(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, sampling_mask: SamplingMask | None) -> None:
         begin = len(self.ids)
-        self.kept += [] if kept is None else [kept]
+        self.sampling_mask += [] if sampling_mask is None else [sampling_mask]
         self.ids += token_ids
         self.logprobs += logprobs
         self.turns.append((version, begin, len(self.ids)))
@@ -213,16 +213,16 @@ class Trajectory:
         self, template: ChatTemplate, opening: Sequence[Message], token_ids: Sequence[int] | None = None, *, history: History = "template"
     ):
         self.template, self.history = template, history
-        self.guards = template.guards()
+        self.gradient_checks = template.gradient_checks()
         known = token_ids is not None
-        self.messages: list[Message] = [dict(message) for message in opening] if known else list(self.guards.over(opening))
+        self.messages: list[Message] = [dict(message) for message in opening] if known else list(self.gradient_checks.over(opening))
         continues = bool(self.messages) and self.messages[-1]["role"] == "assistant"
         self._shown = template.render(self.messages, continues=continues)  # the text that the tokens encode
         begun = self.messages.pop()["content"] if continues else None
         self._of_turns = template.prefill(self.messages, template.render(self.messages) if continues else self._shown)
         self._prefill = self._of_turns if begun is None else begun  # of the next turn
         self._end, self._said = "", ""  # of the last turn
-        self._contexts = [_Context(template.encode(self._shown, self.guards) if token_ids is None else token_ids)]
+        self._contexts = [_Context(template.encode(self._shown, self.gradient_checks) if token_ids is None else token_ids)]
         self.opening = tuple(self.ids)
         self.num_heard = 0  # tokens, each counted once
 
@@ -237,37 +237,37 @@ class Trajectory:
         return len(self._contexts)
 
     @property
-    def num_drawn(self) -> int:
+    def num_sampled(self) -> int:
         """Number of sampled tokens in all contexts."""
         return sum(len(context.logprobs) for context in self._contexts)
 
-    def say(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, kept: SamplingMask | None = None) -> str:
+    def add_turn(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, sampling_mask: SamplingMask | None = None) -> str:
         """Append a turn of the model.
 
         Args:
             token_ids: Sampled token IDs, including the end-of-turn token.
             logprobs: Their log-probs.
             version: Version of the weights that sampled them.
-            kept: Their sampling mask; given for all turns or for none.
+            sampling_mask: Their sampling mask; given for all turns or for none.
 
         Returns:
             The text of the turn without the end-of-turn token.
         """
         before = self.ids[-1:]
-        has_ended = bool(token_ids) and token_ids[-1] in self.template.end_ids
-        self._end = self.template.decode(token_ids[-1:]) if has_ended else ""
-        self._said = self.template.decode_behind(before, token_ids[:-1] if has_ended else token_ids)
-        self._contexts[-1].draw(token_ids, logprobs, version, kept)
+        is_finished = bool(token_ids) and token_ids[-1] in self.template.end_ids
+        self._end = self.template.decode(token_ids[-1:]) if is_finished else ""
+        self._said = self.template.decode_behind(before, token_ids[:-1] if is_finished else token_ids)
+        self._contexts[-1].draw(token_ids, logprobs, version, sampling_mask)
         self.messages.append({"role": "assistant", "content": self._prefill + self._said})
         return self._said
 
-    def hear(self, messages: Sequence[Message]) -> None:
+    def add_messages(self, messages: Sequence[Message]) -> None:
         """Append messages of the environment, with the template's text around them and the next generation prompt.
 
         Args:
             messages: The messages, without guards.
         """
-        heard = self.guards.over(messages)
+        heard = self.gradient_checks.over(messages)
         self.messages += heard
         full = self.template.render(self.messages)
         before = self._shown + self._said + self._end
@@ -278,13 +278,13 @@ class Trajectory:
             if self.history == "sampled":
                 self._go_on(tail.removeprefix(self._end))
             else:  # the next turn is trained in the context that it is sampled in, which is the one at inference time
-                self.num_heard += len(self.template.encode(tail, self.guards))
-                self._contexts.append(_Context(self.template.encode(full, self.guards)))
+                self.num_heard += len(self.template.encode(tail, self.gradient_checks))
+                self._contexts.append(_Context(self.template.encode(full, self.gradient_checks)))
         self._shown = full
         self._prefill = self._of_turns
 
     def _go_on(self, tail: str) -> None:
-        token_ids = self.template.encode(tail, self.guards)
+        token_ids = self.template.encode(tail, self.gradient_checks)
         self.num_heard += len(token_ids)
         self.ids.extend(token_ids)
 
@@ -303,22 +303,22 @@ class Trajectory:
         versions, starts = list[tuple[int, int, int]](), list[int]()
         for context, length in parts:
             first = sum(len(part) for part in ids)
-            drawn = np.zeros(length, dtype=bool)
+            sampled = np.zeros(length, dtype=bool)
             for version, begin, end in context.turns:
-                drawn[begin:end] = True
+                sampled[begin:end] = True
                 if end > begin:
                     versions.append((version, first + begin, first + end))
             values = np.zeros(length, dtype=np.float32)
-            values[drawn] = context.logprobs
+            values[sampled] = context.logprobs
             starts.append(first)
             ids.append(np.array(context.ids[:length], dtype=np.int64))
-            mask.append(drawn)
+            mask.append(sampled)
             logprobs.append(values)
-        told = [kept for context, _ in parts for kept in context.kept]
-        kept = SamplingMask.joined(told) if told else None
+        told = [sampling_mask for context, _ in parts for sampling_mask in context.sampling_mask]
+        sampling_mask = SamplingMask.joined(told) if told else None
         sequence = Scored(
             token_ids=np.concatenate(ids), mask=np.concatenate(mask), starts=tuple(starts),
-            kept_at=None if kept is None else kept.at, kept_ids=None if kept is None else kept.ids,
+            mask_offsets=None if sampling_mask is None else sampling_mask.at, mask_ids=None if sampling_mask is None else sampling_mask.ids,
         )  # fmt: skip
         return TokenizedTrajectory(sequence=sequence, logprobs=np.concatenate(logprobs), versions=tuple(versions))
 

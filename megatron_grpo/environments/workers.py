@@ -38,7 +38,7 @@ class _Call:
     key: Hashable
     work: Callable[[], Any]
     began: float = 0.0
-    is_given_up: bool = False
+    is_cancelled: bool = False
     is_awaited: bool = False  # the event loop awaits its result, and its thread is free again
 
 
@@ -61,7 +61,7 @@ class Workers:
         self._ended: queue.SimpleQueue[tuple[_Call, CallResult]] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._num_free = 0  # threads that wait for a job
-        self._lock = threading.Lock()  # guards what threads change: `_num_free`, and `is_given_up` of a call
+        self._lock = threading.Lock()  # guards what threads change: `_num_free`, and `is_cancelled` of a call
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
 
@@ -98,7 +98,7 @@ class Workers:
                 if found or time.monotonic() >= until:
                     return found
                 continue
-            if call.is_given_up:
+            if call.is_cancelled:
                 continue
             if not found:
                 until = time.monotonic() + MOST_LINGERED
@@ -129,7 +129,7 @@ class Workers:
         late = [call for call in self._running if call.began + self.timeout <= now]
         with self._lock:
             for call in late:
-                call.is_given_up = True
+                call.is_cancelled = True
         self._running.difference_update(late)
         if any(call.is_awaited for call in late) and self._loop is not None and not self._is_alive(self._loop):
             self._loop = None
@@ -171,7 +171,7 @@ class Workers:
         except BaseException as error:  # noqa: BLE001 - an exception of a user's environment ends its own episode alone
             raised = error
         with self._lock:
-            goes_on = not (call.is_given_up or self._is_closed)  # else another thread has replaced this one, or none is needed
+            goes_on = not (call.is_cancelled or self._is_closed)  # else another thread has replaced this one, or none is needed
             self._num_free += goes_on
         if raised is None and is_awaited:
             call.is_awaited = True

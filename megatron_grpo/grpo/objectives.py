@@ -139,7 +139,7 @@ def vespo(positive: tuple[float, float], negative: tuple[float, float]) -> Objec
             log_ratio = bounded(of.logprobs - of.old_logprobs)
             if of.correction is not None:
                 log_ratio = log_ratio + of.correction.log().clamp(math.log(SMALLEST_WEIGHT), 20.0)
-            log_w = of.sequences.spread(of.sequences.sum(log_ratio).clamp(math.log(SMALLEST_WEIGHT), 20.0))
+            log_w = of.sequences.scatter(of.sequences.sum(log_ratio).clamp(math.log(SMALLEST_WEIGHT), 20.0))
             k, slope = (torch.where(of.advantages >= 0, log_w.new_tensor(a), log_w.new_tensor(b)) for a, b in zip(positive, negative))
             phi = (slope + k * log_w - slope * log_w.exp()).exp()
         return _unclipped(of, -phi * of.advantages * of.logprobs, {"vespo/phi_seq_mean": phi})

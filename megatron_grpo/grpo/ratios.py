@@ -61,7 +61,7 @@ class Sequences:
         """
         return self.sum(per_token) / self.lengths
 
-    def spread(self, per_sequence: torch.Tensor) -> torch.Tensor:
+    def scatter(self, per_sequence: torch.Tensor) -> torch.Tensor:
         """Broadcast values per sequence to its positions.
 
         Args:
@@ -80,7 +80,7 @@ class Sequences:
     @cached_property
     def one_over_length(self) -> torch.Tensor:
         """1 / length of the position's sequence, [C]. Summed over positions it counts each sequence once."""
-        return self.spread(1.0 / self.lengths)
+        return self.scatter(1.0 / self.lengths)
 
 
 # ---- the importance ratio, and the KL
@@ -118,7 +118,7 @@ def sequence_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences
         old_logprobs: [C], constants.
         sequences: Sequences of the positions.
     """
-    return sequences.spread(bounded(sequences.mean(logprobs - old_logprobs)).exp())
+    return sequences.scatter(bounded(sequences.mean(logprobs - old_logprobs)).exp())
 
 
 def sequence_token_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor, sequences: Sequences) -> torch.Tensor:
@@ -245,7 +245,7 @@ def off_policy_mask(
         [C], 0 for the tokens of masked sequences, else 1.
     """
     before = torch.where(sampler_logprobs.isnan(), old_logprobs, sampler_logprobs)
-    drifted = sequences.spread(sequences.mean(before - logprobs) > delta)
+    drifted = sequences.scatter(sequences.mean(before - logprobs) > delta)
     return (~(drifted & (advantages < 0))).to(logprobs.dtype)
 
 
@@ -272,6 +272,6 @@ def rollout_correction(mode: str, *, lowest: float, highest: float, geometric: b
 
     def of_sequences(log_rho: torch.Tensor, sequences: Sequences) -> Importance:
         total = sequences.mean(log_rho) if geometric else sequences.sum(log_rho)
-        return Importance(sequences.spread(limit(bounded(total).exp())), sequences.one_over_length)
+        return Importance(sequences.scatter(limit(bounded(total).exp())), sequences.one_over_length)
 
     return of_tokens if level == "token" else of_sequences

@@ -16,7 +16,7 @@ from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.evaluation import curve_of
 from megatron_grpo.metrics import draw, registry
 from megatron_grpo.metrics.display import Display
-from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, compared, curves_in, in_words, score_in
+from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, compared, curves_in, describe, score_in
 from megatron_grpo.metrics.records import BestEffort, Records, plain
 from megatron_grpo.metrics.reporters import REPORTERS, Begin, InBackground, Table, report_to_problems, services
 from megatron_grpo.metrics.summary import Learnt, TimeSummary
@@ -129,7 +129,7 @@ class Metrics:
             self._display.show(reward=plain(record["reward"]))
         self._display.step(progress.step, seconds=seconds)
         if progress.step == 2 and (alike := self.learnt.alike()):
-            self.say(f"WARNING: {alike}: they teach nothing while that is so.")
+            self.print_line(f"WARNING: {alike}: they teach nothing while that is so.")
         if self.plot_steps and progress.step % self.plot_steps == 0:
             self.refresh_plots()
 
@@ -164,7 +164,7 @@ class Metrics:
         told = {f"{curve_of(record['name'])}/{name}": value for record in records for name, value in record.items() if name != "step"}
         self._report(progress.step, told)
         self._heard(progress.step, told)
-        how, heads, rows = in_words(records)
+        how, heads, rows = describe(records)
         self._display.table(f"Evaluation at step {progress.step} ({how})", heads, rows)
 
     def log_skipped(self, progress: Progress, record: Mapping[str, Any]) -> None:
@@ -178,10 +178,10 @@ class Metrics:
             return draw.refresh(self.output_dir, self._history) if self.tells else []
         return []
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line above the live one."""
         if self.tells:
-            self._display.say(text)
+            self._display.print_line(text)
 
     def close(self, *, summary: bool = True, spent: TimeSummary | None = None) -> None:
         """End the run, successful or not: send the last records, draw the last plots, and print the summary.
@@ -202,9 +202,9 @@ class Metrics:
             self._compare()
         if summary and spent is not None and spent.rows():
             self._display.table("Where the time went", ("seconds", "share"), spent.rows())
-            self._display.say(spent.in_words())
+            self._display.print_line(spent.describe())
         if summary and (alike := self.learnt.alike()):
-            self._display.say(f"WARNING: {alike}: what was trained came from other terms of the loss.")
+            self._display.print_line(f"WARNING: {alike}: what was trained came from other terms of the loss.")
         for reporter in self._reporters.values():
             reporter.close()
         self._courtesy.summary()

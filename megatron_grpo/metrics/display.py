@@ -89,14 +89,14 @@ class Display:
         now = time.monotonic()
         if self._live is None and (now - self._last_step >= SECONDS_BETWEEN_LINES or step == self.total):
             self._last_step = now
-            self.say(f"{self._number_of_step(step)}  {'  '.join(self._parts(step))}")
+            self.print_line(f"{self._number_of_step(step)}  {'  '.join(self._parts(step))}")
 
     def _tell_now_and_then(self) -> None:
         while not self._closed.wait(SECONDS_BETWEEN_DRAWINGS):
             with self._lock:
                 self._draw()
                 if self._live is None and time.monotonic() - self._last_line >= SECONDS_BETWEEN_SIGNS and activity.current():
-                    self.say(f"{self._number_of_step(self._step)}  {phase_in_words()}" if self._began else phase_in_words())
+                    self.print_line(f"{self._number_of_step(self._step)}  {describe_phase()}" if self._began else describe_phase())
 
     def _draw(self) -> None:
         with self._lock:
@@ -109,7 +109,7 @@ class Display:
         begun = [Text(self._number_of_step(step), style="bold")] if self._began else []
         bar = [ProgressBar(total=self.total, completed=step, width=24)] if self.total and self._began else []
         # The phase is last: its length changes, and a narrow terminal cuts it first.
-        line.add_row(*begun, *bar, Text("  ".join([*self._parts(step), phase_in_words()]), no_wrap=True, overflow="ellipsis"))
+        line.add_row(*begun, *bar, Text("  ".join([*self._parts(step), describe_phase()]), no_wrap=True, overflow="ellipsis"))
         return line
 
     def _number_of_step(self, step: int) -> str:
@@ -122,7 +122,7 @@ class Display:
         left = self._seconds_left(step)
         return [*parts, *([f"{_duration(left)} left"] if left is not None else [])]
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a permanent line above the live one."""
         with self._lock:
             self._last_line = time.monotonic()
@@ -173,7 +173,7 @@ class Display:
         return (time.monotonic() - self._began[1]) / (step - self._began[0]) * (self.total - step)
 
 
-def phase_in_words() -> str:
+def describe_phase() -> str:
     """Return the current phase with its time: `sampling 312 of 1,024 completions, 0:41 left` or `starting vLLM, 0:20`.
 
     The remaining time is estimated if the phase counts something. Empty without a phase.
@@ -182,7 +182,7 @@ def phase_in_words() -> str:
     if not phases:
         return ""
     now, seconds = phases[-1], time.monotonic() - phases[-1].began
-    told = activity.in_words((phases[0], now) if phases[0].name == activity.WORDS["eval"] else (now,))
+    told = activity.describe((phases[0], now) if phases[0].name == activity.WORDS["eval"] else (now,))
     if now.total and 0 < now.done < now.total:
         return f"{told}, {_duration(seconds / now.done * (now.total - now.done))} left"
     return f"{told}, {_duration(seconds)}" if seconds >= 1.0 else told

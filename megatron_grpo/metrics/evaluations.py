@@ -260,7 +260,7 @@ class Evaluations:
         write_table(directory / f"{name}{f'_{place}' if place else ''}.parquet", table)
 
 
-def in_words(records: Sequence[Numbers]) -> tuple[str, list[str], list[list[str]]]:
+def describe(records: Sequence[Numbers]) -> tuple[str, list[str], list[list[str]]]:
     """Return a table of evaluations for the terminal, with one column per set.
 
     Returns:
@@ -281,7 +281,7 @@ def in_words(records: Sequence[Numbers]) -> tuple[str, list[str], list[list[str]
         "seed alone": [f"± {_mean(record, '/stderr_seed')}" if record["n"] > 1 else "" for record in records],
         **{f"pass@{k}": [_number(record.get(f"pass@{k}")) for record in records] for k in passes},
         **{one: [f"{_number(record.get(one))}, pass@1 {_number(record.get(EACH + one))}" for record in records] for one in each},
-        f"change{since}": [_change_in_words(record) for record in records],
+        f"change{since}": [_describe_change(record) for record in records],
         "tokens": [_number(record.get("mean_length")) for record in records],
         "unscored": [f"{record['unscored']:,}" if record["unscored"] else "" for record in records],
     }
@@ -293,7 +293,7 @@ def _mean(record: Numbers, part: str = "") -> str:
     return _number(record.get(f"mean@{record['n']}{part}"))
 
 
-def _change_in_words(record: Numbers) -> str:
+def _describe_change(record: Numbers) -> str:
     return f"{record['change']:+.3f} ± {_number(record['change/stderr'])}" if record.get("change") is not None else ""
 
 

@@ -14,7 +14,7 @@ from megatron_grpo.config.evaluation import in_current_metrics
 from megatron_grpo.metrics import Metrics
 from megatron_grpo.metrics.evaluations import Evaluated
 from megatron_grpo.metrics.records import Records
-from megatron_grpo.metrics.rollout import Completions, JudgedRollout, rollout_stats, selection_stats
+from megatron_grpo.metrics.rollout import Completions, ScoredRollout, rollout_stats, selection_stats
 from megatron_grpo.metrics.summary import TimeSummary
 from megatron_grpo.types import GlobalBatch, Progress
 
@@ -31,10 +31,10 @@ class MetricsLogger:
     Args:
         metrics: Records of the run.
         completions: Writer of the completions tables.
-        clock: Timers of the phases.
+        timers: Timers of the phases.
         reward_weights: Weight of each reward function.
         tells_selection: Whether rollouts select among the sampled groups (dynamic sampling).
-        from_all: Gathers one object of each data-parallel rank into a list by rank. Collective.
+        all_gather: Gathers one object of each data-parallel rank into a list by rank. Collective.
         watches: Further warnings, evaluated after every step.
     """
 
@@ -43,17 +43,17 @@ class MetricsLogger:
         metrics: Metrics,
         completions: Completions,
         *,
-        clock: Timers,
+        timers: Timers,
         reward_weights: Sequence[float],
         tells_selection: bool,
-        from_all: Callable[[Any], list[Any]],
+        all_gather: Callable[[Any], list[Any]],
         watches: Sequence[Watch] = (),
     ):
-        self.metrics, self.completions, self.clock = metrics, completions, clock
+        self.metrics, self.completions, self.timers = metrics, completions, timers
         self._schedule = Records(metrics.output_dir / SCHEDULE)
         self.reward_weights, self.tells_selection = reward_weights, tells_selection
-        self._from_all, self._watches = from_all, watches
-        self._heard: list[JudgedRollout] = []
+        self._from_all, self._watches = all_gather, watches
+        self._heard: list[ScoredRollout] = []
         self._untold = metrics.output_dir / UNTOLD
         self._spent = TimeSummary()
 
@@ -64,9 +64,9 @@ class MetricsLogger:
         if self.metrics.tells:
             self._schedule.begin(progress.step)
         activity.reached(progress.step)
-        self._spent.before(self.clock.take()["time/step"], step=progress.step)  # loading and restoring do not belong to a step
+        self._spent.before(self.timers.take()["time/step"], step=progress.step)  # loading and restoring do not belong to a step
 
-    def rollout(self, judged: JudgedRollout) -> None:
+    def rollout(self, judged: ScoredRollout) -> None:
         """Record a finished rollout. Collective."""
         self._heard.append(judged)
         self.completions.write(judged)
@@ -89,12 +89,12 @@ class MetricsLogger:
         for watch in self._watches:
             warning = watch(progress, metrics)
             if warning:
-                self.metrics.say(f"WARNING: {warning}")
+                self.metrics.print_line(f"WARNING: {warning}")
         if skipped:
-            self.metrics.say(f"optimizer step {progress.step} is skipped: {skipped}")
+            self.metrics.print_line(f"optimizer step {progress.step} is skipped: {skipped}")
         stats = self._rollout_stats() if self._heard else self._kept(before=progress.step)
         self._heard = []
-        taken = self.clock.take()
+        taken = self.timers.take()
         self._spent.add(taken)
         self._spent.step(is_skipped=skipped is not None)
         self.metrics.log(progress, stats | dict(metrics) | batch.metrics | taken)
@@ -120,7 +120,7 @@ class MetricsLogger:
         stats = rollout_stats(self._heard, self.completions.reward_names)
         return stats | (selection_stats(self._heard, self.reward_weights) if self.tells_selection else {})
 
-    def refusal(self, progress: Progress, record: Mapping[str, Any], lines: Sequence[str]) -> None:
+    def skipped_step(self, progress: Progress, record: Mapping[str, Any], lines: Sequence[str]) -> None:
         """Record that the guard rejected the step just taken.
 
         Args:
@@ -129,7 +129,7 @@ class MetricsLogger:
             lines: Sentences about the rows that produced the gradient.
         """
         for line in lines:
-            self.metrics.say(f"  {line}")
+            self.metrics.print_line(f"  {line}")
         self.metrics.log_skipped(progress, record)
 
     def evaluation(self, progress: Progress, evaluated: Sequence[Evaluated]) -> None:
@@ -142,5 +142,5 @@ class MetricsLogger:
         Args:
             summary: Whether the run ended well enough to compare its end with its beginning.
         """
-        self._spent.add(self.clock.take())
+        self._spent.add(self.timers.take())
         self.metrics.close(summary=summary, spent=self._spent)

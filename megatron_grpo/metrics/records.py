@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.errors import said_by
+from megatron_grpo.base.errors import printable
 from megatron_grpo.base.files import written_whole
 from megatron_grpo.config.evaluation import in_current_metrics
 
@@ -177,15 +177,15 @@ class BestEffort:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - drawing libraries and services raise anything; rich exits on a closed pipe
             self.missed[what] = self.missed.get(what, 0) + 1
             if self.missed[what] == 1:
-                self._say(f"{what} failed, and the run goes on without it: {type(error).__name__}: {said_by(error)}")
+                self._print_line(f"{what} failed, and the run goes on without it: {type(error).__name__}: {printable(error)}")
 
     def summary(self) -> None:
         """Log how often each kind of work failed, if more than once. Called at the end of a run."""
         for what, times in self.missed.items():
             if times > 1:
-                self._say(f"{what} failed {times} times")
+                self._print_line(f"{what} failed {times} times")
 
-    def _say(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         try:
             logger.warning(text)
         except (Exception, SystemExit):  # noqa: BLE001 - the terminal is what failed

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.errors import Problem, problem_with, said_by
+from megatron_grpo.base.errors import Problem, printable, problem_with
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +224,7 @@ class InBackground:
                     word(reporter)
             reporter.close()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - services raise anything
-            self._give_up(f"{type(error).__name__}: {said_by(error)}")
+            self._give_up(f"{type(error).__name__}: {printable(error)}")
 
     def _give_up(self, why: str) -> None:
         if not self._is_off.is_set():

@@ -20,63 +20,63 @@ from megatron_grpo.types import FAULTS, DynamicSamplingResult, EpisodeRecord, Gr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class JudgedRollout:
+class ScoredRollout:
     """One scored rollout, as the logger receives it.
 
     `held`: {index among the kept groups: scored group} for the groups that this rank scored.
     """
 
     number: int
-    harvest: DynamicSamplingResult
+    result: DynamicSamplingResult
     advantages: Advantages
     penalty: np.ndarray | None  # float64 [num_groups, G]: what `kl_in_reward` subtracted
     held: Mapping[int, ScoredGroup]
 
 
-def rollout_stats(rollouts: Sequence[JudgedRollout], reward_names: Sequence[str]) -> dict[str, float]:
+def rollout_stats(rollouts: Sequence[ScoredRollout], reward_names: Sequence[str]) -> dict[str, float]:
     """Return the metrics of the rollouts of one optimizer step, named and defined as in TRL, over all their completions.
 
     Args:
         rollouts: Rollouts since the last step.
         reward_names: Name of each reward function.
     """
-    kept = [verdict for one in rollouts for verdict in one.harvest.kept]
-    lengths = np.array([length for verdict in kept for length in verdict.num_drawn])
-    is_clipped = np.array([clipped for verdict in kept for clipped in verdict.is_truncated])
+    kept = [meta for one in rollouts for meta in one.result.kept]
+    lengths = np.array([length for meta in kept for length in meta.num_sampled])
+    is_clipped = np.array([clipped for meta in kept for clipped in meta.is_truncated])
     stats = reward_metrics(Advantages.of_all([one.advantages for one in rollouts]), reward_names) | {
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(is_clipped.mean()),
-        "sampling/refused_completions": sum(sum(verdict.is_refused) for one in rollouts for verdict in one.harvest.sampled),
+        "sampling/refused_completions": sum(sum(meta.is_refused) for one in rollouts for meta in one.result.sampled),
     }
-    if any(verdict.num_kept for verdict in kept):
+    if any(meta.mask_sizes for meta in kept):
         stats |= {
-            "sampling/mask_size": sum(sum(verdict.num_kept) for verdict in kept) / max(int(lengths.sum()), 1),
-            "sampling/mask_size_max": max(verdict.most_kept for verdict in kept),
+            "sampling/mask_size": sum(sum(meta.mask_sizes) for meta in kept) / max(int(lengths.sum()), 1),
+            "sampling/mask_size_max": max(meta.max_mask_size for meta in kept),
         }
-    if any(verdict.episodes for verdict in kept):
+    if any(meta.episodes for meta in kept):
         stats |= episode_stats(kept)
     penalties = [one.penalty for one in rollouts if one.penalty is not None]
     return stats | ({"kl_in_reward": float(np.concatenate(penalties).mean())} if penalties else {})
 
 
-def episode_stats(verdicts: Sequence[GroupMetadata]) -> dict[str, float]:
+def episode_stats(metas: Sequence[GroupMetadata]) -> dict[str, float]:
     """Return means over episodes, failed ones included; `episodes/failed` counts those. With tools, TRL's names are added."""
-    episodes = [episode for verdict in verdicts for episode in verdict.episodes]
-    contexts = [tokens for verdict in verdicts for tokens in verdict.contexts]
-    drawn, count = sum(sum(verdict.num_drawn) for verdict in verdicts), len(episodes)
+    episodes = [episode for meta in metas for episode in meta.episodes]
+    contexts = [tokens for meta in metas for tokens in meta.contexts]
+    sampled, count = sum(sum(meta.num_sampled) for meta in metas), len(episodes)
     stats: dict[str, float] = {
         "episodes/turns": sum(one.num_turns for one in episodes) / count,
         "episodes/turns_max": max(one.num_turns for one in episodes),
-        "episodes/failed": sum(one.ended in FAULTS for one in episodes),
+        "episodes/failed": sum(one.finish_reason in FAULTS for one in episodes),
         "episodes/rewritten": sum(len(tokens) > 1 for tokens in contexts) / count,
-        "episodes/drawn_tokens": drawn / count,
-        "episodes/masked_token_share": 1 - drawn / sum(map(sum, contexts)),
+        "episodes/drawn_tokens": sampled / count,
+        "episodes/masked_token_share": 1 - sampled / sum(map(sum, contexts)),
         "episodes/environment_seconds": sum(one.seconds for one in episodes) / count,
     }
     for how in ENDS:
-        stats[f"episodes/ended/{how}"] = sum(one.ended == how for one in episodes) / count
+        stats[f"episodes/ended/{how}"] = sum(one.finish_reason == how for one in episodes) / count
     for name in sorted({name for one in episodes for name in one.metrics}):
         stats[f"environment/{name}"] = sum(one.metrics.get(name, 0.0) for one in episodes) / count
     if "environment/tool_calls" in stats:
@@ -88,7 +88,7 @@ def episode_stats(verdicts: Sequence[GroupMetadata]) -> dict[str, float]:
 ENDS = ("done", "max_turns", "length", *FAULTS)
 
 
-def selection_stats(rollouts: Sequence[JudgedRollout], reward_weights: Sequence[float]) -> dict[str, float]:
+def selection_stats(rollouts: Sequence[ScoredRollout], reward_weights: Sequence[float]) -> dict[str, float]:
     """Return the metrics of dynamic sampling.
 
     The kept groups are not a fair sample of the policy's completions; `dynamic_sample/reward` is over everything that was sampled.
@@ -97,9 +97,9 @@ def selection_stats(rollouts: Sequence[JudgedRollout], reward_weights: Sequence[
         rollouts: Rollouts since the last step.
         reward_weights: Weight of each reward function.
     """
-    harvests = [one.harvest for one in rollouts]
-    sampled = [verdict for one in harvests for verdict in one.sampled]
-    rewards = total_rewards(rewards_per_func([verdict.rewards for verdict in sampled], len(reward_weights)), reward_weights)
+    harvests = [one.result for one in rollouts]
+    sampled = [meta for one in harvests for meta in one.sampled]
+    rewards = total_rewards(rewards_per_func([meta.rewards for meta in sampled], len(reward_weights)), reward_weights)
     return {
         "dynamic_sample/rounds": sum(one.num_rounds for one in harvests),
         "dynamic_sample/groups_sampled": len(sampled),
@@ -126,7 +126,7 @@ class Completions:
         rank: Global rank.
         node: Node of this rank.
         most_nodes: Number of nodes that write a rollout. If there are more nodes, they take turns.
-        tell: Callback (version, table), called on rank 0 with the rows of its node for every rollout that is due.
+        write_table: Callback (version, table), called on rank 0 with the rows of its node for every rollout that is due.
     """
 
     def __init__(
@@ -138,12 +138,12 @@ class Completions:
         rank: int = 0,
         node: Node = Node(),  # noqa: B008 - it is frozen
         most_nodes: int | None = None,
-        tell: Callable[[int, Table], None] | None = None,
+        write_table: Callable[[int, Table], None] | None = None,
     ):
         self.directory = Path(output_dir) / "completions"
         self.reward_names, self.every, self.rank, self.node = tuple(reward_names), every, rank, node
         self.most_nodes = most_nodes or node.count
-        self._tell = tell
+        self._tell = write_table
         self._latest = (-1, 0)  # (version, number of its rollouts that were due)
         self._courtesy = BestEffort()
 
@@ -155,7 +155,7 @@ class Completions:
                 if ours and int(ours[1]) >= progress.step and path.is_dir() != bool(ours[3]) and not _came_in(path, progress):
                     _remove(path)
 
-    def write(self, judged: JudgedRollout) -> Path | None:
+    def write(self, judged: ScoredRollout) -> Path | None:
         """Write a rollout if it is due. Collective: each rank provides the groups it scored.
 
         A table that cannot be written causes a warning, because the run does not need it.
@@ -165,7 +165,7 @@ class Completions:
         """
         if not self.every or judged.number % self.every:
             return None
-        version = judged.harvest.kept[0].version
+        version = judged.result.kept[0].version
         place = self._latest[1] if self._latest[0] == version else 0
         self._latest = (version, place + 1)
         name = f"step_{version:06d}{f'_{place}' if place else ''}"
@@ -190,7 +190,7 @@ class Completions:
     def _has_its_turn(self, turn: int) -> bool:
         return (self.node.number - turn * self.most_nodes) % self.node.count < self.most_nodes
 
-    def _columns(self, place: int, scored: ScoredGroup, judged: JudgedRollout) -> dict[str, list[Any]]:
+    def _columns(self, place: int, scored: ScoredGroup, judged: ScoredRollout) -> dict[str, list[Any]]:
         """Return the rows of one group, by column."""
         group, found = scored.group, judged.advantages
         completions = group.completions
@@ -230,7 +230,7 @@ def _cut(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def joined(groups: Sequence[Table]) -> Table:
-    """Concatenate the columns of all groups. The column `pictures` is dropped if no prompt has an image."""
+    """Concatenate the columns of all groups. The column `images` is dropped if no prompt has an image."""
     table = {name: [value for columns in groups for value in columns[name]] for name in (groups[0] if groups else {})}
     return {name: values for name, values in table.items() if name != "pictures" or any(values)}
 
@@ -242,7 +242,7 @@ def said_in(group: Group) -> dict[str, list[Any]]:
         "dataset_row": [group.prompt.row] * len(completions),
         "generation": list(range(len(completions))),
         "prompt": [_text(group.prompt.raw)] * len(completions),
-        "pictures": [_pictures(group.prompt)] * len(completions),
+        "pictures": [_images(group.prompt)] * len(completions),
         "completion": [completion.text for completion in completions],
     }
 
@@ -252,8 +252,8 @@ def counted_in(group: Group) -> dict[str, list[Any]]:
     completions = group.completions
     return {
         "num_prompt_tokens": [len(group.prompt.token_ids)] * len(completions),
-        "num_completion_tokens": [completion.num_drawn for completion in completions],
-        "finish_reason": [completion.ended for completion in completions],
+        "num_completion_tokens": [completion.num_sampled for completion in completions],
+        "finish_reason": [completion.finish_reason for completion in completions],
         **_of_episodes([completion.record for completion in completions if completion.record is not None]),
     }
 
@@ -266,7 +266,7 @@ def drawn_in(group: Group) -> dict[str, list[Any]]:
 
     Log-probs are NaN at tokens that were not sampled. Both are None for a completion with several contexts or with images.
     """
-    plain = [one if len(one.sequence.starts) == 1 and not one.sequence.shown else None for one in group.completions]
+    plain = [one if len(one.sequence.starts) == 1 and not one.sequence.images else None for one in group.completions]
     return {
         "token_ids": [one and one.sequence.token_ids.astype(np.int32) for one in plain],
         "sampler_logprobs": [one and np.where(one.sequence.mask, one.logprobs, np.float32("nan")) for one in plain],
@@ -301,9 +301,9 @@ def _text(raw: Any) -> str:
     return raw if isinstance(raw, str) else json.dumps([dict(message) for message in raw], ensure_ascii=False, default=str)
 
 
-def _pictures(prompt: Prompt) -> str:
+def _images(prompt: Prompt) -> str:
     """Return the images of a prompt in order: their files and numbers of tokens."""
-    return ", ".join(f"{getattr(picture, 'name', picture.key)} ({num_tokens(picture)} tokens)" for _, picture in prompt.pictures)
+    return ", ".join(f"{getattr(image, 'name', image.key)} ({num_tokens(image)} tokens)" for _, image in prompt.images)
 
 
 def _nullable(values: np.ndarray) -> list[float | None]:

@@ -49,7 +49,7 @@ class Learnt:
             compares_groups: Whether advantages are differences within a group.
         """
         self._compares_groups = compares_groups
-        self.num_steps = self.num_gradients = self.num_refused = self.num_judged = self.num_alike = 0
+        self.num_steps = self.num_gradients = self.num_refused = self.num_scored = self.num_alike = 0
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Add an optimizer step.
@@ -60,12 +60,12 @@ class Learnt:
         self.num_steps += 1
         self.num_gradients += record.get("grad_norm", 0.0) != 0.0
         self.num_refused = record.get("skipped_iterations", 0)
-        self.num_judged += "frac_reward_zero_std" in record
+        self.num_scored += "frac_reward_zero_std" in record
         self.num_alike += record.get("frac_reward_zero_std") == 1.0
 
     def alike(self) -> str:
         """Return a clause saying that rewards have never differed within a group; empty if they have, or if it does not matter."""
-        if not self._compares_groups or not self.num_judged or self.num_alike < self.num_judged:
+        if not self._compares_groups or not self.num_scored or self.num_alike < self.num_scored:
             return ""
         return f"no group's rewards differed in {self.num_alike} of {self.num_alike} steps"
 
@@ -128,7 +128,7 @@ class TimeSummary:
         rows = [(name, f"{seconds:,.1f}", f"{seconds / whole:.1%}") for name, seconds in largest_first if seconds >= 0.05]
         return [*rows, ("all", f"{whole:,.1f}", "100%")]
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return a sentence with the numbers of steps, checkpoints and restarts, and the overlapped sampling time."""
         told = [f"{self.num_steps:,} optimizer step{'s' * (self.num_steps != 1)} ({self.num_skipped:,} skipped)"]
         told.append(f"{activity.num_saved:,} checkpoint{'s' * (activity.num_saved != 1)} saved")

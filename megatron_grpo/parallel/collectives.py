@@ -179,7 +179,7 @@ def from_rank(value: Any, source: int, group: Group = None) -> Any:
     return box[0]
 
 
-def told(work: Callable[[], Value], failures: tuple[type[Exception], ...]) -> Value:
+def run_on_rank_zero(work: Callable[[], Value], failures: tuple[type[Exception], ...]) -> Value:
     """Run `work` on rank 0 and return its result, or raise its exception, on every rank. Collective.
 
     The other ranks wait without a limit.

@@ -59,7 +59,7 @@ class ParallelState:
         self.etp_rank, self.etp_size = self.etp_group.rank(), layout.etp
 
     @property
-    def is_main(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this is rank 0, which prints and writes files."""
         return self.rank == 0
 
@@ -128,12 +128,12 @@ def start(
         device = torch.device("cpu")
     if not dist.is_initialized():
         timeout = timedelta(minutes=timeout_minutes)
-        store = meet(launched, timeout=timeout)
+        store = rendezvous(launched, timeout=timeout)
         if has_gpu:
             refuse_shared_gpu(store, launched, f"{torch.cuda.get_device_properties(device).uuid}")
         if not launched.is_launched:
             held = store.underlying_store
-            assert isinstance(held, dist.TCPStore)  # opened in `meet`
+            assert isinstance(held, dist.TCPStore)  # opened in `rendezvous`
             launcher.become_single(held.port)
         dist.init_process_group(
             "nccl" if has_gpu else "gloo", store=store, rank=launched.rank, world_size=launched.world_size, timeout=timeout
@@ -206,8 +206,8 @@ def refuse_shared_gpu(store: dist.Store, launched: Launched, gpu: str) -> None:
         )
 
 
-def meet(
-    launched: Launched, *, timeout: timedelta, every: float = SECONDS_BETWEEN_WORDS, say: Callable[[str], None] | None = None
+def rendezvous(
+    launched: Launched, *, timeout: timedelta, every: float = SECONDS_BETWEEN_WORDS, print_line: Callable[[str], None] | None = None
 ) -> dist.PrefixStore:
     """Return the job's store, once every rank has reached it. Prints the missing ranks at regular intervals.
 
@@ -219,14 +219,16 @@ def meet(
         launched: The launcher's variables.
         timeout: Time to wait.
         every: Time between two messages, in seconds.
-        say: Prints a message; None prints to standard error.
+        print_line: Prints a message; None prints to standard error.
 
     Raises:
         RunError: A rank has not arrived within `timeout`.
         ConfigError: Another rank has reported why it cannot join, or the port cannot be opened.
     """
-    arrival = _Arrival(launched, end=time.monotonic() + timeout.total_seconds(), timeout=timeout, every=every, say=say or _say)
-    arrival.store = store = _store_of_the_job(launched, arrival.end, every, arrival.say)
+    arrival = _Arrival(
+        launched, end=time.monotonic() + timeout.total_seconds(), timeout=timeout, every=every, print_line=print_line or _print_line
+    )
+    arrival.store = store = _store_of_the_job(launched, arrival.end, every, arrival.print_line)
     store.set_timeout(timeout)
     word = uuid.uuid4().hex
     attempt = word if launched.rank == 0 else arrival.answer_to(word, store)
@@ -237,7 +239,7 @@ def meet(
 
 
 def leave_word(error: ConfigError) -> None:
-    """Tell the ranks of other machines, which wait in `meet`, why this one cannot join.
+    """Tell the ranks of other machines, which wait in `rendezvous`, why this one cannot join.
 
     Args:
         error: The reason.
@@ -246,7 +248,7 @@ def leave_word(error: ConfigError) -> None:
     if dist.is_initialized():
         return
     with suppress(RuntimeError, RunError, ConfigError):  # no other rank is reachable
-        store = _store_of_the_job(launched, end, SECONDS_TO_LEAVE_WORD, _say)
+        store = _store_of_the_job(launched, end, SECONDS_TO_LEAVE_WORD, _print_line)
         store.set(_word_of(launched), f"rank {launched.rank} on {socket.gethostname()} was refused: {error}")
         holds = launched.rank == 0 and not launched.launcher_holds_store
         while holds and store.add("megatron_grpo/heard", 0) < launched.world_size - 1 and time.monotonic() < end:
@@ -266,10 +268,10 @@ class _Arrival:
 
     store: dist.Store  # the job's store, once it is reached
 
-    def __init__(self, launched: Launched, *, end: float, timeout: timedelta, every: float, say: Callable[[str], None]):
-        self.launched, self.end, self.say = launched, end, say
+    def __init__(self, launched: Launched, *, end: float, timeout: timedelta, every: float, print_line: Callable[[str], None]):
+        self.launched, self.end, self.print_line = launched, end, print_line
         self._timeout, self._every = timeout, every
-        self._next_word, self._nap = time.monotonic() + every, 0.005
+        self._next_token, self._nap = time.monotonic() + every, 0.005
 
     def answer_to(self, word: str, store: dist.Store) -> str:
         """Return the name of the attempt, which rank 0 sends to each rank it sees."""
@@ -304,19 +306,19 @@ class _Arrival:
             minutes = self._timeout.total_seconds() / 60
             waiting = _waiting_for(missing(), self.launched)
             raise RunError(f"{waiting} in vain for {minutes:g} minutes (distributed_timeout_minutes): the run ends.")
-        if now >= self._next_word:
-            self._next_word = now + self._every
+        if now >= self._next_token:
+            self._next_token = now + self._every
             if speaks:
-                self.say(_waiting_for(missing(), self.launched))
+                self.print_line(_waiting_for(missing(), self.launched))
         self._nap = min(2 * self._nap, 0.2, self._every)
         time.sleep(self._nap)  # `store.wait` with a time limit would write two lines of C++ for each
 
 
-def _store_of_the_job(launched: Launched, end: float, every: float, say: Callable[[str], None]) -> dist.TCPStore:
+def _store_of_the_job(launched: Launched, end: float, every: float, print_line: Callable[[str], None]) -> dist.TCPStore:
     """Return torchrun's store if it holds one; otherwise the store that rank 0 opens for all."""
     hosts = launched.rank == 0 and not launched.launcher_holds_store
     if not hosts:
-        _wait_for_the_host(launched, end, every, say)
+        _wait_for_the_host(launched, end, every, print_line)
     try:
         store = dist.TCPStore(
             launched.address, launched.port, is_master=hosts, wait_for_workers=False, multi_tenant=hosts and launched.is_launched,
@@ -328,21 +330,21 @@ def _store_of_the_job(launched: Launched, end: float, every: float, say: Callabl
     return store
 
 
-def _wait_for_the_host(launched: Launched, end: float, every: float, say: Callable[[str], None]) -> None:
+def _wait_for_the_host(launched: Launched, end: float, every: float, print_line: Callable[[str], None]) -> None:
     """Wait until the store's address accepts connections.
 
     TCPStore waits too, but prints a page of C++ for each attempt and does not say which rank it waits for.
     """
-    next_word = time.monotonic() + every
+    next_token = time.monotonic() + every
     while True:
         try:
             socket.create_connection((launched.address, launched.port), timeout=every).close()
             return
         except OSError as error:
             now = time.monotonic()
-            if now >= next_word and (launched.speaks or launched.rank == 1):
-                say(f"{_waiting_for([0], launched)}: {error.strerror or error}")
-                next_word = now + every
+            if now >= next_token and (launched.speaks or launched.rank == 1):
+                print_line(f"{_waiting_for([0], launched)}: {error.strerror or error}")
+                next_token = now + every
             if now >= end:
                 raise RunError(f"nobody answers at {launched.address}:{launched.port}, where rank 0 should be: {error}.") from None
             time.sleep(min(0.2, every))
@@ -354,7 +356,7 @@ def _waiting_for(missing: list[int], launched: Launched) -> str:
     return f"waiting for {len(missing)} of {launched.world_size} ranks at {where} (rank{'s' if len(missing) > 1 else ''} {some})"
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     print(f"megatron-grpo: {text}", file=sys.stderr, flush=True)
 
 

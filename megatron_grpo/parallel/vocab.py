@@ -101,7 +101,7 @@ def linear_logprobs(
     chunk_size: int = 1024,
     with_entropy: bool = False,
     slope: Slope | None = None,
-    kept: VocabMask | None = None,
+    vocab_mask: VocabMask | None = None,
 ) -> TokenScores:
     """Return the log-prob of each target under softmax(hidden @ weight.T / temperature), and optionally the entropy of that distribution.
 
@@ -121,7 +121,7 @@ def linear_logprobs(
         chunk_size: Positions whose logits exist at a time; fewer on a CPU.
         with_entropy: Whether to return the entropy.
         slope: Gradient of the loss by log-prob, see above. Called for one chunk after another, if a gradient is required at all.
-        kept: Tokens that softmax and entropy run over; they include the target. None is the whole vocabulary.
+        vocab_mask: Tokens that softmax and entropy run over; they include the target. None is the whole vocabulary.
     """
     num_rows = weight.shape[0] if num_valid_rows is None else num_valid_rows
     logprobs, entropy = _LinearLogprobs.apply(
@@ -135,14 +135,14 @@ def linear_logprobs(
         _rows_of_chunk(hidden, num_rows, chunk_size),
         with_entropy,
         slope,
-        kept,
+        vocab_mask,
     )
     return TokenScores(logprobs, entropy)
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, vocab_start, num_rows, group, chunk_size, with_entropy, slope, kept):
+    def forward(ctx, hidden, weight, targets, temperature, vocab_start, num_rows, group, chunk_size, with_entropy, slope, vocab_mask):
         num_positions, wants = hidden.shape[0], ctx.needs_input_grad[:2]
         log_normaliser, logprobs, entropy = hidden.new_empty(3, num_positions, dtype=_softmax_dtype(hidden))
         made = asked = None
@@ -151,8 +151,8 @@ class _LinearLogprobs(torch.autograd.Function):
             asked = torch.empty_like(logprobs)
         for chunk in _chunks(num_positions, chunk_size):
             logits = _logits(hidden[chunk], weight[:num_rows], temperature)
-            if kept is not None:
-                _leave_out(logits, kept, chunk, vocab_start)
+            if vocab_mask is not None:
+                _leave_out(logits, vocab_mask, chunk, vocab_start)
             columns, owned = _own_columns(targets[chunk], vocab_start, num_rows)
             highest = logits.amax(dim=1) if num_rows else logits.new_full((len(logits),), -math.inf)
             if group is not None:
@@ -172,7 +172,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 made.add(chunk, logits, -asked[chunk] / sums[0])
         ctx.save_for_backward(hidden, weight, targets, log_normaliser, entropy)
         ctx.temperature, ctx.vocab_start, ctx.num_rows, ctx.chunk_size = temperature, vocab_start, num_rows, chunk_size
-        ctx.made, ctx.asked, ctx.kept = made, asked, kept
+        ctx.made, ctx.asked, ctx.vocab_mask = made, asked, vocab_mask
         ctx.set_materialize_grads(False)
         return logprobs, entropy if with_entropy else None
 
@@ -194,8 +194,8 @@ def _again(ctx, grad_logprobs, grad_entropy) -> _Gradients:
         grad_logprobs = torch.zeros_like(log_normaliser)
     for chunk in _chunks(hidden.shape[0], ctx.chunk_size):
         logits = _logits(hidden[chunk], weight[: ctx.num_rows], ctx.temperature)
-        if ctx.kept is not None:
-            _leave_out(logits, ctx.kept, chunk, ctx.vocab_start)
+        if ctx.vocab_mask is not None:
+            _leave_out(logits, ctx.vocab_mask, chunk, ctx.vocab_start)
         asked = grad_logprobs[chunk]
         for rows in _rows(logits):
             x = logits[rows].sub_(log_normaliser[chunk][rows, None])
@@ -230,13 +230,13 @@ def _sums(logits, columns, owned, highest, with_entropy: bool) -> torch.Tensor:
     return sums
 
 
-def _leave_out(logits: torch.Tensor, kept: VocabMask, chunk: slice, vocab_start: int) -> None:
+def _leave_out(logits: torch.Tensor, vocab_mask: VocabMask, chunk: slice, vocab_start: int) -> None:
     """Mask all logits of a chunk but those of each row's kept tokens, as far as this shard has them. In place."""
-    words = slice(int(kept.at[chunk.start]), int(kept.at[chunk.stop]))
-    columns, owned = _own_columns(kept.ids[words], vocab_start, logits.shape[1])
-    rows, columns = (kept.positions[words] - chunk.start)[owned], columns[owned]
+    words = slice(int(vocab_mask.at[chunk.start]), int(vocab_mask.at[chunk.stop]))
+    columns, owned = _own_columns(vocab_mask.ids[words], vocab_start, logits.shape[1])
+    rows, columns = (vocab_mask.positions[words] - chunk.start)[owned], columns[owned]
     values = logits[rows, columns]
-    logits.masked_fill_(kept.is_some[chunk, None], _LEFT_OUT)
+    logits.masked_fill_(vocab_mask.is_some[chunk, None], _LEFT_OUT)
     logits[rows, columns] = values
 
 

@@ -218,7 +218,7 @@ class TowerCost:
     activations: Activations
 
 
-def tower_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, picture_tokens: int) -> TowerCost | None:
+def tower_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, image_tokens: int) -> TowerCost | None:
     """Return the cost of the vision tower; None for a text model.
 
     Args:
@@ -226,13 +226,13 @@ def tower_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning, 
         sizes: Batch sizes and layout.
         cfg: Configuration of the run.
         tuning: Trainable parameters of the run.
-        picture_tokens: Image tokens of one micro-batch.
+        image_tokens: Image tokens of one micro-batch.
     """
     vision = shape.vision
     if vision is None:
         return None
     numels = [(elements(entry), tuning.trains_outer(entry)) for entry in tower_entries(shape)]
-    trained, patches = sum(numel for numel, trains in numels if trains), picture_tokens * vision.merge**2
+    trained, patches = sum(numel for numel, trains in numels if trains), image_tokens * vision.merge**2
     begin = patches * vision.width * tuning.size  # input of a layer
     kept = layer = begin * PER_PATCH  # a frozen tower stores one layer at a time
     if trained:  # the inputs of all layers and one layer during recompute, or all layers

@@ -9,9 +9,9 @@ from typing import Any
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.parsed import ForeignDefault, Parsed
-from megatron_grpo.config.read import shown
+from megatron_grpo.config.read import format_value
 from megatron_grpo.config.tuner import are_names_readable
-from megatron_grpo.rollout.adapters import lora_push
+from megatron_grpo.rollout.adapters import lora_sync
 from megatron_grpo.weights import trainable_parameters
 from megatron_grpo.weights.lora import LoraSettings, linear_modules
 from megatron_grpo.weights.shape import ModelShape
@@ -42,10 +42,10 @@ def with_tower(parsed: Parsed, shape: ModelShape | None) -> Parsed:
         unknown = [name for name in unsaid if cfg.sources.get(name, "default") == "default"]
         told, values = [ForeignDefault(name=name, theirs=_SEES, ours="true", used=_SEES) for name in unknown], {}
     else:
-        sees = shape.vision is not None
-        moved = [name for name in unsaid if getattr(cfg.tuner, name) == sees]
-        told = [ForeignDefault(name=name, theirs="false", ours="true", used="false") for name in moved if sees]
-        values = dict.fromkeys(moved, not sees)
+        is_multimodal = shape.vision is not None
+        moved = [name for name in unsaid if getattr(cfg.tuner, name) == is_multimodal]
+        told = [ForeignDefault(name=name, theirs="false", ours="true", used="false") for name in moved if is_multimodal]
+        values = dict.fromkeys(moved, not is_multimodal)
     config = cfg.with_values(values, sources=dict.fromkeys(values, theirs))
     return replace(parsed, config=config, defaults=[*parsed.defaults, *told])
 
@@ -75,7 +75,7 @@ def _of_push(cfg: Config, shape: ModelShape) -> list[Problem]:
     if not cfg.tuner.vllm_enable_lora:
         return []
     try:
-        lora_push(cfg, shape, on_gpu=None)
+        lora_sync(cfg, shape, on_gpu=None)
     except ConfigError as error:
         return list(error.problems)
     return []
@@ -123,14 +123,14 @@ def _contradictions(cfg: Config, found: LoraSettings, shape: ModelShape | None) 
     values = _settings_of(found)
     typed = [name for name in values if name in cfg.typed and name not in _TARGETS and getattr(cfg.tuner, name) != values[name]]
     for name in typed:
-        message = f"{name} ({shown(getattr(cfg.tuner, name))}) differs from that of adapters ({shown(values[name])} in \
+        message = f"{name} ({format_value(getattr(cfg.tuner, name))}) differs from that of adapters ({format_value(values[name])} in \
 {cfg.tuner.adapters}), which the run begins with and continues. Leave {name} out."
         yield Problem(flags=(name, "adapters"), message=message)
     targets = [name for name in _TARGETS if name in cfg.typed]
     if targets and shape and are_names_readable(cfg):
         asked, there = _targeted(LoraSettings.of(cfg.tuner, shape), shape), _targeted(found, shape)
         if asked != there:
-            said = ", ".join(f"{name} ({shown(getattr(cfg.tuner, name))})" for name in targets)
+            said = ", ".join(f"{name} ({format_value(getattr(cfg.tuner, name))})" for name in targets)
             yield Problem(
                 flags=(*targets, "adapters"),
                 message=f"{said} asks for adapters on {_ends(asked)}, and adapters ({cfg.tuner.adapters}), which the run begins with and "

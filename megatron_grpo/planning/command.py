@@ -18,7 +18,7 @@ from megatron_grpo.planning.summary import as_long_as_there, bubble_fraction, ep
 from megatron_grpo.planning.warnings import defaults_of, warnings_of
 
 if TYPE_CHECKING:
-    from megatron_grpo.planning.images import PictureFacts
+    from megatron_grpo.planning.images import ImageFacts
     from megatron_grpo.planning.parameters import Tuning
     from megatron_grpo.planning.token_counts import Lengths
 
@@ -32,25 +32,25 @@ class Plan:
 
     Args:
         checked: Validated configuration, with its batch sizes and model shapes.
-        timetable: Training schedule, of the run's length where that is known.
+        schedule: Training schedule, of the run's length where that is known.
         num_prompts: Prompts in the data set; None if unknown.
         memory: `memory` object of `plan --json`; None without a model shape.
         cost: `cost` object of `plan --json`; None without a model shape and without a file of lengths.
         sharing: Whether each prompt is computed once per group.
         warnings: Sentences about settings that are valid but probably not intended.
         not_checked: Checks that only `train` makes.
-        pictures: Statistics of the data set's images; None if it has none.
+        images: Statistics of the data set's images; None if it has none.
     """
 
     checked: Checked
-    timetable: TrainingSchedule
+    schedule: TrainingSchedule
     num_prompts: int | None
     memory: dict[str, Any] | None
     cost: dict[str, Any] | None
     sharing: Sharing
     warnings: list[str]
     not_checked: tuple[str, ...] = ()
-    pictures: PictureFacts | None = None
+    images: ImageFacts | None = None
 
     @property
     def servers(self) -> dict[str, Any] | None:
@@ -86,11 +86,11 @@ class Plan:
         """Return the part of the JSON object that follows the training schedule."""
         sizes, cfg = self.checked.sizes, self.checked.config
         servers = {"servers": self.servers} if self.servers else {}
-        pictures = {"pictures": self.pictures.as_json()} if self.pictures else {}
+        images = {"images": self.images.as_json()} if self.images else {}
         return {
             "pipeline": {"bubble_fraction": self.bubble},
             **servers,
-            **pictures,
+            **images,
             "memory": self.memory,
             "cost": self.cost,
             "native_flags": native_flags(cfg, sizes),
@@ -103,7 +103,7 @@ class Plan:
         Args:
             num_rollouts: Rollouts that the training schedule lists; None for the setting `plan_rollouts`.
         """
-        found = plan_object(self.timetable, num_rollouts or self.checked.config.plan.plan_rollouts)
+        found = plan_object(self.schedule, num_rollouts or self.checked.config.plan.plan_rollouts)
         return json.dumps(found | self.rest(), separators=(",", ":")) + "\n"
 
     def save(self, path: Path) -> None:
@@ -114,19 +114,19 @@ class Plan:
         Args:
             path: File to write.
         """
-        sizes, steps = self.checked.sizes, self.timetable.num_steps
+        sizes, steps = self.checked.sizes, self.schedule.num_steps
         per_rollout = sizes.micro_steps_per_rollout * sizes.num_iterations
-        micro_steps = MOST_SAVED if steps is None else min(self.timetable.first_of(steps), MOST_SAVED)
+        micro_steps = MOST_SAVED if steps is None else min(self.schedule.first_of(steps), MOST_SAVED)
         write_whole(path, self.as_json(max(1, -(-micro_steps // per_rollout))))
 
 
-def make_plan(checked: Checked, *, num_prompts: int | None = None, pictures: PictureFacts | None = None) -> Plan:
+def make_plan(checked: Checked, *, num_prompts: int | None = None, images: ImageFacts | None = None) -> Plan:
     """Return the plan of a configuration that passed validation.
 
     Args:
         checked: Validated configuration.
         num_prompts: Prompts in the data set; None to use the setting `num_prompts`.
-        pictures: Image statistics of the data set, if the caller has them.
+        images: Image statistics of the data set, if the caller has them.
 
     Raises:
         ConfigError: If the file of lengths cannot be read, or the data set's size does not suit the batch sizes.
@@ -135,18 +135,18 @@ def make_plan(checked: Checked, *, num_prompts: int | None = None, pictures: Pic
         num_prompts = checked.config.plan.num_prompts
     checked, notes = as_long_as_there(checked, num_prompts)
     cfg = checked.config
-    timetable = TrainingSchedule.of_length(
+    schedule = TrainingSchedule.of_length(
         checked.sizes, max_steps=cfg.run.max_steps, num_train_epochs=cfg.run.num_train_epochs, num_prompts=num_prompts,
         drops_last=cfg.data.dataset_drop_last,
     )  # fmt: skip
-    if problems := epoch_problems(checked, timetable):
+    if problems := epoch_problems(checked, schedule):
         raise ConfigError(problems)
     sharing = decide(cfg, checked.shape)
     memory, cost, tuning = _estimates(checked, sharing)
-    warnings = [*warnings_of(checked, timetable, memory, cost, tuning.push if tuning else None), *notes]
+    warnings = [*warnings_of(checked, schedule, memory, cost, tuning.push if tuning else None), *notes]
     return Plan(
-        checked=checked, timetable=timetable, num_prompts=num_prompts, memory=memory, cost=cost, sharing=sharing, pictures=pictures,
-        warnings=[*warnings, *(pictures.warnings() if pictures else ())],
+        checked=checked, schedule=schedule, num_prompts=num_prompts, memory=memory, cost=cost, sharing=sharing, images=images,
+        warnings=[*warnings, *(images.warnings() if images else ())],
     )  # fmt: skip
 
 

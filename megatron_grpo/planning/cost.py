@@ -10,7 +10,7 @@ from typing import Any
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.schedule import TrainingSchedule
 from megatron_grpo.config.config import Config
-from megatron_grpo.config.sampling_mask import is_cut, words_at_most
+from megatron_grpo.config.sampling_mask import is_cut, max_mask_tokens
 from megatron_grpo.planning.check import Checked
 from megatron_grpo.planning.models import config_of_teacher
 from megatron_grpo.planning.parameters import FP32, Tuning, WeightRow, elements, padded_vocab, rows_and_channels
@@ -43,7 +43,7 @@ def estimate_cost(checked: Checked, tuning: Tuning | None, lengths: Lengths | No
         if shape.moe and cfg.grpo.router_replay_mode != "disabled":  # int16 expert IDs of every token and MoE layer
             cost["experts"] = _beside_rows(sizes, 2 * sum(shape.moe.layers) * shape.moe.topk, prompt + completion)
         if is_cut(cfg.rollout):  # upper bound of the sampling mask: token IDs and row offsets. top_p and min_p leave fewer
-            cost["kept"] = _beside_rows(sizes, 8 + 4 * words_at_most(cfg.rollout), completion)
+            cost["kept"] = _beside_rows(sizes, 8 + 4 * max_mask_tokens(cfg.rollout), completion)
     if lengths is not None:
         cost["packing"] = packing(sizes, cfg, lengths, sharing.min_saving_ratio)
     return cost | both
@@ -71,7 +71,7 @@ def _sharing(sharing: Sharing, cfg: Config, step: StepTokens) -> dict[str, Any]:
         "sequences": step.shared.sequences,
         "tokens_apart": step.apart.tokens,
         "tokens_shared": step.shared.tokens,
-        "groups": len({extent.group for extent in step.extents}),
+        "groups": len({row.group for row in step.lengths}),
         "pieces": step.shared.pieces,
         "micro_batches_apart": step.apart.micro_batches,
         "micro_batches_shared": step.shared.micro_batches,

@@ -25,38 +25,38 @@ PAPER, INK, FAINT = "#14181d", "#e6e6e6", "#8a929b"
 HEAD, TAIL = 3, 1  # micro-steps shown at the ends of a long stretch of one optimizer step and one pass over a rollout
 
 
-def shown_rows(timetable: TrainingSchedule, num_rollouts: int, *, most: int = MOST_ROWS) -> list[MicroStep | range]:
+def shown_rows(schedule: TrainingSchedule, num_rollouts: int, *, most: int = MOST_ROWS) -> list[MicroStep | range]:
     """Select the micro-steps to show.
 
     Long stretches show only their ends, and the figure has about `most` rows. Ranges in the result are micro-steps that are not shown.
 
     Args:
-        timetable: Training schedule of the run.
+        schedule: Training schedule of the run.
         num_rollouts: Rollouts to show, from the first.
         most: Approximate maximum number of rows.
     """
-    sizes = timetable.sizes
+    sizes = schedule.sizes
     total = num_rollouts * sizes.micro_steps_per_rollout * sizes.num_iterations
     rows: list[MicroStep | range] = []
     if total <= most:
-        return [timetable.micro_step(s) for s in range(total)]
-    for stretch in _stretches(timetable, total):
+        return [schedule.micro_step(s) for s in range(total)]
+    for stretch in _stretches(schedule, total):
         if len(rows) >= most:
             rows.append(range(stretch.start, total))
             break
         if len(stretch) <= HEAD + TAIL + 1:
-            rows += [timetable.micro_step(s) for s in stretch]
+            rows += [schedule.micro_step(s) for s in stretch]
             continue
-        first, last = ([timetable.micro_step(s) for s in end] for end in (stretch[:HEAD], stretch[-TAIL:]))
+        first, last = ([schedule.micro_step(s) for s in end] for end in (stretch[:HEAD], stretch[-TAIL:]))
         rows += [*first, stretch[HEAD:-TAIL], *last]
     return rows
 
 
-def _stretches(timetable: TrainingSchedule, total: int) -> Iterator[range]:
+def _stretches(schedule: TrainingSchedule, total: int) -> Iterator[range]:
     """Yield ranges of micro-steps that belong to one optimizer step and one pass over one rollout."""
-    w, begin = timetable.sizes.micro_steps_per_rollout, 0
+    w, begin = schedule.sizes.micro_steps_per_rollout, 0
     while begin < total:
-        end = min(total, timetable.first_of(timetable.step_of(begin) + 1), (begin // w + 1) * w)
+        end = min(total, schedule.first_of(schedule.step_of(begin) + 1), (begin // w + 1) * w)
         yield range(begin, end)
         begin = end
 
@@ -105,21 +105,21 @@ def widest_cell(sizes: BatchSizes, rows: Sequence[MicroStep | range], ranks: Seq
     return max(len(text) for text in (*cells, str(sizes.dp_size - 1)))
 
 
-def draw(timetable: TrainingSchedule, num_rollouts: int, *, width: int = 80) -> list[Text]:
+def draw(schedule: TrainingSchedule, num_rollouts: int, *, width: int = 80) -> list[Text]:
     """Draw the figure as styled lines, none wider than `width` columns.
 
     Args:
-        timetable: Training schedule of the run.
+        schedule: Training schedule of the run.
         num_rollouts: Rollouts to show, from the first.
         width: Columns of the terminal.
     """
     from rich.text import Text
 
-    sizes, rows = timetable.sizes, shown_rows(timetable, num_rollouts)
+    sizes, rows = schedule.sizes, shown_rows(schedule, num_rollouts)
     steps = [row for row in rows if isinstance(row, MicroStep)]
     widest = max(widest_cell(sizes, rows, shown_ranks(sizes.dp_size, MOST_RANKS)), 2) + 1
     left = max(len(f"step {steps[-1].optimizer_step}"), 7) + 3 + 7
-    note = ", end of epoch 00" * any(timetable.ends_epoch(row) is not None for row in steps)
+    note = ", end of epoch 00" * any(schedule.ends_epoch(row) is not None for row in steps)
     right = 9 + 13 + max(len(f"rollout {num_rollouts - 1}"), 14) + 2 + len(note)
     ranks = shown_ranks(sizes.dp_size, max(1, (width - left - right) // widest))
     heads = "".join(("…" if rank is None else str(rank)).rjust(widest) for rank in ranks)
@@ -132,19 +132,19 @@ def draw(timetable: TrainingSchedule, num_rollouts: int, *, width: int = 80) -> 
             more = f"  … {len(row):,} more, to {row[-1]}"[: len(heads) + 6 + 13 + 1]
             lines.append(Text(f"{'│':<{left - 7}}{'⋮':>6} {more:<{len(heads) + 6 + 2 + 13}}│", style="dim"))
             continue
-        lines.append(_line(timetable, index, row, ranks, widest, left))
+        lines.append(_line(schedule, index, row, ranks, widest, left))
     for line in lines:
         line.no_wrap, line.overflow = True, "crop"
     return lines
 
 
-def _line(timetable: TrainingSchedule, index: int, row: MicroStep, ranks: Sequence[int | None], widest: int, left: int) -> Text:
+def _line(schedule: TrainingSchedule, index: int, row: MicroStep, ranks: Sequence[int | None], widest: int, left: int) -> Text:
     from rich.text import Text
 
-    sizes, step = timetable.sizes, row.optimizer_step
+    sizes, step = schedule.sizes, row.optimizer_step
     length = sizes.micro_steps_per_rollout * sizes.num_iterations
     stale, text = row.staleness > 0, Text()
-    begins, ends = row.micro_step == timetable.first_of(step), row.micro_step + 1 == timetable.first_of(step + 1)
+    begins, ends = row.micro_step == schedule.first_of(step), row.micro_step + 1 == schedule.first_of(step + 1)
     label = f"step {step}" if begins or index == 0 else ""
     text.append(f"{bracket_of(begins, ends)} {label}".ljust(left - 7), style="bold" if label else "")
     text.append(f"{row.micro_step:>6} ")
@@ -161,7 +161,7 @@ def _line(timetable: TrainingSchedule, index: int, row: MicroStep, ranks: Sequen
     notes = [f"rollout {row.rollout} by v{row.sampled_by_version}"] if first else []
     if not first and row.slice_index == 0:
         notes.append(f"pass {row.pass_index + 1}")
-    if (epoch := timetable.ends_epoch(row)) is not None:
+    if (epoch := schedule.ends_epoch(row)) is not None:
         notes.append(f"end of epoch {epoch}")
     text.append(f"{bracket_of(first, last, right=True)} {', '.join(notes)}".rstrip(), style="bold" if first else "")
     if stale:
@@ -196,11 +196,11 @@ def legend(sizes: BatchSizes) -> list[str]:
     ]
 
 
-def draw_png(timetable: TrainingSchedule, num_rollouts: int, path: str) -> None:
+def draw_png(schedule: TrainingSchedule, num_rollouts: int, path: str) -> None:
     """Write the figure as an image with the lines and colours of the terminal. The file's suffix determines the format.
 
     Args:
-        timetable: Training schedule of the run.
+        schedule: Training schedule of the run.
         num_rollouts: Rollouts to show, from the first.
         path: File to write.
 
@@ -216,7 +216,7 @@ def draw_png(timetable: TrainingSchedule, num_rollouts: int, path: str) -> None:
     from rich.text import Text
 
     terminal = Console(width=COLUMNS)
-    lines = [*draw(timetable, num_rollouts, width=COLUMNS), Text(), *map(Text, legend(timetable.sizes))]
+    lines = [*draw(schedule, num_rollouts, width=COLUMNS), Text(), *map(Text, legend(schedule.sizes))]
     columns = max(line.cell_len for line in lines)
     width, height = (columns + 2) * WIDTH / DPI, (len(lines) + 2) * POINTS * 1.5 / 72
     figure = new_figure(width, height, dpi=DPI, layout=None, facecolor=PAPER)

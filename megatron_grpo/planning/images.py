@@ -21,17 +21,17 @@ CHARACTERS_OF_A_TOKEN = 4  # estimate for text that is not tokenized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PictureFacts:
+class ImageFacts:
     """Statistics of the images in a data set's prompts. Means include prompts without an image.
 
     Args:
         rows_looked_at: Rows examined, at most MOST_ROWS.
-        rows_with_pictures: Examined rows with an image.
-        most_pictures: Maximum images of a prompt.
-        tokens_of_picture_mean: Mean tokens of an image.
-        tokens_of_picture_max: Maximum tokens of an image.
-        picture_tokens_of_prompt_mean: Mean image tokens of a prompt.
-        picture_tokens_of_prompt_max: Maximum image tokens of a prompt.
+        rows_with_images: Examined rows with an image.
+        max_images: Maximum images of a prompt.
+        tokens_per_image_mean: Mean tokens of an image.
+        tokens_per_image_max: Maximum tokens of an image.
+        image_tokens_per_prompt_mean: Mean image tokens of a prompt.
+        image_tokens_per_prompt_max: Maximum image tokens of a prompt.
         text_tokens_of_prompt_mean: Mean text tokens of a prompt.
         text_is_estimated: Whether text tokens are estimated from characters, because the prompts are not tokenized.
         max_pixels: Setting `max_pixels`.
@@ -40,12 +40,12 @@ class PictureFacts:
     """
 
     rows_looked_at: int
-    rows_with_pictures: int
-    most_pictures: int
-    tokens_of_picture_mean: float
-    tokens_of_picture_max: int
-    picture_tokens_of_prompt_mean: float
-    picture_tokens_of_prompt_max: int
+    rows_with_images: int
+    max_images: int
+    tokens_per_image_mean: float
+    tokens_per_image_max: int
+    image_tokens_per_prompt_mean: float
+    image_tokens_per_prompt_max: int
     text_tokens_of_prompt_mean: float
     text_is_estimated: bool
     max_pixels: int
@@ -53,7 +53,7 @@ class PictureFacts:
     patches_bytes_of_micro_batch: int
 
     @classmethod
-    def of(cls, prompts: PromptRows, sizes: BatchSizes) -> PictureFacts | None:
+    def of(cls, prompts: PromptRows, sizes: BatchSizes) -> ImageFacts | None:
         """Measure the images of a data set.
 
         Args:
@@ -70,63 +70,64 @@ class PictureFacts:
 
         from megatron_grpo.data.image_dataset import num_tokens
 
-        album = prompts.album
-        if album is None:
+        image_store = prompts.image_store
+        if image_store is None:
             return None
         indices = np.unique(np.linspace(0, len(prompts) - 1, min(len(prompts), MOST_ROWS)).astype(np.int64))
-        per_row = [[num_tokens(one) for one in prompts.pictures(int(index))] for index in indices]
+        per_row = [[num_tokens(one) for one in prompts.images(int(index))] for index in indices]
         tokens, of_prompts = [one for row in per_row for one in row], [sum(row) for row in per_row]
         if prompts.tokens is not None:
             lengths = prompts.tokens.lengths[prompts.keep[indices]]
             text = float(np.mean(lengths - of_prompts))
         else:
             text = float(np.mean([_characters(prompts.raw(int(index))) for index in indices])) / CHARACTERS_OF_A_TOKEN
-        eyes = album.eyes
+        image_spec = image_store.image_spec
         # Completions of one prompt are adjacent and share its processed images.
         # A micro-batch begins inside a group at a multiple of gcd(rows, group).
         group, rows = sizes.num_generations, sizes.micro_batch_size
         num_prompts = math.ceil((group - math.gcd(rows, group) + rows) / group)
         most = sum(sorted(of_prompts, reverse=True)[: min(num_prompts, rows)])
         return cls(
-            rows_looked_at=len(indices), rows_with_pictures=sum(map(bool, per_row)), most_pictures=prompts.most_pictures,
-            tokens_of_picture_mean=sum(tokens) / max(1, len(tokens)), tokens_of_picture_max=max(tokens, default=0),
-            picture_tokens_of_prompt_mean=sum(of_prompts) / len(of_prompts), picture_tokens_of_prompt_max=max(of_prompts),
-            text_tokens_of_prompt_mean=text, text_is_estimated=prompts.tokens is None, max_pixels=eyes.max_pixels, side=eyes.side,
-            patches_bytes_of_micro_batch=most * eyes.merge**2 * eyes.channels * 4,
+            rows_looked_at=len(indices), rows_with_images=sum(map(bool, per_row)), max_images=prompts.max_images,
+            tokens_per_image_mean=sum(tokens) / max(1, len(tokens)), tokens_per_image_max=max(tokens, default=0),
+            image_tokens_per_prompt_mean=sum(of_prompts) / len(of_prompts), image_tokens_per_prompt_max=max(of_prompts),
+            text_tokens_of_prompt_mean=text, text_is_estimated=prompts.tokens is None,
+            max_pixels=image_spec.max_pixels, side=image_spec.side,
+            patches_bytes_of_micro_batch=most * image_spec.merge**2 * image_spec.channels * 4,
         )  # fmt: skip
 
     @property
     def share(self) -> float:
         """Share of a prompt's tokens that belong to images."""
-        return self.picture_tokens_of_prompt_mean / max(1e-9, self.picture_tokens_of_prompt_mean + self.text_tokens_of_prompt_mean)
+        return self.image_tokens_per_prompt_mean / max(1e-9, self.image_tokens_per_prompt_mean + self.text_tokens_of_prompt_mean)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the `pictures` object of `plan --json`."""
+        """Return the `images` object of `plan --json`."""
         return {**asdict(self), "share_of_prompt_tokens": self.share}
 
     def told(self) -> Iterator[str]:
         """Yield lines for the report."""
         yield (
-            f"a picture has {self.tokens_of_picture_mean:,.0f} tokens on average, at most {self.tokens_of_picture_max:,} "
-            f"({self.side} x {self.side} pixels each, max_pixels {self.max_pixels:,}); a prompt shows up to {self.most_pictures}"
+            f"a picture has {self.tokens_per_image_mean:,.0f} tokens on average, at most {self.tokens_per_image_max:,} "
+            f"({self.side} x {self.side} pixels each, max_pixels {self.max_pixels:,}); a prompt shows up to {self.max_images}"
         )
         about = "about " if self.text_is_estimated else ""
         why = f"; its text is taken as {CHARACTERS_OF_A_TOKEN} characters a token" if self.text_is_estimated else ""
         yield (
-            f"a prompt has {self.picture_tokens_of_prompt_mean:,.0f} picture tokens on average, {about}{self.share:.0%} of it, and at most "
-            f"{self.picture_tokens_of_prompt_max:,}{why}"
+            f"a prompt has {self.image_tokens_per_prompt_mean:,.0f} picture tokens on average, {about}{self.share:.0%} of it, and at most "
+            f"{self.image_tokens_per_prompt_max:,}{why}"
         )
         yield (
             f"patches of a micro-batch: up to {self.patches_bytes_of_micro_batch / 1e6:,.1f} MB in float32 on each rank of the first stage "
-            f"({self.rows_looked_at:,} rows were looked at, {self.rows_with_pictures:,} of them with pictures)"
+            f"({self.rows_looked_at:,} rows were looked at, {self.rows_with_images:,} of them with pictures)"
         )
 
     def warnings(self) -> Iterator[str]:
         """Yield a warning if an image has many tokens."""
-        if self.tokens_of_picture_max > MANY_TOKENS:
+        if self.tokens_per_image_max > MANY_TOKENS:
             bound = 1280 * self.side**2
             yield (
-                f"The largest picture has {self.tokens_of_picture_max:,} tokens, which every completion of its prompt attends to. "
+                f"The largest picture has {self.tokens_per_image_max:,} tokens, which every completion of its prompt attends to. "
                 f"--max_pixels {bound} makes it at most 1,280."
             )
 

@@ -288,8 +288,8 @@ def _most_tokens(stages: Sequence[StageMemory], gpu: int, asleep: int, *, teache
 
 def _asleep(cfg: Config, sampler: Mapping[str, int]) -> int:
     """Return the bytes that the sampler keeps on the GPU while it sleeps."""
-    awake = sampler["weights_bytes"] + sampler["adapters_bytes"] + sampler["kv_cache_bytes"]
-    return {0: awake, 1: 0, 2: 0}[cfg.rollout.sleep_level]
+    wake_up = sampler["weights_bytes"] + sampler["adapters_bytes"] + sampler["kv_cache_bytes"]
+    return {0: wake_up, 1: 0, 2: 0}[cfg.rollout.sleep_level]
 
 
 def _teacher_leaves(cfg: Config, offload: Offload) -> bool:
@@ -340,15 +340,15 @@ def _phases(
     back = 0 if cfg.grpo.kl_in_reward and cfg.grpo.beta else offload.freed(stage.static)
     scoring = base - back + teacher.weights_bytes * leaves + asleep + teacher.scoring(tokens)
     held = sampler["weights_bytes"] + sampler["adapters_bytes"]
-    awake = held + sampler["kv_cache_bytes"]
+    wake_up = held + sampler["kv_cache_bytes"]
     # The verification of the first adapter sync has woken the KV cache.
     is_awake = cfg.rollout.sleep_level == 0 or (tuning.adapter_size and cfg.rollout.verify_weight_push)
     return {
-        "rollout": base - offload.freed(stage.static) + awake,
+        "rollout": base - offload.freed(stage.static) + wake_up,
         "logprobs": base + asleep + found.forward + stage.logits // 2,
         "training": base + asleep + found.training + stage.logits,
         **({"teacher": scoring} if teacher.weights_bytes else {}),
-        "weight_push": base - offload.freed(stage.static, during_push=True) + (awake if is_awake else held) + pushed,
+        "weight_push": base - offload.freed(stage.static, during_push=True) + (wake_up if is_awake else held) + pushed,
     }
 
 

@@ -15,7 +15,7 @@ from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.stages import layer_counts
 from megatron_grpo.config.config import Config, OptimizerConfig
 from megatron_grpo.config.optimizer import BYTES as BYTES_OF_STATE
-from megatron_grpo.rollout.adapters import LoraPush, lora_push
+from megatron_grpo.rollout.adapters import LoraSync, lora_sync
 from megatron_grpo.weights.lora import LoraSettings, adapter_entries, is_linear, lora_of
 from megatron_grpo.weights.names import Entry, ShardCut, layer_entries, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
@@ -64,7 +64,7 @@ class Tuning:
     size: int
     adapter_size: int = 0
     has_second_model: bool = False
-    push: LoraPush | None = None
+    push: LoraSync | None = None
 
     @classmethod
     def of(cls, cfg: Config, shape: ModelShape) -> Tuning:
@@ -90,7 +90,7 @@ class Tuning:
             size=BYTES[cfg.model.torch_dtype],
             adapter_size=BYTES[tuner.lora_dtype or cfg.model.torch_dtype] if lora is not None else 0,
             has_second_model=has_kl and (lora is None or cfg.grpo.ref_model is not None),
-            push=lora_push(cfg, shape, on_gpu=None) if lora is not None else None,
+            push=lora_sync(cfg, shape, on_gpu=None) if lora is not None else None,
         )
 
     @property

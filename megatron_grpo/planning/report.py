@@ -17,7 +17,7 @@ from megatron_grpo.planning.check import check_parsed
 from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.figure import draw, draw_png, legend
 from megatron_grpo.planning.summary import (
-    epoch_in_words,
+    describe_epoch,
     epochs_object,
     errors_object,
     native_flags,
@@ -51,7 +51,7 @@ def run_plan(parsed: Parsed, look_at: Callable[[Parsed], Plan]) -> int:
             return EXIT_DONE
         made = look_at(parsed)
         if png := made.checked.config.plan.png:
-            draw_png(made.timetable, made.checked.config.plan.plan_rollouts, png)
+            draw_png(made.schedule, made.checked.config.plan.plan_rollouts, png)
         if as_json:
             sys.stdout.write(made.as_json())
             if made.not_checked:  # on stderr, so that the keys of the object stay the same
@@ -107,13 +107,13 @@ def _sections(made: Plan, width: int, *, is_short: bool) -> Iterator[tuple[str, 
     sizes, cfg = made.checked.sizes, made.checked.config
     yield "sizes", _sizes(made)
     if not is_short:
-        yield "timetable", [*draw(made.timetable, cfg.plan.plan_rollouts, width=width), *((line, "dim") for line in legend(sizes))]
+        yield "timetable", [*draw(made.schedule, cfg.plan.plan_rollouts, width=width), *((line, "dim") for line in legend(sizes))]
         if made.memory:
             yield "memory of one rank", _memory(made.memory, made.cost or {})
-        if made.pictures:
-            yield "pictures", made.pictures.told()
+        if made.images:
+            yield "images", made.images.told()
         if made.servers:
-            yield "rollout servers", servers_in_words(made.servers, (made.cost or {}).get("weight_push_bytes"))
+            yield "rollout servers", describe_servers(made.servers, (made.cost or {}).get("weight_push_bytes"))
         if made.cost:
             yield "work per rollout", _cost(made.cost)
         if cfg.plan.dialect:
@@ -148,7 +148,7 @@ def _sizes(made: Plan) -> Iterator[Line]:
 
 
 def _size_rows(made: Plan) -> Iterator[tuple[str, str, str]]:
-    sizes, timetable = made.checked.sizes, made.timetable
+    sizes, schedule = made.checked.sizes, made.schedule
     mbs, dp, a, group = sizes.micro_batch_size, sizes.dp_size, sizes.gradient_accumulation_steps, sizes.num_generations
     yield "micro-step", f"{mbs * dp}", f"completions = micro_batch_size {mbs} x dp_size {dp}"
     yield "optimizer step", f"{sizes.global_batch_size}", f"completions = {a} micro-steps; {sizes.num_train_prompts:g} prompts"
@@ -160,14 +160,14 @@ def _size_rows(made: Plan) -> Iterator[tuple[str, str, str]]:
         else f"{sizes.generation_batch_size}/{sizes.global_batch_size} of an optimizer step"
     )
     yield "rollout", f"{sizes.generation_batch_size}", f"completions = {sizes.num_rollout_prompts} prompts x {group}; {each}{passes}"
-    if timetable.num_steps is not None:
-        rollouts = -(-timetable.first_of(timetable.num_steps) // (sizes.micro_steps_per_rollout * sizes.num_iterations))
+    if schedule.num_steps is not None:
+        rollouts = -(-schedule.first_of(schedule.num_steps) // (sizes.micro_steps_per_rollout * sizes.num_iterations))
         data = f" over {made.num_prompts} prompts" if made.num_prompts else ""
-        yield "run", f"{timetable.num_steps}", f"optimizer steps, {rollouts} rollouts{data}"
-    if epochs := epochs_object(timetable):
-        yield "epoch", f"{epochs['optimizer_steps']:.4g}", epoch_in_words(epochs, made.checked)
+        yield "run", f"{schedule.num_steps}", f"optimizer steps, {rollouts} rollouts{data}"
+    if epochs := epochs_object(schedule):
+        yield "epoch", f"{epochs['optimizer_steps']:.4g}", describe_epoch(epochs, made.checked)
     shown = made.checked.config.plan.plan_rollouts
-    old = old_logprobs_summary(timetable, shown)
+    old = old_logprobs_summary(schedule, shown)
     stale = [str(r) for r, is_stale in enumerate(old["rollouts"]) if is_stale]
     who = "; every row is on-policy"
     if stale:
@@ -201,7 +201,7 @@ def _memory(memory: dict[str, Any], cost: dict[str, Any]) -> Iterator[Line]:
             f"each prompt once: a micro-batch has {memory['tokens_per_micro_batch']:,} tokens on a rank in place of "
             f"{memory['tokens_per_micro_batch_apart']:,}, which saves {gigabytes(saved)} GB of activations"
         )
-    yield from ((f"  {assumption}", "dim") for assumption in [*tower_in_words(memory), *memory["assumptions"]])
+    yield from ((f"  {assumption}", "dim") for assumption in [*describe_tower(memory), *memory["assumptions"]])
 
 
 def _stages(memory: dict[str, Any]) -> Line:
@@ -225,7 +225,7 @@ def _stages(memory: dict[str, Any]) -> Line:
     return out
 
 
-def tower_in_words(memory: dict[str, Any]) -> list[str]:
+def describe_tower(memory: dict[str, Any]) -> list[str]:
     """Describe what the vision tower costs the first stage, and the layer split that balances it. Empty for a text model.
 
     Args:
@@ -251,12 +251,12 @@ def _beside_the_policy(memory: dict[str, Any]) -> Iterator[Line]:
         adapters = f"room for an adapter {gigabytes(sampler['adapters_bytes'])} GB, " if sampler["adapters_bytes"] else ""
         cache = f"KV cache {gigabytes(sampler['kv_cache_bytes'])} GB ({sampler['kv_cache_tokens']:,} tokens)"
         yield f"vLLM: weights {gigabytes(sampler['weights_bytes'])} GB, {adapters}{cache}"
-        yield room_in_words(memory["offload"])
+        yield describe_offload(memory["offload"])
     if staged := memory["staged_bytes"]:
         yield f"async_save: the host holds {gigabytes(staged)} GB for a rank, its share of a checkpoint"
 
 
-def room_in_words(offload: dict[str, Any]) -> str:
+def describe_offload(offload: dict[str, Any]) -> str:
     """Describe in one sentence what the policy offloads while vLLM samples.
 
     Args:
@@ -360,7 +360,7 @@ def gigabytes(value: float) -> str:
     return f"{value / 1e9:.2f}" if value >= 1e7 else f"{value / 1e9:.3g}"
 
 
-def servers_in_words(servers: dict[str, Any], push_bytes: int | None) -> list[str]:
+def describe_servers(servers: dict[str, Any], push_bytes: int | None) -> list[str]:
     """Describe the rollout servers: their addresses, the size of a call, and the weight sync.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config.config import Config
 from megatron_grpo.planning.parameters import BYTES, FP32, Tuning, WeightRow, layers_of_stage, numel_of, padded_vocab
-from megatron_grpo.rollout.adapters import LoraPush
+from megatron_grpo.rollout.adapters import LoraSync
 from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, Bucket, BucketPart, Owned, Ranks, fill, most_bytes, num_collectives
 from megatron_grpo.weights.lora import adapter_entries, is_linear, linear_modules
 from megatron_grpo.weights.names import Entry, ShardCut, num_parameters, outer_entries, tower_entries
@@ -57,7 +57,7 @@ def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tu
     }
 
 
-def _adapter_room(shape: ModelShape, push: LoraPush, tp: int) -> int:
+def _adapter_room(shape: ModelShape, push: LoraSync, tp: int) -> int:
     """Return the elements that vLLM allocates on one rank for one adapter: in all modules with a targeted name, in every layer."""
     total, words = 0, set(push.last_words)
     for module in linear_modules(shape):
@@ -86,23 +86,23 @@ def push_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tuning) -
         pushed.append(buckets_of(weights(shape, sizes, cfg, tuning), sizes, cfg))
     if tuning.pushes_adapters:
         pushed.append(buckets_of(adapters(shape, sizes, cfg, tuning), sizes, cfg))
-    to_first = cfg.rollout.vllm_mode == "server"
-    stages = range(1 if to_first else sizes.layout.pp)  # with servers only rank 0 receives, which is in the first stage
-    received = [sum(_received(b, ranks, stage, to_first) for buckets in pushed for b in buckets) for stage in stages]
+    gather = cfg.rollout.vllm_mode == "server"
+    stages = range(1 if gather else sizes.layout.pp)  # with servers only rank 0 receives, which is in the first stage
+    received = [sum(_received(b, ranks, stage, gather) for buckets in pushed for b in buckets) for stage in stages]
     return {
-        "collectives": 0 if to_first else sum(num_collectives(buckets, ranks) for buckets in pushed),
+        "collectives": 0 if gather else sum(num_collectives(buckets, ranks) for buckets in pushed),
         "buckets": sum(map(len, pushed)),
         "received_bytes": max(received),
         "bucket_bytes": bucket_bytes(cfg),
     }
 
 
-def _received(bucket: Bucket, ranks: Ranks, stage: int, to_first: bool) -> int:
+def _received(bucket: Bucket, ranks: Ranks, stage: int, gather: bool) -> int:
     """Return the bytes that a rank of `stage` receives of a bucket.
 
     Rank 0 receives every shard of another stage's bucket when it sends to servers. Otherwise, one shard is sent and the rest is gathered.
     """
-    if not to_first or stage == bucket.stage:
+    if not gather or stage == bucket.stage:
         return bucket.received_bytes(ranks, stage)
     return sum(bucket.sizes[part] * ranks.sharing(part) for part in BucketPart)
 

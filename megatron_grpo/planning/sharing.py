@@ -89,19 +89,19 @@ def _nothing_to_gain(cfg: Config) -> str | None:
     if batch.micro_batch_size == 1 and batch.max_tokens_per_micro_batch is None:
         return "micro_batch_size 1 puts no two completions together; max_tokens_per_micro_batch would"
     if cfg.plan.lengths:
-        from megatron_grpo.planning.token_counts import extents_of, read_lengths
+        from megatron_grpo.planning.token_counts import lengths_of, read_lengths
 
-        apart, least = _tokens(extents_of(read_lengths(cfg.plan.lengths), batch.num_generations))
+        apart, least = _tokens(lengths_of(read_lengths(cfg.plan.lengths), batch.num_generations))
         if least > (1 - LEAST_SAVING) * apart:
             return f"of the lengths in {cfg.plan.lengths}, {1 - least / apart:.1%} of the tokens could be saved, less than 1/16"
     return None
 
 
-def _tokens(extents: Sequence[Any]) -> tuple[int, int]:
+def _tokens(lengths: Sequence[Any]) -> tuple[int, int]:
     """Return computed tokens (with every row separate, with every prefix computed once)."""
-    apart = sum(tokens - 1 for extent in extents for tokens in extent.contexts)
-    copies = sum(extent.prefix for extent in extents)
-    once = sum({extent.group: extent.prefix for extent in extents}.values())
+    apart = sum(tokens - 1 for row in lengths for tokens in row.contexts)
+    copies = sum(row.prefix for row in lengths)
+    once = sum({row.group: row.prefix for row in lengths}.values())
     return max(apart, 1), apart - copies + once
 
 

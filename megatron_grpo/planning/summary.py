@@ -34,34 +34,34 @@ def sizes_object(sizes: BatchSizes) -> dict[str, dict[str, Any]]:
     return {"parallel": {name: getattr(sizes.layout, name) for name in parallel}, "batch": {name: getattr(sizes, name) for name in batch}}
 
 
-def plan_object(timetable: TrainingSchedule, num_rollouts: int) -> dict[str, Any]:
+def plan_object(schedule: TrainingSchedule, num_rollouts: int) -> dict[str, Any]:
     """Return the first part of `plan --json`: sizes, old log-probs, epochs, and the training schedule.
 
     Args:
-        timetable: Training schedule of the run.
+        schedule: Training schedule of the run.
         num_rollouts: Rollouts to list, from the first.
     """
-    found: dict[str, Any] = {**sizes_object(timetable.sizes), "old_logprobs": old_logprobs_summary(timetable, num_rollouts)}
-    if epochs := epochs_object(timetable):
+    found: dict[str, Any] = {**sizes_object(schedule.sizes), "old_logprobs": old_logprobs_summary(schedule, num_rollouts)}
+    if epochs := epochs_object(schedule):
         found["epochs"] = epochs
-    return found | {"timetable": list(timetable_rows(timetable, num_rollouts))}
+    return found | {"timetable": list(schedule_rows(schedule, num_rollouts))}
 
 
-def timetable_rows(timetable: TrainingSchedule, num_rollouts: int) -> Iterator[dict[str, Any]]:
+def schedule_rows(schedule: TrainingSchedule, num_rollouts: int) -> Iterator[dict[str, Any]]:
     """Yield one JSON object for each micro-step of the first `num_rollouts` rollouts, in micro-step order.
 
     Args:
-        timetable: Training schedule of the run.
+        schedule: Training schedule of the run.
         num_rollouts: Rollouts to list, from the first.
     """
-    sizes = timetable.sizes
+    sizes = schedule.sizes
     slices, size, group = sizes.micro_steps_per_rollout, sizes.micro_batch_size, sizes.num_generations
     rows: dict[int, list[list[int]]] = {}  # by slice; equal in all rollouts and passes
     for rollout in range(num_rollouts):
         first = rollout * sizes.num_rollout_prompts
         prompts: dict[int, list[tuple[int, ...]]] = {}  # by slice; equal in all passes over this rollout
         for s in range(rollout * slices * sizes.num_iterations, (rollout + 1) * slices * sizes.num_iterations):
-            row = timetable.micro_step(s)
+            row = schedule.micro_step(s)
             j, begins = row.slice_index, range(row.rows[0], row.rows[1], size)
             if j not in rows:
                 rows[j] = [[x, x + size] for x in begins]
@@ -74,28 +74,28 @@ def timetable_rows(timetable: TrainingSchedule, num_rollouts: int) -> Iterator[d
             }  # fmt: skip
 
 
-def old_logprobs_summary(timetable: TrainingSchedule, num_rollouts: int) -> dict[str, Any]:
+def old_logprobs_summary(schedule: TrainingSchedule, num_rollouts: int) -> dict[str, Any]:
     """Summarize which rollouts are off-policy and how many slices need a forward-only pass for old log-probs.
 
     A slice is the rows of a rollout that one micro-step trains.
 
     Args:
-        timetable: Training schedule of the run.
+        schedule: Training schedule of the run.
         num_rollouts: Rollouts to count, from the first.
 
     Returns:
         `rollouts[r]` is True if a version other than the one that sampled rollout r trains some slice of it; `slices_recomputed` is the
         number of slices with a forward-only pass, and `slices_total` the number of all slices.
     """
-    sizes = timetable.sizes
+    sizes = schedule.sizes
     slices, passes = sizes.micro_steps_per_rollout, sizes.num_iterations
-    is_stale = [timetable.step_of((r + 1) * slices * passes - 1) > timetable.sampled_by(r) for r in range(num_rollouts)]
+    is_stale = [schedule.step_of((r + 1) * slices * passes - 1) > schedule.sampled_by(r) for r in range(num_rollouts)]
     recomputed = 0
     if sizes.old_logprobs != "rollout":
         decides = passes - 1 if sizes.old_logprobs == "always" else 0  # the pass that needs them (`TrainingSchedule.needs_old_logprobs`)
         for r in range(num_rollouts):
             # Slices are trained in order; those of the next optimizer step and later need a forward-only pass.
-            fresh = timetable.first_of(timetable.version_of(r) + 1) - (r * passes + decides) * slices
+            fresh = schedule.first_of(schedule.version_of(r) + 1) - (r * passes + decides) * slices
             recomputed += slices - min(max(fresh, 0), slices)
     return {"rollouts": is_stale, "slices_recomputed": recomputed, "slices_total": num_rollouts * slices}
 
@@ -106,10 +106,10 @@ def staleness(sizes: BatchSizes) -> tuple[float, int]:
     Args:
         sizes: Batch sizes and layout.
     """
-    timetable, length = TrainingSchedule(sizes), sizes.micro_steps_per_rollout * sizes.num_iterations
+    schedule, length = TrainingSchedule(sizes), sizes.micro_steps_per_rollout * sizes.num_iterations
     # The position of rollouts in optimizer steps repeats after `period` rollouts; for very uneven sizes a part of the period is enough.
     period = min(sizes.gradient_accumulation_steps // gcd(sizes.gradient_accumulation_steps, length), 1000)
-    ages = [timetable.micro_step(s).staleness for s in range(2 * period * length, 3 * period * length)]
+    ages = [schedule.micro_step(s).staleness for s in range(2 * period * length, 3 * period * length)]
     return sum(ages) / len(ages), max(ages)
 
 
@@ -173,7 +173,7 @@ def native_flags(cfg: Config, sizes: BatchSizes) -> str:
             or source.startswith(("default", "derived", "implied"))
         ):
             continue
-        value = getattr(getattr(cfg, setting.group), setting.name)
+        value: Any = getattr(getattr(cfg, setting.group), setting.name)
         if value in ([], {}) and value == setting.default:
             continue
         values = words_of(value) if isinstance(value, dict) else value if isinstance(value, list) else [value]
@@ -207,7 +207,7 @@ def as_long_as_there(checked: Checked, rows: int | None) -> tuple[Checked, list[
     return replace(checked, config=cfg.with_values({"max_steps": steps, "num_train_epochs": None}, sources=source)), notes
 
 
-def epoch_problems(checked: Checked, timetable: TrainingSchedule) -> list[Problem]:
+def epoch_problems(checked: Checked, schedule: TrainingSchedule) -> list[Problem]:
     """Return problems of the data set's size.
 
     There are two: the data set does not fill one rollout, or the number of micro-steps in the last optimizer step of an epoch does not suit
@@ -215,15 +215,15 @@ def epoch_problems(checked: Checked, timetable: TrainingSchedule) -> list[Proble
 
     Args:
         checked: Validated configuration.
-        timetable: Training schedule of the run.
+        schedule: Training schedule of the run.
     """
-    cfg, sizes, rows = checked.config, timetable.sizes, timetable.num_prompts
-    last, pp = last_micro_steps(timetable), sizes.layout.pp
-    if rows and (not timetable.prompts_per_epoch or cfg.run.max_steps == 0):
+    cfg, sizes, rows = checked.config, schedule.sizes, schedule.num_prompts
+    last, pp = last_micro_steps(schedule), sizes.layout.pp
+    if rows and (not schedule.prompts_per_epoch or cfg.run.max_steps == 0):
         flags = ("dataset" if cfg.data.dataset else "num_prompts", "dataset_drop_last")
         message = f"Nothing would be trained: the data set has {rows} prompts, a rollout takes {sizes.num_rollout_prompts}, and what does \
 not fill one is left out of an epoch. Use a smaller rollout, or more rows; or dataset_drop_last false with max_steps."
-    elif sizes.layout.vpp and last % pp and timetable.whole_epoch and timetable.whole_epoch[1] <= (timetable.num_steps or 0):
+    elif sizes.layout.vpp and last % pp and schedule.whole_epoch and schedule.whole_epoch[1] <= (schedule.num_steps or 0):
         flags = ("dataset_drop_last", "virtual_pipeline_model_parallel_size")
         message = f"With dataset_drop_last the last optimizer step of an epoch has {last} micro-steps, and the interleaved schedule needs \
 a multiple of pipeline_model_parallel_size ({pp}). Use dataset_drop_last false, or a rollout of whole optimizer steps."
@@ -232,34 +232,34 @@ a multiple of pipeline_model_parallel_size ({pp}). Use dataset_drop_last false, 
     return [in_typed_names(cfg, Problem(flags=flags, message=message))]
 
 
-def last_micro_steps(timetable: TrainingSchedule) -> int:
+def last_micro_steps(schedule: TrainingSchedule) -> int:
     """Return the number of micro-steps in the last optimizer step of an epoch.
 
     Args:
-        timetable: Training schedule of the run.
+        schedule: Training schedule of the run.
     """
-    a = timetable.sizes.gradient_accumulation_steps
-    return (timetable.whole_epoch[0] - 1) % a + 1 if timetable.whole_epoch else a
+    a = schedule.sizes.gradient_accumulation_steps
+    return (schedule.whole_epoch[0] - 1) % a + 1 if schedule.whole_epoch else a
 
 
-def epochs_object(timetable: TrainingSchedule) -> dict[str, Any] | None:
+def epochs_object(schedule: TrainingSchedule) -> dict[str, Any] | None:
     """Return the `epochs` object of `plan --json`; None if the size of the data set or the length of the run is unknown.
 
     `ends_after_steps` lists the optimizer steps completed at the end of each of the first MOST_EPOCHS epochs.
 
     Args:
-        timetable: Training schedule of the run.
+        schedule: Training schedule of the run.
     """
-    prompts, sizes = timetable.prompts_per_epoch, timetable.sizes
-    if not prompts or timetable.num_steps is None:
+    prompts, sizes = schedule.prompts_per_epoch, schedule.sizes
+    if not prompts or schedule.num_steps is None:
         return None
-    steps = timetable.whole_epoch[1] if timetable.whole_epoch else prompts * sizes.num_iterations / sizes.num_train_prompts
-    ends = [end for n in range(MOST_EPOCHS) if (end := timetable.steps_of_epochs(n + 1)) <= timetable.num_steps]
-    found = {"prompts": prompts, "dropped_prompts": (timetable.num_prompts or 0) - prompts, "optimizer_steps": steps}
-    return {**found, "micro_steps_of_last_step": last_micro_steps(timetable), "ends_after_steps": ends}
+    steps = schedule.whole_epoch[1] if schedule.whole_epoch else prompts * sizes.num_iterations / sizes.num_train_prompts
+    ends = [end for n in range(MOST_EPOCHS) if (end := schedule.steps_of_epochs(n + 1)) <= schedule.num_steps]
+    found = {"prompts": prompts, "dropped_prompts": (schedule.num_prompts or 0) - prompts, "optimizer_steps": steps}
+    return {**found, "micro_steps_of_last_step": last_micro_steps(schedule), "ends_after_steps": ends}
 
 
-def epoch_in_words(epochs: dict[str, Any], checked: Checked) -> str:
+def describe_epoch(epochs: dict[str, Any], checked: Checked) -> str:
     """Describe an epoch in one line: its prompts and optimizer steps, the prompts it drops, and the steps in which epochs end.
 
     Args:

@@ -84,21 +84,21 @@ def sequence_tokens(cfg: Config, lengths: Lengths | None, *, longest: bool) -> t
     return round(sum(p for p, _ in lengths) / count), round(sum(c for _, c in lengths) / count)
 
 
-def extents_of(pairs: Sequence[tuple[int, int]], num_generations: int) -> list[SequenceLengths]:
+def lengths_of(pairs: Sequence[tuple[int, int]], num_generations: int) -> list[SequenceLengths]:
     """Convert (prompt, completion) lengths to the rows that packing uses.
 
     Args:
         pairs: (prompt, completion) lengths in tokens.
         num_generations: Rows per group. Consecutive rows with one prompt length form a group.
     """
-    extents = []
+    lengths = []
     for begin in range(0, len(pairs), num_generations):
         group = pairs[begin : begin + num_generations]
         is_group = len({prompt for prompt, _ in group}) == 1
         # The last token of a sequence predicts no token and is not computed.
         prefix = min(min(prompt, prompt + completion - 1) for prompt, completion in group) if is_group else 0
-        extents += [SequenceLengths((sum(pair),), (0, begin if is_group else begin + i), prefix) for i, pair in enumerate(group)]
-    return extents
+        lengths += [SequenceLengths((sum(pair),), (0, begin if is_group else begin + i), prefix) for i, pair in enumerate(group)]
+    return lengths
 
 
 def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths, min_saving_ratio: float | None) -> dict[str, Any]:
@@ -122,15 +122,15 @@ def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths, min_saving_ratio: 
     padded = streams = sequences = 0  # tokens if padded, tokens in the streams, rows
     unit = cut.rows_per_slice * cut.multiple
     for begin in range(0, len(lengths), sizes.global_batch_size):
-        rows = extents_of(lengths[begin : begin + sizes.global_batch_size], sizes.num_generations)
+        rows = lengths_of(lengths[begin : begin + sizes.global_batch_size], sizes.num_generations)
         if len(rows) < unit and full:
             break  # the last lines of the file do not fill a step
         filled = [*rows, *[rows[0]] * unit]
         for together in zip(*partition_padded(rows, cut), strict=True):
-            full.append([_computed(portion, filled) + len(portion.rows) for portion in together])
-            sequences += sum(len(portion.rows) for portion in together)
-            streams += sum(portion.num_tokens for portion in together)
-            padded += sum(len(portion.rows) * max(filled[i].contexts[0] for i in portion.rows) for portion in together)
+            full.append([_computed(micro_spec, filled) + len(micro_spec.rows) for micro_spec in together])
+            sequences += sum(len(micro_spec.rows) for micro_spec in together)
+            streams += sum(micro_spec.num_tokens for micro_spec in together)
+            padded += sum(len(micro_spec.rows) * max(filled[i].contexts[0] for i in micro_spec.rows) for micro_spec in together)
     tokens = [count for step in full for count in step]
     return {
         "sequences": len(lengths),
@@ -144,10 +144,10 @@ def packing(sizes: BatchSizes, cfg: Config, lengths: Lengths, min_saving_ratio: 
     }
 
 
-def _computed(portion: MicroBatchSpec, rows: Sequence[SequenceLengths]) -> int:
+def _computed(micro_spec: MicroBatchSpec, rows: Sequence[SequenceLengths]) -> int:
     """Return the computed tokens of a micro-batch without alignment."""
-    computed = [rows[i].contexts[0] - 1 for i in portion.rows]
-    return sum(computed) - sum((len(family.members) - 1) * family.prefix for family in portion.families)
+    computed = [rows[i].contexts[0] - 1 for i in micro_spec.rows]
+    return sum(computed) - sum((len(prefix_group.members) - 1) * prefix_group.prefix for prefix_group in micro_spec.prefix_groups)
 
 
 def cut_of(sizes: BatchSizes, cfg: Config, min_saving_ratio: float | None) -> BatchPartitioner:
@@ -206,7 +206,7 @@ class StepTokens:
         sizes: Batch sizes and layout.
         cut: Partitioner of the rows.
         pairs: (prompt, completion) tokens of the rows.
-        extents: The rows as packing uses them.
+        lengths: The rows as packing uses them.
         apart: The step with a prompt for every completion.
         shared: The step as the run computes it; equal to `apart` if nothing is shared.
     """
@@ -214,7 +214,7 @@ class StepTokens:
     sizes: BatchSizes
     cut: BatchPartitioner
     pairs: Sequence[tuple[int, int]]
-    extents: Sequence[SequenceLengths]
+    lengths: Sequence[SequenceLengths]
     apart: Computed
     shared: Computed
 
@@ -235,10 +235,10 @@ class StepTokens:
         most = min(sizes.global_batch_size, max(MOST_ROWS // unit, 1) * unit)
         given = lengths if lengths else [sequence_tokens(cfg, None, longest=True)]
         pairs = [given[i % len(given)] for i in range(most)]
-        extents = extents_of(pairs, sizes.num_generations)
-        apart = packed(pairs, extents, replace(cut, min_saving_ratio=None))
-        shared = packed(pairs, extents, cut) if min_saving_ratio is not None else apart
-        return cls(sizes=sizes, cut=cut, pairs=pairs, extents=extents, apart=apart, shared=shared)
+        rows = lengths_of(pairs, sizes.num_generations)
+        apart = packed(pairs, rows, replace(cut, min_saving_ratio=None))
+        shared = packed(pairs, rows, cut) if min_saving_ratio is not None else apart
+        return cls(sizes=sizes, cut=cut, pairs=pairs, lengths=rows, apart=apart, shared=shared)
 
     def with_budget(self, max_tokens: int, min_saving_ratio: float) -> Computed:
         """Pack the same rows with another token budget and prompts shared.
@@ -249,7 +249,7 @@ class StepTokens:
         """
         # A budget above all rows together has no effect, and packing allocates memory for every length up to it.
         max_tokens = min(max_tokens, self.cut.alignment.of_stream(self.apart.tokens))
-        return packed(self.pairs, self.extents, replace(self.cut, max_tokens=max_tokens, min_saving_ratio=min_saving_ratio))
+        return packed(self.pairs, self.lengths, replace(self.cut, max_tokens=max_tokens, min_saving_ratio=min_saving_ratio))
 
     def micro_batches_of_rank(self, computed: Computed) -> int:
         """Return the micro-batches per rank of the whole step, extrapolated if only its first rows were packed.
@@ -268,40 +268,41 @@ class StepTokens:
         return bubble_fraction(self.sizes, self.micro_batches_of_rank(computed))
 
 
-def packed(pairs: Sequence[tuple[int, int]], extents: Sequence[SequenceLengths], cut: BatchPartitioner) -> Computed:
+def packed(pairs: Sequence[tuple[int, int]], lengths: Sequence[SequenceLengths], cut: BatchPartitioner) -> Computed:
     """Pack rows into micro-batches and count what they compute.
 
     Rows that do not divide evenly are filled up with copies of the first one, as in forward-only passes.
 
     Args:
         pairs: (prompt, completion) tokens of the rows.
-        extents: The rows as packing uses them.
+        lengths: The rows as packing uses them.
         cut: Partitioner of the rows.
     """
-    portions = [portion for mine in partition_padded(extents, cut) for portion in mine]
-    rows = [i if i < len(pairs) else 0 for portion in portions for i in portion.rows]
+    micro_specs = [micro_spec for mine in partition_padded(lengths, cut) for micro_spec in mine]
+    rows = [i if i < len(pairs) else 0 for micro_spec in micro_specs for i in micro_spec.rows]
     return Computed(
         sequences=len(rows),
-        tokens=sum(portion.num_tokens for portion in portions),
-        squares=sum((sum(pairs[i]) - 1) ** 2 for i in rows) - sum(_squares_saved(portion, extents, cut.alignment) for portion in portions),
+        tokens=sum(micro_spec.num_tokens for micro_spec in micro_specs),
+        squares=sum((sum(pairs[i]) - 1) ** 2 for i in rows)
+        - sum(_squares_saved(micro_spec, lengths, cut.alignment) for micro_spec in micro_specs),
         lengths=Counter(sum(pairs[i]) - 1 for i in rows),
         scored=sum(min(pairs[i][1], sum(pairs[i]) - 1) for i in rows),
-        pieces=sum(len({extents[i if i < len(extents) else 0].group for i in portion.rows}) for portion in portions),
-        micro_batches=len(portions),
-        largest=max(portion.num_tokens for portion in portions),
+        pieces=sum(len({lengths[i if i < len(lengths) else 0].group for i in micro_spec.rows}) for micro_spec in micro_specs),
+        micro_batches=len(micro_specs),
+        largest=max(micro_spec.num_tokens for micro_spec in micro_specs),
     )
 
 
-def _squares_saved(portion: MicroBatchSpec, extents: Sequence[SequenceLengths], alignment: Alignment) -> int:
+def _squares_saved(micro_spec: MicroBatchSpec, lengths: Sequence[SequenceLengths], alignment: Alignment) -> int:
     """Return the attention work that prefix sharing saves in a micro-batch.
 
     A row attends to its whole prefix of P tokens: P^2 + sum (2 P t + t^2) is sum (P + t)^2 minus P^2 for every copy of the prefix but one.
     """
     saved = 0
-    for family in portion.families:
-        if len(family.members) > 1 and family.prefix:
-            members = [extents[i if i < len(extents) else 0] for i in (portion.rows[place] for place in family.members)]
-            computed = [extent.contexts[0] - 1 for extent in members]
-            if num_tokens(computed, family.prefix, alignment) < num_tokens(computed, 0, alignment):
-                saved += (len(members) - 1) * family.prefix**2
+    for prefix_group in micro_spec.prefix_groups:
+        if len(prefix_group.members) > 1 and prefix_group.prefix:
+            members = [lengths[i if i < len(lengths) else 0] for i in (micro_spec.rows[place] for place in prefix_group.members)]
+            computed = [lengths.contexts[0] - 1 for lengths in members]
+            if num_tokens(computed, prefix_group.prefix, alignment) < num_tokens(computed, 0, alignment):
+                saved += (len(members) - 1) * prefix_group.prefix**2
     return saved

@@ -16,38 +16,38 @@ from megatron_grpo.grpo import validation as grpo_validation
 from megatron_grpo.planning.check import Checked
 from megatron_grpo.planning.sharing import wanted_micro_batches
 from megatron_grpo.planning.summary import bubble_fraction, staleness
-from megatron_grpo.rollout.adapters import LoraPush
+from megatron_grpo.rollout.adapters import LoraSync
 from megatron_grpo.weights.lora import lora_of, peft_leaves_out
 
 BUBBLE = 0.3
 
 
 def warnings_of(
-    checked: Checked, timetable: TrainingSchedule, memory: dict[str, Any] | None, cost: dict[str, Any] | None, push: LoraPush | None = None
+    checked: Checked, schedule: TrainingSchedule, memory: dict[str, Any] | None, cost: dict[str, Any] | None, push: LoraSync | None = None
 ) -> list[str]:
     """Return all warnings of a valid configuration, one sentence each.
 
     Args:
         checked: Validated configuration.
-        timetable: Training schedule of the run.
+        schedule: Training schedule of the run.
         memory: `memory` object of the plan; None if unknown.
         cost: `cost` object of the plan; None if unknown.
         push: How adapters reach the sampler; None without adapters or if unknown.
     """
     cfg, shape = checked.config, checked.shape
     c = settings_of(
-        cfg, sizes=checked.sizes, layout=checked.sizes.layout, timetable=timetable, steps=timetable.num_steps, memory=memory, push=push,
-        sharing=cost["sharing"] if cost else None, shape=shape, worst=_worst_staleness(timetable),
+        cfg, sizes=checked.sizes, layout=checked.sizes.layout, schedule=schedule, steps=schedule.num_steps, memory=memory, push=push,
+        sharing=cost["sharing"] if cost else None, shape=shape, worst=_worst_staleness(schedule),
         corrected=cfg.grpo.rollout_importance_sampling_mode != "none" or cfg.grpo.off_policy_sequence_mask_delta is not None,
     )  # fmt: skip
 
     def of(rules: Rules) -> Iterator[str]:
         return (problem.message for problem in broken(rules, c))
 
-    sees = shape is not None and shape.vision is not None
+    is_multimodal = shape is not None and shape.vision is not None
     return [
         *_dialect(checked), *checked.parsed.repeated, *of(OF_SIZES), *of(OF_A_RUN), *grpo_validation.warnings(cfg), *lost(cfg.optimizer),
-        *of(OF_ADAPTERS), *of(OF_THE_MACHINE), *(f"Note: {sentence}" for sentence in (said_of_bounds(cfg.data) if sees else ())),
+        *of(OF_ADAPTERS), *of(OF_THE_MACHINE), *(f"Note: {sentence}" for sentence in (said_of_bounds(cfg.data) if is_multimodal else ())),
     ]  # fmt: skip
 
 
@@ -74,15 +74,15 @@ def defaults_of(checked: Checked) -> list[str]:
 # ---- conditions of the rules: the values that a sentence needs; None or empty if the rule does not apply --------------------------------
 
 
-def _worst_staleness(timetable: TrainingSchedule) -> int:
+def _worst_staleness(schedule: TrainingSchedule) -> int:
     """Return the maximum staleness of the rows that the run trains, in optimizer steps."""
-    sizes, last = timetable.sizes, math.inf if timetable.num_steps is None else timetable.num_steps - 1
+    sizes, last = schedule.sizes, math.inf if schedule.num_steps is None else schedule.num_steps - 1
     # Staleness repeats after lcm(A, W * mu) micro-steps; the first rollouts show the worst case.
     length = sizes.micro_steps_per_rollout * sizes.num_iterations
     # Three times as many with asynchronous rollouts, because the first rollouts of a run are less stale.
     num_rollouts = min(sizes.gradient_accumulation_steps, 1000) * (3 if sizes.async_rollout_depth else 1)
-    reached = (r for r in range(num_rollouts) if timetable.version_of(r) <= last)
-    return int(max(min(timetable.step_of((r + 1) * length - 1), last) - timetable.sampled_by(r) for r in reached))
+    reached = (r for r in range(num_rollouts) if schedule.version_of(r) <= last)
+    return int(max(min(schedule.step_of((r + 1) * length - 1), last) - schedule.sampled_by(r) for r in reached))
 
 
 def _ahead(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -136,7 +136,7 @@ def _warmup(c: SimpleNamespace) -> dict[str, Any] | None:
 
 def _shown_beyond_the_end(c: SimpleNamespace) -> dict[str, Any] | None:
     shown = c.plan_rollouts * c.sizes.micro_steps_per_rollout * c.sizes.num_iterations
-    is_beyond = c.steps is not None and c.timetable.first_of(c.steps) < shown
+    is_beyond = c.steps is not None and c.schedule.first_of(c.steps) < shown
     return {"s": "s" * (c.steps > 1)} if is_beyond else None
 
 

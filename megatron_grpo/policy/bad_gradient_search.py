@@ -15,7 +15,7 @@ import torch
 
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.policy.guard import BadMicroBatch
+from megatron_grpo.policy.gradient_check import BadMicroBatch
 from megatron_grpo.policy.optimizer import own_norm
 from megatron_grpo.types import RowKey, TrainingMicroBatch
 

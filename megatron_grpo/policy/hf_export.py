@@ -32,14 +32,14 @@ class MegatronToHF:
         parallel: The layout and the process groups of this rank.
         of_adapters: Convert the adapters instead of the weights.
         bucket_bytes: Size of the full tensors in one bucket; None for the default of the device.
-        to_first: Only rank 0 receives what streams; the streams of all other ranks are empty.
+        gather: Only rank 0 receives what streams; the streams of all other ranks are empty.
     """
 
     def __init__(
         self, weight_map: WeightMap, parallel: ParallelState, *, of_adapters: bool = False, bucket_bytes: int | None = None,
-        to_first: bool = False,
+        gather: bool = False,
     ):  # fmt: skip
-        self.map, self.parallel, self.of_adapters, self.to_first = weight_map, parallel, of_adapters, to_first
+        self.map, self.parallel, self.of_adapters, self.gather = weight_map, parallel, of_adapters, gather
         self.bucket_bytes = bucket_bytes or DEFAULT_BUCKET_MB[parallel.device.type] * MIB
         self._plans: dict[str, PushPlan] = {}
         self._buffers = weight_map.buffer_names()
@@ -106,7 +106,7 @@ class MegatronToHF:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, full tensor) of every weight, layer by layer. Collective.
 
-        Every rank receives the tensors; with `to_first` rank 0 alone.
+        Every rank receives the tensors; with `gather` rank 0 alone.
 
         A yielded tensor may be a view, also of a live parameter, and stays valid until the stream ends: clone it to keep it longer.
 
@@ -129,7 +129,7 @@ class MegatronToHF:
             kind: Name of the kind of stream, the same on every rank.
         """
         if kind not in self._plans:
-            make = Rank0WeightGather if self.to_first else PushPlan
+            make = Rank0WeightGather if self.gather else PushPlan
             self._plans[kind] = make(self._catalogue(mine), self.map, self.parallel, bucket_bytes=self.bucket_bytes)
         return self._plans[kind]
 

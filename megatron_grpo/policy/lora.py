@@ -40,7 +40,7 @@ from megatron_grpo.parallel.autograd import copy_to_ranks
 from megatron_grpo.policy.hf_export import MegatronToHF
 from megatron_grpo.policy.model import let_gradients_in
 from megatron_grpo.weights.adapters import Read, adapter_map, drawn_far, even_sizes, padded, trimmed
-from megatron_grpo.weights.lora import AdapterPush, B, LoraSettings, Sizes, linear_modules, module_of, own_sizes, widest_rank
+from megatron_grpo.weights.lora import AdapterUpdateRequest, B, LoraSettings, Sizes, linear_modules, module_of, own_sizes, widest_rank
 from megatron_grpo.weights.names import ShardCut
 
 TRAINED, REFERENCE = "lora", "ref"  # prefixes of the matrices: `lora_a` and `lora_b` train, `ref_a` and `ref_b` are frozen
@@ -167,7 +167,7 @@ class Adapters:
         read: Read,
         *,
         base_model: str,
-        push: AdapterPush = "adapter",
+        push: AdapterUpdateRequest = "adapter",
     ):
         self.base_model, self.push = base_model, push
         shape = base.map.shape
@@ -226,7 +226,7 @@ class Adapters:
     def config(self) -> dict[str, Any]:
         """Contents of adapter_config.json."""
         return self.settings.to_peft(
-            dict.fromkeys(map(module_of, self.sizes)), self.base_model, sees=self.base.map.shape.vision is not None
+            dict.fromkeys(map(module_of, self.sizes)), self.base_model, is_multimodal=self.base.map.shape.vision is not None
         )
 
     def merged(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -317,7 +317,7 @@ class Adapters:
 
     def _exchange_of(self, settings: LoraSettings) -> MegatronToHF:
         weights = adapter_map(self.base.map, widest_rank(settings, self.base.map.shape))
-        return MegatronToHF(weights, self.base.parallel, of_adapters=True, bucket_bytes=self.base.bucket_bytes, to_first=self.base.to_first)
+        return MegatronToHF(weights, self.base.parallel, of_adapters=True, bucket_bytes=self.base.bucket_bytes, gather=self.base.gather)
 
     def _even(self, settings: LoraSettings) -> Sizes:
         """Return the sizes of all matrices of the whole model as Megatron's linears hold them."""

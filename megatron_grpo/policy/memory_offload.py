@@ -33,23 +33,23 @@ class PolicyOffloader:
         held: Returns every tensor of the policy with its role, as they are at the time of the call.
         movable: Roles that may be offloaded.
         device: The device of the policy.
-        clock: Timers that record the offload.
+        timers: Timers that record the offload.
 
     Attributes:
         given_bytes: Bytes of this rank that are offloaded, after the latest `make`.
     """
 
     def __init__(
-        self, held: Callable[[], Iterable[tuple[Role, torch.Tensor]]], movable: Collection[Role], device: torch.device, clock: Timers
+        self, held: Callable[[], Iterable[tuple[Role, torch.Tensor]]], movable: Collection[Role], device: torch.device, timers: Timers
     ):
-        self._held, self.movable, self._device, self._clock = held, movable, device, clock
+        self._held, self.movable, self._device, self._clock = held, movable, device, timers
         self._away: dict[Role, list[tuple[torch.UntypedStorage, int]]] = {}
         self._host: dict[Role, list[torch.Tensor]] = {role: [] for role in ROLES}
         self._in_use: list[Part] = []
         self.given_bytes = 0
 
     @contextmanager
-    def resident(self, part: Part) -> Iterator[None]:
+    def on_device(self, part: Part) -> Iterator[None]:
         """Keep what a part needs on the device while the block runs; offloaded memory comes back first.
 
         Args:
@@ -73,7 +73,7 @@ class PolicyOffloader:
             keep: What stays on the device.
 
         Raises:
-            RuntimeError: Inside a `resident` block that needs what would be offloaded.
+            RuntimeError: Inside a `on_device` block that needs what would be offloaded.
         """
         if used := [part for part in self._in_use if not set(NEEDS[part]) <= set(NEEDS[keep])]:
             raise RuntimeError(f"memory of the policy is to be given away while {used[-1]} is in use")
@@ -95,7 +95,7 @@ class PolicyOffloader:
             RuntimeError: If any of it is offloaded.
         """
         if missing := [role for role in NEEDS[part] if role in self._away]:
-            raise RuntimeError(f"{' and '.join(missing)} of the policy were given away: this belongs inside `resident({part!r})`")
+            raise RuntimeError(f"{' and '.join(missing)} of the policy were given away: this belongs inside `on_device({part!r})`")
 
     # ---- implementation ----------------------------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ def refuse_if_away(chunks: Iterable[torch.nn.Module]) -> None:
     """
     for chunk in chunks:
         if any(parameter.numel() and not parameter.untyped_storage().nbytes() for parameter in chunk.parameters()):
-            raise RuntimeError("a model whose weights were given away was asked for log-probs: this belongs inside `resident`")
+            raise RuntimeError("a model whose weights were given away was asked for log-probs: this belongs inside `on_device`")
 
 
 def tensors_of(policy: Any) -> Iterator[tuple[Role, torch.Tensor]]:

@@ -58,7 +58,7 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
             hidden = copy_to_ranks(hidden, self.tp_group)
-        hidden, weight = hidden.squeeze(1)[batch.predict_at], self.weight if weight is None else weight
+        hidden, weight = hidden.squeeze(1)[batch.logit_positions], self.weight if weight is None else weight
         return linear_logprobs(
             hidden.float() if self.in_float32 else hidden,
             weight.float() if self.in_float32 else weight,
@@ -70,7 +70,7 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
             chunk_size=chunk_size,
             with_entropy=with_entropy,
             slope=slope,
-            kept=batch.kept,
+            vocab_mask=batch.sampling_mask,
         )
 
 
@@ -182,7 +182,7 @@ class PolicyModel(GPTModel):
         """
         tp, number = self.pg_collection.tp, batch.number + 1
         digits = torch.tensor([number >> bit & 1 for bit in range(number.bit_length())], dtype=torch.bool)
-        bits = digits.to(batch.multiplicity.device)[:, None] & (batch.multiplicity > 0)
+        bits = digits.to(batch.num_references.device)[:, None] & (batch.num_references > 0)
         return bits.chunk(tp.size(), dim=1)[tp.rank()] if self.config.sequence_parallel else bits
 
     def _angles(self, batch: LocalBatch):

@@ -30,7 +30,7 @@ from megatron_grpo.policy.sharded_state import rounding, share_rounded
 from megatron_grpo.weights.trainable_parameters import parameter_trains, trains
 
 
-def choose_what_trains(chunks: Sequence[GPTModel], exchange: MegatronToHF, cfg: TunerConfig) -> None:
+def select_trainable(chunks: Sequence[GPTModel], exchange: MegatronToHF, cfg: TunerConfig) -> None:
     """Freeze the parameters that the settings freeze.
 
     Args:

@@ -114,12 +114,12 @@ class PackedBatch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LocalPictures:
+class LocalImages:
     """The images of which this context-parallel rank holds tokens."""
 
-    pictures: tuple[Image, ...]
+    images: tuple[Image, ...]
     at: torch.Tensor  # int64 [n], ascending: indices into the t tokens of this rank
-    token: torch.Tensor  # int64 [n]: index of that image token among the tokens of all `pictures`, concatenated
+    token: torch.Tensor  # int64 [n]: index of that image token among the tokens of all `images`, concatenated
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,15 +130,15 @@ class LocalBatch:
     held: np.ndarray  # int64 [t]: indices of these tokens in the whole stream
     token_ids: torch.Tensor  # int64 [1, t]
     positions: torch.Tensor  # int64 [t], or [3, t] if the micro-batch has images
-    multiplicity: torch.Tensor  # int64 [t]: number of contexts that share a token; 0 is alignment padding
+    num_references: torch.Tensor  # int64 [t]: number of contexts that share a token; 0 is alignment padding
     packed: PackedBatch
-    predict_at: torch.Tensor  # int64 [c], indices into the t tokens; an index that several contexts share occurs several times
+    logit_positions: torch.Tensor  # int64 [c], indices into the t tokens; an index that several contexts share occurs several times
     targets: torch.Tensor  # int64 [c]
     trained: np.ndarray  # int64 [c], which of the C trained positions these are
     # By index among the model's MoE layers, those of this stage: int16 [t, k], -1 lets the router choose.
     experts: Mapping[int, torch.Tensor]
-    kept: VocabMask | None  # sampling mask of the c trained positions; None: their softmax runs over the whole vocabulary
-    seen: LocalPictures | None  # None: no image token is on this rank
+    sampling_mask: VocabMask | None  # sampling mask of the c trained positions; None: their softmax runs over the whole vocabulary
+    image_tokens: LocalImages | None  # None: no image token is on this rank
 
 
 def sequences(packed: PackedBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -188,8 +188,8 @@ def to_local(batch: MicroBatch, parallel: ParallelState, moe_layers: Sequence[in
     held = held_tokens(batch.segments, cp, rank)
     place = np.full(batch.num_tokens, -1)
     place[held] = np.arange(len(held))
-    trained = np.flatnonzero(place[batch.predict_at] >= 0)
-    trained = trained[np.argsort(place[batch.predict_at[trained]], kind="stable")]
+    trained = np.flatnonzero(place[batch.logit_positions] >= 0)
+    trained = trained[np.argsort(place[batch.logit_positions[trained]], kind="stable")]
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -199,18 +199,18 @@ def to_local(batch: MicroBatch, parallel: ParallelState, moe_layers: Sequence[in
         held=held,
         token_ids=tensor(batch.token_ids[held])[None],
         positions=tensor(batch.positions[..., held]),
-        multiplicity=tensor(batch.multiplicity[held]),
+        num_references=tensor(batch.num_references[held]),
         packed=packed_stream(batch.segments, cp, rank, tensor, by_length=device.type == "cpu"),
-        predict_at=tensor(place[batch.predict_at[trained]]),
+        logit_positions=tensor(place[batch.logit_positions[trained]]),
         targets=tensor(batch.targets[trained]),
         trained=trained,
         experts={} if batch.experts is None else {layer: tensor(batch.experts[held, layer]) for layer in moe_layers},
-        kept=None if batch.kept is None else VocabMask.of(*batch.kept.taken(trained), device),
-        seen=_seen(batch, place, tensor),
+        sampling_mask=None if batch.sampling_mask is None else VocabMask.of(*batch.sampling_mask.take(trained), device),
+        image_tokens=_seen(batch, place, tensor),
     )
 
 
-def _seen(batch: MicroBatch, place: np.ndarray, tensor: ToDevice) -> LocalPictures | None:
+def _seen(batch: MicroBatch, place: np.ndarray, tensor: ToDevice) -> LocalImages | None:
     """Return the images of which this rank holds tokens.
 
     Args:
@@ -218,19 +218,19 @@ def _seen(batch: MicroBatch, place: np.ndarray, tensor: ToDevice) -> LocalPictur
         place: Index of each token of the stream among the tokens of this rank, -1 for tokens of other ranks.
         tensor: Moves an array to the device.
     """
-    here = np.flatnonzero(place[batch.picture_at] >= 0)
+    here = np.flatnonzero(place[batch.image_positions] >= 0)
     if not len(here):
         return None
-    ends = np.cumsum([num_tokens(picture) for picture in batch.pictures])
-    which = np.searchsorted(ends, batch.picture_token[here], side="right")  # the image of each token
+    ends = np.cumsum([num_tokens(image) for image in batch.images])
+    which = np.searchsorted(ends, batch.image_token_index[here], side="right")  # the image of each token
     needed = np.unique(which)
     counts = np.diff(ends, prepend=0)
     begins = np.zeros(len(ends), dtype=np.int64)
     begins[needed] = np.cumsum(counts[needed]) - counts[needed]  # first token of each needed image among those of the needed ones
-    token = batch.picture_token[here] - (ends - counts)[which] + begins[which]
-    at = place[batch.picture_at[here]]
+    token = batch.image_token_index[here] - (ends - counts)[which] + begins[which]
+    at = place[batch.image_positions[here]]
     order = np.argsort(at, kind="stable")
-    return LocalPictures(tuple(batch.pictures[i] for i in needed), tensor(at[order]), tensor(token[order]))
+    return LocalImages(tuple(batch.images[i] for i in needed), tensor(at[order]), tensor(token[order]))
 
 
 def packed_stream(segments: Sequence[Segment], cp: int, rank: int, tensor: ToDevice, *, by_length: bool = False) -> PackedBatch:
@@ -251,8 +251,8 @@ def packed_stream(segments: Sequence[Segment], cp: int, rank: int, tensor: ToDev
 
     @functools.cache
     def windowed(window: int) -> tuple[Part | None, tuple[Part, ...]]:
-        own, bands, seen = _in_window(causal, full, window)
-        parts = ((bands, True), (seen, False))
+        own, bands, image_tokens = _in_window(causal, full, window)
+        parts = ((bands, True), (image_tokens, False))
         return diagonal(own), tuple(_part(pairs, tensor, is_causal=is_causal) for pairs, is_causal in parts if pairs)
 
     return PackedBatch(
@@ -301,18 +301,18 @@ def _in_window(causal: Sequence[Pair], full: Sequence[Pair], window: int) -> tup
     """
     own: list[Pair] = []
     bands: list[Pair] = []
-    seen: list[Pair] = []
+    image_tokens: list[Pair] = []
     for queries, keys in causal:
         for begin in range(0, len(queries), window):
             own.append((queries[begin : begin + window], keys[begin : begin + window]))
             if begin:
-                _add_band(queries[begin : begin + window], keys[begin - window : begin], window, bands, seen)
+                _add_band(queries[begin : begin + window], keys[begin - window : begin], window, bands, image_tokens)
     for queries, keys in full:  # earlier chunks of the segment, which end at the first query
-        _add_band(queries[:window], keys[-window:], window, bands, seen)
-    return own, bands, seen
+        _add_band(queries[:window], keys[-window:], window, bands, image_tokens)
+    return own, bands, image_tokens
 
 
-def _add_band(queries: np.ndarray, keys: np.ndarray, window: int, bands: list[Pair], seen: list[Pair]) -> None:
+def _add_band(queries: np.ndarray, keys: np.ndarray, window: int, bands: list[Pair], image_tokens: list[Pair]) -> None:
     """Add the attention of queries to the keys directly before them.
 
     Query i attends to all but the first i + 1 + len(keys) - window keys.
@@ -322,12 +322,12 @@ def _add_band(queries: np.ndarray, keys: np.ndarray, window: int, bands: list[Pa
     queries, keys = queries[: window - 1], keys[-(window - 1) :]
     see_all = window - 1 - len(keys)
     if len(queries[:see_all]):
-        seen.append((queries[:see_all], keys))
+        image_tokens.append((queries[:see_all], keys))
     late = queries[see_all:]
     if len(late):
         bands.append((late[::-1], keys[: len(late)][::-1]))
         if len(late) < len(keys):
-            seen.append((late, keys[len(late) :]))
+            image_tokens.append((late, keys[len(late) :]))
 
 
 def _by_length(pairs: Sequence[Pair]) -> Sequence[Pair]:

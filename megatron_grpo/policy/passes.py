@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from megatron_grpo.base import activity
-from megatron_grpo.batching.collate import collate_portions
+from megatron_grpo.batching.collate import collate_specs
 from megatron_grpo.batching.split import BatchPartitioner, partition_for_scoring
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
@@ -168,23 +168,23 @@ class ModelScorer:
         if not sequences:
             return []
         filled = partition_for_scoring([SequenceLengths(tuple(end - begin for begin, end in one.contexts)) for one in sequences], self.cut)
-        portions = filled[self.parallel.dp_rank]
-        whole = [*sequences, *[sequences[0]] * sum(len(portion.rows) for mine in filled for portion in mine)]
-        micro_batches = collate_portions(whole, portions, self.cut.alignment)
+        micro_specs = filled[self.parallel.dp_rank]
+        whole = [*sequences, *[sequences[0]] * sum(len(micro_spec.rows) for mine in filled for micro_spec in mine)]
+        micro_batches = collate_specs(whole, micro_specs, self.cut.alignment)
         found: dict[int, np.ndarray] = {}
         scores = self.last_stage_logprobs(micro_batches, temperature=temperature)
-        for portion, micro, values in zip(portions, micro_batches, scores, strict=False):
-            found |= dict(zip(portion.rows, micro.by_sequence(values), strict=True))
+        for micro_spec, micro, values in zip(micro_specs, micro_batches, scores, strict=False):
+            found |= dict(zip(micro_spec.rows, micro.by_sequence(values), strict=True))
         scored = {
             i: v for part in collectives.all_gather_object(found if self.parallel.speaks_for_its_rows else {}) for i, v in part.items()
         }
-        return [sequence.spread(scored[i]) for i, sequence in enumerate(sequences)]
+        return [sequence.scatter(scored[i]) for i, sequence in enumerate(sequences)]
 
     def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
         """Return the log-probs of each micro-batch, float32 [C], on every rank of the model-parallel group."""
         return self.parallel.from_last_stage(self.last_stage_logprobs(micro_batches))
 
-    def anchors(self, micro_batches: SequenceOf[MicroBatch]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
+    def old_logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
         """Return the old log-probs of each micro-batch, and under R2 the experts that each token was routed to.
 
         Returns:

@@ -26,7 +26,7 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.policy import bad_gradient_search, passes, sharded_state
-from megatron_grpo.policy.guard import Gradient, GradientCheck, SkipCounter, SkippedStep
+from megatron_grpo.policy.gradient_check import Gradient, GradientCheck, SkipCounter, SkippedStep
 from megatron_grpo.policy.hf_export import MegatronToHF
 from megatron_grpo.policy.memory_offload import Part, PolicyOffloader, Role, tensors_of
 from megatron_grpo.policy.optimizer import Trainable, gradient_norm, own_norm, reload_main_params
@@ -48,13 +48,13 @@ class TrainedStep:
         logprobs: Log-probs of the rows of this data-parallel rank at the trained positions, by row. Empty on ranks that are not on the last
             pipeline stage, and after a step that the gradient check refused.
         skipped: Why the optimizer did not act; None if it did.
-        refusal: Details of the skipped step if the gradient check refused it.
+        skipped_step: Details of the skipped step if the gradient check refused it.
     """
 
     metrics: dict[str, float]
     logprobs: Mapping[RowKey, np.ndarray]  # empty after a refused step: its log-probs may be the very numbers that are wrong
     skipped: str | None = None  # why the optimizer did not act
-    refusal: SkippedStep | None = None  # set if the gradient check refused the step
+    skipped_step: SkippedStep | None = None  # set if the gradient check refused the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,19 +80,19 @@ class GradientHooks(Protocol):
     A hook may raise: this stops the run before the optimizer updates any weight.
     """
 
-    def summed(self, seen: SummedGradient) -> None:
+    def on_gradients_reduced(self, gradient: SummedGradient) -> None:
         """Run after the gradient has been summed into the buffers and before the gradient check.
 
         Args:
-            seen: The batch with its metrics and log-probs.
+            gradient: The batch with its metrics and log-probs.
         """
 
-    def judged(self, seen: SummedGradient, refusal: SkippedStep | None) -> None:
+    def on_pre_optimizer_step(self, gradient: SummedGradient, skipped_step: SkippedStep | None) -> None:
         """Run after the gradient check and before the optimizer acts.
 
         Args:
-            seen: The same object that `summed` received.
-            refusal: Why the gradient was refused; None if it was accepted. After a refusal the gradient buffers hold no meaningful values.
+            gradient: The same object that `on_gradients_reduced` received.
+            skipped_step: Why the step is skipped; None if it is taken. If it is skipped, the gradient buffers hold no meaningful values.
         """
 
 
@@ -141,9 +141,9 @@ class Policy:
         scorer: Scorer of the same model.
         loss: The GRPO loss.
         reference: The reference model; None if neither the loss nor a reward needs one.
-        guard: Check that decides before each optimizer step whether the gradient may be used.
+        gradient_check: Check that decides before each optimizer step whether the gradient may be used.
         exchange: Conversion between this rank's shards and Hugging Face tensors.
-        clock: Timers that record the parts of a step.
+        timers: Timers that record the parts of a step.
         offload: Roles whose memory leaves the device while the sampler works.
     """
 
@@ -154,19 +154,19 @@ class Policy:
         *,
         loss: GrpoLoss,
         reference: Reference | None,
-        guard: GradientCheck,
+        gradient_check: GradientCheck,
         exchange: MegatronToHF,
-        clock: Timers | None = None,
+        timers: Timers | None = None,
         offload: Collection[Role] = (),
     ):
         self.chunks, self.wrapped, self.optimizer, self.scheduler = model.chunks, model.wrapped, model.optimizer, model.scheduler
-        self.loss, self.reference, self.guard, self.skips = loss, reference, guard, SkipCounter()
+        self.loss, self.reference, self.gradient_check, self.skips = loss, reference, gradient_check, SkipCounter()
         self.entropy = loss.adaptive  # current state of the adaptive coefficient; None if the coefficient is constant
         self.sums = model.sums
         self.adapters, self.trains_tower = model.adapters, model.trains_tower
         self.scorer, self.parallel, self.cut = scorer, scorer.parallel, scorer.cut
-        self.exchange, self.clock = exchange, clock or Timers()
-        self.room = PolicyOffloader(partial(tensors_of, self), offload, self.parallel.device, self.clock)
+        self.exchange, self.timers = exchange, timers or Timers()
+        self.room = PolicyOffloader(partial(tensors_of, self), offload, self.parallel.device, self.timers)
 
     # ---- training ------------------------------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class Policy:
             RuntimeError: If part of the policy's memory is offloaded.
         """
         self.room.require("all")
-        with self.clock("ref_logprobs"):
+        with self.timers("ref_logprobs"):
             reference = self._references(batch)
         loss = StepLoss(self.loss, batch, self.scorer, reference, self.entropy)
         for router in routers(self.chunks):
@@ -207,22 +207,22 @@ class Policy:
         if self.room.movable:
             metrics["memory/offloaded_gb"] = self.room.given_bytes / 1e9
         skipped: str | None = "all completions were filtered, nothing was left to train"
-        refusal: SkippedStep | None = None
+        skipped_step: SkippedStep | None = None
         logprobs = _by_row((micro, values) for _, micro, values in kept)
         if batch.num_loss_tokens > 0:
             own = self.sums.own
             metrics["grad_norm"] = gradient_norm(self.optimizer, float(own), metrics["loss"])
             references = _by_row(zip(batch.micro_batches, reference))
-            seen = SummedGradient(batch=batch, metrics=metrics, logprobs=logprobs, references=references)
+            gradient = SummedGradient(batch=batch, metrics=metrics, logprobs=logprobs, references=references)
             if beside is not None:
-                beside.summed(seen)
-            allowed = self.guard.allows(Gradient(step=batch.step, norm=metrics["grad_norm"]))
+                beside.on_gradients_reduced(gradient)
+            allowed = self.gradient_check.allows(Gradient(step=batch.step, norm=metrics["grad_norm"]))
             self.skips = self.skips.after(refused=not allowed)
             if not allowed:
-                refusal = self._refusal(loss, metrics["grad_norm"], own)
+                skipped_step = self._refusal(loss, metrics["grad_norm"], own)
             if beside is not None:
-                beside.judged(seen, refusal)
-            skipped = refusal.why if refusal else None
+                beside.on_pre_optimizer_step(gradient, skipped_step)
+            skipped = skipped_step.why if skipped_step else None
             if allowed:
                 self.optimizer.step()
                 metrics |= self._entropy_moves(metrics)
@@ -230,7 +230,7 @@ class Policy:
         self.scheduler.step(increment=1)
         if self.reference is not None:
             self.reference.after_step(batch.step + 1, self.tensors)
-        return TrainedStep(metrics=metrics, logprobs={} if refusal else logprobs, skipped=skipped, refusal=refusal)
+        return TrainedStep(metrics=metrics, logprobs={} if skipped_step else logprobs, skipped=skipped, skipped_step=skipped_step)
 
     def _entropy_moves(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Update the adaptive entropy coefficient after a step. Collective.
@@ -258,7 +258,7 @@ class Policy:
             norm: Norm of the summed gradient.
             own: Norm of this rank's own gradient, before any sum over ranks.
         """
-        why = getattr(self.guard, "refusal", None) or f"the gradient was refused (norm {norm:.4g})"
+        why = getattr(self.gradient_check, "refusal", None) or f"the gradient was refused (norm {norm:.4g})"
         finite = math.isfinite(norm)
         ranks = () if finite else bad_gradient_search.ranks_not_finite(own)
         weights = () if finite else bad_gradient_search.weights_not_finite(self.chunks)
@@ -290,23 +290,23 @@ class Policy:
         for micro, logprobs in bad_gradient_search.each_alone(self.wrapped, batch.micro_batches, alone):
             yield micro, logprobs, float(own_norm(self.wrapped))
 
-    def guard_state(self) -> dict[str, Any]:
+    def gradient_check_state(self) -> dict[str, Any]:
         """Return the state of the gradient check for a checkpoint, as JSON; the same on every rank.
 
         It holds the counts of skipped steps, what the check remembers, and the adaptive entropy coefficient if there is one.
         """
-        state = {"skips": asdict(self.skips), "guard": getattr(self.guard, "state", dict)()}
+        state = {"skips": asdict(self.skips), "guard": getattr(self.gradient_check, "state", dict)()}
         return state | ({"entropy": self.entropy.state()} if self.entropy else {})
 
-    def restore_guard(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of the gradient check and the adaptive entropy coefficient from `guard_state()`."""
+    def restore_gradient_check(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of the gradient check and the adaptive entropy coefficient from `gradient_check_state()`."""
         self.skips = SkipCounter(**state["skips"])
-        if state["guard"] and (restore := getattr(self.guard, "restore", None)):
+        if state["guard"] and (restore := getattr(self.gradient_check, "restore", None)):
             restore(state["guard"])
         self.restore_entropy(state)
 
     def restore_entropy(self, state: Mapping[str, Any]) -> None:
-        """Restore the adaptive entropy coefficient from `guard_state()`.
+        """Restore the adaptive entropy coefficient from `gradient_check_state()`.
 
         Does nothing if the saved run or this one uses a constant coefficient.
         """
@@ -356,13 +356,13 @@ class Policy:
         if self.adapters is None:
             yield None
             return
-        with self.resident("weights"):
+        with self.on_device("weights"):
             self.tensors()  # gathers all parameters before the adapters are saved
             kept = self.adapters.put_far_from_zero(seed=0)
         try:
             yield list(self.updates(NO_VERSION, has_base=True))[-1]
         finally:
-            with self.resident("weights"):
+            with self.on_device("weights"):
                 self.adapters.put_back(kept)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -429,7 +429,7 @@ class Policy:
 
     # ---- memory offload ------------------------------------------------------------------------------------------------------
 
-    def resident(self, part: Part) -> AbstractContextManager[None]:
+    def on_device(self, part: Part) -> AbstractContextManager[None]:
         """Keep what the block needs in the device's memory.
 
         The policy computes only inside such a block, unless it was never asked to make room. A save that continues in the background needs
@@ -439,16 +439,16 @@ class Policy:
             part: "weights"; "reference" for the weights and those of the reference; or "all", which an optimizer step and a checkpoint
                 need.
         """
-        return self.room.resident(part)
+        return self.room.on_device(part)
 
-    def make_room(self, *, keep: Part = "nothing") -> None:
+    def free_memory(self, *, keep: Part = "nothing") -> None:
         """Free device memory for the sampler: offload what `--offload_model` and `--offload_optimizer` name.
 
         Args:
             keep: What stays on the device.
 
         Raises:
-            RuntimeError: Inside a `resident` block that needs more than `keep`.
+            RuntimeError: Inside a `on_device` block that needs more than `keep`.
         """
         self.exchange.forget_memory()
         for chunk in self.chunks:

@@ -122,8 +122,8 @@ class FrozenPolicy:
         """Return a context that yields None: the pushed weights are scored as they are."""
         return nullcontext(None)
 
-    def resident(self, part: str) -> AbstractContextManager[None]:
+    def on_device(self, part: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def make_room(self, *, keep: str = "nothing") -> None:
+    def free_memory(self, *, keep: str = "nothing") -> None:
         self.exchange.forget_memory()

@@ -136,7 +136,7 @@ class PolicyRouter(TopKRouter):
         # Megatron-Core 0.16 passes no mask to the layers that recompute_method block leaves out. They run once, in the current forward.
         number = self.running.in_forward if padding_mask is None else _number_of(padding_mask)
         is_padding = number < 0  # all tokens are padding
-        self.copies = logits.new_zeros(len(logits)).long() if is_padding else self.own_share(self.running.batches[number].multiplicity)
+        self.copies = logits.new_zeros(len(logits)).long() if is_padding else self.own_share(self.running.batches[number].num_references)
         self.router_replay: _Asked | None = None if is_padding else _Asked(self, number)
         try:
             return super().routing(logits, self.copies == 0)

@@ -14,7 +14,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.batching.images import num_tokens
-from megatron_grpo.policy.packed_batch import LocalBatch, LocalPictures
+from megatron_grpo.policy.packed_batch import LocalBatch, LocalImages
 from megatron_grpo.types import Image
 from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.shape import ModelShape
@@ -122,12 +122,12 @@ class Vision(torch.nn.Module):
             The embeddings with image tokens, in the shape of `hidden`.
         """
         self._added = []
-        if batch.seen is None:
+        if batch.image_tokens is None:
             return self._touched(hidden)
-        at, token = self._mine(batch.seen, len(hidden))
+        at, token = self._mine(batch.image_tokens, len(hidden))
         if not len(at):
             return self._touched(hidden)
-        tokens, *deep = (features[token].to(hidden.dtype) for features in self._features(batch.seen.pictures))
+        tokens, *deep = (features[token].to(hidden.dtype) for features in self._features(batch.image_tokens.images))
         self._added = [torch.zeros_like(hidden[:, 0]).index_copy(0, at, features)[:, None] for features in deep]
         return hidden[:, 0].index_copy(0, at, tokens)[:, None]
 
@@ -143,13 +143,13 @@ class Vision(torch.nn.Module):
         """Release the memory of cached outputs."""
         self._kept.clear()
 
-    def _mine(self, seen: LocalPictures, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _mine(self, image_tokens: LocalImages, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (indices, image tokens) in the run of rows that this rank holds under sequence parallelism."""
         if not self.sequence_parallel:
-            return seen.at, seen.token
+            return image_tokens.at, image_tokens.token
         first = self.tp_group.rank() * rows
-        mine = (seen.at >= first) & (seen.at < first + rows)
-        return seen.at[mine] - first, seen.token[mine]
+        mine = (image_tokens.at >= first) & (image_tokens.at < first + rows)
+        return image_tokens.at[mine] - first, image_tokens.token[mine]
 
     def _touched(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the same values, connected to every parameter of the tower that trains.
@@ -168,15 +168,15 @@ class Vision(torch.nn.Module):
         hidden, *others = output
         return hidden + self._added[number], *others
 
-    def _features(self, pictures: Sequence[Image]) -> Features:
+    def _features(self, images: Sequence[Image]) -> Features:
         """Return the features of all images, concatenated."""
         if not self.keeps_outputs:
-            return self._encode(pictures)
+            return self._encode(images)
         with torch.no_grad():
             # One by one: the last bits of cached features must not depend on which other images are in the batch.
-            found = [self._kept.get(picture.key) or self._encode([picture]) for picture in pictures]
-        for picture, features in zip(pictures, found, strict=True):
-            self._keep(picture.key, features)
+            found = [self._kept.get(image.key) or self._encode([image]) for image in images]
+        for image, features in zip(images, found, strict=True):
+            self._keep(image.key, features)
         return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
     def _keep(self, key: str, features: Features) -> None:
@@ -185,13 +185,13 @@ class Vision(torch.nn.Module):
         while sum(one.nbytes for kept in self._kept.values() for one in kept) > KEPT_BYTES:
             self._kept.popitem(last=False)
 
-    def _encode(self, pictures: Sequence[Image]) -> Features:
+    def _encode(self, images: Sequence[Image]) -> Features:
         first = next(self.tower.parameters())
-        patches = torch.from_numpy(np.concatenate([picture.patches() for picture in pictures]))
-        grids = torch.tensor([picture.grid for picture in pictures], dtype=torch.int64)
+        patches = torch.from_numpy(np.concatenate([image.patches() for image in images]))
+        grids = torch.tensor([image.grid for image in images], dtype=torch.int64)
         found = self.tower(patches.to(first.device, first.dtype), grid_thw=grids.to(first.device))
         features = [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
-        wanted = sum(map(num_tokens, pictures))
+        wanted = sum(map(num_tokens, images))
         if any(len(one) != wanted for one in features):
             raise ValueError(f"the tower made {[len(one) for one in features]} tokens of pictures that have {wanted}")
         return features

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_grpo.base.errors import ConfigError, Problem, said_by
+from megatron_grpo.base.errors import ConfigError, Problem, printable
 from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.process_isolation import ExitRequestedError, contained
 from megatron_grpo.rewards.protocol import RewardFunction, accepted_names, positional_names, text_of
@@ -165,7 +165,7 @@ def _load(spec: str, name: str, config: Config, here: Path) -> RewardFunction:
     try:
         inspect.signature(function)
     except ValueError as error:  # some functions written in C
-        raise _fail(f"{spec} does not say which arguments it takes: {said_by(error)}. Wrap it in a function of your own.") from error
+        raise _fail(f"{spec} does not say which arguments it takes: {printable(error)}. Wrap it in a function of your own.") from error
     if unusable := positional_names(function):
         raise _fail(f"{spec} takes {', '.join(unusable)} by place alone; a reward function gets its arguments by name. Remove the `/`.")
     if accepted_names(function) == frozenset():
@@ -220,11 +220,11 @@ def _users(call: Callable[[], Any], what: str) -> Any:
         with contained(told):
             return call()
     except ExitRequestedError as error:
-        raise _fail(f"{what}: it asks the process to end with {said_by(error)}.") from error
+        raise _fail(f"{what}: it asks the process to end with {printable(error)}.") from error
     except KeyboardInterrupt:  # Ctrl-C: the code's own is an ExitRequestedError
         raise
     except BaseException as error:
-        raise _fail(f"{what}: {type(error).__name__}: {said_by(error)}.") from error
+        raise _fail(f"{what}: {type(error).__name__}: {printable(error)}.") from error
     finally:
         for did in told:
             _LOG.warning("%s %s as it was loaded; it was opened again.", what.partition(" ")[0], did)

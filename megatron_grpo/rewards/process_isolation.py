@@ -24,7 +24,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from megatron_grpo.base.cleanup import begun
-from megatron_grpo.base.errors import CancelledError, raised, said_by
+from megatron_grpo.base.errors import CancelledError, printable, raised
 
 _OUTPUTS = {1: "stdout", 2: "stderr"}
 
@@ -78,7 +78,7 @@ class contained:  # lower case because it is used as `with contained(...)`
                 change_to(before)
                 self.told.append(f"changed torch's {name} to {now}; it is {before} again")
         if isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and not self._pressed):
-            said = said_by(error)
+            said = printable(error)
             raise ExitRequestedError(f"{type(error).__name__}{': ' * bool(said)}{said}") from error
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -169,7 +169,7 @@ def call_before(seconds: float, function: Callable[[], Any], should_cancel: Call
 
 
 def _call_in_main_thread(seconds: float, function: Callable[[], Any], should_cancel: Callable[[], bool]) -> Any:
-    armed, given_up = threading.Event(), threading.Event()
+    armed, cancelled = threading.Event(), threading.Event()
     finished = threading.Event()
     main, end = threading.get_ident(), time.monotonic() + seconds
 
@@ -181,9 +181,9 @@ def _call_in_main_thread(seconds: float, function: Callable[[], Any], should_can
         pause = min(seconds, _LOOK)
         while not finished.wait(pause):
             if should_cancel():
-                given_up.set()
+                cancelled.set()
             pause = min(max(0.0, end - time.monotonic()), _LOOK)
-            if given_up.is_set() or not pause:
+            if cancelled.is_set() or not pause:
                 signal.pthread_kill(main, SIGNAL)
                 pause = _REPEAT
 
@@ -199,7 +199,7 @@ def _call_in_main_thread(seconds: float, function: Callable[[], Any], should_can
         finally:
             armed.clear()
     except _Stop:
-        raise (_given_up() if given_up.is_set() else RewardTimeoutError()) from None
+        raise (_cancelled() if cancelled.is_set() else RewardTimeoutError()) from None
     finally:
         armed.clear()
         finished.set()
@@ -227,12 +227,12 @@ def _result_before(end: float, future: Future[Any], should_cancel: Callable[[], 
             if future.done():  # the function's own TimeoutError
                 raise
         if should_cancel():
-            raise _given_up()
+            raise _cancelled()
         if left <= _LOOK:
             raise RewardTimeoutError
 
 
-def _given_up() -> CancelledError:
+def _cancelled() -> CancelledError:
     return CancelledError("what was being judged is given up")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_grpo.base.errors import shown
+from megatron_grpo.base.errors import describe_value
 
 Score = float | None  # None: the reward does not apply to this completion
 # Largest absolute score. Squares of larger ones overflow in a sum of floats, and as advantages they overflow float32: 0, infinity or NaN.
@@ -219,7 +219,7 @@ def as_scores(returned: Any, count: int) -> list[Score | RowFailure] | RowFailur
     if hasattr(returned, "tolist"):  # a numpy array or a tensor
         returned = returned.tolist()
     if isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Sequence):
-        return RowFailure(kind="type", reason=f"returned {shown(returned)} where a list of {count} numbers should be")
+        return RowFailure(kind="type", reason=f"returned {describe_value(returned)} where a list of {count} numbers should be")
     if len(returned) != count:
         given = f"{len(returned)} value{'s' if len(returned) != 1 else ''}"
         return RowFailure(kind="count", reason=f"returned {given} for {count} completion{'s' if count != 1 else ''}")
@@ -234,7 +234,7 @@ def as_score(value: Any) -> Score | RowFailure:
         size = getattr(value, "numel", None)
         value = value.item() if (size() if callable(size) else value.size) == 1 else value
     if not isinstance(value, numbers.Real) and not type(value).__name__ == "bool":  # numpy's bool is registered as no number
-        return RowFailure(kind="type", reason=f"returned {shown(value)} where a number or None should be")
+        return RowFailure(kind="type", reason=f"returned {describe_value(value)} where a number or None should be")
     try:
         score = float(value)
     except OverflowError:  # Python's integers have no end

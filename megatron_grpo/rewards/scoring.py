@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_grpo.base import activity
-from megatron_grpo.base.errors import RewardError, RunInterruptedError, raised, said_by
+from megatron_grpo.base.errors import RewardError, RunInterruptedError, printable, raised
 from megatron_grpo.rewards.process_isolation import EventLoop, ExitRequestedError, RewardTimeoutError, call_before, contained, never
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction, RowFailure, Score, as_scores, text_of
 
@@ -135,7 +135,7 @@ def _outcome(function: RewardFunction, batch: RewardBatch, seconds: float, call)
     except (RunInterruptedError, RewardError, KeyboardInterrupt):
         raise
     except ExitRequestedError as error:
-        return RowFailure(kind="end", reason=f"asked the process to end with {said_by(error)}{_where(error.__cause__ or error)}")
+        return RowFailure(kind="end", reason=f"asked the process to end with {printable(error)}{_where(error.__cause__ or error)}")
     except BaseException as error:  # noqa: BLE001 - the sandbox: any exception of the user's function is reported with its name
         return RowFailure(kind=type(error).__name__, reason=raised(error) + _where(error))
 

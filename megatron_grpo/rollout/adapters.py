@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import Config
-from megatron_grpo.weights.lora import AdapterPush, LoraSettings, linear_modules, lora_of
+from megatron_grpo.weights.lora import AdapterUpdateRequest, LoraSettings, linear_modules, lora_of
 from megatron_grpo.weights.shape import ModelShape
 
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of max_lora_rank that vLLM 0.32 supports
@@ -24,10 +24,10 @@ MERGED_BFLOAT16 = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraPush:
+class LoraSync:
     """Delivery of a run's adapters to the sampler."""
 
-    kind: AdapterPush
+    kind: AdapterUpdateRequest
     modules: frozenset[str]  # Hugging Face names of the modules that have an adapter
     slot_rank: int  # max_lora_rank of the sampler; 0 where it receives merged weights
     notes: tuple[str, ...] = ()  # messages for the user
@@ -39,7 +39,7 @@ class LoraPush:
         return sorted({name.rsplit(".", 1)[1] for name in self.modules} | {*experts})
 
 
-def lora_push(cfg: Config, shape: ModelShape, *, on_gpu: bool | None, sampler_obstacle: str | None = None) -> LoraPush | None:
+def lora_sync(cfg: Config, shape: ModelShape, *, on_gpu: bool | None, sampler_obstacle: str | None = None) -> LoraSync | None:
     """Return how this run sends its adapters to the sampler; None if it trains weights.
 
     Args:
@@ -61,14 +61,14 @@ def lora_push(cfg: Config, shape: ModelShape, *, on_gpu: bool | None, sampler_ob
             f"vllm_enable_lora true: the adapter cannot be pushed alone, for {obstacle}. Leave vllm_enable_lora out: merged weights are "
             "pushed then."))])  # fmt: skip
     if asked or (asked is None and not obstacle):
-        return LoraPush(kind="adapter", modules=modules, slot_rank=slot_rank(_named_rank(settings)) or 0)
+        return LoraSync(kind="adapter", modules=modules, slot_rank=slot_rank(_named_rank(settings)) or 0)
     notes = []
     if obstacle:
         notes.append(f"Note: the adapter is merged into the weights for every push, for {obstacle}.")
     if (cfg.rollout.vllm_dtype or cfg.model.torch_dtype) == "bfloat16":
         way = "Use vllm_dtype float32" if obstacle else "Leave vllm_enable_lora out, or use vllm_dtype float32"
         notes.append(f"WARNING: {MERGED_BFLOAT16} {way}.")
-    return LoraPush(kind="merged", modules=modules, slot_rank=0, notes=tuple(notes))
+    return LoraSync(kind="merged", modules=modules, slot_rank=0, notes=tuple(notes))
 
 
 def slot_rank(rank: int) -> int | None:

@@ -26,13 +26,13 @@ from megatron_grpo.config.config import RolloutConfig
 from megatron_grpo.data.image_processing import ImageProcessorSpec
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout import vllm_patches, vllm_requests
-from megatron_grpo.rollout.adapters import LoraPush
+from megatron_grpo.rollout.adapters import LoraSync
 from megatron_grpo.rollout.engine import SamplingSettings, WeightSyncError, prompt_seed
-from megatron_grpo.rollout.experts import ExpertLayers, of_group, told
+from megatron_grpo.rollout.experts import ExpertLayers, completion_routes, of_group
 from megatron_grpo.rollout.probes import probe_sequences
 from megatron_grpo.rollout.turns import DONE, GIVES_UP, EngineTurns, LeadingTurns, Player, follow, lead
 from megatron_grpo.rollout.vllm_weights import AdapterSlot, WeightLoader, buffers_of, missing_sentence, refuse_changed
-from megatron_grpo.types import Completion, Group, Prompt, answered
+from megatron_grpo.types import Completion, Group, Prompt, make_completion
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 
@@ -64,7 +64,7 @@ class ColocatedEngine:
         self._sleep_level = sleep_level
         self._weights = WeightLoader()
         self.version, self.has_base = 0, True
-        self._eyes: ImageProcessorSpec | None = None  # of a vision-language model
+        self._image_spec: ImageProcessorSpec | None = None  # of a vision-language model
         self._has_tower = True  # its vision-tower weights are those of the trainer, also where they are not pushed
         self._asleep: set[str] = set()  # of "weights" and "kv_cache": vLLM's names for what sleep takes away
         self._buffers: list[Any] = []  # one entry per worker, as before the engine slept
@@ -72,8 +72,8 @@ class ColocatedEngine:
 
     @classmethod
     def build(cls, cfg: RolloutConfig, *, model_path: str | Path, dtype: str, max_model_len: int, seed: int, rank: int, world_size: int,
-              lora: LoraPush | None = None, experts: ExpertLayers | None = None, eyes: ImageProcessorSpec | None = None,
-              most_pictures: int = 0, trust_remote_code: bool = False,
+              lora: LoraSync | None = None, experts: ExpertLayers | None = None, image_spec: ImageProcessorSpec | None = None,
+              max_images: int = 0, trust_remote_code: bool = False,
               patch: Callable[[], None] = lambda: None) -> ColocatedEngine:  # fmt: skip
         """Load the model and start the engine at version 0, so the first rollout needs no weight update. Collective over all ranks.
 
@@ -87,8 +87,8 @@ class ColocatedEngine:
             world_size: Number of ranks.
             lora: How adapters are pushed, if the run trains adapters.
             experts: Expert layers of the model, if the trainer replays the routing.
-            eyes: Image processing of a vision-language model.
-            most_pictures: Maximum number of images in a prompt.
+            image_spec: Image processing of a vision-language model.
+            max_images: Maximum number of images in a prompt.
             trust_remote_code: Whether vLLM may run code of the checkpoint.
             patch: Further patches of vLLM, called before the engine starts.
 
@@ -106,15 +106,15 @@ class ColocatedEngine:
         max_model_len = cfg.vllm_max_model_len or max_model_len
         room = lora if lora is not None and lora.kind == "adapter" else None
         options = vllm_requests.engine_options(
-            cfg, dtype=dtype, trust_remote_code=trust_remote_code, eyes=eyes, most_pictures=most_pictures, lora=room,
-            tells_experts=experts is not None, on_gpu=on_gpu,
+            cfg, dtype=dtype, trust_remote_code=trust_remote_code, image_spec=image_spec, max_images=max_images, lora=room,
+            returns_experts=experts is not None, on_gpu=on_gpu,
         )  # fmt: skip
         if collectives.has_job():
             options["distributed_executor_backend"] = "external_launcher"  # one worker in each of the launcher's ranks
         device = torch.cuda.current_device() if on_gpu else None
         with (
             vllm_patches.trainer_untouched(), launcher.on_device(device), activity.phase("starting vLLM"),
-            vllm_requests.refusals_in_words(cfg, max_model_len, on_gpu=on_gpu),
+            vllm_requests.grammar_errors(cfg, max_model_len, on_gpu=on_gpu),
         ):  # fmt: skip
             llm = LLM(
                 str(model_path), max_model_len=max_model_len,
@@ -126,7 +126,7 @@ class ColocatedEngine:
         engine = cls(llm, rank=rank, world_size=world_size, tensor_parallel_size=tp, max_model_len=max_model_len,
                      sleep_level=cfg.sleep_level if on_gpu else 0, adapter=AdapterSlot(llm, room.modules) if room else None,
                      experts=experts)  # fmt: skip
-        engine._eyes = eyes
+        engine._image_spec = image_spec
         return engine
 
     @property
@@ -142,12 +142,12 @@ class ColocatedEngine:
         self._check_lengths(prompts, sampling)
         mine = prompts[self._replica :: self._num_replicas]
         params = partial(vllm_requests.sampling_params, sampling, vocab_size=self._vocab_size)
-        requests = [(prompt.token_ids, prompt.pictures, params(self._request_seed(seed, prompt, sampling))) for prompt in mine]
+        requests = [(prompt.token_ids, prompt.images, params(self._request_seed(seed, prompt, sampling))) for prompt in mine]
         answers: list[list[Completion]] | None
         fault = None
         try:
             phase = activity.phase("sampling", total=len(mine) * sampling.n, unit="completions")
-            with phase, vllm_patches.given_up_where(self._llm.llm_engine, self._agreed_to_give_up()):
+            with phase, vllm_patches.cancelled_where(self._llm.llm_engine, self._all_cancelled()):
                 outputs = self._run(requests)
             fault = _fault(mine, outputs)
             answers = [self._completions(prompt, answer.outputs, sampling) for prompt, answer in zip(mine, outputs, strict=True)]
@@ -248,7 +248,9 @@ class ColocatedEngine:
         return False
 
     def probes(self) -> list[Scored]:
-        return probe_sequences(self._llm.get_tokenizer(), vocab_size=self._vocab_size, max_model_len=self._max_model_len, eyes=self._eyes)
+        return probe_sequences(
+            self._llm.get_tokenizer(), vocab_size=self._vocab_size, max_model_len=self._max_model_len, image_spec=self._image_spec
+        )
 
     def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
         return {f"rank {self._rank}": self.score(sequences)}
@@ -256,12 +258,12 @@ class ColocatedEngine:
     def score(self, sequences: Sequence[Scored]) -> list[list[float]]:
         """Return the log-probs of `scores` for this rank's engine."""
         self._wake("weights", "kv_cache")
-        asked = [(one.token_ids.tolist(), one.shown) for one in sequences]
-        answers = iter(self._run([(ids, shown, params) for long, shown in asked for ids, params in vllm_requests.scoring_requests(long)]))
+        asked = [(one.token_ids.tolist(), one.images) for one in sequences]
+        answers = iter(self._run([(ids, images, params) for long, images in asked for ids, params in vllm_requests.scoring_requests(long)]))
         return [vllm_requests.scores(ids, next(answers), next(answers)) for ids, _ in asked]
 
     @contextlib.contextmanager
-    def awake(self) -> Iterator[None]:
+    def wake_up(self) -> Iterator[None]:
         """Wake the engine for sampling, and put it to sleep at the end. Does nothing on a CPU and at sleep_level 0.
 
         At sleep_level 2 the weights are gone afterwards, and `version` is NO_VERSION.
@@ -310,12 +312,12 @@ class ColocatedEngine:
             if "weights" in asleep:
                 self._llm.collective_rpc(refuse_changed, args=(self._buffers[0], "sleep"))
 
-    def _run(self, requests: Sequence[tuple[Sequence[int], vllm_requests.Shown, Any]]) -> list[Any]:
+    def _run(self, requests: Sequence[tuple[Sequence[int], vllm_requests.PlacedImages, Any]]) -> list[Any]:
         if not requests:
             return []
         with vllm_patches.trainer_untouched():
             return self._llm.generate(
-                [vllm_requests.prompt_of(ids, shown) for ids, shown, _ in requests], [params for _, _, params in requests],
+                [vllm_requests.prompt_of(ids, images) for ids, images, _ in requests], [params for _, _, params in requests],
                 lora_request=self._adapter.request if self._adapter is not None else None, use_tqdm=False,
             )  # fmt: skip
 
@@ -323,14 +325,17 @@ class ColocatedEngine:
         experts: Sequence[np.ndarray | None] = [None] * len(outputs)
         if self._experts is not None:
             opening = len(prompt.token_ids)
-            experts = of_group([told(self._experts.read(one.routed_experts), opening, i) for i, one in enumerate(outputs)], opening)
+            experts = of_group(
+                [completion_routes(self._experts.read(one.routed_experts), opening, i) for i, one in enumerate(outputs)], opening
+            )
         draws = [vllm_requests.sampled(output, sampling, self._vocab_size) for output in outputs]
         return [
-            answered(
-                prompt.token_ids, output.token_ids, logprobs, kept=kept, text=output.text, ended=output.finish_reason,
-                version=self.version, experts=routes, shown=prompt.pictures,
+            make_completion(
+                prompt.token_ids, output.token_ids, logprobs, sampling_mask=sampling_mask, text=output.text,
+                finish_reason=output.finish_reason,
+                version=self.version, experts=routes, images=prompt.images,
             )
-            for output, (logprobs, kept), routes in zip(outputs, draws, experts, strict=True)
+            for output, (logprobs, sampling_mask), routes in zip(outputs, draws, experts, strict=True)
         ]  # fmt: skip
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: SamplingSettings) -> None:
@@ -347,7 +352,7 @@ class ColocatedEngine:
             flags = ["vllm_max_model_len", "max_completion_length"]
             raise ConfigError([Problem(flags=flags, nearest={"vllm_max_model_len": [needed]}, message=message)])
 
-    def _agreed_to_give_up(self) -> Callable[[], bool]:
+    def _all_cancelled(self) -> Callable[[], bool]:
         """Return the check for cancellation that runs before every step of the engine.
 
         The ranks of one engine step together, so they must cancel together.
@@ -379,15 +384,21 @@ class ColocatedEngine:
             RuntimeError: The arguments or the sampled tokens differ.
         """
         question = _question(*asked)
-        drawn = "" if answers is None else _digest(*(one.sequence.token_ids.tobytes() for found in answers for one in found))
-        everyone, faults = zip(*((told[:2], told[2]) for told in collectives.all_gather_object((question, drawn, fault))), strict=True)
+        sampled = "" if answers is None else _digest(*(one.sequence.token_ids.tobytes() for found in answers for one in found))
+        everyone, faults = zip(
+            *(
+                (completion_routes[:2], completion_routes[2])
+                for completion_routes in collectives.all_gather_object((question, sampled, fault))
+            ),
+            strict=True,
+        )
         if found := next((one for one in faults if one), None):
             raise RunError(found)
         _refuse_different((question for question, _ in everyone), "generate")
-        if answers is None or not all(drawn for _, drawn in everyone):
+        if answers is None or not all(sampled for _, sampled in everyone):
             raise CancelledError
         for first in range(0, len(everyone), self._tensor_parallel_size):
-            if len({drawn for _, drawn in everyone[first : first + self._tensor_parallel_size]}) > 1:
+            if len({sampled for _, sampled in everyone[first : first + self._tensor_parallel_size]}) > 1:
                 raise RuntimeError(
                     f"ranks {first} to {first + self._tensor_parallel_size - 1} share a vLLM engine but drew different tokens"
                 )
@@ -414,6 +425,6 @@ def _digest(*parts: bytes) -> str:
 def _fault(prompts: Sequence[Prompt], outputs: Sequence[Any]) -> str | None:
     """Return a sentence about the first prompt whose tokens in vLLM are not those of the trainer; None if there is no such prompt."""
     for prompt, output in zip(prompts, outputs, strict=True):
-        if prompt.pictures and (wrong := vllm_requests.difference(output, prompt.token_ids)):
+        if prompt.images and (wrong := vllm_requests.difference(output, prompt.token_ids)):
             return f"prompt {prompt.number} (data-set row {prompt.row}): {wrong}."
     return None

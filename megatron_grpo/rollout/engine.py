@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_grpo.config.config import RolloutConfig
-from megatron_grpo.config.sampling_mask import is_cut, sampling_fields_of, words_at_most
+from megatron_grpo.config.sampling_mask import is_cut, max_mask_tokens, sampling_fields_of
 from megatron_grpo.types import Group, Prompt
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.buckets import WeightUpdate
@@ -55,7 +55,7 @@ class SamplingSettings:
     top_p: float = 1.0
     top_k: int = 0  # 0 is off
     min_p: float = 0.0  # fraction of the most likely token's probability; 0 is off
-    tells_kept: bool = False  # return each token's sampling mask: what top_k, top_p, min_p and a grammar left; needs top_k
+    returns_sampling_mask: bool = False  # return each token's sampling mask: what top_k, top_p, min_p and a grammar left; needs top_k
     stop: tuple[str, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)  # further fields of vLLM's SamplingParams, as in JSON
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end-of-text IDs
@@ -69,7 +69,8 @@ class SamplingSettings:
             num_generations: Completions per prompt.
         """
         return cls(n=num_generations, max_completion_length=cfg.max_completion_length, temperature=cfg.temperature, top_p=cfg.top_p,
-                   top_k=words_at_most(cfg), min_p=cfg.min_p, tells_kept=is_cut(cfg), more=sampling_fields_of(cfg), stop=tuple(cfg.stop),
+                   top_k=max_mask_tokens(cfg), min_p=cfg.min_p, returns_sampling_mask=is_cut(cfg),
+                   more=sampling_fields_of(cfg), stop=tuple(cfg.stop),
                    stop_token_ids=tuple(cfg.stop_token_ids))  # fmt: skip
 
     def greedy(self) -> SamplingSettings:
@@ -124,7 +125,7 @@ class Sampler(Protocol):
             CancelledError: `should_cancel` returned true on a rank that waited.
         """
 
-    def awake(self) -> AbstractContextManager[None]:
+    def wake_up(self) -> AbstractContextManager[None]:
         """Return a context manager for `generate`: the engine takes the memory that it samples with, and releases it at the end."""
 
 

@@ -89,7 +89,7 @@ class ExpertLayers:
             )
 
 
-def told(routes: np.ndarray, opening: int, place: int) -> np.ndarray:
+def completion_routes(routes: np.ndarray, opening: int, place: int) -> np.ndarray:
     """Return the part of a completion's routing that is transferred.
 
     That is all tokens for the first completion of its group, and the tokens after the prompt for the others.
@@ -102,20 +102,20 @@ def told(routes: np.ndarray, opening: int, place: int) -> np.ndarray:
     return routes if place == 0 else routes[opening:]
 
 
-def of_group(told: Sequence[np.ndarray], opening: int) -> list[np.ndarray]:
+def of_group(completion_routes: Sequence[np.ndarray], opening: int) -> list[np.ndarray]:
     """Return `Sequence.experts` of each completion of a group. The prompt uses the experts of the first completion in all of them.
 
     So the common prefix stays equal, and is computed once. The last token, which the sampler did not run, routes freely.
 
     Args:
-        told: What `told` returned for each completion.
+        completion_routes: What `completion_routes` returned for each completion.
         opening: Tokens of the prompt.
 
     Returns:
         int16 [tokens, MoE layers, k] for each completion.
     """
-    prompt, last = told[0][:opening], np.broadcast_to(FREE, (1, *told[0].shape[1:]))
-    return [np.concatenate([prompt, routes if place else routes[opening:], last]) for place, routes in enumerate(told)]
+    prompt, last = completion_routes[0][:opening], np.broadcast_to(FREE, (1, *completion_routes[0].shape[1:]))
+    return [np.concatenate([prompt, routes if place else routes[opening:], last]) for place, routes in enumerate(completion_routes)]
 
 
 # ---- patches that make vLLM return experts in our ranks and on a CPU, which a release does not ------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_grpo.data.image_dataset import key_of
 from megatron_grpo.data.images import decoded
-from megatron_grpo.types import Sequence, whole
+from megatron_grpo.types import Sequence, make_sequence
 
 if TYPE_CHECKING:
     from megatron_grpo.data.image_processing import Grid, ImageProcessorSpec
@@ -23,28 +23,28 @@ FEWEST_WORDS = 3  # text tokens around an image
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawnPicture:
+class ProbeImage:
     """An `Image` of color waves: the same pixels wherever it is generated."""
 
-    eyes: ImageProcessorSpec
+    image_spec: ImageProcessorSpec
     height: int  # pixels
     width: int
 
     @property
     def grid(self) -> Grid:
-        return self.eyes.grid(self.height, self.width)
+        return self.image_spec.grid(self.height, self.width)
 
     @property
     def merge(self) -> int:
-        return self.eyes.merge
+        return self.image_spec.merge
 
     @property
     def num_tokens(self) -> int:
-        return self.eyes.tokens(self.grid)
+        return self.image_spec.tokens(self.grid)
 
     @cached_property
     def key(self) -> str:
-        return key_of(self.data(), self.eyes)
+        return key_of(self.data(), self.image_spec)
 
     def data(self) -> bytes:
         from PIL import Image
@@ -57,13 +57,13 @@ class DrawnPicture:
 
     @cached_property
     def _patches(self) -> np.ndarray:
-        return self.eyes.patches(decoded(self.data()))
+        return self.image_spec.patches(decoded(self.data()))
 
     def patches(self) -> np.ndarray:
         return self._patches
 
 
-def probe_sequences(tokenizer: Any, *, vocab_size: int, max_model_len: int, eyes: ImageProcessorSpec | None = None) -> list[Sequence]:
+def probe_sequences(tokenizer: Any, *, vocab_size: int, max_model_len: int, image_spec: ImageProcessorSpec | None = None) -> list[Sequence]:
     """Return sequences of random ordinary tokens; for a vision-language model, up to half of them contain an image.
 
     A fault of the vision tower shows in no other sequence. Where `max_model_len` is small, the sequences with an image have fewer text
@@ -73,24 +73,24 @@ def probe_sequences(tokenizer: Any, *, vocab_size: int, max_model_len: int, eyes
         tokenizer: Hugging Face tokenizer.
         vocab_size: Vocabulary size of the model; the tokenizer may have more or fewer tokens.
         max_model_len: Maximum length of a sequence and one generated token, in tokens.
-        eyes: Image processing of a vision-language model; None for a text model.
+        image_spec: Image processing of a vision-language model; None for a text model.
     """
-    special = set(tokenizer.all_special_ids) | ({eyes.image_token, *eyes.around} if eyes else set())
+    special = set(tokenizer.all_special_ids) | ({image_spec.image_token, *image_spec.around} if image_spec else set())
     ordinary = np.array([token for token in range(min(len(tokenizer), vocab_size)) if token not in special])
     # One position is reserved for the token that vLLM always generates.
     length = min(LENGTH, max_model_len - 1)
-    drawn = np.random.default_rng(0).choice(ordinary, (NUM_PROBES, length)).tolist()
-    if eyes is None:
-        return [whole(row) for row in drawn]
-    pictures = [DrawnPicture(eyes=eyes, height=2 * eyes.side, width=width * eyes.side) for width in (3, 2)]
-    fitting = [(one, room) for one in pictures if (room := max_model_len - 1 - one.num_tokens - 2) >= FEWEST_WORDS]
-    seen = [_showing(row[:room], one) for row, (one, room) in zip(drawn, fitting, strict=False)]
-    return [*seen, *(whole(row) for row in drawn[len(seen) :])]
+    sampled = np.random.default_rng(0).choice(ordinary, (NUM_PROBES, length)).tolist()
+    if image_spec is None:
+        return [make_sequence(row) for row in sampled]
+    images = [ProbeImage(image_spec=image_spec, height=2 * image_spec.side, width=width * image_spec.side) for width in (3, 2)]
+    fitting = [(one, room) for one in images if (room := max_model_len - 1 - one.num_tokens - 2) >= FEWEST_WORDS]
+    seen = [_showing(row[:room], one) for row, (one, room) in zip(sampled, fitting, strict=False)]
+    return [*seen, *(make_sequence(row) for row in sampled[len(seen) :])]
 
 
-def _showing(tokens: list[int], picture: DrawnPicture) -> Sequence:
+def _showing(tokens: list[int], image: ProbeImage) -> Sequence:
     """Insert the image in the middle, so that tokens after it attend to it."""
-    begin, end = picture.eyes.around
+    begin, end = image.image_spec.around
     place = len(tokens) // 3
-    there = [begin, *[picture.eyes.image_token] * picture.num_tokens, end]
-    return whole([*tokens[:place], *there, *tokens[place:]], shown=((place + 1, picture),))
+    there = [begin, *[image.image_spec.image_token] * image.num_tokens, end]
+    return make_sequence([*tokens[:place], *there, *tokens[place:]], images=((place + 1, image),))

@@ -13,7 +13,7 @@ from megatron_grpo.base.errors import CancelledError
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import GenerationFuture, SamplingSettings, WeightSyncError
 from megatron_grpo.rollout.turns import wait_together
-from megatron_grpo.types import Completion, Group, Prompt, whole
+from megatron_grpo.types import Completion, Group, Prompt, make_sequence
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 
@@ -31,8 +31,8 @@ class _Flight:
 
     def __init__(self, work: Callable[[Event], list[Group]], should_cancel: Callable[[], bool]):
         self._future: Future[list[Group]] = Future()
-        self._dropped, self._gives_up = Event(), should_cancel
-        self.seconds, self.has_ended = 0.0, False
+        self._dropped, self._should_cancel = Event(), should_cancel
+        self.seconds, self.is_finished = 0.0, False
         Thread(target=self._run, args=(work,), name="scripted answers", daemon=True).start()
 
     def _run(self, work: Callable[[Event], list[Group]]) -> None:
@@ -47,16 +47,16 @@ class _Flight:
 
     def wait(self, seconds: float | None = None) -> bool:
         return wait_together(
-            lambda most: bool(wait([self._future], most).done), seconds, should_cancel=self._gives_up if seconds is None else None
+            lambda most: bool(wait([self._future], most).done), seconds, should_cancel=self._should_cancel if seconds is None else None
         )
 
     def groups(self) -> list[Group]:
-        self.has_ended = True
+        self.is_finished = True
         return self._future.result()
 
     def drop(self) -> None:
         self._dropped.set()
-        self.has_ended = True
+        self.is_finished = True
 
 
 class ScriptedEngine:
@@ -73,7 +73,7 @@ class ScriptedEngine:
     def __init__(self, answer: Answer, *, score: Callable[[Sequence[int]], list[float]] | None = None):
         self._answer, self._score = answer, score
         self.version, self.has_base = 0, True
-        self._flights: list[_Flight] = []
+        self._futures: list[_Flight] = []
         self.should_cancel: Callable[[], bool] = lambda: False
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
@@ -86,9 +86,9 @@ class ScriptedEngine:
 
     def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> GenerationFuture:
         version = self.version
-        flight = _Flight(lambda dropped: self._answered(prompts, sampling, version, dropped.is_set), self.should_cancel)
-        self._flights.append(flight)
-        return flight
+        future = _Flight(lambda dropped: self._answered(prompts, sampling, version, dropped.is_set), self.should_cancel)
+        self._futures.append(future)
+        return future
 
     def _answered(
         self, prompts: Sequence[Prompt], sampling: SamplingSettings, version: int, should_cancel: Callable[[], bool]
@@ -108,9 +108,9 @@ class ScriptedEngine:
         return False
 
     def take(self, update: WeightUpdate) -> None:
-        if not all(flight.has_ended for flight in self._flights):
+        if not all(future.is_finished for future in self._futures):
             raise WeightSyncError(f"version {update.version} was pushed to the scripted engine while it was answering prompts.")
-        self._flights = []
+        self._futures = []
         self.version = NO_VERSION  # until all of it has arrived
         if update.kind == "adapter" and not self.has_base:
             raise WeightSyncError("the scripted engine has no base for an adapter.")
@@ -120,14 +120,14 @@ class ScriptedEngine:
         self.version, self.has_base = update.version, update.kind != "merged"
 
     def probes(self) -> list[Scored]:
-        return [whole((4, 5, 6, 7)), whole((7, 6, 5, 4))]
+        return [make_sequence((4, 5, 6, 7)), make_sequence((7, 6, 5, 4))]
 
     def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
         asked = [tuple(one.token_ids.tolist()) for one in sequences]
         return {f"rank {collectives.rank()}": [self._score(ids) if self._score else [0.0] * (len(ids) - 1) for ids in asked]}
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
+    def wake_up(self) -> Iterator[None]:
         yield
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ class SampledTurn:
     logprobs: tuple[float, ...]
     is_cut: bool  # truncated at max_tokens
     version: int  # of the weights
-    kept: SamplingMask | None = None  # the sampling mask, where it is returned
+    sampling_mask: SamplingMask | None = None  # the sampling mask, where it is returned
 
 
 class TurnSampler(Protocol):
@@ -169,9 +169,11 @@ class EngineTurns:
     def _drawn(self, output: Any) -> SampledTurn:
         from megatron_grpo.rollout.vllm_requests import sampled
 
-        logprobs, kept = sampled(output, self._sampling, self._vocab_size)
+        logprobs, sampling_mask = sampled(output, self._sampling, self._vocab_size)
         is_cut = output.finish_reason == "length"
-        return SampledTurn(token_ids=tuple(output.token_ids), logprobs=tuple(logprobs), is_cut=is_cut, version=self._version, kept=kept)
+        return SampledTurn(
+            token_ids=tuple(output.token_ids), logprobs=tuple(logprobs), is_cut=is_cut, version=self._version, sampling_mask=sampling_mask
+        )
 
 
 class LeadingTurns(EngineTurns):
@@ -183,14 +185,14 @@ class LeadingTurns(EngineTurns):
     Args:
         engine: vLLM's LLMEngine.
         sampling: Sampling parameters.
-        tell: Broadcasts an object from this rank to all ranks of the engine, and returns it.
+        broadcast: Broadcasts an object from this rank to all ranks of the engine, and returns it.
         version: Version of the weights.
         adapter: vLLM's LoRARequest, or None.
     """
 
-    def __init__(self, engine: Any, sampling: SamplingSettings, tell: Callable[[Any], Any], *, version: int, adapter: Any = None):
+    def __init__(self, engine: Any, sampling: SamplingSettings, broadcast: Callable[[Any], Any], *, version: int, adapter: Any = None):
         super().__init__(engine, sampling, version=version, adapter=adapter)
-        self._tell = tell
+        self._tell = broadcast
         self._joining: list[tuple[Key, tuple[int, ...], int, int]] = []
         self._digest = b""  # of the turns that finished in the last step
 
@@ -214,12 +216,12 @@ class LeadingTurns(EngineTurns):
         self._tell(state)
 
 
-def follow(turns: EngineTurns, hear: Callable[[], Any], digest: bytes) -> tuple[float, bytes]:
+def follow(turns: EngineTurns, receive: Callable[[], Any], digest: bytes) -> tuple[float, bytes]:
     """Repeat the steps of the first rank of a shared engine on another of its ranks, until the first rank rests.
 
     Args:
         turns: This rank's engine.
-        hear: Receives the next message of the first rank.
+        receive: Receives the next message of the first rank.
         digest: Digest of the turns that finished in the last step.
 
     Returns:
@@ -228,7 +230,7 @@ def follow(turns: EngineTurns, hear: Callable[[], Any], digest: bytes) -> tuple[
     Raises:
         RuntimeError: This rank sampled other tokens than the first.
     """
-    while not isinstance(heard := hear(), float):
+    while not isinstance(heard := receive(), float):
         joining, expected = heard
         if expected != digest:
             raise RuntimeError("ranks share a vLLM engine but drew different tokens")
@@ -241,7 +243,7 @@ def follow(turns: EngineTurns, hear: Callable[[], Any], digest: bytes) -> tuple[
 def _digest(found: Sequence[tuple[Key, SampledTurn]]) -> bytes:
     if not found:
         return b""
-    return hashlib.blake2b(repr([(key, drawn.token_ids) for key, drawn in found]).encode(), digest_size=8).digest()
+    return hashlib.blake2b(repr([(key, sampled.token_ids) for key, sampled in found]).encode(), digest_size=8).digest()
 
 
 def lead(player: Player, turns: TurnSampler, should_cancel: Callable[[], bool], *, version: int) -> float:

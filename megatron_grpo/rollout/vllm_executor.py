@@ -7,5 +7,5 @@ from megatron_grpo.rollout.experts import wire_cpu_runner
 wire_cpu_runner()  # the engine's process validates its configuration again, after the process that created it
 
 
-class ToldWorkers(MultiprocExecutor):
+class OneCallExecutor(MultiprocExecutor):
     """vLLM's multiprocess executor, unchanged; importing this module applies the patch."""

@@ -289,7 +289,7 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 
 
 @contextlib.contextmanager
-def given_up_where(engine: Any, has_no_time: Callable[[], bool]) -> Iterator[None]:
+def cancelled_where(engine: Any, has_no_time: Callable[[], bool]) -> Iterator[None]:
     """Check for cancellation before every engine step inside the context; on cancellation abort all requests and raise CancelledError.
 
     `LLM.generate` steps until every request is finished, and cannot be interrupted otherwise.
@@ -303,13 +303,13 @@ def given_up_where(engine: Any, has_no_time: Callable[[], bool]) -> Iterator[Non
     """
     step = engine.step
 
-    def step_unless_given_up() -> Any:
+    def step_unless_cancelled() -> Any:
         if has_no_time():
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
             raise CancelledError
         return step()
 
-    engine.step = step_unless_given_up
+    engine.step = step_unless_cancelled
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ from megatron_grpo.config.sampling_mask import FIELD, MOST
 from megatron_grpo.data.image_dataset import num_tokens, shortened
 from megatron_grpo.data.image_processing import ImageProcessorSpec
 from megatron_grpo.data.images import decoded
-from megatron_grpo.rollout.adapters import LoraPush
+from megatron_grpo.rollout.adapters import LoraSync
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.types import Image, SamplingMask
 
@@ -93,7 +93,7 @@ def sampling_params(sampling: SamplingSettings, seed: int | None, *, vocab_size:
         n=sampling.n, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p, seed=seed,
         max_tokens=sampling.max_completion_length, stop=list(sampling.stop), stop_token_ids=list(sampling.stop_token_ids),
         # The sampled token's; and those of the sampling mask, where it is returned. Flat: see `take_logprobs_as_they_come`.
-        logprobs=num_asked(sampling.top_k, vocab_size) if sampling.tells_kept else 0, flat_logprobs=True,
+        logprobs=num_asked(sampling.top_k, vocab_size) if sampling.returns_sampling_mask else 0, flat_logprobs=True,
         **asked, **more,
     )  # fmt: skip
 
@@ -164,14 +164,14 @@ def sampled(output: Any, sampling: SamplingSettings, vocab_size: int) -> tuple[l
             "next, for its tokenizer cannot write what is asked for; or the log of vLLM has another reason."
         )
     logprobs = sampled_logprobs(output)
-    if not sampling.tells_kept:
+    if not sampling.returns_sampling_mask:
         return logprobs, None
     form = len(logprobs), 1 + num_asked(sampling.top_k, vocab_size)
     ids, of_words = np.zeros(form, dtype=np.int32), np.full(form, -np.inf, dtype=np.float32)
     for place, (left, values) in enumerate(output.logprobs):
         ids[place, : len(left)], of_words[place, : len(left)] = left, values
-    told, kept = whole_or_cut(ids, of_words, vocab_size)
-    return told.tolist(), kept
+    told, sampling_mask = whole_or_cut(ids, of_words, vocab_size)
+    return told.tolist(), sampling_mask
 
 
 def scoring_requests(ids: Sequence[int]) -> list[tuple[Sequence[int], Any]]:
@@ -228,23 +228,23 @@ def whole_scores(ids: Sequence[int], output: Any) -> list[float]:
 # ---- a prompt with images ------------------------------------------------------------------------------------------------------------
 
 
-Shown = Sequence[tuple[int, Image]]  # (index of its first token, image)
+PlacedImages = Sequence[tuple[int, Image]]  # (index of its first token, image)
 
 
-def picture_options(eyes: ImageProcessorSpec | None, most_pictures: int, *, on_gpu: bool) -> dict[str, Any]:
+def image_options(image_spec: ImageProcessorSpec | None, max_images: int, *, on_gpu: bool) -> dict[str, Any]:
     """Return the arguments of an engine for prompts with images; none for a text model. Patches vLLM's image processor.
 
     Args:
-        eyes: Image processing of a vision-language model; None for a text model.
-        most_pictures: Maximum number of images in a prompt.
+        image_spec: Image processing of a vision-language model; None for a text model.
+        max_images: Maximum number of images in a prompt.
         on_gpu: Whether the engine runs on a GPU.
     """
-    if eyes is None:
+    if image_spec is None:
         return {}
     take_pillow()
     return {
-        "limit_mm_per_prompt": {"image": max(1, most_pictures), "video": 0},
-        "mm_processor_kwargs": {"size": eyes.processor_size},
+        "limit_mm_per_prompt": {"image": max(1, max_images), "video": 0},
+        "mm_processor_kwargs": {"size": image_spec.processor_size},
         "mm_device_do_normalize": False,  # the processor does it, as in the trainer
         "skip_mm_profiling": not on_gpu,  # it encodes the largest possible image; a CPU's KV cache is not measured
     }
@@ -282,20 +282,20 @@ _SHARED = (
 )  # fmt: skip
 
 
-def prompt_of(token_ids: Sequence[int], shown: Shown) -> dict[str, Any]:
+def prompt_of(token_ids: Sequence[int], images: PlacedImages) -> dict[str, Any]:
     """Return vLLM's input for a prompt with expanded image tokens.
 
     Args:
         token_ids: Token IDs of the prompt.
-        shown: Its images.
+        images: Its images.
 
     Raises:
         ConfigError: An image cannot be read any more.
     """
-    if not shown:
+    if not images:
         return {"prompt_token_ids": [int(token) for token in token_ids]}
-    spans = [(place, num_tokens(picture)) for place, picture in shown]
-    return prompt_with(token_ids, spans, [decoded(picture.data()) for _, picture in shown])
+    spans = [(place, num_tokens(image)) for place, image in images]
+    return prompt_with(token_ids, spans, [decoded(image.data()) for _, image in images])
 
 
 def prompt_with(token_ids: Sequence[int], spans: Sequence[tuple[int, int]], images: Sequence[Any], **more: Any) -> dict[str, Any]:
@@ -331,8 +331,9 @@ def difference(output: Any, token_ids: Sequence[int]) -> str | None:
 
 
 def engine_options(
-    cfg: RolloutConfig, *, dtype: str, trust_remote_code: bool, eyes: ImageProcessorSpec | None, most_pictures: int, lora: LoraPush | None,
-    tells_experts: bool, on_gpu: bool,
+    cfg: RolloutConfig, *, dtype: str, trust_remote_code: bool, image_spec: ImageProcessorSpec | None, max_images: int,
+    lora: LoraSync | None,
+    returns_experts: bool, on_gpu: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the arguments of every engine, inside the ranks and behind HTTP. Call after `vllm_patches.apply_patches`.
 
@@ -340,10 +341,10 @@ def engine_options(
         cfg: Rollout configuration.
         dtype: Dtype of the model; `vllm_dtype` of the settings takes precedence.
         trust_remote_code: Whether vLLM may run code of the checkpoint.
-        eyes: Image processing of a vision-language model.
-        most_pictures: Maximum number of images in a prompt.
+        image_spec: Image processing of a vision-language model.
+        max_images: Maximum number of images in a prompt.
         lora: How adapters are pushed, if they are pushed alone.
-        tells_experts: Whether the engine returns expert routing.
+        returns_experts: Whether the engine returns expert routing.
         on_gpu: Whether the engine runs on a GPU.
     """
     from megatron_grpo.rollout.experts import expert_options
@@ -351,8 +352,8 @@ def engine_options(
 
     options = gpu_options(cfg) if on_gpu else cpu_options(cfg)
     options |= lora_options(lora) if lora is not None else {}
-    options |= expert_options(on_gpu=on_gpu) if tells_experts else {}
-    return options | picture_options(eyes, most_pictures, on_gpu=on_gpu) | cfg.vllm_engine_kwargs | {
+    options |= expert_options(on_gpu=on_gpu) if returns_experts else {}
+    return options | image_options(image_spec, max_images, on_gpu=on_gpu) | cfg.vllm_engine_kwargs | {
         "dtype": cfg.vllm_dtype or dtype,
         "trust_remote_code": trust_remote_code,
         "tensor_parallel_size": cfg.vllm_tensor_parallel_size,
@@ -365,7 +366,7 @@ def engine_options(
 
 
 @contextmanager
-def refusals_in_words(cfg: RolloutConfig, max_model_len: int, *, on_gpu: bool) -> Iterator[None]:
+def grammar_errors(cfg: RolloutConfig, max_model_len: int, *, on_gpu: bool) -> Iterator[None]:
     """Convert vLLM's errors into messages about settings. Wraps the start of an engine.
 
     Args:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_grpo.rollout import vllm_patches
-from megatron_grpo.rollout.adapters import LoraPush
+from megatron_grpo.rollout.adapters import LoraSync
 from megatron_grpo.rollout.engine import WeightSyncError
 from megatron_grpo.rollout.vllm_weight_layout import Named, Pack, Table, WeightLayoutRecorder, same_bits
 from megatron_grpo.weights.buckets import WeightUpdate
@@ -215,7 +215,7 @@ def kept_whole(named: Named) -> Iterator[tuple[str, torch.Tensor]]:
 # ---- the adapter that an engine samples with: one at a time, from memory, each under a new name --------------------------------------
 
 
-def lora_options(push: LoraPush) -> dict[str, Any]:
+def lora_options(push: LoraSync) -> dict[str, Any]:
     """Return the arguments of a vLLM engine with room for one adapter, on the modules that have one and no others.
 
     Args:

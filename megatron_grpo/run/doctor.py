@@ -91,7 +91,7 @@ def run_doctor(argv: list[str]) -> int:
     if unknown := [word for word in argv if word != "--json"]:
         raise ConfigError(f"doctor takes --json and nothing else, not {unknown[0]}.")
     as_json, found = "--json" in argv, list[Check]()
-    for check in look_at_everything():
+    for check in check_all():
         found.append(check)
         if not as_json:
             _tell(check)
@@ -103,7 +103,7 @@ def run_doctor(argv: list[str]) -> int:
     return EXIT_CRASH if failed else EXIT_DONE
 
 
-def look_at_everything() -> Iterator[Check]:
+def check_all() -> Iterator[Check]:
     """Yield the result of each check as soon as it is known."""
     broken = set[str]()
     for check in look_at_packages():

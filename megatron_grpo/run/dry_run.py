@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RewardError, config_error, said_by
+from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RewardError, config_error, printable
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.config import Parsed
 from megatron_grpo.config.config import Config
 from megatron_grpo.data.chat import PromptEncoder, as_completion
-from megatron_grpo.data.checks import PromptRows, check_pictures
+from megatron_grpo.data.checks import PromptRows, check_images
 from megatron_grpo.data.image_dataset import num_tokens
 from megatron_grpo.data.streamed import rows_to_look_at
 from megatron_grpo.rewards.loading import close_rewards
@@ -67,7 +67,7 @@ class DryRun:
         lengths: Tokens of a prompt, by name of the quantile.
         num_too_long: Prompts longer than `max_prompt_length`.
         prompt: The first prompt, as the model receives it.
-        pictures: A line about the images; "" without any.
+        images: A line about the images; "" without any.
         wrong: Problems that a run would hit, in sentences.
         notes: Other findings, in sentences.
         episodes: Course of an episode, by what the model says at every turn.
@@ -79,7 +79,7 @@ class DryRun:
     lengths: dict[str, int] = field(default_factory=dict)
     num_too_long: int = 0
     prompt: str = ""
-    pictures: str = ""
+    images: str = ""
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     episodes: dict[str, str] = field(default_factory=dict)
@@ -106,7 +106,7 @@ def run_dry_run(argv: Sequence[str], parse: Callable[[Sequence[str]], Parsed]) -
     cfg = parsed.config
     with redirect_stdout(sys.stderr):  # a reward function may print, and stdout is for the report
         found = dry_run(cfg, num_rows)
-    print(json.dumps({"passed": not found.wrong, **asdict(found)}, indent=1) if cfg.plan.json else in_words(found, cfg))
+    print(json.dumps({"passed": not found.wrong, **asdict(found)}, indent=1) if cfg.plan.json else report_lines(found, cfg))
     return EXIT_CRASH if found.wrong else EXIT_DONE
 
 
@@ -124,14 +124,14 @@ def _rows_asked(argv: Sequence[str]) -> tuple[int, list[str]]:
 
 def rows_alone(cfg: Config, found: ValidatedInputs) -> None:
     """Read rows without tokenizing them. They are tokenized one by one later, so that each failure can be reported."""
-    found.rows = rows_to_look_at(cfg.data, eyes=found.eyes, is_blind=found.is_blind, seed=cfg.run.seed)
-    check_pictures(found.rows, at_most=MOST_LENGTHS)
+    found.rows = rows_to_look_at(cfg.data, image_spec=found.image_spec, is_blind=found.is_blind, seed=cfg.run.seed)
+    check_images(found.rows, at_most=MOST_LENGTHS)
 
 
 PARTS = (
     InputPart("model", inputs.model),
     InputPart("tokenizer", inputs.tokenizer, needs="model_path"),
-    InputPart("eyes", inputs.eyes, needs="tokenizer"),
+    InputPart("eyes", inputs.image_spec, needs="tokenizer"),
     InputPart("dataset", rows_alone),
     InputPart("environment", inputs.environment, "environment tools"),
     InputPart("rewards", inputs.rewards),  # the user's code comes last: it may change the working directory
@@ -156,7 +156,9 @@ def dry_run(cfg: Config, num_rows: int = ROWS) -> DryRun:
         if rows.is_beginning:
             found.notes.append(f"streaming: the first {len(rows):,} rows were looked at; a run looks at the others when it comes to them.")
         tools = opened.environment.tools if opened.environment is not None else ()
-        encode = PromptEncoder(opened.tokenizer, system=cfg.data.system, options=cfg.data.template_options, tools=tools, eyes=opened.eyes)
+        encode = PromptEncoder(
+            opened.tokenizer, system=cfg.data.system, options=cfg.data.template_options, tools=tools, image_spec=opened.image_spec
+        )
         _look_at_prompts(found, cfg, rows, encode)
         batches = _batches(found, cfg, opened, rows, list(_spread(len(rows), min(num_rows, len(rows)))), encode)
         for function in opened.rewards:
@@ -175,17 +177,17 @@ def _look_at_prompts(found: DryRun, cfg: Config, rows: PromptRows, encode: Promp
     lengths, refused = [], Counter[str]()
     for index in _spread(len(rows), MOST_LENGTHS):
         try:
-            pictures = rows.pictures(index)
-            token_ids = encode(rows.raw(index), pictures)
+            images = rows.images(index)
+            token_ids = encode(rows.raw(index), images)
         except Exception as error:  # noqa: BLE001 - a chat template may raise anything, and such errors are what this looks for
-            refused[f"{type(error).__name__}: {said_by(error)}"] += 1
+            refused[f"{type(error).__name__}: {printable(error)}"] += 1
             continue
         lengths.append(len(token_ids))
-        tokens += [num_tokens(one) for one in pictures]
+        tokens += [num_tokens(one) for one in images]
         found.prompt = found.prompt or encode.tokenizer.decode(token_ids)
     found.num_tokenised = len(lengths) + refused.total()
     if tokens:
-        found.pictures = (
+        found.images = (
             f"Pictures: {len(tokens):,} with {sum(tokens) / len(tokens):,.0f} tokens on average, at most {max(tokens):,}: "
             f"{sum(tokens) / max(1, sum(lengths)):.0%} of all tokens of prompts. None is damaged."
         )
@@ -356,14 +358,14 @@ def _mean(one: Judged) -> float | None:
 # -- report -------------------------------------------------------------------------------------------------------------------------------
 
 
-def in_words(found: DryRun, cfg: Config) -> str:
+def report_lines(found: DryRun, cfg: Config) -> str:
     """Return the report as text."""
     shown = found.prompt if len(found.prompt) <= WIDTH else found.prompt[:WIDTH] + " ..."
     of_all = "" if found.num_tokenised == found.num_rows else f", {found.num_tokenised:,} of them tokenised"
     lines = [f"{cfg.data.dataset}: {found.num_rows:,} prompts{of_all}", "", "The first prompt, as the model will see it:", shown, ""]
     if found.lengths:
         lines.append("Tokens of a prompt: " + ", ".join(f"{name} {length:,}" for name, length in found.lengths.items()))
-    lines += [found.pictures] if found.pictures else []
+    lines += [found.images] if found.images else []
     if found.episodes:
         lines += ["", "Episodes in which the model says, at every turn,", *(f"  {kind}: {told}" for kind, told in found.episodes.items())]
     lines += ["", *_table(found)] if found.rewards else []

@@ -18,7 +18,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import sets_of
 from megatron_grpo.config.validation import validate
 from megatron_grpo.metrics.display import Display
-from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, in_words
+from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, describe
 from megatron_grpo.parallel import state
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter
@@ -62,12 +62,12 @@ def run_eval(parsed: Parsed, bitwise_parity: Callable[[], None]) -> int:
         parallel = start_parallel(cfg, layout)
         clean_up.add(state.stop)
         take_output_dir(cfg, parallel, clean_up)
-        display = Display() if parallel.is_main else None
+        display = Display() if parallel.is_rank_zero else None
         if display is not None:
             mark(Path(cfg.run.output_dir), _EVAL)
             display.open()
             for note in looked.notes:
-                display.say(note)
+                display.print_line(note)
             clean_up.add(display.stop)
         step, evaluated = evaluate(cfg, looked, parallel, clean_up, bitwise_parity)
         if display is not None:
@@ -124,13 +124,15 @@ def evaluate(
     step, model = loaded(cfg, looked, parallel)
     engine = ENGINES[cfg.rollout.vllm_mode](cfg, looked, parallel, bitwise_parity=bitwise_parity)
     clean_up.add(engine.close)
-    sampler, judge = answering(cfg, looked, engine), RewardManager(looked.rewards, cfg.rewards.reward_weights)
+    sampler, reward_manager = answering(cfg, looked, engine), RewardManager(looked.rewards, cfg.rewards.reward_weights)
     if model is not None:
         is_coarse = cfg.model.torch_dtype != "float32"
-        publisher = WeightSyncManager(model, engine, verify=cfg.rollout.verify_weight_push, is_coarse=is_coarse, starts_as_checkpoint=False)
-        publisher.publish(step)
-        sampler = generator_of(cfg, looked, sampler, judge, Timers(), again=partial(publisher.publish, step))
-    return step, build_evaluator(cfg, looked, sampler, judge, last_step=0).run()
+        weight_sync = WeightSyncManager(
+            model, engine, verify=cfg.rollout.verify_weight_push, is_coarse=is_coarse, starts_as_checkpoint=False
+        )
+        weight_sync.sync_weights(step)
+        sampler = generator_of(cfg, looked, sampler, reward_manager, Timers(), again=partial(weight_sync.sync_weights, step))
+    return step, build_evaluator(cfg, looked, sampler, reward_manager, last_step=0).run()
 
 
 def loaded(cfg: Config, looked: ValidatedInputs, parallel: ParallelState) -> tuple[int, FrozenPolicy | None]:
@@ -162,9 +164,9 @@ def _tell(cfg: Config, display: Display, step: int, evaluated: Sequence[Evaluate
     evaluations = Evaluations(out, replaces=False, writes_completions=bool(cfg.run.log_completions_steps))
     evaluations.start()
     what = _what(cfg)
-    how, heads, rows = in_words([evaluations.add(step, one, model=what) for one in evaluated])
+    how, heads, rows = describe([evaluations.add(step, one, model=what) for one in evaluated])
     display.table(f"{what} ({how})", heads, rows)
-    display.say(f"Done: {out}")
+    display.print_line(f"Done: {out}")
 
 
 def _what(cfg: Config) -> str:

@@ -25,8 +25,8 @@ from megatron_grpo.base.errors import (
     config_error,
     first_line,
     keep_secret,
+    printable,
     problem_with,
-    said_by,
 )
 from megatron_grpo.base.files import MARK, mark, mark_of, why_not_replaced
 from megatron_grpo.checkpoint.fingerprints import base_problems, model_fingerprint
@@ -227,7 +227,7 @@ def push_to_hub(repositories: dict[Path, str]) -> None:
             upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=MARK, commit_message="Trained with megatron_grpo")
         except Exception as error:  # noqa: BLE001 - errors of HTTP, of files or of the client: the export is complete anyway
             again = shlex.join(["hf", "upload", repository, str(folder.absolute()), "."])
-            reason = said_by(error, first_line) or type(error).__name__
+            reason = printable(error, first_line) or type(error).__name__
             failures.append(f"{folder} was not uploaded to {repository} ({reason}). It is complete on this disk; upload it with: {again}")
         else:
             print(f"Pushed: {folder} to {repository}", flush=True)
@@ -245,7 +245,7 @@ def _repository(cfg: Config, suffix: str) -> str:
     try:
         return create_repo(name, private=cfg.run.hub_private_repo, exist_ok=True).repo_id
     except Exception as error:  # HTTP errors, an invalid name, no network
-        reason = said_by(error, first_line) or type(error).__name__
+        reason = printable(error, first_line) or type(error).__name__
         raise config_error(_OF_THE_HUB, f"push_to_hub: the repository {name} can neither be made nor used: {reason}") from error
 
 

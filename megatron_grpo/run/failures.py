@@ -29,7 +29,7 @@ from megatron_grpo.base.errors import (
     RewardError,
     RunError,
     RunInterruptedError,
-    said_by,
+    printable,
 )
 
 PREFIX = "megatron-grpo: "
@@ -43,21 +43,21 @@ def report(error: BaseException) -> int:
     Args:
         error: The error that ended the process.
     """
-    text, code = told(error)
+    text, code = describe_error(error)
     if code == EXIT_CONFIG or (isinstance(error, RunInterruptedError) and error.is_final):
         launcher.note_end(code)
     if text is not None:
-        tell(text)
+        print_error(text)
         return code
     trace = traceback.format_exc()
     rank = launcher.read().rank
-    line = f"{PREFIX}rank {rank}: {type(error).__name__}: {said_by(error, most=4000)}"
+    line = f"{PREFIX}rank {rank}: {type(error).__name__}: {printable(error, most=4000)}"
     note(f"{line}\n{trace}")
     print(f"{trace}{line}", file=sys.stderr, flush=True)
     return code
 
 
-def tell(text: str) -> None:
+def print_error(text: str) -> None:
     """Print a message once on each machine, by whichever rank comes first, and write it to torchrun's error file.
 
     Args:
@@ -71,7 +71,7 @@ def tell(text: str) -> None:
             note("This rank ends for the same reason as the first one.", seconds_later=1)
 
 
-def told(error: BaseException) -> tuple[str | None, int]:
+def describe_error(error: BaseException) -> tuple[str | None, int]:
     """Return (message, exit code) for an error; the message is None if only a traceback helps.
 
     Args:
@@ -112,11 +112,11 @@ def _turn(text: str) -> Iterator[bool]:
     it, and the next one prints. Where ranks share no file, the first rank of each machine prints.
     """
     launched = launcher.read()
-    if launched.said is None:
+    if launched.report_file is None:
         yield launched.speaks
         return
     try:
-        stream = launched.said.open("a+")
+        stream = launched.report_file.open("a+")
     except OSError:  # printing twice is better than not at all
         yield True
         return

@@ -183,7 +183,7 @@ def write_down(**facts: Any) -> None:
             `output_dir`: where a report is written.
     """
     if _note_file is not None:
-        _note.update(facts, step=activity.step, words=activity.in_words(activity.current()))
+        _note.update(facts, step=activity.step, words=activity.describe(activity.current()))
         os.pwrite(_note_file, json.dumps(_note).encode() + b"\n", 0)  # the rest of a longer previous note stays behind the end of the line
 
 

@@ -51,7 +51,7 @@ class ValidatedInputs:
         model_path: The model's directory.
         shape: The model's shape.
         tokenizer: The model's tokenizer. Without one, only `rows` are read, not `prompts`.
-        eyes: Image processor of a vision-language model.
+        image_spec: Image processor of a vision-language model.
         is_blind: Whether the model is known to take no images.
         environment: Class whose instances are the episodes, if completions are episodes.
         rollout_func: The user's function that generates completions.
@@ -70,7 +70,7 @@ class ValidatedInputs:
     model_path: Path = _UNREAD
     shape: ModelShape = _UNREAD
     tokenizer: Any = None
-    eyes: ImageProcessorSpec | None = None
+    image_spec: ImageProcessorSpec | None = None
     is_blind: bool = False
     environment: type[Environment] | None = None
     rollout_func: Callable[..., Any] | None = None
@@ -95,9 +95,9 @@ class ValidatedInputs:
         return max(stream.longest_prompt for stream in self.streams)
 
     @property
-    def most_pictures(self) -> int:
+    def max_images(self) -> int:
         """Return the largest number of images in one prompt, over all sets."""
-        return max(stream.rows.most_pictures for stream in self.streams)
+        return max(stream.rows.max_images for stream in self.streams)
 
 
 class Problems(list[Problem]):
@@ -177,14 +177,14 @@ def template_options(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
     return unread_options(found.tokenizer, cfg.data.chat_template_kwargs)
 
 
-def eyes(cfg: Config, found: ValidatedInputs) -> None:
+def image_spec(cfg: Config, found: ValidatedInputs) -> None:
     """Load the image processor of a vision-language model."""
-    from megatron_grpo.data.image_processing import eyes_of, sees
+    from megatron_grpo.data.image_processing import image_spec_of, is_multimodal
 
-    found.is_blind = not sees(read_config(found.model_path))
+    found.is_blind = not is_multimodal(read_config(found.model_path))
     is_config_alone = "weights" in found.left_out and not (found.model_path / "preprocessor_config.json").exists()
     if not found.is_blind and not is_config_alone:
-        found.eyes = eyes_of(cfg.data, found.model_path)
+        found.image_spec = image_spec_of(cfg.data, found.model_path)
 
 
 def _refuse_word(name: str, flags: Sequence[str]) -> None:
@@ -270,10 +270,10 @@ def training_set(cfg: Config, found: ValidatedInputs) -> None:
 
     if found.tokenizer:
         tools = found.environment.tools if found.environment is not None else None
-        found.prompts = open_prompts(cfg.data, found.tokenizer, seed=cfg.run.seed, eyes=found.eyes, tools=tools)
+        found.prompts = open_prompts(cfg.data, found.tokenizer, seed=cfg.run.seed, image_spec=found.image_spec, tools=tools)
         found.rows = found.prompts.rows
     else:
-        found.rows = rows_to_look_at(cfg.data, eyes=found.eyes, is_blind=found.is_blind, seed=cfg.run.seed)
+        found.rows = rows_to_look_at(cfg.data, image_spec=found.image_spec, is_blind=found.is_blind, seed=cfg.run.seed)
         _check_rows_alone(found, found.rows, "dataset")
     found.looked.append(("dataset", found.rows))
 
@@ -297,21 +297,29 @@ def _held_out_set(cfg: Config, found: ValidatedInputs, name: str, where: str) ->
     if found.tokenizer:
         tools = found.environment.tools if found.environment is not None else None
         stream = open_stream(
-            cfg.data, found.tokenizer, seed=0, dataset=where, shuffle=False, flag=flag, eyes=found.eyes, tools=tools, data_seed=cfg.run.seed
+            cfg.data,
+            found.tokenizer,
+            seed=0,
+            dataset=where,
+            shuffle=False,
+            flag=flag,
+            image_spec=found.image_spec,
+            tools=tools,
+            data_seed=cfg.run.seed,
         )
         found.held_out[name], rows = stream, stream.rows
     else:
-        rows = load_rows(cfg.data, dataset=where, flag=flag, eyes=found.eyes, is_blind=found.is_blind, seed=cfg.run.seed)
+        rows = load_rows(cfg.data, dataset=where, flag=flag, image_spec=found.image_spec, is_blind=found.is_blind, seed=cfg.run.seed)
         _check_rows_alone(found, rows, flag)
     found.looked.append((flag, rows))
 
 
 def _check_rows_alone(found: ValidatedInputs, rows: PromptRows, flag: str) -> None:
     """Check rows that are not tokenized."""
-    from megatron_grpo.data.checks import check_for_episodes, check_pictures
+    from megatron_grpo.data.checks import check_for_episodes, check_images
     from megatron_grpo.data.tokens import FEW
 
-    check_pictures(rows, at_most=FEW)
+    check_images(rows, at_most=FEW)
     if found.environment is not None:
         check_for_episodes(rows, flag)
 
@@ -338,10 +346,10 @@ def rows_for_model_and_rewards(cfg: Config, found: ValidatedInputs) -> Problems:
     """Return problems with the columns that rewards need, and with prompts that do not fit the model, for every set."""
     problems = Problems()
     for flag, rows in found.looked:
-        for why in _blind(cfg) if rows.album is not None else ():
-            from megatron_grpo.data.checks import check_without_pictures
+        for why in _blind(cfg) if rows.image_store is not None else ():
+            from megatron_grpo.data.checks import check_without_images
 
-            problems.attempt(partial(check_without_pictures, rows, flag, why))
+            problems.attempt(partial(check_without_images, rows, flag, why))
         if found.rewards:
             problems.attempt(partial(find_columns, cfg, found.rewards, rows, flag))
         if found.tokenizer is not None:
@@ -399,8 +407,8 @@ def servers(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
     """
     if cfg.rollout.vllm_mode != "server" or launcher.read().rank != 0:
         return ()
-    most = max((rows.most_pictures for _, rows in found.looked), default=0)
-    return plug_ins.problems_of_servers(cfg, found.shape, _longest(found), found.eyes, most)
+    most = max((rows.max_images for _, rows in found.looked), default=0)
+    return plug_ins.problems_of_servers(cfg, found.shape, _longest(found), found.image_spec, most)
 
 
 def teacher_servers(cfg: Config, found: ValidatedInputs) -> Iterable[Problem]:
@@ -454,7 +462,7 @@ PARTS = (
     InputPart("the options of the template", template_options, needs="tokenizer"),
     InputPart("ref_model", reference, "ref_model"),
     InputPart("teacher_model", teacher_model, "teacher_model"),
-    InputPart("the eyes", eyes, needs="shape"),
+    InputPart("the eyes", image_spec, needs="shape"),
     InputPart("environment", environment, "environment tools"),
     InputPart("the template", template, needs="environment tokenizer"),
     InputPart("dataset", training_set),

@@ -25,7 +25,7 @@ from megatron_grpo.run.build import Parts
 from megatron_grpo.run.build.output import start_parallel
 from megatron_grpo.run.build.run import build_run
 from megatron_grpo.run.export import export_model, merged_folder, open_repositories, push_to_hub
-from megatron_grpo.run.failures import PREFIX, tell
+from megatron_grpo.run.failures import PREFIX, print_error
 from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.run.limits import age_of, limits_of, requeue
 from megatron_grpo.run.lock import OutputLock
@@ -75,10 +75,10 @@ def run_training(made: Plan, inputs: ValidatedInputs, parts: Parts) -> int:
             stopped.is_final = signal.is_final
             leave_together(cfg, parallel, peers, signal)
             raise
-    if parallel.is_main:
+    if parallel.is_rank_zero:
         print(f"Done: {Path(cfg.run.output_dir).resolve()}" + (_where(cfg)), flush=True)
     state.stop()
-    if parallel.is_main:  # the other ranks need not wait for the upload
+    if parallel.is_rank_zero:  # the other ranks need not wait for the upload
         push_to_hub(repositories)
     return EXIT_DONE
 
@@ -124,8 +124,8 @@ def leave_together(cfg: Config, parallel: ParallelState, peers: Peers, signal: S
         peers: The other ranks.
         signal: The request to stop.
     """
-    if cfg.run.requeue and parallel.is_main and signal.asked is not None and signal.asked.is_time:
-        tell(f"{PREFIX}{requeue()}")
+    if cfg.run.requeue and parallel.is_rank_zero and signal.asked is not None and signal.asked.is_time:
+        print_error(f"{PREFIX}{requeue()}")
     with suppress(RuntimeError):  # another rank has left already, or was killed: nothing is left to do
         peers.report_done()
         collectives.wait_for_all()
@@ -164,41 +164,41 @@ def train_and_export(
         RunError: If no gradient changed the weights.
     """
     cfg = made.checked.config
-    if parallel.is_main:
+    if parallel.is_rank_zero:
         print_report(made, is_short=True)
     run = build_run(made, inputs, parallel, signal, parts)
     clean_up.add(run.engine.close)
     if watchdog is not None:
-        watchdog.leaves_behind = run.witness.dump_on_hang
+        watchdog.leaves_behind = run.step_callback.dump_on_hang
     try:
         progress = train.train(run)
         best = best_of(run)
         if cfg.run.export_hf:
             policy = run.policy
-            with policy.resident("weights"), activity.phase("exporting"):
+            with policy.on_device("weights"), activity.phase("exporting"):
                 if best is not None and cfg.run.load_best_model_at_end:
                     policy.tensors()  # wait for what the last step still transfers
                     load_weights(policy.chunks, best)
                 card = Card(cfg=cfg, source=inputs.model_path, run=Path(cfg.run.output_dir))
                 export_model(policy, exports(cfg)[0], cfg=cfg, source=inputs.model_path, card=card)
-        if parallel.is_main:
+        if parallel.is_rank_zero:
             still_there(Path(cfg.run.output_dir))
-        if nothing := collectives.broadcast_object(run.journal.metrics.learnt.nothing(progress.step)):
+        if nothing := collectives.broadcast_object(run.logger.metrics.learnt.nothing(progress.step)):
             raise RunError(f"{nothing} {_WHERE_TO_LOOK} All else that a run writes is in {Path(cfg.run.output_dir).resolve()}.")
     except RunInterruptedError:
-        clean_up.add(run.journal.close)
+        clean_up.add(run.logger.close)
         raise
     except BaseException:
-        clean_up.add(partial(run.journal.close, summary=False))  # a failed run prints no summary
+        clean_up.add(partial(run.logger.close, summary=False))  # a failed run prints no summary
         raise
-    clean_up.add(run.journal.close)
+    clean_up.add(run.logger.close)
 
 
 def best_of(run: train.Run) -> Path | None:
     """Return the best checkpoint and log it; None without a metric to compare, or without a value of it. Collective."""
     best, found = run.checkpoints.best, None
     if best is not None and collectives.rank() == 0:
-        run.journal.metrics.say(best.words() or "No checkpoint has a number to be best by.")
+        run.logger.metrics.print_line(best.words() or "No checkpoint has a number to be best by.")
         found = best.folder.directory(best.step) if best.step is not None else None
     return collectives.broadcast_object(found)
 
@@ -243,7 +243,7 @@ def take_output_dir(cfg: Config, parallel: ParallelState, clean_up: CleanUp) -> 
         ConfigError: On all ranks, if another run holds the lock or the folder cannot be written.
     """
     refusal = None
-    if parallel.is_main:
+    if parallel.is_rank_zero:
         try:
             clean_up.add(OutputLock.take(cfg.run.output_dir).release)
         except ConfigError as error:
@@ -273,5 +273,5 @@ def leave_if_doomed(peers: Peers) -> None:
     if why is None:
         return
     if why:
-        tell(f"{PREFIX}{why}")
+        print_error(f"{PREFIX}{why}")
     os._exit(EXIT_CRASH)

@@ -102,7 +102,7 @@ class StopSignal:
         os.register_at_fork(after_in_child=self._in_child)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
-    def agreed(self, all_reduce_max: Callable[[float], float]) -> bool:
+    def is_requested(self, all_reduce_max: Callable[[float], float]) -> bool:
         """Return whether any rank was asked to stop. Collective: called at the same points on every rank, so that none saves alone.
 
         Args:
@@ -120,13 +120,13 @@ class StopSignal:
         self._lose_patience()
         return time.monotonic() >= self._patient_until
 
-    def why(self, from_all: Callable[[Any], list[Any]]) -> str:
-        """Return the reason for the stop, the same on every rank. Collective; call it once `agreed` has returned True.
+    def why(self, all_gather: Callable[[Any], list[Any]]) -> str:
+        """Return the reason for the stop, the same on every rank. Collective; call it once `is_requested` has returned True.
 
         Args:
-            from_all: Gathers an object from all ranks.
+            all_gather: Gathers an object from all ranks.
         """
-        self.asked = next(asked for asked in from_all(self.asked) if asked is not None)
+        self.asked = next(asked for asked in all_gather(self.asked) if asked is not None)
         return self.asked.why
 
     def restore(self) -> None:

@@ -43,7 +43,7 @@ def supervised(command: Callable[[], int]) -> int:
         die_with_launcher(started_by)
     if end := launcher.ended_before():
         code, why = end
-        _tell(why)
+        _print_error(why)
         return code
     _STARTED_BY.append(started_by)
     me = os.getpid()
@@ -67,7 +67,7 @@ def supervised(command: Callable[[], int]) -> int:
     if status < 0:
         _die_of(-status, mask)
     if status == 0 and not _has_said_so(ended):
-        _tell(f"{_who()} left with exit code 0 before its command had ended, so it exits with {EXIT_CRASH}. Something in it "
+        _print_error(f"{_who()} left with exit code 0 before its command had ended, so it exits with {EXIT_CRASH}. Something in it "
              "called os._exit, a reward function perhaps, or replaced the process.")  # fmt: skip
         return EXIT_CRASH
     return status
@@ -78,10 +78,10 @@ def launcher_pid() -> int:
     return _STARTED_BY[0] if _STARTED_BY else os.getppid()
 
 
-def _tell(text: str) -> None:
-    from megatron_grpo.run.failures import PREFIX, tell  # imported late, so that this process stays small
+def _print_error(text: str) -> None:
+    from megatron_grpo.run.failures import PREFIX, print_error  # imported late, so that this process stays small
 
-    tell(f"{PREFIX}{text}")
+    print_error(f"{PREFIX}{text}")
 
 
 def _wait_for(child: int) -> int:
@@ -115,7 +115,7 @@ def _end_hung(child: int, output_dir: Path, seconds: float) -> None:
     rank = launcher.read().rank
     account = hung.look_from_outside(child, rank, output_dir, age=seconds)
     said = hung.verdict({rank: account}, {rank: os.uname().nodename}, seconds)
-    _tell(f"{hung.keep(output_dir, 'report.txt', said)}\n{hung.where_to_look(output_dir)}")
+    _print_error(f"{hung.keep(output_dir, 'report.txt', said)}\n{hung.where_to_look(output_dir)}")
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 

@@ -15,7 +15,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.optimizer import length_problems
 from megatron_grpo.planning.check import Checked, check_parsed
 from megatron_grpo.planning.command import Plan, make_plan
-from megatron_grpo.planning.images import PictureFacts, learns_nothing
+from megatron_grpo.planning.images import ImageFacts, learns_nothing
 from megatron_grpo.rewards.loading import close_rewards
 from megatron_grpo.run.inputs import ADAPTERS, Problems, ValidatedInputs, read_inputs
 from megatron_grpo.run.left_out import left_out_of_plan, user_code
@@ -94,12 +94,12 @@ def _plan_of(parsed: Parsed, checked: Checked, found: ValidatedInputs, paths: Ma
         typed = {"model": parsed.config.model.model, "teacher_model": parsed.config.grpo.teacher_model}
         checked = replace(here, config=here.config.with_values(typed))
     checked, rows = replace(checked, config=checked.config.with_values(paths)), found.rows
-    pictures = PictureFacts.of(rows, checked.sizes) if rows is not None else None
-    made = make_plan(checked, num_prompts=None if rows is None or rows.is_beginning else len(rows), pictures=pictures)
+    images = ImageFacts.of(rows, checked.sizes) if rows is not None else None
+    made = make_plan(checked, num_prompts=None if rows is None or rows.is_beginning else len(rows), images=images)
     cfg = made.checked.config
-    if problems := length_problems(cfg.optimizer, made.timetable.num_steps):
+    if problems := length_problems(cfg.optimizer, made.schedule.num_steps):
         raise ConfigError(problems)
-    if rows is not None and found.eyes is not None and not rows.most_pictures and made.checked.shape is not None:
+    if rows is not None and found.image_spec is not None and not rows.max_images and made.checked.shape is not None:
         made = replace(made, warnings=[*made.warnings, *learns_nothing(cfg, made.checked.shape)])
     if not is_asked_to_train and found.model_path and cfg.model.trust_remote_code:  # `train` logs it during the run
         made = replace(made, warnings=[*made.warnings, *filter(None, [remote_code.warning_of(found.model_path)])])
@@ -111,7 +111,7 @@ def _plan_of(parsed: Parsed, checked: Checked, found: ValidatedInputs, paths: Ma
     if found.prompts is not None and cfg.data.dataset_drop_last:
         found.prompts.whole = made.checked.sizes.num_rollout_prompts
     content = content_of(cfg, model_path=found.model_path, rows=rows, teacher_path=found.teacher_path)
-    found.resume = judge_resume(cfg, made.timetable, content, found.prompts)
+    found.resume = judge_resume(cfg, made.schedule, content, found.prompts)
     return made
 
 

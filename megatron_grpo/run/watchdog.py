@@ -30,7 +30,7 @@ from typing import Any
 from megatron_grpo.base import activity, launcher
 from megatron_grpo.base.errors import EXIT_CRASH
 from megatron_grpo.run import hung
-from megatron_grpo.run.failures import PREFIX, tell
+from megatron_grpo.run.failures import PREFIX, print_error
 from megatron_grpo.run.hung import RankReport, keep
 from megatron_grpo.run.peers import Process
 
@@ -248,7 +248,7 @@ class Watchdog:
         self._pulse = Pulse(
             beat=self._pulse.beat + 1,
             step=activity.step,
-            words=activity.in_words(phases),
+            words=activity.describe(phases),
             age=self._alarms.mine.seconds,
             pause=sum(one.pause for one in phases if one.is_alone),
         )
@@ -334,8 +334,8 @@ class Watchdog:
 
     def _leave(self, text: str, silent: Sequence[int], mine: Sequence[int]) -> None:
         try:
-            if launcher.read().said is not None:
-                tell(text)
+            if launcher.read().report_file is not None:
+                print_error(text)
             elif self._is_first_here(silent):
                 print(text, file=sys.stderr, flush=True)
             self._kill(mine)
@@ -361,7 +361,7 @@ class Watchdog:
         stuck = any(one.is_alone for one in phases) and self._alarms.mine.seconds > self.timeout + sum(one.pause for one in phases)
         text = keep(self.output_dir, f"rank_{self.rank:05d}.txt", hung.mine())
         return RankReport(
-            words=activity.in_words(phases), step=activity.step, age=self._alarms.mine.seconds, is_stuck=stuck,
+            words=activity.describe(phases), step=activity.step, age=self._alarms.mine.seconds, is_stuck=stuck,
             waits=waits_in(self._main), where=hung.innermost(text),
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import Struct
 
-from megatron_grpo.base.errors import config_error, keep_secret, said_by
+from megatron_grpo.base.errors import config_error, keep_secret, printable
 from megatron_grpo.base.files import write_whole
 from megatron_grpo.config.servers import Address
 from megatron_grpo.servers import wire
@@ -42,7 +42,7 @@ class ServerGoneError(Exception):
     """
 
     def __init__(self, why: str, *, is_silent: bool = False):
-        super().__init__(said_by(why))
+        super().__init__(printable(why))
         self.is_silent = is_silent
 
 
@@ -121,7 +121,7 @@ class Server:
         async with self._opened(method, path, body, timeout, as_owner) as answer:
             return b"".join([piece async for piece in answer.aiter_raw()])
 
-    async def hear(self, path: str, body: Struct, take: Callable[[bytes], object]) -> None:
+    async def stream(self, path: str, body: Struct, take: Callable[[bytes], object]) -> None:
         """Make a POST request and pass each line of the response to `take` as it arrives. An empty line is a heartbeat.
 
         Args:

@@ -27,7 +27,7 @@ from megatron_grpo.types import Image
 
 MOST_DEATHS = 3  # a prompt is not sent again after this many servers died with it in flight
 ENDS = ("stop", "length")  # valid finish reasons; "abort" is not one
-Shown = Sequence[tuple[int, Image]]
+PlacedImages = Sequence[tuple[int, Image]]
 Key = TypeVar("Key", bound=Hashable)
 Answered = TypeVar("Answered")
 Chunk = tuple[int, ...]  # numbers of the items in one call
@@ -130,7 +130,7 @@ class Calls(ABC, Generic[Answered]):
     """
 
     def __init__(self, numbers: Sequence[int]):
-        self._dealing: RequestRouter[int, Answered] = RequestRouter(numbers)
+        self._router: RequestRouter[int, Answered] = RequestRouter(numbers)
         self._changed = asyncio.Event()  # set and cleared at every change: it wakes the waiting tasks, which check the state again
         self._asking: concurrent.futures.Future[None] | None = None
 
@@ -144,7 +144,7 @@ class Calls(ABC, Generic[Answered]):
         calls = []
         for member in servers.used:
             assert member.state is not None  # known since the claim
-            size = chunk_size(len(self._dealing.left), n=n, num_servers=len(servers.used), max_num_seqs=member.state.max_num_seqs)
+            size = chunk_size(len(self._router.left), n=n, num_servers=len(servers.used), max_num_seqs=member.state.max_num_seqs)
             calls += [self._serve(servers, member, size, member.times_claimed) for _ in range(CALLS)]
         self._asking = begun(self._ask(calls))
 
@@ -196,10 +196,10 @@ class Calls(ABC, Generic[Answered]):
 
     @property
     def _is_over(self) -> bool:
-        return self._dealing.is_done or bool(self._dealing.deadly)
+        return self._router.is_done or bool(self._router.deadly)
 
     def _take(self, number: int, answer: Answered) -> None:
-        self._dealing.take(number, answer)
+        self._router.take(number, answer)
         self._tell()
 
     def _tell(self, *_: object) -> None:
@@ -221,13 +221,13 @@ class Calls(ABC, Generic[Answered]):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if deadly := self._dealing.deadly:
+        if deadly := self._router.deadly:
             raise RunError(self._of_deadly(deadly))
 
     async def _serve(self, servers: ServerGroup, member: ServerHandle, size: int, since: int) -> None:
         """Make calls to a server one after the other, until no item is left or the server is lost or claimed anew (`since` differs)."""
         while not self._is_over and member.trouble is None and member.times_claimed == since:
-            chunk = self._dealing.next_for(str(member), size)
+            chunk = self._router.next_for(str(member), size)
             if not chunk:  # other servers have the remaining items, and may be lost
                 await self._change()
                 continue
@@ -235,7 +235,7 @@ class Calls(ABC, Generic[Answered]):
             try:
                 died = await servers.during(member, self._hear(member, chunk))
             finally:
-                self._dealing.ended(str(member), chunk, died=died)
+                self._router.ended(str(member), chunk, died=died)
                 self._tell()
 
 
@@ -246,21 +246,21 @@ class Calls(ABC, Generic[Answered]):
 class ToSend:
     """Images of some prompts. Their files are read when they are sent."""
 
-    pictures: Mapping[str, Image] = field(default_factory=dict)  # by key
+    image_data: Mapping[str, Image] = field(default_factory=dict)  # by key
     bounds: wire.Bounds | None = None
 
     @classmethod
-    def of(cls, shown: Iterable[Shown], eyes: ImageProcessorSpec | None) -> ToSend:
+    def of(cls, images: Iterable[PlacedImages], image_spec: ImageProcessorSpec | None) -> ToSend:
         """Collect the images of prompts.
 
         Args:
-            shown: (place, image) pairs of each prompt.
-            eyes: Image processor of the model; None: text only.
+            images: (place, image) pairs of each prompt.
+            image_spec: Image processor of the model; None: text only.
         """
-        bounds = wire.Bounds(min_pixels=eyes.min_pixels, max_pixels=eyes.max_pixels) if eyes else None
-        return cls(pictures={picture.key: picture for one in shown for _, picture in one}, bounds=bounds)
+        bounds = wire.Bounds(min_pixels=image_spec.min_pixels, max_pixels=image_spec.max_pixels) if image_spec else None
+        return cls(image_data={image.key: image for one in images for _, image in one}, bounds=bounds)
 
-    def but(self, known: Collection[str], keys: Iterable[str]) -> tuple[wire.SentPicture, ...]:
+    def but(self, known: Collection[str], keys: Iterable[str]) -> tuple[wire.ImageData, ...]:
         """Read the files of images that a server does not have.
 
         Args:
@@ -270,19 +270,19 @@ class ToSend:
         Raises:
             ConfigError: A file is missing or has changed since the data were read.
         """
-        return tuple(wire.SentPicture(key=key, data=self.pictures[key].data()) for key in dict.fromkeys(keys) if key not in known)
+        return tuple(wire.ImageData(key=key, data=self.image_data[key].data()) for key in dict.fromkeys(keys) if key not in known)
 
 
 NOTHING = ToSend()
 
 
-def on_the_wire(shown: Shown) -> tuple[wire.ShownPicture, ...]:
+def on_the_wire(images: PlacedImages) -> tuple[wire.PlacedImage, ...]:
     """Convert the images of a prompt to their HTTP form.
 
     Args:
-        shown: (index of the first image token, image) pairs.
+        images: (index of the first image token, image) pairs.
     """
-    return tuple(wire.ShownPicture(key=picture.key, place=place, tokens=num_tokens(picture)) for place, picture in shown)
+    return tuple(wire.PlacedImage(key=image.key, place=place, tokens=num_tokens(image)) for place, image in images)
 
 
 async def generate(
@@ -303,7 +303,7 @@ async def generate(
     """
     left = {request.key: request for request in body.requests}
 
-    def hear(line: bytes) -> None:
+    def stream(line: bytes) -> None:
         answer = wire.decode_line(wire.Answer, line)
         activity.advance(0)  # heartbeats count as activity, also while completions are long
         if answer is None:
@@ -316,7 +316,7 @@ async def generate(
             raise wire.MalformedMessageError(wrong)
         take(request, answer)
 
-    await member.server.hear("/generate", body, hear)
+    await member.server.stream("/generate", body, stream)
     if left:
         raise ServerGoneError(f"its answer ended with {len(left)} of {len(body.requests)} {things} left")
 
@@ -329,7 +329,7 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
         sampling: Sampling parameters.
         version: Version of the weights that must sample. Set it anew after all servers were lost.
         name_of: Prompt number -> name in error messages.
-        album: The images of the requests.
+        to_send: The images of the requests.
     """
 
     def __init__(
@@ -339,10 +339,10 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
         *,
         version: int,
         name_of: Callable[[int], str] = str,
-        album: ToSend = NOTHING,
+        to_send: ToSend = NOTHING,
     ):
         super().__init__(list(requests))
-        self._album = album
+        self._to_send = to_send
         self.requests, self.sampling, self.version, self._name_of = dict(requests), sampling, version, name_of
         self._num_answered = 0  # completions
         self._began = self._last_heard = time.monotonic()
@@ -350,17 +350,17 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
     @property
     def answers(self) -> Mapping[int, tuple[wire.SampledCompletion, ...]]:
         """Prompt number -> its completions, as far as they are answered."""
-        return self._dealing.answers
+        return self._router.answers
 
-    def ask(self, fleet: TrainingServerGroup) -> None:
+    def ask(self, server_group: TrainingServerGroup) -> None:
         """Begin to send unanswered prompts to the servers that are used now. Returns at once.
 
         After all servers were lost, set `version` to that of the new weights before calling it again.
 
         Args:
-            fleet: The servers.
+            server_group: The servers.
         """
-        self._begin(fleet, n=max((request.n for request in self.requests.values()), default=1))
+        self._begin(server_group, n=max((request.n for request in self.requests.values()), default=1))
 
     @property
     def seconds(self) -> float:
@@ -383,21 +383,21 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
         total = sum(request.n for request in self.requests.values())
         with activity.phase("sampling", total=total, unit="completions") as phase:
             self._wait(phase, lambda: self._num_answered, should_cancel)
-        return len(self._dealing.left)
+        return len(self._router.left)
 
     # ---- on the event loop
 
     async def _hear(self, member: ServerHandle, chunk: Chunk) -> None:
         by_key = {self.requests[number].key: number for number in chunk}
         requests = tuple(self.requests[number] for number in chunk)
-        shown = [one.key for request in requests for one in request.shown]
+        images = [one.key for request in requests for one in request.images]
         try:
-            sent = await asyncio.to_thread(self._album.but, member.pictures, shown)
+            sent = await asyncio.to_thread(self._to_send.but, member.image_keys, images)
         except ConfigError as error:  # a file is missing or has changed
             raise RunError(str(error)) from error
-        member.pictures.update(shown)
-        bounds = self._album.bounds if shown else None
-        body = wire.Generate(version=self.version, sampling=self.sampling, requests=requests, pictures=sent, bounds=bounds)
+        member.image_keys.update(images)
+        bounds = self._to_send.bounds if images else None
+        body = wire.Generate(version=self.version, sampling=self.sampling, requests=requests, image_data=sent, bounds=bounds)
 
         def take(request: wire.Request, answer: wire.Answer) -> None:
             number = by_key[request.key]
@@ -405,7 +405,7 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
                 # Not retried elsewhere: every server would reject the request, and each would look like a failed one.
                 raise RunError(f"{self._name_of(number)} cannot be answered: {answer.error}")
             if answer.lacks:
-                member.pictures.difference_update(answer.lacks)
+                member.image_keys.difference_update(answer.lacks)
                 return  # still unanswered, so it is sent again
             self._num_answered += len(answer.completions)
             self._last_heard = time.monotonic()
@@ -414,7 +414,7 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
         await generate(member, body, take)
 
     def _of_deadly(self, numbers: Sequence[int]) -> str:
-        servers = ", ".join(self._dealing.deaths[numbers[0]])
+        servers = ", ".join(self._router.deaths[numbers[0]])
         return (
             f"{', '.join(map(self._name_of, numbers))}: in flight on {MOST_DEATHS} rollout servers as they died ({servers}), so it is not "
             "asked a fourth time. Their logs say of what they died; the row can be taken out of the data set."

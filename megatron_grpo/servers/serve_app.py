@@ -22,11 +22,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from megatron_grpo.base.errors import keep_secret, said_by
+from megatron_grpo.base.errors import keep_secret, printable
 from megatron_grpo.config.sampling_mask import MOST
 from megatron_grpo.servers import wire
 from megatron_grpo.servers.serve_engine import ServedEngine, WeightPushError
-from megatron_grpo.servers.serve_state import Ownership, RequestRefusedError, SentPictures, ServerMetrics
+from megatron_grpo.servers.serve_state import ImageCache, Ownership, RequestRefusedError, ServerMetrics
 
 Done = TypeVar("Done")
 Line = TypeVar("Line", bound=Struct)
@@ -75,7 +75,7 @@ class App:
         shape: `weights.shape.flat` of the model.
         metrics: Prometheus metrics.
         tells_metrics: Whether GET /metrics is answered.
-        say: Prints a line for the operator.
+        print_line: Prints a line for the operator.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class App:
         shape: dict[str, Any],
         metrics: ServerMetrics,
         tells_metrics: bool,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
     ):
         self.ownership = Ownership()
-        self._engine, self._model, self._metrics, self._tells_metrics, self._say = engine, model, metrics, tells_metrics, say
+        self._engine, self._model, self._metrics, self._tells_metrics, self._print_line = engine, model, metrics, tells_metrics, print_line
         self._shape, self._boot = shape, secrets.token_hex(8)
-        self._pictures = SentPictures()
+        self._images = ImageCache()
         self._changing = asyncio.Lock()  # serializes joins, pushes and the abort of an earlier owner's requests
         self._work: set[asyncio.Task[Any]] = set()  # tasks of this tenure in the engine
         self._over: asyncio.Future[None] = asyncio.Future()  # done when this tenure ends
@@ -123,7 +123,7 @@ class App:
 
     async def stop(self) -> None:
         """End all response streams and cancel their requests."""
-        await self._end_tenure()
+        await self._end_weight_epoch()
 
     # ---- ownership
 
@@ -138,9 +138,9 @@ class App:
         """Answer POST /claim: give the server to a run. A new owner ends the requests of the old one, and there are no weights."""
         claim = await body_of(request, wire.Claim)
         if self.ownership.claim(claim):
-            self._say(f"run {said_by(claim.run, repr)} has the server now")
+            self._print_line(f"run {printable(claim.run, repr)} has the server now")
             self._has_orphans = True
-            await self._end_tenure()
+            await self._end_weight_epoch()
         if self._has_orphans:
             async with self._changing:
                 await self._engine.abort()
@@ -151,8 +151,8 @@ class App:
         """Answer POST /release: end the ownership of the caller, with its requests."""
         await body_of(request, wire.Nothing)
         self.ownership.release(request.headers.get(wire.INCARNATION))
-        await self._end_tenure()
-        self._say("the server is free")
+        await self._end_weight_epoch()
+        self._print_line("the server is free")
         return self._state()
 
     def _require_owner(self, request: Request) -> None:
@@ -166,7 +166,7 @@ class App:
         return wire.State(
             boot=self._boot, version=own.version, has_base=own.has_base, owner=own.owner, running=self.running, model=self._model,
             dtype=engine.dtype, world_size=engine.world_size, max_model_len=engine.max_model_len, max_num_seqs=engine.max_num_seqs,
-            adapter_rank=engine.adapter_rank, tells_experts=engine.tells_experts, most_kept=MOST, limit_images=engine.limit_images,
+            adapter_rank=engine.adapter_rank, returns_experts=engine.returns_experts, max_mask_size=MOST, limit_images=engine.limit_images,
             max_pixels=engine.max_pixels, shape=self._shape,
         )  # fmt: skip
 
@@ -189,14 +189,14 @@ class App:
     async def weights(self, request: Request) -> Response:
         """Answer POST /weights: receive all weights over the link. Ends running requests."""
         self._require_owner(request)
-        push = await body_of(request, wire.WeightPush)
+        push = await body_of(request, wire.WeightUpdateRequest)
         is_base, has_base = push.kind == "weights", self.ownership.has_base
         return await self._push(request, push.kind, lambda: self._engine.take_weights(push, has_base), push.version, is_base=is_base)
 
     async def adapter(self, request: Request) -> Response:
         """Answer POST /adapter: receive an adapter over the link. Ends running requests; refused without base weights of this owner."""
         self._require_owner(request)
-        push = await body_of(request, wire.AdapterPush)
+        push = await body_of(request, wire.AdapterUpdateRequest)
         return await self._push(request, "adapter", lambda: self._engine.take_adapter(push), push.version, is_base=True)
 
     async def _push(
@@ -207,19 +207,21 @@ class App:
             self._require_owner(request)
             if kind == "adapter" and not self.ownership.has_base:
                 raise RequestRefusedError("this server holds no base weights of this run; push them before an adapter")
-            tenure = self.ownership.begin_push(keeps_base=kind == "adapter")
-            await self._end_tenure()
+            weight_epoch = self.ownership.begin_push(keeps_base=kind == "adapter")
+            await self._end_weight_epoch()
             try:
                 await take()
-                self.ownership.end_push(tenure, version, is_base=is_base)
+                self.ownership.end_push(weight_epoch, version, is_base=is_base)
             except Exception as error:
                 self._metrics.pushes.labels(kind=kind, outcome="failed").inc()
-                self._say(f"a push of {kind} failed: {said_by(error, most=wire.LONGEST_REFUSAL)}")
+                self._print_line(f"a push of {kind} failed: {printable(error, most=wire.LONGEST_REFUSAL)}")
                 raise
         seconds = time.monotonic() - started
         self._metrics.pushes.labels(kind=kind, outcome="came").inc()
         self._metrics.push_seconds.set(seconds)
-        self._say(f"{kind}: version {version} came in {seconds:.1f} s" if version is not None else f"{kind} came; an adapter is to follow")
+        self._print_line(
+            f"{kind}: version {version} came in {seconds:.1f} s" if version is not None else f"{kind} came; an adapter is to follow"
+        )
         return self._state()
 
     # ---- sampling
@@ -232,10 +234,12 @@ class App:
         self.ownership.require_version(asked.version)
 
         def works() -> Iterator[Coroutine[Any, Any, wire.Answer]]:
-            came = self._pictures.take(asked.pictures)
+            came = self._images.take(asked.image_data)
             for place, one in enumerate(asked.requests):
-                pictures = self._pictures.find([shown.key for shown in one.shown], came)
-                yield self._engine.answer(one, asked.sampling, version=asked.version, place=place, pictures=pictures, bounds=asked.bounds)
+                image_data = self._images.find([placed.key for placed in one.images], came)
+                yield self._engine.answer(
+                    one, asked.sampling, version=asked.version, place=place, image_data=image_data, bounds=asked.bounds
+                )
 
         return self._streamed(works, lambda answer: "error" if answer.error is not None else "answered")
 
@@ -251,13 +255,13 @@ class App:
         """
         if over.done():
             return
-        tenure, waiting = self.ownership.tenure, {self._start(work) for work in works()}
+        weight_epoch, waiting = self.ownership.weight_epoch, {self._start(work) for work in works()}
         try:
             while waiting:
                 done = await _first([*waiting, over], wire.BEAT_SECONDS)
                 if over.done():
                     return
-                self.ownership.heard(tenure)
+                self.ownership.heard(weight_epoch)
                 ended = [task for task in waiting if task in done]
                 waiting.difference_update(ended)
                 lines = [task.result() for task in ended]
@@ -303,7 +307,7 @@ class App:
         if not task.cancelled():
             task.exception()  # marks the exception as retrieved: only the first failure is reported, and asyncio would log the others
 
-    async def _end_tenure(self) -> None:
+    async def _end_weight_epoch(self) -> None:
         """Cancel all work of the current tenure without answering it, and begin a new one."""
         over, self._over = self._over, asyncio.Future()
         over.set_result(None)

@@ -14,9 +14,9 @@ from megatron_grpo.base.errors import ConfigError, config_error
 from megatron_grpo.data.image_processing import ImageProcessorSpec
 from megatron_grpo.data.images import decoded
 from megatron_grpo.rollout import vllm_patches, vllm_requests
-from megatron_grpo.rollout.adapters import LoraPush, lora_push
+from megatron_grpo.rollout.adapters import LoraSync, lora_sync
 from megatron_grpo.rollout.engine import SamplingSettings
-from megatron_grpo.rollout.experts import ExpertLayers, told
+from megatron_grpo.rollout.experts import ExpertLayers, completion_routes
 from megatron_grpo.servers import wire
 from megatron_grpo.servers.serve_settings import Serving
 from megatron_grpo.types import SamplingMask
@@ -25,7 +25,7 @@ DEFAULT_IMAGES = 8  # images per prompt if limit_images is not set
 WORKER = "megatron_grpo.servers.vllm_worker.WeightTransferWorker"
 # Runs the worker in the engine's process. Given by its path, since vLLM replaces the short name by another executor on a CPU.
 ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-TOLD_WORKERS = "megatron_grpo.rollout.vllm_executor.ToldWorkers"
+TOLD_WORKERS = "megatron_grpo.rollout.vllm_executor.OneCallExecutor"
 
 
 class WeightPushError(Exception):
@@ -41,7 +41,7 @@ class ServedEngine:
         llm: vLLM's AsyncLLM.
         room: Adapter capacity; None: no adapters.
         experts: MoE layers, if completions must include the routed experts.
-        eyes: Image processor of a vision-language model; None: text only.
+        image_spec: Image processor of a vision-language model; None: text only.
         limit_images: Images per prompt.
 
     Attributes:
@@ -52,9 +52,14 @@ class ServedEngine:
     """
 
     def __init__(
-        self, llm: Any, room: LoraPush | None, experts: ExpertLayers | None, eyes: ImageProcessorSpec | None = None, limit_images: int = 0
+        self,
+        llm: Any,
+        room: LoraSync | None,
+        experts: ExpertLayers | None,
+        image_spec: ImageProcessorSpec | None = None,
+        limit_images: int = 0,
     ):
-        self.limit_images, self.max_pixels = (limit_images, eyes.max_pixels) if eyes else (0, 0)
+        self.limit_images, self.max_pixels = (limit_images, image_spec.max_pixels) if image_spec else (0, 0)
         self._llm, self._room, self._experts = llm, room, experts
         self._num_adapters = 0  # adapters received so far
         self._adapter: Any = None  # vLLM's LoRARequest, which every request must carry
@@ -68,7 +73,7 @@ class ServedEngine:
         self.max_model_len = config.model_config.max_model_len
         self.max_num_seqs = config.scheduler_config.max_num_seqs * self._num_engines
         self.adapter_rank = room.slot_rank if room is not None else 0
-        self.tells_experts = experts is not None
+        self.returns_experts = experts is not None
         self.vocab_size = config.model_config.get_vocab_size()
 
     @classmethod
@@ -100,14 +105,14 @@ class ServedEngine:
         room = _room(serving, on_gpu=on_gpu)
         longest = serving.max_model_len or serving.shape.max_position_embeddings or 0
         # The engine's process logs the full reason of a failure; its first error is translated to a message about the settings.
-        with vllm_requests.refusals_in_words(rollout, longest, on_gpu=on_gpu):
+        with vllm_requests.grammar_errors(rollout, longest, on_gpu=on_gpu):
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_options(serving, room, on_gpu=on_gpu)))
-        return cls(llm, room, serving.experts, serving.eyes, cfg.data.limit_images or DEFAULT_IMAGES)
+        return cls(llm, room, serving.experts, serving.image_spec, cfg.data.limit_images or DEFAULT_IMAGES)
 
     # ---- sampling
 
     async def answer(
-        self, request: wire.Request, sampling: wire.Sampling, *, version: int, place: int, pictures: Mapping[str, bytes] | None = None,
+        self, request: wire.Request, sampling: wire.Sampling, *, version: int, place: int, image_data: Mapping[str, bytes] | None = None,
         bounds: wire.Bounds | None = None,
     ) -> wire.Answer:  # fmt: skip
         """Sample one group.
@@ -117,7 +122,7 @@ class ServedEngine:
             sampling: Sampling parameters.
             version: Expected version of the weights.
             place: Index of the request in its body; requests are distributed over the engines by it.
-            pictures: Available images by key.
+            image_data: Available images by key.
             bounds: Bounds on image sizes; required if the request has images.
 
         Returns:
@@ -128,7 +133,7 @@ class ServedEngine:
         """
         if fault := wire.fault_of(request, self.max_model_len):
             return wire.Answer(key=request.key, error=fault)
-        if lacks := tuple(one.key for one in request.shown if one.key not in (pictures or {})):
+        if lacks := tuple(one.key for one in request.images if one.key not in (image_data or {})):
             return wire.Answer(key=request.key, lacks=lacks)
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
@@ -138,9 +143,9 @@ class ServedEngine:
             params = vllm_requests.sampling_params(
                 settings, request.seed, vocab_size=self.vocab_size, output_kind=RequestOutputKind.FINAL_ONLY
             )
-            prompt = await self._prompt(request.ids, request.shown, pictures or {}, bounds)
+            prompt = await self._prompt(request.ids, request.images, image_data or {}, bounds)
             output = await self._ask(prompt, params, place)
-            if request.shown and (wrong := vllm_requests.difference(output, request.ids)):
+            if request.images and (wrong := vllm_requests.difference(output, request.ids)):
                 return wire.Answer(key=request.key, error=f"{wrong}.")
         except (ValueError, TypeError, VLLMValidationError) as error:  # wrong with this request; any other error is the engine's
             return wire.Answer(key=request.key, error=str(error))
@@ -148,16 +153,16 @@ class ServedEngine:
             draws = [vllm_requests.sampled(one, settings, self.vocab_size) for one in output.outputs]
         except ConfigError as error:
             return wire.Answer(key=request.key, error=str(error))
-        drawn = tuple(
+        sampled = tuple(
             _drawn(one, *what, self._told(one, len(request.ids), place))
             for place, (one, what) in enumerate(zip(output.outputs, draws, strict=True))
         )
-        if any(spans != version for one in drawn for spans, _, _ in one.versions):
+        if any(spans != version for one in sampled for spans, _, _ in one.versions):
             raise RuntimeError(f"request {request.key} was not answered by version {version} alone")
-        return wire.Answer(key=request.key, completions=drawn)
+        return wire.Answer(key=request.key, completions=sampled)
 
     def _told(self, output: Any, opening: int, place: int) -> np.ndarray | None:
-        return told(self._experts.read(output.routed_experts), opening, place) if self._experts is not None else None
+        return completion_routes(self._experts.read(output.routed_experts), opening, place) if self._experts is not None else None
 
     async def score(self, asked: wire.Score) -> tuple[tuple[float, ...], ...]:
         """Compute log-probs of each token after the first, at temperature 1; the last is read through the prefix cache.
@@ -174,27 +179,27 @@ class ServedEngine:
         from vllm.exceptions import VLLMValidationError
 
         sequences = asked.sequences
-        all_shown = asked.shown or ((),) * len(sequences)
-        pictures = {one.key: one.data for one in asked.pictures}
+        all_images = asked.images or ((),) * len(sequences)
+        image_data = {one.key: one.data for one in asked.image_data}
 
-        async def one(place: int, ids: Sequence[int], shown: Sequence[wire.ShownPicture]) -> tuple[float, ...]:
+        async def one(place: int, ids: Sequence[int], images: Sequence[wire.PlacedImage]) -> tuple[float, ...]:
             # Sequentially and on the same engine: the second request reads the prefix cache that the first one filled.
             prompts = [
-                (await self._prompt(part, shown, pictures, asked.bounds), params) for part, params in vllm_requests.scoring_requests(ids)
+                (await self._prompt(part, images, image_data, asked.bounds), params) for part, params in vllm_requests.scoring_requests(ids)
             ]
             fresh, cached = [await self._ask(prompt, params, place) for prompt, params in prompts]
-            if shown and (wrong := vllm_requests.difference(fresh, ids)):
+            if images and (wrong := vllm_requests.difference(fresh, ids)):
                 raise ValueError(wrong)
             return tuple(vllm_requests.scores(ids, fresh, cached))
 
-        if len(all_shown) != len(sequences) or any(one.key not in pictures for shown in all_shown for one in shown):
+        if len(all_images) != len(sequences) or any(one.key not in image_data for images in all_images for one in images):
             raise ValueError("pictures are told for each sequence, and sent with them")
         for ids in sequences:
             if not 2 <= len(ids) < self.max_model_len:
                 raise ValueError(f"a sequence of {len(ids)} tokens cannot be scored: it has from 2 to {self.max_model_len - 1}")
         try:
-            both = zip(sequences, all_shown, strict=True)
-            return tuple(await asyncio.gather(*(one(place, ids, shown) for place, (ids, shown) in enumerate(both))))
+            both = zip(sequences, all_images, strict=True)
+            return tuple(await asyncio.gather(*(one(place, ids, images) for place, (ids, images) in enumerate(both))))
         except VLLMValidationError as error:
             raise ValueError(str(error)) from error
 
@@ -208,16 +213,16 @@ class ServedEngine:
         return vllm_requests.whole_scores(ids, await self._ask({"prompt_token_ids": list(ids)}, vllm_requests.whole_request(), place))
 
     async def _prompt(
-        self, ids: Sequence[int], shown: Sequence[wire.ShownPicture], pictures: Mapping[str, bytes], bounds: wire.Bounds | None
+        self, ids: Sequence[int], images: Sequence[wire.PlacedImage], image_data: Mapping[str, bytes], bounds: wire.Bounds | None
     ) -> dict[str, Any]:
         """Build vLLM's prompt. Raises ValueError if the images are not supported or cannot be decoded."""
-        if not shown:
+        if not images:
             return {"prompt_token_ids": list(ids)}
         if bounds is None or not self.limit_images:
             raise ValueError("the model sees no pictures" if bounds else "pictures come without bounds on their sizes")
-        images = [await asyncio.to_thread(decoded, pictures[one.key]) for one in shown]
+        files = [await asyncio.to_thread(decoded, image_data[one.key]) for one in images]
         size = {"shortest_edge": bounds.min_pixels, "longest_edge": bounds.max_pixels}
-        return vllm_requests.prompt_with(ids, [(one.place, one.tokens) for one in shown], images, mm_processor_kwargs={"size": size})
+        return vllm_requests.prompt_with(ids, [(one.place, one.tokens) for one in images], files, mm_processor_kwargs={"size": size})
 
     async def _ask(self, prompt: dict[str, Any], params: Any, place: int) -> Any:
         """Return the final output of a request. vLLM aborts the request if this coroutine is cancelled."""
@@ -246,7 +251,7 @@ class ServedEngine:
         """
         await self._all_workers("join_link", msgspec.structs.asdict(join))
 
-    async def take_weights(self, push: wire.WeightPush, has_base: bool = False) -> None:
+    async def take_weights(self, push: wire.WeightUpdateRequest, has_base: bool = False) -> None:
         """Receive all weights on every worker. Earlier adapters are removed.
 
         Args:
@@ -259,7 +264,7 @@ class ServedEngine:
         self._adapter = None
         await self._take(push.version, "take_weights", push.link, push.moves_tower, has_base)
 
-    async def take_adapter(self, push: wire.AdapterPush) -> None:
+    async def take_adapter(self, push: wire.AdapterUpdateRequest) -> None:
         """Receive an adapter on every worker, and use it for all following requests.
 
         Args:
@@ -315,22 +320,22 @@ class ServedEngine:
         self._llm.shutdown(timeout=10)
 
 
-def _room(serving: Serving, *, on_gpu: bool) -> LoraPush | None:
+def _room(serving: Serving, *, on_gpu: bool) -> LoraSync | None:
     """Return the adapter capacity if a run with these settings pushes adapters alone, else None."""
     if serving.cfg.tuner.tuner_type != "lora" or serving.cfg.serve.frozen:
         return None
     from megatron_grpo.rollout.vllm_weights import sampler_obstacle
 
     obstacle = sampler_obstacle(serving.shape.architecture, on_gpu=on_gpu)
-    push = lora_push(serving.cfg, serving.shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
+    push = lora_sync(serving.cfg, serving.shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
     return push if push is not None and push.kind == "adapter" else None
 
 
-def _options(serving: Serving, room: LoraPush | None, *, on_gpu: bool) -> dict[str, Any]:
+def _options(serving: Serving, room: LoraSync | None, *, on_gpu: bool) -> dict[str, Any]:
     cfg, rollout = serving.cfg, serving.cfg.rollout
     options = vllm_requests.engine_options(
-        rollout, dtype=cfg.model.torch_dtype, trust_remote_code=cfg.model.trust_remote_code, eyes=serving.eyes,
-        most_pictures=cfg.data.limit_images or DEFAULT_IMAGES, lora=room, tells_experts=serving.experts is not None, on_gpu=on_gpu,
+        rollout, dtype=cfg.model.torch_dtype, trust_remote_code=cfg.model.trust_remote_code, image_spec=serving.image_spec,
+        max_images=cfg.data.limit_images or DEFAULT_IMAGES, lora=room, returns_experts=serving.experts is not None, on_gpu=on_gpu,
     )  # fmt: skip
     if on_gpu:
         options["enable_sleep_mode"] = False
@@ -348,10 +353,10 @@ def _options(serving: Serving, room: LoraPush | None, *, on_gpu: bool) -> dict[s
     }
 
 
-def _drawn(output: Any, logprobs: list[float], kept: SamplingMask | None, experts: np.ndarray | None) -> wire.SampledCompletion:
+def _drawn(output: Any, logprobs: list[float], sampling_mask: SamplingMask | None, experts: np.ndarray | None) -> wire.SampledCompletion:
     return wire.SampledCompletion(
         logprobs=np.array(logprobs, np.float32),
-        kept=kept,
+        sampling_mask=sampling_mask,
         tokens=np.array(output.token_ids, np.int32),
         text=output.text,
         reason=output.finish_reason,

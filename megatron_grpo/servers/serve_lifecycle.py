@@ -64,9 +64,9 @@ def serve(parsed: Parsed) -> int:
     with CleanUp(listener.close) as clean_up:
         address = f"{serving.scheme}://{reachable(serving.cfg.serve.host)}:{listener.getsockname()[1]}"
         if warning := _in_the_clear(serving, address):
-            _say(warning)
+            _print_line(warning)
         if serving.cfg.model.trust_remote_code and (code := remote_code.warning_of(serving.model_path)):
-            _say(code)
+            _print_line(code)
         try:
             with _stopped_by_signals(), _progress(serving):
                 from megatron_grpo.servers.serve_engine import ServedEngine
@@ -74,11 +74,11 @@ def serve(parsed: Parsed) -> int:
                 let_no_child_outlive()
                 engine = ServedEngine.build(serving)
         except _Stopped:
-            _say("stopped while the model was loading")
+            _print_line("stopped while the model was loading")
             return EXIT_DONE
         clean_up.add(engine.close)
         asyncio.run(_answer(serving, engine, listener, address, clean_up))
-    _say("ended")
+    _print_line("ended")
     return EXIT_DONE
 
 
@@ -102,7 +102,8 @@ async def _answer(serving: Serving, engine: Any, listener: Listener, address: st
         clean_up.add(lambda: _remove(Path(str(cfg.address_file)), address))
     kind = "ready, frozen," if cfg.frozen else "ready"
     room = f", adapters to rank {engine.adapter_rank}" if engine.adapter_rank else ""
-    _say(f"{kind} at {address} ({engine.dtype}, {engine.max_model_len} tokens, {engine.max_num_seqs} sequences at once{room}); the token "
+    _print_line(f"{kind} at {address} ({engine.dtype}, {engine.max_model_len} tokens, {engine.max_num_seqs} sequences at once{room}); "
+               "the token "
          f"is {serving.token_place}")  # fmt: skip
     while not was_asked.is_set() and not engine.is_dead and not answering.done():
         with contextlib.suppress(TimeoutError):
@@ -120,7 +121,11 @@ def _app(serving: Serving, engine: Any) -> Any:
     from megatron_grpo.servers.serve_state import ServerMetrics
 
     common: dict[str, Any] = dict(
-        model=str(serving.model_path), shape=flat(serving.shape), metrics=ServerMetrics(), tells_metrics=serving.cfg.serve.metrics, say=_say
+        model=str(serving.model_path),
+        shape=flat(serving.shape),
+        metrics=ServerMetrics(),
+        tells_metrics=serving.cfg.serve.metrics,
+        print_line=_print_line,
     )
     if not serving.cfg.serve.frozen:
         return App(engine, **common)
@@ -311,18 +316,18 @@ def _progress(serving: Serving) -> Iterator[None]:
 
     def tell() -> None:
         while not has_loaded.wait(SAY_EVERY):
-            _say(f"{what}: {time.monotonic() - begun:.0f} s")
+            _print_line(f"{what}: {time.monotonic() - begun:.0f} s")
 
-    _say(what)
+    _print_line(what)
     threading.Thread(target=tell, daemon=True).start()
     try:
         yield
     finally:
         has_loaded.set()
-    _say(f"loaded in {time.monotonic() - begun:.0f} s")
+    _print_line(f"loaded in {time.monotonic() - begun:.0f} s")
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(f"serve: {line}", flush=True)
 
 

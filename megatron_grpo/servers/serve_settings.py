@@ -22,7 +22,7 @@ from megatron_grpo.config.servers import TOKEN_VARIABLE, default_token_file, rea
 from megatron_grpo.config.table import table
 from megatron_grpo.config.validation import RANGE
 from megatron_grpo.data.hub import find_model
-from megatron_grpo.data.image_processing import ImageProcessorSpec, eyes_of
+from megatron_grpo.data.image_processing import ImageProcessorSpec, image_spec_of
 from megatron_grpo.weights.layout_validation import engine_problems, length_problems
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.stored import stored_names
@@ -49,7 +49,7 @@ class Serving:
     max_model_len: int | None  # prompt plus completion, in tokens; None: the context length of the model
     token: str = field(repr=False)
     token_place: str  # where the token is stored, for the user
-    eyes: ImageProcessorSpec | None = None  # image processor of a vision-language model; None: text only
+    image_spec: ImageProcessorSpec | None = None  # image processor of a vision-language model; None: text only
 
     @property
     def dtype(self) -> str:
@@ -88,7 +88,7 @@ def check_serving(parsed: Parsed) -> Serving:
     try:
         if "model" not in parsed.unreadable:
             model = _look_at_model(cfg)
-            eyes_of(cfg.data, model[0])
+            image_spec_of(cfg.data, model[0])
     except ConfigError as error:
         problems += error.problems
     try:
@@ -105,7 +105,7 @@ def check_serving(parsed: Parsed) -> Serving:
         max_model_len=_longest(cfg),
         token=token[0],
         token_place=token[1],
-        eyes=eyes_of(cfg.data, path),
+        image_spec=image_spec_of(cfg.data, path),
     )
 
 

@@ -33,7 +33,7 @@ class Ownership:
     Attributes:
         version: Version of the weights; None: no push has completed in this tenure.
         has_base: Whether this owner has pushed weights that an adapter can be added to.
-        tenure: Number of the tenure.
+        weight_epoch: Number of the tenure.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -42,7 +42,7 @@ class Ownership:
         self._heard = 0.0
         self.version: int | None = None
         self.has_base = False
-        self.tenure = 0
+        self.weight_epoch = 0
 
     @property
     def owner(self) -> str | None:
@@ -121,13 +121,13 @@ class Ownership:
         if version != self.version:
             raise RequestRefusedError(f"this server holds version {self.version}, and version {version} was asked for")
 
-    def heard(self, tenure: int) -> None:
+    def heard(self, weight_epoch: int) -> None:
         """Renew the lease, because the owner is reading a response stream.
 
         Args:
-            tenure: Tenure in which the response was requested; an earlier one than the current one is ignored.
+            weight_epoch: Tenure in which the response was requested; an earlier one than the current one is ignored.
         """
-        if tenure == self.tenure:
+        if weight_epoch == self.weight_epoch:
             self._heard = self._clock()
 
     def begin_push(self, *, keeps_base: bool) -> int:
@@ -142,32 +142,32 @@ class Ownership:
         has_base = self.has_base and keeps_base
         self._forget()
         self.has_base = has_base
-        return self.tenure
+        return self.weight_epoch
 
-    def end_push(self, tenure: int, version: int | None, *, is_base: bool) -> int:
+    def end_push(self, weight_epoch: int, version: int | None, *, is_base: bool) -> int:
         """Record that a push is complete.
 
         Args:
-            tenure: Result of `begin_push`.
+            weight_epoch: Result of `begin_push`.
             version: Version of the weights; None: base weights whose adapter follows.
             is_base: Whether an adapter can be added to the weights.
 
         Raises:
             RequestRefusedError: The server was claimed or released during the push.
         """
-        if tenure != self.tenure:
+        if weight_epoch != self.weight_epoch:
             raise RequestRefusedError("the server was claimed anew while the push ran, and holds no version")
         self.version, self.has_base = version, is_base
-        return self.tenure
+        return self.weight_epoch
 
     def _has_lapsed(self) -> bool:
         return self._clock() - self._heard >= LEASE_SECONDS
 
     def _forget(self) -> None:
-        self.version, self.has_base, self.tenure = None, False, self.tenure + 1
+        self.version, self.has_base, self.weight_epoch = None, False, self.weight_epoch + 1
 
 
-class SentPictures:
+class ImageCache:
     """LRU cache of images. If a request refers to an evicted image, the answer names its key, and the client sends it again.
 
     Args:
@@ -179,7 +179,7 @@ class SentPictures:
         self._held: OrderedDict[str, bytes] = OrderedDict()
         self._num_bytes = 0
 
-    def take(self, sent: Iterable[wire.SentPicture]) -> dict[str, bytes]:
+    def take(self, sent: Iterable[wire.ImageData]) -> dict[str, bytes]:
         """Add images to the cache.
 
         Args:

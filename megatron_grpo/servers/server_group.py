@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.base import activity
-from megatron_grpo.base.errors import CancelledError, NoRolloutServerError, Problem, RunError, config_error, problem_with, said_by
+from megatron_grpo.base.errors import CancelledError, NoRolloutServerError, Problem, RunError, config_error, printable, problem_with
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import longest_completion
-from megatron_grpo.config.sampling_mask import words_at_most
+from megatron_grpo.config.sampling_mask import max_mask_tokens
 from megatron_grpo.config.servers import Address, addresses_of, read_token
 from megatron_grpo.data.image_processing import ImageProcessorSpec
-from megatron_grpo.rollout.adapters import LoraPush
+from megatron_grpo.rollout.adapters import LoraSync
 from megatron_grpo.servers import wire
 from megatron_grpo.servers.http import CONNECT, Server, ServerGoneError, ServerRefusedError, begun, run_name, together, trust_of, within
 from megatron_grpo.weights.shape import ModelShape, flat
@@ -44,7 +44,7 @@ class ServerHandle:
     is_silent: bool = False  # it accepts connections but does not answer; only heartbeats try it again, since each call would time out
     times_claimed: int = 0  # claims by this process
     is_proven: bool = False  # it has completed a push of this run since its start
-    pictures: set[str] = field(default_factory=set)  # keys of the images that it was sent since its start
+    image_keys: set[str] = field(default_factory=set)  # keys of the images that it was sent since its start
 
     def __str__(self) -> str:
         return str(self.server)
@@ -73,10 +73,10 @@ class ServerRequirements:
     max_model_len: int  # prompt plus completion, in tokens
     shape: Mapping[str, Any] = field(default_factory=dict)  # `flat` of the model that is pushed; {}: not compared
     adapter_rank: int = 0  # LoRA rank that it must support; 0: no adapters are pushed
-    tells_experts: bool = False  # completions must include the experts that their tokens were routed to
+    returns_experts: bool = False  # completions must include the experts that their tokens were routed to
     limit_images: int = 0  # images per prompt
     max_pixels: int = 0  # per image
-    most_kept: int = 0  # top_k of the run if completions must include the sampling mask, else 0
+    max_mask_size: int = 0  # top_k of the run if completions must include the sampling mask, else 0
 
     def problem(self, state: wire.State) -> str | None:
         """Return why a server in this state cannot sample for the run.
@@ -104,7 +104,7 @@ class ServerRequirements:
                 f"has {has}, and the run pushes one of rank {self.adapter_rank}: start it with room for that, or use vllm_enable_lora "
                 "false, which pushes merged weights"
             )
-        if self.tells_experts and not state.tells_experts:
+        if self.returns_experts and not state.returns_experts:
             return (
                 "does not tell which experts it takes, and router_replay_mode R3 replays them: start it with --router_replay_mode R3, or "
                 "train with R2"
@@ -117,9 +117,10 @@ class ServerRequirements:
                 f"takes pictures of {state.max_pixels:,} pixels, and the run's max_pixels is {self.max_pixels:,}: start it with "
                 f"--max_pixels {self.max_pixels}"
             )
-        if state.most_kept < self.most_kept:
+        if state.max_mask_size < self.max_mask_size:
             return (
-                f"tells what is left of the vocabulary for a top_k of {state.most_kept}, and the run's top_k is {self.most_kept}: start it "
+                f"tells what is left of the vocabulary for a top_k of {state.max_mask_size}, and the run's top_k is {self.max_mask_size}: "
+                "start it "
                 "from the release that the run is started from"
             )
         return None
@@ -129,10 +130,10 @@ def needs_of(
     cfg: Config,
     shape: ModelShape,
     longest_prompt: int,
-    lora: LoraPush | None,
+    lora: LoraSync | None,
     *,
-    eyes: ImageProcessorSpec | None = None,
-    most_pictures: int = 0,
+    image_spec: ImageProcessorSpec | None = None,
+    max_images: int = 0,
 ) -> ServerRequirements:
     """Derive the requirements on rollout servers from the settings and the data.
 
@@ -141,17 +142,17 @@ def needs_of(
         shape: Shape of the policy.
         longest_prompt: Length of the longest prompt in tokens.
         lora: How adapters are pushed; None: full weights.
-        eyes: Image processor of a vision-language model; None: text only.
-        most_pictures: Largest number of images in a prompt.
+        image_spec: Image processor of a vision-language model; None: text only.
+        max_images: Largest number of images in a prompt.
     """
     return ServerRequirements(
         max_model_len=longest_prompt + longest_completion(cfg),
         shape=flat(shape),
         adapter_rank=lora.slot_rank if lora else 0,
-        tells_experts=cfg.grpo.router_replay_mode == "R3",
-        limit_images=max(1, most_pictures) if eyes else 0,  # at least 1, for the probe sequence with an image
-        max_pixels=eyes.max_pixels if eyes else 0,
-        most_kept=words_at_most(cfg.rollout),
+        returns_experts=cfg.grpo.router_replay_mode == "R3",
+        limit_images=max(1, max_images) if image_spec else 0,  # at least 1, for the probe sequence with an image
+        max_pixels=image_spec.max_pixels if image_spec else 0,
+        max_mask_size=max_mask_tokens(cfg.rollout),
     )
 
 
@@ -175,7 +176,7 @@ def problems_with_servers(cfg: Config, needs: ServerRequirements) -> list[Proble
                 sentence = needs.problem(state)
                 if state.owner not in (None, run):
                     sentence = (
-                        f"belongs to another run, {said_by(state.owner, repr)}. Wait for its end, or name other servers; a run that was "
+                        f"belongs to another run, {printable(state.owner, repr)}. Wait for its end, or name other servers; a run that was "
                         f"killed is forgotten {wire.LEASE_SECONDS:.0f} s after"
                     )
             if sentence:
@@ -212,7 +213,7 @@ class ServerGroup(ABC):
         server_at: Makes the client of an address.
         timeout: Longest wait for servers in seconds.
         waits_for_all: Whether the first `gather` waits for all servers.
-        say: Prints a line for the user; default: `say_aloud`.
+        print_line: Prints a line for the user; default: `print_now`.
     """
 
     WHOM = ""  # name of the servers in log lines
@@ -227,10 +228,10 @@ class ServerGroup(ABC):
         *,
         timeout: float,
         waits_for_all: bool = True,
-        say: Callable[[str], None] | None = None,
+        print_line: Callable[[str], None] | None = None,
     ):
         self._addresses, self._server_at = addresses, server_at
-        self.timeout, self.say = timeout, say or say_aloud
+        self.timeout, self.print_line = timeout, print_line or print_now
         self.members: dict[Address, ServerHandle] = {}
         self._has_begun, self._waits_for_all = False, waits_for_all
         self.should_cancel: Callable[[], bool] = lambda: False  # True if the run is to stop: then waits end
@@ -249,22 +250,22 @@ class ServerGroup(ABC):
             ConfigError: As `_look` of the subclass raises.
         """
         with activity.phase(f"waiting for {self.WHOM}", pause=self.timeout):
-            start = next_word = time.monotonic()
+            start = next_token = time.monotonic()
             while True:
                 self._look()
                 waited, missing = time.monotonic() - start, [member for member in self.members.values() if member.trouble is not None]
                 if self.used and (self._has_begun or not self._waits_for_all or not missing or waited > self.timeout):
                     if missing and not self._has_begun and self.SAYS_WHO_IS_MISSING:
-                        self.say(f"the run begins without {named(missing)}; they are taken up when they come")
+                        self.print_line(f"the run begins without {named(missing)}; they are taken up when they come")
                     self._has_begun = True
                     return self.used
                 if self.should_cancel():
                     raise CancelledError(f"the wait for {self.WHOM} is given up")
                 if waited > self.timeout:
                     raise NoRolloutServerError(f"{self.NONE} answered within {self.timeout:g} s (vllm_server_timeout): {named(missing)}")
-                if time.monotonic() >= next_word + SECONDS_BETWEEN_SIGNS:
-                    next_word = time.monotonic()
-                    self.say(f"waiting for {self.WHOM} ({waited:.0f} of {self.timeout:g} s): {named(missing)}")
+                if time.monotonic() >= next_token + SECONDS_BETWEEN_SIGNS:
+                    next_token = time.monotonic()
+                    self.print_line(f"waiting for {self.WHOM} ({waited:.0f} of {self.timeout:g} s): {named(missing)}")
                 time.sleep(SECONDS_BETWEEN_TRIES)  # polling, since servers do not announce themselves
 
     def lose(self, member: ServerHandle, why: Exception, *, since: int | None = None) -> bool:
@@ -281,7 +282,7 @@ class ServerGroup(ABC):
         """
         was_used = member.give_up(why, since)
         if was_used:
-            self.say(self.LOSS.format(member, why))
+            self.print_line(self.LOSS.format(member, why))
         if isinstance(why, ServerRefusedError):
             return was_used is not None and why.is_failure
         return was_used is not None and not getattr(why, "is_silent", False)  # a silent server was not crashed by a prompt
@@ -352,7 +353,7 @@ class TrainingServerGroup(ServerGroup):
         except ValueError as error:
             if not self._has_begun:
                 raise config_error("vllm_server_host", f"servers: {error}.") from error
-            self.say(f"servers: {error}")  # the known servers remain
+            self.print_line(f"servers: {error}")  # the known servers remain
         together(self._take_up(member) for member in self.members.values() if not member.is_silent)
 
     async def _take_up(self, member: ServerHandle) -> None:
@@ -365,7 +366,7 @@ class TrainingServerGroup(ServerGroup):
         if problem and not self._has_begun:
             raise config_error("vllm_server_host", f"the rollout server {member} {problem}.")
         if member.state is None or member.state.boot != state.boot:
-            member.is_proven, member.pictures = False, set()
+            member.is_proven, member.image_keys = False, set()
         member.state, member.trouble, member.times_claimed = state, problem, member.times_claimed + 1
 
     async def _claimed(self, member: ServerHandle) -> wire.State:
@@ -422,6 +423,6 @@ def named(members: Sequence[ServerHandle]) -> str:
     return "; ".join(f"{member} ({member.trouble})" for member in members) or "none has written its address yet"
 
 
-def say_aloud(text: str) -> None:
+def print_now(text: str) -> None:
     """Print a line for the user on stderr."""
     print(f"megatron-grpo: {text}", file=sys.stderr, flush=True)

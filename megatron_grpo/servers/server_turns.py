@@ -28,7 +28,7 @@ class ServerTurns:
     """`rollout.turns.TurnSampler` on rollout servers.
 
     Args:
-        fleet: The servers.
+        server_group: The servers.
         sampling: Sampling parameters.
         version: Version of the weights that must sample.
         deaths: Episode -> servers that died while its open turn was in flight. Updated here; kept by the caller when all servers are lost.
@@ -37,18 +37,18 @@ class ServerTurns:
 
     def __init__(
         self,
-        fleet: TrainingServerGroup,
+        server_group: TrainingServerGroup,
         sampling: wire.Sampling,
         *,
         version: int,
         deaths: dict[Key, list[str]],
         name_of: Callable[[Key], str] = str,
     ):
-        self._fleet, self._sampling, self._version, self._deaths, self._name_of = fleet, sampling, version, deaths, name_of
+        self._server_group, self._sampling, self._version, self._deaths, self._name_of = server_group, sampling, version, deaths, name_of
         self._count = 0
         self._open: dict[Key, wire.Request] = {}  # submitted, and not sampled yet
         self._flying: dict[Key, ServerHandle] = {}  # open turns that are in a call, with their server
-        self._homes: dict[Key, str] = {}  # episode -> name of its server
+        self._dp_ranks: dict[Key, str] = {}  # episode -> name of its server
         self._found: list[tuple[Key, SampledTurn]] = []
         self._changed = asyncio.Event()  # set by an answer or the end of a call since the last poll
         self._refusal: Exception | None = None
@@ -97,7 +97,7 @@ class ServerTurns:
 
     def _send(self) -> None:
         waiting = [key for key in self._open if key not in self._flying]
-        members = {str(member): member for member in self._fleet.used}
+        members = {str(member): member for member in self._server_group.used}
         if not members:
             # A server may still answer other calls after one has failed, and a push would end them.
             if waiting and not self._flying and not self._found:
@@ -105,10 +105,10 @@ class ServerTurns:
             return
         by_member: dict[str, dict[Key, wire.Request]] = {}
         for key in waiting:
-            home = self._homes.get(key, "")
+            home = self._dp_ranks.get(key, "")
             if home not in members:
-                episodes = list(self._homes.values())
-                home = self._homes[key] = min(members, key=episodes.count)
+                episodes = list(self._dp_ranks.values())
+                home = self._dp_ranks[key] = min(members, key=episodes.count)
             self._flying[key] = members[home]
             by_member.setdefault(home, {})[key] = self._open[key]
         for name, asked in by_member.items():
@@ -125,7 +125,7 @@ class ServerTurns:
 
         died = False
         try:
-            died = await self._fleet.during(member, generate(member, body, take, things="turns"))
+            died = await self._server_group.during(member, generate(member, body, take, things="turns"))
         except Exception as error:  # noqa: BLE001 - raised by the next poll
             self._refusal = self._refusal or error
         finally:
@@ -135,18 +135,18 @@ class ServerTurns:
         if answer.error is not None:
             raise RunError(f"{self._name_of(key)} cannot be answered: {answer.error}")
         [one] = answer.completions
-        drawn = SampledTurn(
+        sampled = SampledTurn(
             token_ids=tuple(one.tokens.tolist()),
             logprobs=tuple(one.logprobs.tolist()),
             is_cut=one.reason == "length",
-            kept=one.kept,
+            sampling_mask=one.sampling_mask,
             version=version,
         )
         if self._open.get(key) is request:  # else another server has answered the turn
             del self._open[key]
             self._flying.pop(key, None)
             self._deaths.pop(key, None)
-            self._found.append((key, drawn))
+            self._found.append((key, sampled))
             self._changed.set()
 
     def _ended(self, member: ServerHandle, asked: Mapping[Key, wire.Request], *, died: bool) -> None:

@@ -25,7 +25,7 @@ from megatron_grpo.config.servers import addresses_of, read_token
 from megatron_grpo.data.chat import load_tokenizer
 from megatron_grpo.data.image_processing import ImageProcessorSpec
 from megatron_grpo.parallel import collectives
-from megatron_grpo.rollout.adapters import LoraPush
+from megatron_grpo.rollout.adapters import LoraSync
 from megatron_grpo.rollout.engine import ReceiverChangedError, SamplingSettings, WeightsLostError, WeightSyncError, prompt_seed
 from megatron_grpo.rollout.experts import InvalidRoutingError, of_group
 from megatron_grpo.rollout.probes import probe_sequences
@@ -36,12 +36,12 @@ from megatron_grpo.servers.requests import GenerationRequest, ToSend, on_the_wir
 from megatron_grpo.servers.server_group import ServerRequirements, TrainingServerGroup
 from megatron_grpo.servers.server_turns import NoServerError, ServerTurns
 from megatron_grpo.servers.weight_broadcast import WeightBroadcaster
-from megatron_grpo.types import Completion, Group, Prompt, answered
+from megatron_grpo.types import Completion, Group, Prompt, make_completion
 from megatron_grpo.types import Sequence as Scored
 from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, NO_VERSION, WeightUpdate
 from megatron_grpo.weights.shape import ModelShape
 
-TOLD = (
+REPORTED = (
     ConfigError,
     RunError,
     NoRolloutServerError,
@@ -59,11 +59,11 @@ class ServerEngine:
     The constructor is collective, and waits for servers.
 
     Args:
-        pusher: Makes the `WeightBroadcaster` with its server group; called on rank 0 alone.
+        broadcaster: Makes the `WeightBroadcaster` with its server group; called on rank 0 alone.
         tokenizer: Tokenizer of the model, for the probe sequences.
         vocab_size: Number of token IDs of the model.
-        tells_experts: Whether completions include the experts that their tokens were routed to.
-        eyes: Image processor of a vision-language model; None: text only.
+        returns_experts: Whether completions include the experts that their tokens were routed to.
+        image_spec: Image processor of a vision-language model; None: text only.
 
     Raises:
         ConfigError: The token is missing, or a server is invalid for this run.
@@ -74,15 +74,15 @@ class ServerEngine:
 
     def __init__(
         self,
-        pusher: Callable[[], WeightBroadcaster],
+        broadcaster: Callable[[], WeightBroadcaster],
         *,
         tokenizer: Any,
         vocab_size: int,
-        tells_experts: bool = False,
-        eyes: ImageProcessorSpec | None = None,
+        returns_experts: bool = False,
+        image_spec: ImageProcessorSpec | None = None,
     ):
-        self._tokenizer, self._vocab_size, self.tells_experts, self._eyes = tokenizer, vocab_size, tells_experts, eyes
-        self._pusher: WeightBroadcaster | None = None  # on rank 0
+        self._tokenizer, self._vocab_size, self.returns_experts, self._image_spec = tokenizer, vocab_size, returns_experts, image_spec
+        self._broadcaster: WeightBroadcaster | None = None  # on rank 0
         # The weights that a server was started with are never version 0: it is unknown which files it has read.
         self.version, self.has_base = NO_VERSION, False
         self._questions = WeakSet[GenerationRequest]()  # requests that may still be awaited; on rank 0 alone
@@ -91,14 +91,14 @@ class ServerEngine:
         self.should_cancel: Callable[[], bool] = lambda: False
 
         def begin() -> None:
-            self._pusher = pusher()
+            self._broadcaster = broadcaster()
 
-        collectives.told(begin, TOLD)
+        collectives.run_on_rank_zero(begin, REPORTED)
         self.prepare()
 
     @classmethod
     def build(cls, cfg: RolloutConfig, *, model_path: Path, shape: ModelShape, output_dir: Path, needs: ServerRequirements,
-              device: torch.device, lora: LoraPush | None = None, eyes: ImageProcessorSpec | None = None,
+              device: torch.device, lora: LoraSync | None = None, image_spec: ImageProcessorSpec | None = None,
               trust_remote_code: bool = False) -> ServerEngine:  # fmt: skip
         """Claim the servers that the settings name for the run that writes to `output_dir`. Collective.
 
@@ -110,38 +110,40 @@ class ServerEngine:
             needs: Requirements that each server must meet.
             device: Device of rank 0 from which weights are sent.
             lora: How adapters are pushed; None: full weights are trained.
-            eyes: Image processor of a vision-language model; None: text only.
+            image_spec: Image processor of a vision-language model; None: text only.
             trust_remote_code: Whether code of the model repository may run.
 
         Raises:
             ConfigError: The token is missing, or as for the constructor.
         """
 
-        def pusher() -> WeightBroadcaster:
+        def broadcaster() -> WeightBroadcaster:
             incarnation, token, trust = new_incarnation(), read_token(cfg), trust_of(cfg.vllm_server_ca)
             is_new = run_name(output_dir) is None
-            fleet = TrainingServerGroup(
+            server_group = TrainingServerGroup(
                 partial(addresses_of, cfg), partial(Server, token=token, incarnation=incarnation, trust=trust), run=named_run(output_dir),
                 incarnation=incarnation, needs=needs, timeout=cfg.vllm_server_timeout, waits_for_all=is_new,
             )  # fmt: skip
             bucket_bytes = (cfg.weight_sync_bucket_mb or DEFAULT_BUCKET_MB[device.type]) * MIB
             return WeightBroadcaster(
-                fleet, device=device, bucket_bytes=bucket_bytes, modules=lora.modules if lora is not None else frozenset()
+                server_group, device=device, bucket_bytes=bucket_bytes, modules=lora.modules if lora is not None else frozenset()
             )
 
         tokenizer = load_tokenizer(str(model_path), trust_remote_code=trust_remote_code)
-        return cls(pusher, tokenizer=tokenizer, vocab_size=shape.vocab_size, tells_experts=needs.tells_experts, eyes=eyes)
+        return cls(
+            broadcaster, tokenizer=tokenizer, vocab_size=shape.vocab_size, returns_experts=needs.returns_experts, image_spec=image_spec
+        )
 
     def _told(self, work: Callable[[WeightBroadcaster], Value]) -> Value:
         """Execute `work` on rank 0, and return its result or raise its exception on every rank. Collective."""
-        return collectives.told(lambda: work(cast(WeightBroadcaster, self._pusher)), TOLD)
+        return collectives.run_on_rank_zero(lambda: work(cast(WeightBroadcaster, self._broadcaster)), REPORTED)
 
     # ---- weights
 
     def prepare(self) -> bool:
-        def gathered(pusher: WeightBroadcaster) -> tuple[str, int, bool, bool]:
-            pusher.fleet.should_cancel = self.should_cancel
-            members = pusher.fleet.gather()
+        def gathered(broadcaster: WeightBroadcaster) -> tuple[str, int, bool, bool]:
+            broadcaster.server_group.should_cancel = self.should_cancel
+            members = broadcaster.server_group.gather()
             states = [member.state for member in members if member.state is not None]
             dtype = next((state.dtype for state in states if state.dtype != "float32"), "float32")
             has_new = not all(member.is_proven for member in members)
@@ -157,30 +159,30 @@ class ServerEngine:
         def use_up() -> None:
             deque(update.tensors, maxlen=0)
 
-        if self._pusher is None:
+        if self._broadcaster is None:
             use_up()  # yields no tensors here, but the stream is collective: this rank may have to send its shards
 
-        def push(pusher: WeightBroadcaster) -> None:
+        def push(broadcaster: WeightBroadcaster) -> None:
             # The stream is consumed to its end before an error is raised: other ranks send it, and would wait for this rank.
             with CleanUp(use_up):
-                pusher.push(update)
+                broadcaster.push(update)
 
         self._told(push)
         self.version = update.version
         self.has_base = self.has_base or update.kind == "weights"
 
     def probes(self) -> list[Scored]:
-        return probe_sequences(self._tokenizer, vocab_size=self._vocab_size, max_model_len=self._max_model_len, eyes=self._eyes)
+        return probe_sequences(self._tokenizer, vocab_size=self._vocab_size, max_model_len=self._max_model_len, image_spec=self._image_spec)
 
     def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
         found: dict[str, list[list[float]]] = {}  # of all servers on rank 0, empty on other ranks
-        self._told(lambda pusher: found.update(pusher.scores(sequences, self.version, self._eyes)))
+        self._told(lambda broadcaster: found.update(broadcaster.scores(sequences, self.version, self._image_spec)))
         return found
 
     # ---- sampling
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
+    def wake_up(self) -> Iterator[None]:
         """Do nothing, since servers never sleep."""
         yield
 
@@ -210,11 +212,11 @@ class ServerEngine:
         self.require_weights()
         parts: dict[int, Sequence[Group]] = {}
 
-        def played(pusher: WeightBroadcaster) -> int:
+        def played(broadcaster: WeightBroadcaster) -> int:
             """Fill `parts` with the groups of each rank. Returns the number of open turns if no server is left, else 0."""
             player, rows = begin(prompts), {prompt.number: prompt.row for prompt in prompts}
             turns = ServerTurns(
-                pusher.fleet, _on_the_wire(sampling), version=self.version, deaths=self._deaths,
+                broadcaster.server_group, _on_the_wire(sampling), version=self.version, deaths=self._deaths,
                 name_of=lambda key: f"episode {key[1]} of prompt {key[0]} (data-set row {rows[key[0]]})",
             )  # fmt: skip
             try:
@@ -237,13 +239,13 @@ class ServerEngine:
     def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> ServerGenerationFuture:
         self.require_weights()
         question = None
-        if self._pusher is not None:
+        if self._broadcaster is not None:
             names = {prompt.number: f"prompt {prompt.number} (data-set row {prompt.row})" for prompt in prompts}
             requests = {prompt.number: _request(prompt, sampling, seed) for prompt in prompts}
-            album = ToSend.of((prompt.pictures for prompt in prompts), self._eyes)
-            question = GenerationRequest(requests, _on_the_wire(sampling), version=self.version, name_of=names.__getitem__, album=album)
+            to_send = ToSend.of((prompt.images for prompt in prompts), self._image_spec)
+            question = GenerationRequest(requests, _on_the_wire(sampling), version=self.version, name_of=names.__getitem__, to_send=to_send)
             self._questions.add(question)
-            question.ask(self._pusher.fleet)
+            question.ask(self._broadcaster.server_group)
         return ServerGenerationFuture(self, prompts, question)
 
     def require_weights(self) -> None:
@@ -255,7 +257,7 @@ class ServerEngine:
         if self.version == NO_VERSION:
             raise WeightSyncError("the rollout servers hold no weights of a version: a weight push failed. Push them first.")
 
-    def hear(self, question: GenerationRequest | None, *, is_anew: bool) -> None:
+    def resume_request(self, question: GenerationRequest | None, *, is_anew: bool) -> None:
         """Wait on every rank until all prompts are answered. Collective.
 
         Args:
@@ -266,11 +268,11 @@ class ServerEngine:
             WeightsLostError: No server with the weights is left.
         """
 
-        def wait(pusher: WeightBroadcaster) -> int:
+        def wait(broadcaster: WeightBroadcaster) -> int:
             assert question is not None
             if is_anew:
                 question.version = self.version
-                question.ask(pusher.fleet)
+                question.ask(broadcaster.server_group)
             return question.wait(self.should_cancel)
 
         self._require_all(wait, "{} prompts are left", "{} prompts are not answered")
@@ -287,9 +289,11 @@ class ServerEngine:
             WeightsLostError: Some items are unfinished.
         """
 
-        def counted(pusher: WeightBroadcaster) -> int:
-            if count := work(pusher):
-                pusher.fleet.say(f"{left.format(count)}, and no rollout server: the weights are pushed again as soon as one is there")
+        def counted(broadcaster: WeightBroadcaster) -> int:
+            if count := work(broadcaster):
+                broadcaster.server_group.print_line(
+                    f"{left.format(count)}, and no rollout server: the weights are pushed again as soon as one is there"
+                )
             return count
 
         if count := self._told(counted):
@@ -297,12 +301,12 @@ class ServerEngine:
             raise WeightsLostError(f"no rollout server is left that has the weights of version {version}, and {lost.format(count)}")
 
     def close(self) -> None:
-        if self._pusher is not None:
+        if self._broadcaster is not None:
             for question in list(self._questions):
                 question.abandon()
-            with CleanUp(self._pusher.fleet.close):
-                self._pusher.close()
-            self._pusher = None
+            with CleanUp(self._broadcaster.server_group.close):
+                self._broadcaster.close()
+            self._broadcaster = None
 
 
 class ServerGenerationFuture:
@@ -325,11 +329,13 @@ class ServerGenerationFuture:
         if self._was_heard:  # an earlier call ended with WeightsLostError
             self._engine.require_weights()
         is_anew, self._was_heard = self._was_heard, True
-        self._engine.hear(self._question, is_anew=is_anew)
+        self._engine.resume_request(self._question, is_anew=is_anew)
         answers = [] if self._question is None else [self._question.answers[prompt.number] for prompt in self._prompts]
-        mine = [drawn for part in collectives.exchange(dealt(answers)) for drawn in part]
+        mine = [sampled for part in collectives.exchange(dealt(answers)) for sampled in part]
         prompts = self._prompts[collectives.rank() :: collectives.num_ranks()]
-        return [_group(prompt, drawn, tells_experts=self._engine.tells_experts) for prompt, drawn in zip(prompts, mine, strict=True)]
+        return [
+            _group(prompt, sampled, returns_experts=self._engine.returns_experts) for prompt, sampled in zip(prompts, mine, strict=True)
+        ]
 
     def drop(self) -> None:
         if self._question is not None:
@@ -355,7 +361,7 @@ def dealt(things: Sequence[Value]) -> dict[int, Sequence[Value]]:
 def _request(prompt: Prompt, sampling: SamplingSettings, seed: int) -> wire.Request:
     return wire.Request(
         key=str(prompt.number), ids=tuple(prompt.token_ids), seed=prompt_seed(seed, prompt.number, sampling.n), n=sampling.n,
-        max_tokens=sampling.max_completion_length, shown=on_the_wire(prompt.pictures),
+        max_tokens=sampling.max_completion_length, images=on_the_wire(prompt.images),
     )  # fmt: skip
 
 
@@ -364,18 +370,19 @@ def _on_the_wire(sampling: SamplingSettings) -> wire.Sampling:
     return wire.Sampling(**{name: getattr(sampling, name) for name in wire.Sampling.__struct_fields__})
 
 
-def _group(prompt: Prompt, answers: Sequence[wire.SampledCompletion], *, tells_experts: bool) -> Group:
+def _group(prompt: Prompt, answers: Sequence[wire.SampledCompletion], *, returns_experts: bool) -> Group:
     experts: Sequence[np.ndarray | None] = [None] * len(answers)
-    if tells_experts:
+    if returns_experts:
         if not all(one.experts is not None for one in answers):
             raise InvalidRoutingError("a rollout server answered without the experts that it took.")
         experts = of_group([cast(np.ndarray, one.experts) for one in answers], len(prompt.token_ids))
     return Group(prompt=prompt, completions=tuple(_completion(prompt, one, routes) for one, routes in zip(answers, experts, strict=True)))
 
 
-def _completion(prompt: Prompt, drawn: wire.SampledCompletion, experts: np.ndarray | None) -> Completion:
-    [version] = {span[0] for span in drawn.versions}  # `requests` refuses completions of several versions
-    return answered(
-        prompt.token_ids, drawn.tokens.tolist(), drawn.logprobs.tolist(),
-        text=drawn.text, ended=drawn.reason, version=version, experts=experts, shown=prompt.pictures, kept=drawn.kept,
+def _completion(prompt: Prompt, sampled: wire.SampledCompletion, experts: np.ndarray | None) -> Completion:
+    [version] = {span[0] for span in sampled.versions}  # `requests` refuses completions of several versions
+    return make_completion(
+        prompt.token_ids, sampled.tokens.tolist(), sampled.logprobs.tolist(),
+        text=sampled.text, finish_reason=sampled.reason, version=version, experts=experts, images=prompt.images,
+        sampling_mask=sampled.sampling_mask,
     )  # fmt: skip

@@ -218,14 +218,14 @@ class _Question(Calls[np.ndarray]):
 
     @property
     def is_done(self) -> bool:
-        return self._dealing.is_done
+        return self._router.is_done
 
     @property
     def num_answered(self) -> int:
-        return len(self._dealing.answers)
+        return len(self._router.answers)
 
     def answers(self) -> list[np.ndarray]:
-        return [self._dealing.answers[place] for place in range(len(self._asked))]
+        return [self._router.answers[place] for place in range(len(self._asked))]
 
     def ask(self, teacher: TeacherServerGroup) -> None:
         """Wait until all is answered, or all servers that are used now are lost."""
@@ -241,7 +241,7 @@ class _Question(Calls[np.ndarray]):
         body = wire.PromptLogprobs(sequences=tuple(one.ids for one in asked), first=tuple(one.first for one in asked))
         left, heard = set(chunk), time.monotonic()
 
-        def hear(line: bytes) -> None:
+        def stream(line: bytes) -> None:
             nonlocal heard
             activity.advance(0)
             if time.monotonic() - heard > self._timeout:
@@ -258,6 +258,6 @@ class _Question(Calls[np.ndarray]):
             heard = time.monotonic()
             self._take(chunk[place], logprobs)
 
-        await member.server.hear("/prompt_logprobs", body, hear)
+        await member.server.stream("/prompt_logprobs", body, stream)
         if left:
             raise ServerGoneError(f"its answer ended with {len(left)} of {len(chunk)} sequences left")

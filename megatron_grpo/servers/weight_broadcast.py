@@ -30,7 +30,7 @@ class WeightBroadcaster:
     """Sender of the policy's weights to all servers of a group, and of probe sequences that verify them. Exists on rank 0 alone.
 
     Args:
-        fleet: The servers.
+        server_group: The servers.
         device: Device from which weights are sent.
         bucket_bytes: Size of one message in bytes.
         modules: Hugging Face names of the modules that every adapter of this run covers.
@@ -39,16 +39,16 @@ class WeightBroadcaster:
 
     def __init__(
         self,
-        fleet: TrainingServerGroup,
+        server_group: TrainingServerGroup,
         *,
         device: torch.device,
         bucket_bytes: int,
         modules: frozenset[str] = frozenset(),
         link_seconds: float = LINK_SECONDS,
     ):
-        self.fleet, self.device, self.bucket_bytes = fleet, device, bucket_bytes
+        self.server_group, self.device, self.bucket_bytes = server_group, device, bucket_bytes
         self.modules, self.link_seconds = modules, link_seconds
-        self._meeting = Rendezvous()
+        self._rendezvous = Rendezvous()
         self._link: WeightSender | None = None
         self._linked: list[tuple[ServerHandle, str]] = []  # members of the link, each with its `boot`
         self._failures = 0  # consecutive failures without a lost server
@@ -81,13 +81,15 @@ class WeightBroadcaster:
         for member in members:
             member.is_proven = True
 
-    def scores(self, sequences: Sequence[Scored], version: int, eyes: ImageProcessorSpec | None = None) -> dict[str, list[list[float]]]:
+    def scores(
+        self, sequences: Sequence[Scored], version: int, image_spec: ImageProcessorSpec | None = None
+    ) -> dict[str, list[list[float]]]:
         """Score probe sequences on each server, as `WeightReceiver.scores` documents.
 
         Args:
             sequences: The probe sequences.
             version: Expected version of the weights.
-            eyes: Image processor of a vision-language model; None: text only.
+            image_spec: Image processor of a vision-language model; None: text only.
 
         Returns:
             Server name -> one row of log-probs per sequence.
@@ -95,11 +97,11 @@ class WeightBroadcaster:
         Raises:
             ReceiverChangedError: A server was lost, or has weights of another version.
         """
-        shown = [one.shown for one in sequences]
-        album = ToSend.of(shown, eyes)
+        images = [one.images for one in sequences]
+        to_send = ToSend.of(images, image_spec)
         body = wire.Score(
-            sequences=tuple(tuple(one.token_ids.tolist()) for one in sequences), shown=tuple(map(on_the_wire, shown)),
-            pictures=album.but((), album.pictures), bounds=album.bounds,
+            sequences=tuple(tuple(one.token_ids.tolist()) for one in sequences), images=tuple(map(on_the_wire, images)),
+            image_data=to_send.but((), to_send.image_data), bounds=to_send.bounds,
         )  # fmt: skip
         found: dict[str, list[list[float]]] = {}
         asked = [(member, begun(within(SCORE_SECONDS, self._scores_of(member, body)))) for member in self._members()]
@@ -108,7 +110,7 @@ class WeightBroadcaster:
             try:
                 scores = call.result()
             except LOST as error:
-                self.fleet.lose(member, error)
+                self.server_group.lose(member, error)
                 lost = True
                 continue
             lost = lost or scores.version != version  # restarted meanwhile, without the run's weights
@@ -122,7 +124,7 @@ class WeightBroadcaster:
 
     def _members(self) -> list[ServerHandle]:
         """Return the servers that are used. Raises ReceiverChangedError if all were lost since they were gathered."""
-        if not (members := self.fleet.used):
+        if not (members := self.server_group.used):
             raise ReceiverChangedError("no rollout server is left")
         return members
 
@@ -136,15 +138,15 @@ class WeightBroadcaster:
         self.drop()
         name, first, calls = secrets.token_hex(8), 1, []
         world = 1 + sum(member.state.world_size for member in members if member.state is not None)
-        places = meeting_places([self._near(member) for member in members])
+        places = rendezvous_addresses([self._near(member) for member in members])
         for member, place in zip(members, places, strict=True):
             assert member.state is not None
-            body = wire.Join(address=place, port=self._meeting.port, first_rank=first, world=world, name=name, seconds=self.link_seconds)
+            body = wire.Join(address=place, port=self._rendezvous.port, first_rank=first, world=world, name=name, seconds=self.link_seconds)
             calls.append((member, begun(member.server.call("POST", "/join", body, timeout=self.link_seconds + 5))))
             first += member.state.world_size
         link, broke = None, None
         try:
-            link = WeightSender(self._meeting, name=name, world=world, near=places[0], seconds=self.link_seconds, device=self.device)
+            link = WeightSender(self._rendezvous, name=name, world=world, near=places[0], seconds=self.link_seconds, device=self.device)
         except LinkError as error:
             broke = error
         failed = self._settle(calls, self.link_seconds)
@@ -161,7 +163,7 @@ class WeightBroadcaster:
         try:
             return local_address(address.host, address.port)
         except OSError as error:
-            self.fleet.lose(member, error)
+            self.server_group.lose(member, error)
             raise ReceiverChangedError(f"{member} cannot be reached: {error}") from error
 
     def drop(self) -> None:
@@ -173,14 +175,14 @@ class WeightBroadcaster:
     # ---- calls to servers and their results
 
     async def _order(self, member: ServerHandle, update: WeightUpdate, link: str) -> wire.State:
-        body: wire.WeightPush | wire.AdapterPush
+        body: wire.WeightUpdateRequest | wire.AdapterUpdateRequest
         if update.kind == "adapter":
             path, config = "/adapter", dict(update.config)
-            body = wire.AdapterPush(version=update.version, link=link, config=config, modules=tuple(sorted(self.modules)))
+            body = wire.AdapterUpdateRequest(version=update.version, link=link, config=config, modules=tuple(sorted(self.modules)))
         else:
             # Base weights before their adapter have no version; a merged trial update keeps its number.
             version = None if update.kind == "weights" and update.version == NO_VERSION else update.version
-            path, body = "/weights", wire.WeightPush(version=version, link=link, kind=update.kind, moves_tower=update.moves_tower)
+            path, body = "/weights", wire.WeightUpdateRequest(version=version, link=link, kind=update.kind, moves_tower=update.moves_tower)
         return wire.decode(wire.State, await member.server.call("POST", path, body, timeout=FINISH_SECONDS))
 
     def _settle(self, calls: Sequence[tuple[ServerHandle, Future[Any]]], seconds: float) -> list[tuple[ServerHandle, Exception]]:
@@ -195,7 +197,7 @@ class WeightBroadcaster:
             except LOST as error:
                 failed.append((member, error))
                 if not isinstance(error, ServerRefusedError) or error.is_conflict:
-                    self.fleet.lose(member, error)
+                    self.server_group.lose(member, error)
         return failed
 
     def _broken(self, update: WeightUpdate, failed: list[tuple[ServerHandle, Exception]], error: LinkError | None = None) -> Exception:
@@ -212,7 +214,7 @@ class WeightBroadcaster:
             self.drop()
 
 
-def meeting_places(nears: Sequence[str]) -> list[str]:
+def rendezvous_addresses(nears: Sequence[str]) -> list[str]:
     """Return the address of the rendezvous store for each server.
 
     A server on this machine may see a loopback address, which other machines cannot reach. If there are servers on other machines, such a

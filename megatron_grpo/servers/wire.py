@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from megatron_grpo.base.errors import said_by
+from megatron_grpo.base.errors import printable
 from megatron_grpo.types import SamplingMask
 
 INCARNATION = "X-Incarnation"  # header: the incarnation that claimed the server; the response is 409 if another one owns it now
@@ -32,7 +32,7 @@ class MalformedMessageError(ValueError):
     """The received message has an unexpected form. The message is a sentence."""
 
     def __init__(self, sentence: str):
-        super().__init__(said_by(sentence))
+        super().__init__(printable(sentence))
 
 
 class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,7 +61,7 @@ class Join(Message, frozen=True):
     seconds: float  # timeout for a member, above 0 and at most LONGEST_JOIN
 
 
-class WeightPush(Message, frozen=True):
+class WeightUpdateRequest(Message, frozen=True):
     """Body of POST /weights: the server receives all weights over the link."""
 
     version: int | None  # None: base weights; an adapter follows and sets the version
@@ -70,7 +70,7 @@ class WeightPush(Message, frozen=True):
     moves_tower: bool = False  # True: the update contains the vision tower; False: the server has it already
 
 
-class AdapterPush(Message, frozen=True):
+class AdapterUpdateRequest(Message, frozen=True):
     """Body of POST /adapter: the server receives an adapter for the base weights that this owner has pushed."""
 
     version: int
@@ -86,20 +86,20 @@ class Sampling(Message, frozen=True):
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     min_p: float = 0.0  # 0: off
-    tells_kept: bool = False  # True: return the sampling mask, what top_k, top_p, min_p and a grammar left of the vocabulary
+    returns_sampling_mask: bool = False  # True: return the sampling mask, what top_k, top_p, min_p and a grammar left of the vocabulary
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     more: dict[str, Any] = {}  # further fields of vLLM's SamplingParams
 
 
-class SentPicture(Message, frozen=True):
+class ImageData(Message, frozen=True):
     """Image file. It is sent once; requests refer to it by its key until the server evicts it."""
 
     key: str
     data: bytes
 
 
-class ShownPicture(Message, frozen=True):
+class PlacedImage(Message, frozen=True):
     """Position of an image in a prompt."""
 
     key: str  # of the image
@@ -115,7 +115,7 @@ class Request(Message, frozen=True):
     seed: int  # completion i is sampled with seed + i
     n: int  # completions
     max_tokens: int  # limit for one completion
-    shown: tuple[ShownPicture, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
 
 
 class Bounds(Message, frozen=True):
@@ -131,7 +131,7 @@ class Generate(Message, frozen=True):
     version: int  # of the weights that must sample; another version is refused with 409
     sampling: Sampling
     requests: tuple[Request, ...]
-    pictures: tuple[SentPicture, ...] = ()  # images of the requests that the server may not have
+    image_data: tuple[ImageData, ...] = ()  # images of the requests that the server may not have
     bounds: Bounds | None = None  # required if a request has images
 
 
@@ -139,8 +139,8 @@ class Score(Message, frozen=True):
     """Body of POST /score: log-probs of each token after the first, at temperature 1; the last is read through the prefix cache."""
 
     sequences: tuple[tuple[int, ...], ...]  # token IDs
-    shown: tuple[tuple[ShownPicture, ...], ...] = ()  # images of each sequence; () if no sequence has any
-    pictures: tuple[SentPicture, ...] = ()
+    images: tuple[tuple[PlacedImage, ...], ...] = ()  # images of each sequence; () if no sequence has any
+    image_data: tuple[ImageData, ...] = ()
     bounds: Bounds | None = None  # required if a sequence has images
 
 
@@ -166,10 +166,10 @@ class State(Message, frozen=True):
     max_num_seqs: int  # sequences decoded concurrently, by all engines of the server
     adapter_rank: int  # largest supported LoRA rank; 0: no adapters
     shape: dict[str, Any] = {}  # `weights.shape.flat` of its model; {}: unknown
-    tells_experts: bool = False  # completions include the experts that their tokens were routed to
+    returns_experts: bool = False  # completions include the experts that their tokens were routed to
     limit_images: int = 0  # images per prompt; 0: text only
     max_pixels: int = 0  # per image
-    most_kept: int = 0  # largest top_k for which it returns the sampling mask
+    max_mask_size: int = 0  # largest top_k for which it returns the sampling mask
     is_frozen: bool = False  # it accepts no claim and no push, and answers /prompt_logprobs to every client with the token
     vocabulary: str = ""  # of a frozen server's tokenizer: `data.chat.vocabulary_of`
     fingerprint: str = ""  # of a frozen server's model: its configuration and weights
@@ -185,15 +185,15 @@ class SampledCompletion(Message, frozen=True, omit_defaults=True, eq=False):
     reason: str  # finish reason: "stop" or "length"; the client rejects any other
     versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) in tokens of the completion
     experts: NDArray[np.int16] | None = None  # [tokens, MoE layers, k], as `experts.told` returns them
-    kept: SamplingMask | None = None  # tokens that sampling could choose from at each of the T positions
+    sampling_mask: SamplingMask | None = None  # tokens that sampling could choose from at each of the T positions
 
     def __post_init__(self) -> None:
         count = len(self.tokens)
         if self.tokens.shape != self.logprobs.shape:
             raise ValueError(f"{len(self.logprobs)} log-probs for {count} tokens")
-        if self.kept is not None:
-            counts, ids = self.kept.counts, self.kept.ids
-            if len(counts) != count or self.kept.at[0] != 0 or (counts < 0).any() or counts.sum() != len(ids):
+        if self.sampling_mask is not None:
+            counts, ids = self.sampling_mask.counts, self.sampling_mask.ids
+            if len(counts) != count or self.sampling_mask.at[0] != 0 or (counts < 0).any() or counts.sum() != len(ids):
                 by_counts = int(counts.sum())
                 raise ValueError(f"{len(ids)} kept words of {len(counts)} tokens, {by_counts} by their counts, for {count} tokens")
 
@@ -208,7 +208,7 @@ class Answer(Message, frozen=True, omit_defaults=True, eq=False):
 
     def __post_init__(self) -> None:
         if self.error is not None:
-            msgspec.structs.force_setattr(self, "error", said_by(self.error, most=LONGEST_REFUSAL))
+            msgspec.structs.force_setattr(self, "error", printable(self.error, most=LONGEST_REFUSAL))
 
 
 class PromptLogprobs(Message, frozen=True):
@@ -347,7 +347,7 @@ def fault_of(request: Request, max_model_len: int) -> str | None:
         The end of a sentence about the request, or None if it is valid.
     """
     needed = len(request.ids) + request.max_tokens
-    if any(one.place < 0 or one.tokens < 1 or one.place + one.tokens > len(request.ids) for one in request.shown):
+    if any(one.place < 0 or one.tokens < 1 or one.place + one.tokens > len(request.ids) for one in request.images):
         return f"a picture's place is not among its prompt's {len(request.ids)} tokens"
     if not request.ids:
         return "its prompt has no tokens"
@@ -380,6 +380,6 @@ def decode_error(body: bytes) -> str:
         body: Body of a response whose status is not 200. If it does not come from a rollout server, its beginning is returned.
     """
     try:
-        return said_by(decode(_Error, body).error, most=LONGEST_REFUSAL)
+        return printable(decode(_Error, body).error, most=LONGEST_REFUSAL)
     except MalformedMessageError:
-        return said_by(body.decode(errors="replace"), most=200) or "no reason was given"
+        return printable(body.decode(errors="replace"), most=200) or "no reason was given"

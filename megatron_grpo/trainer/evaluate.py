@@ -20,7 +20,7 @@ from megatron_grpo.metrics.evaluations import EACH, Evaluated
 from megatron_grpo.metrics.rollout import counted_in, joined, said_in
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings
-from megatron_grpo.trainer.reward_manager import RewardManager, verdicts_of
+from megatron_grpo.trainer.reward_manager import RewardManager, gather_metadata
 from megatron_grpo.types import FAULTS, Group, GroupMetadata, Prompt, ScoredGroup
 
 
@@ -66,7 +66,7 @@ def sampling_of(training: SamplingSettings, how: HowEvaluated) -> SamplingSettin
         training: Sampling settings of training.
         how: Evaluation settings; None in a field keeps the value of training.
     """
-    training = replace(training, tells_kept=False)  # nothing is trained on these completions
+    training = replace(training, returns_sampling_mask=False)  # nothing is trained on these completions
     training = replace(training, top_p=1.0, top_k=0, min_p=0.0) if not how.temperature else training
     said = {name: getattr(how, name) for name in ("top_p", "top_k", "min_p", "max_completion_length", "more")}
     return replace(training, n=how.n, temperature=how.temperature, **{name: value for name, value in said.items() if value is not None})
@@ -75,17 +75,17 @@ def sampling_of(training: SamplingSettings, how: HowEvaluated) -> SamplingSettin
 class Evaluator:
     """Evaluator of the sampler's current weights. Without sets it is never due."""
 
-    def __init__(self, question: EvaluationSpec, sampler: Sampler, judge: RewardManager, *, every: int = 0, last_step: int = 0):
+    def __init__(self, question: EvaluationSpec, sampler: Sampler, reward_manager: RewardManager, *, every: int = 0, last_step: int = 0):
         """Set up the evaluator.
 
         Args:
             question: Prompts, sampling settings and score.
             sampler: The sampler of training, so that an environment that plays training episodes plays these too.
-            judge: The run's reward functions.
+            reward_manager: The run's reward functions.
             every: Optimizer steps between evaluations, 0 for only the first and the last.
             last_step: Number of optimizer steps of the whole run.
         """
-        self.question, self.sampler, self.judge = question, sampler, judge
+        self.question, self.sampler, self.reward_manager = question, sampler, reward_manager
         self.every, self.last_step = every, last_step
 
     def is_due(self, steps: Iterable[int]) -> bool:
@@ -100,7 +100,7 @@ class Evaluator:
     def run(self) -> list[Evaluated]:
         """Evaluate every set, in order. Collective."""
         asked = self.question
-        with self.sampler.awake():
+        with self.sampler.wake_up():
             answered = {
                 name: self.sampler.generate(list(prompts), asked.sampling, seed=asked.seed_of(name)) for name, prompts in asked.sets.items()
             }
@@ -110,22 +110,22 @@ class Evaluator:
         prompts, n = self.question.sets[name], self.question.sampling.n
         numbers = {prompt.number: place for place, prompt in enumerate(prompts)}
         places = [numbers[group.prompt.number] for group in groups]
-        scored = self.judge(groups, places=places)
-        found = verdicts_of(scored)
+        scored = self.reward_manager(groups, places=places)
+        found = gather_metadata(scored)
         rows = [found[prompt.number] for prompt in prompts]
-        names, asked = self.judge.names, self.question
+        names, asked = self.reward_manager.names, self.question
         rewards = np.array(
             [[[np.nan if value is None else value for value in one] for one in row.rewards] for row in rows], dtype=np.float64
         ).reshape(len(prompts), n, len(names))
         right: float | np.ndarray = 1.0
         if asked.score == SUM:
-            scores = total_rewards(rewards, self.judge.reward_weights)
+            scores = total_rewards(rewards, self.reward_manager.reward_weights)
             right = total_rewards(np.where(np.isnan(rewards), np.nan, 1.0), asked.most) - 1e-9
         else:
             scores = rewards[:, :, names.index(asked.score)]
         return Evaluated(
             name=name, n=n, temperature=asked.sampling.temperature, score=asked.score,
-            question=asked.digest(name) + (f" {self.judge.reward_weights}" if asked.score == SUM else ""),
+            question=asked.digest(name) + (f" {self.reward_manager.reward_weights}" if asked.score == SUM else ""),
             rows=[prompt.row for prompt in prompts], scores=scores,
             pass_threshold=right if asked.pass_threshold is None else asked.pass_threshold, others=_means(names, rewards, rows),
             table=self._table(dict(zip(places, scored, strict=True))),
@@ -140,7 +140,7 @@ class Evaluator:
     def _columns(self, scored: ScoredGroup) -> dict[str, list[Any]]:
         rewards = {
             f"rewards/{name}": [None if value is None else float(value) for value in given]
-            for name, given in zip(self.judge.names, zip(*scored.rewards, strict=True), strict=True)
+            for name, given in zip(self.reward_manager.names, zip(*scored.rewards, strict=True), strict=True)
         }
         return {**said_in(scored.group), **rewards, **counted_in(scored.group)}
 
@@ -154,10 +154,10 @@ def _means(names: Sequence[str], rewards: np.ndarray, rows: Sequence[GroupMetada
     means = {name: float(values.mean()) for name, values in given.items() if len(values)}
     if len(names) > 1:
         means |= {EACH + name: float((given[name] >= 1.0).mean()) for name in means}
-    means["mean_length"] = float(np.mean([length for row in rows for length in row.num_drawn]))
+    means["mean_length"] = float(np.mean([length for row in rows for length in row.num_sampled]))
     means["clipped_ratio"] = float(np.mean([is_cut for row in rows for is_cut in row.is_truncated]))
     episodes = [episode for row in rows for episode in row.episodes]
     if episodes:
         means["mean_turns"] = float(np.mean([episode.num_turns for episode in episodes]))
-        means["failed"] = sum(episode.ended in FAULTS for episode in episodes)
+        means["failed"] = sum(episode.finish_reason in FAULTS for episode in episodes)
     return means

@@ -18,7 +18,7 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import ROUNDING, BackgroundSampler, GenerationFuture, Sampler, SamplingSettings, WeightsLostError
 from megatron_grpo.rollout.experts import ExpertLayers
 from megatron_grpo.rollout.vllm_requests import TIES
-from megatron_grpo.trainer.reward_manager import RewardManager, verdicts_of
+from megatron_grpo.trainer.reward_manager import RewardManager, gather_metadata
 from megatron_grpo.types import Completion, Group, GroupMetadata, Prompt, ScoredGroup
 from megatron_grpo.types import Sequence as Tokens
 
@@ -38,11 +38,11 @@ class RolloutGenerator:
     def __init__(
         self,
         sampler: Sampler,
-        judge: RewardManager,
+        reward_manager: RewardManager,
         *,
         sampling: SamplingSettings,
         seed: int,
-        clock: Timers,
+        timers: Timers,
         again: Callable[[], object],
         before: Callable[[], object] = lambda: None,
         experts: ExpertLayers | None = None,
@@ -51,26 +51,26 @@ class RolloutGenerator:
 
         Args:
             sampler: Samples the completions.
-            judge: Scores them.
+            reward_manager: Scores them.
             sampling: Sampling settings of training.
             seed: Seed of the run.
-            clock: Measures the time of sampling and scoring.
+            timers: Measures the time of sampling and scoring.
             again: Syncs the policy's weights to the sampler. Collective.
             before: Frees memory for the sampler, each time before it wakes. Collective.
             experts: Checks the recorded experts, if the sampler must return them; None otherwise.
         """
-        self.sampler, self.judge, self.sampling, self.seed, self.clock = sampler, judge, sampling, seed, clock
+        self.sampler, self.reward_manager, self.sampling, self.seed, self.timers = sampler, reward_manager, sampling, seed, timers
         self._again, self._before, self._experts = again, before, experts
-        self._flights: list[GenerationFuture] = []
+        self._futures: list[GenerationFuture] = []
         self._begun: set[int] = set()  # numbers of prompts sampled ahead: the same on every rank
         self._landed: dict[int, Group] = {}  # finished groups of this rank, by prompt number
         self._held: dict[int, ScoredGroup] = {}  # by prompt number
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Wake the sampler inside the block, as `Sampler.awake`."""
+    def wake_up(self) -> Iterator[None]:
+        """Wake the sampler inside the block, as `Sampler.wake_up`."""
         self._before()
-        with self.sampler.awake():
+        with self.sampler.wake_up():
             yield
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
@@ -95,7 +95,7 @@ class RolloutGenerator:
         Args:
             prompts: The prompts.
         """
-        self._flights.append(cast(BackgroundSampler, self.sampler).begin(prompts, self.sampling, seed=self.seed))
+        self._futures.append(cast(BackgroundSampler, self.sampler).begin(prompts, self.sampling, seed=self.seed))
         self._begun |= {prompt.number for prompt in prompts}
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -109,27 +109,27 @@ class RolloutGenerator:
         """
         began = time.perf_counter()
         deadline, took = time.monotonic() + (seconds or 0.0), 0.0
-        with self.clock("rollout"):
-            for flight in self._flights:
+        with self.timers("rollout"):
+            for future in self._futures:
                 left = None if seconds is None else max(0.0, collectives.broadcast_object(deadline - time.monotonic()))
-                groups = self._groups_of(flight, left)
+                groups = self._groups_of(future, left)
                 if groups is None:
                     return False
                 self._landed |= {group.prompt.number: group for group in groups}
-                took = max(took, flight.seconds)
-        self._flights = []
+                took = max(took, future.seconds)
+        self._futures = []
         if took:
-            self.clock.beside("rollout_overlapped", max(0.0, took - (time.perf_counter() - began)))
+            self.timers.beside("rollout_overlapped", max(0.0, took - (time.perf_counter() - began)))
         return True
 
-    def _groups_of(self, flight: GenerationFuture, seconds: float | None) -> list[Group] | None:
+    def _groups_of(self, future: GenerationFuture, seconds: float | None) -> list[Group] | None:
         """Return the groups, or None if they take longer than `seconds`.
 
         With a limit, lost weights count as too late.
         """
-        while flight.wait(seconds):
+        while future.wait(seconds):
             try:
-                return flight.groups()
+                return future.groups()
             except WeightsLostError:
                 if seconds is not None:
                     break
@@ -138,9 +138,9 @@ class RolloutGenerator:
 
     def forget(self) -> None:
         """Drop everything that was begun: its prompts will be sampled again. Collective."""
-        for flight in self._flights:
-            flight.drop()
-        self._flights, self._begun, self._landed = [], set(), {}
+        for future in self._futures:
+            future.drop()
+        self._futures, self._begun, self._landed = [], set(), {}
 
     def groups(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Return this rank's groups of the prompts, in their order, as `Sampler.generate` does. Collective.
@@ -170,7 +170,7 @@ class RolloutGenerator:
             InvalidSamplingMaskError: A sampling mask is missing or impossible.
             InvalidRoutingError: The recorded experts of a completion are missing or impossible.
         """
-        with self.clock("rollout"):
+        with self.timers("rollout"):
             groups, impossible = refuse_impossible(self.groups(prompts))
             impossible = [sentence for part in collectives.all_gather_object(impossible) for sentence in part]
             warning = warning_of(impossible, self.sampling.n * len(prompts))
@@ -179,28 +179,28 @@ class RolloutGenerator:
         for sequence in (completion.sequence for group in groups for completion in group.completions):
             if self._experts is not None:
                 self._experts.check(sequence)
-            if self.sampling.tells_kept:
-                check_kept(sequence, self.sampling.top_k)
+            if self.sampling.returns_sampling_mask:
+                check_sampling_mask(sequence, self.sampling.top_k)
         groups = [replace(group, prefix=prefix_of(group.completions)) for group in groups]
         places = {prompt.number: place for place, prompt in enumerate(prompts)}
-        with self.clock("reward"):
-            scored = self.judge(groups, places=[places[group.prompt.number] for group in groups])
-            verdicts = verdicts_of(scored)
-        self.judge.warn_of_sameness([row for verdict in verdicts.values() for row in verdict.rewards])
+        with self.timers("reward"):
+            scored = self.reward_manager(groups, places=[places[group.prompt.number] for group in groups])
+            metas = gather_metadata(scored)
+        self.reward_manager.warn_of_sameness([row for meta in metas.values() for row in meta.rewards])
         self._held |= {one.group.prompt.number: one for one in scored}
-        return [verdicts[prompt.number] for prompt in prompts]
+        return [metas[prompt.number] for prompt in prompts]
 
-    def take(self, verdicts: Sequence[GroupMetadata]) -> dict[int, ScoredGroup]:
+    def take(self, metas: Sequence[GroupMetadata]) -> dict[int, ScoredGroup]:
         """Return the scored groups that this rank generated, and drop all others.
 
         Args:
-            verdicts: Metadata of the wanted groups, of all ranks.
+            metas: Metadata of the wanted groups, of all ranks.
 
         Returns:
-            {index in `verdicts`: scored group}.
+            {index in `metas`: scored group}.
         """
         held, self._held = self._held, {}
-        return {place: held[verdict.prompt_number] for place, verdict in enumerate(verdicts) if verdict.prompt_number in held}
+        return {place: held[meta.prompt_number] for place, meta in enumerate(metas) if meta.prompt_number in held}
 
 
 # ---- invalid log-probs -----------------------------------------------------------------------------------------------------------------
@@ -235,18 +235,20 @@ def refuse_impossible(groups: Sequence[Group]) -> tuple[list[Group], list[str]]:
     found: list[str] = []
 
     def judged(group: Group, place: int, completion: Completion) -> Completion:
-        drawn = completion.logprobs[completion.sequence.mask]
-        wrong = first_impossible(drawn)
+        sampled = completion.logprobs[completion.sequence.mask]
+        wrong = first_impossible(sampled)
         if wrong is None:
             return completion
         found.append(
             f"completion {place} of prompt {group.prompt.number} (row {group.prompt.row} of the data), token {wrong + 1} of "
-            f"{len(drawn)}: {drawn[wrong]}"
+            f"{len(sampled)}: {sampled[wrong]}"
         )
         return replace(completion, logprobs=np.where(completion.sequence.mask, np.float32(np.nan), np.float32(0.0)))
 
-    kept = [replace(group, completions=tuple(judged(group, place, one) for place, one in enumerate(group.completions))) for group in groups]
-    return kept, found
+    sampling_mask = [
+        replace(group, completions=tuple(judged(group, place, one) for place, one in enumerate(group.completions))) for group in groups
+    ]
+    return sampling_mask, found
 
 
 def warning_of(found: Sequence[str], total: int) -> str | None:
@@ -274,7 +276,7 @@ class InvalidSamplingMaskError(RunError):
     """The sampler's sampling mask is missing or impossible, so the trainer's softmax would run over other tokens than the sampler's."""
 
 
-def check_kept(sequence: Tokens, top_k: int) -> None:
+def check_sampling_mask(sequence: Tokens, top_k: int) -> None:
     """Check the sampling mask of a sequence.
 
     Each masked token must be one of the distinct token IDs that survived filtering at its position, and at most `1 + top_k + TIES` may
@@ -288,24 +290,24 @@ def check_kept(sequence: Tokens, top_k: int) -> None:
         InvalidSamplingMaskError: The mask is missing or impossible.
     """
     try:
-        kept = sequence.kept
+        sampling_mask = sequence.sampling_mask
     except ValueError as error:
         raise InvalidSamplingMaskError(
             f"the sampler does not say of each token of a completion among which words it drew it: {error}."
         ) from error
-    if kept is None and not sequence.num_masked:
+    if sampling_mask is None and not sequence.num_masked:
         return
-    if kept is None:
+    if sampling_mask is None:
         raise InvalidSamplingMaskError(
             f"the sampler did not say among which words it drew the {sequence.num_masked} tokens of a completion."
         )
-    tokens, counts = sequence.token_ids[sequence.mask], kept.counts
+    tokens, counts = sequence.token_ids[sequence.mask], sampling_mask.counts
     owners = np.repeat(np.arange(len(tokens)), counts)
     has_itself = np.zeros(len(tokens), dtype=bool)
-    has_itself[owners[kept.ids == tokens[owners]]] = True
+    has_itself[owners[sampling_mask.ids == tokens[owners]]] = True
     most = 1 + top_k + TIES
-    num_different = len(np.unique(owners << 32 | kept.ids))
-    if not has_itself.all() or counts.max(initial=0) > most or num_different < len(kept.ids):
+    num_different = len(np.unique(owners << 32 | sampling_mask.ids))
+    if not has_itself.all() or counts.max(initial=0) > most or num_different < len(sampling_mask.ids):
         place = int(np.argmin(has_itself)) if not has_itself.all() else int(np.argmax(counts))
         raise InvalidSamplingMaskError(
             f"the sampler says that it drew token {place} of a completion ({tokens[place]}) among {counts[place]} words: the token itself "

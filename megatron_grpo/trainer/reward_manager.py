@@ -37,7 +37,7 @@ class RewardManager:
             most_failed_episodes: Largest share of a rollout's episodes whose environment may fail.
         """
         self.functions, self.reward_weights = list(functions), list(reward_weights) or [1.0] * len(functions)
-        self._gives_up, self.most_failed_episodes = should_cancel, most_failed_episodes
+        self._should_cancel, self.most_failed_episodes = should_cancel, most_failed_episodes
 
     @property
     def names(self) -> list[str]:
@@ -62,7 +62,7 @@ class RewardManager:
             # A call of one function may take its whole timeout without reporting progress.
             pause = max((function.timeout for function in self.functions), default=0.0)
             with activity.phase("judging", total=len(batch) * len(self.functions), unit="scores", pause=pause, is_alone=True):
-                local = score(self.functions, batch, self._gives_up)
+                local = score(self.functions, batch, self._should_cancel)
         except (RewardError, CancelledError) as error:
             local = error
         self._agree(local)
@@ -148,7 +148,7 @@ def of_episodes(records: Sequence[EpisodeRecord]) -> dict[str, list[Any]]:
         "messages": [[dict(message) for message in one.messages] for one in records],
         "turn_rewards": [list(one.turn_rewards) for one in records],
         "num_turns": [one.numbers.num_turns for one in records],
-        "ended": [one.numbers.ended for one in records],
+        "ended": [one.numbers.finish_reason for one in records],
     }
 
 
@@ -163,32 +163,32 @@ def _warn_once(functions: Sequence[RewardFunction], notices: Sequence[Notice], *
                 _LOG.warning("%s Further failures of this kind (%s) are not reported.", notice.message, notice.kind)
 
 
-def verdicts_of(scored: Sequence[ScoredGroup]) -> dict[int, GroupMetadata]:
+def gather_metadata(scored: Sequence[ScoredGroup]) -> dict[int, GroupMetadata]:
     """Return the metadata of the groups that all ranks have scored, by prompt number. Collective.
 
     Args:
         scored: The groups that this rank has scored.
     """
     mine = [GroupMetadata.of(one) for one in scored]
-    return {verdict.prompt_number: verdict for part in collectives.all_gather_object(mine) for verdict in part}
+    return {meta.prompt_number: meta for part in collectives.all_gather_object(mine) for meta in part}
 
 
 class EnvironmentFailuresError(RunError):
     """Too many episodes of a rollout ended because their environment failed."""
 
 
-def check_failures(verdicts: Sequence[GroupMetadata], most: float) -> None:
+def check_failures(metas: Sequence[GroupMetadata], most: float) -> None:
     """Check how many episodes of a rollout failed.
 
     Args:
-        verdicts: Metadata of all groups that were sampled.
+        metas: Metadata of all groups that were sampled.
         most: Largest allowed share of failed episodes.
 
     Raises:
         EnvironmentFailuresError: All episodes failed, or a larger share than `most`. The message names the most frequent failure.
     """
-    episodes = [episode for verdict in verdicts for episode in verdict.episodes]
-    faults = Counter(episode.fault for episode in episodes if episode.ended in FAULTS)
+    episodes = [episode for meta in metas for episode in meta.episodes]
+    faults = Counter(episode.fault for episode in episodes if episode.finish_reason in FAULTS)
     count = faults.total()
     if not count or (count < len(episodes) and count <= most * len(episodes)):
         return

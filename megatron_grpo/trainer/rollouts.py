@@ -18,7 +18,7 @@ from megatron_grpo.batching.schedule import TrainingSchedule
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.data.prompts import PromptStream
 from megatron_grpo.grpo.advantages import Advantages, advantages, zero_std_groups
-from megatron_grpo.metrics.rollout import JudgedRollout
+from megatron_grpo.metrics.rollout import ScoredRollout
 from megatron_grpo.parallel import collectives
 from megatron_grpo.trainer.generation import RolloutGenerator
 from megatron_grpo.trainer.reward_manager import check_failures
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def harvest(
+def result(
     take: Callable[[int], list[Prompt]],
     give_back: Callable[[int], None],
     ask: Callable[[Sequence[Prompt]], Iterable[GroupMetadata]],
@@ -82,13 +82,13 @@ def harvest(
     while num_rounds == 0 or (dynamic_sample and len(live) < num_groups and num_rounds <= max_resample_times):
         found = list(ask(take(num_asked(num_groups - len(live), oversample_ratio))))
         sampled += found
-        for verdict, is_dead in zip(found, are_dead(found), strict=True):
-            (dead if is_dead else live).append(verdict)
+        for meta, is_dead in zip(found, are_dead(found), strict=True):
+            (dead if is_dead else live).append(meta)
         num_rounds += 1
     first_cut = live[num_groups].prompt_number if len(live) > num_groups else sampled[-1].prompt_number + 1
     num_given_back = sampled[-1].prompt_number + 1 - first_cut
     give_back(num_given_back)
-    kept = sorted([*live[:num_groups], *dead[: max(0, num_groups - len(live))]], key=lambda verdict: verdict.prompt_number)
+    kept = sorted([*live[:num_groups], *dead[: max(0, num_groups - len(live))]], key=lambda meta: meta.prompt_number)
     return DynamicSamplingResult(
         kept=kept,
         sampled=sampled,
@@ -128,7 +128,7 @@ class KlPenalty:
             (penalty of every row, on every rank; log p, float32 [T], of the rows whose home this rank is).
         """
         cut, parallel = self.policy.cut, self.policy.parallel
-        with self.policy.resident("reference"):
+        with self.policy.on_device("reference"):
             scored, held_to = (
                 score_rows(rows, score=without_experts(logprobs), cut=cut, parallel=parallel)
                 for logprobs in (self.policy.scorer.logprobs, self.reference.logprobs)
@@ -137,7 +137,7 @@ class KlPenalty:
         mine = {key: self.beta * float((ours[key].astype(np.float64) - theirs[key]).sum()) for key in ours}
         everyone = collectives.all_gather_object(mine if parallel.is_model_parallel_src else {})
         return {key: value for part in everyone for key, value in part.items()}, local_samples(
-            ours, scored.rows.homes, rows.homes, parallel
+            ours, scored.rows.dp_ranks, rows.dp_ranks, parallel
         )
 
 
@@ -166,9 +166,9 @@ class Rollouts:
         generator: Generates and scores completions.
         prompts: The stream of prompts.
         cfg: The GRPO settings.
-        timetable: The training schedule of the run.
+        schedule: The training schedule of the run.
         policy: The policy that trains.
-        journal: Logs every rollout.
+        logger: Logs every rollout.
         penalty: KL penalty subtracted from the rewards; None without one.
         teacher: Scores sampled tokens; None without a teacher.
     """
@@ -179,15 +179,15 @@ class Rollouts:
         prompts: PromptStream,
         *,
         cfg: GrpoConfig,
-        timetable: TrainingSchedule,
+        schedule: TrainingSchedule,
         policy: Policy,
-        journal: MetricsLogger,
+        logger: MetricsLogger,
         penalty: KlPenalty | None = None,
         teacher: Teacher | None = None,
     ):
-        self.generator, self.prompts, self.cfg, self.timetable = generator, prompts, cfg, timetable
-        self.cut, self.parallel, self.journal, self.penalty, self.teacher = policy.cut, policy.parallel, journal, penalty, teacher
-        self.num_groups = timetable.sizes.num_rollout_prompts
+        self.generator, self.prompts, self.cfg, self.schedule = generator, prompts, cfg, schedule
+        self.cut, self.parallel, self.logger, self.penalty, self.teacher = policy.cut, policy.parallel, logger, penalty, teacher
+        self.num_groups = schedule.sizes.num_rollout_prompts
         self._under_way: dict[int, int] = {}  # rollout number: prompts being sampled
         self._drained: set[int] = set()
 
@@ -202,8 +202,8 @@ class Rollouts:
         wanted = list(numbers)
         if not wanted:
             return []
-        with self.generator.awake():
-            found = [self._harvest() for _ in wanted]
+        with self.generator.wake_up():
+            found = [self._dynamic_sampling() for _ in wanted]
         return [self._finish(number, *one, drained_at=None) for number, one in zip(wanted, found, strict=True)]
 
     def launch(self, number: int) -> None:
@@ -261,24 +261,24 @@ class Rollouts:
     def _land(self, *, drained_at: int | None) -> list[Rollout]:
         self.generator.wait()
         numbers, self._under_way = list(self._under_way), {}
-        with self.generator.awake():
-            found = [self._harvest() for _ in numbers]
+        with self.generator.wake_up():
+            found = [self._dynamic_sampling() for _ in numbers]
         self.generator.forget()
         return [self._finish(number, *one, drained_at=drained_at) for number, one in zip(numbers, found, strict=True)]
 
-    def _harvest(self) -> tuple[DynamicSamplingResult, dict[int, ScoredGroup]]:
+    def _dynamic_sampling(self) -> tuple[DynamicSamplingResult, dict[int, ScoredGroup]]:
         cfg = self.cfg
-        reaped = harvest(
+        reaped = result(
             self.prompts.take,
             self.prompts.give_back,
             self.generator,
-            lambda verdicts: zero_std_groups([verdict.rewards for verdict in verdicts], cfg, self.generator.judge.reward_weights),
+            lambda metas: zero_std_groups([meta.rewards for meta in metas], cfg, self.generator.reward_manager.reward_weights),
             num_groups=self.num_groups,
             oversample_ratio=cfg.oversample_ratio,
             dynamic_sample=cfg.dynamic_sample,
             max_resample_times=cfg.max_resample_times,
         )
-        check_failures(reaped.sampled, self.generator.judge.most_failed_episodes)
+        check_failures(reaped.sampled, self.generator.reward_manager.most_failed_episodes)
         return reaped, self.generator.take(reaped.kept)
 
     def _finish(self, number: int, reaped: DynamicSamplingResult, mine: Mapping[int, ScoredGroup], *, drained_at: int | None) -> Rollout:
@@ -290,35 +290,35 @@ class Rollouts:
             mine: The scored groups that this rank generated, by their index in `reaped.kept`.
             drained_at: Number of optimizer steps done, if the rollout is collected before its own step.
         """
-        table, kept, came_in = self.timetable, reaped.kept, self.timetable.version_of(number)
+        table, kept, came_in = self.schedule, reaped.kept, self.schedule.version_of(number)
         _check_versions(number, reaped.sampled, at_least=table.sampled_by(number), at_most=came_in)
         placed, held = self._placed(number, kept, mine)
         penalty, logprobs = None, None
         if self.penalty is not None:
-            with self.generator.clock("ref_logprobs"):
+            with self.generator.timers("ref_logprobs"):
                 of_rows, logprobs = self.penalty(placed)
-                penalty = np.array([of_rows[key] for key in placed.extents]).reshape(len(kept), -1)
-        found = advantages([verdict.rewards for verdict in kept], self.cfg, self.generator.judge.reward_weights, kl_penalty=penalty)
+                penalty = np.array([of_rows[key] for key in placed.lengths]).reshape(len(kept), -1)
+        found = advantages([meta.rewards for meta in kept], self.cfg, self.generator.reward_manager.reward_weights, kl_penalty=penalty)
         taught: Mapping[RowKey, np.ndarray | None] = dict.fromkeys(held)
         if self.teacher is not None:
-            with self.generator.clock("teacher"):
+            with self.generator.timers("teacher"):
                 taught = self.teacher(placed)
         # After everything that may end the run, so that a rollout that is sampled again is logged once.
-        self.journal.rollout(JudgedRollout(number=number, harvest=reaped, advantages=found, penalty=penalty, held=mine))
-        rows = self._rows(number, kept, found, placed.homes, came_in)
+        self.logger.rollout(ScoredRollout(number=number, result=reaped, advantages=found, penalty=penalty, held=mine))
+        rows = self._rows(number, kept, found, placed.dp_ranks, came_in)
         # The policy's log-probs are the old log-probs of stale slices, if the weights are those of the rollout's own step.
         if logprobs is not None and drained_at in (None, came_in) and table.sizes.old_logprobs != "always":
             needed = {place: table.needs_old_logprobs(number, place) for place in {row.row // self.cut.rows_per_slice for row in rows}}
-            rows = [replace(row, is_anchored=needed[row.row // self.cut.rows_per_slice]) for row in rows]
+            rows = [replace(row, has_old_logprobs=needed[row.row // self.cut.rows_per_slice]) for row in rows]
         samples = {}
         for key, completion in held.items():
             place, member = divmod(key[1], len(kept[0].rewards))
             row, trains = rows[key[1]], kept[place].trains[member]
             sample = _sample(row, completion, found.advantages[place, member], taught[key], trains=trains)
             if table.sizes.old_logprobs == "rollout":
-                sample = sample.anchored(sample.sampler_logprobs, "rollout")
-            if row.is_anchored and logprobs is not None:
-                sample = sample.anchored(logprobs[key] * sample.mask, "recompute")
+                sample = sample.with_old_logprobs(sample.sampler_logprobs, "rollout")
+            if row.has_old_logprobs and logprobs is not None:
+                sample = sample.with_old_logprobs(logprobs[key] * sample.mask, "recompute")
             samples[key] = sample
         return Rollout(number=number, rows=tuple(rows), samples=samples, num_prompts=reaped.num_prompts)
 
@@ -331,23 +331,23 @@ class Rollouts:
             The rows, and the completions whose home this rank is.
         """
         group_size = len(kept[0].rewards)
-        extents = {
-            (number, place * group_size + i): SequenceLengths(contexts, (number, verdict.prompt_number), verdict.prefix)
-            for place, verdict in enumerate(kept)
-            for i, contexts in enumerate(verdict.contexts)
+        lengths = {
+            (number, place * group_size + i): SequenceLengths(contexts, (number, meta.prompt_number), meta.prefix)
+            for place, meta in enumerate(kept)
+            for i, contexts in enumerate(meta.contexts)
         }
-        homes = {key: self.cut.dp_rank_of(key[1]) for key in extents}
-        drawn = {
+        dp_ranks = {key: self.cut.dp_rank_of(key[1]) for key in lengths}
+        sampled = {
             (number, place * group_size + i): completion
             for place, scored in mine.items()
             for i, completion in enumerate(scored.group.completions)
         }
-        held = deliver({key: (homes[key], completion) for key, completion in drawn.items()}, self.parallel)
+        held = deliver({key: (dp_ranks[key], completion) for key, completion in sampled.items()}, self.parallel)
         held = {key: held[key] for key in sorted(held)}
-        return PlacedRows(extents=extents, homes=homes, sequences={key: one.sequence for key, one in held.items()}), held
+        return PlacedRows(lengths=lengths, dp_ranks=dp_ranks, sequences={key: one.sequence for key, one in held.items()}), held
 
     def _rows(
-        self, number: int, kept: Sequence[GroupMetadata], found: Advantages, homes: Mapping[RowKey, int], came_in: int
+        self, number: int, kept: Sequence[GroupMetadata], found: Advantages, dp_ranks: Mapping[RowKey, int], came_in: int
     ) -> list[TrainingRow]:
         """Return the rows of a rollout.
 
@@ -355,20 +355,21 @@ class Rollouts:
             number: Number of the rollout.
             kept: Metadata of its groups.
             found: Advantages of its completions.
-            homes: Data-parallel rank of each row.
+            dp_ranks: Data-parallel rank of each row.
             came_in: Weights version at which the rollout arrives, where a ratio against the trainer's log-probs is 1. Against the sampler's
                 log-probs it is 1 at the version that sampled.
         """
         rows: list[TrainingRow] = []
-        for place, verdict in enumerate(kept):
-            fresh_at = verdict.version if self.timetable.sizes.old_logprobs == "rollout" else came_in
-            for contexts, num_drawn, trains, is_truncated in zip(
-                verdict.contexts, verdict.num_drawn, verdict.trains, verdict.is_truncated, strict=True
+        for place, meta in enumerate(kept):
+            on_policy_version = meta.version if self.schedule.sizes.old_logprobs == "rollout" else came_in
+            for contexts, num_sampled, trains, is_truncated in zip(
+                meta.contexts, meta.num_sampled, meta.trains, meta.is_truncated, strict=True
             ):
                 rows.append(TrainingRow(
-                    rollout=number, row=len(rows), prompt_number=verdict.prompt_number, version=verdict.version, fresh_at=fresh_at,
-                    prefix=verdict.prefix, contexts=contexts, num_masked=num_drawn if trains else 0, is_dead=bool(found.is_dead[place]),
-                    is_truncated=is_truncated, home=homes[number, len(rows)],
+                    rollout=number, row=len(rows), prompt_number=meta.prompt_number, version=meta.version,
+                    on_policy_version=on_policy_version,
+                    prefix=meta.prefix, contexts=contexts, num_masked=num_sampled if trains else 0, is_dead=bool(found.is_dead[place]),
+                    is_truncated=is_truncated, dp_rank=dp_ranks[number, len(rows)],
                 ))  # fmt: skip
         return rows
 
@@ -380,17 +381,17 @@ def _sample(row: TrainingRow, completion: Completion, advantage: float, of_teach
         token_ids=sequence.token_ids,
         mask=sequence.mask & trains,
         starts=sequence.starts,
-        shown=sequence.shown,
+        images=sequence.images,
         experts=sequence.experts,
-        kept_at=sequence.kept_at if trains else None,
-        kept_ids=sequence.kept_ids if trains else None,
+        mask_offsets=sequence.mask_offsets if trains else None,
+        mask_ids=sequence.mask_ids if trains else None,
         sampler_logprobs=completion.logprobs if trains else np.zeros_like(completion.logprobs),
         teacher_logprobs=of_teacher if trains else None,
         advantage=float(advantage),
     )
 
 
-def _check_versions(number: int, verdicts: Sequence[GroupMetadata], *, at_least: int, at_most: int) -> None:
+def _check_versions(number: int, metas: Sequence[GroupMetadata], *, at_least: int, at_most: int) -> None:
     """Check that each group was sampled by the weights of the training schedule.
 
     They may be newer than planned: a resumed run samples dropped rollouts again, and servers that were lost sample with the weights they
@@ -399,10 +400,9 @@ def _check_versions(number: int, verdicts: Sequence[GroupMetadata], *, at_least:
     Raises:
         ValueError: A group was sampled by other weights.
     """
-    for verdict in verdicts:
-        if not at_least <= verdict.version <= at_most:
+    for meta in metas:
+        if not at_least <= meta.version <= at_most:
             planned = f"version {at_least}" if at_least == at_most else f"version {at_least}, or up to {at_most}"
             raise ValueError(
-                f"prompt {verdict.prompt_number} of rollout {number} was answered by version {verdict.version}; by the timetable it is "
-                f"{planned}"
+                f"prompt {meta.prompt_number} of rollout {number} was answered by version {meta.version}; by the schedule it is {planned}"
             )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_grpo.batching.collate import collate_portions, collate_samples
+from megatron_grpo.batching.collate import collate_samples, collate_specs
 from megatron_grpo.batching.prefix_groups import FREE
 from megatron_grpo.batching.schedule import ScheduledStep
 from megatron_grpo.batching.split import BatchPartitioner, partition, partition_for_scoring
@@ -38,11 +38,11 @@ Scores = tuple[list[np.ndarray], list[np.ndarray] | None]
 class PlacedRows:
     """Rows that are distributed over data-parallel ranks.
 
-    `extents` and `homes` cover all of the rows and are the same on every rank.
+    `lengths` and `dp_ranks` cover all of the rows and are the same on every rank.
     """
 
-    extents: Mapping[RowKey, SequenceLengths]
-    homes: Mapping[RowKey, int]  # data-parallel ranks
+    lengths: Mapping[RowKey, SequenceLengths]
+    dp_ranks: Mapping[RowKey, int]  # data-parallel ranks
     sequences: Mapping[RowKey, Any]  # of the rows whose home this rank is
 
 
@@ -64,7 +64,9 @@ class ScoredRows:
 def emptied(sample: Sample) -> Sample:
     """Return the sample without anything that trains. It still counts in N."""
     nothing = np.zeros(len(sample.token_ids), dtype=np.float32)
-    return replace(sample, mask=nothing > 0, sampler_logprobs=nothing, kept_at=None, kept_ids=None).anchored(nothing, "recompute")
+    return replace(sample, mask=nothing > 0, sampler_logprobs=nothing, mask_offsets=None, mask_ids=None).with_old_logprobs(
+        nothing, "recompute"
+    )
 
 
 def deliver(items: Mapping[RowKey, tuple[int, Any]], parallel: ParallelState) -> dict[RowKey, Any]:
@@ -77,7 +79,7 @@ def deliver(items: Mapping[RowKey, tuple[int, Any]], parallel: ParallelState) ->
     Returns:
         {row: item} on every rank of the row's data-parallel rank.
     """
-    return _to_shares(((home, key, item) for key, (home, item) in items.items()), parallel)
+    return _to_shares(((dp_rank, key, item) for key, (dp_rank, item) in items.items()), parallel)
 
 
 def _to_shares(items: Iterable[tuple[int, RowKey, Any]], parallel: ParallelState) -> dict[RowKey, Any]:
@@ -105,29 +107,29 @@ def score_rows(
         cut: Partitions the rows over data-parallel ranks and micro-batches.
         parallel: The parallel layout.
     """
-    keys = list(rows.extents)
-    dealt = partition_for_scoring(list(rows.extents.values()), cut)
-    filled = [*keys, *[keys[0]] * (sum(len(portion.rows) for mine in dealt for portion in mine) - len(keys))]
-    places = [(home, i) for home, mine in enumerate(dealt) for portion in mine for i in portion.rows]
-    homes = {filled[i]: home for home, i in places if i < len(keys)}
+    keys = list(rows.lengths)
+    dealt = partition_for_scoring(list(rows.lengths.values()), cut)
+    filled = [*keys, *[keys[0]] * (sum(len(micro_spec.rows) for mine in dealt for micro_spec in mine) - len(keys))]
+    places = [(dp_rank, i) for dp_rank, mine in enumerate(dealt) for micro_spec in mine for i in micro_spec.rows]
+    dp_ranks = {filled[i]: dp_rank for dp_rank, i in places if i < len(keys)}
     # A row repeated as filler is scored again where it is assigned: its sequence must be there, but its result is not used.
     wanted: dict[RowKey, set[int]] = {key: set() for key in keys}
-    for home, i in places:
-        wanted[filled[i]].add(home)
-    held = _spread(rows.sequences, rows.homes, wanted, parallel)
+    for dp_rank, i in places:
+        wanted[filled[i]].add(dp_rank)
+    held = _spread(rows.sequences, rows.dp_ranks, wanted, parallel)
     mine = dealt[parallel.dp_rank]
-    micro_batches = collate_portions([held.get(key) for key in filled], mine, cut.alignment)
+    micro_batches = collate_specs([held.get(key) for key in filled], mine, cut.alignment)
     logprobs, experts = score(micro_batches)
     found: dict[RowKey, np.ndarray] = {}
     routes: dict[RowKey, np.ndarray] = {}
-    for number, (portion, micro, values) in enumerate(zip(mine, micro_batches, logprobs, strict=True)):
-        ends = np.cumsum([len(held[filled[i]].token_ids) for i in portion.rows])
-        for i, of_row, at in zip(portion.rows, micro.by_sequence(values), np.split(micro.places, ends[:-1]), strict=True):
+    for number, (micro_spec, micro, values) in enumerate(zip(mine, micro_batches, logprobs, strict=True)):
+        ends = np.cumsum([len(held[filled[i]].token_ids) for i in micro_spec.rows])
+        for i, of_row, at in zip(micro_spec.rows, micro.by_sequence(values), np.split(micro.places, ends[:-1]), strict=True):
             if i < len(keys):
-                found[keys[i]] = held[keys[i]].spread(of_row)
+                found[keys[i]] = held[keys[i]].scatter(of_row)
                 if experts is not None:
                     routes[keys[i]] = np.where(at[:, None, None] < 0, FREE, experts[number][at])
-    scored = PlacedRows(extents=rows.extents, homes=homes, sequences={key: held[key] for key in found})
+    scored = PlacedRows(lengths=rows.lengths, dp_ranks=dp_ranks, sequences={key: held[key] for key in found})
     return ScoredRows(rows=scored, logprobs=found, experts=None if experts is None else _alike_where_shared(routes, scored, parallel))
 
 
@@ -145,47 +147,49 @@ def _alike_where_shared(routes: Mapping[RowKey, np.ndarray], rows: PlacedRows, p
 
     Micro-batches differ in rounding, and so occasionally in a routing decision.
     """
-    extents = rows.extents
+    lengths = rows.lengths
     first: dict[object, RowKey] = {}
-    for key in sorted(extents):
-        first.setdefault(extents[key].group or key, key)
-    lead = {key: first[extents[key].group or key] for key in extents}
-    beginnings = {key: routes[key][: extents[key].prefix] for key in routes if lead[key] == key}
+    for key in sorted(lengths):
+        first.setdefault(lengths[key].group or key, key)
+    lead = {key: first[lengths[key].group or key] for key in lengths}
+    beginnings = {key: routes[key][: lengths[key].prefix] for key in routes if lead[key] == key}
     wanted: dict[RowKey, set[int]] = {key: set() for key in first.values()}
     for key, leader in lead.items():
-        wanted[leader].add(rows.homes[key])
-    beginnings = _spread(beginnings, rows.homes, wanted, parallel)
+        wanted[leader].add(rows.dp_ranks[key])
+    beginnings = _spread(beginnings, rows.dp_ranks, wanted, parallel)
     found = {key: array.copy() for key, array in routes.items()}
     for key, array in found.items():
         for begin in rows.sequences[key].starts:
-            array[begin : begin + extents[key].prefix] = beginnings[lead[key]]
+            array[begin : begin + lengths[key].prefix] = beginnings[lead[key]]
     return found
 
 
-def local_samples(items: Mapping[RowKey, Any], now: Mapping[RowKey, int], homes: Mapping[RowKey, int], parallel: ParallelState) -> dict:
+def local_samples(items: Mapping[RowKey, Any], now: Mapping[RowKey, int], dp_ranks: Mapping[RowKey, int], parallel: ParallelState) -> dict:
     """Send items from the data-parallel ranks that hold them to their homes. Collective.
 
     Args:
         items: Items of the rows that this rank holds.
         now: Data-parallel rank that holds each row's item.
-        homes: Data-parallel rank to which each row's item is sent.
+        dp_ranks: Data-parallel rank to which each row's item is sent.
         parallel: The parallel layout.
 
     Returns:
         The items of the rows whose home this rank is.
     """
-    return _spread(items, now, {key: {homes[key]} for key in now}, parallel)
+    return _spread(items, now, {key: {dp_ranks[key]} for key in now}, parallel)
 
 
-def _spread(items: Mapping[RowKey, Any], homes: Mapping[RowKey, int], wanted: Mapping[RowKey, set[int]], parallel: ParallelState) -> dict:
+def _spread(
+    items: Mapping[RowKey, Any], dp_ranks: Mapping[RowKey, int], wanted: Mapping[RowKey, set[int]], parallel: ParallelState
+) -> dict:
     """Send each row's item to every data-parallel rank that needs it.
 
     The first rank of its home sends it; items that are already in place are not sent.
     """
-    kept = {key: items[key] for key, shares in wanted.items() if parallel.dp_rank in shares and homes[key] == parallel.dp_rank}
-    if all(shares <= {homes[key]} for key, shares in wanted.items()):
+    kept = {key: items[key] for key, shares in wanted.items() if parallel.dp_rank in shares and dp_ranks[key] == parallel.dp_rank}
+    if all(shares <= {dp_ranks[key]} for key, shares in wanted.items()):
         return kept
-    mine = [key for key in wanted if homes[key] == parallel.dp_rank] if parallel.is_model_parallel_src else []
+    mine = [key for key in wanted if dp_ranks[key] == parallel.dp_rank] if parallel.is_model_parallel_src else []
     return kept | _to_shares(((share, key, items[key]) for key in mine for share in wanted[key] - {parallel.dp_rank}), parallel)
 
 
@@ -212,7 +216,7 @@ class SampleBuffer:
             samples |= rollout.samples
         return replace(self, rows=rows, samples=samples)
 
-    def anchored(self, scorer: ModelScorer, step: ScheduledStep) -> SampleBuffer:
+    def with_old_logprobs(self, scorer: ModelScorer, step: ScheduledStep) -> SampleBuffer:
         """Compute old log-probs with the current weights, for the slices whose first use will be stale.
 
         See docs/batching.md section 3.
@@ -221,9 +225,9 @@ class SampleBuffer:
             scorer: Computes log-probs of the policy.
             step: The step from the training schedule.
         """
-        return self._scored([key for key in self._in_slices(step.anchors) if not self.rows[key].is_anchored], scorer)
+        return self._scored([key for key in self._in_slices(step.old_logprob_slices) if not self.rows[key].has_old_logprobs], scorer)
 
-    def after_refusal(self, scorer: ModelScorer, step: ScheduledStep) -> SampleBuffer:
+    def after_skipped_step(self, scorer: ModelScorer, step: ScheduledStep) -> SampleBuffer:
         """Compute old log-probs for later passes after the guard has refused the gradient of `step`.
 
         The log-probs of the refused step's forward pass are discarded. The weights are those that the step started from, so what later
@@ -242,23 +246,24 @@ class SampleBuffer:
         """
         if not due:
             return self
-        scored = score_rows(self.placed(due), score=scorer.anchors, cut=self.cut, parallel=self.parallel)
+        scored = score_rows(self.placed(due), score=scorer.old_logprobs, cut=self.cut, parallel=self.parallel)
         samples = scored.rows.sequences
         if scored.experts is not None:
             samples = {key: replace(sample, experts=scored.experts[key]) for key, sample in samples.items()}
         lost = self._without_a_number(scored.logprobs)
         held = {
-            key: emptied(sample) if key in lost else sample.anchored(scored.logprobs[key], "recompute") for key, sample in samples.items()
+            key: emptied(sample) if key in lost else sample.with_old_logprobs(scored.logprobs[key], "recompute")
+            for key, sample in samples.items()
         }
-        moved = self._moved(scored.rows.homes, held)
+        moved = self._moved(scored.rows.dp_ranks, held)
         return replace(moved, rows={key: replace(row, num_masked=0) if key in lost else row for key, row in moved.rows.items()})
 
     def placed(self, keys: Iterable[RowKey]) -> PlacedRows:
         """Return these rows as `PlacedRows`."""
         rows = {key: self.rows[key] for key in keys}
         return PlacedRows(
-            extents={key: row.extent for key, row in rows.items()},
-            homes={key: row.home for key, row in rows.items()},
+            lengths={key: row.lengths for key, row in rows.items()},
+            dp_ranks={key: row.dp_rank for key, row in rows.items()},
             sequences={key: self.samples[key] for key in rows if key in self.samples},
         )
 
@@ -268,19 +273,19 @@ class SampleBuffer:
         if not collectives.all_reduce_max(len(mine)):
             return set()
         lost = set().union(*collectives.all_gather_object(mine))
-        if self.parallel.is_main:
+        if self.parallel.is_rank_zero:
             named = ", ".join(f"row {row} of rollout {rollout}" for rollout, row in sorted(lost)[:SHOWN])
             logger.warning("The policy gives no log-probs that are numbers to %d rows, which train nothing: %s.", len(lost), named)
         return lost
 
-    def batch(self, step: ScheduledStep, *, weigh: Callable[..., TokenWeights]) -> tuple[SampleBuffer, GlobalBatch]:
+    def batch(self, step: ScheduledStep, *, token_weight_fn: Callable[..., TokenWeights]) -> tuple[SampleBuffer, GlobalBatch]:
         """Build this rank's share of an optimizer step. The only place where rows are partitioned for training.
 
         Token weights are computed over the whole step before it is partitioned: that makes the gradient independent of the partition.
 
         Args:
             step: The step from the training schedule.
-            weigh: Computes the token weights of the step.
+            token_weight_fn: Computes the token weights of the step.
 
         Returns:
             The buffer with the rows in their new homes, and the global batch.
@@ -291,19 +296,19 @@ class SampleBuffer:
         """
         rows = [self.rows[micro.rollout, row] for micro in step.micro_steps for row in range(*micro.rows)]
         _check_versions(step, self.rows)
-        found = weigh(
+        found = token_weight_fn(
             [row.num_masked for row in rows], is_truncated=[row.is_truncated for row in rows], is_dead=[row.is_dead for row in rows]
         )
-        dealt = partition([row.extent for row in rows], self.cut)
-        homes = {rows[i].key: home for home, mine in enumerate(dealt) for portion in mine for i in portion.rows}
+        dealt = partition([row.lengths for row in rows], self.cut)
+        dp_ranks = {rows[i].key: dp_rank for dp_rank, mine in enumerate(dealt) for micro_spec in mine for i in micro_spec.rows}
         keys = [row.key for row in rows]
-        held = _spread(self.samples, {key: self.rows[key].home for key in keys}, {key: {homes[key]} for key in keys}, self.parallel)
+        held = _spread(self.samples, {key: self.rows[key].dp_rank for key in keys}, {key: {dp_ranks[key]} for key in keys}, self.parallel)
         micro_batches = [
             collate_samples(
-                [held[keys[i]] for i in portion.rows], [found.of_rows[i] for i in portion.rows], trained_at=step.index,
-                number=number, alignment=self.cut.alignment, at_least=portion.at_least, families=portion.families,
+                [held[keys[i]] for i in micro_spec.rows], [found.of_rows[i] for i in micro_spec.rows], trained_at=step.index,
+                number=number, alignment=self.cut.alignment, at_least=micro_spec.at_least, prefix_groups=micro_spec.prefix_groups,
             )
-            for number, portion in enumerate(dealt[self.parallel.dp_rank])
+            for number, micro_spec in enumerate(dealt[self.parallel.dp_rank])
         ]  # fmt: skip
         batch = GlobalBatch(
             step=step.index,
@@ -313,9 +318,11 @@ class SampleBuffer:
             num_tokens=sum(sum(row.contexts) for row in rows),
             num_contexts=sum(len(row.contexts) for row in rows),
             staleness=tuple(step.index - row.version for row in rows),
-            lag=tuple(micro.fresh_at - self.rows[micro.rollout, row].version for micro in step.micro_steps for row in range(*micro.rows)),
+            lag=tuple(
+                micro.on_policy_version - self.rows[micro.rollout, row].version for micro in step.micro_steps for row in range(*micro.rows)
+            ),
         )
-        return self._moved(homes, held), batch
+        return self._moved(dp_ranks, held), batch
 
     def after(self, step: ScheduledStep, logprobs: Mapping[RowKey, np.ndarray]) -> SampleBuffer:
         """Return the buffer after `step`: without the rows used up, with cached log-probs for later passes.
@@ -331,7 +338,7 @@ class SampleBuffer:
         if keeps:
             mine = {key: values for key, values in logprobs.items() if key in keeps}
             for key, values in self.parallel.from_last_stage(mine).items():
-                samples[key] = samples[key].anchored(samples[key].spread(values), "cached")
+                samples[key] = samples[key].with_old_logprobs(samples[key].scatter(values), "cached")
         done = set(self._in_slices(step.last_use))
         return replace(
             self,
@@ -360,9 +367,9 @@ class SampleBuffer:
         Args:
             samples: The samples that this rank has read. Every sample is read by one rank.
         """
-        mine = [TrainingRow.of(sample, home=self.cut.dp_rank_of(sample.row)) for sample in samples]
+        mine = [TrainingRow.of(sample, dp_rank=self.cut.dp_rank_of(sample.row)) for sample in samples]
         rows = {row.key: row for rows in collectives.all_gather_object(mine) for row in rows}
-        held = deliver({row.key: (row.home, sample) for row, sample in zip(mine, samples, strict=True)}, self.parallel)
+        held = deliver({row.key: (row.dp_rank, sample) for row, sample in zip(mine, samples, strict=True)}, self.parallel)
         return replace(self, rows=dict(sorted(rows.items())), samples=held)
 
     def _in_slices(self, slices: SequenceOf[tuple[int, int]]) -> list[RowKey]:
@@ -370,15 +377,18 @@ class SampleBuffer:
         wanted, size = set(slices), self.cut.rows_per_slice
         return [key for key in self.rows if (key[0], key[1] // size) in wanted]
 
-    def _moved(self, homes: Mapping[RowKey, int], held: Mapping[RowKey, Sample]) -> SampleBuffer:
+    def _moved(self, dp_ranks: Mapping[RowKey, int], held: Mapping[RowKey, Sample]) -> SampleBuffer:
         """Return the buffer with new homes for some rows.
 
         Args:
-            homes: New data-parallel rank of each row that moves.
+            dp_ranks: New data-parallel rank of each row that moves.
             held: Their samples, if this rank is the new home.
         """
-        rows = {key: replace(row, home=homes[key]) if homes.get(key, row.home) != row.home else row for key, row in self.rows.items()}
-        stay = {key: sample for key, sample in self.samples.items() if key not in homes}
+        rows = {
+            key: replace(row, dp_rank=dp_ranks[key]) if dp_ranks.get(key, row.dp_rank) != row.dp_rank else row
+            for key, row in self.rows.items()
+        }
+        stay = {key: sample for key, sample in self.samples.items() if key not in dp_ranks}
         return replace(self, rows=rows, samples=stay | dict(held))
 
 
@@ -386,8 +396,9 @@ def _check_versions(step: ScheduledStep, rows: Mapping[RowKey, TrainingRow]) -> 
     for micro in step.micro_steps:
         for row in (rows[micro.rollout, row] for row in range(*micro.rows)):
             # Not `version`: a resumed run may have sampled the row later than planned. Its ratio against the sampler is 1 at `version`.
-            if row.version > micro.fresh_at or row.fresh_at not in (micro.fresh_at, row.version):
+            if row.version > micro.on_policy_version or row.on_policy_version not in (micro.on_policy_version, row.version):
                 raise ValueError(
-                    f"row {row.row} of rollout {row.rollout} was sampled by version {row.version} and is fresh at {row.fresh_at}; "
-                    f"the timetable has its rollout come in at version {micro.fresh_at}"
+                    f"row {row.row} of rollout {row.rollout} was sampled by version {row.version} and is on-policy at "
+                    f"{row.on_policy_version}; "
+                    f"the training schedule has its rollout come in at version {micro.on_policy_version}"
                 )

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_grpo.base.errors import RunError
 from megatron_grpo.batching.schedule import ScheduledStep
 from megatron_grpo.parallel import collectives
-from megatron_grpo.policy.guard import SkippedStep
+from megatron_grpo.policy.gradient_check import SkippedStep
 from megatron_grpo.policy.policy import Policy, SummedGradient
 from megatron_grpo.trainer.sample_buffer import SampleBuffer
 
@@ -31,14 +31,14 @@ class DumpReason:
         kind: "not_finite", "spike", "logp_gap", "parted" or "time_out".
         words: Description of the problem.
         step: The step from the training schedule.
-        refusal: The guard's refusal, if any.
+        skipped_step: The guard's refusal, if any.
         finding: The finding of a replica check, if any.
     """
 
     kind: str
     words: str
     step: ScheduledStep
-    refusal: SkippedStep | None = None
+    skipped_step: SkippedStep | None = None
     finding: Any = None
 
 
@@ -53,25 +53,32 @@ class StepMonitor:
         replica_check: An `analysis.replica_check.ReplicaCheck`; None if replicas are not compared.
         ends_run: Whether a finding of the replica check ends the run; otherwise it is logged.
         gap: See `Gap`.
-        say: Prints a line for the user.
+        print_line: Prints a line for the user.
     """
 
     def __init__(
-        self, policy: Policy, step_dumps: Callable[[], Any], *, replica_check: Any, ends_run: bool, gap: Gap, say: Callable[[str], None]
+        self,
+        policy: Policy,
+        step_dumps: Callable[[], Any],
+        *,
+        replica_check: Any,
+        ends_run: bool,
+        gap: Gap,
+        print_line: Callable[[str], None],
     ):
         self.policy, self.step_dumps, self.replica_check, self.ends_run = policy, step_dumps, replica_check, ends_run
-        self._gap, self._say = gap, say
+        self._gap, self._print_line = gap, print_line
         self._now: tuple[ScheduledStep, SampleBuffer] | None = None  # the step that is being taken
 
     @contextmanager
-    def __call__(self, step: ScheduledStep, pending: SampleBuffer) -> Iterator[StepMonitor]:
+    def __call__(self, step: ScheduledStep, buffer: SampleBuffer) -> Iterator[StepMonitor]:
         """Monitor the step taken inside the block.
 
         Args:
             step: The step from the training schedule.
-            pending: The sample buffer, with the rows of the step on the ranks that train them.
+            buffer: The sample buffer, with the rows of the step on the ranks that train them.
         """
-        self._now = step, pending
+        self._now = step, buffer
         try:
             yield self
         finally:
@@ -85,33 +92,33 @@ class StepMonitor:
         """
         now = self._now
         if now is not None:
-            step, pending = now
-            self.step_dumps().dump_on_hang(DumpReason(kind="time_out", words=words, step=step), pending, self.policy)
+            step, buffer = now
+            self.step_dumps().dump_on_hang(DumpReason(kind="time_out", words=words, step=step), buffer, self.policy)
 
-    def summed(self, seen: SummedGradient) -> None:
-        if self.replica_check is None or not self.replica_check.is_due(seen.batch.step):
+    def on_gradients_reduced(self, gradient: SummedGradient) -> None:
+        if self.replica_check is None or not self.replica_check.is_due(gradient.batch.step):
             return
-        finding = self.replica_check.look(self.policy, seen.batch, seen.metrics, seen.logprobs)
+        finding = self.replica_check.look(self.policy, gradient.batch, gradient.metrics, gradient.logprobs)
         if finding is None:
             return
-        self._keep(seen, kind="parted", words=str(finding), finding=finding)
+        self._keep(gradient, kind="parted", words=str(finding), finding=finding)
         if self.ends_run:
             raise ReplicaMismatchError(
                 f"{finding}. The run ends before the optimizer acts on it, and no checkpoint is written (check_replicas_action stop). "
                 "What was saved before the last check that found no difference is sound: --resume goes on from there."
             )
         if collectives.rank() == 0:
-            self._say(f"WARNING: {finding}")
+            self._print_line(f"WARNING: {finding}")
 
-    def judged(self, seen: SummedGradient, refusal: SkippedStep | None) -> None:
-        if refusal is not None:
-            kind = "spike" if math.isfinite(seen.metrics["grad_norm"]) else "not_finite"
-            self._keep(seen, kind=kind, words=refusal.why, refusal=refusal)
-        elif words := self._gap(seen.metrics):
-            self._keep(seen, kind="logp_gap", words=words)
+    def on_pre_optimizer_step(self, gradient: SummedGradient, skipped_step: SkippedStep | None) -> None:
+        if skipped_step is not None:
+            kind = "spike" if math.isfinite(gradient.metrics["grad_norm"]) else "not_finite"
+            self._keep(gradient, kind=kind, words=skipped_step.why, skipped_step=skipped_step)
+        elif words := self._gap(gradient.metrics):
+            self._keep(gradient, kind="logp_gap", words=words)
 
-    def _keep(self, seen: SummedGradient, **facts: Any) -> None:
+    def _keep(self, gradient: SummedGradient, **facts: Any) -> None:
         """Save the current step. `facts` are fields of `DumpReason`."""
         assert self._now is not None, "a step is looked at inside `with monitor(step, pending)`"
-        step, pending = self._now
-        self.step_dumps().write(DumpReason(step=step, **facts), pending, self.policy, seen)
+        step, buffer = self._now
+        self.step_dumps().write(DumpReason(step=step, **facts), buffer, self.policy, gradient)

@@ -26,7 +26,7 @@ from megatron_grpo.types import Sequence as Scored
 Ask = Callable[[SequenceOf[TokensToScore]], SequenceOf[np.ndarray]]
 """Function of a teacher's servers: tokens -> log-probs of each from its `first` on, float32."""
 
-TOLD = (ConfigError, RunError, NoRolloutServerError, CancelledError)  # errors of rank 0 that are raised on all ranks
+REPORTED = (ConfigError, RunError, NoRolloutServerError, CancelledError)  # errors of rank 0 that are raised on all ranks
 
 
 class ServedTeacher:
@@ -41,7 +41,7 @@ class ServedTeacher:
             ask: Queries the servers for log-probs. On rank 0 alone.
         """
         self._parallel, self._ask = parallel, ask
-        self.fingerprint = collectives.told(gather or str, TOLD)  # fingerprint of the teacher, on every rank
+        self.fingerprint = collectives.run_on_rank_zero(gather or str, REPORTED)  # fingerprint of the teacher, on every rank
 
     def __call__(self, rows: PlacedRows) -> dict[RowKey, np.ndarray]:
         """Score rows, see `rollouts.Teacher`. The log-probs are of the full softmax at temperature 1. Collective.
@@ -59,8 +59,8 @@ class ServedTeacher:
         def ask() -> None:
             found.update(self._scored(held))
 
-        collectives.told(ask, TOLD)
-        return deliver({key: (rows.homes[key], values) for key, values in found.items()}, self._parallel)
+        collectives.run_on_rank_zero(ask, REPORTED)
+        return deliver({key: (rows.dp_ranks[key], values) for key, values in found.items()}, self._parallel)
 
     def _scored(self, held: Mapping[RowKey, Scored]) -> dict[RowKey, np.ndarray]:
         assert self._ask is not None  # rank 0 alone asks
@@ -68,9 +68,9 @@ class ServedTeacher:
         asked, places = [], []
         for key, sequence in held.items():
             for begin, end in sequence.contexts:
-                drawn = np.flatnonzero(sequence.mask[begin:end])
-                if len(drawn):
-                    first, last = int(drawn[0]), int(drawn[-1]) + 1
+                sampled = np.flatnonzero(sequence.mask[begin:end])
+                if len(sampled):
+                    first, last = int(sampled[0]), int(sampled[-1]) + 1
                     asked.append(TokensToScore(ids=tuple(sequence.token_ids[begin : begin + last].tolist()), first=first))
                     places.append((key, slice(begin + first, begin + last)))
         for (key, where), logprobs in zip(places, self._ask(asked), strict=True):
@@ -85,19 +85,19 @@ class HeldTeacher:
     chooses the experts without replay.
     """
 
-    def __init__(self, name: str, scorer: ModelScorer, clock: Timers, *, leaves: bool):
+    def __init__(self, name: str, scorer: ModelScorer, timers: Timers, *, leaves: bool):
         """Set up the teacher.
 
         Args:
             name: Name for error messages.
             scorer: Computes log-probs of the teacher.
-            clock: Measures the time of moving weights.
+            timers: Measures the time of moving weights.
             leaves: Whether the weights are on the host between scorings.
         """
         self._name, self._scorer = name, scorer
         movable: tuple[Role, ...] = ("weights",) if leaves else ()
-        self._room = PolicyOffloader(self._tensors, movable, scorer.parallel.device, clock)
-        self._make_room()
+        self._room = PolicyOffloader(self._tensors, movable, scorer.parallel.device, timers)
+        self._free_memory()
 
     def __call__(self, rows: PlacedRows) -> dict[RowKey, np.ndarray]:
         """Score rows, see `rollouts.Teacher`. Collective.
@@ -110,15 +110,15 @@ class HeldTeacher:
         """
         bare = {key: replace(sequence, experts=None) for key, sequence in rows.sequences.items()}  # recorded experts are the policy's
         scorer, parallel = self._scorer, self._scorer.parallel
-        with self._room.resident("weights"):
+        with self._room.on_device("weights"):
             found = score_rows(replace(rows, sequences=bare), score=without_experts(scorer.logprobs), cut=scorer.cut, parallel=parallel)
-        self._make_room()
+        self._free_memory()
         senseless = sum(not np.isfinite(values).all() for values in found.logprobs.values())
         if collectives.all_reduce_max(senseless):
             raise RunError(f"the teacher ({self._name}) gives a drawn token a log-prob that no distribution has.")
-        return local_samples(found.logprobs, found.rows.homes, rows.homes, parallel)
+        return local_samples(found.logprobs, found.rows.dp_ranks, rows.dp_ranks, parallel)
 
-    def _make_room(self) -> None:
+    def _free_memory(self) -> None:
         if self._room.movable:
             self._room.make()
 

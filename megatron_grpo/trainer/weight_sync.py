@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
 
-__all__ = ["WeightSyncManager", "SyncStats", "WeightSyncError", "check_weights", "push"]
+__all__ = ["WeightSyncManager", "SyncStats", "WeightSyncError", "check_weights", "sync"]
 
 # float32: trainer and engine differ by their order of summation, 1e-5 on models of 50 M parameters; a stale weight shows as 1e-1 and more.
 # So the largest difference of any token is bounded.
@@ -59,7 +59,7 @@ class SyncStats:
     num_bytes: int = 0
     logp_difference_max: float = float("nan")
     logp_difference_mean: float = float("nan")
-    picture_difference_max: float = float("nan")  # over the probes with an image
+    image_difference_max: float = float("nan")  # over the probes with an image
 
 
 class WeightSyncManager:
@@ -71,7 +71,7 @@ class WeightSyncManager:
 
     def __init__(
         self, policy: Policy | FrozenPolicy, holder: WeightReceiver, *, verify: bool, is_coarse: bool = False,
-        starts_as_checkpoint: bool = True, say: Callable[[str], None] | None = None, hint: str = "",
+        starts_as_checkpoint: bool = True, print_line: Callable[[str], None] | None = None, hint: str = "",
     ):  # fmt: skip
         """Set up the manager.
 
@@ -82,14 +82,14 @@ class WeightSyncManager:
                 must agree on it.
             is_coarse: Whether the trainer is not float32.
             starts_as_checkpoint: Whether the policy of version 0 is the checkpoint.
-            say: Prints how well both sides agree on probes with images, at the first check and after the first sync.
+            print_line: Prints how well both sides agree on probes with images, at the first check and after the first sync.
             hint: Sentence appended to the error of a failed check.
         """
-        self._say, self._num_said, self._hint = say, 0, hint
+        self._print_line, self._num_said, self._hint = print_line, 0, hint
         self.policy, self.holder, self.verify, self.is_coarse = policy, holder, verify, is_coarse
         self._is_proven, self._has_policy = not verify, starts_as_checkpoint
 
-    def publish(self, version: int) -> SyncStats | None:
+    def sync_weights(self, version: int) -> SyncStats | None:
         """Sync the weights, unless the engine has this version. Collective over all ranks.
 
         Args:
@@ -108,7 +108,7 @@ class WeightSyncManager:
             try:
                 if self.holder.prepare():
                     self._is_proven = not self.verify
-                return self._publish(version)
+                return self._sync_weights(version)
             except WeightSyncError as error:
                 if self._hint:
                     raise WeightSyncError(f"{error}\n{self._hint}") from error
@@ -117,12 +117,12 @@ class WeightSyncManager:
                 if collectives.rank() == 0:
                     logger.warning("%s. The weights are pushed again.", changed)
 
-    def _publish(self, version: int) -> SyncStats:
+    def _sync_weights(self, version: int) -> SyncStats:
         if not self._is_proven:
             self._try_adapter()
         stats = SyncStats()
         if not self._has_policy or self.holder.version != version:
-            stats = push(self.policy, self.holder, version=version, verify=self.verify, is_coarse=self.is_coarse)
+            stats = sync(self.policy, self.holder, version=version, verify=self.verify, is_coarse=self.is_coarse)
         else:
             stats = check_weights(self.policy, self.holder, version=version, is_coarse=self.is_coarse)
         self._is_proven = self._has_policy = True
@@ -130,10 +130,10 @@ class WeightSyncManager:
         return stats
 
     def _tell_of_pictures(self, version: int, stats: SyncStats) -> None:
-        if self._say is not None and self._num_said < 2 and not np.isnan(stats.picture_difference_max):
+        if self._print_line is not None and self._num_said < 2 and not np.isnan(stats.image_difference_max):
             self._num_said += 1
-            told = f"{stats.picture_difference_max:.1e} nats"
-            self._say(
+            told = f"{stats.image_difference_max:.1e} nats"
+            self._print_line(
                 f"Pictures: in probes that show one, sampler and trainer differ by at most {told} a token (weights of version {version})."
             )
 
@@ -146,11 +146,11 @@ class WeightSyncManager:
             if update is None:
                 return
             if update.kind == "adapter" and not self.holder.has_base:
-                self.policy.make_room(keep="weights")
-                with self.policy.resident("weights"):
+                self.policy.free_memory(keep="weights")
+                with self.policy.on_device("weights"):
                     _give(self.holder, next(self.policy.updates(NO_VERSION, has_base=False)))
             tried = np.concatenate(_logprobs(self.policy, self.holder.probes()))
-            self.policy.make_room(keep="weights")
+            self.policy.free_memory(keep="weights")
             _give(self.holder, replace(update, version=NO_VERSION))
             check_weights(self.policy, self.holder, version=NO_VERSION, is_coarse=self.is_coarse)
             theirs = {name: np.concatenate(scores) for name, scores in self.holder.scores(self.holder.probes()).items()}
@@ -161,7 +161,7 @@ class WeightSyncManager:
             raise WeightSyncError(problem)
 
 
-def push(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, version: int, verify: bool, is_coarse: bool = False) -> SyncStats:
+def sync(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, version: int, verify: bool, is_coarse: bool = False) -> SyncStats:
     """Push the policy's weights to the engine. Collective over all ranks.
 
     Args:
@@ -172,8 +172,8 @@ def push(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, version: int,
         is_coarse: Whether the trainer is not float32.
     """
     num_tensors = num_bytes = 0
-    policy.make_room(keep="weights")
-    with policy.resident("weights"):
+    policy.free_memory(keep="weights")
+    with policy.on_device("weights"):
         for update in policy.updates(version, has_base=holder.has_base):
             counted = _give(holder, update)
             num_tensors, num_bytes = num_tensors + counted.num_tensors, num_bytes + counted.num_bytes
@@ -204,20 +204,20 @@ def check_weights(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, vers
     """
     probes = holder.probes()
     expected = _logprobs(policy, probes)
-    policy.make_room()  # scoring wakes the engine's KV cache, which sampling then uses
+    policy.free_memory()  # scoring wakes the engine's KV cache, which sampling then uses
     mine = {}
     for name, scores in holder.scores(probes).items():
         differences = [np.abs(np.asarray(theirs) - ours) for theirs, ours in zip(scores, expected, strict=True)]
         fresh, cached = np.concatenate([d[:-1] for d in differences]), np.array([d[-1] for d in differences])
-        of_pictures = [float(d.max()) for d, probe in zip(differences, probes, strict=True) if probe.shown]
-        mine[name] = _Report(version=holder.version, fresh=fresh, cached=cached, of_pictures=max(of_pictures, default=float("nan")))
+        with_images = [float(d.max()) for d, probe in zip(differences, probes, strict=True) if probe.images]
+        mine[name] = _Report(version=holder.version, fresh=fresh, cached=cached, with_images=max(with_images, default=float("nan")))
     reports = _of_all(mine)
     problem = _problem(reports, version, is_coarse or holder.dtype != "float32")
     if problem:
         raise WeightSyncError(problem)
     every = np.concatenate([np.concatenate([report.fresh, report.cached]) for report in reports.values()])
-    worst = max(report.of_pictures for report in reports.values())
-    return SyncStats(logp_difference_max=float(every.max()), logp_difference_mean=float(every.mean()), picture_difference_max=worst)
+    worst = max(report.with_images for report in reports.values())
+    return SyncStats(logp_difference_max=float(every.max()), logp_difference_mean=float(every.mean()), image_difference_max=worst)
 
 
 def _of_all(mine: Mapping[str, Found]) -> dict[str, Found]:
@@ -227,7 +227,7 @@ def _of_all(mine: Mapping[str, Found]) -> dict[str, Found]:
 
 def _logprobs(policy: Policy | FrozenPolicy, probes: SequenceOf[Sequence]) -> list[np.ndarray]:
     """Return the trainer's log-probs of each probe, float32 [T - 1]."""
-    with policy.resident("weights"):
+    with policy.on_device("weights"):
         return [scored[1:] for scored in policy.scorer.score(probes, temperature=1.0)]
 
 
@@ -272,7 +272,7 @@ class _Report:
     version: int
     fresh: np.ndarray
     cached: np.ndarray
-    of_pictures: float = float("nan")  # the largest of a probe with an image
+    with_images: float = float("nan")  # the largest of a probe with an image
 
 
 def _problem(reports: Mapping[str, _Report], version: int, is_coarse: bool) -> str | None:

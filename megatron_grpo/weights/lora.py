@@ -32,7 +32,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of module names in PEFT's files
 BASE = "base_model.json"  # beside them: fingerprints of the adapter's base, which PEFT's own files only name
 ALL_LINEAR = "all-linear"
-AdapterPush = Literal["adapter", "merged"]  # how adapters reach a sampler: alone, or merged into the weights
+AdapterUpdateRequest = Literal["adapter", "merged"]  # how adapters reach a sampler: alone, or merged into the weights
 # Unsupported options of PEFT's LoraConfig, with the reason.
 NOT_THERE = {
     "lora_bias": "Megatron's frozen linear layers give a bias no gradient, and vLLM samples without it",
@@ -181,7 +181,7 @@ class LoraSettings:
             found.append(problem_with(flag, f"{what} leaves no linear layer of this model. {example}"))
         return found
 
-    def to_peft(self, modules: Iterable[str], base_model: str, *, sees: bool = False) -> dict[str, Any]:
+    def to_peft(self, modules: Iterable[str], base_model: str, *, is_multimodal: bool = False) -> dict[str, Any]:
         """Return the content of adapter_config.json.
 
         Patterns are kept as they are. `all-linear` becomes the last parts of the names in `modules`, because PEFT would add routers to it.
@@ -189,7 +189,7 @@ class LoraSettings:
         Args:
             modules: Full Hugging Face names of the modules that have an adapter.
             base_model: Name or path of the base model.
-            sees: Whether the model has a vision tower. Some of its layers have the same last names, so target_modules becomes a pattern
+            is_multimodal: Whether the model has a vision tower. Layers of it have the same last names, so target_modules becomes a pattern
                 that excludes the tower.
         """
         targets: str | list[str] = sorted({module.rsplit(".", 1)[1] for module in modules})
@@ -197,7 +197,7 @@ class LoraSettings:
             targets = self.target_regex
         elif ALL_LINEAR not in self.target_modules:
             targets = list(self.target_modules)
-        if sees and not isinstance(targets, str):
+        if is_multimodal and not isinstance(targets, str):
             targets = rf"(?!.*\bvisual\.).*\.({'|'.join(map(re.escape, targets))})"
         return {
             "peft_type": "LORA",

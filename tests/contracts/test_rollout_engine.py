@@ -47,7 +47,7 @@ def test_each_group_is_whole_on_one_rank_in_the_order_of_the_prompts(model, name
         engine = build(name, model, rank, world_size)
         assert engine.version == 0 and engine.dtype == "float32"
         asked = prompts(0, 1, 2, 3, 4)
-        with engine.awake():
+        with engine.wake_up():
             groups = engine.generate(asked, sampling(), seed=1)
             # A refill of dynamic sampling asks again with the same weights; a single prompt leaves engines without work.
             further = engine.generate(prompts(5), sampling(), seed=1)
@@ -61,7 +61,7 @@ def test_each_group_is_whole_on_one_rank_in_the_order_of_the_prompts(model, name
             for completion in group.completions:
                 opening, drawn = len(group.prompt.token_ids), completion.answer_ids
                 assert tuple(completion.sequence.token_ids[:opening].tolist()) == group.prompt.token_ids
-                assert 1 <= len(drawn) == completion.num_drawn <= 8 and completion.ended in ("stop", "length")
+                assert 1 <= len(drawn) == completion.num_sampled <= 8 and completion.ended in ("stop", "length")
                 assert completion.versions == ((0, opening, opening + len(drawn)),)
                 assert completion.logprobs.dtype == "float32" and (completion.logprobs[opening:] < 0).all()
                 assert not completion.logprobs[:opening].any()
@@ -105,7 +105,7 @@ def test_a_question_is_given_up_on_all_ranks_where_one_has_no_time_left_and_the_
             inner = engine._llm.llm_engine
             step = inner.step
             inner.step = lambda: steps.append(1) or step()
-        with engine.awake():
+        with engine.wake_up():
             first = engine.generate(prompts(0, 1, 2, 3), sampling(), seed=1)
             of_all = len(steps)
             steps.clear()
@@ -157,7 +157,7 @@ def test_pushed_weights_are_consumed_once_and_become_the_version(model, name):
         consumed.clear()
         engine.take(update(7))
         assert consumed == list(weights) and engine.version == 7 and engine.has_base
-        with engine.awake():
+        with engine.wake_up():
             assert [group.version for group in engine.generate(prompts(1, 2), sampling(), seed=0)] == [7, 7]
         assert [one.token_ids.tolist() for one in engine.probes()] == [one.token_ids.tolist() for one in probes]
         assert all(one.starts == (0,) and one.mask[1:].all() for one in probes)

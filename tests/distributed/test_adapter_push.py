@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_grpo.config.config import Config, ModelConfig, RolloutConfig, TunerConfig
-from megatron_grpo.rollout.adapters import LoraPush, lora_push
+from megatron_grpo.rollout.adapters import LoraSync, lora_sync
 from megatron_grpo.run.build.policy import build_policy
 from megatron_grpo.trainer.weight_sync import WeightSyncError, WeightSyncManager, check_weights, push
-from megatron_grpo.types import whole
+from megatron_grpo.types import make_sequence
 from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 from megatron_grpo.weights.lora import lora_of
 from megatron_grpo.weights.shape import ModelShape
@@ -95,10 +95,10 @@ class PeftPolicy:
     def score(self, sequences, *, temperature=None):
         return [np.concatenate([[0.0], hf_logprobs(self.model, one.token_ids.tolist()).numpy()]) for one in sequences]
 
-    def resident(self, part):
+    def on_device(self, part):
         return contextlib.nullcontext()
 
-    def make_room(self, *, keep="nothing"):
+    def free_memory(self, *, keep="nothing"):
         pass
 
     @contextlib.contextmanager
@@ -113,8 +113,8 @@ class PeftPolicy:
                 parameter.copy_(old)
 
 
-def push_of(path, tuner, dtype="float32") -> LoraPush:
-    return lora_push(Config(model=ModelConfig(torch_dtype=dtype), tuner=tuner), ModelShape.from_pretrained(path), on_gpu=False)
+def push_of(path, tuner, dtype="float32") -> LoraSync:
+    return lora_sync(Config(model=ModelConfig(torch_dtype=dtype), tuner=tuner), ModelShape.from_pretrained(path), on_gpu=False)
 
 
 def engine_for(policy, rank, world_size, *, tp=1):
@@ -243,7 +243,7 @@ def test_modules_that_do_not_arrive_are_named(model_path):
         engine._adapter._modules = policy.pushes.modules
         assert push(policy, engine, version=2, verify=True).logp_difference_max < 1e-4
 
-        plain = LoraPush(kind="merged", modules=policy.pushes.modules, slot_rank=0)
+        plain = LoraSync(kind="merged", modules=policy.pushes.modules, slot_rank=0)
         policy.pushes = plain
         with pytest.raises(WeightSyncError, match="was started without room for one"):
             engine_for(policy, rank, world_size).take(WeightUpdate(kind="adapter", version=1, tensors=(), config={}))
@@ -258,28 +258,28 @@ def test_trial_notices_an_engine_that_ignores_adapters(model_path):
         policy.draw(0, std=0.0)  # as a run begins: B A is zero, and who ignores it agrees
         real = engine._run
         engine._run = without_adapter(engine)
-        WeightSyncManager(policy, engine, verify=False).publish(0)
+        WeightSyncManager(policy, engine, verify=False).sync_weights(0)
         check_weights(policy, engine, version=0)
         assert push(policy, engine, version=1, verify=True).logp_difference_max < 1e-4
         with pytest.raises(WeightSyncError, match="(?s)does not sample from the trial adapter.*or the adapter is ignored"):
-            WeightSyncManager(policy, engine, verify=True).publish(1)
+            WeightSyncManager(policy, engine, verify=True).sync_weights(1)
         assert engine.version == NO_VERSION
 
         engine._run = real
-        publisher = WeightSyncManager(policy, engine, verify=True)
-        stats = publisher.publish(1)  # the trial is out again: what is pushed after it is the policy
+        weight_sync = WeightSyncManager(policy, engine, verify=True)
+        stats = weight_sync.sync_weights(1)  # the trial is out again: what is pushed after it is the policy
         assert engine.version == 1 and stats.num_tensors == 2 and stats.logp_difference_max < 1e-4
         np.testing.assert_allclose(engine.score(engine.probes()), [p[1:] for p in policy.scorer.score(sequences(engine))], atol=1e-4)
-        assert publisher.publish(1) is None and publisher.publish(2).num_tensors == 2
+        assert weight_sync.sync_weights(1) is None and weight_sync.sync_weights(2).num_tensors == 2
 
         # Another engine has taken its place, which ignores adapters: B A is zero, so the scores after the push cannot tell.
         engine._run = without_adapter(engine)
-        assert publisher.publish(3).logp_difference_max < 1e-4, "the one that was proven is not asked again"
+        assert weight_sync.sync_weights(3).logp_difference_max < 1e-4, "the one that was proven is not asked again"
         engine.prepare = lambda: True
         with pytest.raises(WeightSyncError, match="or the adapter is ignored"):
-            publisher.publish(4)
+            weight_sync.sync_weights(4)
         engine._run = real
-        assert publisher.publish(4).num_tensors == 2 and engine.version == 4
+        assert weight_sync.sync_weights(4).num_tensors == 2 and engine.version == 4
         engine.prepare = lambda: False
 
         weak = PeftPolicy(model_path, TUNERS["one module of one layer"])
@@ -287,16 +287,16 @@ def test_trial_notices_an_engine_that_ignores_adapters(model_path):
         for _, parameter in weak.adapter_parameters():
             parameter.zero_()
         with pytest.raises(WeightSyncError, match="the trial of the adapter proves nothing: it moves"):
-            WeightSyncManager(weak, engine, verify=True).publish(5)
+            WeightSyncManager(weak, engine, verify=True).sync_weights(5)
 
         # A run that began with an adapter: the checkpoint, which the engine read by itself, is not its version 0.
         policy.draw(5)
         fresh = engine_for(policy, rank, world_size)
-        assert WeightSyncManager(policy, fresh, verify=False).publish(0) is None
-        publisher = WeightSyncManager(policy, fresh, verify=False, starts_as_checkpoint=False)
+        assert WeightSyncManager(policy, fresh, verify=False).sync_weights(0) is None
+        weight_sync = WeightSyncManager(policy, fresh, verify=False, starts_as_checkpoint=False)
         assert (
-            publisher.publish(0).num_tensors == 2
-            and publisher.publish(0) is None
+            weight_sync.sync_weights(0).num_tensors == 2
+            and weight_sync.sync_weights(0) is None
             and check_weights(policy, fresh, version=0).logp_difference_max < 1e-4
         )
 
@@ -326,19 +326,19 @@ def test_megatron_policy_and_its_engine_agree_on_the_trial_and_on_every_push(mod
     def body(rank, world_size):
         cfg = settings(tuner_type="lora", lora_rank=4, rank_pattern={"v_proj": 3}, **changes)
         shape = ModelShape.from_pretrained(model_path)
-        pushes = lora_push(cfg, shape, on_gpu=False)
+        pushes = lora_sync(cfg, shape, on_gpu=False)
         policy = build_policy(cfg, join(cfg, world_size), model_path=model_path, num_steps=1, push=pushes.kind)
         engine = engine_for(SimpleNamespace(path=model_path, dtype="float32", pushes=pushes), rank, world_size)
-        publisher = WeightSyncManager(policy, engine, verify=True)
-        first = publisher.publish(0)
+        weight_sync = WeightSyncManager(policy, engine, verify=True)
+        first = weight_sync.sync_weights(0)
         assert engine.version == 0 and first.logp_difference_max < 1e-4
         before = engine.score(engine.probes())
         kept = policy.adapters.put_far_from_zero(1)
-        stats = publisher.publish(1)
+        stats = weight_sync.sync_weights(1)
         assert stats.logp_difference_max < 1e-4
         assert np.abs(np.array(before) - np.array(engine.score(engine.probes()))).max() > 0.1
         policy.adapters.put_back(kept)
-        assert publisher.publish(2).logp_difference_max < 1e-4
+        assert weight_sync.sync_weights(2).logp_difference_max < 1e-4
         np.testing.assert_allclose(engine.score(engine.probes()), before, atol=1e-4)
         return stats.num_tensors, stats.num_bytes
 
@@ -403,10 +403,10 @@ def test_ten_steps_in_bfloat16_move_the_sampler_as_they_move_the_trainer(tmp_pat
     def body(rank, world_size):
         cfg = settings(torch_dtype="bfloat16", tuner_type="lora", lr=1e-5, lr_warmup_iters=0, adam_eps=1e-12, weight_decay=0.0)
         shape = ModelShape.from_pretrained(path)
-        pushes = lora_push(cfg, shape, on_gpu=False)
+        pushes = lora_sync(cfg, shape, on_gpu=False)
         policy = build_policy(cfg, join(cfg, world_size), model_path=path, num_steps=10_000, push="adapter")
         engine = engine_for(SimpleNamespace(path=path, dtype="bfloat16", pushes=pushes), rank, world_size)
-        texts = [whole(sample.token_ids) for sample in samples]
+        texts = [make_sequence(sample.token_ids) for sample in samples]
         trained = np.concatenate([sample.mask[1:] for sample in samples])
 
         def by_trainer():

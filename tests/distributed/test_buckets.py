@@ -113,7 +113,7 @@ def look(rank, world, path, model, layout, tamper=None):
         assert counted.received == sum(bucket.received_bytes(plan.ranks, p.pp_rank) for bucket in plan.buckets)
         assert all(bucket.whole <= bucket_bytes or len(bucket.slots) == 1 for bucket in plan.buckets)
         same(found, {name: read(name) for name in read.names})
-        first = MegatronToHF(policy.exchange.map, p, bucket_bytes=bucket_bytes, to_first=True)
+        first = MegatronToHF(policy.exchange.map, p, bucket_bytes=bucket_bytes, gather=True)
         same(collected(first.stream(mine, "weights")), found if rank == 0 else {})
         # A sampler packs a layer when it is complete: whoever holds the experts, no layer is begun before the one before is done.
         layers = [int(match[1]) for name in found if (match := re.match(r"model\.layers\.(\d+)\.", name))]
@@ -150,7 +150,7 @@ def test_every_rank_gets_every_tensor_bit_for_bit_in_the_planned_collectives(mod
 def to_the_first(rank, world, path, layout):
     """Bytes that each rank sends and receives where rank 0 alone gets the tensors; it stops after three the second time."""
     policy = build(path, "dense", layout, world)
-    exchange = MegatronToHF(policy.exchange.map, policy.parallel, bucket_bytes=BUCKETS[0], to_first=True)
+    exchange = MegatronToHF(policy.exchange.map, policy.parallel, bucket_bytes=BUCKETS[0], gather=True)
     mine, moved = policy.tensors(), {"sent": 0, "received": 0}
     exchange.plan(mine, "weights")
     send, receive = collectives.send, collectives.start_receive
@@ -218,14 +218,14 @@ def plan_kinds(rank, world, path, model, layout, modules, tamper=None):
     adapters = build(path, model, layout, world, tuner_type="lora", target_regex=modules).adapters
     if tamper is not None:
         tamper()
-    spoken, from_all = [], collectives.all_gather_object
+    spoken, all_gather = [], collectives.all_gather_object
     collectives.all_gather_object = lambda value, group=None: spoken.append(value) or [value]
     mine = adapters.tensors()
     for _ in range(2):
         adapters.exchange.plan(mine, "adapter")
         adapters.exchange.plan({name: tensor.double() for name, tensor in mine.items()}, "gradients")
     assert bool(mine) == (rank == 0)
-    assert set(from_all(len(spoken))) == {6}
+    assert set(all_gather(len(spoken))) == {6}
 
 
 def test_a_stage_without_adapters_plans_with_the_others(models):

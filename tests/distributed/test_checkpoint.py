@@ -28,7 +28,7 @@ class Prompts:
     def state(self):
         return {"position": self.position}
 
-    def pictures_of(self, number):
+    def images_of(self, number):
         return ()
 
     def restore(self, state):
@@ -174,13 +174,13 @@ class Policy:
 
         load_state(self.chunks, self.optimizer, self.scheduler, state)
 
-    def guard_state(self):
+    def gradient_check_state(self):
         return {"skips": {"total": 0, "in_a_row": 0}, "guard": {}}
 
-    def restore_guard(self, state):
-        assert state == self.guard_state()
+    def restore_gradient_check(self, state):
+        assert state == self.gradient_check_state()
 
-    def resident(self, part):
+    def on_device(self, part):
         return contextlib.nullcontext()
 
 
@@ -189,8 +189,10 @@ def checkpoints(folder, resume="auto", **settings):
     from megatron_grpo.checkpoint.saving import Checkpoints
     from megatron_grpo.config.config import RunConfig
 
-    say = settings.pop("say", None)
-    return Checkpoints(find_checkpoints(folder, resume), RunConfig(**{"save_steps": 1, "save_total_limit": None} | settings), say=say)
+    print_line = settings.pop("say", None)
+    return Checkpoints(
+        find_checkpoints(folder, resume), RunConfig(**{"save_steps": 1, "save_total_limit": None} | settings), print_line=print_line
+    )
 
 
 def pending_samples():
@@ -202,7 +204,7 @@ def pending_samples():
             rollout=2,
             prompt_number=7,
             version=3,
-            fresh_at=3,
+            on_policy_version=3,
             token_ids=rng.integers(0, 64, length),
             mask=np.arange(length) > 2,
             sampler_logprobs=-rng.random(length, dtype=np.float32),
@@ -213,7 +215,7 @@ def pending_samples():
 
     return [
         Sample(**fields(0, 5)),
-        SampleWithOldLogprobs(**fields(1, 9), old_logprobs=-rng.random(9, dtype=np.float32), anchored_by="recompute"),
+        SampleWithOldLogprobs(**fields(1, 9), old_logprobs=-rng.random(9, dtype=np.float32), old_logprobs_from="recompute"),
         Sample(**fields(2, 4)),
     ]
 
@@ -406,7 +408,7 @@ def restore_only(rank, world_size, folder, resume="auto"):
     heard = []
     policy = Policy(world_size, seed=1)
     try:
-        progress, _ = restored(checkpoints(folder, resume, say=heard.append), policy, Prompts())
+        progress, _ = restored(checkpoints(folder, resume, print_line=heard.append), policy, Prompts())
     except ConfigError as error:
         return str(error), heard
     return progress.step, heard

@@ -57,11 +57,12 @@ def episodes(path) -> list[Sample]:
             logprobs = np.where(drawn, np.concatenate(near) + rng.normal(0, 0.1, len(ids)), 0).astype(np.float32)
             is_stale = len(samples) % 3 == 1
             sample = Sample(
-                row=len(samples), rollout=0, prompt_number=number, version=-is_stale, fresh_at=-is_stale, token_ids=ids, mask=drawn,
+                row=len(samples), rollout=0, prompt_number=number, version=-is_stale, on_policy_version=-is_stale,
+                token_ids=ids, mask=drawn,
                 starts=tuple(starts), sampler_logprobs=logprobs, is_dead=False, is_truncated=len(samples) == 3,
                 advantage=0.0 if len(samples) == FAILED else float(rng.uniform(0.5, 1.5) * (-0.4 if len(samples) % 3 == 0 else 1.0)),
             )  # fmt: skip
-            samples.append(sample.anchored(logprobs, "recompute") if is_stale else sample)
+            samples.append(sample.with_old_logprobs(logprobs, "recompute") if is_stale else sample)
         samples[first:] = cases.with_prefix(samples[first:])
     return samples
 

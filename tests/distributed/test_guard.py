@@ -104,7 +104,7 @@ def test_what_one_rank_spoils_is_skipped_on_all_ranks_and_leaves_no_trace(models
             cfg = cases.settings(**layout.settings, **settings)
             policy, other = (cases.build(path, cfg, world, parallel) for _ in range(2))
             for one in (policy, other):
-                assert one.train_step(cases.batch_of(one, first, 0)).refusal is None
+                assert one.train_step(cases.batch_of(one, first, 0)).skipped_step is None
             batch = cases.batch_of(policy, second, 1)
             with spoilt(policy, BAD_RANK, is_no_number) as done:
                 trained, same, scheduled = nothing_moved(policy, lambda: policy.train_step(batch))  # noqa: B023 - called at once
@@ -120,18 +120,18 @@ def test_what_one_rank_spoils_is_skipped_on_all_ranks_and_leaves_no_trace(models
                 assert all(map(torch.equal, optimizer_state(policy), optimizer_state(other)))
             assert (policy.skips.total, policy.skips.in_a_row) == (1, 0)
             rows = batch.micro_batches[BAD_MICRO_BATCH].rows if parallel.dp_rank == (BAD_RANK if parallel.dp_size > 1 else 0) else None
-            found.append((trained.refusal, rows))
+            found.append((trained.skipped_step, rows))
         return found
 
     for settings, *of_ranks in zip(LAYOUTS[name], *run_ranks(body, layout.world_size, timeout=240), strict=True):
         refusals, rows = zip(*of_ranks, strict=True)
-        assert len({str(refusal) for refusal in refusals}) == 1
-        [refusal], [culprit] = {id(refusals[0]): refusals[0]}.values(), refusals[0].culprits
-        assert refusal.why == "its gradient is not finite" and refusal.weights == ()
-        assert BAD_RANK in culprit.ranks and BAD_RANK in refusal.ranks, settings
+        assert len({str(skipped_step) for skipped_step in refusals}) == 1
+        [skipped_step], [culprit] = {id(refusals[0]): refusals[0]}.values(), refusals[0].culprits
+        assert skipped_step.why == "its gradient is not finite" and skipped_step.weights == ()
+        assert BAD_RANK in culprit.ranks and BAD_RANK in skipped_step.ranks, settings
         if name in STAYS:
             assert culprit.ranks == (BAD_RANK,)
-            assert refusal.ranks == (BAD_RANK,) or settings.get("overlap_grad_reduce")
+            assert skipped_step.ranks == (BAD_RANK,) or settings.get("overlap_grad_reduce")
         assert culprit.micro_batch == BAD_MICRO_BATCH and culprit.rows == next(row for row in rows if row) and culprit.what == ""
 
 
@@ -144,7 +144,7 @@ def test_a_copy_that_the_norm_does_not_count_is_looked_at_all_the_same(models, b
         if rank == BAD_RANK:
             policy.chunks[0].decoder.final_layernorm.weight.register_hook(is_no_number)
         trained = policy.train_step(cases.batch_of(policy, first, 0))
-        return trained.metrics["grad_norm"], trained.refusal.ranks, {one.ranks for one in trained.refusal.culprits}
+        return trained.metrics["grad_norm"], trained.skipped_step.ranks, {one.ranks for one in trained.skipped_step.culprits}
 
     assert run_ranks(body, 2) == [(math.inf, (BAD_RANK,), {(BAD_RANK,)})] * 2
 
@@ -154,25 +154,25 @@ def test_rows_are_named_by_the_number_that_is_wrong_with_them_and_spikes_by_thei
     layout, (first, second) = cases.LAYOUTS["DP2"], batches["qwen3"]
 
     def body(rank, world):
-        from megatron_grpo.policy.guard import GradNormSpikeCheck
+        from megatron_grpo.policy.gradient_check import GradNormSpikeCheck
 
         found = []
         policy = cases.build(models["qwen3"], cases.settings(micro_batch_size=2, **layout.settings), world)
         samples = [dataclasses.replace(sample, advantage=math.nan) if row == 3 else sample for row, sample in enumerate(first)]
         batch = cases.batch_of(policy, samples, 0)
         [where] = [(rank, number) for number, micro in enumerate(batch.micro_batches) if (0, 3) in micro.rows] or [None]
-        found.append((policy.train_step(batch).refusal, where))
+        found.append((policy.train_step(batch).skipped_step, where))
 
         policy = cases.build(models["qwen3"], cases.settings(**layout.settings), world, policy.parallel)
         usual = policy.train_step(cases.batch_of(policy, first, 0)).metrics["grad_norm"]
-        policy.guard = GradNormSpikeCheck(above=10 * usual)
+        policy.gradient_check = GradNormSpikeCheck(above=10 * usual)
         with spoilt(policy, BAD_RANK, lambda gradient: 1e6 * gradient):
             trained, same, _ = nothing_moved(policy, lambda: policy.train_step(cases.batch_of(policy, second, 1)))
         assert same and 10 * usual < trained.metrics["grad_norm"] < math.inf
-        found.append((trained.refusal, None))
+        found.append((trained.skipped_step, None))
 
         with spoilt(policy, BAD_RANK, is_no_number, once=True):
-            found.append((policy.train_step(cases.batch_of(policy, second, 1)).refusal, None))
+            found.append((policy.train_step(cases.batch_of(policy, second, 1)).skipped_step, None))
         return found
 
     (advantage, where), (spike, _), (transient, _) = (
@@ -196,8 +196,8 @@ def test_weights_that_are_no_numbers_are_named_by_rank(models, batches):
         if rank == BAD_RANK:
             with torch.no_grad():
                 policy.chunks[0].decoder.layers[1].mlp.linear_fc2.weight[0, 0] = math.nan
-        refusal = policy.train_step(cases.batch_of(policy, first, 0)).refusal
-        return refusal.weights, refusal.culprits
+        skipped_step = policy.train_step(cases.batch_of(policy, first, 0)).skipped_step
+        return skipped_step.weights, skipped_step.culprits
 
     weights = ((BAD_RANK, "decoder.layers.1.mlp.linear_fc2.weight"),)
     assert run_ranks(body, 2) == [(weights, ())] * 2
@@ -217,7 +217,7 @@ def test_a_row_that_the_policy_cannot_score_trains_nothing_more(models, batches)
         rows = {sample.key: TrainingRow.of(sample, home=policy.cut.dp_rank_of(sample.row)) for sample in first}
         mine = {sample.key: sample for sample in first if rows[sample.key].home == policy.parallel.dp_rank}
         pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut, rows=rows, samples=mine)
-        score = policy.scorer.anchors
+        score = policy.scorer.old_logprobs
 
         def without_numbers(micro_batches):
             values, experts = score(micro_batches)
@@ -225,9 +225,9 @@ def test_a_row_that_the_policy_cannot_score_trains_nothing_more(models, batches)
                 found[np.isin(micro.targets, first[5].token_ids[-1:])] = math.nan
             return values, experts
 
-        policy.scorer.anchors = without_numbers
+        policy.scorer.old_logprobs = without_numbers
         step = SimpleNamespace(keeps=tuple((0, number) for number in range(4)))
-        after = pending.after_refusal(policy.scorer, step)
+        after = pending.after_skipped_step(policy.scorer, step)
         held = {key: (int(sample.mask.sum()), bool(np.isfinite(sample.old_logprobs).all())) for key, sample in after.samples.items()}
         return {key: row.num_masked for key, row in after.rows.items()}, held
 
@@ -259,10 +259,10 @@ def test_a_policy_that_makes_room_for_the_sampler_is_the_same_after_a_refused_st
                 is_spoilt = one is policy and step == 1
                 if one is other and step == 1:
                     continue
-                with one.resident("all"), spoilt(one, BAD_RANK if is_spoilt else -1, is_no_number):
-                    refused.append(one.train_step(cases.batch_of(one, samples, min(step, 1))).refusal is not None)
-                one.make_room()
-        with policy.resident("all"):
+                with one.on_device("all"), spoilt(one, BAD_RANK if is_spoilt else -1, is_no_number):
+                    refused.append(one.train_step(cases.batch_of(one, samples, min(step, 1))).skipped_step is not None)
+                one.free_memory()
+        with policy.on_device("all"):
             same = is_same(weights_of(policy), weights_of(other)), all(map(torch.equal, optimizer_state(policy), optimizer_state(other)))
         return refused, *same
 

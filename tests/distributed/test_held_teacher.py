@@ -44,7 +44,7 @@ def samples(models):
     drawn = found[3]
     ids = drawn.token_ids[drawn.mask]
     kept = np.stack([ids, (ids + 1) % VOCAB, (ids + 7) % VOCAB], axis=1)
-    found[3] = dataclasses.replace(drawn, kept_at=np.arange(len(ids) + 1) * 3, kept_ids=np.sort(kept, axis=1).ravel().astype(np.int32))
+    found[3] = dataclasses.replace(drawn, mask_offsets=np.arange(len(ids) + 1) * 3, mask_ids=np.sort(kept, axis=1).ravel().astype(np.int32))
     found[1] = dataclasses.replace(found[1], experts=np.zeros((len(found[1].token_ids), 3, 2), dtype=np.int16))
     return found
 
@@ -56,13 +56,13 @@ def expected(path, samples) -> list[np.ndarray]:
         ids = sample.token_ids.tolist()
         values = np.zeros(len(ids))
         values[1:] = hf_logprobs(model, ids, TEMPERATURE).numpy()
-        if sample.kept_ids is not None:
+        if sample.mask_ids is not None:
             import torch
 
             places = np.flatnonzero(sample.mask)
             with torch.no_grad():
                 logits = model(torch.tensor([ids]), use_cache=False).logits[0].double() / TEMPERATURE
-            for place, words in zip(places, sample.kept_ids.reshape(-1, 3), strict=True):
+            for place, words in zip(places, sample.mask_ids.reshape(-1, 3), strict=True):
                 few = logits[place - 1, words.tolist()].log_softmax(0)
                 values[place] = few[words.tolist().index(ids[place])]
         found.append(np.where(sample.mask, values, 0.0))
@@ -87,8 +87,8 @@ def scored(rank: int, world: int, models, samples, settings: dict, teachers: tup
         shape = ModelShape.from_pretrained(models[student])
         for number, others in enumerate(more):
             cfg = cases.settings(temperature=TEMPERATURE, teacher_model=str(models[name]), **settings | others)
-            teacher = build_held_teacher(cfg, shape, parallel, teacher_path=models[name], clock=Timers())
-            pending = SampleBuffer(parallel=parallel, cut=teacher._scorer.cut).restored(samples if parallel.is_main else [])
+            teacher = build_held_teacher(cfg, shape, parallel, teacher_path=models[name], timers=Timers())
+            pending = SampleBuffer(parallel=parallel, cut=teacher._scorer.cut).restored(samples if parallel.is_rank_zero else [])
             for _ in range(2):  # the second time it comes back from the host, where it goes there
                 found[name, number] = teacher(pending.placed(pending.rows))
             weights = [parameter for chunk in teacher._scorer.model for parameter in chunk.parameters()]

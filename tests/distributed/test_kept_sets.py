@@ -41,15 +41,15 @@ def test_steps_over_kept_words_equal_float64(made, layout):
     assert [(key, distance) for key, distance in found.items() if not distance.within()] == []
 
 
-def all_words(kept):
+def unfiltered(kept):
     return None
 
 
 def a_token_late(kept):
-    return kept.taken(np.roll(np.arange(len(kept.counts)), 1))
+    return kept.take(np.roll(np.arange(len(kept.counts)), 1))
 
 
-@pytest.mark.parametrize("mistake", [all_words, a_token_late])
+@pytest.mark.parametrize("mistake", [unfiltered, a_token_late])
 def test_a_mistake_of_kept_words_is_seen(made, mistake):
     path, batches, losses, right = made
     cfg = cases.settings(**losses["cispo"], micro_batch_size=4)
@@ -58,7 +58,7 @@ def test_a_mistake_of_kept_words_is_seen(made, mistake):
         real = policy.train_step
 
         def wrong(batch):
-            micro_batches = tuple(dataclasses.replace(micro, kept=mistake(micro.kept)) for micro in batch.micro_batches)
+            micro_batches = tuple(dataclasses.replace(micro, sampling_mask=mistake(micro.sampling_mask)) for micro in batch.micro_batches)
             return real(dataclasses.replace(batch, micro_batches=micro_batches))
 
         policy.train_step = wrong
@@ -75,7 +75,7 @@ def test_the_sampler_and_the_trainer_have_one_softmax(tmp_path):
         from megatron_grpo.config.config import RolloutConfig
         from megatron_grpo.rollout.colocated import ColocatedEngine
         from megatron_grpo.rollout.engine import SamplingSettings
-        from megatron_grpo.trainer.generation import check_kept
+        from megatron_grpo.trainer.generation import check_sampling_mask
         from megatron_grpo.types import Prompt
 
         policy = cases.build(path, cases.settings(temperature=0.7), world)
@@ -91,21 +91,21 @@ def test_the_sampler_and_the_trainer_have_one_softmax(tmp_path):
             gaps = [np.abs(ours - one.logprobs)[one.sequence.mask] for ours, one in zip(scored, drawn, strict=True)]
             apart[name] = float(np.concatenate(gaps).max())
             if name != "whole":
-                over_all = policy.scorer.score([dataclasses.replace(one.sequence, kept_at=None, kept_ids=None) for one in drawn])
+                over_all = policy.scorer.score([dataclasses.replace(one.sequence, mask_offsets=None, mask_ids=None) for one in drawn])
                 gaps = [np.abs(ours - one.logprobs)[one.sequence.mask] for ours, one in zip(over_all, drawn, strict=True)]
                 apart[f"{name}, mutant"] = float(np.concatenate(gaps).max())
                 for one in drawn:
-                    check_kept(one.sequence, sampling.top_k)
+                    check_sampling_mask(one.sequence, sampling.top_k)
                     with torch.no_grad():
                         logits = model(torch.from_numpy(one.sequence.token_ids)[None]).logits[0].double() / 0.7
                     for number, at in enumerate(np.flatnonzero(one.sequence.mask)):
-                        words = one.sequence.kept_ids[one.sequence.kept_at[number] : one.sequence.kept_at[number + 1]]
+                        words = one.sequence.mask_ids[one.sequence.mask_offsets[number] : one.sequence.mask_offsets[number + 1]]
                         before = one.sequence.token_ids[at - number : at]
                         right = allowed(logits[at - 1], "".join(map(str, before))) if name == "bound" else left_of(logits[at - 1], sampling)
                         assert sorted(words.tolist()) == right
                         counts.append(len(words))
                         beyond += name == "nucleus" and right != left_of(logits[at - 1], dataclasses.replace(sampling, top_k=700))
-                    assert name != "bound" or (one.ended == "stop" and re.fullmatch("1[0-9]{3,7}", "".join(one.text.split())))
+                    assert name != "bound" or (one.finish_reason == "stop" and re.fullmatch("1[0-9]{3,7}", "".join(one.text.split())))
         return apart, counts, beyond
 
     [(apart, counts, beyond)] = run_ranks(body, 1)

@@ -97,7 +97,7 @@ def test_the_head_multiplies_in_float32_where_that_is_asked_for(models, sequence
             head.register_forward_pre_hook(lambda module, given: seen.append((given[0].detach().clone(), given[2])))
             (found,) = cases.score_tokens(policy, sequences[3:4])
             hidden, batch = seen[-1]
-            logits = hidden.squeeze(1)[batch.predict_at].double() @ head.weight.detach().double().T[:, :VOCAB]
+            logits = hidden.squeeze(1)[batch.logit_positions].double() @ head.weight.detach().double().T[:, :VOCAB]
             right = logits.log_softmax(-1).gather(-1, batch.targets[:, None]).squeeze(-1)
             far[is_cast] = float(abs(torch.as_tensor(found) - right).max())
         return far

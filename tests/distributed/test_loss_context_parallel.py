@@ -14,7 +14,7 @@ from megatron_grpo.grpo.metrics import finish
 from megatron_grpo.grpo.objectives import Labels
 from megatron_grpo.grpo.ratios import RATIOS
 from tests.ranks import run_ranks
-from tests.reference.packing import MAX_COMPLETION_LENGTH, labels_of, pack, random_batch, weigh
+from tests.reference.packing import MAX_COMPLETION_LENGTH, labels_of, pack, random_batch, token_weight_fn
 
 MODES = dict(zip(OBJECTIVES, ["none", "sequence_truncate", "sequence_mask", "token_mask"] * 3)) | {"vespo": "token_mask", "real": "none"}
 CASES = [
@@ -38,7 +38,7 @@ def losses_on(positions_of, sum_over_context):
     for seed, cfg in enumerate(CASES):
         completions = random_batch(seed)
         loss = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0)
-        weights = weigh(loss, completions)
+        weights = token_weight_fn(loss, completions)
         packed = pack(completions, weights, range(len(completions)), torch.float64, labels_of(loss, completions, weights))
         mine = positions_of(len(packed.places))
         cut = {f.name: getattr(packed.inputs, f.name) for f in dataclasses.fields(packed.inputs)}

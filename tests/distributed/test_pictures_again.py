@@ -23,15 +23,15 @@ def test_rows_that_wait_show_their_pictures_again(tmp_path):
         from megatron_grpo.types import Progress
 
         def stream():
-            return open_stream(DataConfig(dataset=str(tmp_path / "d.jsonl")), Words(), seed=3, eyes=EYES)
+            return open_stream(DataConfig(dataset=str(tmp_path / "d.jsonl")), Words(), seed=3, image_spec=EYES)
 
         def described(samples):
-            return [[(place, one.key, one.grid) for place, one in sample.shown] for sample in samples]
+            return [[(place, one.key, one.grid) for place, one in sample.images] for sample in samples]
 
         drawn = stream()
         prompts = drawn.take(13)
         samples = [
-            replace(sample, prompt_number=number, shown=prompts[number].pictures)
+            replace(sample, prompt_number=number, images=prompts[number].images)
             for sample, number in zip(pending_samples(), (2, 11, 7), strict=True)
         ]
         policy, keeper = Policy(1), checkpoints(tmp_path / "run")

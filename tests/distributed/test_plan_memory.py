@@ -64,9 +64,9 @@ def measured(rank, world, path, cfg):
     models = [*policy.chunks, *(policy.reference.chunks if policy.reference is not None and cfg.tuner.tuner_type == "full" else ())]
     buffers = [(name, b) for chunk in models for name, b in chunk.named_buffers()]
     small = sum(b.untyped_storage().nbytes() - (b.nbytes if name.endswith(counted) else 0) for name, b in buffers)
-    policy.make_room(keep="weights")
+    policy.free_memory(keep="weights")
     during_push = policy.room.given_bytes
-    policy.make_room()
+    policy.free_memory()
     return (
         (ps.get_pipeline_model_parallel_rank(), ps.get_expert_model_parallel_rank()),
         dict(

@@ -56,7 +56,7 @@ def test_sampled_logprobs_equal_transformers_and_a_run_repeats(model_path):
                     assert completion.sequence.mask.tolist() == [False] * opening + [True] * len(drawn)
                     expected = hf_logprobs(model, completion.sequence.token_ids.tolist(), 0.8)[opening - 1 :]
                     torch.testing.assert_close(torch.from_numpy(completion.logprobs[opening:]), expected, atol=1e-4, rtol=0)
-                    assert completion.ended == ("stop" if drawn[-1] == EOS else "length")
+                    assert completion.finish_reason == ("stop" if drawn[-1] == EOS else "length")
                     assert completion.text.split() == [str(token) for token in drawn if token >= len(SPECIAL)]
             assert tokens_of(engine.generate(PROMPTS, SAMPLING, seed=1)) == tokens_of(groups)
             assert tokens_of(engine.generate(PROMPTS[::-1], SAMPLING, seed=1)) == tokens_of(groups)[::-1]
@@ -87,10 +87,10 @@ def test_where_a_completion_ends_and_what_it_is_drawn_from(model_path):
             last = next(token for token in tokens[3:] if token >= len(SPECIAL))
             stopping = SamplingSettings(n=1, max_completion_length=16, temperature=0.0, stop_token_ids=(last,))
             (group,) = engine.generate(PROMPTS[:1], stopping, seed=1)
-            assert group.completions[0].answer_ids == tokens[: tokens.index(last) + 1] and group.completions[0].ended == "stop"
+            assert group.completions[0].answer_ids == tokens[: tokens.index(last) + 1] and group.completions[0].finish_reason == "stop"
             by_text = SamplingSettings(n=1, max_completion_length=16, temperature=0.0, stop=(f" {last}",))
             (group,) = engine.generate(PROMPTS[:1], by_text, seed=1)
-            assert group.completions[0].ended == "stop" and f" {last}" not in group.completions[0].text
+            assert group.completions[0].finish_reason == "stop" and f" {last}" not in group.completions[0].text
 
             # The three likeliest tokens, renormalised: log-probs of what was drawn from, not of the whole softmax.
             top = SamplingSettings(n=4, max_completion_length=1, temperature=0.5, top_k=3)
@@ -103,8 +103,8 @@ def test_where_a_completion_ends_and_what_it_is_drawn_from(model_path):
 
             # The model's own end-of-text id ends a completion without being asked to.
             long = SamplingSettings(n=8, max_completion_length=60, temperature=1.5)
-            ended = [c for group in engine.generate(PROMPTS, long, seed=0) for c in group.completions if c.ended == "stop"]
-            assert ended and all(c.answer_ids[-1] == EOS and EOS not in c.answer_ids[:-1] for c in ended)
+            finish_reason = [c for group in engine.generate(PROMPTS, long, seed=0) for c in group.completions if c.finish_reason == "stop"]
+            assert finish_reason and all(c.answer_ids[-1] == EOS and EOS not in c.answer_ids[:-1] for c in finish_reason)
 
     run_ranks(body, 1)
 
@@ -251,7 +251,7 @@ def test_what_is_passed_on_reaches_vllm(model_path):
             assert set(tokens_of(engine.generate(PROMPTS[:1], biased, seed=1))[0][0]) == {11}
             grammar = replace(SAMPLING, n=1, more={"structured_outputs": {"choice": ["12"]}})
             [found] = engine.generate(PROMPTS[:1], grammar, seed=1)[0].completions
-            assert found.text.split() == ["12"] and found.ended == "stop"
+            assert found.text.split() == ["12"] and found.finish_reason == "stop"
             braces = replace(SAMPLING, more={"structured_outputs": {"json_object": True}})
             with pytest.raises(RunError, match="no word of the model's vocabulary may come next"):
                 engine.generate(PROMPTS[:1], braces, seed=1)

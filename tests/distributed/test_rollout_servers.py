@@ -69,7 +69,7 @@ def sampling(n=3, length=16):
 
 def cut(**how):
     """Of what is left each token tells."""
-    return dataclasses.replace(sampling(**how), top_k=12, top_p=0.9, min_p=0.01, tells_kept=True)
+    return dataclasses.replace(sampling(**how), top_k=12, top_p=0.9, min_p=0.01, returns_sampling_mask=True)
 
 
 def bound():
@@ -79,15 +79,18 @@ def bound():
 
 def told_of(groups):
     """Tokens, and what they were drawn among."""
-    kept = [[one.sequence.kept and [part.tolist() for part in one.sequence.kept] for one in group.completions] for group in groups]
+    kept = [
+        [one.sequence.sampling_mask and [part.tolist() for part in one.sequence.sampling_mask] for one in group.completions]
+        for group in groups
+    ]
     return list(zip(tokens_of(groups), kept, strict=True))
 
 
 @contextlib.contextmanager
 def trainer(rank, world, path, named, out, *, timeout=60.0, parallel=None, **changes) -> Iterator:
     """(policy, engine, publisher) of one rank, as `build` makes them. parallel: of the first one in this process."""
-    from megatron_grpo.rollout.adapters import lora_push
-    from megatron_grpo.run.build.run import build_publisher
+    from megatron_grpo.rollout.adapters import lora_sync
+    from megatron_grpo.run.build.run import build_weight_sync
     from megatron_grpo.servers.server_group import needs_of
     from megatron_grpo.servers.servers import ServerEngine
     from megatron_grpo.weights.shape import ModelShape
@@ -96,7 +99,7 @@ def trainer(rank, world, path, named, out, *, timeout=60.0, parallel=None, **cha
     out.mkdir(exist_ok=True)
     cfg = settings(vllm_mode="server", vllm_server_host=[named], vllm_server_timeout=timeout, weight_sync_bucket_mb=1, **changes)
     policy, shape = build(path, cfg, world, parallel), ModelShape.from_pretrained(path)
-    lora = lora_push(cfg, shape, on_gpu=False)
+    lora = lora_sync(cfg, shape, on_gpu=False)
     if lora is not None:
         policy.adapters.push = lora.kind
     engine = ServerEngine.build(
@@ -109,7 +112,7 @@ def trainer(rank, world, path, named, out, *, timeout=60.0, parallel=None, **cha
         lora=lora,
     )
     try:
-        yield policy, engine, build_publisher(cfg, policy, engine)
+        yield policy, engine, build_weight_sync(cfg, policy, engine)
     finally:
         engine.close()
 
@@ -140,12 +143,12 @@ def sample_versions(rank, world, paths, named, out, layout):
     from megatron_grpo.weights.hf_files import HfReader
 
     found = []
-    with trainer(rank, world, paths[0], named, out, **layout) as (policy, engine, publisher):
+    with trainer(rank, world, paths[0], named, out, **layout) as (policy, engine, weight_sync):
         for version, path in enumerate(paths):
             policy.exchange.load(policy.chunks, HfReader(path))
-            stats = publisher.publish(version)
+            stats = weight_sync.sync_weights(version)
             assert stats.logp_difference_max < 1e-4 and engine.version == version and engine.has_base
-            assert publisher.publish(version) is None
+            assert weight_sync.sync_weights(version) is None
             assert stats.num_tensors == (len(HfReader(path).names) if rank == 0 else 0)
             groups = engine.generate(prompts(9), sampling(), seed=SEED)
             assert worst_gap(groups, path, 0.8) < 1e-4
@@ -178,16 +181,16 @@ def test_one_server_two_servers_and_an_engine_inside_the_ranks_draw_the_same_tok
 def push_adapters(rank, world, path, named, out, alone):
     """A trial, an adapter that is far from zero, and back; each is verified, and what is sampled follows."""
     changes = dict(tuner_type="lora", lora_rank=8, vllm_enable_lora=alone)
-    with trainer(rank, world, path, named, out, **TP2, **changes) as (policy, engine, publisher):
-        first = publisher.publish(0)
+    with trainer(rank, world, path, named, out, **TP2, **changes) as (policy, engine, weight_sync):
+        first = weight_sync.sync_weights(0)
         assert first.logp_difference_max < 1e-4 and engine.version == 0 and engine.has_base == alone
         assert worst_gap(engine.generate(prompts(4), sampling(), seed=SEED), path, 0.8) < 1e-4  # a new adapter changes nothing
         kept = policy.adapters.put_far_from_zero(seed=3)
-        moved = publisher.publish(1)
+        moved = weight_sync.sync_weights(1)
         assert moved.logp_difference_max < 1e-4
         assert worst_gap(engine.generate(prompts(4), sampling(), seed=SEED), path, 0.8) > 0.1
         policy.adapters.put_back(kept)
-        assert publisher.publish(2).logp_difference_max < 1e-4
+        assert weight_sync.sync_weights(2).logp_difference_max < 1e-4
     return moved.num_tensors
 
 
@@ -215,7 +218,7 @@ def play_on(engine):
     from tests.tiny_models import word_tokenizer
 
     class Counts(Environment):
-        async def reply(self, turn):
+        async def step(self, turn):
             return [{"role": "user", "content": str(10 + turn.number)}], 1.0, False
 
     tokenizer = word_tokenizer(128)
@@ -236,7 +239,13 @@ def questions(count):
 def played(groups):
     return {
         group.prompt.number: [
-            (one.sequence.token_ids.tolist(), one.sequence.mask.tolist(), one.sequence.starts, one.sequence.kept_ids.tolist(), one.ended)
+            (
+                one.sequence.token_ids.tolist(),
+                one.sequence.mask.tolist(),
+                one.sequence.starts,
+                one.sequence.mask_ids.tolist(),
+                one.finish_reason,
+            )
             for one in group.completions
         ]
         for group in groups
@@ -255,15 +264,15 @@ def play_and_lose(rank, world, path, named, out):
     from tests.unit.trainer.test_rollouts import generator_of
 
     found = []
-    with trainer(rank, world, path, named, out) as (policy, engine, publisher):
+    with trainer(rank, world, path, named, out) as (policy, engine, weight_sync):
         for version, num_lost in enumerate((0, 1, 2)):
-            publisher.publish(version)
+            weight_sync.sync_weights(version)
             losses = []
             if rank == 0:
-                for member in engine._pusher.fleet.used[:num_lost]:
+                for member in engine._broadcaster.server_group.used[:num_lost]:
                     break_after(member, 5, ServerGoneError, losses)
             how = dataclasses.replace(cut(n=4, length=40), stop_token_ids=ENDS)
-            sampler = generator_of(play_on(engine), again=lambda version=version: publisher.publish(version))
+            sampler = generator_of(play_on(engine), again=lambda version=version: weight_sync.sync_weights(version))
             groups = sampler.generate(questions(8), how, seed=SEED)
             assert worst_gap_of_contexts(groups, path) < 1e-4 and (rank or len(losses) == num_lost)
             assert {one.versions[0][0] for group in groups for one in group.completions} == {version}
@@ -308,7 +317,7 @@ def worst_gap_of_contexts(groups, path):
 
 def test_episodes_are_the_same_on_servers_and_one_that_is_lost_costs_its_open_turns_alone(models, servers, tmp_path):
     [inside] = run_ranks(play_inside, 1, models[0], timeout=120)
-    assert {ended for group in inside.values() for *_, ended in group} >= {"max_turns"}
+    assert {finish_reason for group in inside.values() for *_, finish_reason in group} >= {"max_turns"}
     named = named_in(tmp_path / "names", *servers[:2])
     first, second = run_ranks(play_and_lose, 2, models[0], named, tmp_path / "run", env=ASKS, timeout=180)
     for ours, theirs in zip(first, second, strict=True):
@@ -394,8 +403,8 @@ def push_wrong_tensors(rank, world, path, named, out):
 
     from megatron_grpo.trainer.weight_sync import WeightSyncError
 
-    with trainer(rank, world, path, named, out) as (policy, engine, publisher):
-        publisher.publish(0)
+    with trainer(rank, world, path, named, out) as (policy, engine, weight_sync):
+        weight_sync.sync_weights(0)
         take, norm = engine.take, "model.layers.1.input_layernorm.weight"
 
         def changed(change):
@@ -403,12 +412,12 @@ def push_wrong_tensors(rank, world, path, named, out):
 
         changed(lambda tensors: (pair for pair in tensors if pair[0] != norm))
         with pytest.raises(WeightSyncError, match=rf"the push of version 1 failed: http://127.0.0.1:\d+: .*{norm}.*; http://"):
-            publisher.publish(1)
+            weight_sync.sync_weights(1)
         changed(lambda tensors: ((name, tensor * 2 if name == norm else tensor) for name, tensor in tensors))
         with pytest.raises(WeightSyncError, match=r"\n  http://127.0.0.1:\d+: max .*\n  http://.*\n  every engine is wrong"):
-            publisher.publish(2)
+            weight_sync.sync_weights(2)
         engine.take = take
-        assert publisher.publish(3).logp_difference_max < 1e-4
+        assert weight_sync.sync_weights(3).logp_difference_max < 1e-4
 
 
 def test_what_is_wrong_with_a_push_is_said_with_the_servers_names(models, servers, tmp_path):
@@ -422,15 +431,15 @@ def take_over(rank, world, path, named, out):
     """A second run is refused by name; a later process of the same run takes over, and the earlier one ends."""
     from megatron_grpo.base.errors import ConfigError, RunError
 
-    with trainer(rank, world, path, named, out) as (policy, engine, publisher):
-        publisher.publish(0)
+    with trainer(rank, world, path, named, out) as (policy, engine, weight_sync):
+        weight_sync.sync_weights(0)
         again = dict(parallel=policy.parallel)
         with pytest.raises(ConfigError, match="owns this server"), trainer(rank, world, path, named, out.with_name("other"), **again):
             raise AssertionError("two runs on one server")
         with trainer(rank, world, path, named, out, **again) as (_, second, its_publisher):
-            its_publisher.publish(0)
+            its_publisher.sync_weights(0)
             with pytest.raises(RunError, match="another process of this run has taken over"):
-                publisher.publish(1)
+                weight_sync.sync_weights(1)
             assert second.generate(prompts(2), sampling(), seed=SEED)
 
 
@@ -462,24 +471,24 @@ def freeze(rank, world, path, named, out, pid):
     from megatron_grpo.servers import http, server_group
 
     http.SILENCE, server_group.SECONDS_BETWEEN_SIGNS = 4.0, 0.5
-    with trainer(rank, world, path, named, out) as (policy, engine, publisher):
-        publisher.publish(0)
+    with trainer(rank, world, path, named, out) as (policy, engine, weight_sync):
+        weight_sync.sync_weights(0)
         when_answered(rank, 5, lambda: os.killpg(pid, signal.SIGSTOP))
         groups = engine.generate(prompts(60), sampling(4, 32), seed=SEED)
-        assert rank or len(engine._pusher.fleet.used) == 1
+        assert rank or len(engine._broadcaster.server_group.used) == 1
         if rank == 0:
             os.killpg(pid, signal.SIGCONT)
-            while any(member.is_silent for member in engine._pusher.fleet.members.values()):
+            while any(member.is_silent for member in engine._broadcaster.server_group.members.values()):
                 time.sleep(0.05)  # between two looks
-        publisher.publish(1)
-        assert rank or len(engine._pusher.fleet.used) == 2
+        weight_sync.sync_weights(1)
+        assert rank or len(engine._broadcaster.server_group.used) == 2
         assert engine.generate(prompts(4), sampling(), seed=SEED)
         return dict(zip((g.prompt.number for g in groups), tokens_of(groups), strict=True))
 
 
 def ask_all(rank, world, path, named, out):
-    with trainer(rank, world, path, named, out) as (_, engine, publisher):
-        publisher.publish(0)
+    with trainer(rank, world, path, named, out) as (_, engine, weight_sync):
+        weight_sync.sync_weights(0)
         groups = engine.generate(prompts(60), sampling(4, 32), seed=SEED)
         return dict(zip((g.prompt.number for g in groups), tokens_of(groups), strict=True))
 
@@ -501,8 +510,8 @@ def die_in_a_push(rank, world, path, named, out, pid):
     """One of two servers is killed after the third tensor: the other has the weights, all of them, and nobody the half of them."""
     from dataclasses import replace
 
-    with trainer(rank, world, path, named, out) as (policy, engine, publisher):
-        publisher.publish(0)
+    with trainer(rank, world, path, named, out) as (policy, engine, weight_sync):
+        weight_sync.sync_weights(0)
         if rank == 0:
             take = engine.take
 
@@ -517,7 +526,7 @@ def die_in_a_push(rank, world, path, named, out, pid):
                 take(replace(update, tensors=tensors()))
 
             engine.take = killing
-        stats = publisher.publish(1)
+        stats = weight_sync.sync_weights(1)
         assert stats.logp_difference_max < 1e-4 and engine.version == 1
         groups = engine.generate(prompts(60), sampling(4, 32), seed=SEED)
         assert {group.version for group in groups} == {1}
@@ -534,9 +543,9 @@ def lose_all(rank, world, path, named, out, pid, address):
     """The only server is killed in the middle of a question, and another writes its address: what was answered is kept."""
     from tests.unit.trainer.test_rollouts import generator_of
 
-    with trainer(rank, world, path, named, out) as (policy, engine, publisher):
-        publisher.publish(0)
-        restoring = generator_of(engine, again=lambda: publisher.publish(0))
+    with trainer(rank, world, path, named, out) as (policy, engine, weight_sync):
+        weight_sync.sync_weights(0)
+        restoring = generator_of(engine, again=lambda: weight_sync.sync_weights(0))
 
         def kill():
             os.killpg(pid, signal.SIGKILL)
@@ -595,19 +604,19 @@ def ask_rounds(rank, world, paths, named, out, folder):
     from tests.unit.trainer.test_rollouts import generator_of
 
     (folder / f"pid_{rank}").write_text(str(os.getpid()))
-    with trainer(rank, world, paths[0], named, out, timeout=600.0) as (policy, engine, publisher):
+    with trainer(rank, world, paths[0], named, out, timeout=600.0) as (policy, engine, weight_sync):
         counts, number = Counter(), 0
 
         def restore():
             counts["restored"] += 1
-            publisher.publish(number)
+            weight_sync.sync_weights(number)
 
         restoring = generator_of(engine, again=restore)
         while not collectives.broadcast_object((folder / "stop").exists()):
             which, start = number % len(paths), time.monotonic()
             counts.clear()
             policy.exchange.load(policy.chunks, HfReader(paths[which]))
-            publisher.publish(number)
+            weight_sync.sync_weights(number)
             groups = restoring.generate(prompts(PROMPTS_OF_FAULTS), sampling(4, 32), seed=SEED)
             assert {group.version for group in groups} <= {number}
             mine = dict(zip((group.prompt.number for group in groups), tokens_of(groups), strict=True))

@@ -76,18 +76,18 @@ def test_r2_records_what_every_token_took_and_replaying_it_changes_nothing(made,
         cfg = cases.settings(**layout.settings, micro_batch_size=2, router_replay_mode="R2")
         policy = cases.build(path, cfg, world)
         [samples] = cases.stored_rollout(path, vocab=125, groups=GROUPS, stale=0)
-        stale = [dataclasses.replace(sample, version=-1, fresh_at=-1) for sample in samples]
+        stale = [dataclasses.replace(sample, version=-1, on_policy_version=-1) for sample in samples]
         pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(stale if rank == 0 else [])
         slices = tuple((0, number) for number in range(len(stale) // policy.cut.rows_per_slice))
-        pending = pending.anchored(policy.scorer, SimpleNamespace(anchors=slices))
+        pending = pending.with_old_logprobs(policy.scorer, SimpleNamespace(old_logprob_slices=slices))
         step = cases.step_of(stale, 0, policy.cut.rows_per_slice)
-        _, batch = pending.batch(step, weigh=policy.loss.token_weights)
+        _, batch = pending.batch(step, token_weight_fn=policy.loss.token_weights)
         model = load_tiny(path)
         for sample in pending.samples.values():
-            assert (sample.experts[-1] == -1).all() and sample.anchored_by == "recompute"
+            assert (sample.experts[-1] == -1).all() and sample.old_logprobs_from == "recompute"
             assert np.array_equal(np.sort(sample.experts[:-1], axis=-1), own_routes(model, sample.token_ids)[:-1])
         freely = dataclasses.replace(batch, micro_batches=tuple(dataclasses.replace(micro, experts=None) for micro in batch.micro_batches))
-        policy.guard = SimpleNamespace(allows=lambda gradient: False)
+        policy.gradient_check = SimpleNamespace(allows=lambda gradient: False)
         metrics, gradients = [], []
         for one in (batch, freely):
             metrics.append(policy.train_step(one).metrics)
@@ -115,11 +115,11 @@ def test_log_probs_of_policy_and_anchors_replay_and_those_of_the_reference_do_no
             return np.concatenate(scorer.logprobs(micro_batches))
 
         forced, freely = (logprobs(policy.scorer, micro_batches) for micro_batches in (batch.micro_batches, free))
-        assert np.array_equal(np.concatenate(policy.scorer.anchors(batch.micro_batches)[0]), forced)
+        assert np.array_equal(np.concatenate(policy.scorer.old_logprobs(batch.micro_batches)[0]), forced)
         assert np.abs(freely - forced).mean() > 0.01
         assert np.array_equal(logprobs(policy.reference, batch.micro_batches), freely)  # it is the same model
         metrics = policy.train_step(batch).metrics
-        weight = [(micro.multiplicity, (micro.experts[:, 0, 0] >= 0)) for micro in batch.micro_batches]
+        weight = [(micro.num_references, (micro.experts[:, 0, 0] >= 0)) for micro in batch.micro_batches]
         share = sum((copies * is_forced).sum() for copies, is_forced in weight) / sum(copies.sum() for copies, _ in weight)
         assert metrics["routing/replayed"] == pytest.approx(share) and 0.8 < share < 1
         assert 0.4 < metrics["routing/agreement"] < 0.6  # two random experts of four

@@ -74,9 +74,10 @@ def deliver_answers(rank, world, path, groups, length):
     server = SmallServer(partial(long_answers, length), max_num_seqs=64, max_model_len=length + 8) if rank == 0 else None
 
     def pusher():
-        fleet = TrainingServerGroup(lambda: [server.address], partial(Server, token=TOKEN, incarnation="1"), run="ours", incarnation="1",
+        server_group = TrainingServerGroup(lambda: [server.address], partial(Server, token=TOKEN, incarnation="1"),
+        run="ours", incarnation="1",
                       needs=ServerRequirements(max_model_len=length + 8), timeout=20.0)  # fmt: skip
-        return WeightBroadcaster(fleet, device=parallel.device, bucket_bytes=1 << 20)
+        return WeightBroadcaster(server_group, device=parallel.device, bucket_bytes=1 << 20)
 
     engine = ServerEngine(pusher, tokenizer=AutoTokenizer.from_pretrained(path), vocab_size=128)
     if server is not None:
@@ -86,9 +87,9 @@ def deliver_answers(rank, world, path, groups, length):
     with received() as to_judges:
         mine = engine.generate(prompts, SamplingSettings(n=N, max_completion_length=length), seed=1)
     rows = {(0, group.prompt.number * N + i): one for group in mine for i, one in enumerate(group.completions)}
-    homes = {key: (key[1] // N + 1) % world for key in rows}  # every row is trained by another rank than judges it: the worst case
+    dp_ranks = {key: (key[1] // N + 1) % world for key in rows}  # every row is trained by another rank than judges it: the worst case
     with received() as to_trainers:
-        held = deliver({key: (homes[key], one) for key, one in rows.items()}, parallel)
+        held = deliver({key: (dp_ranks[key], one) for key, one in rows.items()}, parallel)
     engine.close()
     return dict(to_judges), dict(to_trainers), {key: one.sequence.token_ids[4:].tolist() for key, one in held.items()}
 

@@ -23,7 +23,8 @@ def samples(num_rows: int = ROWS):
         mask = np.arange(length) >= 2
         made.append(
             Sample(
-                rollout=0, row=row, prompt_number=row // 4, version=0, fresh_at=0, token_ids=np.arange(length) + 100 + row, mask=mask,
+                rollout=0, row=row, prompt_number=row // 4, version=0, on_policy_version=0,
+                token_ids=np.arange(length) + 100 + row, mask=mask,
                 sampler_logprobs=np.where(mask, -row / 100, 0).astype(np.float32), advantage=float(row), is_dead=row < 4,
                 is_truncated=row == 5,
             )
@@ -31,7 +32,7 @@ def samples(num_rows: int = ROWS):
     return made
 
 
-def weigh(num_masked, *, is_truncated, is_dead):
+def token_weight_fn(num_masked, *, is_truncated, is_dead):
     """A weight that says which row it belongs to; filters as integers and flags say."""
     weights = np.array([num / 1000 for num in num_masked])
     return SimpleNamespace(of_rows=weights, num_sequences=len(num_masked) - sum(is_dead), num_loss_tokens=sum(num_masked))
@@ -43,15 +44,15 @@ class Scorer:
     def __init__(self):
         self.asked = []
 
-    def anchors(self, micro_batches):
+    def old_logprobs(self, micro_batches):
         self.asked += [micro.targets.tolist() for micro in micro_batches]
         return [(micro.targets / -1000).astype(np.float32) for micro in micro_batches], None
 
 
-def step(index: int, slices, cut, *, anchors=(), keeps=(), last_use=(), staleness=0):
+def step(index: int, slices, cut, *, old_logprob_slices=(), keeps=(), last_use=(), staleness=0):
     size = cut.rows_per_slice
-    micro_steps = [SimpleNamespace(rollout=0, rows=(j * size, (j + 1) * size), fresh_at=index - staleness) for j in slices]
-    return SimpleNamespace(index=index, micro_steps=micro_steps, anchors=anchors, keeps=keeps, last_use=last_use)
+    micro_steps = [SimpleNamespace(rollout=0, rows=(j * size, (j + 1) * size), on_policy_version=index - staleness) for j in slices]
+    return SimpleNamespace(index=index, micro_steps=micro_steps, old_logprob_slices=old_logprob_slices, keeps=keeps, last_use=last_use)
 
 
 def start(rank, world, *, tp: int = 1, pp: int = 1, micro_batch_size: int = 2, max_tokens: int | None = None):
@@ -93,7 +94,7 @@ def test_a_batch_is_this_shares_rows_with_the_weights_of_the_whole_step(max_toke
         pending, cut = start(rank, world_size, max_tokens=max_tokens)
         whole = {sample.row: sample for sample in samples()}
         before = rows_of(pending)
-        pending, batch = pending.batch(step(0, range(4), cut), weigh=weigh)
+        pending, batch = pending.batch(step(0, range(4), cut), token_weight_fn=token_weight_fn)
         trained = [row for micro in batch.micro_batches for _, row in micro.rows]
         assert sorted(trained) == rows_of(pending), "a row stays where it was trained"
         for number, micro in enumerate(batch.micro_batches):
@@ -117,20 +118,20 @@ def test_anchors_are_made_where_rows_are_dealt_and_kept_log_probs_reach_the_whol
 
         pending, cut = start(rank, world_size, pp=2, micro_batch_size=4, max_tokens=20)
         scorer = Scorer()
-        pending = pending.anchored(scorer, step(0, (), cut, anchors=((0, 1),)))
+        pending = pending.with_old_logprobs(scorer, step(0, (), cut, old_logprob_slices=((0, 1),)))
         due = {(0, row) for row in range(8, 16)}
         for key, sample in pending.samples.items():
             assert isinstance(sample, SampleWithOldLogprobs) == (key in due)
             if key in due:
-                assert sample.anchored_by == "recompute"
+                assert sample.old_logprobs_from == "recompute"
                 assert np.array_equal(sample.old_logprobs[sample.mask], (sample.token_ids[sample.mask] / -1000).astype(np.float32))
-        pending, batch = pending.batch(step(0, (0,), cut), weigh=weigh)
+        pending, batch = pending.batch(step(0, (0,), cut), token_weight_fn=token_weight_fn)
         is_last = pending.parallel.is_last_stage
         values = (
             {key: np.full(pending.rows[key].num_masked, -0.5, np.float32) for m in batch.micro_batches for key in m.rows} if is_last else {}
         )
         pending = pending.after(step(0, (0,), cut, keeps=((0, 0),), last_use=((0, 1),)), values)
-        assert {sample.anchored_by for sample in pending.samples.values()} <= {"cached"}
+        assert {sample.old_logprobs_from for sample in pending.samples.values()} <= {"cached"}
         assert set(pending.rows) == {(0, row) for row in range(8)}
         return rows_of(pending)
 
@@ -146,12 +147,12 @@ def test_what_a_group_begins_with_takes_the_experts_of_its_first_row_wherever_th
         rows = {key: dataclasses.replace(row, prefix=2, prompt_number=0) for key, row in pending.rows.items()}
         pending = dataclasses.replace(pending, rows=rows)
 
-        def anchors(micro_batches):
+        def old_logprobs(micro_batches):
             experts = [np.full((micro.num_tokens, 3, 1), 10 * rank + micro.number, np.int16) for micro in micro_batches]
             return [np.zeros(len(micro.targets), np.float32) for micro in micro_batches], experts
 
         slices = tuple((0, number) for number in range(4))
-        pending = pending.anchored(SimpleNamespace(anchors=anchors), step(0, (), cut, anchors=slices))
+        pending = pending.with_old_logprobs(SimpleNamespace(old_logprobs=old_logprobs), step(0, (), cut, old_logprob_slices=slices))
         return {row: sample.experts[:, 0, 0].tolist() for (_, row), sample in pending.samples.items()}
 
     of_ranks = run_ranks(body, 2, timeout=120)
@@ -166,13 +167,13 @@ def test_what_contradicts_the_timetable_is_an_error():
     def body(rank, world_size):
         pending, cut = start(rank, world_size)
         with pytest.raises(ValueError, match="row 0 of rollout 0 was sampled by version 0 .* its rollout come in at version -1"):
-            pending.batch(step(3, (0,), cut, staleness=4), weigh=weigh)
-        early = dataclasses.replace(pending, rows={key: dataclasses.replace(row, fresh_at=1) for key, row in pending.rows.items()})
-        with pytest.raises(ValueError, match="by version 0 and is fresh at 1; the timetable has its rollout come in at version 2"):
-            early.batch(step(2, (0,), cut), weigh=weigh)
+            pending.batch(step(3, (0,), cut, staleness=4), token_weight_fn=token_weight_fn)
+        early = dataclasses.replace(pending, rows={key: dataclasses.replace(row, on_policy_version=1) for key, row in pending.rows.items()})
+        with pytest.raises(ValueError, match="by version 0 and is on-policy at 1; the training schedule"):
+            early.batch(step(2, (0,), cut), token_weight_fn=token_weight_fn)
         with pytest.raises(KeyError):
-            pending.batch(step(0, (99,), cut), weigh=weigh)
+            pending.batch(step(0, (99,), cut), token_weight_fn=token_weight_fn)
         with pytest.raises(ValueError, match="trained at version 3 without old log-probs"):
-            pending.batch(step(3, (0,), cut, staleness=3), weigh=weigh)
+            pending.batch(step(3, (0,), cut, staleness=3), token_weight_fn=token_weight_fn)
 
     run_ranks(body, 1)

@@ -35,21 +35,21 @@ def written(at, kind):
 def opened(folder, **settings):
     from megatron_grpo.config.config import DataConfig
     from megatron_grpo.data.chat import load_tokenizer
-    from megatron_grpo.data.image_processing import eyes_of
+    from megatron_grpo.data.image_processing import image_spec_of
     from megatron_grpo.data.prompts import open_stream
 
     cfg = DataConfig(dataset=str(folder / "rows.jsonl"), dataset_shuffle=False, **settings)
-    eyes = eyes_of(cfg, folder / "model")
-    return open_stream(cfg, load_tokenizer(str(folder / "model")), seed=0, eyes=eyes), eyes
+    image_spec = image_spec_of(cfg, folder / "model")
+    return open_stream(cfg, load_tokenizer(str(folder / "model")), seed=0, image_spec=image_spec), image_spec
 
 
-def started(folder, eyes):
+def started(folder, image_spec):
     from megatron_grpo.config.config import RolloutConfig
     from megatron_grpo.rollout.colocated import ColocatedEngine
 
     cfg = RolloutConfig(vllm_max_num_seqs=16, vllm_kv_cache_memory_mb=32)
     return ColocatedEngine.build(cfg, model_path=folder / "model", dtype="float32", max_model_len=192, seed=0, rank=0, world_size=1,
-                                 eyes=eyes, most_pictures=2)  # fmt: skip
+                                 image_spec=image_spec, max_images=2)  # fmt: skip
 
 
 def load(folder):
@@ -89,7 +89,7 @@ def worst(model, engine, prompts, *, seed=0):
     at_tokens = max(np.abs((hf_logprobs(model, one.sequence, 0.9) - one.logprobs[1:])[one.sequence.mask[1:]]).max() for one in drawn)
     probes = engine.probes()
     found = [np.abs(hf_logprobs(model, probe) - scores).max() for probe, scores in zip(probes, engine.score(probes), strict=True)]
-    of = {seen: max(one for one, probe in zip(found, probes, strict=True) if bool(probe.shown) == seen) for seen in (True, False)}
+    of = {seen: max(one for one, probe in zip(found, probes, strict=True) if bool(probe.images) == seen) for seen in (True, False)}
     return float(at_tokens), float(of[True]), float(of[False])
 
 
@@ -103,9 +103,9 @@ def told(folder):
         from megatron_grpo.rollout.engine import SamplingSettings
         from megatron_grpo.weights.buckets import WeightUpdate
 
-        stream, eyes = opened(folder)
+        stream, image_spec = opened(folder)
         prompts = stream.take(4)
-        engine, model = started(folder, eyes), load(folder)
+        engine, model = started(folder, image_spec), load(folder)
         named = load_file(folder / "model" / "model.safetensors")
         moved = shaken(named)
 
@@ -145,7 +145,7 @@ def traps(engine, model, folder, prompts, sampling):
 
     found = {}
     asked = vllm_requests.prompt_of
-    vllm_requests.prompt_of = lambda ids, shown: asked(ids, shown) | {"prompt_token_ids": list(ids)}
+    vllm_requests.prompt_of = lambda ids, images: asked(ids, images) | {"prompt_token_ids": list(ids)}
     try:
         engine.generate(prompts[:1], sampling, seed=0)
     except RunError as error:
@@ -165,7 +165,7 @@ def traps(engine, model, folder, prompts, sampling):
         lambda self, image: theirs(images=[image], return_tensors="np")["pixel_values"],
     )
     for prompt in prompts:
-        for _, picture_ in prompt.pictures:
+        for _, picture_ in prompt.images:
             picture_.album.cache = type(picture_.album.cache)()
     found["torchvision"] = worst(model, engine, prompts[3:])[0]
     ImageProcessorSpec.patches = made
@@ -189,9 +189,9 @@ def test_the_other_families_are_sampled_as_by_transformers_before_and_after_a_pu
 
         from megatron_grpo.weights.buckets import WeightUpdate
 
-        stream, eyes = opened(tmp_path)
+        stream, image_spec = opened(tmp_path)
         prompts = stream.take(4)
-        engine, model = started(tmp_path, eyes), load(tmp_path)
+        engine, model = started(tmp_path, image_spec), load(tmp_path)
         found = {"as loaded": worst(model, engine, prompts)}
         moved = shaken(load_file(tmp_path / "model" / "model.safetensors"))
         engine.take(WeightUpdate(kind="weights", version=1, tensors=iter(moved.items()), moves_tower=True))

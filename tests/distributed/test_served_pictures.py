@@ -44,12 +44,12 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
 
     folder = Path(folder)
     start(Layout(world_size=1), seed=0)
-    stream, eyes = opened(folder)
+    stream, image_spec = opened(folder)
     prompts, model = stream.take(4), load(folder)
     engine = ServerEngine.build(
         RolloutConfig(vllm_mode="server", vllm_server_host=[f"@{address_file}"], vllm_server_timeout=60.0), model_path=folder / "model",
-        shape=ModelShape.from_pretrained(folder / "model"), output_dir=Path(out), device=torch.device("cpu"), eyes=eyes,
-        needs=ServerRequirements(max_model_len=192, limit_images=2, max_pixels=eyes.max_pixels),
+        shape=ModelShape.from_pretrained(folder / "model"), output_dir=Path(out), device=torch.device("cpu"), image_spec=image_spec,
+        needs=ServerRequirements(max_model_len=192, limit_images=2, max_pixels=image_spec.max_pixels),
     )  # fmt: skip
     engine.score = lambda probes: next(iter(engine.scores(probes).values()))
     named = load_file(folder / "model" / "model.safetensors")
@@ -74,11 +74,11 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
         sent.append(0)
         told["pushed"] = worst(model, engine, prompts)
         # What the server has forgotten is asked for again.
-        [member] = engine._pusher.fleet.used
+        [member] = engine._broadcaster.server_group.used
         sent.append(0)
         worst(model, engine, prompts, seed=1)
         sent.append(0)
-        member.pictures.discard(prompts[0].pictures[0][1].key)
+        member.images.discard(prompts[0].images[0][1].key)
         told["forgotten"] = worst(model, engine, prompts, seed=2)
         told["sent"] = sent[:3]
         told["state"] = (member.state.limit_images, member.state.max_pixels)
@@ -89,18 +89,18 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
             for name, tensor in mine.items():
                 tensor.copy_(moved[name.replace("model.language_model.", "model.").replace("model.visual", "visual")])
         told["tower moved"] = worst(model, engine, prompts, seed=3)
-        engine._eyes = opened(folder, max_pixels=784 * 16)[1]
+        engine._image_spec = opened(folder, max_pixels=784 * 16)[1]
         try:
             engine.generate(prompts[3:], SamplingSettings(n=1, max_completion_length=4), seed=4)
         except RunError as error:
             told["another size"] = str(error)
-        shown = wire.ShownPicture(key="bad", place=0, tokens=4)
-        strange = wire.ShownPicture(key="who", place=0, tokens=4)
+        images = wire.PlacedImage(key="bad", place=0, tokens=4)
+        strange = wire.PlacedImage(key="who", place=0, tokens=4)
         bounds = wire.Bounds(min_pixels=784, max_pixels=50176)
         asked = wire.Generate(
-            version=2, sampling=wire.Sampling(), pictures=(wire.SentPicture(key="bad", data=b"hello"),), bounds=bounds,
-            requests=(wire.Request(key="1", ids=(5,) * 6, seed=0, n=1, max_tokens=2, shown=(shown,)),
-                      wire.Request(key="2", ids=(5,) * 6, seed=0, n=1, max_tokens=2, shown=(strange,))),
+            version=2, sampling=wire.Sampling(), images=(wire.ImageData(key="bad", data=b"hello"),), bounds=bounds,
+            requests=(wire.Request(key="1", ids=(5,) * 6, seed=0, n=1, max_tokens=2, images=(images,)),
+                      wire.Request(key="2", ids=(5,) * 6, seed=0, n=1, max_tokens=2, images=(strange,))),
         )  # fmt: skip
         lines = []
         begun(member.server.hear("/generate", asked, lines.append)).result(60)

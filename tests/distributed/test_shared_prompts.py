@@ -112,30 +112,30 @@ def collated_otherwise(change):
 def first_tokens(batch):
     """(trained position, its child) of what a trunk's last place predicts for a child."""
     of_child = {segment.start: segment for segment in batch.segments if segment.parent >= 0}
-    for i in range(len(batch.predict_at) - 1):
-        follows = batch.sequence[i] == batch.sequence[i + 1] and batch.predict_at[i + 1] != batch.predict_at[i] + 1
-        if follows and batch.predict_at[i + 1] in of_child:
-            yield i, of_child[batch.predict_at[i + 1]]
+    for i in range(len(batch.logit_positions) - 1):
+        follows = batch.sequence[i] == batch.sequence[i + 1] and batch.logit_positions[i + 1] != batch.logit_positions[i] + 1
+        if follows and batch.logit_positions[i + 1] in of_child:
+            yield i, of_child[batch.logit_positions[i + 1]]
 
 
 def moved(offset: int):
     def change(batch):
-        at = batch.predict_at.copy()
+        at = batch.logit_positions.copy()
         for i, child in first_tokens(batch):
             at[i] = child.start + offset
-        return dataclasses.replace(batch, predict_at=at)
+        return dataclasses.replace(batch, logit_positions=at)
 
     return change
 
 
 def one_token_a_place(batch):
-    _, first = np.unique(batch.predict_at, return_index=True)
-    kept = np.isin(np.arange(len(batch.predict_at)), first)
+    _, first = np.unique(batch.logit_positions, return_index=True)
+    kept = np.isin(np.arange(len(batch.logit_positions)), first)
     return dataclasses.replace(batch, token_weights=batch.token_weights * kept)
 
 
 def weights_divided_by_copies(batch):
-    _, place, counts = np.unique(batch.predict_at, return_inverse=True, return_counts=True)
+    _, place, counts = np.unique(batch.logit_positions, return_inverse=True, return_counts=True)
     return dataclasses.replace(batch, token_weights=batch.token_weights / counts[place])
 
 

@@ -39,12 +39,12 @@ def run(path, batches, folder, settings, *, poison=None, spoil=None, check=0, fl
         from megatron_grpo.base.errors import RunError
 
         policy, said = cases.build(path, cfg, world), []
-        witness = kept.witness_of(policy, cfg, path, folder, check=check, said=said)
-        kept.take(policy, witness, kept.fresh(batches[0]), 0)
+        step_callback = kept.witness_of(policy, cfg, path, folder, check=check, said=said)
+        kept.take(policy, step_callback, kept.fresh(batches[0]), 0)
         if spoil is not None and rank == 1:
             spoil(policy)
         try:
-            trained = kept.take(policy, witness, kept.fresh(batches[1], poison), 1)
+            trained = kept.take(policy, step_callback, kept.fresh(batches[1], poison), 1)
         except RunError as error:
             return said, str(error), None
         return said, trained.skipped, {name: float(trained.metrics[name]) for name in ("loss", "grad_norm")}
@@ -62,8 +62,8 @@ def test_an_advantage_that_is_no_number_is_named_by_a_replay_on_one_rank(dense, 
     assert path.name == "step_000002_not_finite" and code == 0
     assert ranks[0][1] == "its gradient is not finite" and any("megatron-grpo replay" in line for line in ranks[0][0])
     assert told["weights"]["same"] == told["weights"]["tensors"] == told["weights"]["recorded"] > 20
-    [verdict] = told["verdict"]
-    assert verdict.startswith("POISON: row 5 of rollout 1 (prompt 2): its advantages are not finite")
+    [meta] = told["verdict"]
+    assert meta.startswith("POISON: row 5 of rollout 1 (prompt 2): its advantages are not finite")
     assert [row["key"] for row in told["rows"] if row["what"]] == [[1, 5]] and len(told["rows"]) == cases.NUM_ROWS
     assert not [one for one in tmp_path.iterdir() if "partial" in one.name]
 
@@ -160,9 +160,9 @@ def test_a_disk_that_is_full_at_the_last_file_leaves_no_rank_waiting(dense, batc
 
     def body(rank, world):
         policy, said = cases.build(dense, cfg, world), []
-        witness = kept.witness_of(policy, cfg, dense, tmp_path, said=said)
+        step_callback = kept.witness_of(policy, cfg, dense, tmp_path, said=said)
         with mock.patch.object(Path, "write_text", full):
-            trained = kept.take(policy, witness, kept.fresh(batches[0], {5: dict(advantage=math.nan)}), 0)
+            trained = kept.take(policy, step_callback, kept.fresh(batches[0], {5: dict(advantage=math.nan)}), 0)
         return trained.skipped, said
 
     for skipped, said in run_ranks(body, 2, timeout=60):
@@ -208,16 +208,16 @@ def test_what_living_ranks_leave_behind_replays_if_it_is_all_there(dense, batche
             pass
 
         policy = cases.build(dense, cfg, world)
-        witness = kept.witness_of(policy, cfg, dense, tmp_path)
+        step_callback = kept.witness_of(policy, cfg, dense, tmp_path)
 
         def hang(batch, beside=None):
-            witness.dump_on_hang("a rank hangs (rank_heartbeat_timeout 300 s)")
+            step_callback.dump_on_hang("a rank hangs (rank_heartbeat_timeout 300 s)")
             raise Hangs
 
         policy.train_step = hang
         with pytest.raises(Hangs):
-            kept.take(policy, witness, kept.fresh(batches[0]), 0)
-        witness.dump_on_hang("between two steps nothing is left behind")
+            kept.take(policy, step_callback, kept.fresh(batches[0]), 0)
+        step_callback.dump_on_hang("between two steps nothing is left behind")
 
     run_ranks(body, 2, timeout=120)
     [path] = tmp_path.glob("step_*")

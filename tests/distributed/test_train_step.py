@@ -105,7 +105,7 @@ def test_the_head_computes_logits_once_where_the_loss_of_a_token_is_its_own(dens
 
 
 def refused_by_a_guard(policy, batch):
-    policy.guard = SimpleNamespace(allows=lambda gradient: False)
+    policy.gradient_check = SimpleNamespace(allows=lambda gradient: False)
     return policy.train_step(batch)
 
 
@@ -125,9 +125,9 @@ def test_a_step_that_is_skipped_leaves_no_trace(dense, batches, name, skipped):
         policy, other = (cases.build(dense, cases.settings(**layout.settings), world, parallel) for _ in range(2))
         for one in (policy, other):
             one.train_step(cases.batch_of(one, batches[0], 0))
-        before, guard = weights_of(policy), policy.guard
+        before, guard = weights_of(policy), policy.gradient_check
         trained = skipped(policy, cases.batch_of(policy, batches[1], 1))
-        after, policy.guard = weights_of(policy), guard
+        after, policy.gradient_check = weights_of(policy), guard
         for one in (policy, other):
             one.train_step(cases.batch_of(one, batches[1], 1))
         moved = not is_same(after, weights_of(policy))
@@ -160,7 +160,7 @@ def test_the_optimizer_acts_with_the_rate_that_is_logged_and_both_are_the_closed
         policy.optimizer.step = lambda: (used.append([group["lr"] for group in policy.optimizer.param_groups]), act())[1]
         samples = batches[0][:2]
         batch, logged = cases.batch_of(policy, samples, 0), []
-        policy.guard = SimpleNamespace(allows=lambda gradient: len(logged) != refused)
+        policy.gradient_check = SimpleNamespace(allows=lambda gradient: len(logged) != refused)
         for _ in range(num_steps):
             logged.append(policy.train_step(batch).metrics["learning_rate"])
         return logged, used

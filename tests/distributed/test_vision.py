@@ -101,7 +101,7 @@ def deepstack_backwards(policy):
 def plain_positions(_):
     from megatron_grpo.batching import collate
 
-    collate.positions = lambda length, shown: np.tile(np.arange(length), (3, 1))
+    collate.positions = lambda length, images: np.tile(np.arange(length), (3, 1))
 
 
 def places_from_ids(_):
@@ -112,7 +112,7 @@ def places_from_ids(_):
 
     def seen(sequences, contexts, in_stream):
         found = right(sequences, contexts, in_stream)
-        if not found.pictures:
+        if not found.images:
             return found
         drawn = [
             in_stream(c, np.flatnonzero(sequences[c.row].token_ids[c.first : c.first + c.num_computed] == vision.IMAGE)) for c in contexts
@@ -246,7 +246,7 @@ def test_outputs_of_a_frozen_tower_are_kept_by_key_and_given_away_with_the_memor
         assert sorted(found) == [["a"], ["b"], ["c"]], "each once, and by itself"
         again = policy.scorer.score(batches[0])
         assert len(found) == 3 and all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-        policy.make_room()
+        policy.free_memory()
         policy.scorer.score(batches[0])
         assert len(found) == 6
 
@@ -265,7 +265,7 @@ def test_no_backward_leads_through_a_frozen_tower_to_its_aligner(prepared, famil
     asks = {}
     for block in tower.blocks:
         block.register_forward_hook(lambda block, args, output: asks.update({id(block): output.requires_grad}))
-    ((_, picture),) = batches[0][0].shown
+    ((_, picture),) = batches[0][0].images
     found = tower(torch.from_numpy(picture.patches()), grid_thw=torch.tensor([picture.grid]))
     assert found.pooler_output.requires_grad and not any(asks.values()) and len(asks) == 3
 

@@ -65,10 +65,10 @@ class HfPolicy:
     def updates(self, version, *, has_base):
         yield WeightUpdate(kind="weights", version=version, tensors=self.stream())
 
-    def resident(self, part):
+    def on_device(self, part):
         return contextlib.nullcontext()
 
-    def make_room(self, *, keep="nothing"):
+    def free_memory(self, *, keep="nothing"):
         pass
 
     def trial(self):
@@ -339,13 +339,15 @@ def test_nothing_is_pushed_that_the_engine_has(checkpoints):
 
     def body(rank, world_size):
         with engine_at(paths[0], rank, world_size) as engine:
-            assert WeightSyncManager(None, engine, verify=False).publish(0) is None  # no policy is asked for anything
+            assert WeightSyncManager(None, engine, verify=False).sync_weights(0) is None  # no policy is asked for anything
             first = WeightSyncManager(HfPolicy(paths[0]), engine, verify=True)
-            assert first.publish(0).num_tensors == 0 and engine.version == 0  # the engine read the checkpoint by itself: looked at once
-            assert first.publish(0) is None
+            assert (
+                first.sync_weights(0).num_tensors == 0 and engine.version == 0
+            )  # the engine read the checkpoint by itself: looked at once
+            assert first.sync_weights(0) is None
             with pytest.raises(WeightSyncError, match="does not sample from the weights of version 0"):
-                WeightSyncManager(HfPolicy(paths[1]), engine, verify=True).publish(0)
-            with engine.awake():
+                WeightSyncManager(HfPolicy(paths[1]), engine, verify=True).sync_weights(0)
+            with engine.wake_up():
                 assert engine.generate([], SAMPLING, seed=0) == []
             pushed = push(HfPolicy(paths[1]), engine, version=7, verify=False)
             assert pushed.num_tensors and engine.version == 7 and math.isnan(pushed.logp_difference_max)

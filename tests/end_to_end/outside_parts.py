@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_grpo import cli
 from megatron_grpo.parallel import collectives
-from megatron_grpo.types import Group, answered
+from megatron_grpo.types import Group, make_completion
 
 LOGPROB = -4.0  # of every token, by the reference
 
@@ -24,12 +24,12 @@ class Alphabet:
     def generate(self, prompts, sampling, *, seed):
         def answer(prompt, place):
             ids = [10 + place + i for i in range(1 + prompt.number % sampling.max_completion_length)]
-            return answered(prompt.token_ids, ids, [-1.0] * len(ids), text="", ended="stop", version=self.version)
+            return make_completion(prompt.token_ids, ids, [-1.0] * len(ids), text="", finish_reason="stop", version=self.version)
 
         mine = prompts[collectives.rank() :: collectives.num_ranks()]  # the groups that this rank is to judge
         return [Group(prompt=prompt, completions=tuple(answer(prompt, i) for i in range(sampling.n))) for prompt in mine]
 
-    def awake(self):
+    def wake_up(self):
         return nullcontext()
 
     def prepare(self):

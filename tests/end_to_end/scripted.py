@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo.types import Completion, Prompt, Sample, answered
+from megatron_grpo.types import Completion, Prompt, Sample, make_completion
 
 LONGEST = 8  # tokens of a completion
 
@@ -32,8 +32,10 @@ def answers(model_path: str | Path, temperature: float, *, by_version: bool = Fa
         tokens = rng.integers(4, 120, length).tolist()
         logprobs = hf_logprobs(model, [*prompt.token_ids, *tokens], temperature)[-length:].numpy() + rng.normal(0, 0.05, length)
         logprobs = np.minimum(logprobs, 0.0)  # a likely token's is a little off on one side only
-        ended = "length" if length == LONGEST else "stop"
-        return answered(prompt.token_ids, tokens, logprobs, text=" ".join(map(str, tokens)), ended=ended, version=version)
+        finish_reason = "length" if length == LONGEST else "stop"
+        return make_completion(
+            prompt.token_ids, tokens, logprobs, text=" ".join(map(str, tokens)), finish_reason=finish_reason, version=version
+        )
 
     return answer
 
@@ -102,12 +104,12 @@ def rollout_of(cfg, groups, model, frozen, number: int, version: int, score) -> 
         for completion in completions:
             sequence, sampler = completion.sequence, completion.logprobs
             sample = Sample(
-                row=len(samples), rollout=number, prompt_number=prompt.number, version=version, fresh_at=version,
+                row=len(samples), rollout=number, prompt_number=prompt.number, version=version, on_policy_version=version,
                 token_ids=sequence.token_ids, mask=sequence.mask, sampler_logprobs=sampler, advantage=0.0, is_dead=False,
-                is_truncated=completion.ended == "length",
+                is_truncated=completion.finish_reason == "length",
             )  # fmt: skip
             old = sampler.astype(np.float64) if cfg.batch.old_logprobs == "rollout" else logprobs(model, sample, cfg.rollout.temperature)
-            samples.append(sample.anchored(old, "recompute"))
+            samples.append(sample.with_old_logprobs(old, "recompute"))
     rewards = [[[score(completion, prompt)] for completion in completions] for prompt, completions in groups]
     penalty = None
     if cfg.grpo.kl_in_reward:
@@ -132,4 +134,4 @@ def logprobs(model, sample: Sample, temperature: float) -> np.ndarray:
 
 def even(completion: Completion, prompt: Prompt) -> float:
     """What `runs.REWARD` gives."""
-    return sum(token % 2 == 0 for token in completion.answer_ids) / completion.num_drawn
+    return sum(token % 2 == 0 for token in completion.answer_ids) / completion.num_sampled

@@ -21,10 +21,10 @@ SEES = """
 import json
 
 class Sees(Counts):
-    def reply(self, turn):
+    def step(self, turn):
         said = json.loads(turn.text)
         assert isinstance(said["a"], bool) and said["b"] in (1, 22), said
-        return super().reply(turn)
+        return super().step(turn)
 """
 
 

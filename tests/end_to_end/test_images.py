@@ -50,7 +50,7 @@ def train(rank, world_size, flags, killed_after=None):
 
     from megatron_grpo.cli import main
     from megatron_grpo.rollout.scripted import ScriptedEngine
-    from megatron_grpo.types import SamplingMask, Sequence, answered
+    from megatron_grpo.types import SamplingMask, Sequence, make_completion
     from tests.vision_cases import logits_of
 
     model = AutoModelForImageTextToText.from_pretrained(flags[flags.index("--model") + 1], dtype="float32").eval()
@@ -59,13 +59,13 @@ def train(rank, world_size, flags, killed_after=None):
     def answer(prompt, place, version):
         drawn = np.random.default_rng([prompt.number, place]).integers(4, 250, 1 + (prompt.number + place) % 8)
         ids = np.array([*prompt.token_ids, *drawn])
-        shown = Sequence(token_ids=ids, mask=np.arange(len(ids)) >= len(prompt.token_ids), shown=prompt.pictures)
+        images = Sequence(token_ids=ids, mask=np.arange(len(ids)) >= len(prompt.token_ids), images=prompt.images)
         words = np.stack([drawn, drawn + 1, drawn + 5], axis=1)
         with torch.no_grad():
-            few = logits_of(model, shown).float()[-1 - len(drawn) : -1].gather(1, torch.from_numpy(words))
+            few = logits_of(model, images).float()[-1 - len(drawn) : -1].gather(1, torch.from_numpy(words))
         kept = SamplingMask(3 * np.arange(len(drawn) + 1), words.ravel().astype(np.int32))
-        return answered(prompt.token_ids, drawn.tolist(), few.log_softmax(-1)[:, 0].tolist(), text=str(drawn), ended="stop",
-                        version=version, kept=kept, shown=prompt.pictures)  # fmt: skip
+        return make_completion(prompt.token_ids, drawn.tolist(), few.log_softmax(-1)[:, 0].tolist(), text=str(drawn), ended="stop",
+                        version=version, sampling_mask=kept, images=prompt.images)  # fmt: skip
 
     def kill():
         while not (out / "metrics.jsonl").exists() or len(records(out / "metrics.jsonl")) < killed_after:
@@ -88,8 +88,8 @@ def test_a_run_that_is_killed_is_the_run_that_nobody_killed(flags, tmp_path):
     assert 2 <= done < STEPS
     assert records(tmp_path / "whole" / "metrics.jsonl")[0]["sampling/sampling_logp_difference/max"] < 1e-4, "over the words that were left"
 
-    whole, found = (records(tmp_path / name / "metrics.jsonl") for name in ("whole", "out"))
+    make_sequence, found = (records(tmp_path / name / "metrics.jsonl") for name in ("whole", "out"))
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))
-    assert [[line.get(name) for name in EXACT] for line in found] == [[line.get(name) for name in EXACT] for line in whole]
+    assert [[line.get(name) for name in EXACT] for line in found] == [[line.get(name) for name in EXACT] for line in make_sequence]
     one, other = ((tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("whole", "out"))
     assert one == other

@@ -17,11 +17,11 @@ CUT = [*("--temperature", "0.7"), *("--top_k", "5"), *("--top_p", "0.9")]
 SAME = ("loss", "grad_norm", "kl", "entropy", "num_tokens", "sampling/sampling_logp_difference/mean")
 WHAT_IF = ("loss", "grad_norm", "kl")
 ENVIRONMENT = """
-from megatron_grpo.environments.protocol import Environment, Reply
+from megatron_grpo.environments.protocol import Environment, StepOutput
 
 class Counts(Environment):
-    def reply(self, turn):
-        return Reply(messages=[{"role": "user", "content": str(len(turn.text))}], reward=len(turn.text) % 3 / 2)
+    def step(self, turn):
+        return StepOutput(messages=[{"role": "user", "content": str(len(turn.text))}], reward=len(turn.text) % 3 / 2)
 """
 
 

@@ -93,11 +93,11 @@ def test_every_step_is_that_of_transformers_in_float64(inputs, tmp_path, case):
 def train_with_longer_answers_at_each_version(rank: int, world_size: int, flags: list[str]) -> int:
     from megatron_grpo.cli import main
     from megatron_grpo.rollout.scripted import ScriptedEngine
-    from megatron_grpo.types import answered
+    from megatron_grpo.types import make_completion
 
     def answer(prompt, place, version):
         ids = [4 + place] * (version + 1)
-        return answered(prompt.token_ids, ids, [-1.0] * len(ids), text="", ended="stop", version=version)
+        return make_completion(prompt.token_ids, ids, [-1.0] * len(ids), text="", ended="stop", version=version)
 
     return main(["train", "--verify_weight_push", "false", *flags], engine=lambda *_: ScriptedEngine(answer))
 

@@ -186,9 +186,9 @@ def test_with_the_token_there_are_nine_routes_and_each_says_what_is_wrong(server
 def test_a_stranger_with_the_token_is_told_to_claim_and_changes_nothing(plain):
     mine, plain.incarnation = plain.incarnation, "stranger"
     join = wire.Join(address="127.0.0.1", port=1, first_rank=1, world=2, name="x", seconds=1.0)
-    bodies = {"/release": wire.Nothing(), "/join": join, "/weights": wire.WeightPush(version=1, link="x"), "/generate": asked(1),
+    bodies = {"/release": wire.Nothing(), "/join": join, "/weights": wire.WeightUpdateRequest(version=1, link="x"), "/generate": asked(1),
               "/score": wire.Score(sequences=()), "/state": None,
-              "/adapter": wire.AdapterPush(version=1, link="x", config={}, modules=())}  # fmt: skip
+              "/adapter": wire.AdapterUpdateRequest(version=1, link="x", config={}, modules=())}  # fmt: skip
     for path, body in bodies.items():
         status, says = refusal(lambda path=path, body=body: plain.call(path, body))
         assert status == 409 and "belongs to run 'a run'; claim it first" in says
@@ -215,7 +215,7 @@ def give_up(link, server: Server, named) -> None:
             yield name, torch.randn_like(tensor)
         raise CancelledError
 
-    told = Asked(lambda: server.state("/weights", wire.WeightPush(version=1, link=link.name)))
+    told = Asked(lambda: server.state("/weights", wire.WeightUpdateRequest(version=1, link=link.name)))
     with pytest.raises(CancelledError):
         link.send(source(), 5000)
     status, says = refusal(told.answer)
@@ -229,7 +229,7 @@ def test_first_pushes_that_fail_in_any_way_do_not_spoil_the_first_that_comes_who
     link, all_of_them = trainer.link(plain), weights(models[1])
     for named in (all_of_them[:4], all_of_them[:9], [item for item in all_of_them if ".q_proj" in item[0] or ".gate_proj" in item[0]]):
         give_up(link, plain, named)
-    told = Asked(lambda: plain.state("/weights", wire.WeightPush(version=1, link=link.name)))
+    told = Asked(lambda: plain.state("/weights", wire.WeightUpdateRequest(version=1, link=link.name)))
     with pytest.raises(LinkError):  # the worker left
         link.send(((n, t[:-1] if "layers.0.mlp.up_proj" in n else t) for n, t in all_of_them * 40), 2000)
     assert refusal(told.answer)[0] == 500 and plain.state().version is None
@@ -287,18 +287,18 @@ def test_a_tensor_that_is_wrong_is_seen_by_the_scores_and_one_of_another_shape_b
     link = trainer.link(plain)
     push(link, [(n, t * 1.5 if "layers.0.mlp.up_proj" in n else t) for n, t in weights(models[1])], plain, version=1)
     assert gap_of_scores(plain, load_tiny(models[1])) > 1e-2
-    told = Asked(lambda: plain.state("/weights", wire.WeightPush(version=2, link=link.name)))
+    told = Asked(lambda: plain.state("/weights", wire.WeightUpdateRequest(version=2, link=link.name)))
     with pytest.raises(LinkError):  # the worker left, and nobody waits for the limit
         link.send(((n, t[:-1] if "layers.0.mlp.up_proj" in n else t) for n, t in weights(models[1]) * 40), 2000)
     assert refusal(told.answer)[0] == 500 and plain.state().version is None
-    status, says = refusal(lambda: plain.call("/weights", wire.WeightPush(version=2, link=link.name)))
+    status, says = refusal(lambda: plain.call("/weights", wire.WeightUpdateRequest(version=2, link=link.name)))
     assert status == 500 and "is gone" in says
     push(trainer.link(plain), weights(models[1]), plain, version=2)
     assert gap_of_scores(plain, load_tiny(models[1])) < 1e-4
 
 
 def test_a_push_over_a_link_that_was_not_joined_is_refused_at_once(plain):
-    status, says = refusal(lambda: plain.call("/weights", wire.WeightPush(version=1, link="nobody's")))
+    status, says = refusal(lambda: plain.call("/weights", wire.WeightUpdateRequest(version=1, link="nobody's")))
     assert status == 500 and 'not a member of the link "nobody\'s"; join it first' in says
     join = wire.Join(address="127.0.0.1", port=1, first_rank=1, world=2, name="x", seconds=1.0)
     status, says = refusal(lambda: plain.call("/join", join))
@@ -457,7 +457,9 @@ def test_an_adapter_comes_by_the_same_link_and_only_whole_to_the_base_that_this_
     names = tuple(f"model.layers.{layer}.{module}" for layer in range(2) for module in MODULES)
     body = dict(path="/adapter", config=config, modules=names)
     link = trainer.link(lora)
-    status, says = refusal(lambda: lora.call("/adapter", wire.AdapterPush(version=1, link=link.name, config=config, modules=names)))
+    status, says = refusal(
+        lambda: lora.call("/adapter", wire.AdapterUpdateRequest(version=1, link=link.name, config=config, modules=names))
+    )
     assert status == 409 and "no base weights of this run" in says
     (state,) = push(link, weights(models[1]), lora, version=None)
     assert state.version is None and state.has_base and state.adapter_rank == 8
@@ -476,11 +478,15 @@ def test_an_adapter_comes_by_the_same_link_and_only_whole_to_the_base_that_this_
     push(link, weights(models[2]), lora, version=4)  # the base drops every adapter
     assert gap_of_samples(lora.generate(asked(4)), load_tiny(models[2])) < 1e-4
     push(link, weights(models[2]), lora, version=5, kind="merged")
-    status, says = refusal(lambda: lora.call("/adapter", wire.AdapterPush(version=6, link=link.name, config=config, modules=names)))
+    status, says = refusal(
+        lambda: lora.call("/adapter", wire.AdapterUpdateRequest(version=6, link=link.name, config=config, modules=names))
+    )
     assert status == 409  # merged weights are no base
     only = trainer.link(plain)
     push(only, weights(models[1]), plain, version=1)
-    status, says = refusal(lambda: plain.call("/adapter", wire.AdapterPush(version=2, link=only.name, config=config, modules=names)))
+    status, says = refusal(
+        lambda: plain.call("/adapter", wire.AdapterUpdateRequest(version=2, link=only.name, config=config, modules=names))
+    )
     assert status == 500 and "has no room for an adapter" in says
 
 
@@ -497,7 +503,10 @@ def test_a_server_whose_engine_dies_in_a_push_ends_by_itself_and_the_others_take
                 os.kill(engine, signal.SIGKILL)
             yield item
 
-    told = [Asked(lambda server=server: server.state("/weights", wire.WeightPush(version=1, link=link.name))) for server in (plain, lora)]
+    told = [
+        Asked(lambda server=server: server.state("/weights", wire.WeightUpdateRequest(version=1, link=link.name)))
+        for server in (plain, lora)
+    ]
     with pytest.raises(LinkError):
         link.send(source(), 5000)
     assert refusal(told[0].answer)[0] == 500 and plain.state().version is None
@@ -553,7 +562,7 @@ def test_tls_a_token_that_was_made_and_a_clean_end_in_the_middle_of_a_stream(ser
     assert ask("/metrics")[1].status == 404
     assert ask("/claim", wire.Claim(run="r", incarnation="1"))[1].status == 200
     server.call = lambda path, body=None, **_: ask(path, body)[1].read()  # what a link is made with
-    assert server.state().tells_experts
+    assert server.state().returns_experts
     push(trainer.link(server), weights(moe_models[1]), server, version=1)
     connection, stream = ask("/generate", asked(1))
     with closing(connection):

@@ -79,7 +79,7 @@ def test_it_scores_as_transformers_does_and_refuses_everything_else(teacher):
         return str(caught.value)
 
     for path, body in (
-        ("/claim", wire.Claim(run="r", incarnation="1")), ("/weights", wire.WeightPush(version=0, link="l")),
+        ("/claim", wire.Claim(run="r", incarnation="1")), ("/weights", wire.WeightUpdateRequest(version=0, link="l")),
         ("/adapter", wire.Nothing()), ("/join", wire.Nothing()), ("/generate", wire.Nothing()), ("/score", wire.Nothing()),
     ):  # fmt: skip
         assert "this server is frozen" in said(path, body) and path in said(path, body)

@@ -19,15 +19,16 @@ EXACT = ("loss", "reward", "grad_norm", "num_tokens", "episodes/turns", "episode
 MINE = """
 import time
 from pathlib import Path
-from megatron_grpo.environments.protocol import Environment, Reply
+from megatron_grpo.environments.protocol import Environment, StepOutput
 HERE = Path(__file__).parent
 
 class Counts(Environment):
-    def reply(self, turn):
+    def step(self, turn):
         while turn.number and (HERE / "hold").exists():
             (HERE / "open").touch()
             time.sleep(0.01)
-        return Reply(messages=[{"role": "user", "content": f"{self.columns['answer']} {len(turn.text)}"}], reward=len(turn.text) % 3 / 2)
+        message = {"role": "user", "content": f"{self.columns['answer']} {len(turn.text)}"}
+        return StepOutput(messages=[message], reward=len(turn.text) % 3 / 2)
 
 def short(completions, turn_rewards, num_turns, ended, messages):
     assert all(len(rewards) == turns for rewards, turns in zip(turn_rewards, num_turns))

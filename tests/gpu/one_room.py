@@ -31,14 +31,14 @@ def main(job_file: str, out: str) -> None:
         trails[name] = []
         for index, rows in enumerate(job["batches"]):
             before = allocated()
-            policy.make_room(keep="weights")
+            policy.free_memory(keep="weights")
             during_push = allocated()
-            policy.make_room()
+            policy.free_memory()
             away, reserved = allocated(), torch.cuda.memory_reserved()
-            with policy.resident("weights"):
+            with policy.on_device("weights"):
                 score = [values.copy() for values in policy.scorer.score(rows[:2])]
             batch = cases.batch_of(policy, rows, index)
-            with policy.resident("all"):
+            with policy.on_device("all"):
                 back = allocated()
                 said = policy.train_step(batch).metrics
             if offload:
@@ -46,7 +46,7 @@ def main(job_file: str, out: str) -> None:
                     dict(before=before, push=during_push, away=away, back=back, reserved=reserved, given=policy.room.given_bytes)
                 )
             trails[name].append((said["loss"], said["grad_norm"], score))
-        with policy.resident("weights"):
+        with policy.on_device("weights"):
             trails[name].append({key: tensor.cpu() for key, tensor in policy.named_weights()})
         pinned = [chunk.is_pinned() for pieces in policy.room._host.values() for chunk in pieces]
         del policy

@@ -104,7 +104,7 @@ def pack(completions: Sequence[Completion], weights: TokenWeights, which: Sequen
     )
 
 
-def weigh(loss: GrpoLoss, completions: Sequence[Completion]) -> TokenWeights:
+def token_weight_fn(loss: GrpoLoss, completions: Sequence[Completion]) -> TokenWeights:
     return loss.token_weights(
         [int(c.mask.sum()) for c in completions],
         is_truncated=[c.is_truncated for c in completions],
@@ -143,7 +143,7 @@ def package_loss(
 ) -> tuple[float, list[np.ndarray], list[np.ndarray], LossLogs]:
     """The package's loss over a global batch cut into micro-batches `split`; its gradients by completion (logp, entropy); its logs."""
     loss = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0)
-    weights = weigh(loss, completions)
+    weights = token_weight_fn(loss, completions)
     threshold, labels = threshold_of(cfg, completions, weights), labels_of(loss, completions, weights)
     total, logs = 0.0, []
     grads = [[np.zeros(len(c.mask)) for c in completions] for _ in range(2)]

@@ -35,7 +35,7 @@ TOOL = '''def f(x: int) -> int:
 ENVIRONMENT = """
 from megatron_grpo.environments.protocol import Environment
 class E(Environment):
-    def reply(self, turn):
+    def step(self, turn):
         return [], 1.0, True
 """
 LORA = "--tuner_type lora --lr 1e-4"
@@ -135,10 +135,10 @@ def test_what_is_refused_with_pictures_is_refused_with_its_message(tmp_path):
     }
     assert {what for what, _ in WITH_PICTURES} == cases.keys()
     for what, sentence in WITH_PICTURES:
-        row, eyes, settings = cases[what]
+        row, image_spec, settings = cases[what]
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         with pytest.raises(ConfigError) as caught:
-            load_rows(DataConfig(dataset=str(tmp_path / "rows.jsonl"), **settings), eyes=eyes)
+            load_rows(DataConfig(dataset=str(tmp_path / "rows.jsonl"), **settings), image_spec=image_spec)
         assert [problem.message for problem in caught.value.problems] == [sentence]
 
 

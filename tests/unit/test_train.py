@@ -27,14 +27,14 @@ from megatron_grpo.batching.split import BatchPartitioner
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo.advantages import advantages
 from megatron_grpo.grpo.loss import token_weights
-from megatron_grpo.policy.guard import BadMicroBatch, SkipCounter, SkippedStep
+from megatron_grpo.policy.gradient_check import BadMicroBatch, SkipCounter, SkippedStep
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.scripted import ScriptedEngine
-from megatron_grpo.train import Run, agreed, train
+from megatron_grpo.train import Run, sync_stop_flags, train
 from megatron_grpo.trainer.evaluate import EvaluationSpec, Evaluator
 from megatron_grpo.trainer.generation import RolloutGenerator
-from megatron_grpo.trainer.rollouts import Rollouts, harvest
-from megatron_grpo.types import GroupMetadata, Progress, ScoredGroup, answered
+from megatron_grpo.trainer.rollouts import Rollouts, result
+from megatron_grpo.types import GroupMetadata, Progress, ScoredGroup, make_completion
 from megatron_grpo.weights.buckets import WeightUpdate
 from tests.unit.batching.test_schedule import Walk, table_of
 from tests.unit.trainer.test_rollouts import OneRank, Stream
@@ -49,7 +49,7 @@ def logprob(version: int, refused: Collection[int] = ()) -> float:
 
 def answer(prompt, place, version, refused=()):
     logprobs = [logprob(version, refused) - 0.5] * 2
-    return answered(prompt.token_ids, (10 + place, 20 + version), logprobs, text="", ended="stop", version=version)
+    return make_completion(prompt.token_ids, (10 + place, 20 + version), logprobs, text="", finish_reason="stop", version=version)
 
 
 def reward(number: int, place: int, version: int) -> float:
@@ -96,13 +96,13 @@ class Policy:
     def scorer(self):
         return self
 
-    def resident(self, part):
+    def on_device(self, part):
         return nullcontext()
 
     def logprobs(self, micro_batches):
         return [np.full(len(micro.targets), logprob(self.weights), dtype=np.float32) for micro in micro_batches]
 
-    def anchors(self, micro_batches):
+    def old_logprobs(self, micro_batches):
         return self.logprobs(micro_batches), None
 
     def train_step(self, batch, beside=None):
@@ -124,11 +124,11 @@ class Policy:
         refused = batch.step in self.refuses
         self.skips = self.skips.after(refused=refused)
         if refused:
-            refusal = SkippedStep(why="this is a test", skips=self.skips, culprits=(culprit_of(batch),))
-            return SimpleNamespace(metrics={}, logprobs={}, skipped=refusal.why, refusal=refusal)
+            skipped_step = SkippedStep(why="this is a test", skips=self.skips, culprits=(culprit_of(batch),))
+            return SimpleNamespace(metrics={}, logprobs={}, skipped=skipped_step.why, skipped_step=skipped_step)
         logprobs = {row: np.full(2, logprob(self.weights)) for micro in batch.micro_batches for row in micro.rows}
         self.weights += 1
-        return SimpleNamespace(metrics={}, logprobs=logprobs, skipped=None, refusal=None)
+        return SimpleNamespace(metrics={}, logprobs=logprobs, skipped=None, skipped_step=None)
 
 
 def culprit_of(batch) -> BadMicroBatch:
@@ -139,14 +139,14 @@ class Publisher:
     def __init__(self, engine):
         self.engine = engine
 
-    def publish(self, version):
+    def sync_weights(self, version):
         if self.engine.version != version:
             self.engine.take(WeightUpdate(kind="weights", version=version, tensors=()))
 
 
 class Journal:
     def __init__(self):
-        self.clock, self.evaluated, self.batches, self.refused = Timers(), {}, [], {}
+        self.timers, self.evaluated, self.batches, self.refused = Timers(), {}, [], {}
 
     def start(self, progress):
         pass
@@ -156,7 +156,7 @@ class Journal:
     def step(self, progress, batch, metrics, *, skipped):
         self.batches.append(batch)
 
-    def refusal(self, progress, record, lines):
+    def skipped_step(self, progress, record, lines):
         self.refused[progress.step] = record, lines
 
     def evaluation(self, progress, evaluated):
@@ -176,7 +176,7 @@ class Disk:
     is_time = staticmethod(lambda: False)
     good: int = 0
 
-    def record(self, step, pending):
+    def record(self, step, buffer):
         pass
 
     def has_trained(self, version, step):
@@ -191,8 +191,8 @@ class Disk:
             self.opened.set()
         return is_due
 
-    def save(self, progress, pending, policy, prompts):
-        self.saved = (progress, pending.to_save(), (policy.version, policy.weights, policy.skips), prompts.state())
+    def save(self, progress, buffer, policy, prompts):
+        self.saved = (progress, buffer.to_save(), (policy.version, policy.weights, policy.skips), prompts.state())
 
     def advance(self):
         pass
@@ -251,17 +251,17 @@ def run_to_its_end(case: Case) -> tuple[dict, dict, list]:
     trained, evaluated, batches = {}, {}, []
     for _ in range(len(ends) + 1):
         last, how = min(ends.items(), default=(case.num_steps, ""))
-        policy, journal = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2), ends=ends, refuses=case.refused), Journal()
+        policy, logger = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2), ends=ends, refuses=case.refused), Journal()
         try:
-            train(run_of(case, policy, journal, disk, is_dropped_at=last if how == "drop" else None,
+            train(run_of(case, policy, logger, disk, is_dropped_at=last if how == "drop" else None,
                          is_given_up_at=last if how == "give up" and last in case.comes_in else None))  # fmt: skip
         except (RunInterruptedError, Killed):
             del ends[last]
         disk.opened.set()
         for step, rows in policy.trained.items():
             assert trained.setdefault(step, rows) == rows, f"step {step} was trained again, on something else"
-        evaluated |= journal.evaluated
-        batches += journal.batches
+        evaluated |= logger.evaluated
+        batches += logger.batches
     assert disk.saved[0].step == case.num_steps and not ends
     assert disk.saved[0].num_prompts == disk.saved[3]["taken"], "where it is in the stream is what its rollouts have used"
     return trained, evaluated, batches
@@ -270,23 +270,21 @@ def run_to_its_end(case: Case) -> tuple[dict, dict, list]:
 @dataclass
 class Stop:
     policy: Policy
-    journal: Journal
+    logger: Journal
 
-    def agreed(self, all_reduce_max) -> bool:
+    def is_requested(self, all_reduce_max) -> bool:
         has_trained, self.policy.has_trained = self.policy.has_trained, False
         return self.policy.ends.get(self.policy.version - has_trained) in (("stop", "drop") * has_trained + ("rest", "give up"))
 
     def should_cancel(self) -> bool:
-        is_sampling = len(self.journal.batches) == len(self.policy.trained)  # and not saving the step before
+        is_sampling = len(self.logger.batches) == len(self.policy.trained)  # and not saving the step before
         return is_sampling and self.policy.ends.get(self.policy.version) == "give up"
 
-    def why(self, from_all) -> str:
+    def why(self, all_gather) -> str:
         return "SIGTERM"
 
 
-def run_of(
-    case: Case, policy: Policy, journal: Journal, disk: Disk, *, is_dropped_at: int | None, is_given_up_at: int | None = None
-) -> Run:
+def run_of(case: Case, policy: Policy, logger: Journal, disk: Disk, *, is_dropped_at: int | None, is_given_up_at: int | None = None) -> Run:
     """A process. is_dropped_at, is_given_up_at: the step whose signal finds something under way that does not end by itself."""
     launched_before = is_given_up_at if is_dropped_at is None else is_dropped_at + 1
     stuck = max((step for step in case.comes_in if launched_before is not None and step < launched_before), default=-1)
@@ -297,14 +295,16 @@ def run_of(
         return answer(prompt, place, version, case.refused)
 
     disk.stuck, disk.opened = stuck, threading.Event()
-    engine, stream, stop = ScriptedEngine(slow), Stream(), Stop(policy, journal)
+    engine, stream, stop = ScriptedEngine(slow), Stream(), Stop(policy, logger)
     engine.should_cancel = stop.should_cancel
-    generator = RolloutGenerator(engine, Judge(), sampling=SAMPLING, seed=0, clock=journal.clock, again=lambda: pytest.fail("pushed again"))
+    generator = RolloutGenerator(
+        engine, Judge(), sampling=SAMPLING, seed=0, timers=logger.timers, again=lambda: pytest.fail("pushed again")
+    )
     return Run(
-        timetable=case.table, parallel=OneRank(), policy=policy, engine=engine, publisher=Publisher(engine), prompts=stream,
-        rollouts=Rollouts(generator, stream, cfg=case.grpo, timetable=case.table, policy=policy, journal=journal),
-        checkpoints=disk, journal=journal, stop_drain_seconds=600.0 if is_dropped_at is None else 0.0,
-        max_skipped_steps=case.max_skipped_steps, stop=stop, witness=lambda step, pending: nullcontext(),
+        schedule=case.table, parallel=OneRank(), policy=policy, engine=engine, weight_sync=Publisher(engine), prompts=stream,
+        rollouts=Rollouts(generator, stream, cfg=case.grpo, schedule=case.table, policy=policy, logger=logger),
+        checkpoints=disk, logger=logger, stop_drain_seconds=600.0 if is_dropped_at is None else 0.0,
+        max_skipped_steps=case.max_skipped_steps, stop=stop, step_callback=lambda step, buffer: nullcontext(),
         evaluator=Evaluator(EvaluationSpec(sets={"eval": Stream().take(3)} if case.eval_every else {},
                                            sampling=SAMPLING.greedy(), score="r"), engine, Judge(),
                             every=case.eval_every, last_step=case.num_steps),
@@ -327,7 +327,7 @@ def slowly(case: Case) -> dict:
         version, before = before if case.depth and not is_sampled_anew(case, before, step) else step, step
         engine.take(WeightUpdate(kind="weights", version=version, tensors=()))
         for number in numbers:
-            found = harvest(stream.take, stream.give_back, ask, are_dead, num_groups=w, oversample_ratio=case.ratio,
+            found = result(stream.take, stream.give_back, ask, are_dead, num_groups=w, oversample_ratio=case.ratio,
                             dynamic_sample=case.dynamic)  # fmt: skip
             worth = advantages([verdict.rewards for verdict in found.kept], case.grpo, [1.0]).advantages
             rows |= {(number, 2 * place + i): worth[place, i] for place in range(w) for i in range(2)}
@@ -388,7 +388,7 @@ def test_a_run_is_the_slow_one_whatever_is_saved_and_however_it_is_stopped(size,
         for batch in batches:
             rows = [row for row in case.table.step(batch.step).micro_steps for _ in range(*row.rows)]
             assert batch.staleness == tuple(row.staleness for row in rows)
-            assert batch.lag == tuple(row.fresh_at - row.sampled_by_version for row in rows)
+            assert batch.lag == tuple(row.on_policy_version - row.sampled_by_version for row in rows)
 
 
 @settings(max_examples=30, deadline=None)
@@ -422,8 +422,8 @@ def test_a_run_may_go_on_at_another_depth_and_may_be_made_longer(size, parts, ol
 def test_where_nobody_samples_any_more_the_run_is_saved_without_what_was_being_sampled(save_every):
     """The flight that was launched at step 2 finds no servers; the next process samples its rollout anew."""
     case, disk = Case((2, 4, 1), 8, save_every=save_every), Disk(every=save_every)
-    policy, journal = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2)), Journal()
-    run = run_of(case, policy, journal, disk, is_dropped_at=None)
+    policy, logger = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2)), Journal()
+    run = run_of(case, policy, logger, disk, is_dropped_at=None)
     answers, run.engine._answer = run.engine._answer, lambda *asked: lost(*asked)
 
     def lost(prompt, place, version):
@@ -433,7 +433,7 @@ def test_where_nobody_samples_any_more_the_run_is_saved_without_what_was_being_s
 
     with pytest.raises(NoRolloutServerError, match=f"no rollout server answered; saved after optimizer step {4 - save_every} in out"):
         train(run)
-    assert len(journal.batches) == disk.saved[0].step == 4 - save_every
+    assert len(logger.batches) == disk.saved[0].step == 4 - save_every
     assert disk.saved[0].num_prompts == disk.saved[3]["taken"] == 8
     again = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2))
     train(run_of(case, again, Journal(), disk, is_dropped_at=None))
@@ -442,8 +442,8 @@ def test_where_nobody_samples_any_more_the_run_is_saved_without_what_was_being_s
 
 def test_what_is_under_way_is_all_that_the_rollouts_of_a_sampling_step_need_and_nothing_of_it_is_kept():
     """Three rollouts to two steps: sometimes two come in together, and neither asks a prompt when it does."""
-    case, journal = Case((3, 2, 1), 8), Journal()
-    run = run_of(case, Policy(BatchPartitioner(dp_size=1, micro_batch_size=2)), journal, Disk(every=0), is_dropped_at=None)
+    case, logger = Case((3, 2, 1), 8), Journal()
+    run = run_of(case, Policy(BatchPartitioner(dp_size=1, micro_batch_size=2)), logger, Disk(every=0), is_dropped_at=None)
     asked, generate = [], run.engine.generate
     run.engine.generate = lambda prompts, *rest, **more: asked.append(len(prompts)) or generate(prompts, *rest, **more)
     train(run)
@@ -463,14 +463,14 @@ def test_rows_of_a_refused_step_that_are_trained_again_are_held_against_the_vers
 
 def test_so_many_refusals_in_a_row_end_the_run_and_it_names_who_and_the_last_good_checkpoint():
     """Steps 2, 4, 5 and 6 are refused: the third in a row is step 6, the seventh. Rollout r has prompts 2r and 2r + 1, two rows each."""
-    case, disk, journal = Case((1, 2, 1), 9, depth=0, refused=frozenset({2, 4, 5, 6}), max_skipped_steps=3), Disk(every=1), Journal()
+    case, disk, logger = Case((1, 2, 1), 9, depth=0, refused=frozenset({2, 4, 5, 6}), max_skipped_steps=3), Disk(every=1), Journal()
     policy = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2), refuses=case.refused)
     with pytest.raises(
         RunError, match=r"3 optimizer steps in a row were skipped .*step 7, this is a test.*checkpoint 2: --resume checkpoint 2"
     ):
-        train(run_of(case, policy, journal, disk, is_dropped_at=None))
-    assert disk.saved[0].step == 6 and policy.weights == 3 and sorted(journal.refused) == [3, 5, 6, 7]
-    record, lines = journal.refused[7]
+        train(run_of(case, policy, logger, disk, is_dropped_at=None))
+    assert disk.saved[0].step == 6 and policy.weights == 3 and sorted(logger.refused) == [3, 5, 6, 7]
+    record, lines = logger.refused[7]
     assert (record["in_a_row"], record["skipped_iterations"]) == (3, 4)
     named = [(row["rollout"], row["row"], row["prompt_number"], row["dataset_row"]) for row in record["culprits"][0]["rows"]]
     assert named == [(3, 0, 6, 106), (3, 1, 6, 106)]
@@ -490,7 +490,7 @@ class Penalty:
         self.policy = policy
 
     def __call__(self, rows):
-        return dict.fromkeys(rows.extents, 0.0), {
+        return dict.fromkeys(rows.lengths, 0.0), {
             key: np.full(len(one.token_ids), logprob(self.policy.version)) for key, one in rows.sequences.items()
         }
 
@@ -510,7 +510,7 @@ def test_scores_for_the_penalty_are_the_anchors_if_they_are_those_of_the_rollout
 
 
 @pytest.mark.parametrize(
-    ("is_main", "is_time", "stops", "others", "found"),
+    ("is_rank_zero", "is_time", "stops", "others", "found"),
     [
         (True, False, 0.0, 0.0, (False, False)),
         (True, True, 0.0, 0.0, (False, True)),
@@ -521,13 +521,15 @@ def test_scores_for_the_penalty_are_the_anchors_if_they_are_those_of_the_rollout
         (False, False, 1.0, 1.0, (True, False)),
     ],
 )
-def test_a_signal_to_any_rank_and_the_main_ranks_clock_are_agreed_on_in_one_number(monkeypatch, is_main, is_time, stops, others, found):
+def test_a_signal_to_any_rank_and_the_main_ranks_clock_are_agreed_on_in_one_number(
+    monkeypatch, is_rank_zero, is_time, stops, others, found
+):
     """others: the largest number that another rank says."""
     said = []
     monkeypatch.setattr("megatron_grpo.parallel.collectives.all_reduce_max", lambda mine: said.append(mine) or max(mine, others))
     run = SimpleNamespace(
-        parallel=SimpleNamespace(is_main=is_main),
+        parallel=SimpleNamespace(is_rank_zero=is_rank_zero),
         checkpoints=SimpleNamespace(is_time=lambda: is_time),
-        stop=SimpleNamespace(agreed=lambda all_reduce_max: all_reduce_max(stops) > 0),
+        stop=SimpleNamespace(is_requested=lambda all_reduce_max: all_reduce_max(stops) > 0),
     )
-    assert agreed(run) == found and len(said) == 1
+    assert sync_stop_flags(run) == found and len(said) == 1

@@ -23,7 +23,7 @@ MOMENTS = {
     "first rollout": ("megatron_grpo.rollout.scripted:ScriptedEngine.generate", 1),
     "sampling": ("megatron_grpo.rollout.scripted:ScriptedEngine.generate", 3),
     "judging": ("megatron_grpo.trainer.reward_manager:RewardManager.__call__", 3),
-    "old log-probs": ("megatron_grpo.trainer.sample_buffer:SampleBuffer.anchored", 4),
+    "old log-probs": ("megatron_grpo.trainer.sample_buffer:SampleBuffer.with_old_logprobs", 4),
     "training, first step": (TRAIN_STEP, 1),
     "training": (TRAIN_STEP, 5),
     "after the optimizer": ("megatron_grpo.trainer.sample_buffer:SampleBuffer.after", 5),

@@ -40,13 +40,13 @@ def engine(cfg, inputs, parallel):
     import numpy as np
 
     from megatron_grpo.rollout.scripted import ScriptedEngine
-    from megatron_grpo.types import answered
+    from megatron_grpo.types import make_completion
 
     def answer(prompt, place, version):
         rng = np.random.default_rng([prompt.number, place, version])
         tokens = rng.integers(4, 100, int(rng.integers(1, 9))).tolist()
-        return answered(prompt.token_ids, tokens, [-4.0] * len(tokens), text=" ".join(map(str, tokens)),
-                        ended="length" if len(tokens) == 8 else "stop", version=version)  # fmt: skip
+        return make_completion(prompt.token_ids, tokens, [-4.0] * len(tokens), text=" ".join(map(str, tokens)),
+                        finish_reason="length" if len(tokens) == 8 else "stop", version=version)  # fmt: skip
 
     return ScriptedEngine(answer)
 

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from megatron_grpo.base.errors import keep_secret, said_by
+from megatron_grpo.base.errors import keep_secret, printable
 from megatron_grpo.rewards.protocol import RowFailure
 
 _LOG = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class UnansweredError(Exception):
     """No usable response arrived. The message ends the sentence "reward `name` ..."."""
 
     def __init__(self, why: str):
-        super().__init__(said_by(why))
+        super().__init__(printable(why))
 
 
 def ask_all(ask: Callable[[Item, float], Answer], items: Sequence[Item], *, concurrency: int, seconds: float) -> list[Answer | RowFailure]:
@@ -116,7 +116,7 @@ def post_json(url: str, payload: Any, deadline: float, *, key: Key | None = None
         except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
             reason = f"could not be reached ({getattr(error, 'reason', None) or error})"
         except (ValueError, RecursionError):
-            reason = f"answered something that is not JSON: {said_by(content[:_READ].decode(errors='replace'), most=_SHOWN)}"
+            reason = f"answered something that is not JSON: {printable(content[:_READ].decode(errors='replace'), most=_SHOWN)}"
             break
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(2 * pause, _LONGEST_PAUSE)
@@ -125,10 +125,10 @@ def post_json(url: str, payload: Any, deadline: float, *, key: Key | None = None
 
 def _refusal(error: urllib.error.HTTPError) -> str:
     if 300 <= error.code < 400:
-        where = said_by(error.headers.get("Location", "nowhere"))
+        where = printable(error.headers.get("Location", "nowhere"))
         return f"answered {error.code}: it sends us on to {where}. Redirects are not followed; give the address that answers"
     try:
-        said = said_by(error.read(_READ).decode(errors="replace"), most=_SHOWN)
+        said = printable(error.read(_READ).decode(errors="replace"), most=_SHOWN)
     except (OSError, http.client.HTTPException, AnswerTooLongError):
         said = ""
     return f"answered {error.code} {error.reason}{': ' + said if said else ''}"

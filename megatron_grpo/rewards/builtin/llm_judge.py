@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.base.errors import ConfigError, problem_with, said_by
+from megatron_grpo.base.errors import ConfigError, printable, problem_with
 from megatron_grpo.config.config import Config, RewardConfig
 from megatron_grpo.rewards.builtin.endpoint import Key, UnansweredError, ask_all, post_json, url_fault, warn_of_plain
 from megatron_grpo.rewards.protocol import RowFailure, Score, text_of
@@ -82,10 +82,10 @@ class LlmJudge:
         except (KeyError, IndexError, TypeError):
             verdict = answer
         if not isinstance(verdict, str | None):
-            raise UnansweredError(f"got an answer without choices[0].message.content from {self.url}: {said_by(answer, most=200)}")
+            raise UnansweredError(f"got an answer without choices[0].message.content from {self.url}: {printable(answer, most=200)}")
         score = read_score(verdict or "")
         if score is None:
-            end = said_by(verdict or "", most=1 << 20)[-200:]
+            end = printable(verdict or "", most=1 << 20)[-200:]
             raise UnansweredError(f"found no `Score: <number>` in the verdict {end!r}")
         return min(1.0, max(0.0, score / self.settings.llm_judge_max_score))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from megatron_grpo.policy.guard import GradientCheck
+    from megatron_grpo.policy.gradient_check import GradientCheck
     from megatron_grpo.run.build.engines import MakeEngine
     from megatron_grpo.run.build.policy import MakeReference
 
@@ -47,11 +47,11 @@ class PolicyParts:
 
     Args:
         reference: Factory of the reference model.
-        guard: Check that decides whether a gradient may be used.
+        gradient_check: Check that decides whether a gradient may be used.
     """
 
     reference: MakeReference | None = None
-    guard: GradientCheck | None = None
+    gradient_check: GradientCheck | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from megatron_grpo.planning.models import config_of_teacher
 from megatron_grpo.policy.memory_offload import Role
 from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.policy.policy import Policy, cut_for
-from megatron_grpo.rollout.adapters import LoraPush, lora_push
+from megatron_grpo.rollout.adapters import LoraSync, lora_sync
 from megatron_grpo.rollout.engine import Engine, Sampler
 from megatron_grpo.rollout.experts import ExpertLayers
 from megatron_grpo.run.build.policy import frozen, model_of, sharing_of
@@ -36,7 +36,7 @@ MakeEngine = Callable[[Config, ValidatedInputs, ParallelState], Engine]
 
 
 def build_colocated(
-    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, bitwise_parity: Callable[[], None], lora: LoraPush | None = None
+    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, bitwise_parity: Callable[[], None], lora: LoraSync | None = None
 ) -> Engine:
     """Build a vLLM engine inside the training ranks. Collective.
 
@@ -59,15 +59,15 @@ def build_colocated(
         world_size=parallel.world_size,
         lora=lora,
         experts=replayed_experts(cfg, inputs.shape),
-        eyes=inputs.eyes,
-        most_pictures=cfg.data.limit_images or inputs.most_pictures,
+        image_spec=inputs.image_spec,
+        max_images=cfg.data.limit_images or inputs.max_images,
         trust_remote_code=cfg.model.trust_remote_code,
         patch=bitwise_parity if cfg.rollout.bitwise_parity else lambda: None,
     )
 
 
 def build_servers(
-    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, bitwise_parity: Callable[[], None], lora: LoraPush | None = None
+    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, *, bitwise_parity: Callable[[], None], lora: LoraSync | None = None
 ) -> Engine:
     """Connect to the rollout servers, waiting until they answer. Collective.
 
@@ -83,15 +83,15 @@ def build_servers(
 
     return ServerEngine.build(
         cfg.rollout, model_path=inputs.model_path, shape=inputs.shape, output_dir=Path(cfg.run.output_dir),
-        needs=needs_of(cfg, inputs.shape, inputs.longest_prompt, lora, eyes=inputs.eyes, most_pictures=inputs.most_pictures),
-        device=parallel.device, lora=lora, eyes=inputs.eyes, trust_remote_code=cfg.model.trust_remote_code,
+        needs=needs_of(cfg, inputs.shape, inputs.longest_prompt, lora, image_spec=inputs.image_spec, max_images=inputs.max_images),
+        device=parallel.device, lora=lora, image_spec=inputs.image_spec, trust_remote_code=cfg.model.trust_remote_code,
     )  # fmt: skip
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {"colocate": build_colocated, "server": build_servers}  # by vllm_mode
 
 
-def started(make: MakeEngine, cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, policy: Policy) -> Engine:
+def start_engine(make: MakeEngine, cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, policy: Policy) -> Engine:
     """Start the engine, which allocates its memory. Collective.
 
     If the policy offloads memory for the engine, the engine is put to sleep until it is first used: reading a checkpoint may come first,
@@ -107,16 +107,16 @@ def started(make: MakeEngine, cfg: Config, inputs: ValidatedInputs, parallel: Pa
     Raises:
         ConfigError: If `async_rollout_depth` is set and the engine cannot sample in the background.
     """
-    policy.make_room()
+    policy.free_memory()
     sampler = make(cfg, inputs, parallel)
     refuse_if_it_cannot_run_ahead(cfg, sampler)
     if policy.room.movable:
-        with sampler.awake():
+        with sampler.wake_up():
             pass
     return sampler
 
 
-def patient(sampler: Engine, stop: train.StopRequest) -> Engine:
+def with_cancellation(sampler: Engine, stop: train.StopRequest) -> Engine:
     """Let the engine cancel a request in progress when the run is to stop, if it supports that.
 
     Args:
@@ -199,15 +199,15 @@ def own_rollout(cfg: Config, inputs: ValidatedInputs, function: Callable[..., An
 
 
 def how_adapters_travel(
-    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, journal: MetricsLogger, *, sampler_is_known: bool
-) -> LoraPush | None:
+    cfg: Config, inputs: ValidatedInputs, parallel: ParallelState, logger: MetricsLogger, *, sampler_is_known: bool
+) -> LoraSync | None:
     """Decide whether adapters are pushed alone or merged into the weights.
 
     Args:
         cfg: Settings of the run.
         inputs: Validated inputs: the model's shape.
         parallel: Process groups of this rank.
-        journal: Logger for the notes that the plan could not know, because it sees neither machine nor sampler.
+        logger: Logger for the notes that the plan could not know, because it sees neither machine nor sampler.
         sampler_is_known: Whether the sampler is built in. A custom sampler receives merged weights unless `vllm_enable_lora` is true.
 
     Returns:
@@ -225,12 +225,12 @@ def how_adapters_travel(
         from megatron_grpo.rollout.vllm_weights import sampler_obstacle
 
         obstacle = sampler_obstacle(inputs.shape.architecture, on_gpu=on_gpu)
-    found = lora_push(cfg, inputs.shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
+    found = lora_sync(cfg, inputs.shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
     if found and found.notes:
-        told = lora_push(cfg, inputs.shape, on_gpu=None)  # as the plan decides, without knowledge of machine and sampler
+        told = lora_sync(cfg, inputs.shape, on_gpu=None)  # as the plan decides, without knowledge of machine and sampler
         for note in found.notes:
             if told is None or note not in told.notes:
-                journal.metrics.say(note)
+                logger.metrics.print_line(note)
     return found
 
 
@@ -266,7 +266,7 @@ def build_served_teacher(
 
     tokenizer = cast(PromptEncoder, next(iter(inputs.streams)).encode).tokenizer
     needs = teachers.TeacherRequirements.of(cfg, inputs.shape, tokenizer, inputs.longest_prompt)
-    servers = teachers.TeacherServerGroup.build(cfg, needs, stop.should_cancel) if parallel.is_main else None
+    servers = teachers.TeacherServerGroup.build(cfg, needs, stop.should_cancel) if parallel.is_rank_zero else None
     told = (servers.fingerprint, servers.logprobs) if servers else ()
     teacher = ServedTeacher(parallel, *told)
     checkpoints.learned(TEACHER, teacher.fingerprint)
@@ -274,7 +274,7 @@ def build_served_teacher(
 
 
 def build_held_teacher(
-    cfg: Config, student: ModelShape, parallel: ParallelState, *, teacher_path: Path, clock: Timers, offload: Collection[Role] = ()
+    cfg: Config, student: ModelShape, parallel: ParallelState, *, teacher_path: Path, timers: Timers, offload: Collection[Role] = ()
 ) -> Teacher:
     """Load a frozen teacher of any shape into the training ranks, in the run's layout. Collective.
 
@@ -283,7 +283,7 @@ def build_held_teacher(
         student: Shape of the policy.
         parallel: Process groups of this rank.
         teacher_path: The teacher's checkpoint.
-        clock: Timers of the run.
+        timers: Timers of the run.
         offload: Roles of the policy that leave the device while the sampler works. If "reference" is among them, the teacher leaves too.
     """
     from megatron_grpo.trainer.teacher import HeldTeacher
@@ -300,4 +300,4 @@ def build_held_teacher(
         min_saving_ratio=sharing_of(own, shape, parallel).min_saving_ratio,
     )
     leaves = cfg.grpo.offload_teacher_model or "reference" in offload
-    return HeldTeacher(cfg.grpo.teacher_model or str(teacher_path), ModelScorer(chunks, parallel, cut), clock, leaves=leaves)
+    return HeldTeacher(cfg.grpo.teacher_model or str(teacher_path), ModelScorer(chunks, parallel, cut), timers, leaves=leaves)

@@ -60,7 +60,7 @@ def open_output(made: Plan, inputs: ValidatedInputs, parallel: ParallelState) ->
     if metric := metric_of(cfg):
         checkpoints.best = Best(out / "checkpoints", metric, greater=is_greater_better(cfg))
     checkpoints.choose()  # before anything in output_dir is overwritten
-    if parallel.is_main:
+    if parallel.is_rank_zero:
         if inputs.resume.wipes:
             start_afresh(out)
         claim(out)
@@ -70,16 +70,21 @@ def open_output(made: Plan, inputs: ValidatedInputs, parallel: ParallelState) ->
     return checkpoints
 
 
-def build_journal(
-    made: Plan, judge: RewardManager, parallel: ParallelState, clock: Timers, *, heard: Callable[[int, Mapping[str, Any]], None] | None
+def build_metrics_logger(
+    made: Plan,
+    reward_manager: RewardManager,
+    parallel: ParallelState,
+    timers: Timers,
+    *,
+    heard: Callable[[int, Mapping[str, Any]], None] | None,
 ) -> MetricsLogger:
     """Build the logger of metrics and completions.
 
     Args:
         made: Plan of the run.
-        judge: Reward manager: names and weights of the rewards.
+        reward_manager: Reward manager: names and weights of the rewards.
         parallel: Process groups of this rank.
-        clock: Timers of the run.
+        timers: Timers of the run.
         heard: Also called with each record: (optimizer step, metrics).
     """
     cfg, out, run_cfg = made.checked.config, Path(made.checked.config.run.output_dir), made.checked.config.run
@@ -87,7 +92,7 @@ def build_journal(
         out,
         report_to=run_cfg.report_to,
         rank=parallel.rank,
-        total_steps=made.timetable.num_steps,
+        total_steps=made.schedule.num_steps,
         plot_steps=run_cfg.save_steps,
         config={name: value for section in cfg.groups().values() for name, value in vars(section).items()},
         heard=heard,
@@ -97,18 +102,18 @@ def build_journal(
         metrics,
         Completions(
             out,
-            reward_names=judge.names,
+            reward_names=reward_manager.names,
             every=run_cfg.log_completions_steps,
             rank=parallel.rank,
             node=collectives.node(),
             most_nodes=run_cfg.log_completions_nodes,
-            tell=metrics.completions,
+            write_table=metrics.completions,
         ),
-        clock=clock,
-        reward_weights=judge.reward_weights,
+        timers=timers,
+        reward_weights=reward_manager.reward_weights,
         tells_selection=cfg.grpo.dynamic_sample or cfg.grpo.oversample_ratio > 1,
-        from_all=partial(collectives.all_gather_object, group=parallel.dp_group),
-        watches=[lambda progress, found: gap(found), *([lambda *_: still_there(out)] if parallel.is_main else [])],
+        all_gather=partial(collectives.all_gather_object, group=parallel.dp_group),
+        watches=[lambda progress, found: gap(found), *([lambda *_: still_there(out)] if parallel.is_rank_zero else [])],
     )
 
 

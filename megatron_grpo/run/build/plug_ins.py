@@ -15,7 +15,7 @@ from megatron_grpo.weights.shape import ModelShape
 
 if TYPE_CHECKING:
     from megatron_grpo.data.image_processing import ImageProcessorSpec
-    from megatron_grpo.environments.dry_run import Played
+    from megatron_grpo.environments.dry_run import PlayedEpisodes
     from megatron_grpo.environments.protocol import Environment
     from megatron_grpo.types import Prompt
 
@@ -56,7 +56,7 @@ def dry_run_environment(
     kinds: Mapping[str, Sequence[str]],
     tokenizer: Any,
     model_path: Path,
-) -> dict[str, Played]:
+) -> dict[str, PlayedEpisodes]:
     """Play episodes with fixed model outputs instead of a model.
 
     Args:
@@ -87,7 +87,7 @@ def rollout_function(cfg: Config) -> Callable[..., Any] | None:
 
 
 def problems_of_servers(
-    cfg: Config, shape: ModelShape, longest_prompt: int, eyes: ImageProcessorSpec | None, most_pictures: int
+    cfg: Config, shape: ModelShape, longest_prompt: int, image_spec: ImageProcessorSpec | None, max_images: int
 ) -> Sequence[Problem]:
     """Return problems with the rollout servers that already answer.
 
@@ -95,14 +95,14 @@ def problems_of_servers(
         cfg: Settings of the run.
         shape: The model's shape.
         longest_prompt: Tokens of the longest prompt.
-        eyes: The image processor; None for a text model.
-        most_pictures: Maximum images of a prompt.
+        image_spec: The image processor; None for a text model.
+        max_images: Maximum images of a prompt.
     """
-    from megatron_grpo.rollout.adapters import lora_push
+    from megatron_grpo.rollout.adapters import lora_sync
     from megatron_grpo.servers.server_group import needs_of, problems_with_servers
 
-    lora = lora_push(cfg, shape, on_gpu=None)
-    return problems_with_servers(cfg, needs_of(cfg, shape, longest_prompt, lora, eyes=eyes, most_pictures=most_pictures))
+    lora = lora_sync(cfg, shape, on_gpu=None)
+    return problems_with_servers(cfg, needs_of(cfg, shape, longest_prompt, lora, image_spec=image_spec, max_images=max_images))
 
 
 def problems_of_teacher(cfg: Config, shape: ModelShape, tokenizer: Any, longest_prompt: int) -> Sequence[Problem]:

@@ -18,13 +18,13 @@ from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.policy.attention import gpu_kernel
-from megatron_grpo.policy.guard import GradNormSpikeCheck
+from megatron_grpo.policy.gradient_check import GradNormSpikeCheck
 from megatron_grpo.policy.hf_export import MegatronToHF
 from megatron_grpo.policy.lora import Adapters
 from megatron_grpo.policy.memory_offload import Role
 from megatron_grpo.policy.model import PolicyModel, build_chunks
 from megatron_grpo.policy.model_config import padded_vocab_size
-from megatron_grpo.policy.optimizer import Trainable, choose_what_trains
+from megatron_grpo.policy.optimizer import Trainable, select_trainable
 from megatron_grpo.policy.passes import ModelScorer
 from megatron_grpo.policy.policy import Policy, cut_for
 from megatron_grpo.policy.reference import FrozenPolicy, FrozenReference, Reference, SyncedReference
@@ -35,7 +35,7 @@ from megatron_grpo.run.opened import begin_with, copy_weights, load_weights
 from megatron_grpo.weights.adapters import drawn, from_file
 from megatron_grpo.weights.buckets import MIB
 from megatron_grpo.weights.hf_files import HfReader, check_tied_head
-from megatron_grpo.weights.lora import AdapterPush, LoraSettings, lora_of, own_sizes
+from megatron_grpo.weights.lora import AdapterUpdateRequest, LoraSettings, lora_of, own_sizes
 from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.trainable_parameters import trains_tower
@@ -105,7 +105,7 @@ def sharing_here(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Sha
         raise ConfigError(lacking)
     sharing = sharing_of(cfg, shape, parallel)
     planned = decide(cfg, shape)  # `plan` and the sizes shown at the start do not know the machine
-    if parallel.is_main and sharing != planned and (has_gpu or sharing.min_saving_ratio != planned.min_saving_ratio):
+    if parallel.is_rank_zero and sharing != planned and (has_gpu or sharing.min_saving_ratio != planned.min_saving_ratio):
         logger.warning("Shared prompts are %s.", sharing)
     return sharing
 
@@ -123,7 +123,7 @@ def sharing_of(cfg: Config, shape: ModelShape, parallel: ParallelState) -> Shari
     return decide(cfg, shape, has_gpu=has_gpu, gpu_lacks=lacks)
 
 
-def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: MegatronToHF, push: AdapterPush | None = None) -> Adapters | None:
+def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: MegatronToHF, push: AdapterUpdateRequest | None = None) -> Adapters | None:
     """Set which parameters train: weights of `chunks`, or LoRA adapters that are added to them.
 
     Args:
@@ -138,7 +138,7 @@ def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: MegatronToHF, pus
     tuner, shape = cfg.tuner, exchange.map.shape
     settings = lora_of(tuner, shape)
     if settings is None:
-        choose_what_trains(chunks, exchange, tuner)
+        select_trainable(chunks, exchange, tuner)
         return None
     sizes = own_sizes(settings, shape)
     read = from_file(tuner.adapters, settings, shape) if tuner.adapters else drawn(sizes, cfg.run.seed)
@@ -173,7 +173,7 @@ def model_of(
     naming = "transformer_engine" if use_te and not plain_linears else "local"
     weight_map = WeightMap.for_shape(shape, padded_vocab_size=padded_vocab_size(shape, cfg), naming=naming)
     bucket_bytes = (cfg.rollout.weight_sync_bucket_mb or 0) * MIB or None
-    exchange = MegatronToHF(weight_map, parallel, bucket_bytes=bucket_bytes, to_first=cfg.rollout.vllm_mode == "server")
+    exchange = MegatronToHF(weight_map, parallel, bucket_bytes=bucket_bytes, gather=cfg.rollout.vllm_mode == "server")
 
     def reader_of(directory: str | Path) -> HfReader:
         reader = HfReader(directory)
@@ -233,9 +233,9 @@ def build_policy(
     *,
     model_path: str | Path,
     num_steps: int,
-    clock: Timers | None = None,
+    timers: Timers | None = None,
     parts: PolicyParts | None = None,
-    push: AdapterPush | None = None,
+    push: AdapterUpdateRequest | None = None,
     offload: Collection[Role] = (),
     ref_model_path: Path | None = None,
 ) -> Policy:
@@ -246,7 +246,7 @@ def build_policy(
         parallel: Process groups of this rank.
         model_path: The Hugging Face checkpoint.
         num_steps: Optimizer steps of the run.
-        clock: Timers of the run.
+        timers: Timers of the run.
         parts: Custom reference and gradient check.
         push: How adapters reach the sampler; None if weights train, or if the policy is not sampled from.
         offload: Roles that leave the device while the sampler works.
@@ -287,8 +287,9 @@ def build_policy(
         ModelScorer(model.wrapped, parallel, cut, replay=cfg.grpo.router_replay_mode),
         loss=loss,
         reference=held_to,
-        guard=parts.guard or GradNormSpikeCheck(above=cfg.optimizer.skip_grad_norm_above, factor=cfg.optimizer.skip_grad_norm_factor),
+        gradient_check=parts.gradient_check
+        or GradNormSpikeCheck(above=cfg.optimizer.skip_grad_norm_above, factor=cfg.optimizer.skip_grad_norm_factor),
         exchange=exchange,
-        clock=clock,
+        timers=timers,
         offload=offload,
     )

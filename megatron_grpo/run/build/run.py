@@ -15,14 +15,14 @@ from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.config.config import Config, GrpoConfig
-from megatron_grpo.config.evaluation import how_evaluated, most_of, rules_in_words, score_of
+from megatron_grpo.config.evaluation import describe_rules, how_evaluated, most_of, score_of
 from megatron_grpo.data.prompts import PromptStream
 from megatron_grpo.data.streamed import StreamedPrompts
 from megatron_grpo.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan, make_plan
-from megatron_grpo.planning.report import room_in_words
+from megatron_grpo.planning.report import describe_offload
 from megatron_grpo.policy.memory_offload import Role
 from megatron_grpo.policy.policy import Policy
 from megatron_grpo.policy.validation import sampler_problems
@@ -34,11 +34,11 @@ from megatron_grpo.run.build.engines import (
     build_held_teacher,
     build_served_teacher,
     how_adapters_travel,
-    patient,
     replayed_experts,
-    started,
+    start_engine,
+    with_cancellation,
 )
-from megatron_grpo.run.build.output import build_journal, gap_of, open_output, where_they_part
+from megatron_grpo.run.build.output import build_metrics_logger, gap_of, open_output, where_they_part
 from megatron_grpo.run.build.policy import build_policy
 from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.trainer.evaluate import EvaluationSpec, Evaluator, sampling_of
@@ -71,27 +71,27 @@ def build_run(
     Raises:
         ConfigError: If the built-in sampler does not support the model, or if a part refuses the settings.
     """
-    cfg, timetable = made.checked.config, made.timetable
-    assert timetable.num_steps is not None  # the data have been read, so the length of the run is known
+    cfg, schedule = made.checked.config, made.schedule
+    assert schedule.num_steps is not None  # the data have been read, so the length of the run is known
     if parts.engine is None and (lacking := sampler_problems(inputs.shape)):
         raise ConfigError(lacking)
     checkpoints = open_output(made, inputs, parallel)
-    judge = RewardManager(
+    reward_manager = RewardManager(
         inputs.rewards, cfg.rewards.reward_weights, should_cancel=stop.should_cancel, most_failed_episodes=cfg.turns.max_failed_episodes
     )
-    clock = Timers()
-    heard = checkpoints.best.hear if checkpoints.best else None
+    timers = Timers()
+    heard = checkpoints.best.record if checkpoints.best else None
     # Opened before any model loads: a tracking service that is not installed is an error.
-    journal = build_journal(made, judge, parallel, clock, heard=heard)
-    journal.metrics.open()
+    logger = build_metrics_logger(made, reward_manager, parallel, timers, heard=heard)
+    logger.metrics.open()
     try:
         for note in inputs.notes:
-            journal.metrics.say(note)
+            logger.metrics.print_line(note)
         if isinstance(inputs.prompts, StreamedPrompts):
             inputs.prompts.agree_by(collectives.all_gather_object)
-        return put_together(made, inputs, parallel, stop, checkpoints, judge, journal, parts)
+        return put_together(made, inputs, parallel, stop, checkpoints, reward_manager, logger, parts)
     except BaseException:
-        journal.close(summary=False)
+        logger.close(summary=False)
         raise
 
 
@@ -101,8 +101,8 @@ def put_together(
     parallel: ParallelState,
     stop: train.StopRequest,
     checkpoints: Checkpoints,
-    judge: RewardManager,
-    journal: MetricsLogger,
+    reward_manager: RewardManager,
+    logger: MetricsLogger,
     parts: Parts,
 ) -> train.Run:
     """Build the parts that load models, once the output is open. Collective.
@@ -113,59 +113,60 @@ def put_together(
         parallel: Process groups of this rank.
         stop: Tells whether the run is to stop.
         checkpoints: Checkpoints of the run.
-        judge: Reward manager.
-        journal: Logger of the run, already open.
+        reward_manager: Reward manager.
+        logger: Logger of the run, already open.
         parts: Custom parts, and the hooks into `analysis`.
     """
-    cfg, timetable, clock = made.checked.config, made.timetable, journal.clock
-    assert timetable.num_steps is not None
+    cfg, schedule, timers = made.checked.config, made.schedule, logger.timers
+    assert schedule.num_steps is not None
     teacher = build_served_teacher(cfg, inputs, parallel, stop, checkpoints)  # before a model loads, because it may be refused
-    lora = how_adapters_travel(cfg, inputs, parallel, journal, sampler_is_known=parts.engine is None)
+    lora = how_adapters_travel(cfg, inputs, parallel, logger, sampler_is_known=parts.engine is None)
     offload = what_makes_room(made, parallel)
     if cfg.rollout.bitwise_parity:
         parts.analysis.bitwise_parity()
     policy = build_policy(
-        cfg, parallel, model_path=inputs.model_path, num_steps=timetable.num_steps, clock=clock, parts=parts,
+        cfg, parallel, model_path=inputs.model_path, num_steps=schedule.num_steps, timers=timers, parts=parts,
         push=lora.kind if lora else None, offload=offload, ref_model_path=inputs.ref_model_path,
     )  # fmt: skip
     if inputs.teacher_path is not None:
-        teacher = build_held_teacher(cfg, inputs.shape, parallel, teacher_path=inputs.teacher_path, clock=clock, offload=offload)
+        teacher = build_held_teacher(cfg, inputs.shape, parallel, teacher_path=inputs.teacher_path, timers=timers, offload=offload)
     make = parts.engine or partial(ENGINES[cfg.rollout.vllm_mode], lora=lora, bitwise_parity=parts.analysis.vllm_bitwise_parity)
-    sampler = patient(started(make, cfg, inputs, parallel, policy), stop)
-    publisher = build_publisher(cfg, policy, sampler, say=journal.metrics.say)
+    sampler = with_cancellation(start_engine(make, cfg, inputs, parallel, policy), stop)
+    weight_sync = build_weight_sync(cfg, policy, sampler, print_line=logger.metrics.print_line)
     generator = generator_of(
-        cfg, inputs, answering(cfg, inputs, sampler), judge, clock, again=partial(publish_again, policy, publisher, clock),
-        before=policy.make_room,
+        cfg, inputs, answering(cfg, inputs, sampler), reward_manager, timers,
+        again=partial(sync_weights_again, policy, weight_sync, timers),
+        before=policy.free_memory,
     )  # fmt: skip
     return train.Run(
-        timetable=timetable,
+        schedule=schedule,
         parallel=parallel,
         policy=policy,
         engine=sampler,
-        publisher=publisher,
+        weight_sync=weight_sync,
         rollouts=Rollouts(
             generator,
             inputs.prompts,
             cfg=cfg.grpo,
-            timetable=timetable,
+            schedule=schedule,
             policy=policy,
-            journal=journal,
+            logger=logger,
             penalty=penalty_of(cfg.grpo, policy),
             teacher=teacher,
         ),
         prompts=inputs.prompts,
         checkpoints=checkpoints,
-        evaluator=build_evaluator(cfg, inputs, generator, judge, last_step=timetable.num_steps),
-        journal=journal,
+        evaluator=build_evaluator(cfg, inputs, generator, reward_manager, last_step=schedule.num_steps),
+        logger=logger,
         stop=stop,
         stop_drain_seconds=cfg.run.stop_drain_seconds,
         max_skipped_steps=cfg.optimizer.max_skipped_steps,
-        witness=build_monitor(cfg, inputs, policy, checkpoints, parts.analysis, say=journal.metrics.say),
+        step_callback=build_monitor(cfg, inputs, policy, checkpoints, parts.analysis, print_line=logger.metrics.print_line),
     )
 
 
 def generator_of(
-    cfg: Config, inputs: ValidatedInputs, sampler: Sampler, judge: RewardManager, clock: Timers, *, again: Callable[[], object],
+    cfg: Config, inputs: ValidatedInputs, sampler: Sampler, reward_manager: RewardManager, timers: Timers, *, again: Callable[[], object],
     before: Callable[[], object] = lambda: None,
 ) -> RolloutGenerator:  # fmt: skip
     """Build the generator that samples and scores completions.
@@ -174,17 +175,17 @@ def generator_of(
         cfg: Settings of the run.
         inputs: Validated inputs: the model's shape.
         sampler: Sampler of the run.
-        judge: Reward manager.
-        clock: Timers that record sampling and scoring.
+        reward_manager: Reward manager.
+        timers: Timers that record sampling and scoring.
         again: Gives the sampler the policy's weights after it has lost them. Collective.
         before: Called each time before the sampler wakes, to offload the policy. Collective.
     """
     return RolloutGenerator(
         sampler,
-        judge,
+        reward_manager,
         sampling=SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations),
         seed=cfg.run.seed,
-        clock=clock,
+        timers=timers,
         again=again,
         before=before,
         experts=replayed_experts(cfg, inputs.shape),
@@ -192,7 +193,13 @@ def generator_of(
 
 
 def build_monitor(
-    cfg: Config, inputs: ValidatedInputs, policy: Policy, checkpoints: Checkpoints, analysis: AnalysisHooks, *, say: Callable[[str], None]
+    cfg: Config,
+    inputs: ValidatedInputs,
+    policy: Policy,
+    checkpoints: Checkpoints,
+    analysis: AnalysisHooks,
+    *,
+    print_line: Callable[[str], None],
 ) -> StepMonitor:
     """Build the monitor that checks steps as they are trained, and dumps those that fail.
 
@@ -202,33 +209,36 @@ def build_monitor(
         policy: The policy.
         checkpoints: Checkpoints of the run.
         analysis: Factories of step dumps and of the replica check.
-        say: Logs a message on the main rank.
+        print_line: Logs a message on the main rank.
     """
     step_dumps = partial(
         analysis.step_dumps, folder=Path(cfg.run.output_dir) / "debug_dump", cfg=cfg, model_path=inputs.model_path,
-        last_checkpoint=checkpoints.folder.newest, say=say,
+        last_checkpoint=checkpoints.folder.newest, print_line=print_line,
     )  # fmt: skip
     check = analysis.replica_check(cfg.run.check_replicas_interval) if cfg.run.check_replicas else None
-    return StepMonitor(policy, step_dumps, replica_check=check, ends_run=cfg.run.check_replicas_action == "stop", gap=gap_of(cfg), say=say)
+    return StepMonitor(
+        policy, step_dumps, replica_check=check, ends_run=cfg.run.check_replicas_action == "stop", gap=gap_of(cfg), print_line=print_line
+    )
 
 
-def build_evaluator(cfg: Config, inputs: ValidatedInputs, sampler: Sampler, judge: RewardManager, *, last_step: int) -> Evaluator:
+def build_evaluator(cfg: Config, inputs: ValidatedInputs, sampler: Sampler, reward_manager: RewardManager, *, last_step: int) -> Evaluator:
     """Build the evaluator of the held-out sets.
 
     Args:
         cfg: Settings of the run.
         inputs: Validated inputs: the held-out sets.
         sampler: Sampler of the training prompts, or one that stands in for it.
-        judge: Reward manager.
+        reward_manager: Reward manager.
         last_step: Optimizer step of the last evaluation.
     """
     training = SamplingSettings.of(cfg.rollout, num_generations=cfg.batch.num_generations)
     question = EvaluationSpec(
         sets={name: held_out_prompts(stream, cfg.eval.eval_num_prompts) for name, stream in inputs.held_out.items()},
-        sampling=sampling_of(training, how_evaluated(cfg)), score=score_of(cfg, judge.names), pass_threshold=cfg.eval.eval_pass_threshold,
-        most=most_of(cfg), seed=cfg.eval.eval_seed, episodes=rules_in_words(cfg),
+        sampling=sampling_of(training, how_evaluated(cfg)), score=score_of(cfg, reward_manager.names),
+        pass_threshold=cfg.eval.eval_pass_threshold,
+        most=most_of(cfg), seed=cfg.eval.eval_seed, episodes=describe_rules(cfg),
     )  # fmt: skip
-    return Evaluator(question, sampler, judge, every=cfg.eval.eval_steps, last_step=last_step)
+    return Evaluator(question, sampler, reward_manager, every=cfg.eval.eval_steps, last_step=last_step)
 
 
 def held_out_prompts(stream: PromptStream, most: int | None) -> list[Prompt]:
@@ -261,19 +271,21 @@ def what_makes_room(made: Plan, parallel: ParallelState) -> tuple[Role, ...]:
         memory = make_plan(replace(made.checked, config=here)).memory
         assert memory is not None  # the model's shape is known
         model, optimizer = memory["offload"]["model"], memory["offload"]["optimizer"]
-        if parallel.is_main and cfg.plan.gpu_memory_gb is None:  # otherwise the plan has printed it
-            logger.warning(room_in_words(memory["offload"]))
+        if parallel.is_rank_zero and cfg.plan.gpu_memory_gb is None:  # otherwise the plan has printed it
+            logger.warning(describe_offload(memory["offload"]))
     return (("weights", "reference", "gradients") if model else ()) + (("optimizer",) if optimizer else ())
 
 
-def build_publisher(cfg: Config, policy: Policy, holder: WeightReceiver, *, say: Callable[[str], None] | None = None) -> WeightSyncManager:
+def build_weight_sync(
+    cfg: Config, policy: Policy, holder: WeightReceiver, *, print_line: Callable[[str], None] | None = None
+) -> WeightSyncManager:
     """Build the manager that syncs the policy's weights to the sampler.
 
     Args:
         cfg: Settings of the run.
         policy: Source of the weights.
         holder: Receiver of the weights.
-        say: Logs a message on the main rank.
+        print_line: Logs a message on the main rank.
     """
     return WeightSyncManager(
         policy,
@@ -281,21 +293,21 @@ def build_publisher(cfg: Config, policy: Policy, holder: WeightReceiver, *, say:
         verify=cfg.rollout.verify_weight_push,
         is_coarse=cfg.model.torch_dtype != "float32",
         starts_as_checkpoint=not (cfg.tuner.adapters or cfg.run.mcore_model),
-        say=say,
+        print_line=print_line,
         hint=where_they_part(cfg),
     )
 
 
-def publish_again(policy: Policy, publisher: WeightSyncManager, clock: Timers) -> None:
-    """Sync weights as `train.publish` does, after the sampler has lost them during a request.
+def sync_weights_again(policy: Policy, weight_sync: WeightSyncManager, timers: Timers) -> None:
+    """Sync weights as `train.sync_weights` does, after the sampler has lost them during a request.
 
     Args:
         policy: Source of the weights.
-        publisher: Manager of the weight sync.
-        clock: Timers that record it as `weight_sync`.
+        weight_sync: Manager of the weight sync.
+        timers: Timers that record it as `weight_sync`.
     """
-    with clock("weight_sync"):
-        publisher.publish(policy.version)
+    with timers("weight_sync"):
+        weight_sync.sync_weights(policy.version)
 
 
 def penalty_of(cfg: GrpoConfig, policy: Policy) -> KlPenalty | None:

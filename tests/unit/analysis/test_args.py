@@ -19,7 +19,7 @@ from megatron_grpo.metrics.rollout import drawn_in
 from megatron_grpo.metrics.summary import DriftWatch
 from megatron_grpo.rollout.engine import WeightSyncError
 from megatron_grpo.trainer.weight_sync import WeightSyncManager
-from megatron_grpo.types import Completion, Group, Prompt, Sequence, answered
+from megatron_grpo.types import Completion, Group, Prompt, Sequence, make_completion
 
 read = partial(read_mismatch_args, parse=partial(parse, dialects=DIALECTS))
 
@@ -72,7 +72,7 @@ def test_a_model_is_taken_by_its_files(tmp_path):
 
 
 def completion(length: int) -> Completion:
-    return answered((5, 6, 7), tuple(range(10, 10 + length)), [-0.5] * length, text="", ended="stop", version=4)
+    return make_completion((5, 6, 7), tuple(range(10, 10 + length)), [-0.5] * length, text="", finish_reason="stop", version=4)
 
 
 def test_tokens_and_log_probs_are_recorded_and_read_back(tmp_path):
@@ -81,7 +81,7 @@ def test_tokens_and_log_probs_are_recorded_and_read_back(tmp_path):
 
     ids = np.arange(6)
     twice = Completion(sequence=Sequence(token_ids=ids, mask=ids > 3, starts=(0, 3)), logprobs=-np.ones(6, dtype=np.float32), text="",
-                       versions=((4, 4, 6),), ended="stop")  # fmt: skip
+                       versions=((4, 4, 6),), finish_reason="stop")  # fmt: skip
     prompt = Prompt(number=0, row=0, raw="", token_ids=(5, 6, 7), columns={})
     group = Group(prompt=prompt, completions=(completion(2), twice, completion(5)))
     (tmp_path / "completions").mkdir()
@@ -112,4 +112,4 @@ def test_a_drift_and_a_failed_push_say_what_to_type():
 
     holder = SimpleNamespace(prepare=refuses, version=0)
     with pytest.raises(WeightSyncError, match="the engine is wrong\nTo see: megatron-grpo mismatch out"):
-        WeightSyncManager(None, holder, verify=True, hint="To see: megatron-grpo mismatch out").publish(1)
+        WeightSyncManager(None, holder, verify=True, hint="To see: megatron-grpo mismatch out").sync_weights(1)

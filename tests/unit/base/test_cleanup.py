@@ -41,7 +41,7 @@ def test_an_engine_that_fails_and_then_cannot_sleep_names_the_failure(monkeypatc
 
     engine = ColocatedEngine(Broken(), rank=0, world_size=1, tensor_parallel_size=1, max_model_len=8, sleep_level=1)
     with pytest.raises(ValueError, match="no such token"):
-        with engine.awake():
+        with engine.wake_up():
             raise ValueError("no such token")
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron_grpo.base.errors import RewardError, first_line, keep_secret, said_by
+from megatron_grpo.base.errors import RewardError, first_line, keep_secret, printable
 from megatron_grpo.config.servers import Address
 from megatron_grpo.rewards.builtin.endpoint import Key, UnansweredError, post_json
 from megatron_grpo.rewards.protocol import RewardBatch, RewardFunction
@@ -37,12 +37,12 @@ def test_what_others_say_is_one_line_of_a_bounded_length_without_controls_and_se
     monkeypatch.setenv("SOME_API_KEY", "sesame-opens-this")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     keep_secret(TOKEN)
-    assert said_by(ValueError(NASTY)) == r"\x1b[2J\x1b]0;title\x07\x00\u202eback\x9b1m\ud800   end"
-    assert said_by(f"{TOKEN}, sesame-opens-this, false") == "(a secret), (a secret), false"
-    assert is_fit(said_by(NASTY * 10**6), 5 * 500) and len(said_by("x" * 10**8)) == 503
+    assert printable(ValueError(NASTY)) == r"\x1b[2J\x1b]0;title\x07\x00\u202eback\x9b1m\ud800   end"
+    assert printable(f"{TOKEN}, sesame-opens-this, false") == "(a secret), (a secret), false"
+    assert is_fit(printable(NASTY * 10**6), 5 * 500) and len(printable("x" * 10**8)) == 503
     # One that stands across the end is not cut into a piece that could be read.
-    assert all("a-token" not in said_by("x" * (500 - n) + TOKEN, most=500) for n in range(len(TOKEN)))
-    assert said_by(Silent()) == said_by(Silent(), repr) == "" and said_by("one\ntwo", first_line) == "one"
+    assert all("a-token" not in printable("x" * (500 - n) + TOKEN, most=500) for n in range(len(TOKEN)))
+    assert printable(Silent()) == printable(Silent(), repr) == "" and printable("one\ntwo", first_line) == "one"
 
 
 @contextmanager

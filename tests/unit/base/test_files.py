@@ -99,7 +99,7 @@ def test_a_picture_takes_the_place_of_its_like_and_of_nothing_else(tmp_path, suf
 
     theirs, ours = tmp_path / f"theirs.{suffix}", tmp_path / f"ours.{suffix}"
     Figure().savefig(theirs)
-    draw_png(make_plan(check_parsed(parse(["--max_steps", "2"]))).timetable, 2, str(ours))
+    draw_png(make_plan(check_parsed(parse(["--max_steps", "2"]))).schedule, 2, str(ours))
     assert "no picture that this program drew" in (why_not_drawn(theirs) or "") and why_not_drawn(ours) is None
     [problem] = parse_problems(["--png", str(theirs)])
     assert "theirs" in problem and "left alone" in problem

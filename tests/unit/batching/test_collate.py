@@ -20,7 +20,7 @@ def test_sequences_lie_end_to_end_without_their_last_tokens():
     batch = collate([sequence(4, 5, 6), sequence(7, 8, 9, 4, prompt=2)])
     assert batch.token_ids.tolist() == [4, 5, 7, 8, 9] and batch.positions.tolist() == [0, 1, 0, 1, 2]
     assert batch.segments == (Segment(start=0, end=2, length=2), Segment(start=2, end=5, length=3))
-    assert batch.predict_at.tolist() == [0, 1, 3, 4] and batch.targets.tolist() == [5, 6, 9, 4]
+    assert batch.logit_positions.tolist() == [0, 1, 3, 4] and batch.targets.tolist() == [5, 6, 9, 4]
 
 
 def test_a_sequence_of_one_token_is_a_row_and_no_segment():
@@ -42,8 +42,8 @@ def test_every_context_begins_anew_and_trained_tokens_stay_in_the_order_of_rows(
     two = Sequence(token_ids=np.array([1, 2, 3, 1, 2, 9, 4]), mask=np.array([0, 0, 1, 0, 0, 0, 1], bool), starts=(0, 3))
     batch = collate([two, sequence(7, 8)], alignment=Alignment(sequence=2))
     assert batch.token_ids.tolist() == [7, 0, 1, 2, 1, 2, 9, 0] and batch.positions.tolist() == [0, 1, 0, 1, 0, 1, 2, 3]
-    assert batch.multiplicity.tolist() == [1, 0, 1, 1, 1, 1, 1, 0]
-    assert batch.predict_at.tolist() == [3, 6, 0] and batch.targets.tolist() == [3, 4, 8] and batch.sequence.tolist() == [0, 0, 1]
+    assert batch.num_references.tolist() == [1, 0, 1, 1, 1, 1, 1, 0]
+    assert batch.logit_positions.tolist() == [3, 6, 0] and batch.targets.tolist() == [3, 4, 8] and batch.sequence.tolist() == [0, 0, 1]
     assert (batch.num_sequences, batch.num_contexts) == (2, 3)
     assert [segment.length for segment in batch.segments] == [1, 2, 3]
 
@@ -64,7 +64,7 @@ def test_every_computed_token_finds_its_experts_at_its_place_and_all_else_routes
         rows.append(
             Sequence(token_ids=tokens, mask=np.zeros(len(tokens), bool), starts=starts, experts=draw(st.sampled_from([experts, None])))
         )
-    batch = collate(rows, alignment=alignment, families=[PrefixGroup(tuple(range(len(rows))), 0, 0.0)])
+    batch = collate(rows, alignment=alignment, prefix_groups=[PrefixGroup(tuple(range(len(rows))), 0, 0.0)])
     of_rows = np.split(batch.places, np.cumsum([len(row.token_ids) for row in rows])[:-1])
     used = np.zeros(batch.num_tokens, dtype=int)
     for row, places in zip(rows, of_rows, strict=True):
@@ -77,7 +77,7 @@ def test_every_computed_token_finds_its_experts_at_its_place_and_all_else_routes
         elif batch.experts is not None:
             assert (batch.experts[places[here]] == -1).all()
         np.add.at(used, places[here], 1)
-    assert (used == batch.multiplicity).all()
+    assert (used == batch.num_references).all()
     if all(row.experts is None for row in rows):
         assert batch.experts is None
     else:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_grpo.batching.collate import collate
 from megatron_grpo.batching.prefix_groups import Alignment, ContextSpan, PrefixGroup, common_prefix, contexts_of, prefix_of
 from megatron_grpo.batching.split import BatchPartitioner, MicroBatchSpec, partition, partition_for_scoring, partition_padded
-from megatron_grpo.types import MicroBatch, Segment, Sequence, SequenceLengths, answered
+from megatron_grpo.types import MicroBatch, Segment, Sequence, SequenceLengths, make_completion
 
 ANY_SAVING = 0.0
 
@@ -23,23 +23,23 @@ def sequence(*token_ids: int, prompt: int = 1) -> Sequence:
 
 
 def shared(*sequences: Sequence, prefix: int = 0, min_saving_ratio: float = ANY_SAVING, **more) -> MicroBatch:
-    return collate(sequences, families=[PrefixGroup(tuple(range(len(sequences))), prefix, min_saving_ratio)], **more)
+    return collate(sequences, prefix_groups=[PrefixGroup(tuple(range(len(sequences))), prefix, min_saving_ratio)], **more)
 
 
 def test_a_prompt_stands_once_before_what_follows_it_and_its_last_token_predicts_every_first_token():
     """Prompt (1 2 3); completions (4 5 6), (7 8) and (9)."""
     batch = shared(sequence(1, 2, 3, 4, 5, 6, prompt=3), sequence(1, 2, 3, 7, 8, prompt=3), sequence(1, 2, 3, 9, prompt=3))
     assert batch.token_ids.tolist() == [1, 2, 3, 7, 4, 5] and batch.positions.tolist() == [0, 1, 2, 3, 3, 4]
-    assert batch.multiplicity.tolist() == [3, 3, 3, 1, 1, 1]
-    trunk, short, long = batch.segments
-    assert trunk == Segment(start=0, end=3, length=3) and (short.parent, long.parent) == (0, 0)
-    assert batch.predict_at.tolist() == [2, 4, 5, 2, 3, 2] and batch.targets.tolist() == [4, 5, 6, 7, 8, 9]
+    assert batch.num_references.tolist() == [3, 3, 3, 1, 1, 1]
+    shared_prefix, short, long = batch.segments
+    assert shared_prefix == Segment(start=0, end=3, length=3) and (short.parent, long.parent) == (0, 0)
+    assert batch.logit_positions.tolist() == [2, 4, 5, 2, 3, 2] and batch.targets.tolist() == [4, 5, 6, 7, 8, 9]
     assert batch.sequence.tolist() == [0, 0, 0, 1, 1, 2]
 
 
 def test_completions_that_begin_alike_share_that_too():
     batch = shared(sequence(1, 2, 7, 7, 4), sequence(1, 2, 7, 7, 5))
-    assert batch.segments == (Segment(start=0, end=4, length=4),) and batch.predict_at.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert batch.segments == (Segment(start=0, end=4, length=4),) and batch.logit_positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 def test_a_token_that_differs_ends_what_is_shared():
@@ -56,7 +56,7 @@ def test_tokens_that_differ_where_they_were_said_to_be_equal_are_an_error():
 
 def test_pictures_and_forced_experts_end_what_is_shared_too():
     def with_picture(key):
-        return dataclasses.replace(sequence(1, 2, 3, 4, 5), shown=((2, SimpleNamespace(key=key)),))
+        return dataclasses.replace(sequence(1, 2, 3, 4, 5), images=((2, SimpleNamespace(key=key)),))
 
     def routed(*experts):
         return dataclasses.replace(sequence(1, 2, 3, 4, 5), experts=np.array(experts, dtype=np.int16).reshape(5, 1, 1))
@@ -82,12 +82,12 @@ def test_a_group_is_left_apart_where_sharing_saves_too_little():
 
 def test_the_prefix_of_a_group_is_what_all_its_contexts_begin_with():
     def completion(*token_ids: int):
-        return answered((1, 2, 3), token_ids, [0.0] * len(token_ids), text="", ended="stop", version=0)
+        return make_completion((1, 2, 3), token_ids, [0.0] * len(token_ids), text="", finish_reason="stop", version=0)
 
     assert prefix_of([completion(4, 5), completion(6)]) == 3
     assert prefix_of([completion(4, 5), completion(4, 6)]) == 4
     assert prefix_of([completion(), completion(6, 7)]) == 2  # the last token of a context is not computed
-    assert prefix_of([answered((1,), (), [], text="", ended="stop", version=0)]) == 0
+    assert prefix_of([make_completion((1,), (), [], text="", finish_reason="stop", version=0)]) == 0
 
 
 # ---- properties --------------------------------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def test_the_prefix_of_a_group_is_what_all_its_contexts_begin_with():
 def batches(draw):
     """Rows of up to three groups, each of one to three contexts that begin with the group's opening."""
     words = st.integers(1, 3)
-    rows, extents = [], []
+    rows, lengths = [], []
     for group in range(draw(st.integers(1, 3))):
         opening = draw(st.lists(words, min_size=1, max_size=9))
         members = []
@@ -112,8 +112,8 @@ def batches(draw):
         prefix = common_prefix(members, contexts_of(members))
         prefix *= draw(st.booleans())  # 0 where nobody knows it
         rows += members
-        extents += [SequenceLengths(tuple(end - begin for begin, end in one.contexts), (0, group), prefix) for one in members]
-    return rows, extents
+        lengths += [SequenceLengths(tuple(end - begin for begin, end in one.contexts), (0, group), prefix) for one in members]
+    return rows, lengths
 
 
 def seen_from(batch: MicroBatch, place: int) -> list[tuple[int, int]]:
@@ -137,18 +137,18 @@ def cut_of(data, **more) -> BatchPartitioner:
 @given(data=st.data(), batch=batches(), is_packed=st.booleans(), dp_size=st.integers(1, 2))
 @settings(max_examples=200, deadline=None)
 def test_every_trained_token_sees_what_it_sees_alone_and_no_budget_breaks(data, batch, is_packed, dp_size):
-    rows, extents = batch
+    rows, lengths = batch
     budget = data.draw(st.integers(4, 60)) if is_packed else None
     cut = cut_of(data, dp_size=dp_size, micro_batch_size=data.draw(st.integers(1, 4)), max_tokens=budget)
-    dealt = partition_padded(extents, cut)
-    filled = [*rows, *[rows[0]] * (sum(len(portion.rows) for mine in dealt for portion in mine) - len(rows))]
-    assert sorted(i for mine in dealt for portion in mine for i in portion.rows) == list(range(len(filled)))
-    for portion in (portion for mine in dealt for portion in mine):
-        mine = [filled[i] for i in portion.rows]
-        found = collate(mine, alignment=cut.alignment, families=portion.families, at_least=portion.at_least)
+    dealt = partition_padded(lengths, cut)
+    filled = [*rows, *[rows[0]] * (sum(len(micro_spec.rows) for mine in dealt for micro_spec in mine) - len(rows))]
+    assert sorted(i for mine in dealt for micro_spec in mine for i in micro_spec.rows) == list(range(len(filled)))
+    for micro_spec in (micro_spec for mine in dealt for micro_spec in mine):
+        mine = [filled[i] for i in micro_spec.rows]
+        found = collate(mine, alignment=cut.alignment, prefix_groups=micro_spec.prefix_groups, at_least=micro_spec.at_least)
         alone = collate(mine, alignment=cut.alignment)
         _assert_same_trained_tokens(found, alone)
-        assert found.num_tokens <= portion.num_tokens <= alone.num_tokens
+        assert found.num_tokens <= micro_spec.num_tokens <= alone.num_tokens
         if budget is not None:  # what the longest row takes by itself is needed anyhow
             longest = max(collate([one], alignment=cut.alignment).num_tokens for one in rows)
             assert found.num_tokens <= max(budget // cut.alignment.grain * cut.alignment.grain, longest)
@@ -156,8 +156,8 @@ def test_every_trained_token_sees_what_it_sees_alone_and_no_budget_breaks(data, 
 
 def _assert_same_trained_tokens(found: MicroBatch, alone: MicroBatch) -> None:
     assert (found.targets == alone.targets).all() and (found.sequence == alone.sequence).all()
-    assert [seen_from(found, place) for place in found.predict_at] == [seen_from(alone, place) for place in alone.predict_at]
-    assert found.multiplicity.sum() == alone.multiplicity.sum() and found.num_contexts == alone.num_contexts
+    assert [seen_from(found, place) for place in found.logit_positions] == [seen_from(alone, place) for place in alone.logit_positions]
+    assert found.num_references.sum() == alone.num_references.sum() and found.num_contexts == alone.num_contexts
     order = [segment.parent for segment in found.segments if segment.length]
     children = [parent for parent in order if parent >= 0]
     assert children == sorted(children) and all(parent < len(order) for parent in order)
@@ -167,52 +167,54 @@ def _assert_same_trained_tokens(found: MicroBatch, alone: MicroBatch) -> None:
 # ---- groups in micro-batches -------------------------------------------------------------------------------------------------------------
 
 
-def extents_of(groups, prompt: int) -> list[SequenceLengths]:
+def lengths_of(groups, prompt: int) -> list[SequenceLengths]:
     return [SequenceLengths((prompt + tokens,), (0, number), prompt) for number, group in enumerate(groups) for tokens in group]
 
 
-def pieces(dealt: list[list[MicroBatchSpec]], extents: list[SequenceLengths]) -> dict[object, int]:
+def pieces(dealt: list[list[MicroBatchSpec]], lengths: list[SequenceLengths]) -> dict[object, int]:
     """group -> in how many micro-batches it is."""
     counts: dict[object, int] = {}
-    for portion in (portion for mine in dealt for portion in mine):
-        for group in {extents[i].group for i in portion.rows}:
+    for micro_spec in (micro_spec for mine in dealt for micro_spec in mine):
+        for group in {lengths[i].group for i in micro_spec.rows}:
             counts[group] = counts.get(group, 0) + 1
     return counts
 
 
 def test_a_group_stays_together_where_the_budget_allows_it():
-    extents = extents_of([[20, 30, 10, 40]] * 6, prompt=100)  # 200 - 4 tokens and alignment each; 500 unshared
-    dealt = partition(extents, BatchPartitioner(dp_size=1, micro_batch_size=1, max_tokens=420, min_saving_ratio=1 / 16))
-    assert set(pieces(dealt, extents).values()) == {1} and [portion.num_tokens for portion in dealt[0]] == [392] * 3
+    lengths = lengths_of([[20, 30, 10, 40]] * 6, prompt=100)  # 200 - 4 tokens and alignment each; 500 unshared
+    dealt = partition(lengths, BatchPartitioner(dp_size=1, micro_batch_size=1, max_tokens=420, min_saving_ratio=1 / 16))
+    assert set(pieces(dealt, lengths).values()) == {1} and [micro_spec.num_tokens for micro_spec in dealt[0]] == [392] * 3
 
 
 def test_a_group_beyond_the_budget_is_in_as_few_pieces_as_fit_and_a_long_prompt_takes_no_more_than_alone():
-    extents = extents_of([[50] * 8], prompt=100)
-    dealt = partition(extents, BatchPartitioner(dp_size=1, micro_batch_size=1, max_tokens=300, min_saving_ratio=1 / 16))
-    assert sorted(len(portion.rows) for portion in dealt[0]) == [4, 4] and max(portion.num_tokens for portion in dealt[0]) == 296
-    long = extents_of([[5, 40, 5, 5]], prompt=100)
+    lengths = lengths_of([[50] * 8], prompt=100)
+    dealt = partition(lengths, BatchPartitioner(dp_size=1, micro_batch_size=1, max_tokens=300, min_saving_ratio=1 / 16))
+    assert (
+        sorted(len(micro_spec.rows) for micro_spec in dealt[0]) == [4, 4] and max(micro_spec.num_tokens for micro_spec in dealt[0]) == 296
+    )
+    long = lengths_of([[5, 40, 5, 5]], prompt=100)
     dealt = partition(long, BatchPartitioner(dp_size=1, micro_batch_size=1, max_tokens=30, min_saving_ratio=1 / 16))
-    assert max(portion.num_tokens for portion in dealt[0]) == 139  # 100 + 40 - 1, what the longest takes by itself
+    assert max(micro_spec.num_tokens for micro_spec in dealt[0]) == 139  # 100 + 40 - 1, what the longest takes by itself
 
 
 def test_groups_are_cut_where_ranks_would_wait_or_have_nothing():
-    extents = extents_of([[400] * 8, [100] * 8], prompt=100)
+    lengths = lengths_of([[400] * 8, [100] * 8], prompt=100)
     cut = BatchPartitioner(dp_size=4, micro_batch_size=1, max_tokens=8192, min_saving_ratio=1 / 16)
-    loads = [sum(portion.num_tokens for portion in mine) for mine in partition(extents, cut)]
+    loads = [sum(micro_spec.num_tokens for micro_spec in mine) for mine in partition(lengths, cut)]
     assert min(loads) > 0.8 * max(loads)
-    few = extents_of([[5, 5]], prompt=100)
+    few = lengths_of([[5, 5]], prompt=100)
     dealt = partition(few, BatchPartitioner(dp_size=2, micro_batch_size=1, max_tokens=8192, min_saving_ratio=1 / 16))
-    assert [[portion.rows for portion in mine] for mine in dealt] in ([[(0,)], [(1,)]], [[(1,)], [(0,)]])
+    assert [[micro_spec.rows for micro_spec in mine] for mine in dealt] in ([[(0,)], [(1,)]], [[(1,)], [(0,)]])
 
 
 def test_without_sharing_groups_are_dealt_as_rows():
-    extents = extents_of([[20, 30, 10, 40], [7, 8, 9, 50]], prompt=100)
+    lengths = lengths_of([[20, 30, 10, 40], [7, 8, 9, 50]], prompt=100)
     cut = BatchPartitioner(dp_size=2, micro_batch_size=1, max_tokens=300)
-    alone = [extent._replace(group=None, prefix=0) for extent in extents]
+    alone = [row._replace(group=None, prefix=0) for row in lengths]
     sharing = dataclasses.replace(cut, min_saving_ratio=1 / 16)
     rows = [
-        [[portion.rows for portion in mine] for mine in dealt]
-        for dealt in (partition(extents, cut), partition(alone, cut), partition(alone, sharing))
+        [[micro_spec.rows for micro_spec in mine] for mine in dealt]
+        for dealt in (partition(lengths, cut), partition(alone, cut), partition(alone, sharing))
     ]
     assert rows[0] == rows[1] == rows[2]
 
@@ -222,7 +224,7 @@ def test_what_is_only_scored_is_packed_where_training_cuts_smaller():
 
     def streams(**cut):
         return [
-            [portion.num_tokens for portion in mine]
+            [micro_spec.num_tokens for micro_spec in mine]
             for mine in partition_for_scoring(rows, BatchPartitioner(dp_size=2, scored_tokens=100, **cut))
         ]
 

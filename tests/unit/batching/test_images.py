@@ -20,15 +20,15 @@ FLAT = picture("flat", 2, 8)  # 1 x 4 tokens
 
 def row(*parts, scored: int = 2) -> Sequence:
     """parts: numbers of words, or pictures."""
-    tokens, shown = [], []
+    tokens, images = [], []
     for part in parts:
         if isinstance(part, int):
             tokens += range(4 + len(tokens), 4 + len(tokens) + part)
         else:
-            shown.append((len(tokens), part))
+            images.append((len(tokens), part))
             tokens += [IMAGE] * part.num_tokens
     ids = np.array(tokens, dtype=np.int64)
-    return Sequence(token_ids=ids, mask=np.arange(len(ids)) >= len(ids) - scored, shown=tuple(shown))
+    return Sequence(token_ids=ids, mask=np.arange(len(ids)) >= len(ids) - scored, images=tuple(images))
 
 
 def test_a_picture_stands_on_a_grid_and_the_text_goes_on_behind_its_longer_side():
@@ -56,13 +56,13 @@ def test_positions_are_those_of_transformers():
     model.get_vision_position_ids = Qwen2_5_VLModel.get_vision_position_ids.__get__(model)
     one = row(3, WIDE, 2, FLAT, 1, picture("tall", 8, 2), 4)
     is_picture = np.zeros(len(one.token_ids), dtype=np.int64)
-    for place, shown in one.shown:
-        is_picture[place : place + shown.num_tokens] = 1
+    for place, images in one.images:
+        is_picture[place : place + images.num_tokens] = 1
     found, _ = Qwen2_5_VLModel.get_rope_index(
         model, torch.from_numpy(one.token_ids)[None], mm_token_type_ids=torch.from_numpy(is_picture)[None].int(),
-        image_grid_thw=torch.tensor([shown.grid for _, shown in one.shown]),
+        image_grid_thw=torch.tensor([images.grid for _, images in one.images]),
     )  # fmt: skip
-    assert np.array_equal(found[:, 0].numpy(), positions(len(one.token_ids), one.shown))
+    assert np.array_equal(found[:, 0].numpy(), positions(len(one.token_ids), one.images))
 
 
 def test_without_pictures_positions_stay_one_axis():
@@ -74,49 +74,49 @@ def test_places_come_from_what_is_shown_and_a_drawn_placeholder_is_a_word():
     one = row(2, WIDE, 4)
     one.token_ids[-2] = IMAGE
     micro = collate([one])
-    assert micro.picture_at.tolist() == [2, 3, 4, 5, 6, 7] and micro.picture_token.tolist() == list(range(6))
+    assert micro.image_positions.tolist() == [2, 3, 4, 5, 6, 7] and micro.image_token_index.tolist() == list(range(6))
     assert (micro.token_ids == IMAGE).sum() == 7
 
 
 def test_one_picture_is_encoded_once_for_all_who_show_it():
     micro = collate([row(2, WIDE, 3), row(1, FLAT, 3), row(4, WIDE, FLAT, 2)])
-    assert [one.key for one in micro.pictures] == ["wide", "flat"]
-    for place, token in zip(micro.picture_at, micro.picture_token, strict=True):
+    assert [one.key for one in micro.images] == ["wide", "flat"]
+    for place, token in zip(micro.image_positions, micro.image_token_index, strict=True):
         assert micro.token_ids[place] == IMAGE and token < 10
-    assert np.bincount(micro.picture_token).tolist() == [2] * 10
+    assert np.bincount(micro.image_token_index).tolist() == [2] * 10
 
 
 def test_a_trunks_pictures_enter_once_and_its_children_stand_where_they_would_alone():
     first, second = row(3, WIDE, 2, FLAT, 6), row(3, WIDE, 2, FLAT, 9)
     second.token_ids[-5:] += 50
-    family = PrefixGroup(members=(0, 1), prefix=15, min_saving_ratio=0.0)
-    shared, apart = collate([first, second], families=[family]), collate([first, second])
-    assert len(shared.picture_at) == 10 and len(np.unique(shared.picture_at)) == 10
-    assert len(apart.picture_at) == 20
+    prefix_group = PrefixGroup(members=(0, 1), prefix=15, min_saving_ratio=0.0)
+    shared, apart = collate([first, second], prefix_groups=[prefix_group]), collate([first, second])
+    assert len(shared.image_positions) == 10 and len(np.unique(shared.image_positions)) == 10
+    assert len(apart.image_positions) == 20
     for micro in (shared, apart):
         begin = 0
         for one in (first, second):
             places = micro.places[begin : begin + len(one.token_ids) - 1]
-            assert np.array_equal(micro.positions[:, places], positions(len(one.token_ids) - 1, one.shown))
+            assert np.array_equal(micro.positions[:, places], positions(len(one.token_ids) - 1, one.images))
             begin += len(one.token_ids)
 
 
 def test_padding_goes_on_behind_a_context_and_shows_nothing():
     micro = collate([row(2, WIDE, 4), row(3)], alignment=Alignment(sequence=8, stream=32))
     assert micro.positions.shape == (3, 32) and micro.positions.min() >= 0
-    assert not micro.is_padding[micro.picture_at].any()
+    assert not micro.is_padding[micro.image_positions].any()
 
 
 def test_a_trunk_may_end_within_a_picture():
     first, second = row(3, WIDE, 4), row(3, WIDE, 4)
     second.token_ids[-3:] += 50
-    micro = collate([first, second], families=[PrefixGroup(members=(0, 1), prefix=6, min_saving_ratio=0.99)])
+    micro = collate([first, second], prefix_groups=[PrefixGroup(members=(0, 1), prefix=6, min_saving_ratio=0.99)])
     assert micro.segments[0].length in (6, 9, 10)
     for number, one in enumerate((first, second)):
         begin = number * len(first.token_ids)
         places = micro.places[begin : begin + len(one.token_ids) - 1]
         assert np.array_equal(micro.token_ids[places], one.token_ids[:-1])
-        assert set(places[3:9]) <= set(micro.picture_at.tolist())
+        assert set(places[3:9]) <= set(micro.image_positions.tolist())
 
 
 @pytest.mark.parametrize("grid", [(2, 4, 4), (1, 3, 4), (1, 4, 5)])

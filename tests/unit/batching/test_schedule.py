@@ -59,13 +59,13 @@ class Walk:
     def forwards_needed(self, num_steps: int) -> set[tuple[int, int]]:
         """Slices, of rollouts sampled in so many steps, for which no training forward at the sampling version exists before they are
         trained by another version."""
-        seen, needed = set(), set()
+        image_tokens, needed = set(), set()
         for r, _, j, sampled, trained in self.rows:
             if sampled >= num_steps:
                 break
             if sampled == trained:
-                seen.add((r, j))
-            elif (r, j) not in seen:
+                image_tokens.add((r, j))
+            elif (r, j) not in image_tokens:
                 needed.add((r, j))
         return needed
 
@@ -102,7 +102,7 @@ def test_the_worked_check_recomputes_exactly_the_two_stale_slices():
     table = TrainingSchedule(sizes_of(4, 3, 1))
     first = table.step(0)
     assert first.immediate == range(0, 2) and not first.arriving and not first.launches
-    assert first.anchors == ((1, 1), (1, 2))
+    assert first.old_logprob_slices == ((1, 1), (1, 2))
     assert [(m.rollout, m.slice_index, m.staleness) for m in table.step(1).micro_steps][:2] == [(1, 1, 1), (1, 2, 1)]
 
 
@@ -128,9 +128,9 @@ def test_forward_only_passes_are_those_that_the_walk_needs_and_no_other(size, nu
     a, w, mu = size
     table = table_of(size, num_steps, epoch=epoch)
     walk = Walk(a, w, mu, num_steps * a // (w * mu) + 2, epoch)
-    anchors = [anchor for step in table.from_step(0) for anchor in step.anchors]
-    assert len(anchors) == len(set(anchors))
-    assert set(anchors) == walk.forwards_needed(num_steps)
+    old_logprob_slices = [anchor for step in table.from_step(0) for anchor in step.old_logprob_slices]
+    assert len(old_logprob_slices) == len(set(old_logprob_slices))
+    assert set(old_logprob_slices) == walk.forwards_needed(num_steps)
     num_rollouts = max(len(walk.sampled_at) - 1, 1)
     summary = old_logprobs_summary(table, num_rollouts)
     every = walk.forwards_needed(num_steps + len(walk.rows))
@@ -144,7 +144,7 @@ def test_where_old_log_probs_are_always_made_every_slice_that_is_ever_stale_has_
     timed, walk = table_of(size, epoch=epoch, old_logprobs="always"), Walk(*size, num_rollouts, epoch)
     steps = list(replace(timed, num_steps=walk.rows[-1][-1] + 1).from_step(0))
     stale = {(r, j) for r, _, j, sampled, trained in walk.rows if sampled != trained}
-    assert {anchor for step in steps for anchor in step.anchors if anchor[0] < num_rollouts} == stale
+    assert {anchor for step in steps for anchor in step.old_logprob_slices if anchor[0] < num_rollouts} == stale
     assert not any(step.keeps for step in steps)
     assert all(m.old_logprobs == ("recompute" if m.staleness else "on_policy") for step in steps for m in step.micro_steps)
     assert old_logprobs_summary(timed, num_rollouts)["slices_recomputed"] == len(stale)
@@ -186,7 +186,7 @@ def test_a_run_that_obeys_the_timetable_never_lacks_a_log_prob_and_keeps_none_to
         assert list(step.evaluates) == [step.index]
         sampled_rollouts = step.immediate.stop
         pending |= {(r, j): step.index for r in step.immediate for j in range(w)}
-        for anchor in step.anchors:
+        for anchor in step.old_logprob_slices:
             assert pending[anchor] == step.index, "a forward-only pass runs at the version that sampled its rollout"
             stored[anchor] = step.index
         assert set(step.keeps) <= {(m.rollout, m.slice_index) for m in step.micro_steps if m.staleness == 0}
@@ -222,7 +222,7 @@ def test_one_ahead_only_who_sampled_is_another(size, s, old_logprobs, epoch):
     label = one.old_logprobs if old_logprobs != "rollout" else "on_policy" if by == row.optimizer_step else "rollout"
     assert row == replace(one, sampled_by_version=by, staleness=row.optimizer_step - by, old_logprobs=label)
     step, other = once.step(row.optimizer_step), ahead.step(row.optimizer_step)
-    assert (other.anchors, other.keeps, other.last_use) == (step.anchors, step.keeps, step.last_use)
+    assert (other.old_logprob_slices, other.keeps, other.last_use) == (step.old_logprob_slices, step.keeps, step.last_use)
     assert list(other.arriving) + list(other.immediate) == list(step.immediate)
 
 

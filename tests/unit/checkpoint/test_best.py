@@ -16,7 +16,7 @@ class Run:
 
     def __init__(self, path, *, greater=True, limit=2, metric="reward"):
         self.folder, self.limit, self.said = Folder(path / "checkpoints"), limit, []
-        self.best = Best(self.folder.path, metric, greater=greater, say=self.said.append)
+        self.best = Best(self.folder.path, metric, greater=greater, print_line=self.said.append)
 
     def save(self, step):
         self.folder.begin(step)
@@ -27,10 +27,10 @@ class Run:
     def go(self, values, *, evaluates=False):
         for step, value in values.items():
             if not evaluates:
-                self.best.hear(step, {"reward": value})
+                self.best.record(step, {"reward": value})
             self.save(step)
             if evaluates:
-                self.best.hear(step, {"reward": value})
+                self.best.record(step, {"reward": value})
         return self
 
     @property
@@ -50,14 +50,14 @@ def test_the_best_one_is_kept_and_counts_among_those_kept(tmp_path, evaluates, g
 
 def test_a_number_is_of_the_checkpoint_of_its_own_step_alone(tmp_path):
     run = Run(tmp_path)
-    run.best.hear(0, {"reward": 9.0})
+    run.best.record(0, {"reward": 9.0})
     for step, told in ((1, {"loss": 0.1}), (2, {"reward": None}), (3, {"reward": float("nan")})):
-        run.best.hear(step, told)
+        run.best.record(step, told)
         run.save(step)
-    run.best.hear(4, {"reward": 9.0})  # no checkpoint
+    run.best.record(4, {"reward": 9.0})  # no checkpoint
     run.save(5)
     assert run.best.words() is None and not (run.folder.path / "best.json").exists()
-    run.best.hear(5, {"reward": 0.1})
+    run.best.record(5, {"reward": 0.1})
     assert run.best.step == 5
 
 
@@ -66,7 +66,7 @@ def test_a_run_that_goes_on_knows_its_best_one_and_forgets_what_it_gave_up(tmp_p
     later = Run(tmp_path, limit=None)
     later.best.go_on(2, is_saved=True)
     assert later.best.step == 1
-    later.best.hear(3, {"reward": 0.7})
+    later.best.record(3, {"reward": 0.7})
     assert later.best.step == 1  # the checkpoint that is there is of the steps that were given up
     later.save(3)
     assert later.best.step == 3 and later.written["values"] == {"1": 0.5, "2": 0.3, "3": 0.7}

@@ -32,15 +32,15 @@ def settled(out: Path, *flags: str):
     return with_sizes(cfg, sizes), TrainingSchedule.of_length(sizes, max_steps=cfg.run.max_steps)
 
 
-def saved(out: Path, step: int, *flags: str, pending: int = 0, num_rollouts: int | None = None, **origin) -> Path:
+def saved(out: Path, step: int, *flags: str, buffer: int = 0, num_rollouts: int | None = None, **origin) -> Path:
     """A checkpoint with one small file, as a run with these flags would describe it."""
-    cfg, timetable = settled(out, *flags)
+    cfg, schedule = settled(out, *flags)
     folder = Folder(out / "checkpoints")
     writing = folder.begin(step)
     (writing / "common.pt").write_bytes(b"weights")
     progress = Progress(step=step, num_rollouts=-(-step // 2) if num_rollouts is None else num_rollouts)
-    known = {"settings": settings_of(cfg), "content": CONTENTS, "sizes": timetable.sizes.stream_sizes} | origin
-    said = facts(RunOrigin(**known), progress, world_size=1, torch="2", num_pending=pending, versions={})
+    known = {"settings": settings_of(cfg), "content": CONTENTS, "sizes": schedule.sizes.stream_sizes} | origin
+    said = facts(RunOrigin(**known), progress, world_size=1, torch="2", num_pending=buffer, versions={})
     folder.commit(step, said, fingerprints(writing, ["common.pt"]))
     return folder.directory(step)
 
@@ -161,7 +161,7 @@ def test_what_may_change_is_a_difference_that_is_said(tmp_path):
 
 def test_sizes_and_temperature_may_change_between_rollouts_and_not_while_rows_wait(tmp_path):
     saved(tmp_path / "between", 4)
-    saved(tmp_path / "within", 5, pending=8)
+    saved(tmp_path / "within", 5, buffer=8)
     changes = ["--global_batch_size", "4", "--temperature", "0.5"]
     assert {"global_batch_size", "temperature"} <= {change.name for change in judged(tmp_path / "between", *changes).candidates[0].changes}
     told = refusal(judged, tmp_path / "within", *changes)

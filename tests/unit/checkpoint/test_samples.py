@@ -34,7 +34,7 @@ def sample(kind=Sample, **changes):
         **{mask: np.array([False, False, True, True])},
     )
     known = kind.__dataclass_fields__
-    return kind(**{name: value for name, value in ({"fresh_at": 3} | common | changes).items() if name in known})
+    return kind(**{name: value for name, value in ({"on_policy_version": 3} | common | changes).items() if name in known})
 
 
 def assert_same(back, samples):
@@ -52,12 +52,12 @@ def assert_same(back, samples):
     [],
     [sample()],
     [
-        sample(SampleWithOldLogprobs, old_logprobs=np.zeros(4, np.float32), anchored_by="cached"),
+        sample(SampleWithOldLogprobs, old_logprobs=np.zeros(4, np.float32), old_logprobs_from="cached"),
         sample(row=7),
         sample(row=8, advantage=-1.5),
     ],
-    [sample(SampleWithOldLogprobs, old_logprobs=np.full(4, -2, np.float32), anchored_by="rollout", row=1)] * 3,
-    [sample(SampleWithOldLogprobs, old_logprobs=np.array([0, 0, np.nan, -1], np.float32), anchored_by="rollout")],
+    [sample(SampleWithOldLogprobs, old_logprobs=np.full(4, -2, np.float32), old_logprobs_from="rollout", row=1)] * 3,
+    [sample(SampleWithOldLogprobs, old_logprobs=np.array([0, 0, np.nan, -1], np.float32), old_logprobs_from="rollout")],
     [sample(teacher_logprobs=np.array([0, 0, -3.5, -1e-3], np.float32)), sample(row=1)],
 ], ids=["none", "one", "mixed", "anchored", "without some log-probs", "one that a teacher has seen"])  # fmt: skip
 def test_samples_survive_a_file_bit_for_bit(tmp_path, samples):
@@ -74,15 +74,15 @@ class Row:
     token_ids: np.ndarray
     mask: np.ndarray
     starts: tuple[int, ...] = (0,)
-    shown: tuple = ()  # pictures
+    images: tuple = ()  # pictures
     experts: np.ndarray | None = None  # [T, layers, k]
-    kept_at: np.ndarray | None = None
+    mask_offsets: np.ndarray | None = None
     where: Literal["here", "there"] = "here"
     factor: float = 1.0
     is_dead: bool = False
     limit: int | None = None
     version: int = 0
-    fresh_at: int = 0
+    on_policy_version: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,7 +98,7 @@ EVERYTHING = [
     row(5, starts=(0, 2, 4), experts=np.arange(20, dtype=np.int16).reshape(5, 2, 2), where="there"),
     row(3, starts=(0, 1), factor=float("-inf")),
     row(0, starts=(), experts=np.empty((0, 2, 2), np.int16), limit=3),
-    row(4, MarkedRow, marks=np.zeros((4, 1)), kept_at=np.array([0, 2**40]), is_dead=True),
+    row(4, MarkedRow, marks=np.zeros((4, 1)), mask_offsets=np.array([0, 2**40]), is_dead=True),
     row(2, limit=0, factor=0.1),
 ]
 
@@ -114,13 +114,13 @@ def test_ragged_tuples_arrays_of_any_shape_and_fields_that_are_none_survive(tmp_
 def test_token_ids_take_four_bytes_in_the_file_and_eight_in_memory(tmp_path):
     (tmp_path / "file").write_bytes(file_of(EVERYTHING))
     with np.load(tmp_path / "file") as arrays:
-        assert arrays["Row.token_ids"].dtype == np.int32 and arrays["MarkedRow.kept_at"].dtype == np.int64
+        assert arrays["Row.token_ids"].dtype == np.int32 and arrays["MarkedRow.mask_offsets"].dtype == np.int64
     assert read_samples(tmp_path / "file", Row)[0].token_ids.dtype == np.int64
 
 
 def test_pictures_are_not_saved(tmp_path):
-    (tmp_path / "file").write_bytes(file_of([row(3, shown=((0, object()),))]))
-    assert read_samples(tmp_path / "file", Row)[0].shown == ()
+    (tmp_path / "file").write_bytes(file_of([row(3, images=((0, object()),))]))
+    assert read_samples(tmp_path / "file", Row)[0].images == ()
 
 
 def change_header(path, change):
@@ -197,7 +197,11 @@ def write_format_1(path, samples):
 
 
 def test_a_file_of_format_1_is_read_under_the_new_names_and_its_rows_were_fresh_when_sampled(tmp_path):
-    rows = [row(3, version=4, fresh_at=4), row(5, MarkedRow, marks=np.ones(5), version=2, fresh_at=2), row(2, version=5, fresh_at=5)]
+    rows = [
+        row(3, version=4, on_policy_version=4),
+        row(5, MarkedRow, marks=np.ones(5), version=2, on_policy_version=2),
+        row(2, version=5, on_policy_version=5),
+    ]
     write_format_1(tmp_path / "file", rows)
     assert_same(read_samples(tmp_path / "file", Row), rows)
     assert unreadable(tmp_path / "file", Row) is None
@@ -213,6 +217,6 @@ def test_a_file_that_5dcdde2_wrote_is_read(tmp_path, case):
     with np.load(io.BytesIO(content)) as written:
         assert np.array_equal(np.concatenate([one.token_ids for one in rows]), written["AnchoredSample.token_ids"])
         assert np.array_equal(np.concatenate([one.old_logprobs for one in rows]), written["AnchoredSample.old_logprobs"])
-        assert {one.anchored_by for one in rows} == set(written["AnchoredSample.anchored_by"].tolist())
+        assert {one.old_logprobs_from for one in rows} == set(written["AnchoredSample.anchored_by"].tolist())
         masks = [one.mask if hasattr(one, "mask") else one.loss_mask for one in rows]
         assert np.array_equal(np.concatenate(masks), written["AnchoredSample.loss_mask"])

@@ -26,13 +26,13 @@ from tests.checkpoint_files import fingerprints
 @given(st.lists(st.tuples(st.sets(st.integers(0, 4), min_size=1), st.integers(1, 9), st.booleans()), max_size=12))
 def test_each_tensor_with_a_main_replica_is_written_once_by_a_rank_that_holds_it(tensors):
     held = [
-        [(n, size, is_main and rank == min(ranks)) for n, (ranks, size, is_main) in enumerate(tensors) if rank in ranks]
+        [(n, size, is_rank_zero and rank == min(ranks)) for n, (ranks, size, is_rank_zero) in enumerate(tensors) if rank in ranks]
         for rank in range(5)
     ]
     given = shares(held)
-    for number, (ranks, _, is_main) in enumerate(tensors):
+    for number, (ranks, _, is_rank_zero) in enumerate(tensors):
         writers = {rank for rank in range(5) if number in given[rank]}
-        assert len(writers) == is_main and writers <= ranks
+        assert len(writers) == is_rank_zero and writers <= ranks
 
 
 def test_the_bytes_are_dealt_evenly():
@@ -86,8 +86,8 @@ def test_boxes_are_the_whole_if_and_only_if_each_element_is_in_one_of_them(shape
         if change == "move":
             found.append((tuple(max(0, min(a + data.draw(st.integers(-1, 1)), m - n)) for a, n, m in zip(*box, shape)), box[1]))
     counts = np.zeros(shape, dtype=int)
-    for offset, extent in found:
-        counts[tuple(slice(a, a + n) for a, n in zip(offset, extent, strict=True))] += 1
+    for offset, lengths in found:
+        counts[tuple(slice(a, a + n) for a, n in zip(offset, lengths, strict=True))] += 1
     if (counts == 1).all():
         require_whole("w", shape, found)
     else:

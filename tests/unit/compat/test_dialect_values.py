@@ -7,7 +7,7 @@ import pytest
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config import parse, table
-from megatron_grpo.config.read import shown
+from megatron_grpo.config.read import format_value
 from megatron_grpo.planning.check import check_parsed
 from tests.checked import check
 
@@ -159,15 +159,15 @@ def test_names_of_services_and_of_the_hub(dialect, words, found):
 
 
 def test_a_kl_that_was_typed_is_no_default():
-    shown = {
+    format_value = {
         words: [row.name for row in parse(["--dialect", "skyrl", *words.split()], dialects=DIALECTS).defaults]
         for words in ("", "--algorithm.kl_loss_coef 0.5")
     }
-    assert ["beta" in names or "algorithm.kl_loss_coef" in names for names in shown.values()] == [True, False]
+    assert ["beta" in names or "algorithm.kl_loss_coef" in names for names in format_value.values()] == [True, False]
 
 
 def test_values_are_shown_as_one_types_them():
-    typed = [shown(value) for value in (None, True, False, 1, 0, 0.5, "False", [1, False, "x"])]
+    typed = [format_value(value) for value in (None, True, False, 1, 0, 0.5, "False", [1, False, "x"])]
     assert typed == ["none", "true", "false", "1", "0", "0.5", "False", "1 false x"]
 
 

@@ -120,7 +120,7 @@ def test_an_evaluation_draws_as_training_does_unless_it_says_otherwise():
 
     how = drawn(cfg)
     assert (how.top_p, how.top_k, how.temperature, how.max_completion_length, how.more) == (0.9, 7, 0.8, 100, {"ignore_eos": True})
-    assert how.min_p == 0.1 and not how.tells_kept and SamplingSettings.of(cfg.rollout, num_generations=16).tells_kept
+    assert how.min_p == 0.1 and not how.returns_sampling_mask and SamplingSettings.of(cfg.rollout, num_generations=16).returns_sampling_mask
     own = {"eval_top_p": 1.0, "eval_top_k": 0, "eval_min_p": 0.2, "eval_temperature": 0.5, "eval_max_completion_length": 300,
            "eval_generation_kwargs": {"min_tokens": 2}}  # fmt: skip
     how = drawn(cfg.with_values(own))

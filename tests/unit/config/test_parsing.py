@@ -103,7 +103,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path):
         (["--tuner_type", "dora"], "dora"),
         (["--config"], "config needs the name of a file"),
         (["--config", "/nowhere/x.yaml"], "cannot be read"),
-        (["--lr", "1", "--learning_rate", "2"], "one setting with two values"),
+        (["--lr", "1", "--learning_rate", "2"], "set the same setting"),
         (["x"], "belongs to no flag"),
     ],
 )

@@ -14,10 +14,10 @@ from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.config import DataConfig
 from megatron_grpo.config.parse import resolve
 from megatron_grpo.data import images
-from megatron_grpo.data.checks import check_for_episodes, check_pictures
+from megatron_grpo.data.checks import check_for_episodes, check_images
 from megatron_grpo.data.files import Rows
 from megatron_grpo.data.image_dataset import ImageStore, expanded, num_places, num_tokens, places, shortened, shown_by, with_parts
-from megatron_grpo.data.image_processing import ImageProcessorSpec, PatchCache, eyes_of, resized, said_of_bounds
+from megatron_grpo.data.image_processing import ImageProcessorSpec, PatchCache, image_spec_of, resized, said_of_bounds
 from megatron_grpo.data.images import ImageError, ImageSource, decoded, source_of
 from megatron_grpo.data.prompts import load_rows, open_stream
 from megatron_grpo.run.inputs import ValidatedInputs, rows_for_model_and_rewards
@@ -109,7 +109,7 @@ def asks(*images, text="<image>" * 1):
 
 def problems_of(cfg, **more):
     with pytest.raises(ConfigError) as caught:
-        check_pictures(load_rows(cfg, eyes=EYES, **more))
+        check_images(load_rows(cfg, image_spec=EYES, **more))
     [problem] = caught.value.problems
     return problem.message
 
@@ -172,11 +172,15 @@ def test_rows_say_which_picture_goes_where(tmp_path):
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "part of type video"),
     ):
         with pytest.raises(ConfigError, match=said):
-            load_rows(rows_at(tmp_path, row), eyes=EYES)
+            load_rows(rows_at(tmp_path, row), image_spec=EYES)
     with pytest.raises(ConfigError, match=r"more than limit_images \(1\)"):
-        load_rows(DataConfig(dataset=rows_at(tmp_path, asks("a.png", "a.png", text="<image>" * 2)).dataset, limit_images=1), eyes=EYES)
+        load_rows(
+            DataConfig(dataset=rows_at(tmp_path, asks("a.png", "a.png", text="<image>" * 2)).dataset, limit_images=1), image_spec=EYES
+        )
     with pytest.raises(ConfigError, match="truncation_strategy left would cut into pictures, and 1 of 2 rows show some. Use delete"):
-        load_rows(DataConfig(dataset=rows_at(tmp_path, asks("a.png"), {"prompt": "b"}).dataset, truncation_strategy="left"), eyes=EYES)
+        load_rows(
+            DataConfig(dataset=rows_at(tmp_path, asks("a.png"), {"prompt": "b"}).dataset, truncation_strategy="left"), image_spec=EYES
+        )
     with pytest.raises(ConfigError, match="which the model would not see: training is on text alone"):
         load_rows(rows_at(tmp_path, asks("a.png")))
 
@@ -184,13 +188,13 @@ def test_rows_say_which_picture_goes_where(tmp_path):
 def test_who_has_no_place_for_pictures_is_refused_as_the_data_are_read(tmp_path):
     """Episodes, and rollout functions: else the first prompt with a picture ends the run, or a later turn does not see it."""
     (tmp_path / "a.png").write_bytes(as_bytes(picture(40, 40)))
-    seen = load_rows(rows_at(tmp_path, asks("a.png"), {"prompt": "b"}), eyes=EYES)
+    seen = load_rows(rows_at(tmp_path, asks("a.png"), {"prompt": "b"}), image_spec=EYES)
     with pytest.raises(ConfigError, match="1 of 2 rows show pictures, and episodes of several turns are of text alone"):
         check_for_episodes(seen, "dataset")
     own = resolve(["--rollout_func", "mine.py:f"])
     problems = rows_for_model_and_rewards(own, ValidatedInputs(looked=[("dataset", seen)]))
     assert ["1 of 2 rows show pictures, and rollout_func does not go with them" in one.message for one in problems] == [True]
-    blind = load_rows(rows_at(tmp_path, {"prompt": "b"}), eyes=EYES)
+    blind = load_rows(rows_at(tmp_path, {"prompt": "b"}), image_spec=EYES)
     assert not rows_for_model_and_rewards(own, ValidatedInputs(looked=[("dataset", blind)]))
     assert not rows_for_model_and_rewards(resolve([]), ValidatedInputs(looked=[("dataset", seen)]))
 
@@ -208,9 +212,9 @@ def test_every_form_of_a_column_is_the_same_picture(tmp_path):
     (tmp_path / "a.png").write_bytes(data)
     forms = ["a.png", str(tmp_path / "a.png"), data, {"bytes": data, "path": None}, {"bytes": None, "path": "a.png"}, image]
     rows = [{"prompt": "<image>", "images": [form]} for form in forms] + [{"prompt": "<image>", "image": "a.png"}]
-    album = ImageStore(Rows([(rows, "d row {}".format)]), EYES, root=tmp_path)
-    shown = [album.pictures(number)[0] for number in range(len(rows))]
-    assert album.faults(range(len(rows))) == []
+    image_store = ImageStore(Rows([(rows, "d row {}".format)]), EYES, root=tmp_path)
+    shown = [image_store.images(number)[0] for number in range(len(rows))]
+    assert image_store.faults(range(len(rows))) == []
     assert all(np.array_equal(one.patches(), EYES.patches(image)) for one in shown)
     assert len({one.key for one in shown[:5]}) == 1
     assert shown_by({"images": None}) == shown_by({}) == shown_by({"images": []}) == []
@@ -224,18 +228,18 @@ def test_a_key_is_of_bytes_and_settings_and_not_of_a_path(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "x.png").write_bytes(as_bytes(picture(60, 60, seed=seed)))
     rows = Rows([([{"images": ["x.png"]}], "d row {}".format)])
-    one, other = (ImageStore(rows, EYES, root=tmp_path / folder).pictures(0)[0] for folder in ("a", "b"))
-    smaller = ImageStore(rows, replace(EYES, max_pixels=3136), root=tmp_path / "a").pictures(0)[0]
+    one, other = (ImageStore(rows, EYES, root=tmp_path / folder).images(0)[0] for folder in ("a", "b"))
+    smaller = ImageStore(rows, replace(EYES, max_pixels=3136), root=tmp_path / "a").images(0)[0]
     assert len({one.key, other.key, smaller.key}) == 3
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "x.png").write_bytes((tmp_path / "a" / "x.png").read_bytes())
-    assert ImageStore(rows, EYES, root=tmp_path / "c").pictures(0)[0].key == one.key
+    assert ImageStore(rows, EYES, root=tmp_path / "c").images(0)[0].key == one.key
     assert not np.array_equal(one.patches(), other.patches())
 
 
 def test_a_file_that_changes_under_a_run_ends_it_with_row_and_file(tmp_path):
     (tmp_path / "x.png").write_bytes(as_bytes(picture(60, 60)))
-    found = ImageStore(Rows([([{"images": ["x.png"]}], "d row {}".format)]), EYES, root=tmp_path).pictures(0)[0]
+    found = ImageStore(Rows([([{"images": ["x.png"]}], "d row {}".format)]), EYES, root=tmp_path).images(0)[0]
     assert found.key
     (tmp_path / "x.png").write_bytes(as_bytes(picture(60, 60, seed=5)))
     with pytest.raises(ConfigError, match="d row 0: the picture x.png has changed since this run looked at it first"):
@@ -247,8 +251,8 @@ def test_a_file_that_changes_under_a_run_ends_it_with_row_and_file(tmp_path):
 
 def test_a_picture_is_sent_as_a_name_and_found_again():
     data = as_bytes(picture(60, 60))
-    album = ImageStore(Rows([([{"images": [data]}], "d row {}".format)]), EYES, root=".")
-    found = album.pictures(0)[0]
+    image_store = ImageStore(Rows([([{"images": [data]}], "d row {}".format)]), EYES, root=".")
+    found = image_store.images(0)[0]
     sent = pickle.dumps(found)
     assert len(sent) < 200 < len(data)
     assert pickle.loads(sent) is found
@@ -285,22 +289,22 @@ def test_a_flag_goes_before_the_environment_and_which_holds_is_said(tmp_path, mo
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": {"shortest_edge": 3136, "longest_edge": 12845056}}))
     monkeypatch.setenv("MAX_PIXELS", "50176")
     by_environment, by_flag = DataConfig(), DataConfig(max_pixels=100352)
-    assert eyes_of(by_environment, tmp_path).max_pixels == 50176 and eyes_of(by_flag, tmp_path).max_pixels == 100352
+    assert image_spec_of(by_environment, tmp_path).max_pixels == 50176 and image_spec_of(by_flag, tmp_path).max_pixels == 100352
     assert said_of_bounds(by_environment) == ["MAX_PIXELS 50176 of the environment holds: max_pixels is not set."]
     assert said_of_bounds(by_flag) == ["max_pixels 100352 holds, not MAX_PIXELS 50176 of the environment."]
     monkeypatch.setenv("MAX_PIXELS", "many")
     with pytest.raises(ConfigError, match="MAX_PIXELS in the environment is 'many'"):
-        eyes_of(by_environment, tmp_path)
+        image_spec_of(by_environment, tmp_path)
     monkeypatch.delenv("MAX_PIXELS")
-    assert eyes_of(by_environment, tmp_path).max_pixels == 12845056 and said_of_bounds(by_flag) == []
+    assert image_spec_of(by_environment, tmp_path).max_pixels == 12845056 and said_of_bounds(by_flag) == []
     with pytest.raises(ConfigError, match=r"max_pixels \(500\) is less than one token of a picture has: 28 x 28 = 784. Use 784"):
-        eyes_of(DataConfig(max_pixels=500), tmp_path)
+        image_spec_of(DataConfig(max_pixels=500), tmp_path)
     # Qwen2.5-VL's own file on the Hub has its bounds outside of `size`.
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 784, "max_pixels": 1003520, "patch_size": 14}))
-    assert eyes_of(by_environment, tmp_path).processor_size == {"shortest_edge": 784, "longest_edge": 1003520}
+    assert image_spec_of(by_environment, tmp_path).processor_size == {"shortest_edge": 784, "longest_edge": 1003520}
     (tmp_path / "preprocessor_config.json").unlink()
     with pytest.raises(ConfigError, match=r"preprocessor_config.json is missing beside the model"):
-        eyes_of(by_environment, tmp_path)
+        image_spec_of(by_environment, tmp_path)
 
 
 class Words:
@@ -321,32 +325,32 @@ def test_picture_tokens_count_for_max_prompt_length_and_a_stream_leads_to_them_a
     for name, size in (("a", (56, 56)), ("b", (112, 112)), ("c", (56, 84))):
         (tmp_path / f"{name}.png").write_bytes(as_bytes(picture(*size)))
     cfg = rows_at(tmp_path, asks("a.png"), asks("b.png", "c.png", text="<image>x<image>"), {"prompt": [{"role": "user", "content": "no"}]})
-    stream = open_stream(cfg, Words(), seed=3, eyes=EYES)
+    stream = open_stream(cfg, Words(), seed=3, image_spec=EYES)
     prompts = {prompt.row: prompt for prompt in stream.take(3)}
     assert {row: len(prompt.token_ids) for row, prompt in prompts.items()} == {0: 7, 1: 28, 2: 1}
-    assert [(place, one.num_tokens) for place, one in prompts[1].pictures] == [(1, 16), (20, 6)]
-    assert stream.longest_prompt == 28 and stream.rows.most_pictures == 2 and prompts[2].pictures == ()
-    again = open_stream(cfg, Words(), seed=3, eyes=EYES)
+    assert [(place, one.num_tokens) for place, one in prompts[1].images] == [(1, 16), (20, 6)]
+    assert stream.longest_prompt == 28 and stream.rows.max_images == 2 and prompts[2].images == ()
+    again = open_stream(cfg, Words(), seed=3, image_spec=EYES)
     for number in (5, 0, 4):
-        one, other = again.pictures_of(number), stream.pictures_of(number)
+        one, other = again.images_of(number), stream.images_of(number)
         assert [(place, shown.key) for place, shown in one] == [(place, shown.key) for place, shown in other]
     assert again.taken == 0
     limited = DataConfig(dataset=cfg.dataset, max_prompt_length=27)
     with pytest.raises(ConfigError, match="more than max_prompt_length .27. tokens; the longest has 28"):
-        open_stream(limited, Words(), seed=3, eyes=EYES)
+        open_stream(limited, Words(), seed=3, image_spec=EYES)
     deleted = DataConfig(dataset=cfg.dataset, max_prompt_length=27, truncation_strategy="delete")
-    assert len(open_stream(deleted, Words(), seed=3, eyes=EYES)) == 2
+    assert len(open_stream(deleted, Words(), seed=3, image_spec=EYES)) == 2
 
 
 def test_another_file_under_the_same_name_is_another_data_set(tmp_path):
     (tmp_path / "a.png").write_bytes(as_bytes(picture(56, 56)))
     cfg = rows_at(tmp_path, asks("a.png"))
-    rows = load_rows(cfg, eyes=EYES)
-    first, stamp = rows.fingerprint(), rows.album.stamp()
-    assert load_rows(cfg, eyes=EYES).fingerprint() == first
+    rows = load_rows(cfg, image_spec=EYES)
+    first, stamp = rows.fingerprint(), rows.image_store.stamp()
+    assert load_rows(cfg, image_spec=EYES).fingerprint() == first
     (tmp_path / "a.png").write_bytes(as_bytes(picture(60, 80)))
-    changed = load_rows(cfg, eyes=EYES)
-    assert changed.fingerprint() != first and changed.album.stamp() != stamp
+    changed = load_rows(cfg, image_spec=EYES)
+    assert changed.fingerprint() != first and changed.image_store.stamp() != stamp
 
 
 def test_formats_whose_decoders_start_programs_are_not_opened(tmp_path):

@@ -297,9 +297,9 @@ def test_a_row_that_cannot_be_trained_on_ends_the_run_when_it_comes_by_file_and_
     chat = [{"role": "user", "content": "no"}]
     shows = write(tmp_path / "a.jsonl", [{"prompt": chat}] * 5 + [{"prompt": [chat[0] | {"content": "<image>x"}], "images": ["a.png"]}])
     with pytest.raises(RowsError, match="1 of 2 rows show pictures, and streaming reads rows of text alone.*: a.jsonl line 6"):
-        open_prompts(config(shows), Words(), seed=7, eyes=EYES).take(5)
+        open_prompts(config(shows), Words(), seed=7, image_spec=EYES).take(5)
     with pytest.raises(ConfigError, match="1 of 6 rows show pictures, and streaming reads rows of text alone"):
-        rows_to_look_at(config(shows, 9), eyes=EYES, is_blind=False, seed=0)
+        rows_to_look_at(config(shows, 9), image_spec=EYES, is_blind=False, seed=0)
 
 
 def test_what_is_wrong_with_the_first_block_is_said_before_a_run(tmp_path):
@@ -307,7 +307,7 @@ def test_what_is_wrong_with_the_first_block_is_said_before_a_run(tmp_path):
     with pytest.raises(ConfigError, match="rows 0 to 2, .* have an empty `prompt`: a.jsonl line 3"):
         opened(path)
     with pytest.raises(ConfigError, match="rows 0 to 2, .* have an empty `prompt`: a.jsonl line 3"):
-        rows_to_look_at(config(path), eyes=None, is_blind=True, seed=0)
+        rows_to_look_at(config(path), image_spec=None, is_blind=True, seed=0)
     (tmp_path / "b.json").write_text(json.dumps(ROWS))
     with pytest.raises(ConfigError, match="b.json is one JSON array, which can only be read whole"):
         opened(str(tmp_path / "b.json"))
@@ -359,9 +359,9 @@ def test_prompts_are_cut_as_without_streaming(tmp_path):
 
 def test_rows_to_look_at_are_the_first_ones(tmp_path):
     path = write(tmp_path / "a.jsonl")
-    rows = rows_to_look_at(config(path), eyes=None, is_blind=True, seed=0)
+    rows = rows_to_look_at(config(path), image_spec=None, is_blind=True, seed=0)
     assert len(rows) == 4 and rows.is_beginning and rows.described(4).startswith("first 4 rows, ")
-    assert len(rows_to_look_at(config(path, streaming=False), eyes=None, is_blind=True, seed=0)) == 23
+    assert len(rows_to_look_at(config(path, streaming=False), image_spec=None, is_blind=True, seed=0)) == 23
     stream = opened(path)
     assert stream.rows.is_beginning and stream.longest_prompt == 5 and stream.rows.fingerprint() == rows.fingerprint()
     with pytest.raises(TypeError, match="nobody knows how many"):

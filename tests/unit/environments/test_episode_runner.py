@@ -9,7 +9,7 @@ import time
 import pytest
 
 from megatron_grpo.environments.episode_runner import EpisodeRunner
-from megatron_grpo.environments.protocol import Environment, InvalidReplyError, Reply, as_messages, as_reply
+from megatron_grpo.environments.protocol import Environment, InvalidReplyError, StepOutput, as_messages, as_step_output
 from megatron_grpo.environments.workers import Workers
 from megatron_grpo.rollout.engine import prompt_seed
 from megatron_grpo.rollout.turns import request_seed
@@ -20,8 +20,8 @@ from tests.unit.environments.scripted import END, QUESTION, played
 class More(Environment):
     closed = 0
 
-    def reply(self, turn):
-        return Reply(messages=[{"role": "user", "content": "more"}], reward=float(turn.number + 1), metrics={"calls": 2})
+    def step(self, turn):
+        return StepOutput(messages=[{"role": "user", "content": "more"}], reward=float(turn.number + 1), metrics={"calls": 2})
 
     def close(self):
         type(self).closed += 1
@@ -31,13 +31,13 @@ def test_the_environment_is_asked_after_each_turn_and_told_which_is_the_last():
     heard = []
 
     class Listens(Environment):
-        def reply(self, turn):
+        def step(self, turn):
             heard.append((turn.number, turn.text, turn.is_last, [message["content"] for message in turn.messages]))
             return [{"role": "user", "content": "go on"}], 0.0, False
 
     [one], _ = played(Listens, lambda key, turn: f"turn {turn}", max_turns=2)
     assert heard == [(0, "turn 0", False, ["q", "turn 0"]), (1, "turn 1", True, ["q", "turn 0", "go on", "turn 1"])]
-    assert one.ended == "max_turns" and one.record.numbers.num_turns == 2 and not one.is_failed
+    assert one.finish_reason == "max_turns" and one.record.numbers.num_turns == 2 and not one.is_failed
     assert one.sequence.mask[-1], "what was heard after the last turn is not encoded"
     assert one.text == "[assistant] turn 0\n[user] go on\n[assistant] turn 1\n[user] go on"
 
@@ -53,15 +53,15 @@ def test_the_budget_is_the_episodes_and_a_turn_that_is_cut_ends_it():
     asked = []
 
     class Listens(More):
-        def reply(self, turn):
+        def step(self, turn):
             asked.append(turn.number)
-            return super().reply(turn)
+            return super().step(turn)
 
     tail = len("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n") - len("<|im_start|>" * 2 + "<|im_end|>") + 3
     [one], says = played(Listens, "a" * 9, max_completion_length=10 + tail + 5, max_turns=8)
     assert [most for *_, most in says.asked] == [15 + tail, 5], "drawn and heard are both counted"
-    assert one.ended == "length" and asked == [0], "half a tool call is never made"
-    assert one.num_drawn == 15 and one.record.turn_rewards == (1.0, None)
+    assert one.finish_reason == "length" and asked == [0], "half a tool call is never made"
+    assert one.num_sampled == 15 and one.record.turn_rewards == (1.0, None)
 
 
 def test_a_rewritten_context_does_not_refund_what_was_heard():
@@ -72,7 +72,7 @@ def test_a_rewritten_context_does_not_refund_what_was_heard():
 
 def test_what_does_not_fit_is_heard_and_not_encoded():
     [one], _ = played(More, "a", max_completion_length=3)
-    assert one.ended == "length" and one.sequence.token_ids[one.sequence.mask].tolist()[-1] == END and one.sequence.mask[-1]
+    assert one.finish_reason == "length" and one.sequence.token_ids[one.sequence.mask].tolist()[-1] == END and one.sequence.mask[-1]
     assert one.record.messages[-1]["content"] == "more"
 
 
@@ -83,15 +83,15 @@ def test_an_opening_that_does_not_fit_is_the_environments_fault_and_trains_nothi
             return [{"role": "user", "content": "x" * count}]
 
     [one], sampler = played(Long, "a", max_model_len=100)
-    assert one.ended == "nonsense" and says in one.record.numbers.fault and not sampler.asked and one.version == 4
+    assert one.finish_reason == "nonsense" and says in one.record.numbers.fault and not sampler.asked and one.version == 4
     assert not one.sequence.mask.any() and len(one.sequence.token_ids) < 100, "the row that is trained is the prompt's"
 
 
 def test_no_messages_end_an_episode_as_done_does():
-    for answer in (Reply(reward=1.0), Reply(messages=[{"role": "user", "content": "bye"}], done=True), (None, 1.0, False)):
-        kind = type("Ends", (Environment,), {"reply": lambda self, turn, answer=answer: answer})
+    for answer in (StepOutput(reward=1.0), StepOutput(messages=[{"role": "user", "content": "bye"}], done=True), (None, 1.0, False)):
+        kind = type("Ends", (Environment,), {"step": lambda self, turn, answer=answer: answer})
         [one], _ = played(kind, "a")
-        assert one.ended == "done" and one.record.numbers.num_turns == 1
+        assert one.finish_reason == "done" and one.record.numbers.num_turns == 1
 
 
 def test_an_environment_that_cannot_start_leaves_a_row_without_drawn_tokens():
@@ -122,7 +122,7 @@ def test_a_new_sampler_is_asked_for_the_turns_that_are_open():
     from tests.unit.environments.scripted import Says, stage
 
     where = stage(More)
-    ids = where.template.encode(where.template.render(QUESTION), where.template.guards())
+    ids = where.template.encode(where.template.render(QUESTION), where.template.gradient_checks())
     play = EpisodeRunner(
         where, [Prompt(number=0, row=0, raw=QUESTION, token_ids=tuple(ids), columns={})], n=2, seed_of=lambda *key: hash(key) % 99
     )
@@ -143,13 +143,13 @@ def test_a_new_sampler_is_asked_for_the_turns_that_are_open():
     known = lost.asked[-lost.num_running :]
     assert says.asked[: len(known)] == known, "the same context, the same seed"
     [group] = play.groups()
-    assert {one.ended for one in group.completions} == {"max_turns"}
+    assert {one.finish_reason for one in group.completions} == {"max_turns"}
 
 
 class Slow(Environment):
-    def reply(self, turn):
+    def step(self, turn):
         time.sleep(0.2)  # blocks, as a user's may
-        return Reply(done=True)
+        return StepOutput(done=True)
 
 
 def test_calls_run_beside_each_other_up_to_the_limit():
@@ -192,16 +192,16 @@ def test_what_a_call_that_was_given_up_returns_is_dropped_and_its_place_is_taken
 @pytest.mark.parametrize(
     "value",
     ["well done", None, ([{"role": "user"}], 0.0, False), ([{"role": "user", "content": "x"}], float("inf"), False), ("x", 0.0, False),
-     ([{"role": "user", "content": [{"type": "image"}]}], 0.0, False), Reply(metrics={"a": "b"}), Reply(done=1),
-     (["x"], 0, False), ([{"role": "user", "content": "\ud800"}], 0.0, False), Reply(reward=10**400)],
+     ([{"role": "user", "content": [{"type": "image"}]}], 0.0, False), StepOutput(metrics={"a": "b"}), StepOutput(done=1),
+     (["x"], 0, False), ([{"role": "user", "content": "\ud800"}], 0.0, False), StepOutput(reward=10**400)],
 )  # fmt: skip
 def test_what_is_no_answer_is_said(value):
-    with pytest.raises(InvalidReplyError, match="reply returned"):
-        as_reply(value)
+    with pytest.raises(InvalidReplyError, match="step returned"):
+        as_step_output(value)
 
 
 def test_numbers_of_any_library_are_rewards():
     import numpy as np
 
-    reply = as_reply(([], np.float32(0.5), np.bool_(True)))
-    assert reply.reward == 0.5 and reply.done is True and as_messages([], who="start") == ()
+    step = as_step_output(([], np.float32(0.5), np.bool_(True)))
+    assert step.reward == 0.5 and step.done is True and as_messages([], who="start") == ()

@@ -31,15 +31,19 @@ OPENING = ({"role": "user", "content": "q"},)
 SAID = ({"role": "assistant", "content": "a"}, {"role": "user", "content": "no"}, {"role": "assistant", "content": "b"})
 
 
-def episode(ended="done", *, fault="", rewards=(0.0, 1.0), starts=(0,), seconds=0.5, **metrics) -> Completion:
+def episode(finish_reason="done", *, fault="", rewards=(0.0, 1.0), starts=(0,), seconds=0.5, **metrics) -> Completion:
     """Two turns: [prompt, prompt, drawn, heard, drawn], or two contexts of them."""
     mask = np.array([False, False, True, False, True] * len(starts))
     numbers = EpisodeNumbers(
-        ended=ended, num_turns=2, seconds=seconds, metrics=metrics, fault=fault or ("it did" if ended in FAULTS else "")
+        finish_reason=finish_reason,
+        num_turns=2,
+        seconds=seconds,
+        metrics=metrics,
+        fault=fault or ("it did" if finish_reason in FAULTS else ""),
     )
     return Completion(
         sequence=Sequence(token_ids=np.arange(4, 4 + len(mask)), mask=mask, starts=starts),
-        logprobs=np.where(mask, -0.5, 0).astype(np.float32), text="[assistant] a", ended=ended, versions=((0, 2, 5),),
+        logprobs=np.where(mask, -0.5, 0).astype(np.float32), text="[assistant] a", finish_reason=finish_reason, versions=((0, 2, 5),),
         record=EpisodeRecord(numbers=numbers, messages=(*OPENING, *SAID), num_opening=1, turn_rewards=rewards),
     )  # fmt: skip
 
@@ -57,7 +61,14 @@ def test_rewards_get_whole_episodes_by_name_and_a_failed_one_is_judged_by_nobody
     heard = {}
 
     def reward(completions, messages, turn_rewards, num_turns, ended, answer):
-        heard.update(completions=completions, messages=messages, turn_rewards=turn_rewards, num_turns=num_turns, ended=ended, answer=answer)
+        heard.update(
+            completions=completions,
+            messages=messages,
+            turn_rewards=turn_rewards,
+            num_turns=num_turns,
+            ended=ended,
+            answer=answer,
+        )
         return [1.0] * len(completions)
 
     failed = episode("error")
@@ -90,8 +101,8 @@ def test_max_turns_is_a_rule_and_length_is_a_cut():
     assert verdict.is_truncated == (False, True) and verdict.trains == (True, True)
 
 
-def verdicts(*ended: str) -> list[GroupMetadata]:
-    return [GroupMetadata.of(ScoredGroup(group=group(episode(how)), rewards=((1.0,),))) for how in ended]
+def verdicts(*finish_reason: str) -> list[GroupMetadata]:
+    return [GroupMetadata.of(ScoredGroup(group=group(episode(how)), rewards=((1.0,),))) for how in finish_reason]
 
 
 def test_a_run_whose_episodes_fail_ends_with_the_most_frequent_sentence():
@@ -133,7 +144,7 @@ def test_what_is_counted_of_episodes():
 def test_the_table_of_completions_shows_turns_and_cuts_what_is_huge(tmp_path):
     from types import SimpleNamespace
 
-    huge = episode("error", fault="reply raised KeyError")
+    huge = episode("error", fault="step raised KeyError")
     record = replace(huge.record, messages=(*OPENING, {"role": "tool", "content": "x" * 10_000_000}))
     scored = ScoredGroup(group=group(replace(huge, record=record)), rewards=((None,),))
     found = SimpleNamespace(
@@ -143,7 +154,7 @@ def test_the_table_of_completions_shows_turns_and_cuts_what_is_huge(tmp_path):
     columns = Completions(tmp_path, reward_names=["f"])._columns(0, scored, found)
     [messages] = columns["messages"]
     assert len(messages) < 200_000 and json.loads(messages)[1]["content"].endswith("(10,000,000 characters)")
-    assert columns["fault"] == ["reply raised KeyError"] and columns["num_turns"] == [2] and columns["completion"] == ["[assistant] a"]
+    assert columns["fault"] == ["step raised KeyError"] and columns["num_turns"] == [2] and columns["completion"] == ["[assistant] a"]
 
 
 def test_completion_ids_are_what_follows_the_opening_in_the_last_context():
@@ -154,7 +165,7 @@ def test_completion_ids_are_what_follows_the_opening_in_the_last_context():
 MINE = """
 from megatron_grpo.environments.protocol import Environment
 class Fine(Environment):
-    def reply(self, turn):
+    def step(self, turn):
         return [], 0.0, True
 class Mute(Environment):
     pass
@@ -169,7 +180,7 @@ def bare(x):
     ("values", "sentence"),
     [
         ({"environment": "mine.py:Nothing"}, "environment: mine.py has no function 'Nothing'"),
-        ({"environment": "mine.py:Mute"}, "environment mine.py:Mute has no `reply`."),
+        ({"environment": "mine.py:Mute"}, "environment mine.py:Mute has no `step`."),
         ({"environment": "mine.py:bare"}, "environment mine.py:bare is no environment"),
         ({"environment": "mine"}, "environment (mine) is written path/to/file.py:name, or package.module:name."),
         ({"tools": ["mine.py:bare"]}, "tools: one of mine.py:bare has no schema: Cannot generate JSON schema for bare because it has no"),

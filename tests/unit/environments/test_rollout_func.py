@@ -28,12 +28,12 @@ def prompts(count: int = 2) -> list[Prompt]:
     return [Prompt(number=7 + i, row=i, raw=f"q{i}", token_ids=(10 + i, 11), columns={"answer": str(i)}) for i in range(count)]
 
 
-def in_words(ids) -> str:
+def describe(ids) -> str:
     return " ".join(map(str, ids))
 
 
 def made(returned, count: int = 2):
-    return completions_of(returned, asked_of(prompts(count), N), LIMITS, version=3, decode=in_words)
+    return completions_of(returned, asked_of(prompts(count), N), LIMITS, version=3, decode=describe)
 
 
 GOOD = {"completion_ids": [[5, 2], [6], [7, 8, 9], [5] * 6], "logprobs": [[-0.5, -0.1], [-1.0], [-1.0, 0.0, -2.0], [-1.0] * 6]}
@@ -46,12 +46,12 @@ def test_what_is_returned_becomes_completions_behind_the_prompts_tokens():
     ]  # fmt: skip
     assert [one.sequence.mask.tolist() for one in found[:2]] == [[False, False, True, True], [False, False, True]]
     assert found[0].logprobs.tolist() == [0.0, 0.0, np.float32(-0.5), np.float32(-0.1)]
-    assert [one.ended for one in found] == ["stop", "stop", "stop", "length"] and found[3].text == " 5 5 5 5 5 5"
+    assert [one.finish_reason for one in found] == ["stop", "stop", "stop", "length"] and found[3].text == " 5 5 5 5 5 5"
     assert found[0].versions == ((3, 2, 4),) and found[0].answer_ids == (5, 2)
 
 
 def test_a_completion_at_its_limit_that_ends_itself_is_not_cut():
-    assert made(GOOD | {"completion_ids": [*GOOD["completion_ids"][:3], [5] * 5 + [2]]})[3].ended == "stop"
+    assert made(GOOD | {"completion_ids": [*GOOD["completion_ids"][:3], [5] * 5 + [2]]})[3].finish_reason == "stop"
 
 
 def test_what_the_model_did_not_draw_is_masked_and_has_no_log_prob():
@@ -141,8 +141,8 @@ class Turns:
     def poll(self):
         for request in self.running.values():
             request[0] -= 1
-        ended = [key for key, (left, _) in self.running.items() if left <= 0]
-        return [(key, self.running.pop(key)[1]) for key in ended]
+        finish_reason = [key for key, (left, _) in self.running.items() if left <= 0]
+        return [(key, self.running.pop(key)[1]) for key in finish_reason]
 
     @property
     def num_running(self):
@@ -164,7 +164,7 @@ class Engine:
 class Tokenizer:
     @staticmethod
     def decode(ids, skip_special_tokens):
-        return in_words(ids)
+        return describe(ids)
 
 
 def rollouts(function, engine=None, *, timeout: float = 60.0):
@@ -277,9 +277,9 @@ def test_a_run_that_is_given_up_leaves_no_call_waiting():
         except Exception:  # noqa: BLE001 - what users write
             told.set()
         finally:
-            ended.set()
+            finish_reason.set()
 
-    ended, engine = threading.Event(), Engine()
+    finish_reason, engine = threading.Event(), Engine()
     engine.turns.poll = lambda: []
 
     def stop():
@@ -288,13 +288,13 @@ def test_a_run_that_is_given_up_leaves_no_call_waiting():
     engine.steps = [stop]
     with pytest.raises(KeyboardInterrupt):
         rollouts(catches, engine).generate(prompts(), SAMPLING, seed=5)
-    assert ended.wait(5) and not told.is_set()
+    assert finish_reason.wait(5) and not told.is_set()
 
 
 def test_pictures_are_refused():
-    shown = replace(prompts(1)[0], pictures=((0, None),))
+    describe_value = replace(prompts(1)[0], images=((0, None),))
     with pytest.raises(RunError, match="rollout_func does not go with pictures"):
-        rollouts(plain).generate([shown], SAMPLING, seed=5)
+        rollouts(plain).generate([describe_value], SAMPLING, seed=5)
 
 
 @pytest.mark.parametrize(

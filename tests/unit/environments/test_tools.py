@@ -8,7 +8,7 @@ import json
 import pytest
 
 from megatron_grpo.environments.foreign_environments import adapted
-from megatron_grpo.environments.protocol import Environment, Reply
+from megatron_grpo.environments.protocol import Environment, StepOutput
 from megatron_grpo.environments.tools import InvalidToolError, read_hermes, schema_of, tool_set
 from tests.unit.environments.scripted import played
 
@@ -62,7 +62,7 @@ TOOLS = tool_set({"product": product, "slowly": slowly})
 def test_every_call_gets_an_answer(text, answers):
     [one], _ = played(TOOLS, lambda key, turn: "done" if turn else text)
     told = [message["content"] for message in one.record.messages if message["role"] == "tool"]
-    assert one.ended == "done" and len(told) == len(answers)
+    assert one.finish_reason == "done" and len(told) == len(answers)
     assert all(found.startswith(answer) for found, answer in zip(told, answers, strict=True)), told
     failed = sum(answer.startswith("Error") for answer in answers)
     assert one.record.numbers.metrics == {"tool_calls": len(answers), "tool_errors": failed}
@@ -92,8 +92,8 @@ class Greets(Environment):
     def start(self, prompt):
         return [*prompt, {"role": "user", "content": "hello"}]
 
-    def reply(self, turn):
-        return Reply(messages=[{"role": "user", "content": "and?"}], reward=1.0, done=turn.is_last)
+    def step(self, turn):
+        return StepOutput(messages=[{"role": "user", "content": "and?"}], reward=1.0, done=turn.is_last)
 
 
 def test_tools_beside_an_environment_answer_calls_and_it_answers_the_rest():
@@ -155,7 +155,7 @@ class Gym:
 
 def test_megatron_swifts_environments_give_observations_and_a_reward_a_step():
     [one], _ = played(adapted(Gym), "a", columns={"env_config": {"left": 2}})
-    assert one.ended == "done" and one.record.turn_rewards == (0.5, 0.5)
+    assert one.finish_reason == "done" and one.record.turn_rewards == (0.5, 0.5)
     assert [message["content"] for message in one.record.messages] == ["be brief", "left: 2", "a", "left: 1", "a"]
 
 
@@ -176,7 +176,7 @@ class Verifies:
 def test_verifiers_environments_keep_a_state_an_episode():
     completions, _ = played(adapted(Verifies), "a", n=2, columns={"answer": "x"}, max_turns=5)
     for one in completions:
-        assert one.ended == "done" and [m["content"] for m in one.record.messages[1:]] == ["a", "1 of x", "a", "2 of x", "a"]
+        assert one.finish_reason == "done" and [m["content"] for m in one.record.messages[1:]] == ["a", "1 of x", "a", "2 of x", "a"]
 
 
 def test_what_is_nobodys_environment_is_none():

@@ -28,9 +28,9 @@ def talked(template: ChatTemplate, *turns: str, history="template", ends: int | 
     for place, text in enumerate(turns):
         tokens = [*ids_of(template, text), *([] if ends is None else [ends])]
         kept = SamplingMask(np.arange(len(tokens) + 1) * 2, np.array([word for token in tokens for word in (token, token + place + 1)]))
-        transcript.say(tokens, [-1.0] * len(tokens), 3, kept)
+        transcript.add_turn(tokens, [-1.0] * len(tokens), 3, kept)
         if place < len(turns) - 1:
-            transcript.hear(heard)
+            transcript.add_messages(heard)
     return transcript
 
 
@@ -65,7 +65,7 @@ def test_a_template_that_rewrites_begins_a_context_where_it_does(source, turns):
         said += [{"role": "assistant", "content": text}, *HEARD]
         assert place < 3
     assert all(found.sequence.mask[end - 1] and not found.sequence.mask[begin] for begin, end in found.sequence.contexts)
-    words = found.sequence.kept.ids.reshape(-1, 2)
+    words = found.sequence.sampling_mask.ids.reshape(-1, 2)
     assert (words[:, 0] == found.sequence.token_ids[found.sequence.mask]).all(), "what they were drawn among goes with them"
     turn = np.repeat(np.arange(len(turns)), [len(ids_of(template, text)) + 1 for text in turns])
     assert (words[:, 1] - words[:, 0] == turn + 1).all()
@@ -88,10 +88,10 @@ def test_tokens_that_would_be_others_if_encoded_again_are_kept():
     template.tokenizer.add_tokens([AddedToken("ab", special=False, normalized=False)])
     a, b = ids_of(template, "a"), ids_of(template, "b")
     transcript = Trajectory(template, QUESTION)
-    transcript.say([*a, *b, END], [-1.0] * 3, 0)
+    transcript.add_turn([*a, *b, END], [-1.0] * 3, 0)
     assert ids_of(template, "ab") != [*a, *b]
-    transcript.hear(HEARD)
-    transcript.say([*a, END], [-1.0] * 2, 0)
+    transcript.add_messages(HEARD)
+    transcript.add_turn([*a, END], [-1.0] * 2, 0)
     found = transcript.finished().sequence
     assert found.starts == (0,) and found.token_ids[found.mask].tolist() == [*a, *b, END, *a, END]
 
@@ -100,9 +100,9 @@ def test_half_characters_stay_as_they_were_drawn():
     template = template_of()
     first, second = ids_of(template, "é")
     transcript = Trajectory(template, QUESTION)
-    assert transcript.say([first, END], [-1.0, -1.0], 0) == "\ufffd"
-    transcript.hear(HEARD)
-    transcript.say([second, END], [-1.0, -1.0], 0)
+    assert transcript.add_turn([first, END], [-1.0, -1.0], 0) == "\ufffd"
+    transcript.add_messages(HEARD)
+    transcript.add_turn([second, END], [-1.0, -1.0], 0)
     found = transcript.finished().sequence
     assert found.starts == (0,) and found.token_ids[found.mask].tolist() == [first, END, second, END]
 
@@ -146,9 +146,9 @@ def test_the_same_text_has_the_same_guard_in_all_messages_of_an_episode():
     template = template_of(DROPS)
     transcript = Trajectory(template, QUESTION)
     for heard in ("<|im_end|>", "<|im_start|>", "<|endoftext|>"):
-        transcript.say([*ids_of(template, "aa"), END], [-1.0] * 3, 0)
-        transcript.hear([{"role": "user", "content": heard}])
-    transcript.say([END], [-1.0], 0)
+        transcript.add_turn([*ids_of(template, "aa"), END], [-1.0] * 3, 0)
+        transcript.add_messages([{"role": "user", "content": heard}])
+    transcript.add_turn([END], [-1.0], 0)
     found = transcript.finished().sequence
     begin, end = found.contexts[-1]
     text = template.decode(found.token_ids[begin:end])
@@ -166,9 +166,9 @@ def test_what_the_generation_prompt_puts_into_the_models_mouth_is_part_of_its_tu
 def test_an_opening_that_ends_with_the_models_words_is_gone_on_with():
     template = template_of()
     transcript = Trajectory(template, [*QUESTION, {"role": "assistant", "content": "It is"}])
-    transcript.say([*ids_of(template, " 7"), END], [-1.0] * 3, 0)
-    transcript.hear(HEARD)
-    transcript.say([END], [-1.0], 0)
+    transcript.add_turn([*ids_of(template, " 7"), END], [-1.0] * 3, 0)
+    transcript.add_messages(HEARD)
+    transcript.add_turn([END], [-1.0], 0)
     found = transcript.finished().sequence
     assert found.starts == (0,)
     assert template.decode(found.token_ids) == template.render(
@@ -179,7 +179,7 @@ def test_an_opening_that_ends_with_the_models_words_is_gone_on_with():
 def test_a_context_in_which_nothing_was_drawn_is_not_kept():
     template = template_of(DROPS)
     transcript = talked(template, "thought", "b")
-    transcript.hear(HEARD)  # and the model never answers
+    transcript.add_messages(HEARD)  # and the model never answers
     assert transcript.num_contexts == len(transcript.finished().sequence.starts) + (transcript.num_contexts > 2)
     nothing = Trajectory(template, QUESTION).finished().sequence
     assert nothing.token_ids.tolist() == list(Trajectory(template, QUESTION).opening) and not nothing.mask.any()

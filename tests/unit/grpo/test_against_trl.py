@@ -19,7 +19,7 @@ from megatron_grpo.grpo import advantages as ours
 from megatron_grpo.grpo.loss import GrpoLoss
 from megatron_grpo.grpo.metrics import finish
 from tests.reference.grpo_reference import Completion
-from tests.reference.packing import MAX_COMPLETION_LENGTH, pack, random_batch, threshold_of, weigh
+from tests.reference.packing import MAX_COMPLETION_LENGTH, pack, random_batch, threshold_of, token_weight_fn
 
 grpo_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is a test-only dependency: pip install megatron-grpo[dev]")
 
@@ -158,7 +158,7 @@ def assert_same(
     for c, advantage in zip(completions, trl_advantages.tolist(), strict=True):
         c.advantage = advantage
     loss = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0)
-    token_weights = weigh(loss, completions)
+    token_weights = token_weight_fn(loss, completions)
     packed = pack(completions, token_weights, range(len(completions)), torch.float64)
     value, logs = loss(
         packed.inputs,

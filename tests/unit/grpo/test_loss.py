@@ -17,7 +17,16 @@ from megatron_grpo.grpo.objectives import Labels, classification
 from megatron_grpo.grpo.ratios import RATIOS, Sequences, off_policy_mask, rollout_correction, whole_sequences
 from tests.combinations import KL_MODES, legal, random_others
 from tests.reference import grpo_reference as reference
-from tests.reference.packing import MAX_COMPLETION_LENGTH, in_whole_groups, labels_of, pack, package_loss, random_batch, random_split, weigh
+from tests.reference.packing import (
+    MAX_COMPLETION_LENGTH,
+    in_whole_groups,
+    labels_of,
+    pack,
+    package_loss,
+    random_batch,
+    random_split,
+    token_weight_fn,
+)
 
 LOSS_TYPES, LEVELS = tuple(OBJECTIVES), tuple(RATIOS)
 OTHERS = {
@@ -257,7 +266,7 @@ def test_loss_of_a_rank_without_trained_positions_is_a_zero_that_backpropagates(
         cfg = GrpoConfig(loss_type=loss_type, importance_sampling_level=level, beta=0.1, entropy_coef=0.1)
         loss = GrpoLoss.from_config(cfg, max_completion_length=4, temperature=1.0)
         completions = random_batch(1)
-        weights = weigh(loss, completions)
+        weights = token_weight_fn(loss, completions)
         packed = pack(completions, weights, [], torch.float32, labels_of(loss, completions, weights))
         value, logs = loss(packed.inputs, logprobs=packed.logprobs, entropy=packed.entropy, ref_logprobs=packed.ref_logprobs)
         value.backward()
@@ -271,7 +280,7 @@ def test_logs_are_copies_that_outlive_the_loss():
     """Megatron's schedule may scale the loss it is given in place."""
     completions = random_batch(2)
     loss = GrpoLoss.from_config(GrpoConfig(), max_completion_length=9, temperature=1.0)
-    packed = pack(completions, weigh(loss, completions), range(8), torch.float64)
+    packed = pack(completions, token_weight_fn(loss, completions), range(8), torch.float64)
     value, logs = loss(packed.inputs, logprobs=packed.logprobs)
     before = logs.sums["loss"].item()
     with torch.no_grad():
@@ -283,7 +292,7 @@ def test_a_loss_says_which_of_its_inputs_is_missing():
     cfg = GrpoConfig(beta=0.1, top_entropy_quantile=0.2)
     loss = GrpoLoss.from_config(cfg, max_completion_length=9, temperature=1.0)
     completions = random_batch(2)
-    packed = pack(completions, weigh(loss, completions), range(8), torch.float64)
+    packed = pack(completions, token_weight_fn(loss, completions), range(8), torch.float64)
     assert (loss.needs_reference, loss.needs_entropy, loss.needs_entropy_threshold) == (True, True, True)
     with pytest.raises(ValueError, match="entropy and ref_logprobs and entropy_threshold"):
         loss(packed.inputs, logprobs=packed.logprobs)
@@ -298,7 +307,7 @@ def test_a_reference_given_while_the_kl_is_in_the_reward_is_measured_and_not_tra
     completions = random_batch(6)
     loss, plain = (GrpoLoss.from_config(GrpoConfig(beta=beta, kl_in_reward=beta > 0), max_completion_length=9, temperature=1.0)
                    for beta in (0.3, 0.0))  # fmt: skip
-    packed = pack(completions, weigh(loss, completions), range(8), torch.float64)
+    packed = pack(completions, token_weight_fn(loss, completions), range(8), torch.float64)
     value, logs = loss(packed.inputs, logprobs=packed.logprobs, ref_logprobs=packed.ref_logprobs)
     assert value.item() == plain(packed.inputs, logprobs=packed.logprobs)[0].item()
     assert logs.sums["kl"] > 0
@@ -311,7 +320,7 @@ def test_the_slope_of_any_piece_is_the_gradient_of_the_whole_to_the_last_bit(los
     for kl in KL_MODES.values():
         cfg = random_others(rng, {"loss_type": loss_type, **kl}, {**OTHERS, "entropy_coef": (0.0,), "top_entropy_quantile": (1.0,)})
         loss, completions = GrpoLoss.from_config(cfg, max_completion_length=MAX_COMPLETION_LENGTH, temperature=1.0), random_batch(asked)
-        weights = weigh(loss, completions)
+        weights = token_weight_fn(loss, completions)
         packed = pack(completions, weights, range(len(completions)), torch.float32, labels_of(loss, completions, weights))
         ref_logprobs = packed.ref_logprobs if loss.needs_reference else None
         loss(packed.inputs, logprobs=packed.logprobs, ref_logprobs=ref_logprobs)[0].backward()

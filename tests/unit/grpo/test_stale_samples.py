@@ -15,7 +15,7 @@ NAN = float("nan")
 
 
 def sample(version: int) -> Sample:
-    return Sample(row=3, rollout=1, prompt_number=0, version=version, fresh_at=version, token_ids=np.arange(4),
+    return Sample(row=3, rollout=1, prompt_number=0, version=version, on_policy_version=version, token_ids=np.arange(4),
                   mask=np.array([0, 0, 1, 1], bool),
                   sampler_logprobs=np.array([0, 0, -1, -2], np.float32), advantage=1.0, is_dead=False, is_truncated=False)  # fmt: skip
 
@@ -32,12 +32,12 @@ def test_a_stale_sample_without_old_log_probs_cannot_be_collated():
 @pytest.mark.parametrize("by", ["recompute", "cached"])
 def test_a_sample_is_not_anchored_while_one_of_its_trained_tokens_has_no_old_log_prob(by):
     with pytest.raises(ValueError, match="row 3 of rollout 1 has no old log-prob at 1 of 2 trained tokens"):
-        sample(4).anchored(np.array([NAN, NAN, -1.0, NAN]), by)
-    assert sample(4).anchored(np.array([NAN, NAN, -1.0, -1.0]), by).anchored_by == by
+        sample(4).with_old_logprobs(np.array([NAN, NAN, -1.0, NAN]), by)
+    assert sample(4).with_old_logprobs(np.array([NAN, NAN, -1.0, -1.0]), by).old_logprobs_from == by
 
 
 def test_a_sampler_may_leave_out_a_token_and_its_ratio_is_then_one():
-    stale = sample(4).anchored(np.array([0, 0, -1.5, NAN], np.float32), "rollout")
+    stale = sample(4).with_old_logprobs(np.array([0, 0, -1.5, NAN], np.float32), "rollout")
     micro = collate([stale], WEIGHTS, trained_at=5)
     names = ("token_weights", "advantages", "sampler_logprobs", "old_logprobs", "is_compared", "sequence")
     assert not micro.is_compared.any(), "the sampler's log-probs are no measure of the sampler"

@@ -11,7 +11,7 @@ from megatron_grpo.grpo.loss import NORMALISATIONS, token_weights
 NUM_MASKED = [2, 1, 4]
 
 
-def weigh(loss_type, *, is_truncated=(False,) * 3, is_dead=(False,) * 3, **settings):
+def token_weight_fn(loss_type, *, is_truncated=(False,) * 3, is_dead=(False,) * 3, **settings):
     return token_weights(NUM_MASKED, loss_type=loss_type, is_truncated=is_truncated, is_dead=is_dead, max_completion_length=10, **settings)
 
 
@@ -34,27 +34,27 @@ def per_token(result):
     ],
 )
 def test_weight_of_a_token_by_hand(loss_type, expected):
-    result = weigh(loss_type)
+    result = token_weight_fn(loss_type)
     assert per_token(result) == pytest.approx(expected, rel=1e-15)
     assert (result.num_sequences, result.num_loss_tokens) == (3, 7)
 
 
 def test_overlong_filter_empties_the_mask_and_keeps_n():
-    result = weigh("grpo", is_truncated=(False, False, True), overlong_filter=True)
+    result = token_weight_fn("grpo", is_truncated=(False, False, True), overlong_filter=True)
     assert per_token(result) == pytest.approx([1 / 6, 1 / 3, 0.0])
     assert (result.num_sequences, result.num_loss_tokens) == (3, 3)
-    assert per_token(weigh("dapo", is_truncated=(False, False, True), overlong_filter=True)) == pytest.approx([1 / 3, 1 / 3, 0.0])
+    assert per_token(token_weight_fn("dapo", is_truncated=(False, False, True), overlong_filter=True)) == pytest.approx([1 / 3, 1 / 3, 0.0])
 
 
 def test_dead_groups_leave_n_too():
-    result = weigh("grpo", is_dead=(False, False, True), exclude_zero_std_groups=True)
+    result = token_weight_fn("grpo", is_dead=(False, False, True), exclude_zero_std_groups=True)
     assert per_token(result) == pytest.approx([1 / 4, 1 / 2, 0.0])
     assert (result.num_sequences, result.num_loss_tokens) == (2, 3)
 
 
 def test_flags_without_their_filter_change_nothing():
-    result = weigh("grpo", is_truncated=(True,) * 3, is_dead=(True,) * 3)
-    assert per_token(result) == per_token(weigh("grpo"))
+    result = token_weight_fn("grpo", is_truncated=(True,) * 3, is_dead=(True,) * 3)
+    assert per_token(result) == per_token(token_weight_fn("grpo"))
 
 
 @pytest.mark.parametrize("loss_type", NORMALISATIONS)
@@ -63,7 +63,7 @@ def test_a_batch_with_nothing_left_says_so_and_has_zero_weights(loss_type):
         {"is_dead": (True,) * 3, "exclude_zero_std_groups": True},
         {"is_truncated": (True,) * 3, "overlong_filter": True},
     ):
-        result = weigh(loss_type, **settings)
+        result = token_weight_fn(loss_type, **settings)
         assert result.num_loss_tokens == 0
         assert (result.of_rows == 0).all()
 

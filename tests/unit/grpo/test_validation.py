@@ -129,7 +129,7 @@ def test_a_cut_without_top_k_comes_with_the_largest_and_that_is_said(rollout, sa
     (warning,) = validation.warnings(Config(rollout=cfg))
     assert warning.startswith(f"Note: {said} without top_k draws among the 256 likeliest words (top_k 256)")
     asked = SamplingSettings.of(cfg, num_generations=2)
-    assert (asked.top_k, asked.top_p, asked.min_p, asked.tells_kept) == (256, cfg.top_p, cfg.min_p, True)
+    assert (asked.top_k, asked.top_p, asked.min_p, asked.returns_sampling_mask) == (256, cfg.top_p, cfg.min_p, True)
     assert SamplingSettings.of(RolloutConfig(), num_generations=2).top_k == 0
 
 

@@ -91,7 +91,7 @@ metrics.start(Progress())
 sys.stdin.readline()  # the reader has gone
 for step in range(1, 4):
     metrics.log(Progress(step=step, num_tokens=step), {{"reward": 1.0, "time/step": 0.1}})
-    metrics.say("a line")
+    metrics.print_line("a line")
 metrics.close()
 sys.exit(7)
 """

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from megatron_grpo.metrics import Metrics
-from megatron_grpo.metrics.evaluations import Evaluations, compared, in_words
+from megatron_grpo.metrics.evaluations import Evaluations, compared, describe
 from megatron_grpo.types import Progress
 from tests.evaluated import evaluated
 
@@ -69,7 +69,7 @@ def test_a_command_that_comes_again_adds_to_what_is_there(tmp_path):
         kept.add(0, replace(evaluated(score, score, question="a"), table={"completion": ["x", "y"]}), model=model)
     assert [line.get("change") for line in lines(tmp_path)] == [None, 0.5] and lines(tmp_path)[1]["change/since"] == "base"
     assert sorted(path.name for path in tmp_path.glob("evaluations/eval/*.parquet")) == ["step_000000.parquet", "step_000000_1.parquet"]
-    assert "change from base" in [figure for figure, *_ in in_words(kept.records)[2]]
+    assert "change from base" in [figure for figure, *_ in describe(kept.records)[2]]
 
 
 def test_lines_of_an_older_version_are_read(tmp_path):
@@ -83,14 +83,14 @@ def test_lines_of_an_older_version_are_read(tmp_path):
 
 def test_the_table_says_how_it_was_asked_and_what_seeds_alone_would_change():
     found = drawn([[1.0, 0.0], [1.0, 1.0]])
-    how, heads, rows = in_words([{"step": 1} | found.numbers()])
+    how, heads, rows = describe([{"step": 1} | found.numbers()])
     told = dict(rows)
     assert heads == ["eval"]
     assert how == "2 completions of each prompt at temperature 1"
     assert (told["mean"], told["seed alone"], told["pass@2"]) == ("0.750 ± 0.250", "± 0.250", "1.000") and not any(
         "change" in row for row in told
     )
-    how, _, rows = in_words([evaluated(0.5).numbers()])
+    how, _, rows = describe([evaluated(0.5).numbers()])
     assert how == "greedy" and "seed alone" not in dict(rows)
 
 

@@ -21,10 +21,10 @@ from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.grpo.advantages import Advantages
 from megatron_grpo.metrics import Metrics, display, report_to_problems
-from megatron_grpo.metrics.display import phase_in_words
-from megatron_grpo.metrics.rollout import Completions, JudgedRollout, rollout_stats
+from megatron_grpo.metrics.display import describe_phase
+from megatron_grpo.metrics.rollout import Completions, ScoredRollout, rollout_stats
 from megatron_grpo.metrics.summary import TimeSummary
-from megatron_grpo.types import DynamicSamplingResult, Group, GroupMetadata, Progress, Prompt, ScoredGroup, answered
+from megatron_grpo.types import DynamicSamplingResult, Group, GroupMetadata, Progress, Prompt, ScoredGroup, make_completion
 from tests.evaluated import evaluated
 from tests.ranks import run_ranks
 
@@ -275,39 +275,39 @@ def test_tensorboard_gets_the_finite_numbers_of_every_step(tmp_path):
 
 
 def test_a_clock_adds_up_blocks_of_one_name_and_begins_again():
-    clock = Timers()
+    timers = Timers()
     for _ in range(2):
-        with clock("rollout"):
+        with timers("rollout"):
             time.sleep(0.02)
-    with pytest.raises(ValueError), clock("train"):
+    with pytest.raises(ValueError), timers("train"):
         raise ValueError
-    taken = clock.take()
+    taken = timers.take()
     assert taken["time/rollout"] >= 0.04 and "time/train" in taken
-    assert clock.take().keys() == {"time/other", "time/step"}
+    assert timers.take().keys() == {"time/other", "time/step"}
 
 
 def test_what_is_in_no_block_is_other_and_the_parts_sum_to_the_step():
-    clock = Timers()
-    clock.take()
+    timers = Timers()
+    timers.take()
     for _ in range(2):
         time.sleep(0.02)
-        with clock("train"):
+        with timers("train"):
             time.sleep(0.01)
         time.sleep(0.01)
-        taken = clock.take()
+        taken = timers.take()
         assert taken["time/other"] >= 0.03 and taken["time/train"] >= 0.01
         assert taken.pop("time/step") == sum(taken.values())
 
 
 def test_a_block_inside_another_takes_its_time_from_that_one():
     before = time.perf_counter()
-    clock = Timers()
-    with clock("train"):
+    timers = Timers()
+    with timers("train"):
         time.sleep(0.01)
-        with clock("ref_logprobs"):
+        with timers("ref_logprobs"):
             time.sleep(0.02)
         time.sleep(0.01)
-    taken = clock.take()
+    taken = timers.take()
     assert taken["time/ref_logprobs"] >= 0.02 and taken["time/train"] >= 0.02
     assert taken.pop("time/step") == sum(taken.values()) <= time.perf_counter() - before
 
@@ -316,7 +316,9 @@ def rollout_of_two(version=4, number=0):
     """Two prompts, two completions each, two reward functions, one of which does not apply to the last completion."""
 
     def group(number, raw, lengths, rewards):
-        completions = tuple(answered((1, 2, 3), range(n), (0.0,) * n, text="x" * n, ended=why, version=version) for n, why in lengths)
+        completions = tuple(
+            make_completion((1, 2, 3), range(n), (0.0,) * n, text="x" * n, finish_reason=why, version=version) for n, why in lengths
+        )
         prompt = Prompt(number=number, row=number + 10, raw=raw, token_ids=(1, 2, 3), columns={})
         return ScoredGroup(group=Group(prompt=prompt, completions=completions), rewards=rewards)
 
@@ -331,9 +333,9 @@ def rollout_of_two(version=4, number=0):
         rewards_per_func=np.array([[[1, 0], [0, 1]], [[1, 0.5], [1, nan]]]),
         is_dead=np.array([True, False]),
     )
-    verdicts = [GroupMetadata.of(one) for one in scored]
-    reaped = DynamicSamplingResult(kept=verdicts, sampled=verdicts, num_rounds=1, num_dead_dropped=0, num_given_back=0)
-    return JudgedRollout(number=number, harvest=reaped, advantages=found, penalty=None, held=dict(enumerate(scored)))
+    metas = [GroupMetadata.of(one) for one in scored]
+    reaped = DynamicSamplingResult(kept=metas, sampled=metas, num_rounds=1, num_dead_dropped=0, num_given_back=0)
+    return ScoredRollout(number=number, result=reaped, advantages=found, penalty=None, held=dict(enumerate(scored)))
 
 
 def test_the_stats_of_a_step_are_over_all_completions_of_all_its_rollouts():
@@ -360,7 +362,7 @@ def test_completions_are_a_table_with_a_row_each(tmp_path):
     import pyarrow.parquet
 
     told = []
-    writer = Completions(tmp_path, reward_names=["right", "short"], tell=lambda version, table: told.append(table))
+    writer = Completions(tmp_path, reward_names=["right", "short"], write_table=lambda version, table: told.append(table))
     path = writer.write(rollout_of_two(version=4, number=9))
     assert path == tmp_path / "completions" / "step_000004.parquet"
     rows = pyarrow.parquet.read_table(path).to_pylist()
@@ -401,7 +403,7 @@ def test_each_node_writes_its_own_file_and_nothing_else(tmp_path):
 
         told, both = [], rollout_of_two()
         where = collectives.node(f"machine {rank // 2}")
-        writer = Completions(folder, reward_names=["right", "short"], rank=rank, node=where, tell=lambda *given: told.append(given))
+        writer = Completions(folder, reward_names=["right", "short"], rank=rank, node=where, write_table=lambda *given: told.append(given))
         writer.start(Progress())
         group = replace(both.held[0].group, prompt=replace(both.held[0].group.prompt, number=rank))
         path = writer.write(replace(both, held={0: replace(both.held[0], group=group)}))
@@ -505,18 +507,18 @@ def hours(monkeypatch):
 
 def test_a_phase_is_told_with_its_count_and_an_estimate_from_what_is_done(hours):
     with activity.phase("rollout"), activity.phase("sampling", total=1024, unit="completions"):
-        assert phase_in_words() == "sampling 0 of 1,024 completions"
+        assert describe_phase() == "sampling 0 of 1,024 completions"
         activity.advance(256)
         hours(30)
-        assert phase_in_words() == "sampling 256 of 1,024 completions, 1:30 left"
+        assert describe_phase() == "sampling 256 of 1,024 completions, 1:30 left"
         activity.advance(768)
-        assert phase_in_words() == "sampling 1,024 of 1,024 completions, 30 s"
+        assert describe_phase() == "sampling 1,024 of 1,024 completions, 30 s"
     with activity.phase("starting vLLM"):
         hours(75)
-        assert phase_in_words() == "starting vLLM, 1:15"
+        assert describe_phase() == "starting vLLM, 1:15"
     with activity.phase("eval"), activity.phase("sampling", total=3, unit="completions"):
-        assert phase_in_words() == "evaluating: sampling 0 of 3 completions"
-    assert phase_in_words() == "" and activity.current() == ()
+        assert describe_phase() == "evaluating: sampling 0 of 3 completions"
+    assert describe_phase() == "" and activity.current() == ()
 
 
 def test_a_phase_that_raises_is_left_and_what_it_counted_is_not_the_outer_ones():
@@ -532,7 +534,7 @@ def test_a_phase_that_raises_is_left_and_what_it_counted_is_not_the_outer_ones()
 
 def test_a_block_of_the_clock_is_a_phase():
     with Timers()("weight_sync"):
-        assert phase_in_words() == "pushing weights"
+        assert describe_phase() == "pushing weights"
 
 
 def test_a_pipe_hears_now_and_then_of_a_phase_that_lasts(tmp_path, monkeypatch):
@@ -586,8 +588,8 @@ def test_where_the_time_went_is_the_last_page():
         ("sampling", "10.0", "16.7%"),
         ("all", "60.0", "100%"),
     ]
-    assert spent.in_words().startswith("2 optimizer steps (1 skipped); ")
-    assert "; resumed after step 40; 5.0 s of sampling beside other work, not in the table" in spent.in_words()
+    assert spent.describe().startswith("2 optimizer steps (1 skipped); ")
+    assert "; resumed after step 40; 5.0 s of sampling beside other work, not in the table" in spent.describe()
 
 
 def test_the_last_page_is_for_a_run_that_ended_well(tmp_path):

@@ -45,35 +45,35 @@ def journal_in(folder, *, rank=0, **settings):
     names = ["right", "short"]
     metrics = Metrics(folder, rank=rank, console=Console(file=io.StringIO(), width=300), total_steps=9)
     return MetricsLogger(
-        metrics, Completions(folder, reward_names=names, every=0), clock=Timers(),
-        **dict(reward_weights=[1.0, 1.0], tells_selection=False, from_all=lambda mine: [mine, mine]) | settings,
+        metrics, Completions(folder, reward_names=names, every=0), timers=Timers(),
+        **dict(reward_weights=[1.0, 1.0], tells_selection=False, all_gather=lambda mine: [mine, mine]) | settings,
     )  # fmt: skip
 
 
-def step(journal, number, *, skipped=None, **metrics):
+def step(logger, number, *, skipped=None, **metrics):
     micro_batches = [SimpleNamespace(rows=((0, 0), (0, 1))), SimpleNamespace(rows=((0, 2), (0, 3)))]
     batch = SimpleNamespace(micro_batches=micro_batches, staleness=(0, 1), metrics={"staleness/mean": 0.5})
-    journal.step(Progress(step=number, num_tokens=60 * number), batch, {"loss": 0.5} | metrics, skipped=skipped)
+    logger.step(Progress(step=number, num_tokens=60 * number), batch, {"loss": 0.5} | metrics, skipped=skipped)
 
 
 def lines(folder, name="metrics.jsonl"):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def told(journal):
-    return journal.metrics._display.console.file.getvalue()
+def told(logger):
+    return logger.metrics._display.console.file.getvalue()
 
 
 def test_the_first_step_begins_when_the_run_is_there_and_each_next_one_at_the_record_before_it(tmp_path, seconds):
-    journal = journal_in(tmp_path)
+    logger = journal_in(tmp_path)
     seconds.pass_(50)  # models load
-    journal.start(Progress(step=3, num_tokens=180))
+    logger.start(Progress(step=3, num_tokens=180))
     for number in (4, 5):
         seconds.pass_(1)
-        with journal.clock("train"):
+        with logger.timers("train"):
             seconds.pass_(4)
-        step(journal, number)
-        with journal.clock("checkpoint"):
+        step(logger, number)
+        with logger.timers("checkpoint"):
             seconds.pass_(7)
     first, second = lines(tmp_path)
 
@@ -85,13 +85,13 @@ def test_the_first_step_begins_when_the_run_is_there_and_each_next_one_at_the_re
 
 
 def test_a_step_has_the_rewards_of_all_its_rollouts_and_of_no_other_steps(tmp_path):
-    journal = journal_in(tmp_path)
-    journal.start(Progress())
+    logger = journal_in(tmp_path)
+    logger.start(Progress())
     for number, more in enumerate((0, 10)):
         one = rollout_of_two(number=number)
-        journal.rollout(replace(one, advantages=replace(one.advantages, rewards=one.advantages.rewards + more)))
-    step(journal, 1)
-    step(journal, 2)
+        logger.rollout(replace(one, advantages=replace(one.advantages, rewards=one.advantages.rewards + more)))
+    step(logger, 1)
+    step(logger, 2)
     first, second = lines(tmp_path)
     assert first["reward"] == pytest.approx(1.125 + 5) and first["staleness/mean"] == 0.5
     assert "reward" not in second and "completions/mean_length" not in second and second["loss"] == 0.5
@@ -102,16 +102,16 @@ def test_a_run_that_rests_between_a_rollout_and_its_step_tells_of_it_when_it_goe
     whole, rests = tmp_path / "whole", tmp_path / "rests"
     for folder in (whole, rests):
         folder.mkdir()
-        journal = journal_in(folder, tells_selection=True)
-        journal.start(Progress())
-        step(journal, 1)
-        journal.rollout(rollout_of_two())
+        logger = journal_in(folder, tells_selection=True)
+        logger.start(Progress())
+        step(logger, 1)
+        logger.rollout(rollout_of_two())
         if folder == rests:
-            journal.keep(Progress(step=1, num_tokens=60))
-            journal = journal_in(folder, tells_selection=True)
-            journal.start(Progress(step=1, num_tokens=60))
-        step(journal, 2)
-        step(journal, 3)
+            logger.keep(Progress(step=1, num_tokens=60))
+            logger = journal_in(folder, tells_selection=True)
+            logger.start(Progress(step=1, num_tokens=60))
+        step(logger, 2)
+        step(logger, 3)
     assert not (rests / "untold.json").exists()
     without_time = [
         [{name: value for name, value in line.items() if "time" not in name and "second" not in name} for line in lines(folder)]
@@ -121,13 +121,13 @@ def test_a_run_that_rests_between_a_rollout_and_its_step_tells_of_it_when_it_goe
 
 
 def test_what_was_kept_for_another_step_is_not_told(tmp_path):
-    journal = journal_in(tmp_path)
-    journal.start(Progress())
-    journal.rollout(rollout_of_two())
-    journal.keep(Progress(step=3))
-    journal = journal_in(tmp_path)
-    journal.start(Progress())  # from an older checkpoint
-    step(journal, 1)
+    logger = journal_in(tmp_path)
+    logger.start(Progress())
+    logger.rollout(rollout_of_two())
+    logger.keep(Progress(step=3))
+    logger = journal_in(tmp_path)
+    logger.start(Progress())  # from an older checkpoint
+    step(logger, 1)
     assert "reward" not in lines(tmp_path)[0]
 
 
@@ -147,11 +147,11 @@ def test_the_table_of_a_rollout_that_is_in_the_checkpoint_stays(tmp_path, num_no
 
 
 def test_selection_is_told_where_rollouts_choose(tmp_path):
-    journal = journal_in(tmp_path, tells_selection=True)
-    journal.start(Progress())
-    journal.rollout(rollout_of_two())
-    step(journal, 1)
-    step(journal, 2)
+    logger = journal_in(tmp_path, tells_selection=True)
+    logger.start(Progress())
+    logger.rollout(rollout_of_two())
+    step(logger, 1)
+    step(logger, 2)
     first, second = lines(tmp_path)
     assert (first["dynamic_sample/rounds"], first["dynamic_sample/groups_sampled"]) == (1, 2)
     assert (first["dynamic_sample/dead_groups_replaced"], first["dynamic_sample/prompts_given_back"]) == (0, 0)
@@ -159,10 +159,10 @@ def test_selection_is_told_where_rollouts_choose(tmp_path):
 
 
 def test_which_rows_were_trained_is_written_for_every_rank(tmp_path):
-    journal = journal_in(tmp_path)
-    journal.start(Progress())
+    logger = journal_in(tmp_path)
+    logger.start(Progress())
     for number in (1, 2):
-        step(journal, number)
+        step(logger, number)
     rows = [[[[0, 0], [0, 1]]] * 2, [[[0, 2], [0, 3]]] * 2]
     assert lines(tmp_path, "schedule.jsonl") == [
         {"step": number, "optimizer_step": number - 1, "rows": rows, "staleness": [0, 1]} for number in (1, 2)
@@ -172,30 +172,30 @@ def test_which_rows_were_trained_is_written_for_every_rank(tmp_path):
 
 
 def test_other_ranks_write_no_schedule(tmp_path):
-    journal = journal_in(tmp_path, rank=1)
-    journal.start(Progress())
-    step(journal, 1)
+    logger = journal_in(tmp_path, rank=1)
+    logger.start(Progress())
+    step(logger, 1)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_was_skipped_and_what_drifts_is_said(tmp_path):
     watch = DriftWatch(bound=0.5, dtype="float32")
-    journal = journal_in(tmp_path, watches=[lambda progress, metrics: watch.warning(metrics)])
-    journal.start(Progress())
-    step(journal, 1, **{"sampling/sampling_logp_difference/max": 0.5})
-    assert "WARNING" not in told(journal) and "optimizer step 1 is skipped" not in told(journal)
-    step(journal, 2, skipped="nothing was left to train", **{"sampling/sampling_logp_difference/max": 0.75})
-    assert "WARNING: trainer and sampler differ by 0.75 nats" in told(journal)
-    assert "optimizer step 2 is skipped: nothing was left to train" in told(journal)
+    logger = journal_in(tmp_path, watches=[lambda progress, metrics: watch.warning(metrics)])
+    logger.start(Progress())
+    step(logger, 1, **{"sampling/sampling_logp_difference/max": 0.5})
+    assert "WARNING" not in told(logger) and "optimizer step 1 is skipped" not in told(logger)
+    step(logger, 2, skipped="nothing was left to train", **{"sampling/sampling_logp_difference/max": 0.75})
+    assert "WARNING: trainer and sampler differ by 0.75 nats" in told(logger)
+    assert "optimizer step 2 is skipped: nothing was left to train" in told(logger)
 
 
 def test_a_refusal_is_a_record_and_lines_below_the_steps_own_and_is_forgotten_by_a_resumed_run(tmp_path):
-    journal = journal_in(tmp_path)
-    journal.start(Progress())
+    logger = journal_in(tmp_path)
+    logger.start(Progress())
     for number in (1, 2):
-        step(journal, number, skipped="its gradient is not finite")
-        journal.refusal(Progress(step=number), {"why": "its gradient is not finite", "ranks": [1]}, ["rank 1, micro-batch 0: row 3"])
-    assert told(journal).count("rank 1, micro-batch 0: row 3") == 2
+        step(logger, number, skipped="its gradient is not finite")
+        logger.skipped_step(Progress(step=number), {"why": "its gradient is not finite", "ranks": [1]}, ["rank 1, micro-batch 0: row 3"])
+    assert told(logger).count("rank 1, micro-batch 0: row 3") == 2
     assert lines(tmp_path, "skipped.jsonl")[1] == {"step": 2, "why": "its gradient is not finite", "ranks": [1]}
     journal_in(tmp_path).start(Progress(step=1))
     assert [line["step"] for line in lines(tmp_path, "skipped.jsonl")] == [1]
@@ -203,12 +203,12 @@ def test_a_refusal_is_a_record_and_lines_below_the_steps_own_and_is_forgotten_by
 
 @pytest.mark.parametrize(("how", "compares"), [({}, True), ({"summary": True}, True), ({"summary": False}, False)])
 def test_the_end_compares_what_ended_well(tmp_path, how, compares):
-    journal = journal_in(tmp_path)
-    journal.start(Progress())
+    logger = journal_in(tmp_path)
+    logger.start(Progress())
     for number in (1, 2):
-        step(journal, number, reward=float(number))
-    journal.close(**how)
-    assert ("reward while training" in told(journal)) == compares
+        step(logger, number, reward=float(number))
+    logger.close(**how)
+    assert ("reward while training" in told(logger)) == compares
 
 
 def test_drift_is_said_again_when_it_has_doubled():

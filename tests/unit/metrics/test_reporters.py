@@ -241,10 +241,12 @@ Path("run").mkdir()
 two_steps(Path({str(alone)!r}) / "run", "wandb")
 """
     own = {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, "-c", program], env=os.environ | own, cwd=alone, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
+    finish_reason = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | own, cwd=alone, capture_output=True, text=True, timeout=120
+    )
+    assert finish_reason.returncode == 0, finish_reason.stderr
     assert len((alone / "run" / "metrics.jsonl").read_text().splitlines()) == 2
-    assert (ended.stdout + ended.stderr).count("wandb failed, and the run goes on without it") == 1
+    assert (finish_reason.stdout + finish_reason.stderr).count("wandb failed, and the run goes on without it") == 1
 
 
 @needs("mlflow")

@@ -41,7 +41,7 @@ def expected(hidden, weight, targets, grads, with_entropy):
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
-def on_a_shard(rank, world_size, tensors, with_entropy, chunk_size, slope=None, kept=None):
+def on_a_shard(rank, world_size, tensors, with_entropy, chunk_size, slope=None, vocab_mask=None):
     """One tensor-parallel rank's answer: (logprobs, entropy, partial grad of hidden summed over ranks, grad of its rows)."""
     import torch.distributed as dist
 
@@ -60,7 +60,7 @@ def on_a_shard(rank, world_size, tensors, with_entropy, chunk_size, slope=None, 
         chunk_size=chunk_size,
         with_entropy=with_entropy,
         slope=slope and partial(slope, grads[0]),
-        kept=kept,
+        vocab_mask=vocab_mask,
     )
     loss = (grads[0].to(logprobs.dtype) * logprobs).sum()
     if with_entropy:
@@ -313,7 +313,7 @@ class TestKeptWords:
         tensors, kept = make(), self.kept()
 
         def both_chunks(rank, world_size):
-            return [on_a_shard(rank, world_size, tensors, True, chunk, kept=kept) for chunk in (5, 64)]
+            return [on_a_shard(rank, world_size, tensors, True, chunk, vocab_mask=kept) for chunk in (5, 64)]
 
         by_rank = run_ranks(both_chunks, world_size) if world_size > 1 else [both_chunks(0, 1)]
         right = self.expected(tensors, kept)
@@ -325,7 +325,7 @@ class TestKeptWords:
 
     def test_gradients_made_in_the_forward_are_those_of_the_backward(self):
         tensors, kept = make(), self.kept()
-        again, found = recomputed(partial(on_a_shard, kept=kept), 0, 1, tensors, False, 5, right)
+        again, found = recomputed(partial(on_a_shard, vocab_mask=kept), 0, 1, tensors, False, 5, right)
         wanted = self.expected((*tensors[:3], torch.stack([tensors[3][0], torch.zeros(POSITIONS)])), kept)
         assert again == 0
         for value, one in ((found[0], wanted[0]), *zip(found[2:], wanted[2:], strict=True)):
@@ -337,6 +337,6 @@ class TestKeptWords:
         hidden, weight = hidden[:3].requires_grad_(), weight[:VOCAB].requires_grad_()
 
         def both(*x):
-            return tuple(linear_logprobs(*x, targets[:3], temperature=0.6, chunk_size=2, with_entropy=True, kept=kept))
+            return tuple(linear_logprobs(*x, targets[:3], temperature=0.6, chunk_size=2, with_entropy=True, vocab_mask=kept))
 
         assert torch.autograd.gradcheck(both, (hidden, weight))

@@ -33,10 +33,10 @@ def object_of(made: Plan) -> dict:
     return json.loads(made.as_json())
 
 
-def steps_of(timetable: TrainingSchedule) -> list[int]:
+def steps_of(schedule: TrainingSchedule) -> list[int]:
     """The optimizer step of each micro-step of the run."""
-    assert timetable.num_steps is not None
-    return [timetable.step_of(s) for s in range(timetable.first_of(timetable.num_steps))]
+    assert schedule.num_steps is not None
+    return [schedule.step_of(s) for s in range(schedule.first_of(schedule.num_steps))]
 
 
 # ---- TRL ---------------------------------------------------------------------------------------------------------------------------------
@@ -90,8 +90,8 @@ def test_every_micro_step_is_of_the_optimizer_step_that_it_is_of_in_trl(tmp_path
              "steps_per_generation": window, "num_train_epochs": epochs, "max_steps": most, "learning_rate": 1e-3}  # fmt: skip
     theirs, rates = steps_of_trl(tmp_path, rows, words)
     made = planned("--dialect trl " + " ".join(f"--{name} {value}" for name, value in words.items()), rows)
-    assert steps_of(made.timetable) == theirs
-    num_steps, optimizer = made.timetable.num_steps, made.checked.config.optimizer
+    assert steps_of(made.schedule) == theirs
+    num_steps, optimizer = made.schedule.num_steps, made.checked.config.optimizer
     course = course_of(optimizer, num_steps)
     assert rates == pytest.approx([1e-3 * (1 - step / course.decay) for step in range(num_steps)])
 
@@ -112,7 +112,7 @@ def test_what_trl_drops_is_said_and_shown():
         in said
     )
     assert "steps 2, 5, 8" in said and "left out, always the last ones" not in said
-    figure = [line.plain for line in draw(made.timetable, 4, width=100)]
+    figure = [line.plain for line in draw(made.schedule, 4, width=100)]
     assert [place for place, line in enumerate(figure) if "end of epoch 0" in line] == [2 + 7]
     assert figure[-1].startswith("└ ") and max(map(len, figure)) <= 100
     unshuffled = io.StringIO()
@@ -203,20 +203,20 @@ def words_of(dialect: str, *sizes: int) -> str:
 def test_a_run_of_epochs_has_the_steps_that_it_has_there(dialect, theirs, case):
     rows, *sizes = case
     made = planned(words_of(dialect, *sizes), rows)
-    assert made.timetable.num_steps == theirs(*case)
-    assert made.timetable.drops_last == (dialect in ("verl", "skyrl"))
+    assert made.schedule.num_steps == theirs(*case)
+    assert made.schedule.drops_last == (dialect in ("verl", "skyrl"))
     again = planned(made.rest()["native_flags"], rows)  # the same run, natively: what was worked out stands in it
-    assert again.timetable == made.timetable
+    assert again.schedule == made.schedule
 
 
 def test_megatron_swift_leaves_out_what_does_not_fill_its_samplers_micro_batches_and_that_is_said():
     words = words_of("swift", 8, 4, 2, 3) + " --micro_batch_size 2 --world_size 2"
     made = planned(words, 45)
-    assert made.timetable.num_steps == swift(45, 8, 4, 2, 3, unit=4) == 33
+    assert made.schedule.num_steps == swift(45, 8, 4, 2, 3, unit=4) == 33
     said = " ".join(made.warnings)
     assert "rows of an epoch that do not fill micro_batch_size x dp_size are left out there, and drawn here" in said
     assert "3 epochs of 45 prompts are 33 optimizer steps in Megatron-SWIFT: max_steps 33." in said
-    assert planned(words, None).timetable.num_steps is None
+    assert planned(words, None).schedule.num_steps is None
 
 
 @pytest.mark.parametrize(("dialect", "most"), [("verl", "trainer.total_training_steps"), ("skyrl", "trainer.max_training_steps")])
@@ -225,9 +225,9 @@ def test_epochs_end_a_run_that_was_to_have_more_rollouts_than_they_have(dialect,
     words = words_of(dialect, 16, 8, 2, 2)
     for asked in (9, 3):
         made = planned(f"{words} {most}={asked}", 45)
-        assert made.timetable.num_steps == verl(45, 16, 8, 2, 2, most=asked) == 2 * min(asked, 4)
+        assert made.schedule.num_steps == verl(45, 16, 8, 2, 2, most=asked) == 2 * min(asked, 4)
         assert ("2 epochs of 45 prompts are 8 optimizer steps in" in " ".join(made.warnings)) == (asked == 9)
-    assert planned(f"{words} {most}=9 --dataset_drop_last false", 45).timetable.num_steps == 18
+    assert planned(f"{words} {most}=9 --dataset_drop_last false", 45).schedule.num_steps == 18
 
 
 @pytest.mark.parametrize("dialect", ["trl", *WORDS])
@@ -235,7 +235,7 @@ def test_a_data_set_that_fills_no_rollout_is_refused_where_it_trains_nothing_or_
     words = words_of(dialect, 64, 64, 2, 1) if dialect in WORDS else "--dialect trl --per_device_train_batch_size 128 --num_generations 2"
     assert "Nothing would be trained: the data set has 60 prompts, a rollout takes 64" in refusal(words, 60)
     planned(words, 64)
-    assert planned("--global_batch_size 128 --num_generations 2", 60).timetable.num_steps == 1, "here it goes on into the next epoch"
+    assert planned("--global_batch_size 128 --num_generations 2", 60).schedule.num_steps == 1, "here it goes on into the next epoch"
 
 
 def test_what_dynamic_sampling_draws_besides_is_said_to_shorten_epochs_there():

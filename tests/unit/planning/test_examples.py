@@ -106,8 +106,8 @@ def test_the_example_that_sees_fits_and_its_pictures_are_planned(tmp_path, capsy
     code = main(["plan", "--json", *map(str, words)])
     found = json.loads(capsys.readouterr().out)
     assert code == 0 and found["memory"]["fits"], found
-    assert found["pictures"]["tokens_of_picture_max"] == 1222 and found["pictures"]["share_of_prompt_tokens"] > 0.9
-    assert found["pictures"]["patches_bytes_of_micro_batch"] == 1222 * 4 * 1176 * 4
+    assert found["images"]["tokens_per_image_max"] == 1222 and found["images"]["share_of_prompt_tokens"] > 0.9
+    assert found["images"]["patches_bytes_of_micro_batch"] == 1222 * 4 * 1176 * 4
     assert main(["plan", "--json", *map(str, words), "--max_pixels", "12845056"]) == 0
     said = " ".join(json.loads(capsys.readouterr().out)["warnings"])
     assert "The largest picture has 10,549 tokens" in said and "--max_pixels 1003520 makes it at most 1,280" in said

@@ -13,7 +13,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.planning.command import make_plan
 from megatron_grpo.planning.memory import UNCOUNTED, Offload, decide
 from megatron_grpo.planning.parameters import Static
-from megatron_grpo.planning.report import room_in_words
+from megatron_grpo.planning.report import describe_offload
 from tests.checked import check
 
 QWEN3_8B = dict(
@@ -104,9 +104,9 @@ def test_auto_is_on_where_the_run_does_not_fit_otherwise_with_room_for_what_is_n
 
 
 def test_what_is_not_on_is_told_with_what_it_would_free(memory):
-    found = room_in_words(memory()["offload"])
+    found = describe_offload(memory()["offload"])
     assert found.startswith("offload_model and offload_optimizer off (auto asks") and "if they were on, they would free" in found
-    assert room_in_words(memory("--offload_optimizer", "true", "--offload_model", "false")["offload"]).startswith(
+    assert describe_offload(memory("--offload_optimizer", "true", "--offload_model", "false")["offload"]).startswith(
         "offload_optimizer on (as"
     )
 

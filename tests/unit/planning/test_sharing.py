@@ -213,7 +213,7 @@ def test_what_flash_attention_does_not_take_is_said_before_there_is_a_gpu():
 def test_packings_are_few_whatever_the_size(made, model, monkeypatch):
     packings = []
     partition, pack_once, tried = split.partition, pack.pack, []
-    monkeypatch.setattr(split, "partition", lambda extents, cut: packings.append(len(extents)) or partition(extents, cut))
+    monkeypatch.setattr(split, "partition", lambda lengths, cut: packings.append(len(lengths)) or partition(lengths, cut))
     monkeypatch.setattr(prefix_groups, "pack", lambda *args, **sizes: tried.append(1) or pack_once(*args, **sizes))
     made(GROUPS, *model, "--world_size", 1000, "--global_batch_size", 6000, "--num_generations", 4)
     assert len(packings) <= 4 and max(packings) == 6000  # the file's own, without and with sharing; one for the budget

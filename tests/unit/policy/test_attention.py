@@ -32,21 +32,21 @@ def segments(padding: int = 4) -> list[Segment]:
 
 def seen_by(stream: list[Segment]) -> torch.Tensor:
     """bool [T, T]."""
-    sees = torch.zeros(stream[-1].end, stream[-1].end, dtype=torch.bool)
+    is_multimodal = torch.zeros(stream[-1].end, stream[-1].end, dtype=torch.bool)
     for one in stream:
         if one.length:
-            sees[one.start : one.end, one.start : one.end] = torch.ones(one.end - one.start, one.end - one.start).tril().bool()
+            is_multimodal[one.start : one.end, one.start : one.end] = torch.ones(one.end - one.start, one.end - one.start).tril().bool()
         if one.parent >= 0:
             parent = stream[one.parent]
-            sees[one.start : one.end, parent.start : parent.start + parent.length] = True
-    return sees
+            is_multimodal[one.start : one.end, parent.start : parent.start + parent.length] = True
+    return is_multimodal
 
 
-def dense(q, k, v, sees, scale):
+def dense(q, k, v, is_multimodal, scale):
     """[t, heads, c]; 0 for a query that sees nothing."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhc,khc->hqk", q, k) * scale
-    weights = torch.where(sees, scores, -1e30).softmax(-1) * sees.any(-1, keepdim=True)
+    weights = torch.where(is_multimodal, scores, -1e30).softmax(-1) * is_multimodal.any(-1, keepdim=True)
     return torch.einsum("hqk,khc->qhc", weights, v)
 
 
@@ -88,11 +88,11 @@ def apart(stream: list[Segment]) -> list[Segment]:
     return moved
 
 
-def dense_with_sinks(q, k, v, sees, sinks, scale):
+def dense_with_sinks(q, k, v, is_multimodal, sinks, scale):
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = torch.where(sees, torch.einsum("qhc,khc->hqk", q, k) * scale, -1e30)
+    scores = torch.where(is_multimodal, torch.einsum("qhc,khc->hqk", q, k) * scale, -1e30)
     weights = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1).softmax(-1)[..., :-1]
-    return torch.einsum("hqk,khc->qhc", weights * sees.any(-1, keepdim=True), v)
+    return torch.einsum("hqk,khc->qhc", weights * is_multimodal.any(-1, keepdim=True), v)
 
 
 @pytest.mark.parametrize("kernel", [attention.FLASH_ON_CPU, attention.PLAIN], ids=("flash on CPU", "plain"))
@@ -224,14 +224,14 @@ class Varlen:
             sizes = cu.diff()
             assert sizes.min() > 0 and sizes.max() <= longest  # a run without tokens hangs
         for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
-            sees = torch.ones(b - a, d - c, dtype=torch.bool)
-            yield slice(a, b), slice(c, d), sees.tril(int((d - c) - (b - a))) if is_causal else sees
+            is_multimodal = torch.ones(b - a, d - c, dtype=torch.bool)
+            yield slice(a, b), slice(c, d), is_multimodal.tril(int((d - c) - (b - a))) if is_causal else is_multimodal
 
     def forward(self, q, k, v, *rest, scale=None):
         *bounds, dropout, is_causal, debug = rest
         out, lse = torch.full_like(q, np.nan), q.new_full(q.shape[1::-1], np.nan)
-        for at, of, sees in self._runs(q, k, v, *bounds, dropout, is_causal):
-            scores = self._scores(q[at], k[of], sees, scale)
+        for at, of, is_multimodal in self._runs(q, k, v, *bounds, dropout, is_causal):
+            scores = self._scores(q[at], k[of], is_multimodal, scale)
             lse[:, at] = scores.logsumexp(-1)
             out[at] = torch.einsum("hqk,khc->qhc", scores.softmax(-1), self._for_heads(v[of], q))
         return out, lse, torch.empty(2), torch.empty(()), torch.empty(0)
@@ -240,8 +240,8 @@ class Varlen:
         *bounds, dropout, is_causal, state, unused = rest
         assert lse.shape == (q.shape[1], len(q)) and lse.is_contiguous() and grad.stride(-1) == out.stride(-1) == 1
         dq, dk, dv = torch.full_like(q, np.nan), torch.full_like(k, np.nan), torch.full_like(v, np.nan)
-        for at, of, sees in self._runs(q, k, v, *bounds, dropout, is_causal):
-            said = (self._scores(q[at], k[of], sees, scale) - lse[:, at, None]).exp()
+        for at, of, is_multimodal in self._runs(q, k, v, *bounds, dropout, is_causal):
+            said = (self._scores(q[at], k[of], is_multimodal, scale) - lse[:, at, None]).exp()
             rows = torch.einsum("qhc,qhc->hq", grad[at], out[at])
             of_scores = said * (torch.einsum("qhc,khc->hqk", grad[at], self._for_heads(v[of], q)) - rows[..., None])
             of_scores = of_scores * (scale or q.shape[-1] ** -0.5)
@@ -250,9 +250,9 @@ class Varlen:
             dv[of] = torch.einsum("hqk,qhc->khc", said, grad[at]).unflatten(1, (k.shape[1], -1)).sum(2)
         return dq, dk, dv
 
-    def _scores(self, q, k, sees, scale):
+    def _scores(self, q, k, is_multimodal, scale):
         scale = scale or q.shape[-1] ** -0.5
-        return (torch.einsum("qhc,khc->hqk", q, self._for_heads(k, q)) * scale).masked_fill(~sees, -np.inf)
+        return (torch.einsum("qhc,khc->hqk", q, self._for_heads(k, q)) * scale).masked_fill(~is_multimodal, -np.inf)
 
     def _for_heads(self, x, q):
         return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)

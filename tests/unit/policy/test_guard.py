@@ -10,51 +10,53 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_grpo.policy.guard import FEWEST, WINDOW, BadMicroBatch, Gradient, GradNormSpikeCheck, SkipCounter, SkippedStep
+from megatron_grpo.policy.gradient_check import FEWEST, WINDOW, BadMicroBatch, Gradient, GradNormSpikeCheck, SkipCounter, SkippedStep
 
 
-def allows(guard: GradNormSpikeCheck, *norms: float) -> list[bool]:
-    return [guard.allows(Gradient(step=step, norm=norm)) for step, norm in enumerate(norms)]
+def allows(gradient_check: GradNormSpikeCheck, *norms: float) -> list[bool]:
+    return [gradient_check.allows(Gradient(step=step, norm=norm)) for step, norm in enumerate(norms)]
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -math.inf])
 def test_a_norm_that_is_no_number_is_refused_and_its_reason_given(norm):
-    guard = GradNormSpikeCheck()
-    assert not guard.allows(Gradient(step=7, norm=norm)) and guard.refusal == "its gradient is not finite"
+    gradient_check = GradNormSpikeCheck()
+    assert not gradient_check.allows(Gradient(step=7, norm=norm)) and gradient_check.skipped_step == "its gradient is not finite"
 
 
 @pytest.mark.parametrize("norm", [0.0, 1e-30, 1e30])
 def test_without_a_bound_any_other_norm_may_be_used(norm):
-    guard = GradNormSpikeCheck()
-    assert guard.allows(Gradient(step=0, norm=norm)) is True and guard.refusal is None
+    gradient_check = GradNormSpikeCheck()
+    assert gradient_check.allows(Gradient(step=0, norm=norm)) is True and gradient_check.skipped_step is None
 
 
 def test_a_norm_above_the_bound_is_refused_and_the_bound_itself_is_not():
-    guard = GradNormSpikeCheck(above=2.0)
-    assert allows(guard, 1.0, 2.0, 2.5, 1.0) == [True, True, False, True]
-    assert allows(guard, 2.5) == [False] and guard.refusal == "its gradient norm 2.5 is above 2 (skip_grad_norm_above)"
+    gradient_check = GradNormSpikeCheck(above=2.0)
+    assert allows(gradient_check, 1.0, 2.0, 2.5, 1.0) == [True, True, False, True]
+    assert (
+        allows(gradient_check, 2.5) == [False] and gradient_check.skipped_step == "its gradient norm 2.5 is above 2 (skip_grad_norm_above)"
+    )
 
 
 def test_a_norm_is_held_against_the_median_once_there_are_enough():
-    guard = GradNormSpikeCheck(factor=3.0)
-    assert allows(guard, *[1.0] * (FEWEST - 1), 50.0) == [True] * FEWEST, "no median yet: the spike is the last of the few"
-    assert allows(guard, 3.0, 3.1) == [True, False]
-    assert guard.refusal == "its gradient norm 3.1 is above 3 (skip_grad_norm_factor) x 1, the running median"
+    gradient_check = GradNormSpikeCheck(factor=3.0)
+    assert allows(gradient_check, *[1.0] * (FEWEST - 1), 50.0) == [True] * FEWEST, "no median yet: the spike is the last of the few"
+    assert allows(gradient_check, 3.0, 3.1) == [True, False]
+    assert gradient_check.skipped_step == "its gradient norm 3.1 is above 3 (skip_grad_norm_factor) x 1, the running median"
 
 
 def test_the_median_follows_if_all_norms_have_grown_and_forgets_what_is_old():
-    guard = GradNormSpikeCheck(factor=3.0)
-    allows(guard, *[1.0] * FEWEST)
-    assert allows(guard, *[10.0] * (FEWEST + 1)) == [False] * FEWEST + [True]
-    allows(guard, *[10.0] * WINDOW)
-    assert guard.state() == {"norms": [10.0] * WINDOW}
+    gradient_check = GradNormSpikeCheck(factor=3.0)
+    allows(gradient_check, *[1.0] * FEWEST)
+    assert allows(gradient_check, *[10.0] * (FEWEST + 1)) == [False] * FEWEST + [True]
+    allows(gradient_check, *[10.0] * WINDOW)
+    assert gradient_check.state() == {"norms": [10.0] * WINDOW}
 
 
 def test_steps_that_teach_nothing_and_norms_that_are_no_number_are_no_part_of_the_median():
     """The batch whose groups are all dead has a norm of 0; a median of 0 would refuse every other."""
-    guard = GradNormSpikeCheck(factor=3.0)
-    allows(guard, *[0.0] * 50, *[math.inf] * 50, *[2.0] * FEWEST)
-    assert guard.state() == {"norms": [2.0] * FEWEST} and allows(guard, 5.9, 6.1) == [True, False]
+    gradient_check = GradNormSpikeCheck(factor=3.0)
+    allows(gradient_check, *[0.0] * 50, *[math.inf] * 50, *[2.0] * FEWEST)
+    assert gradient_check.state() == {"norms": [2.0] * FEWEST} and allows(gradient_check, 5.9, 6.1) == [True, False]
 
 
 @given(st.lists(st.floats(1e-3, 1e3) | st.sampled_from([0.0, math.inf, math.nan]), max_size=300), st.integers(0, 300))
@@ -68,13 +70,13 @@ def test_a_guard_that_is_restored_answers_as_the_one_that_was_saved(norms, at):
 
 @given(st.lists(st.floats(1e-3, 1e3), max_size=200))
 def test_the_answers_are_those_of_sorting_the_last_norms_by_hand(norms):
-    guard, answers = GradNormSpikeCheck(factor=2.0), []
+    gradient_check, answers = GradNormSpikeCheck(factor=2.0), []
     for place, norm in enumerate(norms):
         last = sorted(norms[max(0, place - WINDOW) : place])
         middle = len(last) // 2
         median = (last[middle] if len(last) % 2 else (last[middle - 1] + last[middle]) / 2) if len(last) >= FEWEST else math.inf
         answers.append(norm <= 2.0 * median)
-    assert allows(guard, *norms) == answers
+    assert allows(gradient_check, *norms) == answers
 
 
 def test_refusals_are_counted_and_a_step_that_is_allowed_ends_the_row_of_them():
@@ -92,23 +94,23 @@ def test_a_refusal_names_rank_micro_batch_and_rows():
         BadMicroBatch(micro_batch=3, ranks=(1,), norm=math.inf, rows=((6, 5),), what="advantages"),
         BadMicroBatch(micro_batch=4, ranks=(0, 1), norm=12.5, rows=((6, 0), (6, 1))),
     )
-    refusal = SkippedStep(why="its gradient is not finite", skips=SkipCounter(total=1, in_a_row=1), ranks=(1,), culprits=culprits)
-    assert refusal.lines(PLACES) == [
+    skipped_step = SkippedStep(why="its gradient is not finite", skips=SkipCounter(total=1, in_a_row=1), ranks=(1,), culprits=culprits)
+    assert skipped_step.lines(PLACES) == [
         "rank 1, micro-batch 3: row 5 of rollout 6 (prompt 55, row 5 of the data set): advantages not finite",
         "ranks 0, 1, micro-batch 4, norm 12.5 alone: row 0 of rollout 6 (prompt 50, row 0 of the data set), "
         "row 1 of rollout 6 (prompt 51, row 1 of the data set)",
     ]
-    record = json.loads(json.dumps(refusal.record(PLACES)))
+    record = json.loads(json.dumps(skipped_step.record(PLACES)))
     assert record["culprits"][0] == {"micro_batch": 3, "ranks": [1], "what": "advantages", "rows": [PLACES[6, 5]]}
     assert (record["why"], record["in_a_row"], record["skipped_iterations"]) == ("its gradient is not finite", 1, 1)
 
 
 def test_of_many_rows_some_are_named():
-    refusal = SkippedStep(
+    skipped_step = SkippedStep(
         why="", skips=SkipCounter(), culprits=(BadMicroBatch(micro_batch=0, ranks=tuple(range(30)), norm=1.0, rows=tuple(PLACES)),)
     )
-    [line] = refusal.lines(PLACES)
-    assert replace(refusal, more=3).lines(PLACES) == [line, "and 3 more micro-batches at least"]
+    [line] = skipped_step.lines(PLACES)
+    assert replace(skipped_step, more=3).lines(PLACES) == [line, "and 3 more micro-batches at least"]
     assert line.startswith("ranks 0, 1, 2, 3, 4, 5, 6, 7, ..., micro-batch 0") and line.endswith("row 7 of the data set), ...")
 
 

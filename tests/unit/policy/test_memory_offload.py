@@ -25,11 +25,11 @@ def held():
     return tensors
 
 
-def room_for(tensors, movable=ROLES, clock=None):
+def room_for(tensors, movable=ROLES, timers=None):
     def everything():  # in no order
         return ((role, tensor) for role in reversed(tensors) for tensor in tensors[role])
 
-    return PolicyOffloader(everything, movable, CPU, clock or Timers())
+    return PolicyOffloader(everything, movable, CPU, timers or Timers())
 
 
 def sizes(tensors):
@@ -42,7 +42,7 @@ def test_all_is_given_away_once_and_comes_back_under_the_same_tensors(held):
     room.make()
     assert not any(map(any, sizes(held).values()))
     assert room.given_bytes == 10 * 4 + 7 * 2 + 9 * 8 + 5 * 4, "a view of a storage is no storage"
-    with room.resident("all"):
+    with room.on_device("all"):
         for role in ("weights", "reference", "optimizer"):
             assert all(torch.equal(found, right) for found, right in zip(held[role], before[role], strict=True)), role
         assert torch.equal(held["gradients"][0], torch.zeros(5))
@@ -57,11 +57,11 @@ def test_all_is_given_away_once_and_comes_back_under_the_same_tensors(held):
 def test_what_is_asked_for_comes_back_and_nothing_else(held, part, there):
     room = room_for(held)
     room.make()
-    with room.resident(part):
+    with room.on_device(part):
         assert {role for role, its in sizes(held).items() if its[-1]} == set(there)
         room.require(part)
         if part != "all":
-            with pytest.raises(RuntimeError, match="gradients .*resident"):
+            with pytest.raises(RuntimeError, match="gradients .*on_device"):
                 room.require("all")
 
 
@@ -84,15 +84,15 @@ def test_only_what_may_leave_leaves(held):
 
 def test_memory_that_is_in_use_is_not_given_away(held):
     room = room_for(held)
-    with room.resident("all"):
+    with room.on_device("all"):
         with pytest.raises(RuntimeError, match="while all is in use"):
             room.make(keep="weights")
-        with room.resident("nothing"), pytest.raises(RuntimeError, match="in use"):
+        with room.on_device("nothing"), pytest.raises(RuntimeError, match="in use"):
             room.make()
-    with room.resident("weights"):
+    with room.on_device("weights"):
         room.make(keep="weights")
     room.make()
-    with room.resident("weights"), pytest.raises(RuntimeError, match="while weights is in use"):
+    with room.on_device("weights"), pytest.raises(RuntimeError, match="while weights is in use"):
         room.make()
 
 
@@ -122,24 +122,24 @@ def test_storages_lie_across_pieces_of_host_memory_that_are_made_once(monkeypatc
     for _ in range(3):
         room.make()
         made.append([piece.data_ptr() for pieces in room._host.values() for piece in pieces])
-        with room.resident("all"):
+        with room.on_device("all"):
             assert all(torch.equal(a, b) for role in tensors for a, b in zip(tensors[role], right[role], strict=True))
     assert made[0] == made[1] == made[2]
     assert all(len(piece) & (len(piece) - 1) == 0 for pieces in room._host.values() for piece in pieces), "nothing is rounded up"
     tensors["optimizer"].append(torch.ones(6))  # moments, after the first step
     room.make()
-    with room.resident("all"):
+    with room.on_device("all"):
         assert torch.equal(tensors["optimizer"][1], torch.ones(6)) and room.given_bytes == 17 * 8 + 44
 
 
 def test_the_time_of_the_way_there_and_back_is_told(held):
-    clock = Timers()
-    room = room_for(held, clock=clock)
-    with clock("train"):
+    timers = Timers()
+    room = room_for(held, timers=timers)
+    with timers("train"):
         room.make()
-        with room.resident("all"):
+        with room.on_device("all"):
             pass
-    assert set(clock.take()) == {"time/train", "time/offload", "time/other", "time/step"}
-    with room.resident("all"):  # nothing to do
+    assert set(timers.take()) == {"time/train", "time/offload", "time/other", "time/step"}
+    with room.on_device("all"):  # nothing to do
         pass
-    assert "time/offload" not in clock.take()
+    assert "time/offload" not in timers.take()

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.config import Config, ModelConfig, RolloutConfig, TunerConfig
-from megatron_grpo.rollout.adapters import SLOT_RANKS, lora_push, slot_rank
+from megatron_grpo.rollout.adapters import SLOT_RANKS, lora_sync, slot_rank
 from megatron_grpo.weights.shape import ModelShape
 from tests.unit.weights.tiny import config_of
 
@@ -19,7 +19,7 @@ def push_of(shape=DENSE, *, on_gpu=False, dtype="float32", obstacle=None, sample
     cfg = Config(
         model=ModelConfig(torch_dtype=dtype), tuner=TunerConfig(**{"tuner_type": "lora"} | tuner), rollout=RolloutConfig(vllm_dtype=sampler)
     )
-    return lora_push(cfg, shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
+    return lora_sync(cfg, shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
 
 
 def test_full_tuning_has_nothing_to_decide():

@@ -10,7 +10,7 @@ from megatron_grpo.rollout import turns
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.scripted import ScriptedEngine
 from megatron_grpo.rollout.turns import wait_together
-from megatron_grpo.types import Prompt, answered
+from megatron_grpo.types import Prompt, make_completion
 from tests.ranks import run_ranks
 
 PROMPTS = [Prompt(number=0, row=0, raw="", token_ids=(3,), columns={})]
@@ -21,7 +21,7 @@ def test_work_in_a_thread_is_waited_for_and_its_error_is_raised_where_the_result
 
     def slow(prompt, place, version):
         gate.wait()
-        return answered(prompt.token_ids, (4,), (0.0,), text="", ended="stop", version=version)
+        return make_completion(prompt.token_ids, (4,), (0.0,), text="", finish_reason="stop", version=version)
 
     def fails(prompt, place, version):
         raise KeyError("no such thing")

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_grpo.rollout.experts import ExpertLayers, InvalidRoutingError, of_group, told
+from megatron_grpo.rollout.experts import ExpertLayers, InvalidRoutingError, completion_routes, of_group
 from megatron_grpo.types import Sequence
 from megatron_grpo.weights.shape import ModelShape
 from tests.unit.weights.tiny import config_of
@@ -32,7 +32,7 @@ def test_vllms_rows_of_layers_without_experts_are_left_out():
 
 def test_a_group_has_the_prompt_of_its_first_completion_and_the_last_token_routes_freely():
     other = RECORDED + (RECORDED > 0).astype(np.uint16)  # the same prompt, otherwise routed: a micro-batch of its own
-    parts = [told(LAYERS.read(one), 5, place) for place, one in enumerate((RECORDED, other, other[:6]))]
+    parts = [completion_routes(LAYERS.read(one), 5, place) for place, one in enumerate((RECORDED, other, other[:6]))]
     assert [len(part) for part in parts] == [7, 2, 1]
     first, second, third = of_group(parts, 5)
     assert (first[:7] == LAYERS.read(RECORDED)).all()

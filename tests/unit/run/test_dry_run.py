@@ -202,7 +202,7 @@ def test_an_environment_is_played_without_a_model(tmp_path, monkeypatch):
     (tmp_path / "e.py").write_text(
         "from megatron_grpo.environments.protocol import Environment\n"
         "class E(Environment):\n"
-        "    def reply(self, turn):\n"
+        "    def step(self, turn):\n"
         "        return [], float(turn.text == self.columns['answer']), 1 / len(turn.text) > 0\n"
     )
     (tmp_path / "data.jsonl").write_text('{"prompt": [{"role": "user", "content": "q"}], "answer": "7"}\n' * 2)
@@ -211,5 +211,5 @@ def test_an_environment_is_played_without_a_model(tmp_path, monkeypatch):
     assert found.episodes["its answer"] == "2 episodes, 1.0 turns; done 2; the environment's reward 1"
     assert found.rewards["environment"]["its answer"].scores == (1.0, 1.0) and "nothing" not in found.rewards["environment"]
     assert found.wrong == [
-        "The environment, where the model says nothing: 2 of 2 episodes: reply raised ZeroDivisionError: division by zero."
+        "The environment, where the model says nothing: 2 of 2 episodes: step raised ZeroDivisionError: division by zero."
     ]

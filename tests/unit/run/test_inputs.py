@@ -50,7 +50,7 @@ def test_what_is_right_passes_both_and_plan_says_what_it_left_out(good):
     machine = "this machine's GPUs and memory, and whether output_dir can be written"
     assert planned.not_checked == (machine, "the tokenizer (chat template, prompt lengths in tokens)")
     assert made.not_checked == ()
-    assert (made.num_prompts, planned.num_prompts, planned.timetable) == (10, 10, made.timetable)
+    assert (made.num_prompts, planned.num_prompts, planned.schedule) == (10, 10, made.schedule)
 
 
 @pytest.mark.parametrize("epochs", [1, 2.5])
@@ -62,13 +62,13 @@ def test_who_draws_prompts_leaves_out_those_that_the_timetable_leaves_out(good, 
     mixed = {"dataset": f"{good['dataset']}#7 {more}", "dataset_drop_last": "true", "num_train_epochs": epochs}
     made, inputs = load_inputs(parsed(good | sizes | mixed))
     close_rewards(inputs.rewards)
-    assert (made.num_prompts, inputs.prompts.per_epoch, made.timetable.prompts_per_epoch) == (10, 8, 8)
-    assert made.timetable.num_steps == {1: 6, 2.5: 15}[epochs]  # 16 micro-steps an epoch
+    assert (made.num_prompts, inputs.prompts.per_epoch, made.schedule.prompts_per_epoch) == (10, 8, 8)
+    assert made.schedule.num_steps == {1: 6, 2.5: 15}[epochs]  # 16 micro-steps an epoch
     drawn = [prompt.row for prompt in inputs.prompts.take(16)]
     assert len(set(drawn[:8])) == len(set(drawn[8:])) == 8
     made, inputs = load_inputs(parsed(good | sizes | mixed | {"dataset_drop_last": "false"}))
     close_rewards(inputs.rewards)
-    assert (inputs.prompts.per_epoch, made.timetable.num_steps) == (10, {1: 7, 2.5: 17}[epochs])
+    assert (inputs.prompts.per_epoch, made.schedule.num_steps) == (10, {1: 7, 2.5: 17}[epochs])
 
 
 def write(path, text):

@@ -22,7 +22,7 @@ import sys, time
 from megatron_grpo.run.signals import StopSignal
 stop = StopSignal({argument})
 print("ready", flush=True)
-while not stop.agreed(lambda flag: flag):
+while not stop.is_requested(lambda flag: flag):
     time.sleep(0.02)
 time.sleep({save_seconds})
 print("saved", flush=True)
@@ -188,7 +188,7 @@ def test_a_limit_of_time_asks_as_a_signal_does(two_ranks):
     ours, _ = two_ranks(limits=[Limit(time.monotonic() + 0.05, "stop_after_minutes (1)")])
     assert not ours.should_cancel()
     until(ours.should_cancel)
-    assert ours.asked == StopReason("stop_after_minutes (1)", is_time=True) and ours.agreed(lambda flag: flag)
+    assert ours.asked == StopReason("stop_after_minutes (1)", is_time=True) and ours.is_requested(lambda flag: flag)
     assert ours.why(lambda asked: [None, asked]) == "stop_after_minutes (1)"
 
 

@@ -65,9 +65,9 @@ def test_a_lease_that_is_over_and_that_nobody_took_is_the_owners_again(own, cloc
 
 def test_the_same_run_takes_over_from_its_earlier_process_at_once_and_never_back(own):
     pushed(own, "2026-a")
-    before = own.tenure
+    before = own.weight_epoch
     assert own.claim(Claim(run="mine", incarnation="2026-b"))
-    assert own.version is None and own.tenure != before
+    assert own.version is None and own.weight_epoch != before
     with pytest.raises(RequestRefusedError, match="belongs to run 'mine'"):
         own.require("2026-a")
     with pytest.raises(RequestRefusedError, match="a later process of run 'mine' owns this server"):
@@ -77,18 +77,18 @@ def test_the_same_run_takes_over_from_its_earlier_process_at_once_and_never_back
 
 def test_a_claim_again_changes_nothing(own):
     pushed(own)
-    before = own.tenure
+    before = own.weight_epoch
     assert not own.claim(Claim(run="mine", incarnation="1"))
-    assert own.version == 3 and own.has_base and own.tenure == before
+    assert own.version == 3 and own.has_base and own.weight_epoch == before
 
 
 def test_there_is_no_version_from_the_first_byte_of_a_push_to_its_end(own):
     pushed(own)
-    tenure = own.begin_push(keeps_base=False)
+    weight_epoch = own.begin_push(keeps_base=False)
     with pytest.raises(RequestRefusedError):
         own.require_version(3)
     assert not own.has_base
-    own.end_push(tenure, 4, is_base=False)  # merged weights
+    own.end_push(weight_epoch, 4, is_base=False)  # merged weights
     own.require_version(4)
     with pytest.raises(RequestRefusedError, match="holds version 4, and version 3 was asked for"):
         own.require_version(3)
@@ -114,7 +114,7 @@ def test_a_base_makes_no_version_before_its_adapter(own):
 @pytest.mark.parametrize("change", ["claim", "release", "push"])
 def test_a_push_that_ends_after_the_owner_changed_gives_the_new_one_no_version(own, change):
     pushed(own)
-    tenure = own.begin_push(keeps_base=False)
+    weight_epoch = own.begin_push(keeps_base=False)
     if change == "claim":
         own.claim(Claim(run="mine", incarnation="2"))
     elif change == "release":
@@ -122,7 +122,7 @@ def test_a_push_that_ends_after_the_owner_changed_gives_the_new_one_no_version(o
     else:
         own.begin_push(keeps_base=False)
     with pytest.raises(RequestRefusedError, match="claimed anew while the push ran"):
-        own.end_push(tenure, 4, is_base=True)
+        own.end_push(weight_epoch, 4, is_base=True)
     assert own.version is None and not own.has_base
 
 
@@ -137,7 +137,7 @@ def test_a_released_server_goes_to_the_first_claim_and_holds_nothing(own):
 
 def test_a_stream_that_is_read_keeps_the_server_and_one_of_an_earlier_tenure_does_not(own, clock):
     pushed(own)
-    old = own.tenure
+    old = own.weight_epoch
     for _ in range(5):
         clock.now += LEASE_SECONDS - 1
         own.heard(old)

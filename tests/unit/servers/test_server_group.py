@@ -39,7 +39,7 @@ def fleet_of(opened):
         said = []
         found = TrainingServerGroup(
             addresses or (lambda: [server.address for server in servers]), partial(Server, token=token, incarnation=incarnation), run=run,
-            incarnation=incarnation, needs=needs, timeout=timeout, say=said.append, **more,
+            incarnation=incarnation, needs=needs, timeout=timeout, print_line=said.append, **more,
         )  # fmt: skip
         found.said = said
         return opened(found)
@@ -131,7 +131,7 @@ def test_a_later_process_of_the_same_run_takes_over_and_the_earlier_one_ends(ope
             "holds sequences of 64 tokens, and prompt and completion may have 65: .* --vllm_max_model_len 65",
         ),
         (ServerRequirements(max_model_len=64, adapter_rank=8), "has no room for adapters, and the run pushes one of rank 8"),
-        (ServerRequirements(max_model_len=64, tells_experts=True), "does not tell which experts it takes, .* --router_replay_mode R3"),
+        (ServerRequirements(max_model_len=64, returns_experts=True), "does not tell which experts it takes, .* --router_replay_mode R3"),
         (
             ServerRequirements(max_model_len=64, shape={"hidden_size": 64, "norm_epsilon": 1e-6, "rope.theta": 1e6, "num_layers": 2}),
             r"a model \(m\) that computes otherwise than the run's: hidden_size 32 \(the run's: 64\), "
@@ -199,9 +199,9 @@ def test_a_file_that_holds_something_else_is_an_error_at_the_start_and_a_word_la
     ],
 )
 def test_a_server_of_this_machine_is_told_what_servers_of_others_can_reach(seen, told):
-    from megatron_grpo.servers.weight_broadcast import meeting_places
+    from megatron_grpo.servers.weight_broadcast import rendezvous_addresses
 
-    assert meeting_places(seen) == told
+    assert rendezvous_addresses(seen) == told
 
 
 def test_a_frozen_server_is_waited_for_once_and_taken_up_when_it_thaws(opened, fleet_of, monkeypatch):
@@ -313,7 +313,7 @@ def test_a_server_without_the_weights_is_not_asked_again_and_nobody_died(opened,
     ready([stale, good], found)
     stale.took(0)
     asked.ask(found)
-    assert asked.wait() == 0 and not asked._dealing.deaths and len(stale.asked) <= 2
+    assert asked.wait() == 0 and not asked._router.deaths and len(stale.asked) <= 2
 
 
 def test_an_error_of_a_prompt_ends_the_question_with_its_sentence(opened, fleet_of):
@@ -385,7 +385,7 @@ def test_a_silent_server_is_given_up_and_one_that_sends_empty_lines_is_not(opene
     asked.ask(found)
     assert asked.wait() == 0
     assert [str(member) for member in found.used] == [str(good.address)]
-    assert not asked._dealing.deaths  # who stands still was not killed by a prompt
+    assert not asked._router.deaths  # who stands still was not killed by a prompt
     assert requests.ENDS == ("stop", "length")
 
 

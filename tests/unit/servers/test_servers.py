@@ -31,8 +31,8 @@ PROMPTS = [Prompt(number=number, row=number, raw="", token_ids=(4, 5), columns={
 class Pusher:
     """A push is a number that the servers are told."""
 
-    def __init__(self, fleet, servers):
-        self.fleet, self.servers = fleet, servers
+    def __init__(self, server_group, servers):
+        self.server_group, self.servers = server_group, servers
 
     def push(self, update):
         for server in self.servers:
@@ -48,10 +48,10 @@ def engine_of():
 
     def made(*lines, **more):
         servers = [SmallServer(one) for one in lines]
-        fleet = TrainingServerGroup(lambda: [server.address for server in servers], partial(Server, token=TOKEN, incarnation="1"),
+        server_group = TrainingServerGroup(lambda: [server.address for server in servers], partial(Server, token=TOKEN, incarnation="1"),
                       run="ours",
-                      incarnation="1", needs=ServerRequirements(max_model_len=64), timeout=5.0, say=lambda line: None)  # fmt: skip
-        engine = ServerEngine(lambda: Pusher(fleet, servers), tokenizer=None, vocab_size=10, **more)
+                      incarnation="1", needs=ServerRequirements(max_model_len=64), timeout=5.0, print_line=lambda line: None)  # fmt: skip
+        engine = ServerEngine(lambda: Pusher(server_group, servers), tokenizer=None, vocab_size=10, **more)
         pushed(engine, 1)
         opened.extend([engine, *servers])
         return engine, servers
@@ -97,11 +97,11 @@ def test_what_is_left_when_all_servers_are_lost_is_answered_by_the_weights_that_
 
     engine, _ = engine_of(dies_after_three)
 
-    def publish():
+    def sync_weights():
         engine.prepare()
         pushed(engine, 4)
 
-    generator = generator_of(engine, sampling=SAMPLING, again=publish)
+    generator = generator_of(engine, sampling=SAMPLING, again=sync_weights)
     generator.begin(PROMPTS)
     assert generator.wait()
     assert {number: version for number, (version, _) in told(generator.groups(PROMPTS)).items()} == {0: 1, 1: 1, 2: 1, 3: 4, 4: 4, 5: 4}
@@ -138,7 +138,7 @@ def test_experts_come_with_the_answers_and_those_of_a_prompt_from_the_first_of_i
             drawn = tuple(replace(drawn, experts=told) for drawn, told in zip(one.completions, routes, strict=True))
             yield wire.encode_line(replace(one, completions=drawn))
 
-    engine, _ = engine_of(with_experts, tells_experts=True)
+    engine, _ = engine_of(with_experts, returns_experts=True)
     for group in engine.generate(PROMPTS, SAMPLING, seed=7):
         first, second = (one.sequence.experts for one in group.completions)
         assert first.shape == second.shape == (2 + 3, 2, 3) and first.dtype == np.int16
@@ -147,7 +147,7 @@ def test_experts_come_with_the_answers_and_those_of_a_prompt_from_the_first_of_i
 
 
 def test_a_server_that_leaves_experts_out_is_no_server_to_replay_from(engine_of):
-    engine, _ = engine_of(all_at_once, tells_experts=True)
+    engine, _ = engine_of(all_at_once, returns_experts=True)
     with pytest.raises(InvalidRoutingError, match="without the experts"):
         engine.generate(PROMPTS, SAMPLING, seed=7)
 
@@ -178,12 +178,12 @@ def test_turns_in_flight_on_a_server_that_was_lost_are_drawn_before_anything_is_
         yield from drawn(body)
 
     engine, [server] = engine_of(one_breaks)
-    fleet = engine._pusher.fleet
-    turns = ServerTurns(fleet, wire.Sampling(), version=1, deaths={})
+    server_group = engine._broadcaster.server_group
+    turns = ServerTurns(server_group, wire.Sampling(), version=1, deaths={})
     for key, ids in (((0, 0), (4, 5)), ((1, 0), (4,))):
         turns.submit(key, ids, seed=7, max_tokens=3)
         turns.poll()
-    until(lambda: not fleet.used)
+    until(lambda: not server_group.used)
     assert turns.poll() == []  # a push would end the other one
     gate.set()
     found = []
@@ -203,35 +203,35 @@ def test_a_call_that_a_push_has_ended_is_no_loss_of_the_server_that_took_it(engi
         yield b"\n"
 
     engine, [server] = engine_of(ends_at_a_push)
-    fleet = engine._pusher.fleet
+    server_group = engine._broadcaster.server_group
     if asks == "turns":
-        asked = ServerTurns(fleet, wire.Sampling(), version=1, deaths={})
+        asked = ServerTurns(server_group, wire.Sampling(), version=1, deaths={})
         asked.submit((0, 0), (4, 5), seed=7, max_tokens=3)
         asked.poll()
     else:
         asked = GenerationRequest({0: wire.Request(key="0", ids=(4, 5), seed=7, n=2, max_tokens=3)}, wire.Sampling(), version=1)
-        asked.ask(fleet)
+        asked.ask(server_group)
     until(lambda: server.asked)
-    [member] = fleet.used
-    fleet.lose(member, ServerGoneError("another call was cut"))
+    [member] = server_group.used
+    server_group.lose(member, ServerGoneError("another call was cut"))
     engine.prepare()
     pushed(engine, 2)
     gate.set()
     until(lambda: not asked._flying if asks == "turns" else asked.rests(0))
-    assert fleet.used == [member] and len(server.asked) == 1  # nor is it asked on by who was told of older weights
-    assert not (asked._deaths if asks == "turns" else asked._dealing.deaths)
+    assert server_group.used == [member] and len(server.asked) == 1  # nor is it asked on by who was told of older weights
+    assert not (asked._deaths if asks == "turns" else asked._router.deaths)
 
 
 @pytest.mark.parametrize("job", [
-    lambda pusher: pusher.push(WeightUpdate(kind="weights", version=2, tensors=())),
-    lambda pusher: pusher.scores([], 2),
+    lambda broadcaster: broadcaster.push(WeightUpdate(kind="weights", version=2, tensors=())),
+    lambda broadcaster: broadcaster.scores([], 2),
 ], ids=["push", "scores"])  # fmt: skip
 def test_a_push_that_finds_nobody_there_is_made_again_when_somebody_is(engine_of, job):
     engine, _ = engine_of(all_at_once)
-    fleet = engine._pusher.fleet
-    for member in fleet.used:
-        fleet.lose(member, ServerGoneError("its machine has gone"))
-    pusher = weight_broadcast.WeightBroadcaster(fleet, device=torch.device("cpu"), bucket_bytes=1)
+    server_group = engine._broadcaster.server_group
+    for member in server_group.used:
+        server_group.lose(member, ServerGoneError("its machine has gone"))
+    broadcaster = weight_broadcast.WeightBroadcaster(server_group, device=torch.device("cpu"), bucket_bytes=1)
     with pytest.raises(ReceiverChangedError, match="no rollout server is left"):
-        job(pusher)
-    pusher.close()
+        job(broadcaster)
+    broadcaster.close()

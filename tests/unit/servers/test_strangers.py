@@ -32,7 +32,7 @@ from megatron_grpo.weights.shape import ModelShape, RopeShape
 
 class NoEngine:
     class Dead(Exception): pass
-    is_dead, dtype, tells_experts, adapter_rank, limit_images, max_pixels = False, "float32", False, 0, 0, 0
+    is_dead, dtype, returns_experts, adapter_rank, limit_images, max_pixels = False, "float32", False, 0, 0, 0
     max_model_len = max_num_seqs = world_size = 1
     async def check(self): pass
     async def abort(self): pass

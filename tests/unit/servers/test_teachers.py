@@ -53,7 +53,7 @@ def opened():
 def teacher_of(*servers, timeout=5.0, **more) -> TeacherServerGroup:
     at = partial(Server, token=more.pop("token", TOKEN), incarnation="")
     return TeacherServerGroup(
-        lambda: [server.address for server in servers], at, needs=NEEDS, timeout=timeout, say=lambda line: None, **more
+        lambda: [server.address for server in servers], at, needs=NEEDS, timeout=timeout, print_line=lambda line: None, **more
     )
 
 
@@ -101,7 +101,7 @@ def test_a_row_of_several_contexts_is_scored_in_each_of_them_and_where_it_was_dr
     rows = {(0, 3): row, (0, 4): empty}
     servers = teacher_of(opened())
     found = ServedTeacher(OneRank(), servers.fingerprint, servers.logprobs)(
-        PlacedRows(extents={}, homes=dict.fromkeys(rows, 0), sequences=rows)
+        PlacedRows(lengths={}, dp_ranks=dict.fromkeys(rows, 0), sequences=rows)
     )
     wanted = np.where(mask, [-(id_ / 100 + at % 6) for at, id_ in enumerate(range(20, 32))], 0.0)
     assert np.allclose(found[0, 3], wanted, atol=1e-6) and not found[0, 4].any() and found[0, 3].dtype == np.float32

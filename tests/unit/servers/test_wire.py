@@ -24,7 +24,8 @@ _VALUES = {
     dict: st.dictionaries(_texts, _small | _texts | st.none(), max_size=3),
 }  # fmt: skip
 BODIES = (
-    wire.Claim, wire.Nothing, wire.Join, wire.WeightPush, wire.AdapterPush, wire.Generate, wire.Score, wire.ScoreResponse, wire.State,
+    wire.Claim, wire.Nothing, wire.Join, wire.WeightUpdateRequest, wire.AdapterUpdateRequest,
+    wire.Generate, wire.Score, wire.ScoreResponse, wire.State,
     wire.PromptLogprobs,
 )  # fmt: skip
 
@@ -79,7 +80,7 @@ def test_every_field_is_looked_at(cls):
     (b"[" * 100_000, "Expected `object`, got `array`"), (b"[]", "Score has another form: Expected `object`, got `array`"),
     (b'{"sequences": [[1, true]]}', r"Expected `int`, got `bool` - at `\$.sequences\[0\]\[1\]`"),
     (b'{"sequences": [[1.5]]}', "Expected `int`, got `float`"), (b'{"sequences": [3]}', r"Expected `array`, got `int` - at `\$.sequences"),
-    (b'{"sequences": [], "pictures": [{"key": "a", "data": "AAA"}]}', "Invalid base64"),
+    (b'{"sequences": [], "image_data": [{"key": "a", "data": "AAA"}]}', "Invalid base64"),
 ])  # fmt: skip
 def test_what_is_no_body_is_refused_by_a_sentence(body, says):
     with pytest.raises(wire.MalformedMessageError, match=says):
@@ -103,7 +104,7 @@ def test_an_unknown_field_inside_a_request_is_refused_by_its_name():
 
 def _same(one: wire.SampledCompletion, other: wire.SampledCompletion) -> bool:
     def arrays(drawn):
-        return [a for a in (drawn.tokens, drawn.logprobs, drawn.experts, *(drawn.kept or ())) if a is not None]
+        return [a for a in (drawn.tokens, drawn.logprobs, drawn.experts, *(drawn.sampling_mask or ())) if a is not None]
 
     pairs = list(zip(arrays(one), arrays(other), strict=True))
     return (one.text, one.reason, one.versions) == (other.text, other.reason, other.versions) and all(
@@ -123,7 +124,7 @@ def _drawn(draw):
         reason=draw(st.sampled_from(["stop", "length"])),
         versions=((draw(st.integers(0, 9)), 0, length),),
         experts=np.arange(length * 6, dtype=np.int16).reshape(length, 3, 2) - 1 if routed else None,
-        kept=None if counts is None else SamplingMask(np.cumsum([0, *counts]), np.arange(sum(counts), dtype=np.int32)),
+        sampling_mask=None if counts is None else SamplingMask(np.cumsum([0, *counts]), np.arange(sum(counts), dtype=np.int32)),
     )  # fmt: skip
 
 
@@ -143,7 +144,7 @@ def test_lines_that_are_no_answers():
     whole = wire.encode_line(wire.Answer(key="3"))
     drawn = wire.SampledCompletion(
         tokens=np.zeros(1, np.int32), logprobs=np.zeros(1, np.float32), text="", reason="stop", versions=(),
-        kept=SamplingMask(np.array([0, 2]), np.array([5, 6], np.int32)),
+        sampling_mask=SamplingMask(np.array([0, 2]), np.array([5, 6], np.int32)),
     )  # fmt: skip
     right = wire.encode_line(wire.Answer(key="3", completions=(drawn,)))
     at, two, one = (base64.b64encode(np.array(at, np.int64)) for at in ([0, 2], [0, 1, 2], [0, 1]))

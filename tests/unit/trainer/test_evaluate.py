@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_grpo.config.evaluation import SUM, HowEvaluated, how_evaluated, most_of, rules_in_words, score_of, sets_of
+from megatron_grpo.config.evaluation import SUM, HowEvaluated, describe_rules, how_evaluated, most_of, score_of, sets_of
 from megatron_grpo.config.parse import resolve
-from megatron_grpo.metrics.evaluations import in_words
+from megatron_grpo.metrics.evaluations import describe
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.rollout.engine import SamplingSettings, prompt_seed
 from megatron_grpo.rollout.scripted import ScriptedEngine
 from megatron_grpo.trainer.evaluate import EvaluationSpec, Evaluator, sampling_of
 from megatron_grpo.trainer.reward_manager import RewardManager
-from megatron_grpo.types import Prompt, answered
+from megatron_grpo.types import Prompt, make_completion
 from tests.ranks import run_ranks
 
 TRAINING = SamplingSettings(n=16, max_completion_length=8, temperature=0.9, top_p=0.8, stop=("END",))
@@ -27,8 +27,8 @@ def prompts(count: int) -> list[Prompt]:
 
 def answer(prompt: Prompt, place: int, version: int):
     length = 1 + (prompt.number + place) % 3
-    return answered(
-        prompt.token_ids, [7] * length, [-1.0] * length, text=f"{prompt.number}.{place}", ended="length" if length == 3 else "stop",
+    return make_completion(
+        prompt.token_ids, [7] * length, [-1.0] * length, text=f"{prompt.number}.{place}", finish_reason="length" if length == 3 else "stop",
         version=version,
     )  # fmt: skip
 
@@ -44,11 +44,11 @@ def words(completions, **rest):
 
 
 def evaluator(engine=None, **sets):
-    judge = RewardManager(
+    reward_manager = RewardManager(
         [RewardFunction(name="words", function=words, timeout=60.0), RewardFunction(name="right", function=right, timeout=60.0)]
     )
     sampling = sampling_of(TRAINING, HowEvaluated(n=4, temperature=1.0))
-    return Evaluator(EvaluationSpec(sets=sets, sampling=sampling, score="right"), engine or ScriptedEngine(answer), judge)
+    return Evaluator(EvaluationSpec(sets=sets, sampling=sampling, score="right"), engine or ScriptedEngine(answer), reward_manager)
 
 
 def evaluate(rank: int, world_size: int):
@@ -104,7 +104,7 @@ def test_what_is_paired_asked_the_same():
         EvaluationSpec(sets=asks.sets, sampling=asks.sampling, score="words").digest("a"),
         EvaluationSpec(sets=asks.sets, sampling=asks.sampling, score="right", seed=1).digest("a"),
         EvaluationSpec(sets=asks.sets, sampling=sampling_of(TRAINING, HowEvaluated(n=8, temperature=1.0)), score="right").digest("a"),
-        *(replace(asks, episodes=rules_in_words(resolve(words.split()))).digest("a") for words in
+        *(replace(asks, episodes=describe_rules(resolve(words.split()))).digest("a") for words in
           ("--tools a.py:f", "--tools a.py:f --max_turns 3", "--environment b.py:C", "--rollout_func c.py:g")),
     }  # fmt: skip
     assert len(digests) == 10 and evaluator(a=prompts(3)).question.digest("a") in digests
@@ -151,18 +151,18 @@ def of_the_task(completions, **rest):
 
 
 def test_of_several_rewards_the_sum_counts_as_it_trains_and_each_is_told():
-    judge = RewardManager([RewardFunction(name="format", function=lambda completions, **_: [1.0] * len(completions), timeout=60.0),
+    reward_manager = RewardManager([RewardFunction(name="format", function=lambda completions, **_: [1.0] * len(completions), timeout=60.0),
                    RewardFunction(name="task", function=of_the_task, timeout=60.0)], [0.5, 2.0])  # fmt: skip
     question = EvaluationSpec(
         sets={"a": prompts(3)}, sampling=sampling_of(TRAINING, HowEvaluated(n=4, temperature=1.0)), score=SUM, most=(0.5, 2.0)
     )
-    [found] = Evaluator(question, ScriptedEngine(answer), judge).run()
+    [found] = Evaluator(question, ScriptedEngine(answer), reward_manager).run()
     told = found.numbers()
     assert (told["score"], told["mean@4"]) == (SUM, pytest.approx((0.5 + 1.5 + 1.5) / 3))
     assert told["pass@1"] == pytest.approx((1 + 0.5 + 0.5) / 3), "prompt 0 is right by the one reward that applies"
     assert (told["format"], told["task"], told["pass@1/format"], told["pass@1/task"]) == (1.0, 0.5, 1.0, 0.5)
-    assert {figure: cells for figure, *cells in in_words([told])[2]}["task"] == ["0.500, pass@1 0.500"]
-    [stricter] = Evaluator(replace(question, pass_threshold=3.0), ScriptedEngine(answer), judge).run()
-    judge.reward_weights = [1.0, 1.0]
-    [other] = Evaluator(question, ScriptedEngine(answer), judge).run()
+    assert {figure: cells for figure, *cells in describe([told])[2]}["task"] == ["0.500, pass@1 0.500"]
+    [stricter] = Evaluator(replace(question, pass_threshold=3.0), ScriptedEngine(answer), reward_manager).run()
+    reward_manager.reward_weights = [1.0, 1.0]
+    [other] = Evaluator(question, ScriptedEngine(answer), reward_manager).run()
     assert stricter.numbers()["pass@1"] == 0.0 and other.question != found.question == stricter.question, "other weights are not paired"

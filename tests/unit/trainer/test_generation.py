@@ -11,7 +11,7 @@ import pytest
 from megatron_grpo.rollout.engine import WeightsLostError, WeightSyncError
 from megatron_grpo.rollout.scripted import ScriptedEngine
 from megatron_grpo.trainer.generation import InvalidLogprobsError, first_impossible, refuse_impossible, warning_of
-from megatron_grpo.types import Group, Prompt, answered
+from megatron_grpo.types import Group, Prompt, make_completion
 from megatron_grpo.weights.buckets import WeightUpdate
 from tests.unit.trainer.test_rollouts import Stream, answer, generator_of
 
@@ -98,7 +98,7 @@ def test_who_is_in_a_hurry_does_not_wait_for_servers_to_come_back():
 
 
 def group(number: int, *logprobs: tuple[float, ...]) -> Group:
-    completions = tuple(answered((4,), range(4, 4 + len(one)), one, text="", ended="stop", version=0) for one in logprobs)
+    completions = tuple(make_completion((4,), range(4, 4 + len(one)), one, text="", finish_reason="stop", version=0) for one in logprobs)
     return Group(prompt=Prompt(number=number, row=10 + number, raw="", token_ids=(4,), columns={}), completions=completions)
 
 

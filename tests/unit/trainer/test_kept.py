@@ -9,7 +9,7 @@ import pytest
 
 from megatron_grpo.base.errors import RunError
 from megatron_grpo.rollout.vllm_requests import TIES, num_asked, whole_or_cut
-from megatron_grpo.trainer.generation import InvalidSamplingMaskError, check_kept
+from megatron_grpo.trainer.generation import InvalidSamplingMaskError, check_sampling_mask
 from megatron_grpo.types import SamplingMask, Sequence
 
 INF = -np.inf
@@ -51,7 +51,7 @@ def sequence(kept: list[list[int]] | None) -> Sequence:
     )
     return Sequence(
         token_ids=np.array([1, 2, 3, 4]), mask=np.array([False, False, True, True]),
-        kept_at=whole and whole.at, kept_ids=whole and whole.ids,
+        mask_offsets=whole and whole.at, mask_ids=whole and whole.ids,
     )  # fmt: skip
 
 
@@ -67,9 +67,9 @@ def sequence(kept: list[list[int]] | None) -> Sequence:
 )
 def test_a_token_is_one_of_the_different_words_it_was_drawn_among(kept, said):
     if said is None:
-        return check_kept(sequence(kept), 8)
+        return check_sampling_mask(sequence(kept), 8)
     with pytest.raises(InvalidSamplingMaskError, match=re.escape(said)):
-        check_kept(sequence(kept), 8)
+        check_sampling_mask(sequence(kept), 8)
 
 
 def test_kept_words_belong_to_as_many_tokens_as_are_masked():
@@ -77,14 +77,14 @@ def test_kept_words_belong_to_as_many_tokens_as_are_masked():
     with pytest.raises(ValueError, match="kept words of 3 tokens, 3 in all, for 2 masked ones"):
         _ = one.kept
     with pytest.raises(InvalidSamplingMaskError, match="among which words it drew it: kept words of 3 tokens") as caught:
-        check_kept(one, 8)
+        check_sampling_mask(one, 8)
     assert isinstance(caught.value, RunError), "of a sampler of one's own: a sentence, and no traceback"
-    check_kept(Sequence(token_ids=np.array([1]), mask=np.array([False])), 8)  # an episode in which nothing was drawn
+    check_sampling_mask(Sequence(token_ids=np.array([1]), mask=np.array([False])), 8)  # an episode in which nothing was drawn
 
 
 def test_tokens_are_taken_with_their_words():
     kept = SamplingMask(np.array([0, 2, 2, 3]), np.array([7, 8, 9], dtype=np.int32))
-    taken = kept.taken(np.array([2, 0, 1, 2]))
+    taken = kept.take(np.array([2, 0, 1, 2]))
     assert taken.at.tolist() == [0, 1, 3, 3, 4] and taken.ids.tolist() == [9, 7, 8, 9]
-    joined = SamplingMask.joined([kept, SamplingMask.all_words(2), taken])
+    joined = SamplingMask.joined([kept, SamplingMask.unfiltered(2), taken])
     assert joined.counts.tolist() == [2, 0, 1, 0, 0, 1, 2, 0, 1] and joined.ids.tolist() == [7, 8, 9, 9, 7, 8, 9]

@@ -9,13 +9,15 @@ import time
 from megatron_grpo.base.errors import CancelledError, RewardError
 from megatron_grpo.rewards.protocol import RewardFunction
 from megatron_grpo.trainer.reward_manager import RewardManager, as_batch
-from megatron_grpo.types import Group, Prompt, answered
+from megatron_grpo.types import Group, Prompt, make_completion
 from tests.ranks import run_ranks
 
 
 def group(number, texts, raw="?", **columns):
     prompt = Prompt(number=number, row=100 + number, raw=raw, token_ids=(1,), columns=columns)
-    completions = [answered((1,), (2,) * len(text), (0.0,) * len(text), text=text, ended="stop", version=5) for text in texts]
+    completions = [
+        make_completion((1,), (2,) * len(text), (0.0,) * len(text), text=text, finish_reason="stop", version=5) for text in texts
+    ]
     return Group(prompt=prompt, completions=tuple(completions))
 
 
@@ -47,10 +49,10 @@ def test_a_rank_judges_its_own_groups_and_each_function_weighs_one_unless_it_is_
         calls.extend(completions)
         return [0.0] * len(completions)
 
-    judge = RewardManager([reward(counting), reward(value)])
-    assert (judge.names, judge.reward_weights) == (["counting", "value"], [1.0, 1.0])
+    reward_manager = RewardManager([reward(counting), reward(value)])
+    assert (reward_manager.names, reward_manager.reward_weights) == (["counting", "value"], [1.0, 1.0])
     assert RewardManager([reward(value)], [0.5]).reward_weights == [0.5]
-    assert [one.group for one in judge(GROUPS[1::2], places=[1, 3])] == GROUPS[1::2]
+    assert [one.group for one in reward_manager(GROUPS[1::2], places=[1, 3])] == GROUPS[1::2]
     assert calls == [completion.text for one in GROUPS[1::2] for completion in one.completions]
 
 
@@ -58,10 +60,10 @@ def test_an_error_on_one_rank_is_the_same_error_on_all_and_names_the_row_of_the_
     groups = [*GROUPS[:4], group(4, ["40", "41", "oops", "43"])]
 
     def rank_main(rank, world_size):
-        judge, places = RewardManager([reward(value)]), list(range(rank, 5, world_size))
-        good = judge([GROUPS[place] for place in places], places=places)
+        reward_manager, places = RewardManager([reward(value)]), list(range(rank, 5, world_size))
+        good = reward_manager([GROUPS[place] for place in places], places=places)
         try:
-            judge([groups[place] for place in places], places=places)
+            reward_manager([groups[place] for place in places], places=places)
         except RewardError as error:
             return [one.rewards for one in good], str(error)
 
@@ -117,11 +119,13 @@ def test_what_takes_too_long_is_given_up_on_all_ranks_where_the_run_is_to_stop()
 
         said = []
         for function in (sleeping, waiting, deaf):
-            judge = RewardManager([reward(function, timeout=60)], should_cancel=lambda: rank == 1 and time.monotonic() > began + 0.5)
+            reward_manager = RewardManager(
+                [reward(function, timeout=60)], should_cancel=lambda: rank == 1 and time.monotonic() > began + 0.5
+            )
             try:
-                judge(GROUPS)
-            except CancelledError as given_up:
-                said.append(str(given_up))
+                reward_manager(GROUPS)
+            except CancelledError as cancelled:
+                said.append(str(cancelled))
         return said, time.monotonic() - began
 
     for said, seconds in run_ranks(rank_main, 2):
@@ -133,8 +137,8 @@ def warnings_of(caplog, function, batches):
     groups = [group(number, ["1", "2", "3", "4"]) for number in range(2)]
     with caplog.at_level(logging.WARNING):
         for _ in range(batches):
-            judge = RewardManager([function])
-            judge.warn_of_sameness([row for one in judge(groups) for row in one.rewards])
+            reward_manager = RewardManager([function])
+            reward_manager.warn_of_sameness([row for one in reward_manager(groups) for row in one.rewards])
     return [record.message for record in caplog.records]
 
 

@@ -25,16 +25,16 @@ from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.rollout.scripted import ScriptedEngine
 from megatron_grpo.trainer.generation import InvalidLogprobsError, InvalidSamplingMaskError, RolloutGenerator
 from megatron_grpo.trainer.rollouts import Rollouts
-from megatron_grpo.trainer.rollouts import harvest as collect
+from megatron_grpo.trainer.rollouts import result as collect
 from megatron_grpo.trainer.sample_buffer import emptied
-from megatron_grpo.types import GroupMetadata, Prompt, SampleWithOldLogprobs, ScoredGroup, SequenceLengths, answered
+from megatron_grpo.types import GroupMetadata, Prompt, SampleWithOldLogprobs, ScoredGroup, SequenceLengths, make_completion
 from megatron_grpo.weights.buckets import WeightUpdate
 
 LIVE, DEAD = ((1.0,), (0.0,)), ((1.0,), (1.0,))
 
 
 class Stream:
-    """Numbered prompts without end, as far as `harvest` and `Rollouts` see the real stream."""
+    """Numbered prompts without end, as far as `result` and `Rollouts` see the real stream."""
 
     def __init__(self, taken: int = 0):
         self.taken, self.asked = taken, []
@@ -63,7 +63,7 @@ class Stream:
 def answer(prompt, place, version):
     """Prompt 7's completion 1 is the tokens 71, 72, each of log-prob -0.5; it ran into the limit."""
     tokens = (10 * prompt.number + place, 10 * prompt.number + place + 1)
-    return answered(prompt.token_ids, tokens, (-0.5, -0.5), text="", ended="length" if place else "stop", version=version)
+    return make_completion(prompt.token_ids, tokens, (-0.5, -0.5), text="", finish_reason="length" if place else "stop", version=version)
 
 
 SAMPLING = SamplingSettings(n=2, max_completion_length=2)
@@ -73,21 +73,21 @@ def scored_by(rewards, groups):
     return [ScoredGroup(group=group, rewards=rewards[group.prompt.number]) for group in groups]
 
 
-def harvest(stream, rewards, *, num_groups, config=None, **settings):
-    """`harvest` on prompts whose groups get `rewards[number]`, by the package's own rule of what is dead."""
+def result(stream, rewards, *, num_groups, config=None, **settings):
+    """`result` on prompts whose groups get `rewards[number]`, by the package's own rule of what is dead."""
     engine, weights = ScriptedEngine(answer), [1.0] * len(rewards[0][0])
     return collect(
         stream.take,
         stream.give_back,
         lambda prompts: [GroupMetadata.of(one) for one in scored_by(rewards, engine.generate(prompts, SAMPLING, seed=0))],
-        lambda verdicts: zero_std_groups([verdict.rewards for verdict in verdicts], config or GrpoConfig(), weights),
+        lambda metas: zero_std_groups([meta.rewards for meta in metas], config or GrpoConfig(), weights),
         num_groups=num_groups,
         **settings,
     )
 
 
-def numbers(verdicts):
-    return [verdict.prompt_number for verdict in verdicts]
+def numbers(metas):
+    return [meta.prompt_number for meta in metas]
 
 
 def mixed(pattern: str):
@@ -97,7 +97,7 @@ def mixed(pattern: str):
 
 def test_dead_groups_are_replaced_by_further_prompts_and_no_live_one_is_given_up():
     stream = Stream()
-    found = harvest(stream, mixed(".L.LLL..L"), num_groups=4, dynamic_sample=True)
+    found = result(stream, mixed(".L.LLL..L"), num_groups=4, dynamic_sample=True)
     assert stream.asked == [4, 2]  # two of the first four are dead
     assert numbers(found.kept) == [1, 3, 4, 5]
     assert (found.num_rounds, found.num_dead_dropped, found.num_given_back, stream.taken) == (2, 2, 0, 6)
@@ -105,7 +105,7 @@ def test_dead_groups_are_replaced_by_further_prompts_and_no_live_one_is_given_up
 
 def test_after_the_last_round_the_oldest_dead_groups_fill_the_rollout():
     stream = Stream()
-    found = harvest(stream, mixed("...L"), num_groups=3, dynamic_sample=True, max_resample_times=2)
+    found = result(stream, mixed("...L"), num_groups=3, dynamic_sample=True, max_resample_times=2)
     assert stream.asked == [3, 3, 2]
     assert numbers(found.kept) == [0, 1, 3]
     assert (found.num_rounds, found.num_dead_dropped, stream.taken) == (3, 5, 8)
@@ -113,13 +113,13 @@ def test_after_the_last_round_the_oldest_dead_groups_fill_the_rollout():
 
 def test_dead_groups_stay_where_nobody_asked_to_replace_them():
     stream = Stream()
-    assert numbers(harvest(stream, mixed(".L"), num_groups=4).kept) == [0, 1, 2, 3]
+    assert numbers(result(stream, mixed(".L"), num_groups=4).kept) == [0, 1, 2, 3]
     assert stream.asked == [4]
 
 
 def test_oversampling_alone_prefers_live_groups_in_one_round():
     stream = Stream()
-    found = harvest(stream, mixed(".L.L.."), num_groups=4, oversample_ratio=1.5)
+    found = result(stream, mixed(".L.L.."), num_groups=4, oversample_ratio=1.5)
     assert stream.asked == [6]
     assert numbers(found.kept) == [0, 1, 2, 3]  # both live ones, and the oldest dead ones
     assert (found.num_rounds, found.num_dead_dropped, stream.taken) == (1, 2, 6)
@@ -127,7 +127,7 @@ def test_oversampling_alone_prefers_live_groups_in_one_round():
 
 def test_prompts_from_the_first_live_group_that_is_cut_are_asked_again():
     stream = Stream()
-    found = harvest(stream, mixed("L.LLL.L."), num_groups=3, oversample_ratio=2.5)
+    found = result(stream, mixed("L.LLL.L."), num_groups=3, oversample_ratio=2.5)
     assert stream.asked == [8]
     assert numbers(found.kept) == [0, 2, 3]
     assert (found.num_given_back, found.num_dead_dropped, stream.taken) == (4, 1, 4)
@@ -136,13 +136,13 @@ def test_prompts_from_the_first_live_group_that_is_cut_are_asked_again():
 
 def test_the_share_of_further_prompts_is_exact_in_decimals():
     stream = Stream()
-    harvest(stream, mixed("L" * 20), num_groups=10, oversample_ratio=1.1)
+    result(stream, mixed("L" * 20), num_groups=10, oversample_ratio=1.1)
     assert stream.asked == [11]  # 10 * 1.1 is 11.000000000000002 in binary
 
 
 def test_a_group_that_no_reward_function_applies_to_is_dead_and_so_is_one_with_a_single_judged_completion():
     rewards = {0: ((None,), (None,)), 1: ((None,), (1.0,)), 2: LIVE, 3: LIVE, **{number: DEAD for number in range(4, 9)}}
-    assert numbers(harvest(Stream(), rewards, num_groups=2, dynamic_sample=True).kept) == [2, 3]
+    assert numbers(result(Stream(), rewards, num_groups=2, dynamic_sample=True).kept) == [2, 3]
 
 
 def test_gdpo_calls_a_group_live_where_one_of_its_rewards_says_something():
@@ -151,7 +151,7 @@ def test_gdpo_calls_a_group_live_where_one_of_its_rewards_says_something():
     rewards = {0: opposite, 1: ((1.0, 0.0), (0.0, 0.0)), **{number: ((1.0, 1.0),) * 2 for number in range(2, 9)}}
     for estimator, kept in (("grpo", [1]), ("gdpo", [0])):
         config = GrpoConfig(advantage_estimator=estimator)
-        assert numbers(harvest(Stream(), rewards, num_groups=1, config=config, dynamic_sample=True).kept) == kept
+        assert numbers(result(Stream(), rewards, num_groups=1, config=config, dynamic_sample=True).kept) == kept
 
 
 patterns = st.lists(st.booleans(), max_size=60)
@@ -165,7 +165,7 @@ def test_every_rollout_is_full_and_every_live_group_is_trained_exactly_once(aliv
     for _ in range(num_rollouts):
         stream.asked.clear()
         start = stream.taken
-        found = harvest(stream, rewards, num_groups=num_groups, oversample_ratio=ratio, dynamic_sample=dynamic, max_resample_times=times)
+        found = result(stream, rewards, num_groups=num_groups, oversample_ratio=ratio, dynamic_sample=dynamic, max_resample_times=times)
         kept = numbers(found.kept)
         assert len(kept) == num_groups and kept == sorted(kept) and set(kept) <= set(range(start, stream.taken))
         assert len(stream.asked) == found.num_rounds <= (1 + times if dynamic else 1)
@@ -186,7 +186,7 @@ class OneRank:
     """The place of the only rank of a job."""
 
     layout = Layout(world_size=1)
-    dp_rank, is_model_parallel_src, is_main = 0, True, True
+    dp_rank, is_model_parallel_src, is_rank_zero = 0, True, True
 
     def from_last_stage(self, mine):
         return mine
@@ -213,7 +213,7 @@ class Judge:
         assert all(len(row) == 1 for row in rows)
 
 
-def timetable(*, num_groups=2, steps=1, old_logprobs="auto", depth=0):
+def schedule(*, num_groups=2, steps=1, old_logprobs="auto", depth=0):
     """Groups of two; a rollout of `num_groups` groups is trained in so many steps, a completion a micro-step."""
     rows = 2 * num_groups
     return TrainingSchedule(BatchSizes(layout=OneRank.layout, global_batch_size=rows // steps, generation_batch_size=rows,
@@ -221,24 +221,24 @@ def timetable(*, num_groups=2, steps=1, old_logprobs="auto", depth=0):
 
 
 def rollouts_of(
-    rewards, table, *, penalty=None, answer=answer, engine=None, stream=None, journal=None, sampling=SAMPLING, teacher=None, **config
+    rewards, table, *, penalty=None, answer=answer, engine=None, stream=None, logger=None, sampling=SAMPLING, teacher=None, **config
 ):
     policy = SimpleNamespace(cut=BatchPartitioner(dp_size=1, micro_batch_size=1), parallel=OneRank())
     return Rollouts(
-        generator_of(engine or ScriptedEngine(answer), rewards, sampling), stream or Stream(), cfg=GrpoConfig(**config), timetable=table,
-        policy=policy, journal=Heard() if journal is None else journal, penalty=penalty, teacher=teacher,
+        generator_of(engine or ScriptedEngine(answer), rewards, sampling), stream or Stream(), cfg=GrpoConfig(**config), schedule=table,
+        policy=policy, logger=Heard() if logger is None else logger, penalty=penalty, teacher=teacher,
     )  # fmt: skip
 
 
 def generator_of(engine, rewards=(), sampling=SAMPLING, again=lambda: pytest.fail("pushed again")):
-    return RolloutGenerator(engine, Judge(rewards), sampling=sampling, seed=0, clock=Timers(), again=again)
+    return RolloutGenerator(engine, Judge(rewards), sampling=sampling, seed=0, timers=Timers(), again=again)
 
 
 def rollout(rewards, *, penalty=None, old_logprobs="auto", number=0, answer=answer, **config):
     """(samples in row order, metrics, rows) of one rollout, by the weights of its step."""
     heard, engine = Heard(), ScriptedEngine(answer)
     engine.take(WeightUpdate(kind="weights", version=number, tensors=()))
-    rollouts = rollouts_of(rewards, timetable(old_logprobs=old_logprobs), penalty=penalty, engine=engine, journal=heard, **config)
+    rollouts = rollouts_of(rewards, schedule(old_logprobs=old_logprobs), penalty=penalty, engine=engine, logger=heard, **config)
     (found,) = rollouts.sample([number])
     assert rollouts.sample([]) == rollouts.collect([]) == rollouts.drain(number) == []
     cfg = rollouts.cfg
@@ -266,7 +266,7 @@ def test_a_row_keeps_what_the_teacher_said_of_its_own_tokens_and_one_that_trains
     """The teacher says the row's number at drawn tokens. Of one completion the sampler's log-probs are impossible."""
 
     def teacher(rows):
-        assert rows.homes == dict.fromkeys(rows.sequences, 0)
+        assert rows.dp_ranks == dict.fromkeys(rows.sequences, 0)
         return {key: np.where(one.mask, -key[1], 0).astype(np.float32) for key, one in rows.sequences.items()}
 
     def some_wrong(prompt, place, version):
@@ -286,19 +286,19 @@ def test_a_rollout_whose_teacher_has_gone_is_told_of_when_it_is_asked_again_and_
         raise NoRolloutServerError("no server of the teacher answered")
 
     with pytest.raises(NoRolloutServerError):
-        rollouts_of(rewards, timetable(), journal=heard, teacher=gone).sample([0])
+        rollouts_of(rewards, schedule(), logger=heard, teacher=gone).sample([0])
     assert heard == []
     with pytest.raises(KeyError):  # and a row that a teacher forgot does not pass for one that was never to be taught
-        rollouts_of(rewards, timetable(), journal=heard, teacher=lambda *asked: {}).sample([0])
+        rollouts_of(rewards, schedule(), logger=heard, teacher=lambda *asked: {}).sample([0])
 
 
 def test_every_row_knows_its_group_and_what_the_group_begins_with_and_so_does_who_packs_for_the_penalty():
     def penalty(rows):
-        assert list(rows.extents.values()) == [SequenceLengths((4,), (3, number), 2) for number in (0, 0, 1, 1)]
-        return dict.fromkeys(rows.extents, 0.0), {}
+        assert list(rows.lengths.values()) == [SequenceLengths((4,), (3, number), 2) for number in (0, 0, 1, 1)]
+        return dict.fromkeys(rows.lengths, 0.0), {}
 
     samples, _, rows = rollout({0: LIVE, 1: DEAD}, number=3, penalty=penalty, beta=1.0, kl_in_reward=True)
-    assert [row.extent for row in rows] == [SequenceLengths((4,), (3, number), 2) for number in (0, 0, 1, 1)]
+    assert [row.lengths for row in rows] == [SequenceLengths((4,), (3, number), 2) for number in (0, 0, 1, 1)]
     assert [sample.prefix for sample in samples] == [2] * 4
 
 
@@ -328,8 +328,8 @@ def told_words(prompt, place, version):
     one = answer(prompt, place, version)
     first, second = one.answer_ids
     words = [[first, 8, 9], [second, 8]] if place else [[first, 9], [second]]
-    kept_ids = np.array(sum(words, []), dtype=np.int32)
-    return replace(one, sequence=replace(one.sequence, kept_at=np.cumsum([0, *map(len, words)]), kept_ids=kept_ids))
+    mask_ids = np.array(sum(words, []), dtype=np.int32)
+    return replace(one, sequence=replace(one.sequence, mask_offsets=np.cumsum([0, *map(len, words)]), mask_ids=mask_ids))
 
 
 def test_a_rollout_that_was_sampled_ahead_has_its_words_and_its_teachers():
@@ -340,8 +340,8 @@ def test_a_rollout_that_was_sampled_ahead_has_its_words_and_its_teachers():
         asked.append(len(rows.sequences))
         return {key: np.where(one.mask, -key[1], 0).astype(np.float32) for key, one in rows.sequences.items()}
 
-    sampling = replace(SAMPLING, top_k=3, tells_kept=True)
-    rollouts = rollouts_of({0: LIVE, 1: LIVE}, timetable(depth=1), engine=engine, sampling=sampling, teacher=teacher)
+    sampling = replace(SAMPLING, top_k=3, returns_sampling_mask=True)
+    rollouts = rollouts_of({0: LIVE, 1: LIVE}, schedule(depth=1), engine=engine, sampling=sampling, teacher=teacher)
     rollouts.launch(1)
     assert asked == []
     [found] = rollouts.drain(0)  # a checkpoint asks for it before its own step does
@@ -358,41 +358,41 @@ def test_log_probs_of_the_penalty_serve_stale_slices_where_the_weights_are_those
     engine.take(WeightUpdate(kind="weights", version=0, tensors=()))
 
     def penalty(rows):
-        return dict.fromkeys(rows.extents, 0.0), {
+        return dict.fromkeys(rows.lengths, 0.0), {
             key: np.full(len(one.mask), -0.25 - key[1], np.float32) for key, one in rows.sequences.items()
         }
 
-    table = timetable(steps=2, depth=1)
-    assert (table.version_of(1), table.sampled_by(1)) == (2, 0) and table.step(2).anchors == ((1, 2), (1, 3))
+    table = schedule(steps=2, depth=1)
+    assert (table.version_of(1), table.sampled_by(1)) == (2, 0) and table.step(2).old_logprob_slices == ((1, 2), (1, 3))
     rollouts = rollouts_of({0: LIVE, 1: LIVE}, table, engine=engine, penalty=penalty, beta=1.0, kl_in_reward=True)
     rollouts.launch(1)
     [found] = rollouts.collect([1]) if drained_at is None else rollouts.drain(drained_at)
-    anchored = [] if drained_at == 1 else [(1, 2), (1, 3)]
-    assert [row.key for row in found.rows if row.is_anchored] == anchored
-    assert [key for key, sample in found.samples.items() if isinstance(sample, SampleWithOldLogprobs)] == anchored
-    for key in anchored:
+    with_old_logprobs = [] if drained_at == 1 else [(1, 2), (1, 3)]
+    assert [row.key for row in found.rows if row.has_old_logprobs] == with_old_logprobs
+    assert [key for key, sample in found.samples.items() if isinstance(sample, SampleWithOldLogprobs)] == with_old_logprobs
+    for key in with_old_logprobs:
         assert found.samples[key].old_logprobs.tolist() == [0, 0, -0.25 - key[1], -0.25 - key[1]]
     # And at once, as every rollout is without one ahead.
-    at_once = rollouts_of({0: LIVE, 1: LIVE}, timetable(steps=2), penalty=penalty, answer=answer, beta=1.0, kl_in_reward=True)
+    at_once = rollouts_of({0: LIVE, 1: LIVE}, schedule(steps=2), penalty=penalty, answer=answer, beta=1.0, kl_in_reward=True)
     at_once.generator.sampler.take(WeightUpdate(kind="weights", version=0, tensors=()))
     [found] = at_once.sample([0])
-    assert [row.key for row in found.rows if row.is_anchored] == [(0, 2), (0, 3)]
+    assert [row.key for row in found.rows if row.has_old_logprobs] == [(0, 2), (0, 3)]
 
 
 @pytest.mark.parametrize(
     ("depth", "version", "said"),
     [
-        (0, 1, "answered by version 1; by the timetable it is version 2"),
-        (0, 3, "answered by version 3; by the timetable it is version 2"),
-        (1, 1, "answered by version 1; by the timetable it is version 2, or up to 4"),
-        (1, 5, "answered by version 5; by the timetable it is version 2, or up to 4"),
+        (0, 1, "answered by version 1; by the schedule it is version 2"),
+        (0, 3, "answered by version 3; by the schedule it is version 2"),
+        (1, 1, "answered by version 1; by the schedule it is version 2, or up to 4"),
+        (1, 5, "answered by version 5; by the schedule it is version 2, or up to 4"),
         (1, 2, ""), (1, 3, ""), (1, 4, ""), (0, 2, ""),
     ],
 )  # fmt: skip
 def test_a_rollout_of_older_weights_than_planned_or_of_newer_ones_than_its_step_is_no_rollout(depth, version, said):
     """Of two steps each: rollout 1 comes in at step 2, and rollout 2, sampled from step 2 on, at step 4. Weights that were pushed late
     look like this."""
-    engine, table = ScriptedEngine(answer), timetable(steps=2, depth=depth)
+    engine, table = ScriptedEngine(answer), schedule(steps=2, depth=depth)
     engine.take(WeightUpdate(kind="weights", version=version, tensors=()))
     rollouts = rollouts_of({0: LIVE, 1: LIVE}, table, engine=engine)
     if not said:
@@ -408,7 +408,7 @@ def test_a_sample_keeps_what_its_tokens_were_drawn_among_and_one_that_trains_not
         one = told_words(prompt, place, version)
         return replace(one, logprobs=np.float32([0, 0, -0.5, 0.3])) if place and prompt.number else one
 
-    sampling = replace(SAMPLING, top_k=3, tells_kept=True)
+    sampling = replace(SAMPLING, top_k=3, returns_sampling_mask=True)
     samples, stats, _ = rollout({0: LIVE, 1: LIVE}, answer=told, sampling=sampling)
     assert [sample.kept and sample.kept.ids.tolist() for sample in samples] == [[0, 9, 1], [1, 8, 9, 2, 8], [10, 9, 11], None]
     assert (stats["sampling/mask_size"], stats["sampling/mask_size_max"]) == ((3 + 5) * 2 / 8, 3)
@@ -429,13 +429,13 @@ def test_where_every_completion_is_refused_the_run_ends():
 
 def test_samplers_log_probs_are_old_log_probs_where_they_are_asked_for():
     samples, *_ = rollout({0: LIVE, 1: DEAD}, old_logprobs="rollout")
-    assert all(s.anchored_by == "rollout" and s.old_logprobs.tolist() == s.sampler_logprobs.tolist() for s in samples)
+    assert all(s.old_logprobs_from == "rollout" and s.old_logprobs.tolist() == s.sampler_logprobs.tolist() for s in samples)
 
 
 def test_a_kl_penalty_is_subtracted_before_the_baseline_and_makes_no_dead_group_live():
     def penalty(rows):
         assert [one.token_ids.tolist()[-1] for one in rows.sequences.values()] == [1, 2, 11, 12]
-        return dict(zip(rows.extents, (0.25, 0.0, 0.5, 0.0), strict=True)), {}
+        return dict(zip(rows.lengths, (0.25, 0.0, 0.5, 0.0), strict=True)), {}
 
     settings = dict(scale_rewards="none", beta=1.0, kl_in_reward=True)
     samples, stats, _ = rollout({0: LIVE, 1: DEAD}, penalty=penalty, **settings)

@@ -161,7 +161,7 @@ def test_an_adapter_is_written_by_pefts_names_and_read_by_either(checkpoint, tmp
     shape = ModelShape.from_pretrained(checkpoint)
     settings = LoraSettings(rank=3)
     sizes = own_sizes(settings, shape)
-    config = settings.to_peft(dict.fromkeys(map(module_of, sizes)), str(checkpoint), sees=True)
+    config = settings.to_peft(dict.fromkeys(map(module_of, sizes)), str(checkpoint), is_multimodal=True)
     right = {name: torch.full(size, float(number)) for number, (name, size) in enumerate(sizes.items())}
     name_of = (lambda name: peft_name(name, shape)) if spelling == "PEFT's" else str
     write_adapter(tmp_path / "out", ((name_of(name), tensor) for name, tensor in right.items()), config, {})

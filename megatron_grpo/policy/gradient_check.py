@@ -55,14 +55,14 @@ class GradNormSpikeCheck:
 
     def __init__(self, *, above: float | None = None, factor: float | None = None):
         self.above, self.factor = above, factor
-        self.refusal: str | None = None  # why the last gradient was refused
+        self.skipped_step: str | None = None  # why the last gradient was refused
         self._norms: deque[float] = deque(maxlen=WINDOW)
 
     def allows(self, gradient: Gradient) -> bool:
-        self.refusal = self._refusal(gradient.norm)
+        self.skipped_step = self._refusal(gradient.norm)
         if math.isfinite(gradient.norm) and gradient.norm > 0:
             self._norms.append(gradient.norm)
-        return self.refusal is None
+        return self.skipped_step is None
 
     def _refusal(self, norm: float) -> str | None:
         if not math.isfinite(norm):
@@ -154,7 +154,7 @@ class SkippedStep:
         if self.weights:
             named = "; ".join(f"rank {rank}: {name}" for rank, name in self.weights[:SHOWN])
             return [f"the weights themselves are not finite ({named}), so no step can go well any more"]
-        found = [_in_words(culprit, places) for culprit in self.culprits]
+        found = [_describe(culprit, places) for culprit in self.culprits]
         if self.more:
             found.append(f"and {self.more} more micro-batches at least")
         if self.ranks and not found:
@@ -179,7 +179,7 @@ class SkippedStep:
                 "more": self.more}  # fmt: skip
 
 
-def _in_words(culprit: BadMicroBatch, places: Places) -> str:
+def _describe(culprit: BadMicroBatch, places: Places) -> str:
     named = "row {row} of rollout {rollout} (prompt {prompt_number}, row {dataset_row} of the data set)"
     rows = ", ".join(named.format(**places[row]) for row in culprit.rows[:SHOWN]) + (", ..." if len(culprit.rows) > SHOWN else "")
     norm = f", norm {culprit.norm:.4g} alone" if math.isfinite(culprit.norm) else ""
