@@ -120,10 +120,10 @@ def train(run: Run) -> Progress:
                 rollouts.launch(number)
         buffer, progress = buffer.add(found), progress.add(found)
         stop_if_requested(run, progress, buffer, found)  # before the optimizer step, which may take longer than the time left
-        # ANCHOR   compute old log-probs, which stay fixed while the weights change: only for the slices that the schedule names.
+        # SCORE    compute old log-probs, which stay fixed while the weights change: only for the slices that the schedule names.
         with policy.on_device("weights"), timers("old_logprobs"):
             buffer = buffer.with_old_logprobs(policy.scorer, step)
-        # LEARN    build this rank's share of the global batch: the only place where data is partitioned.
+        # TRAIN    build this rank's share of the global batch: the only place where data is partitioned.
         buffer, batch = buffer.batch(step, token_weight_fn=policy.loss.token_weights)
         run.checkpoints.record(step, buffer)
         with policy.on_device("all"), timers("train"), run.step_callback(step, buffer) as beside:
@@ -133,7 +133,7 @@ def train(run: Run) -> Progress:
             with policy.on_device("weights"), timers("old_logprobs"):
                 buffer = buffer.after_skipped_step(policy.scorer, step)
         buffer, progress = buffer.after(step, trained.logprobs), progress.after(batch)
-        # KEEP     save a checkpoint. It includes running generations, so it waits for them.
+        # SAVE     save a checkpoint. It includes running generations, so it waits for them.
         with timers("checkpoint"):
             run.checkpoints.advance()  # continues a checkpoint that is written in the background
         stops, is_time = sync_stop_flags(run)

@@ -42,7 +42,7 @@ class PolicyOffloader:
     def __init__(
         self, held: Callable[[], Iterable[tuple[Role, torch.Tensor]]], movable: Collection[Role], device: torch.device, timers: Timers
     ):
-        self._held, self.movable, self._device, self._clock = held, movable, device, timers
+        self._held, self.movable, self._device, self._timers = held, movable, device, timers
         self._away: dict[Role, list[tuple[torch.UntypedStorage, int]]] = {}
         self._host: dict[Role, list[torch.Tensor]] = {role: [] for role in ROLES}
         self._in_use: list[Part] = []
@@ -56,7 +56,7 @@ class PolicyOffloader:
             part: What the block needs: "weights", "reference" (with the weights) or "all".
         """
         if any(role in self._away for role in NEEDS[part]):
-            with self._clock("offload"):
+            with self._timers("offload"):
                 for role in NEEDS[part]:
                     self._take_back(role)
                 self._wait()
@@ -79,7 +79,7 @@ class PolicyOffloader:
             raise RuntimeError(f"memory of the policy is to be given away while {used[-1]} is in use")
         leaving = [role for role in ROLES if role in self.movable and role not in NEEDS[keep] and role not in self._away]
         if leaving:
-            with self._clock("offload"):
+            with self._timers("offload"):
                 self._give(leaving)
         self.given_bytes = sum(size for storages in self._away.values() for _, size in storages)
         if self._device.type == "cuda":

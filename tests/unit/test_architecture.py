@@ -63,7 +63,7 @@ def test_the_picture_of_a_step_is_the_loop():
     calls = [node for statement in loop.body for node in ast.walk(statement) if isinstance(node, ast.Call)]
     names = [ast.unparse(call.func).removeprefix("run.") for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset))]
     drawn = [re.findall(r"([\w.]+)\(", line) for line in block("Training step")]
-    assert [name for line in drawn for name in line] == [name for name in names if name != "clock"]
+    assert [name for line in drawn for name in line] == [name for name in names if name != "timers"]
     words = [line.split()[0] for line in block("Training step") if not line.startswith(" ")]
     assert words == re.findall(r"# ([A-Z]{4,}) ", inspect.getsource(train.train))
 

@@ -75,7 +75,7 @@ def test_a_token_is_one_of_the_different_words_it_was_drawn_among(kept, said):
 def test_kept_words_belong_to_as_many_tokens_as_are_masked():
     one = sequence([[3], [4], [5]])
     with pytest.raises(ValueError, match="kept words of 3 tokens, 3 in all, for 2 masked ones"):
-        _ = one.kept
+        _ = one.sampling_mask
     with pytest.raises(InvalidSamplingMaskError, match="among which words it drew it: kept words of 3 tokens") as caught:
         check_sampling_mask(one, 8)
     assert isinstance(caught.value, RunError), "of a sampler of one's own: a sentence, and no traceback"
