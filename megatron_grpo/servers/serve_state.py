@@ -37,7 +37,7 @@ class Ownership:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._timers = clock
+        self._clock = clock
         self._owner: Claim | None = None
         self._heard = 0.0
         self.version: int | None = None
@@ -67,13 +67,13 @@ class Ownership:
         owner = self._owner
         if owner is not None and claim != owner:
             if claim.run != owner.run and not self._has_lapsed():
-                silent = self._timers() - self._heard
+                silent = self._clock() - self._heard
                 raise RequestRefusedError(
                     f"run {owner.run!r} owns this server (heard of {silent:.0f} s ago; the server is free {LEASE_SECONDS:.0f} s after)"
                 )
             if claim.run == owner.run and claim.incarnation < owner.incarnation:
                 raise RequestRefusedError(f"a later process of run {owner.run!r} owns this server")
-        self._heard = self._timers()
+        self._heard = self._clock()
         if claim == owner:
             return False
         self._owner = claim
@@ -105,7 +105,7 @@ class Ownership:
         if self._owner is None or incarnation != self._owner.incarnation:
             whose = f"run {self._owner.run!r}" if self._owner else "nobody"
             raise RequestRefusedError(f"this server belongs to {whose}; claim it first")
-        self._heard = self._timers()
+        self._heard = self._clock()
 
     def require_version(self, version: int) -> None:
         """Check the version of the weights.
@@ -128,7 +128,7 @@ class Ownership:
             weight_epoch: Tenure in which the response was requested; an earlier one than the current one is ignored.
         """
         if weight_epoch == self.weight_epoch:
-            self._heard = self._timers()
+            self._heard = self._clock()
 
     def begin_push(self, *, keeps_base: bool) -> int:
         """Begin a new tenure without a version, since weights change from the first byte of a push.
@@ -161,7 +161,7 @@ class Ownership:
         return self.weight_epoch
 
     def _has_lapsed(self) -> bool:
-        return self._timers() - self._heard >= LEASE_SECONDS
+        return self._clock() - self._heard >= LEASE_SECONDS
 
     def _forget(self) -> None:
         self.version, self.has_base, self.weight_epoch = None, False, self.weight_epoch + 1

@@ -57,7 +57,7 @@ def test_mismatch_shows_the_drift_of_a_run_whose_lines_have_both_names(run):
 def test_the_best_checkpoint_by_a_former_name_stays_the_best(tmp_path):
     before = Run(tmp_path, metric=LARGEST, greater=False, limit=None)
     for number, value in ((1, 0.5), (2, 0.25), (3, 0.75)):
-        before.best.hear(number, {LARGEST: value})
+        before.best.record(number, {LARGEST: value})
         before.save(number)
     later = Best(tmp_path / "checkpoints", FORMER_METRICS[LARGEST], greater=False, say=lambda text: None)
     later.go_on(3, is_saved=True)
