@@ -173,7 +173,7 @@ def native_flags(cfg: Config, sizes: BatchSizes) -> str:
             or source.startswith(("default", "derived", "implied"))
         ):
             continue
-        value: Any = getattr(getattr(cfg, setting.group), setting.name)
+        value = getattr(getattr(cfg, setting.group), setting.name)
         if value in ([], {}) and value == setting.default:
             continue
         values = words_of(value) if isinstance(value, dict) else value if isinstance(value, list) else [value]

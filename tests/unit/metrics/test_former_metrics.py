@@ -59,7 +59,7 @@ def test_the_best_checkpoint_by_a_former_name_stays_the_best(tmp_path):
     for number, value in ((1, 0.5), (2, 0.25), (3, 0.75)):
         before.best.record(number, {LARGEST: value})
         before.save(number)
-    later = Best(tmp_path / "checkpoints", FORMER_METRICS[LARGEST], greater=False, say=lambda text: None)
+    later = Best(tmp_path / "checkpoints", FORMER_METRICS[LARGEST], greater=False, print_line=lambda text: None)
     later.go_on(3, is_saved=True)
     assert later.step == 2
 

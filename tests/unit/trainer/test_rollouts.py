@@ -345,7 +345,12 @@ def test_a_rollout_that_was_sampled_ahead_has_its_words_and_its_teachers():
     rollouts.launch(1)
     assert asked == []
     [found] = rollouts.drain(0)  # a checkpoint asks for it before its own step does
-    assert [sample.sampling_mask.ids.tolist() for sample in found.samples.values()] == [[0, 9, 1], [1, 8, 9, 2, 8], [10, 9, 11], [11, 8, 9, 12, 8]]
+    assert [sample.sampling_mask.ids.tolist() for sample in found.samples.values()] == [
+        [0, 9, 1],
+        [1, 8, 9, 2, 8],
+        [10, 9, 11],
+        [11, 8, 9, 12, 8],
+    ]
     assert [sample.teacher_logprobs.tolist() for sample in found.samples.values()] == [[0, 0, -row, -row] for row in range(4)]
     assert rollouts.collect([1]) == [] and asked == [4]
 
@@ -410,7 +415,12 @@ def test_a_sample_keeps_what_its_tokens_were_drawn_among_and_one_that_trains_not
 
     sampling = replace(SAMPLING, top_k=3, returns_sampling_mask=True)
     samples, stats, _ = rollout({0: LIVE, 1: LIVE}, answer=told, sampling=sampling)
-    assert [sample.sampling_mask and sample.sampling_mask.ids.tolist() for sample in samples] == [[0, 9, 1], [1, 8, 9, 2, 8], [10, 9, 11], None]
+    assert [sample.sampling_mask and sample.sampling_mask.ids.tolist() for sample in samples] == [
+        [0, 9, 1],
+        [1, 8, 9, 2, 8],
+        [10, 9, 11],
+        None,
+    ]
     assert (stats["sampling/mask_size"], stats["sampling/mask_size_max"]) == ((3 + 5) * 2 / 8, 3)
     nothing = emptied(samples[1])
     assert nothing.sampling_mask is None and not nothing.mask.any()
