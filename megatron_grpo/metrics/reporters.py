@@ -132,7 +132,9 @@ def swanlab(begin: Begin) -> WandbReporter:
 
 
 def trackio(begin: Begin) -> WandbReporter:
-    """Start Trackio, on this machine or in a Space of the Hub (TRACKIO_SPACE_ID)."""
+    """Start Trackio, with its database in output_dir/trackio (or TRACKIO_DIR), or in a Space of the Hub (TRACKIO_SPACE_ID)."""
+    own = str((begin.output_dir / "trackio").absolute())
+    os.environ.setdefault("TRACKIO_DIR", own)  # read once, when trackio is imported; its default is a folder in the user's cache
 
     def as_table(service: Any, table: Table) -> Any:
         import pandas

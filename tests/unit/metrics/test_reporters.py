@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -176,6 +178,8 @@ def test_services_like_wandb_are_told_project_name_settings_steps_and_tables(tmp
     monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(reporters, "is_installed", lambda name: True)
     monkeypatch.setenv("TRACKIO_SPACE_ID", "me/here")
+    monkeypatch.setenv("TRACKIO_DIR", "")  # `trackio` sets it
+    monkeypatch.delenv("TRACKIO_DIR")
     two_steps(tmp_path / "run", name, run_name="mine", project="ours")
     begun, *told = module.told
     assert "failed" not in caplog.text
@@ -194,6 +198,7 @@ def test_services_like_wandb_are_told_project_name_settings_steps_and_tables(tmp
         (2, ["eval/accuracy"]),
     ]
     assert told[-1] == "finished"
+    assert os.environ.get("TRACKIO_DIR") == (str(tmp_path / "run" / "trackio") if name == "trackio" else None)
     for _, values in told[:-1]:
         if "completions" in values:
             [head, first, second] = values["completions"]
@@ -279,12 +284,31 @@ def test_swanlab_offline(alone, monkeypatch, caplog):
     assert "failed" not in caplog.text and any((alone / "run" / "swanlab").rglob("*"))
 
 
+TRACKIO_RUN = """
+from pathlib import Path
+from tests.unit.metrics.test_reporters import reporters, two_steps
+reporters.SECONDS_TO_CLOSE = 120.0
+two_steps(Path("run"), "trackio", run_name="mine", project="ours")
+"""
+
+
 @needs("trackio")
-def test_trackio_on_this_machine(alone, monkeypatch, caplog):
-    monkeypatch.setenv("TRACKIO_DIR", str(alone / "trackio"))
-    monkeypatch.delenv("TRACKIO_SPACE_ID", raising=False)
-    monkeypatch.setattr(reporters, "SECONDS_TO_CLOSE", 120.0)
-    two_steps(alone / "run", "trackio", run_name="mine", project="ours")
-    assert "failed" not in caplog.text
-    [file] = (alone / "trackio").glob("ours*.db")
-    assert b"mine" in file.read_bytes()
+@pytest.mark.parametrize("named", [None, "elsewhere"])
+def test_trackio_writes_into_output_dir_unless_trackio_dir_names_another_directory(alone, named):
+    """In a process of its own, as trackio reads TRACKIO_DIR once, at its import."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRACKIO_")}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])} | ({} if named is None else {"TRACKIO_DIR": named})
+    command = [sys.executable, "-c", TRACKIO_RUN]
+    done = subprocess.run(command, env=environment, cwd=alone, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0 and "failed" not in done.stderr, done.stderr
+    [file] = alone.rglob("*.db")
+    assert file == (alone / "run" / "trackio" if named is None else alone / named) / "ours.db"
+    with closing(sqlite3.connect(file)) as database:
+        [(name, config)] = database.execute("select run_name, config from configs")
+        rows = [(step, json.loads(values)) for step, values in database.execute("select step, metrics from metrics order by id")]
+    assert (name, json.loads(config)["lr"]) == ("mine", 1e-6)
+    numbers = ["num_tokens", "reward", "time/step", "tokens_per_second"]  # no `step`: Trackio renames a metric of that name
+    assert [(step, [*values]) for step, values in rows[:4]] == [(1, numbers), (1, ["completions"]), (2, numbers), (2, ["completions"])]
+    assert [values["reward"] for _, values in rows if "reward" in values] == [0.5, 1.0]
+    assert rows[1][1]["completions"]["_value"][0] == {"prompt": "1+1=", "completion": "2", "reward": 1.0}
+    assert rows[4][0] == 2 and rows[4][1]["eval/accuracy"] == 0.5 and "eval/step" not in rows[4][1]
