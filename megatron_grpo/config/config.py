@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from megatron_grpo.config.field import between_rollouts, fixed, free, setting
 
@@ -24,22 +24,21 @@ class ModelConfig:
     model: str = setting("", "Hugging Face checkpoint: a directory or a Hub name", aliases=["model_name_or_path", "load"])
     trust_remote_code: bool = setting(False,
         "run the code in the model's folder for its tokenizer and configuration; plan lists the files (docs/security.md)")
-    torch_dtype: str = fixed("bfloat16", "training dtype", choices=["float32", "bfloat16"], aliases=["dtype"])
+    torch_dtype: Literal["float32", "bfloat16"] = fixed("bfloat16", "training dtype", aliases=["dtype"])
     bf16: bool | None = free(None, "boolean form of torch_dtype: true is bfloat16, false is float32")
-    transformer_impl: str = setting("auto", "implementation of the layers; auto: Transformer Engine if it is installed",
-        choices=["auto", "local", "transformer_engine"])
-    fp8_format: str | None = setting(None, "compute linear layers in FP8 (Transformer Engine): e4m3, or hybrid with e5m2 for gradients",
-        choices=["e4m3", "hybrid"])
-    fp8_recipe: str = setting("tensorwise",
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = setting("auto",
+        "implementation of the layers; auto: Transformer Engine if it is installed")
+    fp8_format: Literal["e4m3", "hybrid"] | None = setting(None,
+        "compute linear layers in FP8 (Transformer Engine): e4m3, or hybrid with e5m2 for gradients")
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = setting("tensorwise",
         "FP8 scaling: one scale per tensor, per block of 128 (Hopper), or per 32 values (mxfp8, Blackwell)",
-        choices=["tensorwise", "blockwise", "mxfp8"],
         refused={"delayed": "its history of maxima would have to be in checkpoints as a pickle, which are not read here"})
     padded_vocab_multiple: int = free(128, "pad the vocabulary to a multiple of this times TP", unit="rows",
         aliases=["make_vocab_size_divisible_by"], at_least=1)
-    recompute_granularity: str | None = free(None,
-        "recompute activations in the backward pass: whole layers, or the modules of recompute_modules", choices=["full", "selective"])
-    recompute_method: str | None = free(None,
-        "layers that full recompute covers: uniform groups, or the first layers of each stage (block)", choices=["uniform", "block"])
+    recompute_granularity: Literal["full", "selective"] | None = free(None,
+        "recompute activations in the backward pass: whole layers, or the modules of recompute_modules")
+    recompute_method: Literal["uniform", "block"] | None = free(None,
+        "layers that full recompute covers: uniform groups, or the first layers of each stage (block)")
     recompute_num_layers: int | None = free(None,
         "layers per recomputed group (uniform), or recomputed layers per stage (block)", unit="layers", at_least=1)
     recompute_modules: list[str] = free(["core_attn"], "modules that selective recompute covers")
@@ -52,17 +51,16 @@ class ModelConfig:
     moe_z_loss_coeff: float | None = setting(None, "coefficient of the router z-loss, normalised over the global batch", at_least=0)
     megatron_extra_kwargs: dict[str, Any] = setting({},
         "further fields of Megatron-Core's TransformerConfig that change only speed or memory: name=value, or JSON")
-    moe_token_dispatcher_type: str = free("alltoall", "communication of tokens between experts", choices=["alltoall", "allgather", "flex"])
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = free("alltoall", "communication of tokens between experts")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TunerConfig:
     """Tuner (trained parameters)"""
 
-    tuner_type: str = fixed(
+    tuner_type: Literal["full", "lora"] = fixed(
         "full",
         "train all weights (full), or low-rank adapters on linear layers (lora)",
-        choices=["full", "lora"],
         aliases=["train_type"],
         refused={
             "lora_llm": "it trains a vision tower beside the adapter, and models are text here",
@@ -80,8 +78,7 @@ class TunerConfig:
     lora_dropout: float = setting(0.0,
         "dropout on the input of adapters; above 0, the trained policy differs from the sampled one", at_least=0, below=1)
     use_rslora: bool = fixed(False, "scale adapters by lora_alpha / sqrt(lora_rank)")
-    lora_dtype: str | None = fixed(None, "dtype of adapters (default: torch_dtype; the optimizer keeps float32)",
-        choices=["float32", "bfloat16"])
+    lora_dtype: Literal["float32", "bfloat16"] | None = fixed(None, "dtype of adapters (default: torch_dtype; the optimizer keeps float32)")
     target_modules: list[str] = fixed(["all-linear"],
         "linear layers with an adapter: suffixes of Hugging Face names, or Megatron's names (linear_qkv, linear_fc1 ...)",
         aliases=["lora_target_modules"])
@@ -136,8 +133,8 @@ class ParallelConfig:
 class KernelConfig:
     """Kernels and communication (Megatron-Core's, on GPUs)"""
 
-    cp_comm_type: str | None = free(None, "communication of attention under context parallelism, with Transformer Engine (default: p2p)",
-        choices=["p2p", "a2a", "allgather", "a2a+p2p"])
+    cp_comm_type: Literal["p2p", "a2a", "allgather", "a2a+p2p"] | None = free(None,
+        "communication of attention under context parallelism, with Transformer Engine (default: p2p)")
     moe_permute_fusion: bool = free(False, "use Transformer Engine's fused permutation of tokens to experts")
     moe_shared_expert_overlap: bool = free(False, "compute shared experts while tokens are sent to the other experts")
     moe_enable_deepep: bool = free(False, "send tokens to experts with DeepEP; needs moe_token_dispatcher_type flex")
@@ -157,14 +154,15 @@ class BatchConfig:
     num_generations: int = between_rollouts(8, "completions per prompt (group size G)", unit="completions")
     num_iterations: int = between_rollouts(1, "passes over each rollout (mu)", unit="passes")
     allow_unaligned_generation: bool = free(False, "allow an optimizer step to use completions of two rollouts")
-    old_logprobs: str = between_rollouts("auto",
-        "source of old log-probs; auto: forward passes of the trainer, only if needed; rollout: the sampler", choices=["auto", "rollout"])
+    old_logprobs: Literal["auto", "rollout"] = between_rollouts("auto",
+        "source of old log-probs; auto: forward passes of the trainer, only if needed; rollout: the sampler")
     max_tokens_per_micro_batch: int | None = free(None,
         "token budget of a micro-batch: packs whole sequences, instead of micro_batch_size", unit="tokens", at_least=1)
     pad_to_multiple_of: int = free(1,
         "pad the tokens of a micro-batch on a rank to a multiple of this; a GPU spends time on each new length", unit="tokens", at_least=1)
-    share_prefix: str = setting("auto", "compute the common prefix of the completions of a prompt once per micro-batch",
-        choices=["auto", "true", "false"], formerly=["share_prompts"])
+    share_prefix: Literal["auto", "true", "false"] = setting("auto",
+        "compute the common prefix of the completions of a prompt once per micro-batch",
+        formerly=["share_prompts"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,15 +173,15 @@ class DataConfig:
         "prompts: .jsonl, .json, .parquet, a directory, or a Hub name; NAME#500 takes 500 rows; several data sets are mixed")
     further_datasets: list[str] = setting([], "second and later values of dataset", is_hidden=True)
     interleave_prob: list[float] = setting([], "weights of the data sets, in their order (default: all rows of all data sets)", above=0)
-    stopping_strategy: str = setting("first_exhausted",
-        "end of a weighted mixture: when the first, or when every data set is exhausted", choices=["first_exhausted", "all_exhausted"])
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = setting("first_exhausted",
+        "end of a weighted mixture: when the first, or when every data set is exhausted")
     columns: dict[str, str] = setting({}, "columns to rename: name in the data = name here")
     split_dataset_ratio: float = setting(0.0, "share of the data set to hold out, as the set eval", at_least=0, below=1)
     dataset_split: str = setting("train", "split of the data set, if it has several")
     max_prompt_length: int | None = setting(None,
         "limit of the prompt length; truncation_strategy handles longer prompts (default: no limit)", unit="tokens", at_least=1)
-    truncation_strategy: str = setting("raise",
-        "handling of prompts that are too long: raise an error, delete them, or cut them on the left", choices=["raise", "delete", "left"])
+    truncation_strategy: Literal["raise", "delete", "left"] = setting("raise",
+        "handling of prompts that are too long: raise an error, delete them, or cut them on the left")
     system: str | None = setting(None, "system message for chat prompts without one, or a .txt file with it")
     enable_thinking: bool | None = setting(None, "value of enable_thinking for the chat template")
     chat_template_kwargs: dict[str, Any] = setting({}, "arguments for the chat template: name=value, or JSON")
@@ -213,8 +211,8 @@ class DataConfig:
 class RolloutConfig:
     """Rollout (vLLM)"""
 
-    vllm_mode: str = setting("colocate", "place of the sampler: inside the training ranks, or on rollout servers (`megatron-grpo serve`)",
-        choices=["colocate", "server"])
+    vllm_mode: Literal["colocate", "server"] = setting("colocate",
+        "place of the sampler: inside the training ranks, or on rollout servers (`megatron-grpo serve`)")
     vllm_server_host: list[str] = free([], "hosts of the rollout servers, or @FILE or @DIRECTORY with addresses that servers wrote")
     vllm_server_port: list[int] = free([8000],
         "ports of the rollout servers: one for all hosts, one per host, or several of one host", at_least=1, at_most=65535)
@@ -244,7 +242,7 @@ class RolloutConfig:
     vllm_max_model_len: int | None = free(None,
         "limit of prompt + completion (default: longest prompt + max_completion_length)", unit="tokens", at_least=1)
     vllm_max_num_seqs: int = free(256, "sequences decoded at a time", unit="sequences", at_least=1)
-    vllm_dtype: str | None = setting(None, "dtype of the sampler (default: torch_dtype)", choices=["float32", "bfloat16"])
+    vllm_dtype: Literal["float32", "bfloat16"] | None = setting(None, "dtype of the sampler (default: torch_dtype)")
     bitwise_parity: bool = setting(False,
         "the trainer computes with the arithmetic of the sampler, bit for bit (CPU, colocate; docs/proof.md)", formerly=["same_bits"])
     vllm_enforce_eager: bool = free(False, "disable CUDA graphs (always disabled on a CPU)")
@@ -253,12 +251,10 @@ class RolloutConfig:
     sleep_level: int = free(0,
         "sleep level of vLLM during training: 0 off, 1 weights on the host, 2 weights dropped (GPU only); with adapters 1 is used",
         at_least=0, at_most=2)
-    offload_model: str = free("auto",
-        "move weights, gradients and reference to the host while vLLM samples; auto: if the run does not fit on a GPU otherwise",
-        choices=["auto", "true", "false"])
-    offload_optimizer: str = free("auto",
-        "move the optimizer's float32 weights and moments to the host while vLLM samples; auto: as offload_model",
-        choices=["auto", "true", "false"])
+    offload_model: Literal["auto", "true", "false"] = free("auto",
+        "move weights, gradients and reference to the host while vLLM samples; auto: if the run does not fit on a GPU otherwise")
+    offload_optimizer: Literal["auto", "true", "false"] = free("auto",
+        "move the optimizer's float32 weights and moments to the host while vLLM samples; auto: as offload_model")
     logprob_diff_warn: float | None = free(None,
         "warn when |trainer - sampler| log-prob of a token exceeds this (default 0.001 in float32, 1.0 in bfloat16)", unit="nats",
         formerly=["logp_difference_warn"], above=0)
@@ -284,9 +280,8 @@ class TurnsConfig:
     tools: list[str] = setting([],
         "Python functions that the model may call: path/to/file.py:function; can be combined with an environment")
     max_turns: int = setting(8, "limit of model turns per episode", unit="turns", at_least=1)
-    turn_history: str = setting("template",
-        "handling of earlier turns that the chat template rewrites; template: begin a new context; sampled: keep the sampled tokens",
-        choices=["template", "sampled"])
+    turn_history: Literal["template", "sampled"] = setting("template",
+        "handling of earlier turns that the chat template rewrites; template: begin a new context; sampled: keep the sampled tokens")
     turn_discount: float = setting(1.0, "discount of turn rewards: turn t counts with this to the power t", at_least=0, at_most=1)
     environment_timeout: float = setting(60.0, "longest wait for an answer of an environment, or for a tool call", unit="seconds", above=0)
     max_environment_concurrency: int = free(64, "concurrent environment calls of a rank", unit="calls", at_least=1)
@@ -307,7 +302,7 @@ class RewardConfig:
     reward_funcs: list[str] = setting([], "reward functions: built-in names, path/to/file.py:function, or package.module:function")
     reward_weights: list[float] = setting([], "weights of the reward functions, in their order (default: 1 each)")
     reward_timeout: float = setting(60.0, "time limit of a reward function for one batch", unit="seconds", above=0)
-    reward_on_error: str = setting("raise", "effect of a failing reward function: end the run, or count as None", choices=["raise", "none"])
+    reward_on_error: Literal["raise", "none"] = setting("raise", "effect of a failing reward function: end the run, or count as None")
     answer_column: str | None = setting(None, "column with the right answer (default: `answer`, else `solution`)")
     accuracy_exact: bool = setting(False, "accuracy: compare the whole completion with the answer, character by character")
     math_timeout: float = setting(5.0, "math: time limit of one comparison, after which an answer counts as wrong", unit="seconds", above=0)
@@ -345,12 +340,12 @@ class RewardConfig:
 class GrpoConfig:
     """GRPO"""
 
-    loss_type: str = setting("grpo", "objective of the policy, and normalisation of the loss",
-        choices=["grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "cispo", "sapo", "luspo", "vespo", "fipo", "real"])
+    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "sequence_sum", "cispo", "sapo", "luspo", "vespo", "fipo", "real"] = setting(
+        "grpo", "objective of the policy, and normalisation of the loss")
     epsilon: float = setting(0.2, "clip range below 1", above=0)
     epsilon_high: float | None = setting(None, "clip range above 1 (default: epsilon; cispo: bound of the ratio, default 5.0)", above=0)
     delta: float | None = setting(None, "upper bound of the unclipped ratio (two-sided clipping)", aliases=["dual_clip"], above=1)
-    importance_sampling_level: str = setting("token", "level of the importance ratio", choices=["token", "sequence", "sequence_token"])
+    importance_sampling_level: Literal["token", "sequence", "sequence_token"] = setting("token", "level of the importance ratio")
     sapo_temperature_pos: float = setting(1.0, "SAPO temperature for positive advantages", aliases=["tau_pos"], above=0)
     sapo_temperature_neg: float = setting(1.05, "SAPO temperature for negative advantages", aliases=["tau_neg"], above=0)
     vespo_k_pos: float = setting(2.0, "VESPO, advantage at least 0: power of the sequence weight", at_least=0)
@@ -365,7 +360,7 @@ class GrpoConfig:
         "FIPO: ratio above which, with an advantage below 0, influence weights are clipped to 0.8 to 1", above=0)
     real_tau: float = setting(0.5, "REAL: temperature of the classifier", unit="nats", above=0)
     beta: float = setting(0.0, "KL coefficient; 0: no reference model", at_least=0)
-    kl_estimator: str = setting("k3", "estimator of the KL divergence per token", choices=["k1", "k2", "k3"])
+    kl_estimator: Literal["k1", "k2", "k3"] = setting("k3", "estimator of the KL divergence per token")
     ref_model: str | None = setting(None,
         "reference model of the KL term: a directory or Hub name, same architecture (default: the model at the start)")
     use_bias_correction_kl: bool = setting(True, "multiply the KL estimate by the importance ratio, with its gradient")
@@ -387,11 +382,11 @@ class GrpoConfig:
     log_entropy: bool = free(False, "compute and log the entropy even if the loss does not need it")
     top_entropy_quantile: float = setting(1.0, "share of tokens to train: those with the highest entropy in the global batch", above=0,
         at_most=1)
-    advantage_estimator: str = setting("grpo", "estimator of advantages: baseline and scale",
-        choices=["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"])
-    scale_rewards: str = setting("group", "standard deviation that divides advantages", choices=["group", "batch", "none", "gdpo"])
-    multi_objective_aggregation: str = setting("sum_then_normalize", "TRL's setting for gdpo: normalize_then_sum",
-        choices=["sum_then_normalize", "normalize_then_sum"])
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"] = setting("grpo",
+        "estimator of advantages: baseline and scale")
+    scale_rewards: Literal["group", "batch", "none", "gdpo"] = setting("group", "standard deviation that divides advantages")
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = setting("sum_then_normalize",
+        "TRL's setting for gdpo: normalize_then_sum")
     overlong_filter: bool = setting(False, "exclude truncated completions from training", aliases=["mask_truncated_completions"])
     exclude_zero_std_groups: bool = setting(False,
         "exclude groups with equal rewards from the denominator of the loss too", formerly=["exclude_dead_groups"])
@@ -399,14 +394,13 @@ class GrpoConfig:
     max_resample_times: int = setting(3, "limit of replacement rounds", unit="rounds", at_least=1)
     oversample_ratio: float = setting(1.0,
         "groups to sample, relative to those that are trained; groups whose rewards differ are kept first", at_least=1)
-    rollout_importance_sampling_mode: str = setting("none", "importance sampling correction between sampler and trainer",
-        choices=["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+    rollout_importance_sampling_mode: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = setting(
+        "none", "importance sampling correction between sampler and trainer")
     rollout_importance_sampling_threshold: float = setting(2.0, "upper bound of the correction", above=0)
     rollout_importance_sampling_min: float | None = setting(None, "lower bound of the correction (default: none)", at_least=0)
     rollout_is_geometric: bool = setting(False, "use the geometric mean of token ratios, instead of their product, at sequence level")
-    router_replay_mode: str = between_rollouts("disabled",
-        "experts to replay: those of the pass for old log-probs, for stale tokens (R2), or the sampler's, for all tokens (R3)",
-        choices=["disabled", "R2", "R3"])
+    router_replay_mode: Literal["disabled", "R2", "R3"] = between_rollouts("disabled",
+        "experts to replay: those of the pass for old log-probs, for stale tokens (R2), or the sampler's, for all tokens (R3)")
     off_policy_sequence_mask_delta: float | None = setting(None,
         "KL above which sequences with an advantage below 0 are dropped", unit="nats", aliases=["off_policy_mask_threshold"], at_least=0)
     sync_ref_model: bool = fixed(False, "move the reference towards the policy during training")
@@ -431,19 +425,20 @@ class OptimizerConfig:
     min_lr: float = setting(0.0, "learning rate at the end of the decay", at_least=0)
     vit_lr: float | None = setting(None, "peak learning rate of a vision tower (default: lr)", at_least=0)
     aligner_lr: float | None = setting(None, "peak learning rate of the aligner of a vision tower (default: lr)", at_least=0)
-    lr_decay_style: str = setting("constant", "shape of the decay after warm-up; WSD keeps lr and decays in the last lr_wsd_decay_iters",
-        choices=["constant", "linear", "cosine", "inverse-square-root", "WSD"], aliases=["lr_scheduler_type"])
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = setting("constant",
+        "shape of the decay after warm-up; WSD keeps lr and decays in the last lr_wsd_decay_iters",
+        aliases=["lr_scheduler_type"])
     lr_decay_iters: int | None = setting(None,
         "step at which the decay reaches min_lr (default: end of the run)", unit="optimizer steps", at_least=1)
     lr_wsd_decay_iters: int | None = setting(None, "WSD: length of the decay", unit="optimizer steps", at_least=1)
-    lr_wsd_decay_style: str = setting("exponential", "WSD: shape of the decay", choices=["exponential", "linear", "cosine", "minus_sqrt"])
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = setting("exponential", "WSD: shape of the decay")
     lr_warmup_iters: int = setting(0, "length of the linear warm-up", unit="optimizer steps", aliases=["warmup_steps"], at_least=0)
     lr_warmup_fraction: float | None = setting(None, "length of the linear warm-up as a share of the run, instead of lr_warmup_iters",
         aliases=["warmup_ratio"], at_least=0, at_most=1)
     lr_warmup_init: float = setting(0.0, "learning rate at the start of the warm-up", at_least=0)
     weight_decay: float = setting(0.0, "decoupled weight decay", at_least=0)
-    weight_decay_incr_style: str = setting("constant", "shape of the increase from start_weight_decay to end_weight_decay over the run",
-        choices=["constant", "linear", "cosine"])
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = setting("constant",
+        "shape of the increase from start_weight_decay to end_weight_decay over the run")
     start_weight_decay: float | None = setting(None, "weight decay at the first step, if it increases", at_least=0)
     end_weight_decay: float | None = setting(None, "weight decay at the last step, if it increases", at_least=0)
     adam_beta1: float = setting(0.9, "decay rate of Adam's first moment (mean of gradients)", at_least=0, below=1)
@@ -463,11 +458,11 @@ class OptimizerConfig:
     optimizer_offload_fraction: float = free(1.0,
         "share of the optimizer state to keep on the host, with optimizer_cpu_offload", at_least=0, at_most=1)
     use_precision_aware_optimizer: bool = setting(False, "keep gradients and optimizer state in the dtypes below (docs/memory.md)")
-    main_grads_dtype: str = setting("fp32", "dtype of gradients and of their sums over micro-batches and ranks", choices=["fp32", "bf16"])
-    main_params_dtype: str = setting("fp32", "dtype of the optimizer's weights; fp16 is scaled", choices=["fp32", "fp16"])
-    exp_avg_dtype: str = setting("fp32", "dtype of Adam's first moment; fp16 and fp8 are scaled", choices=["fp32", "fp16", "bf16", "fp8"])
-    exp_avg_sq_dtype: str = setting("fp32",
-        "dtype of Adam's second moment; fp16 and fp8 are scaled", choices=["fp32", "fp16", "bf16", "fp8"])
+    main_grads_dtype: Literal["fp32", "bf16"] = setting("fp32", "dtype of gradients and of their sums over micro-batches and ranks")
+    main_params_dtype: Literal["fp32", "fp16"] = setting("fp32", "dtype of the optimizer's weights; fp16 is scaled")
+    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = setting("fp32", "dtype of Adam's first moment; fp16 and fp8 are scaled")
+    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = setting("fp32",
+        "dtype of Adam's second moment; fp16 and fp8 are scaled")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -494,7 +489,7 @@ class RunConfig:
         "compare replicated weights, gradients and optimizer state bit for bit before the optimizer step", formerly=["audit"])
     check_replicas_interval: int = free(50, "interval of checks, which also run before the first step", unit="optimizer steps",
         formerly=["audit_steps"], at_least=1)
-    check_replicas_action: str = free("stop", "effect of a difference: end the run, or log a warning", choices=["stop", "warn"],
+    check_replicas_action: Literal["stop", "warn"] = free("stop", "effect of a difference: end the run, or log a warning",
         formerly=["audit_action"])
     debug_dump_steps: int = free(2, "newest steps to keep under debug_dump/, each with what `replay` needs to repeat it; 0: none",
         unit="steps", formerly=["capsules"], at_least=0)
@@ -572,8 +567,8 @@ class PlanConfig:
     lengths: str | None = free(None, "file with a prompt length and a completion length per line", unit="tokens")
     json: bool = free(False, "print one JSON object instead of tables and a figure")
     png: str | None = free(None, "file for a figure of the schedule (needs the extra `plot`)")
-    dialect: str | None = free(None, "system whose names, sizes and defaults are used (docs/configuration.md); swift is swift-megatron",
-        choices=["trl", "skyrl", "skyrl-doc", "swift-megatron", "swift", "ms-swift", "verl", "slime", "cs336"])
+    dialect: Literal["trl", "skyrl", "skyrl-doc", "swift-megatron", "swift", "ms-swift", "verl", "slime", "cs336"] | None = free(None,
+        "system whose names, sizes and defaults are used (docs/configuration.md); swift is swift-megatron")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,7 @@ class Range:
 class Setting:
     """One row of `table.table`: a flag, and equally a key of a configuration file.
 
-    The dataclass field provides everything except its name, group, type and default, which `table` adds.
+    The dataclass field provides everything except its name, group, type, choices and default, which `table` adds.
 
     Args:
         name: Name of the setting.
@@ -65,7 +65,7 @@ class Setting:
         optional: Whether it may be None.
         unit: Unit of its value.
         help: One line of help.
-        choices: Allowed values; empty if not restricted.
+        choices: Allowed values (those of a `Literal`); empty if not restricted.
         aliases: Other names that users may type.
         formerly: Names of earlier versions, which are accepted with a note.
         refused: Values known elsewhere that are not supported here, with the reason.
@@ -97,7 +97,6 @@ def setting(
     help: str,
     *,
     unit: str = "",
-    choices: Sequence[str] = (),
     aliases: Sequence[str] = (),
     formerly: Sequence[str] = (),
     refused: Mapping[str, str] | None = None,
@@ -111,7 +110,6 @@ def setting(
         default: Default value.
         help: One line of help.
         unit: Unit of its value.
-        choices: Allowed values; empty if not restricted.
         aliases: Other names that users of TRL or Megatron type.
         formerly: Names of earlier versions, which are accepted with a note.
         refused: Values known elsewhere that are not supported here, with the reason, so that they are rejected instead of misread.
@@ -119,7 +117,7 @@ def setting(
         is_hidden: Whether `--help` leaves it out.
         **bounds: Range of a number, as in `Range`. It is declared nowhere else.
     """
-    row = Setting(help=help, unit=unit, choices=tuple(choices), aliases=tuple(aliases), formerly=tuple(formerly),
+    row = Setting(help=help, unit=unit, aliases=tuple(aliases), formerly=tuple(formerly),
                   refused=dict(refused or {}), range=Range(**bounds), on_resume=on_resume, is_hidden=is_hidden)  # fmt: skip
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata={"setting": row})

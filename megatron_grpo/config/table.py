@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -55,12 +56,20 @@ def table() -> Mapping[str, Setting]:
     rows = {}
     for group, section in Config().groups().items():
         for f in fields(section):
-            type, default = str(f.type), getattr(section, f.name)
-            is_list, is_map = type.startswith("list["), type.startswith("dict[str, ")
-            kind = type.removeprefix("list[").removeprefix("dict[str, ").removesuffix("| None").strip().removesuffix("]")
-            where = {"name": f.name, "group": group, "default": default, "optional": type.endswith("| None")}
-            rows[f.name] = replace(f.metadata["setting"], **where, kind=kind, is_list=is_list, is_map=is_map)
+            rows[f.name] = replace(f.metadata["setting"], name=f.name, group=group, default=getattr(section, f.name), **_type(str(f.type)))
     return rows
+
+
+def _type(annotation: str) -> dict[str, Any]:
+    """Return the fields of `Setting` that an annotation implies, such as `list[str]` or `Literal["a", "b"] | None`."""
+    kind = annotation.removesuffix("| None").strip()
+    is_list, is_map = kind.startswith("list["), kind.startswith("dict[str, ")
+    choices: Sequence[str] = ()
+    if kind.startswith("Literal["):
+        kind, choices = "str", ast.literal_eval(f"({kind.removeprefix('Literal[').removesuffix(']')},)")
+    elif is_list or is_map:
+        kind = kind.removeprefix("list[").removeprefix("dict[str, ").removesuffix("]")
+    return {"kind": kind, "choices": choices, "optional": annotation.endswith("| None"), "is_list": is_list, "is_map": is_map}
 
 
 @cache

@@ -61,7 +61,7 @@ class EpisodeRunnerFactory:
             max_model_len=rollout.vllm_max_model_len or max_model_len,
             timeout=turns.environment_timeout,
             concurrency=turns.max_environment_concurrency,
-            history=turns.turn_history,  # type: ignore[arg-type]  # one of its choices
+            history=turns.turn_history,
         )
 
     def opening(self, prompt: Prompt) -> list[Mapping[str, Any]]:
