@@ -1,8 +1,15 @@
 """megatron_grpo: GRPO on Megatron-Core, sampled by vLLM. Start reading at train.py."""
 
 from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_grpo.config.grpo_config import GRPOConfig as GRPOConfig
 
 __version__ = "0.1.0"
+_API = {"GRPOConfig": "config.grpo_config"}  # module of each public name, imported when it is first used
+__all__ = [*_API]
 
 
 @cache
@@ -14,3 +21,13 @@ def installed_version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+def __getattr__(name: str) -> object:
+    if name in _API:
+        return getattr(import_module(f"megatron_grpo.{_API[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_API])
