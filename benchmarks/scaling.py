@@ -44,7 +44,7 @@ def rollout(step: int) -> list[Sample]:
                 row=prompt_number * G + row, rollout=step, prompt_number=prompt_number, version=step, on_policy_version=step,
                 token_ids=tokens,
                 mask=np.arange(len(tokens)) >= PROMPT, sampler_logprobs=np.full(len(tokens), np.nan, dtype=np.float32),
-                advantage=float(rng.normal()), is_dead=False, is_truncated=False,
+                advantage=float(rng.normal()), is_zero_std=False, is_truncated=False,
             ))  # fmt: skip
         found += cases.with_prefix(rows)
     return found

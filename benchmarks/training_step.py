@@ -85,7 +85,7 @@ class Ours:
             samples.append(Sample(
                 row=row, rollout=self.steps, prompt_number=row // self.group, version=self.steps, on_policy_version=self.steps,
                 token_ids=np.array(prompt + completion), mask=mask, sampler_logprobs=np.full(len(mask), np.nan, dtype=np.float32),
-                advantage=advantage, is_dead=False, is_truncated=False,
+                advantage=advantage, is_zero_std=False, is_truncated=False,
             ))  # fmt: skip
         starts = range(0, len(samples), self.group)
         grouped = [one for first in starts for one in cases.with_prefix(samples[first : first + self.group])]

@@ -372,7 +372,7 @@ class DynamicSamplingResult:
     kept: list[GroupMetadata]
     sampled: list[GroupMetadata]  # all that were sampled and scored, kept or not
     num_rounds: int  # 1, plus one for each time zero-std groups were replaced
-    num_dead_dropped: int  # zero-std groups that were dropped; their prompts count as used
+    num_zero_std_dropped: int  # zero-std groups that were dropped; their prompts count as used
     num_given_back: int  # prompts returned to the stream, because there were more usable groups than needed
 
     @property
@@ -394,7 +394,7 @@ class Sample(Sequence):
     sampler_logprobs: np.ndarray  # float32 [T], 0 where the mask is false, NaN where the sampler gave none
     teacher_logprobs: np.ndarray | None = None  # float32 [T], 0 where the mask is false; None: not scored by a teacher
     advantage: float
-    is_dead: bool  # all rewards of its group are exactly equal
+    is_zero_std: bool  # all rewards of its group are exactly equal
     is_truncated: bool  # reached max_completion_length
 
     @property
@@ -438,7 +438,7 @@ class SampleWithOldLogprobs(Sample):
 
 
 # Fields that `Sample` and `TrainingRow` share.
-OF_ROW_AND_SAMPLE = ("rollout", "row", "prompt_number", "version", "on_policy_version", "prefix", "is_dead", "is_truncated")
+OF_ROW_AND_SAMPLE = ("rollout", "row", "prompt_number", "version", "on_policy_version", "prefix", "is_zero_std", "is_truncated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -456,7 +456,7 @@ class TrainingRow:
     prefix: int = 0
     contexts: tuple[int, ...]  # tokens of each context
     num_masked: int
-    is_dead: bool
+    is_zero_std: bool
     is_truncated: bool
     has_old_logprobs: bool = False  # has old log-probs by the weights of version `on_policy_version`
     dp_rank: int  # data-parallel rank

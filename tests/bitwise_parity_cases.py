@@ -173,7 +173,8 @@ def _row(place: int, step: int, completion):
     return Sample(
         row=place, rollout=step, prompt_number=place, version=step, on_policy_version=step,
         token_ids=completion.sequence.token_ids, mask=mask,
-        sampler_logprobs=np.where(mask, completion.logprobs, 0).astype(np.float32), advantage=advantage, is_dead=False, is_truncated=False,
+        sampler_logprobs=np.where(mask, completion.logprobs, 0).astype(np.float32), advantage=advantage,
+        is_zero_std=False, is_truncated=False,
     )  # fmt: skip
 
 

@@ -244,10 +244,10 @@ def measure(rank: int, world: int, made: Material, layout: Mapping, runs: Runs, 
             continue
         groups = len(made.rewards)
         found = advantages(made.rewards, cfg, REWARD_WEIGHTS, kl_penalty=kl.reshape(groups, -1) if cfg.kl_in_reward else None)
-        values, dead = found.advantages.ravel(), np.repeat(found.is_dead, found.advantages.shape[1])
+        values, dead = found.advantages.ravel(), np.repeat(found.is_zero_std, found.advantages.shape[1])
         samples = [
-            dataclasses.replace(sample, advantage=float(value), is_dead=bool(is_dead))
-            for sample, value, is_dead in zip(made.samples, values, dead, strict=True)
+            dataclasses.replace(sample, advantage=float(value), is_zero_std=bool(is_zero_std))
+            for sample, value, is_zero_std in zip(made.samples, values, dead, strict=True)
         ]
         policy.loss = GrpoLoss.from_config(cfg, max_completion_length=LONGEST, temperature=0.9)
         max_tokens = sizes.get("max_tokens_per_micro_batch")

@@ -280,7 +280,7 @@ def _sample(rng, model, place: tuple[int, int, int], prompt, completion, tempera
     sample = Sample(
         row=row, rollout=step, prompt_number=prompt_number, version=step - is_stale, on_policy_version=step - is_stale,
         token_ids=tokens, mask=mask,
-        sampler_logprobs=near + noise(0.1), advantage=advantage, is_dead=False, is_truncated=row == 3,
+        sampler_logprobs=near + noise(0.1), advantage=advantage, is_zero_std=False, is_truncated=row == 3,
     )  # fmt: skip
     return sample.with_old_logprobs(near + noise(0.3), "recompute") if is_stale else sample
 
@@ -587,7 +587,7 @@ def _reference_loss(model, frozen, cfg: Config, samples: Sequence[Sample], index
         completions.append(Completion(
             mask=double(s.mask), logp=logp, entropy=entropy, sampler_logp=double(s.sampler_logprobs), ref_logp=ref,
             old_logp=None if s.version == index else double(s.old_logprobs), advantage=s.advantage, is_truncated=s.is_truncated,
-            is_dead=s.is_dead, group=s.prompt_number,
+            is_zero_std=s.is_zero_std, group=s.prompt_number,
         ))  # fmt: skip
     return grpo_loss(completions, cfg.grpo, cfg.rollout.max_completion_length)
 

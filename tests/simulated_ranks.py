@@ -92,7 +92,7 @@ class Scorer:
         return [np.zeros(len(micro.targets), dtype=np.float32) for micro in micro_batches], None
 
 
-def token_weight_fn(num_masked, *, is_truncated, is_dead):
+def token_weight_fn(num_masked, *, is_truncated, is_zero_std):
     return SimpleNamespace(of_rows=np.ones(len(num_masked)), num_sequences=len(num_masked), num_loss_tokens=sum(num_masked))
 
 

@@ -180,7 +180,7 @@ def _sample(rng, model, place, prompt, completion, images, is_stale: bool) -> Sa
     sample = Sample(
         row=row, rollout=step, prompt_number=number, version=step - is_stale, on_policy_version=step - is_stale, token_ids=ids, mask=mask,
         images=images, sampler_logprobs=np.zeros(len(ids), dtype=np.float32),
-        advantage=float(rng.uniform(0.5, 1.5) * (-0.4 if row % 3 == 0 else 1.0)), is_dead=False, is_truncated=False,
+        advantage=float(rng.uniform(0.5, 1.5) * (-0.4 if row % 3 == 0 else 1.0)), is_zero_std=False, is_truncated=False,
     )  # fmt: skip
     near = logprobs_of(model, sample, 0.9)
     sample = dataclasses.replace(sample, sampler_logprobs=near + noise(0.1))

@@ -25,7 +25,7 @@ TARGET = ROOT / "tests" / "golden" / "grpo.json"
 MAX_COMPLETION_LENGTH = 6
 
 # One completion a row. Ratios inside and outside every clip range, a token that is not trained, one without a sampler log-prob, a truncated
-# completion, one of a dead group, one on-policy. Without "group" a completion is of group 0.
+# completion, one of a zero-std group, one on-policy. Without "group" a completion is of group 0.
 BATCH = [
     {"mask": [1, 1, 1], "logp": [-0.5, -1.2, -0.1], "old_logp": [-0.75, -1.0, -0.1], "sampler_logp": [-0.7, -0.9, -0.15],
      "ref_logp": [-0.4, -1.9, -0.2], "entropy": [1.1, 0.4, 0.2], "advantage": 1.25},
@@ -39,7 +39,7 @@ BATCH = [
     {"mask": [1, 1, 1], "logp": [-1.0, -0.7, -0.2], "old_logp": None, "sampler_logp": [-0.6, -0.5, -0.2],
      "ref_logp": [-1.1, -0.9, -0.1], "entropy": [1.3, 1.0, 0.35], "advantage": -0.25},
     {"mask": [1, 1], "logp": [-0.9, -1.4], "old_logp": [-0.8, -1.4], "sampler_logp": [-0.8, -1.3],
-     "ref_logp": [-1.0, -1.0], "entropy": [0.95, 1.6], "advantage": 0.0, "is_dead": True, "group": 1},
+     "ref_logp": [-1.0, -1.0], "entropy": [0.95, 1.6], "advantage": 0.0, "is_zero_std": True, "group": 1},
 ]  # fmt: skip
 
 # [groups][completions][reward functions]; None where a function does not apply.
@@ -96,7 +96,7 @@ def completions() -> list[reference.Completion]:
         tensors["logp"].requires_grad_()
         tensors["entropy"].requires_grad_()
         old = None if row["old_logp"] is None else tensor(row["old_logp"])
-        flags = {name: row.get(name, False) for name in ("is_truncated", "is_dead")} | {"group": row.get("group", 0)}
+        flags = {name: row.get(name, False) for name in ("is_truncated", "is_zero_std")} | {"group": row.get("group", 0)}
         found.append(reference.Completion(**tensors, old_logp=old, advantage=row["advantage"], **flags))
     return found
 

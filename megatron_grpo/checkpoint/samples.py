@@ -27,6 +27,7 @@ NOT_SAVED = ("images",)  # images: they are found again by the prompt's number
 RENAMED = {
     "loss_mask": "mask", "fresh_at": "on_policy_version", "anchored_by": "old_logprobs_from", "is_anchored": "has_old_logprobs",
     "kept_at": "mask_offsets", "kept_ids": "mask_ids", "home": "dp_rank",
+    "is_dead": "is_zero_std",
 }  # fmt: skip
 DERIVED = {"on_policy_version": "version"}
 _SCALARS = {int: np.int64, float: np.float64, bool: np.bool_, str: np.str_}

@@ -34,6 +34,7 @@ FORMER_METRICS = {  # name in the files of earlier versions -> current name
     "sampling/kept_words": "sampling/mask_size",
     "sampling/kept_words_max": "sampling/mask_size_max",
     "memory/given_away_gb": "memory/offloaded_gb",
+    "dynamic_sample/dead_groups_replaced": "dynamic_sample/zero_std_groups_replaced",
 }
 _OWN = "environment/"  # prefix of metrics that an environment defines
 

@@ -26,18 +26,18 @@ class Advantages:
         advantages: float64 [num_groups, G], 0 where no reward function applied.
         rewards: float64 [num_groups, G], the weighted total reward (before any KL penalty); NaN where no function applied.
         rewards_per_func: float64 [num_groups, G, num_reward_funcs], NaN where a function did not apply.
-        is_dead: bool [num_groups], zero-std groups: all rewards of the group are exactly equal, so no completion is better than another.
+        is_zero_std: bool [num_groups], whether all rewards of the group are exactly equal, so that no completion is better than another.
     """
 
     advantages: np.ndarray
     rewards: np.ndarray
     rewards_per_func: np.ndarray
-    is_dead: np.ndarray
+    is_zero_std: np.ndarray
 
     @classmethod
     def of_all(cls, parts: Sequence[Advantages]) -> Advantages:
         """Concatenate the advantages of several rollouts."""
-        names = ("advantages", "rewards", "rewards_per_func", "is_dead")
+        names = ("advantages", "rewards", "rewards_per_func", "is_zero_std")
         return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
@@ -60,30 +60,30 @@ def advantages(
     per_func = rewards_per_func(rewards, len(reward_weights))
     totals = total_rewards(per_func, reward_weights)
     estimator = name_of_estimator(cfg)
-    is_dead = _is_dead(per_func, totals, estimator, reward_weights)
+    is_zero_std = _is_zero_std(per_func, totals, estimator, reward_weights)
     if estimator == "gdpo":
         if kl_penalty is not None:
             raise ValueError("gdpo normalises each reward function on its own: there is no single reward to subtract a KL penalty from")
-        return Advantages(advantages=_gdpo(per_func, reward_weights), rewards=totals, rewards_per_func=per_func, is_dead=is_dead)
+        return Advantages(advantages=_gdpo(per_func, reward_weights), rewards=totals, rewards_per_func=per_func, is_zero_std=is_zero_std)
     judged = totals if kl_penalty is None else totals - kl_penalty
     values = ESTIMATORS[estimator](judged, cfg.scale_rewards)
     if estimator in NEEDS_GROUP:
         # The mean of equal floats may miss their value by an ulp. A group of equal rewards must give exactly 0.
         values[are_equal(judged[:, :, None])[:, 0]] = 0.0
-    return Advantages(advantages=np.nan_to_num(values, nan=0.0), rewards=totals, rewards_per_func=per_func, is_dead=is_dead)
+    return Advantages(advantages=np.nan_to_num(values, nan=0.0), rewards=totals, rewards_per_func=per_func, is_zero_std=is_zero_std)
 
 
 def zero_std_groups(rewards: Sequence[Rewards], cfg: GrpoConfig, reward_weights: Sequence[float]) -> np.ndarray:
     """Return which groups are zero-std groups, bool [num_groups].
 
-    This is `is_dead` of the groups' advantages, without computing the advantages. Groups do not interact. The arguments are those of
+    This is `is_zero_std` of the groups' advantages, without computing the advantages. Groups do not interact. The arguments are those of
     `advantages`.
     """
     per_func = rewards_per_func(rewards, len(reward_weights))
-    return _is_dead(per_func, total_rewards(per_func, reward_weights), name_of_estimator(cfg), reward_weights)
+    return _is_zero_std(per_func, total_rewards(per_func, reward_weights), name_of_estimator(cfg), reward_weights)
 
 
-def _is_dead(per_func: np.ndarray, totals: np.ndarray, estimator: str, reward_weights: Sequence[float]) -> np.ndarray:
+def _is_zero_std(per_func: np.ndarray, totals: np.ndarray, estimator: str, reward_weights: Sequence[float]) -> np.ndarray:
     """Find zero-std groups by the rewards alone, since a KL penalty makes no two completions equal."""
     if estimator == "gdpo":
         counted = per_func[:, :, np.asarray(reward_weights) != 0]  # a function of weight 0 is only logged
@@ -225,7 +225,7 @@ def reward_metrics(result: Advantages, names: Sequence[str]) -> dict[str, float]
     """
     columns = {"reward": result.rewards}
     columns |= {f"rewards/{name}": result.rewards_per_func[:, :, k] for k, name in enumerate(names)}
-    metrics: dict[str, float] = {"frac_reward_zero_std": float(result.is_dead.mean())}
+    metrics: dict[str, float] = {"frac_reward_zero_std": float(result.is_zero_std.mean())}
     for name, values in columns.items():
         if np.isnan(values).all():
             continue

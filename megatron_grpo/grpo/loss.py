@@ -83,7 +83,7 @@ def token_weights(
     *,
     loss_type: str,
     is_truncated: Sequence[bool],
-    is_dead: Sequence[bool],
+    is_zero_std: Sequence[bool],
     max_completion_length: int,
     overlong_filter: bool = False,
     exclude_zero_std_groups: bool = False,
@@ -96,12 +96,12 @@ def token_weights(
         num_masked: Trained tokens of each row.
         loss_type: Loss type, which selects the normalisation.
         is_truncated: Whether each row reached the length limit.
-        is_dead: Whether each row belongs to a zero-std group.
+        is_zero_std: Whether each row belongs to a zero-std group.
         max_completion_length: Limit of the completion length, in tokens.
         overlong_filter: Empty the mask of a truncated completion, which still counts in N.
         exclude_zero_std_groups: Remove the completions of zero-std groups, from N as well.
     """
-    counts = [not (exclude_zero_std_groups and dead) for dead in is_dead]
+    counts = [not (exclude_zero_std_groups and excluded) for excluded in is_zero_std]
     trains = [count and not (overlong_filter and truncated) for count, truncated in zip(counts, is_truncated, strict=True)]
     own = [int(num) * train for num, train in zip(num_masked, trains, strict=True)]
     num_sequences, num_loss_tokens = sum(counts), sum(own)

@@ -103,7 +103,7 @@ def selection_stats(rollouts: Sequence[ScoredRollout], reward_weights: Sequence[
     return {
         "dynamic_sample/rounds": sum(one.num_rounds for one in harvests),
         "dynamic_sample/groups_sampled": len(sampled),
-        "dynamic_sample/dead_groups_replaced": sum(one.num_dead_dropped for one in harvests),
+        "dynamic_sample/zero_std_groups_replaced": sum(one.num_zero_std_dropped for one in harvests),
         "dynamic_sample/prompts_given_back": sum(one.num_given_back for one in harvests),
         "dynamic_sample/reward": mean(rewards).item(),
     }

@@ -318,9 +318,10 @@ class Bits:
         return (
             now.keys() == self.tensors.keys()
             and all(
-                TensorForm.of(now[name]) == TensorForm.of(kept) and same_bits(now[name], kept) for name, (_, kept) in self.tensors.items()
+                TensorForm.of(now[name]) == TensorForm.of(kept) and is_bitwise_equal(now[name], kept)
+                for name, (_, kept) in self.tensors.items()
             )
-            and same_bits(self.answer, self._answer(unit))
+            and is_bitwise_equal(self.answer, self._answer(unit))
         )
 
     def put_back(self, unit: Unit) -> None:
@@ -352,7 +353,7 @@ def _address(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_bitwise_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors have equal shape, dtype and bits."""
     return (
         one.shape == other.shape

@@ -17,7 +17,7 @@ import torch
 from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.adapters import LoraSync
 from megatron_grpo.rollout.engine import WeightSyncError
-from megatron_grpo.rollout.vllm_weight_layout import Named, Pack, Table, WeightLayoutRecorder, same_bits
+from megatron_grpo.rollout.vllm_weight_layout import Named, Pack, Table, WeightLayoutRecorder, is_bitwise_equal
 from megatron_grpo.weights.buckets import WeightUpdate
 from megatron_grpo.weights.lora import A, B, module_of
 
@@ -112,7 +112,7 @@ def refuse_changed(worker: Any, before: dict[str, torch.Tensor], what: str, *, b
     now = buffers_of(worker)
     changed = sorted(
         name for name in before.keys() | now.keys()
-        if name not in besides and (name not in before or name not in now or not same_bits(before[name], now[name]))
+        if name not in besides and (name not in before or name not in now or not is_bitwise_equal(before[name], now[name]))
     )  # fmt: skip
     if changed:
         raise WeightSyncError(f"{what} changed {len(changed)} of the engine's tensors that are no weights: {', '.join(changed[:4])}.")

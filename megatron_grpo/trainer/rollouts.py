@@ -49,7 +49,7 @@ def result(
     take: Callable[[int], list[Prompt]],
     give_back: Callable[[int], None],
     ask: Callable[[Sequence[Prompt]], Iterable[GroupMetadata]],
-    are_dead: Callable[[Sequence[GroupMetadata]], Iterable[bool]],
+    are_zero_std: Callable[[Sequence[GroupMetadata]], Iterable[bool]],
     *,
     num_groups: int,
     oversample_ratio: float = 1.0,
@@ -65,7 +65,7 @@ def result(
         take: Takes a number of prompts from the stream.
         give_back: Returns a number of the last taken prompts to the stream.
         ask: Generates and scores completions of prompts.
-        are_dead: Returns which groups are zero-std groups.
+        are_zero_std: Returns which groups are zero-std groups.
         num_groups: Groups to train on.
         oversample_ratio: Every round samples this many times the prompts it needs.
         dynamic_sample: Replace groups whose rewards are all equal by groups of further prompts (DAPO, arXiv:2503.14476, section 3.2). Other
@@ -76,25 +76,25 @@ def result(
         The groups, in the order of their prompts, and statistics of their sampling.
     """
     sampled: list[GroupMetadata] = []
-    live: list[GroupMetadata] = []
-    dead: list[GroupMetadata] = []
+    varied: list[GroupMetadata] = []
+    zero_std: list[GroupMetadata] = []
     num_rounds = 0
-    while num_rounds == 0 or (dynamic_sample and len(live) < num_groups and num_rounds <= max_resample_times):
-        found = list(ask(take(num_asked(num_groups - len(live), oversample_ratio))))
+    while num_rounds == 0 or (dynamic_sample and len(varied) < num_groups and num_rounds <= max_resample_times):
+        found = list(ask(take(num_asked(num_groups - len(varied), oversample_ratio))))
         sampled += found
-        for meta, is_dead in zip(found, are_dead(found), strict=True):
-            (dead if is_dead else live).append(meta)
+        for meta, is_zero_std in zip(found, are_zero_std(found), strict=True):
+            (zero_std if is_zero_std else varied).append(meta)
         num_rounds += 1
-    first_cut = live[num_groups].prompt_number if len(live) > num_groups else sampled[-1].prompt_number + 1
+    first_cut = varied[num_groups].prompt_number if len(varied) > num_groups else sampled[-1].prompt_number + 1
     num_given_back = sampled[-1].prompt_number + 1 - first_cut
     give_back(num_given_back)
-    kept = sorted([*live[:num_groups], *dead[: max(0, num_groups - len(live))]], key=lambda meta: meta.prompt_number)
+    kept = sorted([*varied[:num_groups], *zero_std[: max(0, num_groups - len(varied))]], key=lambda meta: meta.prompt_number)
     return DynamicSamplingResult(
         kept=kept,
         sampled=sampled,
         num_rounds=num_rounds,
         num_given_back=num_given_back,
-        num_dead_dropped=len(sampled) - num_given_back - num_groups,
+        num_zero_std_dropped=len(sampled) - num_given_back - num_groups,
     )
 
 
@@ -367,9 +367,8 @@ class Rollouts:
             ):
                 rows.append(TrainingRow(
                     rollout=number, row=len(rows), prompt_number=meta.prompt_number, version=meta.version,
-                    on_policy_version=on_policy_version,
-                    prefix=meta.prefix, contexts=contexts, num_masked=num_sampled if trains else 0, is_dead=bool(found.is_dead[place]),
-                    is_truncated=is_truncated, dp_rank=dp_ranks[number, len(rows)],
+                    on_policy_version=on_policy_version, prefix=meta.prefix, contexts=contexts, num_masked=num_sampled if trains else 0,
+                    is_zero_std=bool(found.is_zero_std[place]), is_truncated=is_truncated, dp_rank=dp_ranks[number, len(rows)],
                 ))  # fmt: skip
         return rows
 

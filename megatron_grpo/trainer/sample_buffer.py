@@ -297,7 +297,7 @@ class SampleBuffer:
         rows = [self.rows[micro.rollout, row] for micro in step.micro_steps for row in range(*micro.rows)]
         _check_versions(step, self.rows)
         found = token_weight_fn(
-            [row.num_masked for row in rows], is_truncated=[row.is_truncated for row in rows], is_dead=[row.is_dead for row in rows]
+            [row.num_masked for row in rows], is_truncated=[row.is_truncated for row in rows], is_zero_std=[row.is_zero_std for row in rows]
         )
         dealt = partition([row.lengths for row in rows], self.cut)
         dp_ranks = {rows[i].key: dp_rank for dp_rank, mine in enumerate(dealt) for micro_spec in mine for i in micro_spec.rows}

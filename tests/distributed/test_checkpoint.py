@@ -209,7 +209,7 @@ def pending_samples():
             mask=np.arange(length) > 2,
             sampler_logprobs=-rng.random(length, dtype=np.float32),
             advantage=float(rng.normal()),
-            is_dead=row == 1,
+            is_zero_std=row == 1,
             is_truncated=False,
         )
 

@@ -59,7 +59,7 @@ def episodes(path) -> list[Sample]:
             sample = Sample(
                 row=len(samples), rollout=0, prompt_number=number, version=-is_stale, on_policy_version=-is_stale,
                 token_ids=ids, mask=drawn,
-                starts=tuple(starts), sampler_logprobs=logprobs, is_dead=False, is_truncated=len(samples) == 3,
+                starts=tuple(starts), sampler_logprobs=logprobs, is_zero_std=False, is_truncated=len(samples) == 3,
                 advantage=0.0 if len(samples) == FAILED else float(rng.uniform(0.5, 1.5) * (-0.4 if len(samples) % 3 == 0 else 1.0)),
             )  # fmt: skip
             samples.append(sample.with_old_logprobs(logprobs, "recompute") if is_stale else sample)

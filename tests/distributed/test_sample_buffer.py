@@ -25,17 +25,17 @@ def samples(num_rows: int = ROWS):
             Sample(
                 rollout=0, row=row, prompt_number=row // 4, version=0, on_policy_version=0,
                 token_ids=np.arange(length) + 100 + row, mask=mask,
-                sampler_logprobs=np.where(mask, -row / 100, 0).astype(np.float32), advantage=float(row), is_dead=row < 4,
+                sampler_logprobs=np.where(mask, -row / 100, 0).astype(np.float32), advantage=float(row), is_zero_std=row < 4,
                 is_truncated=row == 5,
             )
         )  # fmt: skip
     return made
 
 
-def token_weight_fn(num_masked, *, is_truncated, is_dead):
+def token_weight_fn(num_masked, *, is_truncated, is_zero_std):
     """A weight that says which row it belongs to; filters as integers and flags say."""
     weights = np.array([num / 1000 for num in num_masked])
-    return SimpleNamespace(of_rows=weights, num_sequences=len(num_masked) - sum(is_dead), num_loss_tokens=sum(num_masked))
+    return SimpleNamespace(of_rows=weights, num_sequences=len(num_masked) - sum(is_zero_std), num_loss_tokens=sum(num_masked))
 
 
 class Scorer:

@@ -105,7 +105,7 @@ def rollout_of(cfg, groups, model, frozen, number: int, version: int, score) -> 
             sequence, sampler = completion.sequence, completion.logprobs
             sample = Sample(
                 row=len(samples), rollout=number, prompt_number=prompt.number, version=version, on_policy_version=version,
-                token_ids=sequence.token_ids, mask=sequence.mask, sampler_logprobs=sampler, advantage=0.0, is_dead=False,
+                token_ids=sequence.token_ids, mask=sequence.mask, sampler_logprobs=sampler, advantage=0.0, is_zero_std=False,
                 is_truncated=completion.finish_reason == "length",
             )  # fmt: skip
             old = sampler.astype(np.float64) if cfg.batch.old_logprobs == "rollout" else logprobs(model, sample, cfg.rollout.temperature)

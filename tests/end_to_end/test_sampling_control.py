@@ -18,7 +18,7 @@ STEPS, GROUPS, ROWS = 4, 4, 31
 # Two of three prompts teach nothing: all their completions get the same reward.
 REWARD = """
 def picky(completion_ids, dead, **columns):
-    return [1.0 if is_dead else sum(ids) / 1000 for ids, is_dead in zip(completion_ids, dead)]
+    return [1.0 if is_zero_std else sum(ids) / 1000 for ids, is_zero_std in zip(completion_ids, dead)]
 """
 
 
@@ -100,7 +100,7 @@ def test_metrics_count_what_it_took(run):
     for step in records(out / "metrics.jsonl"):
         after = used(out, step["step"])
         assert step["dynamic_sample/groups_sampled"] == after - before + step["dynamic_sample/prompts_given_back"]
-        assert step["dynamic_sample/dead_groups_replaced"] == after - before - GROUPS
+        assert step["dynamic_sample/zero_std_groups_replaced"] == after - before - GROUPS
         before = after
     rounds = max(step["dynamic_sample/rounds"] for step in records(out / "metrics.jsonl"))
     given_back = max(step["dynamic_sample/prompts_given_back"] for step in records(out / "metrics.jsonl"))

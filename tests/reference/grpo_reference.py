@@ -41,7 +41,7 @@ class Completion:
     old_logp: torch.Tensor | None  # None: on-policy
     advantage: float
     is_truncated: bool = False
-    is_dead: bool = False
+    is_zero_std: bool = False
     group: int = 0  # completions of one prompt
     teacher_logp: torch.Tensor | None = None  # None: no teacher has seen it
 
@@ -52,7 +52,7 @@ class Completion:
 
 def counted(completions, s):
     """The completions that make up N, and the mask that is left of each."""
-    kept = [c for c in completions if not (s.exclude_zero_std_groups and c.is_dead)]
+    kept = [c for c in completions if not (s.exclude_zero_std_groups and c.is_zero_std)]
     return [(c, torch.zeros_like(c.mask) if s.overlong_filter and c.is_truncated else c.mask) for c in kept]
 
 

@@ -21,7 +21,7 @@ MAX_COMPLETION_LENGTH = 9
 def random_batch(
     seed: int, num_completions: int = 8, *, dtype: torch.dtype = torch.float64, share_on_policy: float = 0.5
 ) -> list[Completion]:
-    """Completions of 1 to 8 tokens, some stale, some truncated, some of dead groups, some tokens not trained or without sampler log-prob.
+    """Completions of 1 to 8 tokens, some stale, some truncated, some of zero-std groups, tokens not trained or unscored by the sampler.
 
     Four completions are a group: the entropies of their first tokens, which have one context, are equal but for rounding.
     Values are rounded to `dtype` and held in float64, so that a float32 implementation starts from the same numbers.
@@ -42,7 +42,7 @@ def random_batch(
         mask = (rng.random(length) < 0.85).astype(float)
         sampler = logp + rng.normal(0, 0.4, length)
         sampler[rng.random(length) < 0.05] = np.nan
-        is_dead = bool(rng.random() < 0.2)
+        is_zero_std = bool(rng.random() < 0.2)
         completions.append(
             Completion(
                 mask=values(mask),
@@ -51,9 +51,9 @@ def random_batch(
                 sampler_logp=values(sampler),
                 ref_logp=values(logp + rng.normal(0, 0.5, length)),
                 old_logp=None if rng.random() < share_on_policy else values(logp + rng.normal(0, spread, length)),
-                advantage=0.0 if is_dead else float(np.float32(rng.normal())),
+                advantage=0.0 if is_zero_std else float(np.float32(rng.normal())),
                 is_truncated=bool(rng.random() < 0.2),
-                is_dead=is_dead,
+                is_zero_std=is_zero_std,
                 group=row // 4,
             )
         )
@@ -108,7 +108,7 @@ def token_weight_fn(loss: GrpoLoss, completions: Sequence[Completion]) -> TokenW
     return loss.token_weights(
         [int(c.mask.sum()) for c in completions],
         is_truncated=[c.is_truncated for c in completions],
-        is_dead=[c.is_dead for c in completions],
+        is_zero_std=[c.is_zero_std for c in completions],
     )
 
 
@@ -119,12 +119,12 @@ def threshold_of(cfg: GrpoConfig, completions: Sequence[Completion], weights: To
 
 
 def in_whole_groups(completions: Sequence[Completion]) -> Sequence[Completion]:
-    """Dead groups are dead as a whole, as those of a rollout are, and worth nothing."""
+    """Zero-std groups are zero-std as a whole, as those of a rollout are, and worth nothing."""
     for group in {c.group for c in completions}:
         members = [c for c in completions if c.group == group]
         for c in members:
-            c.is_dead = members[0].is_dead
-            c.advantage = 0.0 if c.is_dead else c.advantage
+            c.is_zero_std = members[0].is_zero_std
+            c.advantage = 0.0 if c.is_zero_std else c.advantage
     return completions
 
 

@@ -319,15 +319,15 @@ def slowly(case: Case) -> dict:
     def ask(prompts):
         return [GroupMetadata.of(one) for one in Judge()(engine.generate(prompts, SAMPLING, seed=0), places=[])]
 
-    def are_dead(verdicts):  # one by one; the run itself asks for all of a round at once
-        return [bool(advantages([verdict.rewards], case.grpo, [1.0]).is_dead[0]) for verdict in verdicts]
+    def are_zero_std(verdicts):  # one by one; the run itself asks for all of a round at once
+        return [bool(advantages([verdict.rewards], case.grpo, [1.0]).is_zero_std[0]) for verdict in verdicts]
 
     before = 0
     for step, numbers in case.comes_in.items():
         version, before = before if case.depth and not is_sampled_anew(case, before, step) else step, step
         engine.take(WeightUpdate(kind="weights", version=version, tensors=()))
         for number in numbers:
-            found = result(stream.take, stream.give_back, ask, are_dead, num_groups=w, oversample_ratio=case.ratio,
+            found = result(stream.take, stream.give_back, ask, are_zero_std, num_groups=w, oversample_ratio=case.ratio,
                             dynamic_sample=case.dynamic)  # fmt: skip
             worth = advantages([verdict.rewards for verdict in found.kept], case.grpo, [1.0]).advantages
             rows |= {(number, 2 * place + i): worth[place, i] for place in range(w) for i in range(2)}

@@ -29,7 +29,7 @@ def sample(kind=Sample, **changes):
         token_ids=np.arange(4),
         sampler_logprobs=np.array([0, 0, -0.1, -1e-30], dtype=np.float32),
         advantage=0.1 + 0.2,
-        is_dead=False,
+        is_zero_std=False,
         is_truncated=True,
         **{mask: np.array([False, False, True, True])},
     )
@@ -79,7 +79,7 @@ class Row:
     mask_offsets: np.ndarray | None = None
     where: Literal["here", "there"] = "here"
     factor: float = 1.0
-    is_dead: bool = False
+    is_zero_std: bool = False
     limit: int | None = None
     version: int = 0
     on_policy_version: int = 0
@@ -98,7 +98,7 @@ EVERYTHING = [
     row(5, starts=(0, 2, 4), experts=np.arange(20, dtype=np.int16).reshape(5, 2, 2), where="there"),
     row(3, starts=(0, 1), factor=float("-inf")),
     row(0, starts=(), experts=np.empty((0, 2, 2), np.int16), limit=3),
-    row(4, MarkedRow, marks=np.zeros((4, 1)), mask_offsets=np.array([0, 2**40]), is_dead=True),
+    row(4, MarkedRow, marks=np.zeros((4, 1)), mask_offsets=np.array([0, 2**40]), is_zero_std=True),
     row(2, limit=0, factor=0.1),
 ]
 
@@ -205,6 +205,24 @@ def test_a_file_of_format_1_is_read_under_the_new_names_and_its_rows_were_fresh_
     write_format_1(tmp_path / "file", rows)
     assert_same(read_samples(tmp_path / "file", Row), rows)
     assert unreadable(tmp_path / "file", Row) is None
+
+
+def test_a_file_of_format_2_with_former_names_of_fields_is_read(tmp_path):
+    samples, former = [sample(is_zero_std=True), sample(row=1)], {new: old for old, new in file_of_samples.RENAMED.items()}
+    with np.load(io.BytesIO(file_of(samples))) as file:
+        arrays = dict(file)
+    header = json.loads(str(arrays["header"]))
+    header["kinds"] = {
+        kind: {former.get(name, name): column for name, column in columns.items()} for kind, columns in header["kinds"].items()
+    }
+    renamed = {}
+    for key, array in arrays.items():
+        kind, dot, rest = key.partition(".")
+        name, second_dot, ending = rest.partition(".")
+        renamed[f"{kind}{dot}{former.get(name, name)}{second_dot}{ending}"] = array
+    assert "Sample.is_dead" in renamed and "Sample.is_zero_std" not in renamed
+    np.savez(tmp_path / "old.npz", **renamed | {"header": np.array(json.dumps(header))})
+    assert_same(read_samples(tmp_path / "old.npz"), samples)
 
 
 @pytest.mark.parametrize("case", ["one_rank", "two_ranks"])

@@ -62,9 +62,9 @@ def test_reinforce_plus_plus_needs_no_group():
 def test_gdpo_gives_each_function_a_voice_that_the_sum_would_drown():
     """Equal totals: grpo sees nothing to choose, gdpo normalises each function first (here 10 x accuracy against format, weights 1)."""
     rewards = [[[10.0, 0.0], [9.0, 1.0], [10.0, 0.0], [9.0, 1.0]], [[10.0, 0.0], [0.0, 0.0], [0.0, 1.0], [0.0, 1.0]]]
-    assert of(rewards, (1.0, 1.0)).is_dead.tolist() == [True, False]
+    assert of(rewards, (1.0, 1.0)).is_zero_std.tolist() == [True, False]
     result = of(rewards, (1.0, 0.5), advantage_estimator="gdpo")
-    assert result.is_dead.tolist() == [False, False]
+    assert result.is_zero_std.tolist() == [False, False]
     assert result.advantages[0][0] == pytest.approx(-result.advantages[0][1]) and result.advantages[0][0] > 0
 
 
@@ -99,30 +99,30 @@ def test_every_estimator_equals_the_reference(rollout):
 
 
 @pytest.mark.parametrize("cfg", [c for c in COMBINATIONS if c.advantage_estimator != "reinforce_plus_plus"], ids=str)
-def test_a_dead_group_has_advantages_of_exactly_zero(cfg):
+def test_a_zero_std_group_has_advantages_of_exactly_zero(cfg):
     """0.1 has no exact binary form: the mean of seven of them is not 0.1."""
     rewards = np.full((2, 7, 1), 0.1)
     rewards[1, :4] = 1.0
     found = advantages((rewards.tolist()), cfg, [1.0])
-    assert found.is_dead.tolist() == [True, False]
+    assert found.is_zero_std.tolist() == [True, False]
     if "gdpo" not in (cfg.advantage_estimator, cfg.scale_rewards):
         assert (found.advantages[0] == 0.0).all()
     assert np.abs(found.advantages[0]).max() < 1e-12
 
 
-def test_dead_means_exactly_equal():
-    assert of([[0.5, 0.5 + 1e-9], [0.3, 0.3], [None, 0.3], [None, None]]).is_dead.tolist() == [False, True, True, True]
+def test_zero_std_means_exactly_equal():
+    assert of([[0.5, 0.5 + 1e-9], [0.3, 0.3], [None, 0.3], [None, None]]).is_zero_std.tolist() == [False, True, True, True]
 
 
 @pytest.mark.parametrize("cfg", COMBINATIONS, ids=lambda cfg: f"{cfg.advantage_estimator}-{cfg.scale_rewards}")
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=25, deadline=None)
-def test_which_groups_are_dead_is_the_same_for_many_at_once_and_for_each_alone(cfg, seed):
+def test_which_groups_are_zero_std_is_the_same_for_many_at_once_and_for_each_alone(cfg, seed):
     # 0.1 + 0.2 is not 0.3: a sum taken in another order would tell equal completions apart, or take different ones for equal.
     rng, weights = np.random.default_rng(seed), [0.0, 1.0, 0.7]
     groups = [[[None if rng.random() < 0.2 else float(rng.choice([0.1, 0.2, 0.3])) for _ in weights] for _ in range(2)] for _ in range(17)]
-    alone = [bool(advantages([group], cfg, weights).is_dead[0]) for group in groups]
-    assert zero_std_groups(groups, cfg, weights).tolist() == alone == advantages(groups, cfg, weights).is_dead.tolist()
+    alone = [bool(advantages([group], cfg, weights).is_zero_std[0]) for group in groups]
+    assert zero_std_groups(groups, cfg, weights).tolist() == alone == advantages(groups, cfg, weights).is_zero_std.tolist()
     assert seed or (any(alone) and not all(alone))
 
 
@@ -141,7 +141,7 @@ def test_a_completion_that_nobody_judged_is_left_out_and_gets_zero():
 def test_a_rollout_that_nobody_judged_trains_nothing():
     for cfg in COMBINATIONS:
         found = advantages(([[[None], [None]]] * 2), cfg, [1.0])
-        assert (found.advantages == 0).all() and found.is_dead.all()
+        assert (found.advantages == 0).all() and found.is_zero_std.all()
         assert reward_metrics(found, ["f"]) == {"frac_reward_zero_std": 1.0}
 
 
@@ -149,8 +149,8 @@ def test_kl_penalty_is_subtracted_before_the_baseline():
     penalty = np.array([[0.5, 0.0]])
     assert of([[1, 1]], kl_penalty=penalty, scale_rewards="none").advantages.tolist() == [[-0.25, 0.25]]
     result = of([[1, 1]], kl_penalty=penalty)
-    # Rewards alone are reported, and say whether a group is dead.
-    assert result.rewards.tolist() == [[1, 1]] and result.is_dead.tolist() == [True]
+    # Rewards alone are reported, and say whether a group is zero-std.
+    assert result.rewards.tolist() == [[1, 1]] and result.is_zero_std.tolist() == [True]
 
 
 def test_reward_metrics_by_hand():
@@ -171,12 +171,12 @@ def test_reward_metrics_by_hand():
 @pytest.mark.parametrize("estimator", ["grpo", "gdpo"])
 def test_a_function_of_weight_zero_brings_no_group_to_life(estimator):
     watched = [[[1.0, 0.1], [1.0, 0.9]], [[1.0, 0.5], [0.0, 0.5]]]
-    assert of(watched, (1.0, 0.0), advantage_estimator=estimator).is_dead.tolist() == [True, False]
+    assert of(watched, (1.0, 0.0), advantage_estimator=estimator).is_zero_std.tolist() == [True, False]
 
 
 def test_gdpo_learns_from_a_group_in_which_one_function_of_two_tells_completions_apart():
     found = of([[[1.0, 0.1], [1.0, 0.9]], [[1.0, 0.5], [1.0, 0.5]]], (1.0, 1.0), advantage_estimator="gdpo")
-    assert found.is_dead.tolist() == [False, True] and found.advantages[0, 0] < 0 < found.advantages[0, 1]
+    assert found.is_zero_std.tolist() == [False, True] and found.advantages[0, 0] < 0 < found.advantages[0, 1]
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"])
@@ -195,7 +195,7 @@ def test_the_largest_rewards_that_are_let_in_have_finite_advantages(estimator):
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"])
 def test_without_a_reward_function_all_advantages_are_zero(estimator):
-    """As where a teacher alone teaches: groups are dead, and there is no reward to be told."""
+    """As where a teacher alone teaches: groups are zero-std, and there is no reward to be told."""
     found = advantages([[(), ()], [(), ()], [(), ()]], GrpoConfig(advantage_estimator=estimator), [])
-    assert found.advantages.shape == (3, 2) and not found.advantages.any() and found.is_dead.all()
+    assert found.advantages.shape == (3, 2) and not found.advantages.any() and found.is_zero_std.all()
     assert reward_metrics(found, []) == {"frac_reward_zero_std": 1.0}

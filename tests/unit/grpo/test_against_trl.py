@@ -126,7 +126,7 @@ class TablesForAModel(grpo_trainer.GRPOTrainer):
 def make_rewards(seed, num_funcs):
     rng = np.random.default_rng(seed)
     rewards = rng.choice([0.0, 0.5, 1.0, np.nan], p=[0.4, 0.2, 0.3, 0.1], size=(NUM_GROUPS, G, num_funcs))
-    rewards[0] = 1.0  # a dead group
+    rewards[0] = 1.0  # a zero-std group
     return rewards
 
 
@@ -140,7 +140,7 @@ def assert_same(
 ) -> None:
     completions = batch(seed, NUM_GROUPS * G, share_on_policy=share_on_policy)
     for c in completions:
-        c.is_dead = False
+        c.is_zero_std = False
         if c.mask.sum() == 0:
             c.mask[0] = 1.0  # TRL's clipping metrics divide by it
     rewards, weights = make_rewards(seed, num_funcs), [1.0, 0.5][:num_funcs]

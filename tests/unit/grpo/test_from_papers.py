@@ -44,7 +44,7 @@ class Batch:
             Completion(
                 mask=self.mask[g, i], logp=self.logp[g, i].detach().requires_grad_(), entropy=torch.zeros(T, dtype=torch.float64),
                 sampler_logp=self.old[g, i], ref_logp=self.ref[g, i], old_logp=self.old[g, i], advantage=float(found.advantages[g, i]),
-                is_truncated=bool(self.truncated[g, i]), is_dead=bool(found.is_dead[g]), group=g,
+                is_truncated=bool(self.truncated[g, i]), is_zero_std=bool(found.is_zero_std[g]), group=g,
             )
             for g in range(self.rewards.shape[0])
             for i in range(self.rewards.shape[1])

@@ -35,7 +35,7 @@ def completions() -> list[Completion]:
             old_logp=None if row["old_logp"] is None else tensor(row["old_logp"]),
             advantage=row["advantage"],
             is_truncated=row.get("is_truncated", False),
-            is_dead=row.get("is_dead", False),
+            is_zero_std=row.get("is_zero_std", False),
             group=row.get("group", 0),
         )
         for row in GOLDEN["batch"]

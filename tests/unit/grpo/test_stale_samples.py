@@ -17,7 +17,7 @@ NAN = float("nan")
 def sample(version: int) -> Sample:
     return Sample(row=3, rollout=1, prompt_number=0, version=version, on_policy_version=version, token_ids=np.arange(4),
                   mask=np.array([0, 0, 1, 1], bool),
-                  sampler_logprobs=np.array([0, 0, -1, -2], np.float32), advantage=1.0, is_dead=False, is_truncated=False)  # fmt: skip
+                  sampler_logprobs=np.array([0, 0, -1, -2], np.float32), advantage=1.0, is_zero_std=False, is_truncated=False)  # fmt: skip
 
 
 WEIGHTS = [0.5]

@@ -11,8 +11,10 @@ from megatron_grpo.grpo.loss import NORMALISATIONS, token_weights
 NUM_MASKED = [2, 1, 4]
 
 
-def token_weight_fn(loss_type, *, is_truncated=(False,) * 3, is_dead=(False,) * 3, **settings):
-    return token_weights(NUM_MASKED, loss_type=loss_type, is_truncated=is_truncated, is_dead=is_dead, max_completion_length=10, **settings)
+def token_weight_fn(loss_type, *, is_truncated=(False,) * 3, is_zero_std=(False,) * 3, **settings):
+    return token_weights(
+        NUM_MASKED, loss_type=loss_type, is_truncated=is_truncated, is_zero_std=is_zero_std, max_completion_length=10, **settings
+    )
 
 
 def per_token(result):
@@ -46,21 +48,21 @@ def test_overlong_filter_empties_the_mask_and_keeps_n():
     assert per_token(token_weight_fn("dapo", is_truncated=(False, False, True), overlong_filter=True)) == pytest.approx([1 / 3, 1 / 3, 0.0])
 
 
-def test_dead_groups_leave_n_too():
-    result = token_weight_fn("grpo", is_dead=(False, False, True), exclude_zero_std_groups=True)
+def test_zero_std_groups_leave_n_too():
+    result = token_weight_fn("grpo", is_zero_std=(False, False, True), exclude_zero_std_groups=True)
     assert per_token(result) == pytest.approx([1 / 4, 1 / 2, 0.0])
     assert (result.num_sequences, result.num_loss_tokens) == (2, 3)
 
 
 def test_flags_without_their_filter_change_nothing():
-    result = token_weight_fn("grpo", is_truncated=(True,) * 3, is_dead=(True,) * 3)
+    result = token_weight_fn("grpo", is_truncated=(True,) * 3, is_zero_std=(True,) * 3)
     assert per_token(result) == per_token(token_weight_fn("grpo"))
 
 
 @pytest.mark.parametrize("loss_type", NORMALISATIONS)
 def test_a_batch_with_nothing_left_says_so_and_has_zero_weights(loss_type):
     for settings in (
-        {"is_dead": (True,) * 3, "exclude_zero_std_groups": True},
+        {"is_zero_std": (True,) * 3, "exclude_zero_std_groups": True},
         {"is_truncated": (True,) * 3, "overlong_filter": True},
     ):
         result = token_weight_fn(loss_type, **settings)
@@ -69,11 +71,11 @@ def test_a_batch_with_nothing_left_says_so_and_has_zero_weights(loss_type):
 
 
 def test_a_completion_without_trained_tokens_counts_in_n():
-    result = token_weights([2, 0], loss_type="grpo", is_truncated=(False, False), is_dead=(False, False), max_completion_length=2)
+    result = token_weights([2, 0], loss_type="grpo", is_truncated=(False, False), is_zero_std=(False, False), max_completion_length=2)
     assert result.of_rows.tolist() == [0.25, 0.0] and result.num_sequences == 2
 
 
 @pytest.mark.parametrize("loss_type", NORMALISATIONS)
 def test_a_single_token_weighs_one_and_a_constant_length_is_constant_for_it_too(loss_type):
-    result = token_weights([1], loss_type=loss_type, is_truncated=[False], is_dead=[False], max_completion_length=8)
+    result = token_weights([1], loss_type=loss_type, is_truncated=[False], is_zero_std=[False], max_completion_length=8)
     assert result.of_rows.tolist() == [1 / 8 if loss_type == "dr_grpo" else 1.0]

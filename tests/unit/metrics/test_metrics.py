@@ -331,10 +331,10 @@ def rollout_of_two(version=4, number=0):
         advantages=np.array([[1.0, -1.0], [0.5, -0.5]]),
         rewards=np.array([[1.0, 1.0], [1.5, 1.0]]),
         rewards_per_func=np.array([[[1, 0], [0, 1]], [[1, 0.5], [1, nan]]]),
-        is_dead=np.array([True, False]),
+        is_zero_std=np.array([True, False]),
     )
     metas = [GroupMetadata.of(one) for one in scored]
-    reaped = DynamicSamplingResult(kept=metas, sampled=metas, num_rounds=1, num_dead_dropped=0, num_given_back=0)
+    reaped = DynamicSamplingResult(kept=metas, sampled=metas, num_rounds=1, num_zero_std_dropped=0, num_given_back=0)
     return ScoredRollout(number=number, result=reaped, advantages=found, penalty=None, held=dict(enumerate(scored)))
 
 

@@ -154,7 +154,7 @@ def test_selection_is_told_where_rollouts_choose(tmp_path):
     step(logger, 2)
     first, second = lines(tmp_path)
     assert (first["dynamic_sample/rounds"], first["dynamic_sample/groups_sampled"]) == (1, 2)
-    assert (first["dynamic_sample/dead_groups_replaced"], first["dynamic_sample/prompts_given_back"]) == (0, 0)
+    assert (first["dynamic_sample/zero_std_groups_replaced"], first["dynamic_sample/prompts_given_back"]) == (0, 0)
     assert "dynamic_sample/rounds" not in second
 
 

@@ -53,7 +53,7 @@ def test_the_median_follows_if_all_norms_have_grown_and_forgets_what_is_old():
 
 
 def test_steps_that_teach_nothing_and_norms_that_are_no_number_are_no_part_of_the_median():
-    """The batch whose groups are all dead has a norm of 0; a median of 0 would refuse every other."""
+    """The batch whose groups are all zero-std has a norm of 0; a median of 0 would refuse every other."""
     gradient_check = GradNormSpikeCheck(factor=3.0)
     allows(gradient_check, *[0.0] * 50, *[math.inf] * 50, *[2.0] * FEWEST)
     assert gradient_check.state() == {"norms": [2.0] * FEWEST} and allows(gradient_check, 5.9, 6.1) == [True, False]

@@ -30,7 +30,7 @@ from megatron_grpo.trainer.sample_buffer import emptied
 from megatron_grpo.types import GroupMetadata, Prompt, SampleWithOldLogprobs, ScoredGroup, SequenceLengths, make_completion
 from megatron_grpo.weights.buckets import WeightUpdate
 
-LIVE, DEAD = ((1.0,), (0.0,)), ((1.0,), (1.0,))
+LIVE, ZERO_STD = ((1.0,), (0.0,)), ((1.0,), (1.0,))
 
 
 class Stream:
@@ -74,7 +74,7 @@ def scored_by(rewards, groups):
 
 
 def result(stream, rewards, *, num_groups, config=None, **settings):
-    """`result` on prompts whose groups get `rewards[number]`, by the package's own rule of what is dead."""
+    """`result` on prompts whose groups get `rewards[number]`, by the package's own rule of zero-std groups."""
     engine, weights = ScriptedEngine(answer), [1.0] * len(rewards[0][0])
     return collect(
         stream.take,
@@ -91,27 +91,27 @@ def numbers(metas):
 
 
 def mixed(pattern: str):
-    """Rewards by prompt number, from a word such as "L..L": live or dead; dead for ever after."""
-    return {number: LIVE if number < len(pattern) and pattern[number] == "L" else DEAD for number in range(1000)}
+    """Rewards by prompt number, from a word such as "L..L": live or zero-std; zero-std for ever after."""
+    return {number: LIVE if number < len(pattern) and pattern[number] == "L" else ZERO_STD for number in range(1000)}
 
 
-def test_dead_groups_are_replaced_by_further_prompts_and_no_live_one_is_given_up():
+def test_zero_std_groups_are_replaced_by_further_prompts_and_no_live_one_is_given_up():
     stream = Stream()
     found = result(stream, mixed(".L.LLL..L"), num_groups=4, dynamic_sample=True)
-    assert stream.asked == [4, 2]  # two of the first four are dead
+    assert stream.asked == [4, 2]  # two of the first four are zero-std
     assert numbers(found.kept) == [1, 3, 4, 5]
-    assert (found.num_rounds, found.num_dead_dropped, found.num_given_back, stream.taken) == (2, 2, 0, 6)
+    assert (found.num_rounds, found.num_zero_std_dropped, found.num_given_back, stream.taken) == (2, 2, 0, 6)
 
 
-def test_after_the_last_round_the_oldest_dead_groups_fill_the_rollout():
+def test_after_the_last_round_the_oldest_zero_std_groups_fill_the_rollout():
     stream = Stream()
     found = result(stream, mixed("...L"), num_groups=3, dynamic_sample=True, max_resample_times=2)
     assert stream.asked == [3, 3, 2]
     assert numbers(found.kept) == [0, 1, 3]
-    assert (found.num_rounds, found.num_dead_dropped, stream.taken) == (3, 5, 8)
+    assert (found.num_rounds, found.num_zero_std_dropped, stream.taken) == (3, 5, 8)
 
 
-def test_dead_groups_stay_where_nobody_asked_to_replace_them():
+def test_zero_std_groups_stay_where_nobody_asked_to_replace_them():
     stream = Stream()
     assert numbers(result(stream, mixed(".L"), num_groups=4).kept) == [0, 1, 2, 3]
     assert stream.asked == [4]
@@ -121,8 +121,8 @@ def test_oversampling_alone_prefers_live_groups_in_one_round():
     stream = Stream()
     found = result(stream, mixed(".L.L.."), num_groups=4, oversample_ratio=1.5)
     assert stream.asked == [6]
-    assert numbers(found.kept) == [0, 1, 2, 3]  # both live ones, and the oldest dead ones
-    assert (found.num_rounds, found.num_dead_dropped, stream.taken) == (1, 2, 6)
+    assert numbers(found.kept) == [0, 1, 2, 3]  # both live ones, and the oldest zero-std ones
+    assert (found.num_rounds, found.num_zero_std_dropped, stream.taken) == (1, 2, 6)
 
 
 def test_prompts_from_the_first_live_group_that_is_cut_are_asked_again():
@@ -130,7 +130,7 @@ def test_prompts_from_the_first_live_group_that_is_cut_are_asked_again():
     found = result(stream, mixed("L.LLL.L."), num_groups=3, oversample_ratio=2.5)
     assert stream.asked == [8]
     assert numbers(found.kept) == [0, 2, 3]
-    assert (found.num_given_back, found.num_dead_dropped, stream.taken) == (4, 1, 4)
+    assert (found.num_given_back, found.num_zero_std_dropped, stream.taken) == (4, 1, 4)
     assert numbers(found.sampled) == list(range(8))
 
 
@@ -140,8 +140,8 @@ def test_the_share_of_further_prompts_is_exact_in_decimals():
     assert stream.asked == [11]  # 10 * 1.1 is 11.000000000000002 in binary
 
 
-def test_a_group_that_no_reward_function_applies_to_is_dead_and_so_is_one_with_a_single_judged_completion():
-    rewards = {0: ((None,), (None,)), 1: ((None,), (1.0,)), 2: LIVE, 3: LIVE, **{number: DEAD for number in range(4, 9)}}
+def test_a_group_that_no_reward_function_applies_to_is_zero_std_and_so_is_one_with_a_single_judged_completion():
+    rewards = {0: ((None,), (None,)), 1: ((None,), (1.0,)), 2: LIVE, 3: LIVE, **{number: ZERO_STD for number in range(4, 9)}}
     assert numbers(result(Stream(), rewards, num_groups=2, dynamic_sample=True).kept) == [2, 3]
 
 
@@ -172,7 +172,7 @@ def test_every_rollout_is_full_and_every_live_group_is_trained_exactly_once(aliv
         assert stream.asked[0] == math.ceil(num_groups * Fraction(str(ratio)))
         is_short = sum(rewards[number] is LIVE for number in kept) < num_groups
         assert not (is_short and dynamic and found.num_rounds <= times), "stopped before the rounds were used up"
-        assert stream.taken - start == num_groups + found.num_dead_dropped
+        assert stream.taken - start == num_groups + found.num_zero_std_dropped
         trained += kept
     live = [number for number in range(stream.taken) if rewards[number] is LIVE]
     assert [number for number in trained if rewards[number] is LIVE] == live
@@ -248,16 +248,16 @@ def rollout(rewards, *, penalty=None, old_logprobs="auto", number=0, answer=answ
 
 
 def test_a_sample_is_its_prompt_and_completion_with_its_own_advantage():
-    samples, stats, rows = rollout({0: LIVE, 1: DEAD}, number=5)
+    samples, stats, rows = rollout({0: LIVE, 1: ZERO_STD}, number=5)
     assert [(s.rollout, s.row, s.prompt_number) for s in samples] == [(5, 0, 0), (5, 1, 0), (5, 2, 1), (5, 3, 1)]
     second = samples[3]
     assert second.token_ids.tolist() == [4, 6, 11, 12] and second.mask.tolist() == [False, False, True, True]
     assert second.sampler_logprobs.tolist() == [0, 0, -0.5, -0.5]
     assert [s.is_truncated for s in samples] == [False, True, False, True]
-    assert [s.is_dead for s in samples] == [False, False, True, True]
+    assert [s.is_zero_std for s in samples] == [False, False, True, True]
     assert [s.advantage for s in samples] == pytest.approx([0.5 / (0.5**0.5 + 1e-4), -0.5 / (0.5**0.5 + 1e-4), 0, 0])
     assert not any(isinstance(s, SampleWithOldLogprobs) for s in samples)
-    assert [(row.contexts, row.num_masked, row.is_dead, row.is_truncated) for row in rows] == [
+    assert [(row.contexts, row.num_masked, row.is_zero_std, row.is_truncated) for row in rows] == [
         ((4,), 2, False, False), ((4,), 2, False, True), ((4,), 2, True, False), ((4,), 2, True, True)]  # fmt: skip
     assert "dynamic_sample/rounds" not in stats
 
@@ -276,7 +276,7 @@ def test_a_row_keeps_what_the_teacher_said_of_its_own_tokens_and_one_that_trains
     samples, _, _ = rollout({0: LIVE, 1: LIVE}, teacher=teacher, answer=some_wrong)
     assert [None if s.teacher_logprobs is None else s.teacher_logprobs.tolist() for s in samples] == [
         [0, 0, 0, 0], [0, 0, -1, -1], None, [0, 0, -3, -3]]  # fmt: skip
-    assert all(s.teacher_logprobs is None for s in rollout({0: LIVE, 1: DEAD})[0])
+    assert all(s.teacher_logprobs is None for s in rollout({0: LIVE, 1: ZERO_STD})[0])
 
 
 def test_a_rollout_whose_teacher_has_gone_is_told_of_when_it_is_asked_again_and_once():
@@ -297,14 +297,14 @@ def test_every_row_knows_its_group_and_what_the_group_begins_with_and_so_does_wh
         assert list(rows.lengths.values()) == [SequenceLengths((4,), (3, number), 2) for number in (0, 0, 1, 1)]
         return dict.fromkeys(rows.lengths, 0.0), {}
 
-    samples, _, rows = rollout({0: LIVE, 1: DEAD}, number=3, penalty=penalty, beta=1.0, kl_in_reward=True)
+    samples, _, rows = rollout({0: LIVE, 1: ZERO_STD}, number=3, penalty=penalty, beta=1.0, kl_in_reward=True)
     assert [row.lengths for row in rows] == [SequenceLengths((4,), (3, number), 2) for number in (0, 0, 1, 1)]
     assert [sample.prefix for sample in samples] == [2] * 4
 
 
 def test_a_completion_without_a_reward_trains_nothing_and_moves_no_mean():
     samples, stats, _ = rollout({0: ((None,), (None,)), 1: LIVE})
-    assert [s.advantage for s in samples[:2]] == [0.0, 0.0] and samples[0].is_dead
+    assert [s.advantage for s in samples[:2]] == [0.0, 0.0] and samples[0].is_zero_std
     assert stats["reward"] == 0.5
 
 
@@ -438,24 +438,24 @@ def test_where_every_completion_is_refused_the_run_ends():
 
 
 def test_samplers_log_probs_are_old_log_probs_where_they_are_asked_for():
-    samples, *_ = rollout({0: LIVE, 1: DEAD}, old_logprobs="rollout")
+    samples, *_ = rollout({0: LIVE, 1: ZERO_STD}, old_logprobs="rollout")
     assert all(s.old_logprobs_from == "rollout" and s.old_logprobs.tolist() == s.sampler_logprobs.tolist() for s in samples)
 
 
-def test_a_kl_penalty_is_subtracted_before_the_baseline_and_makes_no_dead_group_live():
+def test_a_kl_penalty_is_subtracted_before_the_baseline_and_makes_no_zero_std_group_live():
     def penalty(rows):
         assert [one.token_ids.tolist()[-1] for one in rows.sequences.values()] == [1, 2, 11, 12]
         return dict(zip(rows.lengths, (0.25, 0.0, 0.5, 0.0), strict=True)), {}
 
     settings = dict(scale_rewards="none", beta=1.0, kl_in_reward=True)
-    samples, stats, _ = rollout({0: LIVE, 1: DEAD}, penalty=penalty, **settings)
+    samples, stats, _ = rollout({0: LIVE, 1: ZERO_STD}, penalty=penalty, **settings)
     assert [s.advantage for s in samples] == pytest.approx([0.375, -0.375, -0.25, 0.25])
-    assert [s.is_dead for s in samples] == [False, False, True, True], "dead by their rewards, before the penalty"
+    assert [s.is_zero_std for s in samples] == [False, False, True, True], "by their rewards, before the penalty"
     assert stats["kl_in_reward"] == pytest.approx(0.1875) and stats["reward"] == 0.75
 
 
 def test_the_mean_reward_of_all_that_was_sampled_is_told_beside_that_of_what_was_kept():
-    """Kept: prompts 2 and 3, reward 0.5 each. Sampled: those, and two dead groups of reward 1."""
-    _, stats, _ = rollout({0: DEAD, 1: DEAD, 2: LIVE, 3: LIVE}, dynamic_sample=True)
+    """Kept: prompts 2 and 3, reward 0.5 each. Sampled: those, and two zero-std groups of reward 1."""
+    _, stats, _ = rollout({0: ZERO_STD, 1: ZERO_STD, 2: LIVE, 3: LIVE}, dynamic_sample=True)
     assert (stats["reward"], stats["dynamic_sample/reward"]) == (0.5, 0.75)
-    assert [stats[f"dynamic_sample/{name}"] for name in ("rounds", "groups_sampled", "dead_groups_replaced")] == [2, 4, 2]
+    assert [stats[f"dynamic_sample/{name}"] for name in ("rounds", "groups_sampled", "zero_std_groups_replaced")] == [2, 4, 2]
