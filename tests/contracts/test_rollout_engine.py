@@ -61,7 +61,7 @@ def test_each_group_is_whole_on_one_rank_in_the_order_of_the_prompts(model, name
             for completion in group.completions:
                 opening, drawn = len(group.prompt.token_ids), completion.answer_ids
                 assert tuple(completion.sequence.token_ids[:opening].tolist()) == group.prompt.token_ids
-                assert 1 <= len(drawn) == completion.num_sampled <= 8 and completion.ended in ("stop", "length")
+                assert 1 <= len(drawn) == completion.num_sampled <= 8 and completion.finish_reason in ("stop", "length")
                 assert completion.versions == ((0, opening, opening + len(drawn)),)
                 assert completion.logprobs.dtype == "float32" and (completion.logprobs[opening:] < 0).all()
                 assert not completion.logprobs[:opening].any()
