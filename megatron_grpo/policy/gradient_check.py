@@ -55,16 +55,16 @@ class GradNormSpikeCheck:
 
     def __init__(self, *, above: float | None = None, factor: float | None = None):
         self.above, self.factor = above, factor
-        self.skipped_step: str | None = None  # why the last gradient was refused
+        self.reason: str | None = None  # why the last gradient was refused
         self._norms: deque[float] = deque(maxlen=WINDOW)
 
     def allows(self, gradient: Gradient) -> bool:
-        self.skipped_step = self._refusal(gradient.norm)
+        self.reason = self._reason_of(gradient.norm)
         if math.isfinite(gradient.norm) and gradient.norm > 0:
             self._norms.append(gradient.norm)
-        return self.skipped_step is None
+        return self.reason is None
 
-    def _refusal(self, norm: float) -> str | None:
+    def _reason_of(self, norm: float) -> str | None:
         if not math.isfinite(norm):
             return "its gradient is not finite"
         if self.above is not None and norm > self.above:

@@ -258,7 +258,7 @@ class Policy:
             norm: Norm of the summed gradient.
             own: Norm of this rank's own gradient, before any sum over ranks.
         """
-        why = getattr(self.gradient_check, "refusal", None) or f"the gradient was refused (norm {norm:.4g})"
+        why = getattr(self.gradient_check, "reason", None) or f"the gradient was refused (norm {norm:.4g})"
         finite = math.isfinite(norm)
         ranks = () if finite else bad_gradient_search.ranks_not_finite(own)
         weights = () if finite else bad_gradient_search.weights_not_finite(self.chunks)

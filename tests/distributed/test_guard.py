@@ -214,8 +214,8 @@ def test_a_row_that_the_policy_cannot_score_trains_nothing_more(models, batches)
         from megatron_grpo.types import TrainingRow
 
         policy = cases.build(models["qwen3"], cases.settings(**layout.settings), world)
-        rows = {sample.key: TrainingRow.of(sample, home=policy.cut.dp_rank_of(sample.row)) for sample in first}
-        mine = {sample.key: sample for sample in first if rows[sample.key].home == policy.parallel.dp_rank}
+        rows = {sample.key: TrainingRow.of(sample, dp_rank=policy.cut.dp_rank_of(sample.row)) for sample in first}
+        mine = {sample.key: sample for sample in first if rows[sample.key].dp_rank == policy.parallel.dp_rank}
         pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut, rows=rows, samples=mine)
         score = policy.scorer.old_logprobs
 

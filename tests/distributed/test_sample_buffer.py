@@ -76,7 +76,7 @@ def test_every_row_is_with_all_ranks_of_one_share_and_with_no_other(world, layou
     def body(rank, world_size):
         pending, _ = start(rank, world_size, **layout)
         assert list(pending.rows) == [(0, row) for row in range(ROWS)]
-        assert all(pending.rows[key].home == pending.parallel.dp_rank for key in pending.samples)
+        assert all(pending.rows[key].dp_rank == pending.parallel.dp_rank for key in pending.samples)
         for sample in pending.samples.values():
             assert sample.token_ids[0] == 100 + sample.row
         return pending.parallel.dp_rank, rows_of(pending), [sample.row for sample in pending.to_save()]
