@@ -20,20 +20,20 @@ def allows(gradient_check: GradNormSpikeCheck, *norms: float) -> list[bool]:
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -math.inf])
 def test_a_norm_that_is_no_number_is_refused_and_its_reason_given(norm):
     gradient_check = GradNormSpikeCheck()
-    assert not gradient_check.allows(Gradient(step=7, norm=norm)) and gradient_check.skipped_step == "its gradient is not finite"
+    assert not gradient_check.allows(Gradient(step=7, norm=norm)) and gradient_check.reason == "its gradient is not finite"
 
 
 @pytest.mark.parametrize("norm", [0.0, 1e-30, 1e30])
 def test_without_a_bound_any_other_norm_may_be_used(norm):
     gradient_check = GradNormSpikeCheck()
-    assert gradient_check.allows(Gradient(step=0, norm=norm)) is True and gradient_check.skipped_step is None
+    assert gradient_check.allows(Gradient(step=0, norm=norm)) is True and gradient_check.reason is None
 
 
 def test_a_norm_above_the_bound_is_refused_and_the_bound_itself_is_not():
     gradient_check = GradNormSpikeCheck(above=2.0)
     assert allows(gradient_check, 1.0, 2.0, 2.5, 1.0) == [True, True, False, True]
     assert (
-        allows(gradient_check, 2.5) == [False] and gradient_check.skipped_step == "its gradient norm 2.5 is above 2 (skip_grad_norm_above)"
+        allows(gradient_check, 2.5) == [False] and gradient_check.reason == "its gradient norm 2.5 is above 2 (skip_grad_norm_above)"
     )
 
 
@@ -41,7 +41,7 @@ def test_a_norm_is_held_against_the_median_once_there_are_enough():
     gradient_check = GradNormSpikeCheck(factor=3.0)
     assert allows(gradient_check, *[1.0] * (FEWEST - 1), 50.0) == [True] * FEWEST, "no median yet: the spike is the last of the few"
     assert allows(gradient_check, 3.0, 3.1) == [True, False]
-    assert gradient_check.skipped_step == "its gradient norm 3.1 is above 3 (skip_grad_norm_factor) x 1, the running median"
+    assert gradient_check.reason == "its gradient norm 3.1 is above 3 (skip_grad_norm_factor) x 1, the running median"
 
 
 def test_the_median_follows_if_all_norms_have_grown_and_forgets_what_is_old():
