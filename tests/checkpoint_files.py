@@ -10,14 +10,14 @@ from typing import Any
 
 def write_sharded(state: dict[str, Any], directory: Path) -> None:
     """One sharded state dict, by the writer of checkpoints, with nothing beside it. Collective."""
-    from megatron_grpo.checkpoint.distributed import ShardedWriter, is_requested
+    from megatron_grpo.checkpoint.distributed import ShardedWriter, agreed
 
     writer = ShardedWriter()
     write = writer.taken(state, {})
-    with is_requested(f"writing {directory}"):
+    with agreed(f"writing {directory}"):
         written = write(directory)
     sync_weights = writer.told(written)
-    with is_requested(f"writing {directory}"):
+    with agreed(f"writing {directory}"):
         if sync_weights is not None:
             sync_weights(directory)
 

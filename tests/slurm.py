@@ -95,7 +95,7 @@ SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
         """To the processes of the job's steps, as `--signal` does."""
         self._ask("scancel", f"--signal={number.name.removeprefix('SIG')}", job)
 
-    def finish_reason(self, job: str) -> str | None:
+    def ended(self, job: str) -> str | None:
         """How the job has ended; None while it waits or runs."""
         state = re.search(r"JobState=(\w+)", self._ask("scontrol", "show", "job", job))[1]
         return None if state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING") else state
@@ -173,7 +173,7 @@ class StandIn:
             except ProcessLookupError:
                 pass
 
-    def finish_reason(self, job: str) -> str | None:
+    def ended(self, job: str) -> str | None:
         this = self._jobs[job]
         requeue = self.folder / f"requeue.{job}"
         if requeue.exists():  # whatever runs is ended

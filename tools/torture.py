@@ -38,7 +38,7 @@ from tools.torturing import warm
 from tools.torturing.faults import FAULTS, SHORT
 from tools.torturing.kills import Killer
 from tools.torturing.moments import TRAIN_STEP
-from tools.torturing.results import Results, Row, Undisturbed, said, sync_weights
+from tools.torturing.results import Results, Row, Undisturbed, publish, said
 from tools.torturing.victim import Bench, Broken, Fault, NotHere, Victim, cpu_until
 
 
@@ -164,7 +164,7 @@ def main() -> int:
     wrong = [row.name for row in rows if row.verdict == "BROKEN"] + [chain["why"] for chain in chains if chain["verdict"] != "kept"]
     print("\n".join(["", *said(rows, chains), *wrong]))
     if asked.table:
-        sync_weights(asked.table, results, {fault.name: fault.promise for fault in FAULTS}, asked.seed)
+        publish(asked.table, results, {fault.name: fault.promise for fault in FAULTS}, asked.seed)
     print(f"VERDICT: {'FAILED; runs are in ' + str(folder) if wrong else 'PASSED'}")
     if not wrong:
         shutil.rmtree(folder)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from megatron_grpo.config.config import Config, ModelConfig, RolloutConfig, TunerConfig
 from megatron_grpo.rollout.adapters import LoraSync, lora_sync
 from megatron_grpo.run.build.policy import build_policy
-from megatron_grpo.trainer.weight_sync import WeightSyncError, WeightSyncManager, check_weights, push
+from megatron_grpo.trainer.weight_sync import WeightSyncError, WeightSyncManager, check_weights, sync
 from megatron_grpo.types import make_sequence
 from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 from megatron_grpo.weights.lora import lora_of
@@ -147,7 +147,7 @@ def test_sampler_with_a_pushed_adapter_is_peft(tmp_path, family, tuner, sizes):
         for version in (1, 2):
             policy.draw(version)
             before = {name: tensor.clone() for name, tensor in policy.adapter().items()}
-            stats = push(policy, engine, version=version, verify=True)
+            stats = sync(policy, engine, version=version, verify=True)
             assert stats.logp_difference_max < 1e-4 and stats.num_tensors == 2 * len(policy.pushes.modules)
             assert stats.num_bytes == sum(tensor.nbytes for tensor in before.values())
             assert all(torch.equal(before[name], tensor) for name, tensor in policy.adapter().items()), "vLLM scales its own copy"
@@ -176,13 +176,13 @@ def test_no_older_adapter_answers_and_a_new_base_drops_the_adapter(model_path):
 
         def give(version):
             policy.draw(version)
-            return push(policy, engine, version=version, verify=True)
+            return sync(policy, engine, version=version, verify=True)
 
         give(1)
         # The cure of stale caches, switched off: the name of version 1 also stands for version 2.
         old = engine._adapter.request
         policy.draw(2)
-        push(policy, engine, version=2, verify=False)
+        sync(policy, engine, version=2, verify=False)
         engine._adapter.request = type(old)(old.lora_name, engine._adapter.request.lora_int_id, old.lora_path)
         with pytest.raises(WeightSyncError, match="only tokens read through the prefix cache differ"):
             check_weights(policy, engine, version=2)
@@ -241,7 +241,7 @@ def test_modules_that_do_not_arrive_are_named(model_path):
         with pytest.raises(WeightSyncError, match=r"1 modules were ignored by vLLM, .* \(model.layers.0.mlp.up_proj\)"):
             engine.take(WeightUpdate(kind="adapter", version=1, tensors=(policy.adapter() | more).items(), config=policy.config))
         engine._adapter._modules = policy.pushes.modules
-        assert push(policy, engine, version=2, verify=True).logp_difference_max < 1e-4
+        assert sync(policy, engine, version=2, verify=True).logp_difference_max < 1e-4
 
         plain = LoraSync(kind="merged", modules=policy.pushes.modules, slot_rank=0)
         policy.pushes = plain
@@ -260,7 +260,7 @@ def test_trial_notices_an_engine_that_ignores_adapters(model_path):
         engine._run = without_adapter(engine)
         WeightSyncManager(policy, engine, verify=False).sync_weights(0)
         check_weights(policy, engine, version=0)
-        assert push(policy, engine, version=1, verify=True).logp_difference_max < 1e-4
+        assert sync(policy, engine, version=1, verify=True).logp_difference_max < 1e-4
         with pytest.raises(WeightSyncError, match="(?s)does not sample from the trial adapter.*or the adapter is ignored"):
             WeightSyncManager(policy, engine, verify=True).sync_weights(1)
         assert engine.version == NO_VERSION
@@ -361,7 +361,7 @@ def test_first_step_reaches_a_bfloat16_sampler_as_an_adapter_and_is_lost_when_me
         assert engine.dtype == "bfloat16"
         for name, parameter in policy.adapter_parameters():  # after one step of Adam at lr 1e-5 from B = 0
             parameter.copy_(parameter.sign() * 1e-5 if "lora_B" in name else parameter.uniform_(-0.125, 0.125))
-        assert push(policy, engine, version=1, verify=True).logp_difference_mean < 0.05
+        assert sync(policy, engine, version=1, verify=True).logp_difference_mean < 0.05
 
         def held(worker):
             layer = worker.model_runner.lora_manager._adapter_manager.modules[module]
@@ -415,11 +415,11 @@ def test_ten_steps_in_bfloat16_move_the_sampler_as_they_move_the_trainer(tmp_pat
         def by_sampler():
             return np.concatenate(engine.score(texts))[trained]
 
-        push(policy, engine, version=0, verify=False)
+        sync(policy, engine, version=0, verify=False)
         trainer, sampler = by_trainer(), by_sampler()
         for _ in range(10):
             policy.train_step(batch_of(policy, samples, 0))
-        assert push(policy, engine, version=10, verify=True, is_coarse=True).num_bytes < 2e5
+        assert sync(policy, engine, version=10, verify=True, is_coarse=True).num_bytes < 2e5
         return by_trainer() - trainer, by_sampler() - sampler, lost_by_merging(policy)
 
     ((of_trainer, of_sampler, lost),) = run_ranks(body, 1)

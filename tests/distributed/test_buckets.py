@@ -260,7 +260,7 @@ def stop_early(rank, world, path, tamper=None):
     plan = policy.exchange.plan(policy.tensors(), "weights")
     with wire() as counted:
         with pytest.raises(OSError) if rank == 0 else contextlib.nullcontext():
-            weight_sync.push(policy, holder, version=1, verify=False)
+            weight_sync.sync(policy, holder, version=1, verify=False)
         stream = policy.named_weights()
         next(stream)
         if rank == world - 1:

@@ -189,7 +189,7 @@ def checkpoints(folder, resume="auto", **settings):
     from megatron_grpo.checkpoint.saving import Checkpoints
     from megatron_grpo.config.config import RunConfig
 
-    print_line = settings.pop("say", None)
+    print_line = settings.pop("print_line", None)
     return Checkpoints(
         find_checkpoints(folder, resume), RunConfig(**{"save_steps": 1, "save_total_limit": None} | settings), print_line=print_line
     )

@@ -282,7 +282,7 @@ def play_and_lose(rank, world, path, named, out):
 
 def break_after(member, lines, gone, losses):
     """The connection to a server breaks once, after so many lines of answers."""
-    real, left = member.server.hear, [lines]
+    real, left = member.server.stream, [lines]
 
     async def breaking(path, body, take):
         def taken(line):
@@ -296,7 +296,7 @@ def break_after(member, lines, gone, losses):
 
         await real(path, body, taken)
 
-    member.server.hear = breaking
+    member.server.stream = breaking
 
 
 def worst_gap_of_contexts(groups, path):

@@ -166,7 +166,7 @@ def traps(engine, model, folder, prompts, sampling):
     )
     for prompt in prompts:
         for _, picture_ in prompt.images:
-            picture_.album.cache = type(picture_.album.cache)()
+            picture_.image_store.cache = type(picture_.image_store.cache)()
     found["torchvision"] = worst(model, engine, prompts[3:])[0]
     ImageProcessorSpec.patches = made
     found["processor"] = type(theirs).__name__

@@ -78,7 +78,7 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
         sent.append(0)
         worst(model, engine, prompts, seed=1)
         sent.append(0)
-        member.images.discard(prompts[0].images[0][1].key)
+        member.image_keys.discard(prompts[0].images[0][1].key)
         told["forgotten"] = worst(model, engine, prompts, seed=2)
         told["sent"] = sent[:3]
         told["state"] = (member.state.limit_images, member.state.max_pixels)
@@ -103,7 +103,7 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
                       wire.Request(key="2", ids=(5,) * 6, seed=0, n=1, max_tokens=2, images=(strange,))),
         )  # fmt: skip
         lines = []
-        begun(member.server.hear("/generate", asked, lines.append)).result(60)
+        begun(member.server.stream("/generate", asked, lines.append)).result(60)
         answers = [wire.decode_line(wire.Answer, line) for line in lines]
         by_key = {answer.key: answer for answer in answers if answer is not None}
         told["damaged"] = by_key["1"].error

@@ -108,7 +108,7 @@ def places_from_ids(_):
     """As many as there are pictures' tokens, so that no length gives it away: the first of them, behind which a drawn one may stand."""
     from megatron_grpo.batching import collate
 
-    right = collate.seen
+    right = collate.image_tokens
 
     def seen(sequences, contexts, in_stream):
         found = right(sequences, contexts, in_stream)
@@ -120,15 +120,17 @@ def places_from_ids(_):
         at = np.unique(np.concatenate(drawn))
         return found._replace(at=at, token=np.arange(len(at)) % (found.token.max() + 1))
 
-    collate.seen = seen
+    collate.image_tokens = seen
 
 
 def once_for_each_child(_):
     """A trunk's pictures enter as often as it has contexts."""
     from megatron_grpo.batching import collate
 
-    right = collate.seen
-    collate.seen = lambda *args: (lambda found: found._replace(at=np.tile(found.at, 2), token=np.tile(found.token, 2)))(right(*args))
+    right = collate.image_tokens
+    collate.image_tokens = lambda *args: (lambda found: found._replace(at=np.tile(found.at, 2), token=np.tile(found.token, 2)))(
+        right(*args)
+    )
 
 
 MUTATIONS = {
@@ -146,11 +148,11 @@ def mutated(rank, world, path, layout, batches):
     from megatron_grpo.batching import collate
 
     parallel = cases.join(vision.settings(path, {}, layout), world)
-    positions, seen, found = collate.positions, collate.seen, {}
+    positions, seen, found = collate.positions, collate.image_tokens, {}
     for name, (mutate, chosen) in MUTATIONS.items():
         cfg = vision.settings(path, vision.ALL_TRAINS | chosen, layout)
         found[name] = vision.score_and_train(rank, world, path, cfg, batches, parallel, tamper=mutate)
-        collate.positions, collate.seen = positions, seen
+        collate.positions, collate.image_tokens = positions, seen
     return found
 
 

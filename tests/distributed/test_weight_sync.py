@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from megatron_grpo.rollout import vllm_patches
 from megatron_grpo.rollout.vllm_weights import WeightLoader
-from megatron_grpo.trainer.weight_sync import WeightSyncError, WeightSyncManager, check_weights, push
+from megatron_grpo.trainer.weight_sync import WeightSyncError, WeightSyncManager, check_weights, sync
 from megatron_grpo.weights.buckets import WeightUpdate
 from tests.distributed.test_rollout import PROMPTS, SAMPLING, engine_at, tokens_of
 from tests.parity_cases import build, settings
@@ -127,7 +127,7 @@ def test_push_is_right_and_its_own_repair_is_needed(checkpoints, name, tp):
             assert mean <= largest < 1e-4
             old = engine.generate(PROMPTS, SAMPLING, seed=1)
 
-            stats = push(policies[1], engine, version=1, verify=True)
+            stats = sync(policies[1], engine, version=1, verify=True)
             assert stats.num_tensors == len(policies[1].tensors) and stats.logp_difference_max < 1e-4
             assert stats.num_bytes == sum(tensor.nbytes for tensor in policies[1].tensors.values())
             new = engine.generate(PROMPTS, SAMPLING, seed=1)
@@ -140,9 +140,9 @@ def test_push_is_right_and_its_own_repair_is_needed(checkpoints, name, tp):
             assert engine._weights.table is not None, engine._weights.reason
             engine._weights.pack = forgets
             with pytest.raises(WeightSyncError, match="does not sample from the weights of version 2"):
-                push(policies[2], engine, version=2, verify=True)
+                sync(policies[2], engine, version=2, verify=True)
             engine._weights.pack = vllm_patches.pack
-            assert push(policies[0], engine, version=3, verify=True).logp_difference_max < 1e-4
+            assert sync(policies[0], engine, version=3, verify=True).logp_difference_max < 1e-4
             assert tokens_of(engine.generate(PROMPTS, SAMPLING, seed=1)) == tokens_of(old)
 
     run_ranks(body, tp)
@@ -161,7 +161,7 @@ def test_other_ways_to_fail_are_noticed(checkpoints):
             def give(policy, verify=True):
                 nonlocal version
                 version += 1
-                return push(policy, engine, version=version, verify=verify)
+                return sync(policy, engine, version=version, verify=verify)
 
             def offers(named):
                 policy = next(good)
@@ -288,7 +288,7 @@ def test_without_a_table_the_reload_stays_and_says_why(checkpoints):
                 """Three pushes, of which none goes by a table."""
                 engine._weights = WeightLoader()
                 for version in (1, 2, 3):
-                    assert push(policies[version % 2], engine, version=version, verify=True).logp_difference_max < 1e-4
+                    assert sync(policies[version % 2], engine, version=version, verify=True).logp_difference_max < 1e-4
                 assert engine._weights.table is None and engine._weights.reason == said.pop() == why and not said
 
             plain, vllm_weight_layout.PLAIN = vllm_weight_layout.PLAIN, ("UnquantizedLinearMethod",)
@@ -326,7 +326,7 @@ def test_one_rank_that_got_other_weights_stops_every_rank(checkpoints, tp):
             policy, other = HfPolicy(paths[1]), HfPolicy(paths[2])
             policy.stream = (other if rank == 1 else policy).stream
             with pytest.raises(WeightSyncError) as error:
-                push(policy, engine, version=1, verify=True)
+                sync(policy, engine, version=1, verify=True)
             return str(error.value)
 
     first, second = run_ranks(body, 2)
@@ -349,7 +349,7 @@ def test_nothing_is_pushed_that_the_engine_has(checkpoints):
                 WeightSyncManager(HfPolicy(paths[1]), engine, verify=True).sync_weights(0)
             with engine.wake_up():
                 assert engine.generate([], SAMPLING, seed=0) == []
-            pushed = push(HfPolicy(paths[1]), engine, version=7, verify=False)
+            pushed = sync(HfPolicy(paths[1]), engine, version=7, verify=False)
             assert pushed.num_tensors and engine.version == 7 and math.isnan(pushed.logp_difference_max)
 
     run_ranks(body, 1)
@@ -362,10 +362,10 @@ def test_bfloat16_passes_and_a_stale_head_does_not(checkpoints):
         with engine_at(paths[0], rank, world_size, dtype="bfloat16") as engine:
             policies = [HfPolicy(path, "bfloat16") for path in paths]
             assert engine.dtype == "bfloat16"
-            stats = push(policies[1], engine, version=1, verify=True)
+            stats = sync(policies[1], engine, version=1, verify=True)
             engine._weights.pack = forgets
             with pytest.raises(WeightSyncError, match="more than a mean of 0.2"):
-                push(policies[2], engine, version=2, verify=True)
+                sync(policies[2], engine, version=2, verify=True)
             return stats.logp_difference_mean
 
     (mean,) = run_ranks(body, 1)
@@ -386,7 +386,7 @@ def test_megatron_policy_and_its_engines_agree_before_and_after_a_push(checkpoin
                 for chunk in policy.chunks:
                     for parameter in chunk.parameters():
                         parameter.mul_(1.1)  # the same change under every sharding
-            stats = push(policy, engine, version=1, verify=True)
+            stats = sync(policy, engine, version=1, verify=True)
             assert stats.logp_difference_max < 1e-4
             assert np.abs(np.array(before) - np.array(engine.score(engine.probes()))).max() > 0.1
             return tokens_of(engine.generate(PROMPTS, SAMPLING, seed=1))

@@ -32,9 +32,7 @@ def test_without_a_bound_any_other_norm_may_be_used(norm):
 def test_a_norm_above_the_bound_is_refused_and_the_bound_itself_is_not():
     gradient_check = GradNormSpikeCheck(above=2.0)
     assert allows(gradient_check, 1.0, 2.0, 2.5, 1.0) == [True, True, False, True]
-    assert (
-        allows(gradient_check, 2.5) == [False] and gradient_check.reason == "its gradient norm 2.5 is above 2 (skip_grad_norm_above)"
-    )
+    assert allows(gradient_check, 2.5) == [False] and gradient_check.reason == "its gradient norm 2.5 is above 2 (skip_grad_norm_above)"
 
 
 def test_a_norm_is_held_against_the_median_once_there_are_enough():
