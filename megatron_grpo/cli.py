@@ -220,9 +220,20 @@ def compare_losses(argv: list[str]) -> int:
     return run_compare_losses(argv, _parsed)
 
 
+def completion(argv: list[str]) -> int:
+    """Print a completion script for bash or zsh.
+
+    Takes the name of the shell and no settings. `source <(megatron-grpo completion bash)` completes commands, settings and their values.
+    """
+    from megatron_grpo.run.completion import run_completion
+
+    return run_completion(argv, COMMANDS)
+
+
 COMMANDS: dict[str, Command] = {
     "train": train, "plan": plan, "dry-run": dry_run, "eval": evaluate, "export": export, "serve": serve, "doctor": doctor,
     "mismatch": mismatch, "replay": replay, "compare-losses": compare_losses,
+    "completion": completion,
 }  # fmt: skip
 FORMER_COMMANDS = {"rehearse": "dry-run", "whatif": "compare-losses"}  # names of earlier versions, which are accepted with a note
 
@@ -276,7 +287,7 @@ def _problems_of_process(command: str) -> Iterator[Problem]:
         os.getcwd()
     except FileNotFoundError:
         yield Problem(flags=(), message="the directory that this command was started in has been removed. Start it in another one.")
-    if command not in ("serve", "doctor"):
+    if command not in ("serve", "doctor", "completion"):
         yield from launcher.read().problems
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if command in ("train", "eval", "serve") and 0 <= files < LEAST_FILES:
@@ -354,13 +365,13 @@ def _run(command: str, words: list[str], parts: dict[str, Any]) -> int:
 
         print_matching(words[1:])
         return EXIT_DONE
-    if sys.platform != "linux" and command != "plan":
+    if sys.platform != "linux" and command not in ("plan", "completion"):
         raise ConfigError(f"{command} needs Linux, and this is {sys.platform}: here `plan` alone runs (docs/dependencies.md).")
     if problems := list(_problems_of_process(command)):
         raise ConfigError(problems)
     if launcher.read().by_torchrun:
         die_with_parent()  # a script of the user's own has no supervisor
-    if command not in ("plan", "doctor"):  # these two load no library that logs
+    if command not in ("plan", "doctor", "completion"):  # these load no library that logs
         from megatron_grpo.run.terminal import quiet_libraries
 
         quiet_libraries()

@@ -1,0 +1,158 @@
+"""`megatron-grpo completion`: a TAB in a real bash, and in a real zsh where one is installed; what is offered is what the parser reads."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.cli import COMMANDS
+from megatron_grpo.config import parse
+from megatron_grpo.config.table import MAPS, read_value, table
+from megatron_grpo.run.completion import bash_script, run_completion, zsh_script
+
+SECONDS = 60
+ANSWER = 'megatron-grpo() { echo "<$*>"; }\n'  # stands for the program, and shows the line that the shell has completed
+TYPED = {  # typed before the TAB: arguments that the program receives
+    "trai": "train",
+    "train --max-completion-le": "train --max_completion_length",
+    "train --learning_ra": "train --learning_rate",
+    "train --loss_type dr": "train --loss_type dr_grpo",
+    "train --loss_type=dap": "train --loss_type=dapo",
+    "train --sequence_parallel t": "train --sequence_parallel true",
+    "train --lora_kwargs use_rs": "train --lora_kwargs use_rslora=",
+    "train --lora_kwargs use_rslora=t": "train --lora_kwargs use_rslora=true",
+    "train --reward_funcs math repe": "train --reward_funcs math repetition",
+    "train --reward_funcs my_re": "train --reward_funcs my_rewards.py",
+    "train --help roll": "train --help rollout",
+    "plan --config my_re": "plan --config my_rewards.py",
+    "doctor --js": "doctor --json",
+    "dry-run --row": "dry-run --rows",
+    "completion z": "completion zsh",
+}
+
+
+class Terminal:
+    """A shell in a terminal."""
+
+    def __init__(self, command, directory):
+        self.child, self.terminal = pty.fork()
+        if self.child == 0:
+            os.chdir(directory)
+            os.environ.update(PS1="$ ", TERM="xterm", INPUTRC="/dev/null", HOME=str(directory), ZDOTDIR=str(directory))
+            os.execvp(command[0], command)
+
+    def say(self, text, expected):
+        """Type `text`, and return what the shell writes up to a match of `expected`."""
+        os.write(self.terminal, text.encode())
+        heard, until = "", time.monotonic() + SECONDS
+        while not (found := re.search(expected, heard)):
+            assert time.monotonic() < until, f"{text!r}: {expected!r} is not in {heard!r}"
+            if select.select([self.terminal], [], [], 0.1)[0]:
+                heard += os.read(self.terminal, 65536).decode(errors="replace")
+        return found
+
+    def close(self):
+        os.kill(self.child, signal.SIGKILL)
+        os.waitpid(self.child, 0)
+        os.close(self.terminal)
+
+
+def completed(terminal):
+    """What the program receives after each line of `TYPED` and a TAB."""
+    return {typed: terminal.say(f"megatron-grpo {typed}\t\n", r"<(.*?) ?>\r\n")[1] for typed in TYPED}
+
+
+def test_a_tab_in_bash_completes_commands_settings_their_values_and_files(tmp_path):
+    (tmp_path / "completion.bash").write_text(bash_script(COMMANDS) + ANSWER)
+    (tmp_path / "my_rewards.py").touch()
+    terminal = Terminal(["bash", "--norc", "-i"], tmp_path)
+    try:
+        terminal.say("source completion.bash; complete -p megatron-grpo\n", r"complete -o default -F _megatron_grpo megatron-grpo\r\n")
+        assert completed(terminal) == TYPED
+    finally:
+        terminal.close()
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_a_tab_in_zsh_completes_the_same(tmp_path):
+    (tmp_path / "completion.zsh").write_text(zsh_script(COMMANDS) + ANSWER)
+    (tmp_path / "my_rewards.py").touch()
+    (tmp_path / ".zshrc").touch()
+    terminal = Terminal(["zsh", "-d", "-i"], tmp_path)
+    try:
+        terminal.say("autoload -U compinit; compinit -u -D; source completion.zsh; print $_comps[megatron-grpo]:\n", r"_megatron_grpo:\r\n")
+        assert completed(terminal) == TYPED
+    finally:
+        terminal.close()
+
+
+def offered(tmp_path, *words):
+    """What bash offers for the last word."""
+    script = tmp_path / "completion.bash"
+    script.write_text(bash_script(COMMANDS))
+    line = ["megatron-grpo", *words]
+    program = f"""source {script}; COMP_WORDS=({" ".join(f"'{word}'" for word in line)}); COMP_CWORD={len(line) - 1}
+_megatron_grpo 2>/dev/null; printf '%s\\n' "${{COMPREPLY[@]}}" """
+    return subprocess.run(["bash", "--norc", "-c", program], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_it_offers_every_command_every_setting_and_every_alias(tmp_path):
+    assert offered(tmp_path, "") == [*COMMANDS, "--help", "--version"]
+    visible = [setting for setting in table().values() if not setting.is_hidden]
+    expected = {name for setting in visible for name in (setting.name, *setting.aliases)} | {*MAPS}
+    found = {flag.removeprefix("--") for flag in offered(tmp_path, "train", "--")}
+    assert found == expected | {"config", "print_config", "help", "help_search"}
+    assert offered(tmp_path, "train", "") == offered(tmp_path, "train", "--")
+    assert offered(tmp_path, "doctor", "--") == ["--json", "--help"]
+    assert offered(tmp_path, "completion", "") == ["bash", "zsh"]
+
+
+def test_every_value_that_it_offers_is_read(tmp_path):
+    checked = 0
+    for setting in table().values():
+        if setting.choices or setting.kind == "bool":
+            words = offered(tmp_path, "train", f"--{setting.name}", "") if checked % 10 == 0 else [*setting.choices] or ["true", "false"]
+            assert words == ([*setting.choices] or ["true", "false"])
+            assert all(read_value(setting, word) is not None or word == "none" for word in words)
+            checked += 1
+    assert checked > 90
+    assert offered(tmp_path, "train", "--lora_kwargs", "")[0] == "lora_dropout="
+    assert not parse(["--reward_funcs", *offered(tmp_path, "train", "--reward_funcs", "")]).problems
+    assert {"grpo", "lora_kwargs", "lr"} <= {*offered(tmp_path, "train", "--help", "")}
+
+
+def test_after_the_value_of_a_setting_come_settings_and_after_a_number_no_files(tmp_path):
+    assert "--seed" in offered(tmp_path, "train", "--lr", "1e-6", "")
+    assert offered(tmp_path, "train", "--lr", "") == []
+    assert "code" in offered(tmp_path, "train", "--reward_funcs", "math", "format", "")
+
+
+def test_scripts_have_the_syntax_of_their_shells(tmp_path):
+    for shell, script in (("bash", bash_script(COMMANDS)), ("zsh", zsh_script(COMMANDS))):
+        if shutil.which(shell):
+            assert subprocess.run([shell, "-n"], input=script, text=True, capture_output=True).stderr == ""
+
+
+def test_another_shell_is_refused_with_the_two_that_work():
+    for words in ([], ["fish"], ["bash", "zsh"]):
+        with pytest.raises(ConfigError, match="`megatron-grpo completion bash` or `megatron-grpo completion zsh`"):
+            run_completion(words, COMMANDS)
+
+
+def test_it_starts_without_torch():
+    code = (
+        "import sys; from megatron_grpo.cli import main; main(['completion', 'bash']); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'megatron', 'vllm')))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0 and "complete -o default -F _megatron_grpo megatron-grpo" in ended.stdout
