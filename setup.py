@@ -43,6 +43,7 @@ EXTRAS = {
     "mlflow": ["mlflow"],
     "trackio": ["trackio", "pandas"],
     # trl: our mathematics is held against its own functions; peft: adapters are. cloudpickle: tests send functions to forked ranks.
+    # playwright: tests of `report` drive the system's chromium with it.
     "dev": [
         "pytest>=8",
         "pytest-xdist>=3.6",
@@ -51,6 +52,7 @@ EXTRAS = {
         "mypy",
         "import-linter>=2.1",
         "cloudpickle",
+        "playwright",
         "trl==1.16.*",
         "peft==0.21.*",
     ],
@@ -65,7 +67,12 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["megatron_grpo", "megatron_grpo.*"]),
-    package_data={"megatron_grpo.weights": ["*.json"], "megatron_grpo.compat": ["*.yaml"], "megatron_grpo.metrics": ["*.yaml"]},
+    package_data={
+        "megatron_grpo.weights": ["*.json"],
+        "megatron_grpo.compat": ["*.yaml"],
+        "megatron_grpo.metrics": ["*.yaml"],
+        "megatron_grpo.analysis": ["page/*"],
+    },
     python_requires=">=3.11",
     classifiers=["Operating System :: POSIX :: Linux", "Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"],
     install_requires=REQUIRED,

@@ -230,9 +230,20 @@ def completion(argv: list[str]) -> int:
     return run_completion(argv, COMMANDS)
 
 
+def report(argv: list[str]) -> int:
+    """Write one HTML page of a run, or of several on the same axes.
+
+    The page shows curves, held-out answers, time by phase, warnings, settings and versions. It opens in any browser without a network.
+    Default file: report.html in OUTPUT_DIR; of several runs, in this directory.
+    """
+    from megatron_grpo.analysis.run_report import run_report
+
+    return run_report(argv)
+
+
 COMMANDS: dict[str, Command] = {
     "train": train, "plan": plan, "dry-run": dry_run, "eval": evaluate, "export": export, "serve": serve, "doctor": doctor,
-    "mismatch": mismatch, "replay": replay, "compare-losses": compare_losses,
+    "mismatch": mismatch, "replay": replay, "compare-losses": compare_losses, "report": report,
     "completion": completion,
 }  # fmt: skip
 FORMER_COMMANDS = {"rehearse": "dry-run", "whatif": "compare-losses"}  # names of earlier versions, which are accepted with a note
@@ -371,7 +382,7 @@ def _run(command: str, words: list[str], parts: dict[str, Any]) -> int:
         raise ConfigError(problems)
     if launcher.read().by_torchrun:
         die_with_parent()  # a script of the user's own has no supervisor
-    if command not in ("plan", "doctor", "completion"):  # these load no library that logs
+    if command not in ("plan", "doctor", "completion", "report"):  # these load no library that logs
         from megatron_grpo.run.terminal import quiet_libraries
 
         quiet_libraries()

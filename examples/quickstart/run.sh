@@ -20,4 +20,5 @@ python tools/make_tiny_model.py
 train "$here/config.yaml $here/reward.py $here/model/made_by.json" "[quickstart] 3/4" "$@"
 
 echo "[quickstart] 4/4 verdict"
+python -m megatron_grpo report $output
 python $here/verdict.py $output

@@ -1,0 +1,221 @@
+"""Files of a run, as `report` and `watch` read them. Nothing is written, and the run may continue meanwhile."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.base.files import read_object
+from megatron_grpo.config.evaluation import SUM, curve_of
+from megatron_grpo.metrics.evaluations import curves_in
+from megatron_grpo.metrics.records import EVENTS, Records
+
+Points = Sequence[tuple[int, float]]  # (optimizer step, value), ascending
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunFiles:
+    """Contents of an `output_dir`.
+
+    Args:
+        folder: The `output_dir`.
+        name: Name of the run, for headings.
+        steps: Records of metrics.jsonl.
+        evaluations: Records of evaluations.jsonl.
+        events: Records of events.jsonl.
+        plan: Object in plan.json.
+        settings: Settings by name, from config.yaml.
+    """
+
+    folder: Path
+    name: str
+    steps: Sequence[Row]
+    evaluations: Sequence[Row]
+    events: Sequence[Row]
+    plan: Row
+    settings: Row
+
+    @classmethod
+    def read(cls, folder: Path, name: str = "") -> RunFiles:
+        """Read the files of a run. Those that are missing are empty.
+
+        Args:
+            folder: The `output_dir`.
+            name: Name of the run; default: the name of the folder.
+        """
+        steps, evaluations, events = (Records(folder / file).all() for file in ("metrics.jsonl", "evaluations.jsonl", EVENTS))
+        if not (folder / EVENTS).exists():  # a run of an earlier version
+            events = [
+                {
+                    "step": one["step"],
+                    "time": "",
+                    "kind": "skipped",
+                    "text": f"Optimizer step {one['step']:,} was skipped: {one.get('why')}.",
+                }
+                for one in Records(folder / "skipped.jsonl").all()
+            ]
+        return cls(
+            folder=folder, name=name or folder.absolute().name, steps=steps, evaluations=evaluations, events=events,
+            plan=read_object(folder / "plan.json"), settings=settings_in(folder / "config.yaml"),
+        )  # fmt: skip
+
+    @property
+    def total(self) -> int | None:
+        """Optimizer steps of the whole run; None if unknown."""
+        total = self.plan.get("num_steps") or self.settings.get("max_steps")
+        return total if isinstance(total, int) else None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.steps[-1]["step"] if self.steps else 0
+
+    @property
+    def end(self) -> str:
+        """How the run ended, as a sentence; empty if it runs, or if it was killed."""
+        if self.total and self.step >= self.total and not (self.events and self.events[-1]["kind"] == "failed"):
+            return "The run is finished."
+        last = self.events[-1] if self.events else {}
+        return str(last["text"]) if last.get("kind") in ("stopped", "failed") else ""
+
+    def series(self, metric: str) -> Points:
+        """Return the points of a metric."""
+        return [(one["step"], one[metric]) for one in self.steps if is_number(one.get(metric))]
+
+    def held_out(self) -> dict[str, Points]:
+        """Return the scores of each evaluation set, by its name."""
+        names = {curve_of(str(one.get("name", ""))): str(one.get("name", "")) for one in self.evaluations}
+        return {names.get(curve, curve): points for curve, points in curves_in(self.evaluations).items()}
+
+    def phases(self) -> dict[str, float]:
+        """Return the seconds of each phase over all steps, the longest first."""
+        beside = ("time/step", "time/rollout_overlapped")
+        names = dict.fromkeys(name for one in self.steps for name in one if name.startswith("time/") and name not in beside)
+        seconds = {name.removeprefix("time/"): sum(value for _, value in self.series(name)) for name in names}
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+    def changes(self) -> list[dict[str, Any]]:
+        """Return held-out answers whose score differs between the first and the last evaluation of their set, or does not.
+
+        Returns:
+            {"set", "prompt", "before", "after", "score_before", "score_after", "first", "last"} of each answer to the same prompt.
+        """
+        found = []
+        folder = self.folder / "evaluations"
+        for each in sorted(folder.iterdir()) if folder.is_dir() else ():
+            files = sorted(each.glob("step_*.parquet"))
+            if len(files) < 2:
+                continue
+            score = self._score_of(each.name)
+            later = {(row["dataset_row"], row["generation"]): row for row in read_rows(files[-1])}
+            first, last = (int(file.stem.split("_")[1]) for file in (files[0], files[-1]))
+            for row in read_rows(files[0]):
+                after = later.get((row["dataset_row"], row["generation"]))
+                if after is None or after["prompt"] != row["prompt"]:  # another question, or another data set of this name
+                    continue
+                scores = score(row), score(after)
+                if all(map(is_number, scores)):
+                    found.append({
+                        "set": each.name, "prompt": row["prompt"], "before": row["completion"], "after": after["completion"],
+                        "score_before": scores[0], "score_after": scores[1], "first": first, "last": last,
+                    })  # fmt: skip
+        return found
+
+    def _score_of(self, name: str) -> Callable[[Row], float | None]:
+        """Return the function that gives the score of a row of an evaluation set."""
+        score = next((str(one.get("score", "")) for one in reversed(self.evaluations) if one.get("name") == name), "")
+        weights = self.settings.get("reward_weights")
+
+        def of(row: Row) -> float | None:
+            rewards = [value for key, value in row.items() if key.startswith("rewards/")]
+            if score != SUM and (len(rewards) == 1 or f"rewards/{score}" in row):
+                return row.get(f"rewards/{score}", rewards[0])
+            given = [(value, weight) for value, weight in zip(rewards, weights or [1.0] * len(rewards), strict=False) if value is not None]
+            return sum(value * weight for value, weight in given) if given else None
+
+        return of
+
+    def last_groups(self) -> list[list[Row]]:
+        """Return the groups of the newest rollout in completions/, those whose rewards differ most first."""
+        paths = sorted((self.folder / "completions").glob("step_*"))
+        files = sorted(paths[-1].glob("*.parquet")) if paths and paths[-1].is_dir() else paths[-1:]
+        groups: dict[int, list[Row]] = {}
+        for file in files:
+            for row in read_rows(file):
+                if is_number(row["reward"]):
+                    groups.setdefault(row["prompt_number"], []).append(row)
+        ordered = [sorted(rows, key=lambda row: -row["reward"]) for rows in groups.values()]
+        return sorted(ordered, key=lambda rows: rows[-1]["reward"] - rows[0]["reward"])
+
+
+def runs_in(folders: Sequence[Path]) -> list[RunFiles]:
+    """Read several runs, and give them different names.
+
+    Args:
+        folders: The `output_dir` of each.
+
+    Raises:
+        ConfigError: A folder holds no optimizer step of a run.
+    """
+    names = [folder.absolute().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = ["/".join(folder.absolute().parts[-2:]) for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    runs = [RunFiles.read(folder, name) for folder, name in zip(folders, names, strict=True)]
+    if empty := [run.folder for run in runs if not run.steps]:
+        kind = "has no optimizer step in metrics.jsonl" if empty[0].is_dir() else "is no folder"
+        raise ConfigError(f"{empty[0]} {kind}. Name the output_dir of a run that has trained for at least one optimizer step.")
+    return runs
+
+
+def settings_in(path: Path) -> dict[str, Any]:
+    """Return the settings in a config.yaml in sections, by name; empty if there is none."""
+    try:
+        sections = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    found = [section for section in sections.values() if isinstance(section, dict)] if isinstance(sections, dict) else []
+    return {name: value for section in found for name, value in section.items()}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a Parquet file, without columns of tokens."""
+    import pyarrow.parquet
+
+    file = pyarrow.parquet.ParquetFile(path)
+    wanted = ("prompt", "completion", "reward", "prompt_number", "version", "dataset_row", "generation")
+    return file.read(columns=[name for name in file.schema_arrow.names if name in wanted or name.startswith("rewards/")]).to_pylist()
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of a record is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def text_of(value: Any, *, most: int) -> str:
+    """Return a prompt or completion as text to show: a conversation as lines, control characters as escapes, and no more than `most`.
+
+    Args:
+        value: Text; of a conversation its JSON.
+        most: Maximum number of characters.
+    """
+    text = str(value)
+    if text.startswith("[{"):
+        try:
+            messages = json.loads(text)
+        except ValueError:
+            messages = []
+        if messages and all(isinstance(one, dict) and "role" in one for one in messages):
+            text = "\n".join(f"{one['role']}: {one.get('content', '')}" for one in messages)
+    # A bell, or a character that reverses the direction of the page.
+    shown = "".join(c if c.isprintable() or c in "\n\t" else f"\\u{ord(c):04x}" for c in text[:most])
+    return shown + (f" … ({len(text) - most:,} more characters)" if len(text) > most else "")

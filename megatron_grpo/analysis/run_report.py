@@ -1,0 +1,314 @@
+"""The `report` command: one HTML page of a run, or of several on the same axes. The page needs no server and loads nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo import __version__
+from megatron_grpo.analysis.run_files import Points, Row, RunFiles, is_number, runs_in, text_of
+from megatron_grpo.base import activity
+from megatron_grpo.base.errors import EXIT_DONE, ConfigError
+from megatron_grpo.base.files import write_whole
+from megatron_grpo.config.table import table
+
+PAGE = Path(__file__).parent / "page"
+GENERATOR = '<meta name="generator" content="megatron-grpo report">'  # marks a page that may be replaced
+USAGE = "usage: megatron-grpo report OUTPUT_DIR [OUTPUT_DIR ...] [-o FILE]"
+MOST_POINTS = 1500  # of a curve; a longer one is drawn as means of neighbours
+MOST_ROWS = 25  # in the table of a figure, besides those of curves with fewer points than that
+MOST_TEXT = 1200  # characters of a prompt or completion
+MOST_EVENTS = 50
+MOST_ANSWERS, MOST_GROUPS, MOST_SCHEDULE = 8, 6, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure of the page: its title, the unit of its values, metric -> label, and a sentence about it."""
+
+    title: str
+    unit: str
+    metrics: dict[str, str]
+    meaning: str = ""
+    is_log: bool = False
+    is_exact: bool = False  # has no noise, and so no moving mean
+
+
+HELD_OUT, EACH_REWARD = "evaluations.jsonl", "rewards/{name}/mean"  # stand for one curve per set, and per reward
+FIGURES = (
+    Figure("Reward", "", {"reward": "training", EACH_REWARD: "", HELD_OUT: "held out"}, "Mean over a rollout. Dots: held-out prompts."),
+    Figure("Groups without a signal", "share", {"frac_reward_zero_std": "groups with equal rewards"},
+           "Groups whose completions all have the same reward have an advantage of zero."),
+    Figure("Length of completions", "tokens", {"completions/mean_length": "mean", "completions/max_length": "maximum"}),
+    Figure("Truncated completions", "share", {"completions/clipped_ratio": "reached max_completion_length"}),
+    Figure("Entropy of the policy", "nats per token", {"entropy": "entropy"}),
+    Figure("KL divergence", "nats per token", {"kl": "from the reference", "teacher_kl": "from the teacher"}),
+    Figure("Difference of trainer and sampler", "nats", {"sampling/sampling_logp_difference/max": "maximum",
+           "sampling/sampling_logp_difference/mean": "mean"},
+           "Log-probs of the same tokens. Growth means that weights or arithmetic differ.", is_log=True),
+    Figure("Clipped tokens", "share", {"clip_ratio/low_mean": "lower bound", "clip_ratio/high_mean": "upper bound"}),
+    Figure("Gradient norm", "", {"grad_norm": "before clipping"}),
+    Figure("Learning rate", "", {"learning_rate": "learning rate"}, is_exact=True),
+    Figure("Staleness", "optimizer steps", {"staleness/mean": "mean", "staleness/max": "maximum"},
+           "Optimizer steps between the weights that sampled a row and the weights that it trained."),
+    Figure("Time per optimizer step", "seconds", {"time/step": "total", "time/rollout": "sampling", "time/train": "training"}),
+    Figure("Throughput", "tokens per second", {"tokens_per_second": "trained tokens"}),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A curve of a figure: its label, the number of its run, its place in the figure, its points, and whether they are drawn as dots."""
+
+    label: str
+    run: int
+    place: int
+    points: Points
+    is_dotted: bool
+
+    def describe(self) -> str:
+        """Describe the curve in words."""
+        (first, start), (last, end) = self.points[0], self.points[-1]
+        values = [value for _, value in self.points]
+        return f"{self.label}: {start:.3g} at step {first}, {end:.3g} at step {last}, minimum {min(values):.3g}, maximum {max(values):.3g}"
+
+
+def run_report(argv: list[str]) -> int:
+    """Write the page of one run, or of several.
+
+    Args:
+        argv: Arguments of the command.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: The arguments are wrong, a folder holds no run, or the file must not be written.
+    """
+    folders, target = arguments(argv)
+    runs = runs_in(folders)
+    target = target or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
+    try:
+        if target.exists() and GENERATOR not in target.read_text(encoding="utf-8", errors="replace"):
+            raise ConfigError(f"{target} exists and was not written by this command. Name another file with -o.")
+        write_whole(target, page_of(runs))
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror}. Name another file with -o.") from error
+    print(f"Report: {target.resolve()} ({target.stat().st_size / 1000:,.0f} kB)")
+    return EXIT_DONE
+
+
+def arguments(argv: Sequence[str]) -> tuple[list[Path], Path | None]:
+    """Return the folders of the runs and the file to write, if one is named. Raises ConfigError for anything else."""
+    words, folders, target = list(argv), list[Path](), None
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if name in ("-o", "--output"):
+            if not equals and not words:
+                raise ConfigError(f"{name} needs a file. {USAGE}")
+            target = Path(value if equals else words.pop(0))
+        elif word.startswith("-"):
+            raise ConfigError(f"Unknown argument {word}. {USAGE}")
+        else:
+            folders.append(Path(word))
+    if not folders:
+        raise ConfigError(f"No output_dir of a run is named. {USAGE}")
+    return folders, target
+
+
+def page_of(runs: Sequence[RunFiles]) -> str:
+    """Return the page.
+
+    Args:
+        runs: The runs, in the order of their colours.
+    """
+    import jinja2
+
+    figures = [found for figure in FIGURES if (found := drawn(figure, runs))]
+    blob = json.dumps([figure["data"] for figure in figures], separators=(",", ":")).replace("<", "\\u003c")
+    styles = [(PAGE / name).read_text(encoding="utf-8") for name in ("uPlot.min.css", "page.css")]
+    scripts = [(PAGE / name).read_text(encoding="utf-8") for name in ("uPlot.iife.min.js", "page.js")]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(PAGE), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters["number"] = number
+    return environment.get_template("page.html.j2").render(
+        title=" and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs",
+        generator=GENERATOR, version=__version__, licence=(PAGE / "uPlot.LICENSE").read_text(encoding="utf-8"),
+        policy=f"default-src 'none'; style-src {hashes(styles)}; script-src {hashes(scripts)}; base-uri 'none'; form-action 'none'",
+        styles=styles, scripts=scripts, blob=blob, figures=figures,
+        runs=[described(run) for run in runs], settings=settings_rows(runs),
+        versions=compared([{str(k): v for k, v in run.plan.get("versions", {}).items()} for run in runs]),
+    )  # fmt: skip
+
+
+def hashes(texts: Sequence[str]) -> str:
+    """Return the sources of a Content-Security-Policy that allow these scripts or styles alone."""
+    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts)
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------------------------
+
+
+def drawn(figure: Figure, runs: Sequence[RunFiles]) -> dict[str, Any] | None:
+    """Return what the template and the script need of a figure; None if no run has data that differs from 0."""
+    curves, names = [], dict[str, None]()
+    for number_of_run, run in enumerate(runs):
+        for place, (metric, label, points) in enumerate(curves_of(figure, run)):
+            if any(value for _, value in points):
+                names[metric] = None
+                label = label if len(runs) == 1 else f"{run.name}: {label}"
+                curves.append(Curve(label=label, run=number_of_run, place=place, points=thinned(points), is_dotted=metric == HELD_OUT))
+    if not curves:
+        return None
+    values = [dict(curve.points) for curve in curves]
+    steps = sorted({step for found in values for step in found})
+    columns = [[significant(found.get(step)) for step in steps] for found in values]
+    is_log = figure.is_log and all(value > 0 for curve in curves for _, value in curve.points)
+    listed = {*steps[:: -(-len(steps) // MOST_ROWS)], steps[-1], *(s for found in values if len(found) <= MOST_ROWS for s in found)}
+    series = [{"label": c.label, "run": c.run, "place": c.place, "dots": c.is_dotted} for c in curves]
+    return {
+        "figure": figure,
+        "names": list(names),
+        "labels": [curve.label for curve in curves],
+        "words": "; ".join(curve.describe() for curve in curves),
+        "rows": [(step, [column[at] for column in columns]) for at, step in enumerate(steps) if step in listed],
+        "data": {"series": series, "log": is_log, "exact": figure.is_exact, "values": [steps, *columns]},
+    }
+
+
+def curves_of(figure: Figure, run: RunFiles) -> list[tuple[str, str, Points]]:
+    """Return (metric, label, points) of the curves that a figure has of a run; without data the points are empty."""
+    found: list[tuple[str, str, Points]] = []
+    for metric, label in figure.metrics.items():
+        if metric == HELD_OUT:
+            held_out = run.held_out()
+            found += [(metric, label if len(held_out) == 1 else f"{label} {name}", points) for name, points in held_out.items()]
+        elif metric == EACH_REWARD:
+            names = sorted({name for one in run.steps for name in one if re.fullmatch(r"rewards/.+/mean", name)})
+            found += [(name, name[8:-5], run.series(name)) for name in names if len(names) > 1]
+        else:
+            found.append((metric, label, run.series(metric)))
+    return found
+
+
+def thinned(points: Points) -> Points:
+    """Return a curve of at most MOST_POINTS points: means of neighbours, at the last step of each."""
+    size = -(-len(points) // MOST_POINTS)
+    if size < 2:
+        return points
+    parts = [points[at : at + size] for at in range(0, len(points), size)]
+    return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
+
+
+def significant(value: float | None) -> float | None:
+    """Return a value with the digits that a figure can show."""
+    return None if value is None else float(f"{value:.5g}")
+
+
+# ---- the rest of the page --------------------------------------------------------------------------------------------------------------
+
+
+def described(run: RunFiles) -> dict[str, Any]:
+    """Return what the template shows of one run besides figures and settings."""
+    seconds = run.phases()
+    total = sum(seconds.values()) or 1.0
+    phases = [(activity.WORDS.get(name, name), value, value / total) for name, value in seconds.items() if value >= 0.005 * total]
+    changes = run.changes()
+    differences = [one["score_after"] - one["score_before"] for one in changes]
+    return {
+        "name": run.name,
+        "end": run.end or "The end of the run is not recorded: it is still running, or it was killed.",
+        "summary": summary(run),
+        "plan_warnings": run.plan.get("warnings", []),
+        "events": [one for one in run.events if one.get("kind") and one.get("text")][-MOST_EVENTS:],
+        "num_earlier": max(0, len(run.events) - MOST_EVENTS),
+        "phases": phases,
+        "answers": largest(changes),
+        "counts": (sum(d > 0 for d in differences), sum(d < 0 for d in differences), sum(d == 0 for d in differences)),
+        "groups": [group_row(rows) for rows in run.last_groups()[:MOST_GROUPS] if rows[0]["reward"] > rows[-1]["reward"]],
+        "schedule": run.plan.get("timetable", [])[:MOST_SCHEDULE],
+    }
+
+
+def summary(run: RunFiles) -> list[tuple[str, str]]:
+    """Return (name, value) of what a reader wants first."""
+    rewards = [value for _, value in run.series("reward")]
+    few = max(1, min(10, len(rewards) // 2))
+    seconds = sum(value for _, value in run.series("time/step"))
+    worst = max((value for _, value in run.series("sampling/sampling_logp_difference/max")), default=None)
+    rows = [
+        ("optimizer steps", f"{run.step:,} of {run.total:,}" if run.total else f"{run.step:,}"),
+        ("trained tokens", f"{run.steps[-1].get('num_tokens') or 0:,}"),
+        ("time in steps", duration(seconds)),
+    ]
+    if rewards:
+        means = sum(rewards[:few]) / few, sum(rewards[-few:]) / few
+        rows.append((f"reward, first and last {few} rollout{'s' * (few > 1)}", f"{means[0]:.3f} → {means[1]:.3f}"))
+    for name, points in run.held_out().items():
+        change = f"{points[0][1]:.3f} → {points[-1][1]:.3f}" if len(points) > 1 else f"{points[0][1]:.3f}"
+        rows.append((f"held out ({name}), first and last", change))
+    if worst is not None:
+        rows.append(("largest difference of trainer and sampler", f"{worst:.2g} nats"))
+    return [*rows, ("skipped steps", f"{run.steps[-1].get('skipped_iterations') or 0:,}")]
+
+
+def largest(changes: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the answers whose score changed most, at most a quarter of them worse than before."""
+    better = sorted(
+        (one for one in changes if one["score_after"] > one["score_before"]), key=lambda one: one["score_before"] - one["score_after"]
+    )
+    worse = sorted(
+        (one for one in changes if one["score_after"] < one["score_before"]), key=lambda one: one["score_after"] - one["score_before"]
+    )
+    chosen = [*better[: MOST_ANSWERS - min(len(worse), MOST_ANSWERS // 4)], *worse]
+    return [
+        {**one, **{name: text_of(one[name], most=MOST_TEXT) for name in ("prompt", "before", "after")}} for one in chosen[:MOST_ANSWERS]
+    ]
+
+
+def group_row(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return what the template shows of a group, whose rows have falling rewards."""
+    best, worst = rows[0], rows[-1]
+    texts = {"prompt": best["prompt"], "best": best["completion"], "worst": worst["completion"]}
+    rewards = {"first": best["reward"], "last": worst["reward"], "count": len(rows), "version": best["version"]}
+    return rewards | {name: text_of(text, most=MOST_TEXT) for name, text in texts.items()}
+
+
+def settings_rows(runs: Sequence[RunFiles]) -> list[tuple[str, list[str], bool]]:
+    """Return (name, value of each run, whether they differ) of settings that differ from their default in some run."""
+    known = table()
+    wanted = {name for run in runs for name, value in run.settings.items() if name in known and value != as_yaml(known[name].default)}
+    return compared([{name: value for name, value in run.settings.items() if name in wanted} for run in runs])
+
+
+def as_yaml(value: Any) -> Any:
+    """Return a default as a YAML file has it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def compared(columns: Sequence[Row]) -> list[tuple[str, list[str], bool]]:
+    """Return (name, values, whether they differ) for each name, in the order of the first column that has it."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [(name, [str(column.get(name, "–")) for column in columns]) for name in names]
+    return [(name, values, len(set(values)) > 1) for name, values in rows]
+
+
+def number(value: Any) -> str:
+    """Format a number of a table."""
+    return f"{value:.4g}" if is_number(value) else "–"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as 42 s, 4 min 05 s, or 2 h 07 min."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds) // 60
+    return f"{minutes} min {round(seconds) % 60:02d} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02d} min"
