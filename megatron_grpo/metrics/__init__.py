@@ -5,6 +5,7 @@ Only rank 0 writes; on other ranks every method returns at once. docs/metrics.md
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,13 +18,14 @@ from megatron_grpo.config.evaluation import curve_of
 from megatron_grpo.metrics import draw, registry
 from megatron_grpo.metrics.display import Display
 from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, compared, curves_in, describe, score_in
-from megatron_grpo.metrics.records import BestEffort, Records, plain
+from megatron_grpo.metrics.records import EVENTS, BestEffort, Events, Records, plain
 from megatron_grpo.metrics.reporters import REPORTERS, Begin, InBackground, Table, report_to_problems, services
 from megatron_grpo.metrics.summary import Learnt, TimeSummary
 from megatron_grpo.types import Progress
 
 __all__ = ["Metrics", "report_to_problems"]
 
+WARNING = "WARNING: "  # start of printed lines that are warnings
 TRAINING_ROWS = {"reward": "reward while training", "completions/mean_length": "tokens per completion"}
 
 
@@ -72,6 +74,7 @@ class Metrics:
         self._heard = heard or (lambda step, numbers: None)
         self._steps = Records(self.output_dir / "metrics.jsonl")
         self.evaluations = Evaluations(self.output_dir, writes_completions=bool(self.config.get("log_completions_steps", 1)))
+        self._events = Events(self.output_dir / EVENTS)
         self._skipped = Records(self.output_dir / "skipped.jsonl")
         self._history: dict[str, list[tuple[int, float]]] = {}
         self.learnt = Learnt(
@@ -82,9 +85,10 @@ class Metrics:
         self._untold: list[dict[str, Any]] = []  # steps not yet sent to the services
 
     def open(self) -> None:
-        """Start displaying phases. Loading comes before `start`."""
+        """Start displaying phases and recording warnings. Loading comes before `start`."""
         if self.tells:
             self._display.open()
+            self._events.open()
 
     def start(self, progress: Progress) -> None:
         """Start logging after `progress.step` optimizer steps. Records beyond that step, from an abandoned run, are dropped."""
@@ -101,6 +105,8 @@ class Metrics:
         for name in self._services:
             self._reporters[name] = InBackground(name, partial(REPORTERS[name], begin))
         self._num_tokens = progress.num_tokens
+        if progress.step:
+            self._events.add("resumed", f"The run resumed after optimizer step {progress.step:,}.")
         self._display.start(progress.step)
 
     def log(self, progress: Progress, stats: Mapping[str, float]) -> None:
@@ -179,9 +185,20 @@ class Metrics:
         return []
 
     def print_line(self, text: str) -> None:
-        """Print a line above the live one."""
+        """Print a line above the live one. Lines that begin with `WARNING: ` are recorded."""
         if self.tells:
             self._display.print_line(text)
+            self.record_warning(text)
+
+    def record_warning(self, line: str) -> None:
+        """Record a line that is printed elsewhere, if it begins with `WARNING: `."""
+        if line.startswith(WARNING):
+            self.record_event("warning", line.removeprefix(WARNING))
+
+    def record_event(self, kind: str, text: str) -> None:
+        """Record an event in events.jsonl, as `Events.add` does."""
+        if self.tells:
+            self._events.add(kind, text)
 
     def close(self, *, summary: bool = True, spent: TimeSummary | None = None) -> None:
         """End the run, successful or not: send the last records, draw the last plots, and print the summary.
@@ -194,9 +211,12 @@ class Metrics:
             return
         self._tell_services()
         self._display.stop()
-        if not self._started:
-            return
-        self._started = False
+        if self._started:
+            self._started = False
+            self._summarize(summary, spent)
+        self._events.close()
+
+    def _summarize(self, summary: bool, spent: TimeSummary | None) -> None:
         self.refresh_plots()
         if summary:
             self._compare()
@@ -204,10 +224,12 @@ class Metrics:
             self._display.table("Where the time went", ("seconds", "share"), spent.rows())
             self._display.print_line(spent.describe())
         if summary and (alike := self.learnt.alike()):
-            self._display.print_line(f"WARNING: {alike}: what was trained came from other terms of the loss.")
+            self.print_line(f"WARNING: {alike}: what was trained came from other terms of the loss.")
         for reporter in self._reporters.values():
             reporter.close()
         self._courtesy.summary()
+        if self.learnt.num_steps:
+            self._display.print_line(f"Page of this run: megatron-grpo report {shlex.quote(str(self.output_dir))}")
 
     def _compare(self) -> None:
         for before, after in self.evaluations.first_and_last():

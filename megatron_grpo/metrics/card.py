@@ -110,7 +110,7 @@ def text_of(card: Card, records: list[dict[str, Any]], *, name: str, has_curves:
         "Those that are not the default.",
         f"```yaml\n{yaml.safe_dump(settings(cfg), sort_keys=False, allow_unicode=True).strip()}\n```",
         "## Versions",
-        _table(("", ""), [("Python", platform.python_version()), *_versions()]),
+        _table(("", ""), versions().items()),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -192,11 +192,10 @@ def _loading(kind: str, base: str, name: str, *, own_code: bool) -> str:
     )
 
 
-def _versions() -> Iterable[tuple[str, str]]:
-    yield "megatron_grpo", __version__
-    for name in _LIBRARIES:
-        if version := installed_version(name):
-            yield name, version
+def versions() -> dict[str, str]:
+    """Return the versions of this program, of Python and of the installed libraries that a run uses, by name."""
+    libraries = {name: version for name in _LIBRARIES if (version := installed_version(name))}
+    return {"Python": platform.python_version(), "megatron_grpo": __version__} | libraries
 
 
 def _table(head: tuple[str, str], rows: Iterable[tuple[str, Any]]) -> str:

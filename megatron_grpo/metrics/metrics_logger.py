@@ -92,6 +92,7 @@ class MetricsLogger:
                 self.metrics.print_line(f"WARNING: {warning}")
         if skipped:
             self.metrics.print_line(f"optimizer step {progress.step} is skipped: {skipped}")
+            self.metrics.record_event("skipped", f"Optimizer step {progress.step:,} was skipped: {skipped}.")
         stats = self._rollout_stats() if self._heard else self._kept(before=progress.step)
         self._heard = []
         taken = self.timers.take()

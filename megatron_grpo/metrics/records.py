@@ -7,16 +7,20 @@ import logging
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.base import activity
 from megatron_grpo.base.errors import printable
 from megatron_grpo.base.files import written_whole
 from megatron_grpo.config.evaluation import in_current_metrics
 
 logger = logging.getLogger(__name__)
+EVENTS = "events.jsonl"
 LONG = 1 << 16  # bytes; longer lines (a step's rows on thousands of ranks) are checked only at their beginning and end
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
@@ -159,6 +163,46 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+class Events(logging.Handler):
+    """Writer of events.jsonl: what happened in a run besides its metrics, one object with step, time, kind and text per event.
+
+    As a handler it records warnings of this program's loggers. Earlier events are kept when a run is resumed.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(logging.WARNING)
+        self._file = Records(path)
+        self._courtesy = BestEffort()
+
+    def open(self) -> None:
+        """Start recording warnings."""
+        with self._courtesy(self._file.path.name):
+            self._file.cut(sys.maxsize)  # a line that a kill cut short would spoil the next one
+        logging.getLogger("megatron_grpo").addHandler(self)
+
+    def close(self) -> None:
+        """Stop recording warnings."""
+        logging.getLogger("megatron_grpo").removeHandler(self)
+        super().close()
+
+    def add(self, kind: str, text: str) -> None:
+        """Record an event. A failure to write it is a warning.
+
+        Args:
+            kind: "warning", "resumed", "skipped", "stopped" or "failed".
+            text: Message.
+        """
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        with self._courtesy(self._file.path.name):
+            self._file.append({"step": activity.step, "time": now, "kind": kind, "text": text})
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.add("warning", record.getMessage())
 
 
 class BestEffort:

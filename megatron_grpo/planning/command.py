@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,27 +97,26 @@ class Plan:
             "warnings": [*self.warnings, *defaults_of(self.checked)],
         }
 
-    def as_json(self, num_rollouts: int | None = None) -> str:
-        """Return the complete JSON object in compact form, with a final newline.
-
-        Args:
-            num_rollouts: Rollouts that the training schedule lists; None for the setting `plan_rollouts`.
-        """
-        found = plan_object(self.schedule, num_rollouts or self.checked.config.plan.plan_rollouts)
+    def as_json(self) -> str:
+        """Return the complete JSON object in compact form, with a final newline."""
+        found = plan_object(self.schedule, self.checked.config.plan.plan_rollouts)
         return json.dumps(found | self.rest(), separators=(",", ":")) + "\n"
 
-    def save(self, path: Path) -> None:
-        """Write the JSON object of the whole run to a file, atomically.
+    def save(self, path: Path, *, versions: Mapping[str, str]) -> None:
+        """Write the JSON object of the whole run to a file, atomically, with its number of steps and its versions.
 
         A run of more than MOST_SAVED micro-steps is cut to the rollouts that contain the first MOST_SAVED of them.
 
         Args:
             path: File to write.
+            versions: Versions by name.
         """
         sizes, steps = self.checked.sizes, self.schedule.num_steps
         per_rollout = sizes.micro_steps_per_rollout * sizes.num_iterations
         micro_steps = MOST_SAVED if steps is None else min(self.schedule.first_of(steps), MOST_SAVED)
-        write_whole(path, self.as_json(max(1, -(-micro_steps // per_rollout))))
+        num_rollouts = max(1, -(-micro_steps // per_rollout))
+        found = plan_object(self.schedule, num_rollouts) | self.rest() | {"num_steps": steps, "versions": dict(versions)}
+        write_whole(path, json.dumps(found, separators=(",", ":")) + "\n")
 
 
 def make_plan(checked: Checked, *, num_prompts: int | None = None, images: ImageFacts | None = None) -> Plan:

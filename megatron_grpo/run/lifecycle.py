@@ -12,10 +12,12 @@ from pathlib import Path
 from megatron_grpo import train
 from megatron_grpo.base import activity, launcher
 from megatron_grpo.base.cleanup import CleanUp
-from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RunError, RunInterruptedError
+from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RunError, RunInterruptedError, printable
+from megatron_grpo.base.files import MARK
 from megatron_grpo.checkpoint.written import still_there
 from megatron_grpo.config.config import Config
 from megatron_grpo.metrics.card import Card
+from megatron_grpo.metrics.records import EVENTS, Events
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.command import Plan
@@ -67,7 +69,7 @@ def run_training(made: Plan, inputs: ValidatedInputs, parts: Parts) -> int:
         clean_up.add(signal.restore)
         watchdog = watched(cfg, parallel, peers, clean_up)
         try:
-            with CleanUp() as opened, reported(peers, watchdog):
+            with CleanUp() as opened, recorded(cfg, parallel), reported(peers, watchdog):
                 take_output_dir(cfg, parallel, opened)
                 repositories = open_repositories(cfg, exports(cfg))
                 train_and_export(made, inputs, parallel, signal, opened, parts, watchdog)
@@ -111,6 +113,25 @@ def reported(peers: Peers, watchdog: Watchdog | None) -> Iterator[None]:
             raise RunError("whoever read the output of this command has gone (a closed pipe).") from error
         raise
     peers.report_done()
+
+
+@contextmanager
+def recorded(cfg: Config, parallel: ParallelState) -> Iterator[None]:
+    """Record in events.jsonl that the run was stopped or failed.
+
+    Args:
+        cfg: Settings of the run.
+        parallel: Process groups of this rank.
+    """
+    try:
+        yield
+    except BaseException as error:
+        out = Path(cfg.run.output_dir)
+        if parallel.is_rank_zero and not isinstance(error, ConfigError) and (out / MARK).exists():
+            kind = "stopped" if isinstance(error, RunInterruptedError) else "failed"
+            text = f"The run was {error}." if kind == "stopped" else f"The run failed: {type(error).__name__}: {printable(error)}"
+            Events(out / EVENTS).add(kind, text)
+        raise
 
 
 def leave_together(cfg: Config, parallel: ParallelState, peers: Peers, signal: StopSignal) -> None:

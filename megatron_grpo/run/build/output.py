@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import re
 import shlex
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron_grpo.base.activity import Timers
 from megatron_grpo.checkpoint.best import Best
@@ -16,7 +22,7 @@ from megatron_grpo.checkpoint.written import claim, start_afresh, still_there
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import is_greater_better, metric_of
 from megatron_grpo.config.write import write_config
-from megatron_grpo.metrics import Metrics
+from megatron_grpo.metrics import Metrics, card
 from megatron_grpo.metrics.metrics_logger import MetricsLogger
 from megatron_grpo.metrics.rollout import Completions
 from megatron_grpo.metrics.summary import DriftWatch
@@ -45,7 +51,7 @@ def start_parallel(cfg: Config, layout: Layout, *, typed: Config | None = None, 
     return state.start(layout, sequence_parallel=p.sequence_parallel, seed=cfg.run.seed, timeout_minutes=minutes, facts=facts)
 
 
-def open_output(made: Plan, inputs: ValidatedInputs, parallel: ParallelState) -> Checkpoints:
+def open_output(made: Plan, inputs: ValidatedInputs, parallel: ParallelState, *, print_line: Callable[[str], None]) -> Checkpoints:
     """Prepare `output_dir` for the run and choose the checkpoint to resume from. Collective.
 
     The main rank clears the previous run's files if the run starts afresh, and writes config.yaml and plan.json.
@@ -54,20 +60,41 @@ def open_output(made: Plan, inputs: ValidatedInputs, parallel: ParallelState) ->
         made: Plan of the run.
         inputs: Validated inputs: how the run begins.
         parallel: Process groups of this rank.
+        print_line: Prints messages about checkpoints on the main rank.
     """
     cfg, out = made.checked.config, Path(made.checked.config.run.output_dir)
-    checkpoints = Checkpoints(inputs.resume, cfg.run, replicas=parallel.dp_cp_group)
+    checkpoints = Checkpoints(inputs.resume, cfg.run, replicas=parallel.dp_cp_group, print_line=print_line)
     if metric := metric_of(cfg):
-        checkpoints.best = Best(out / "checkpoints", metric, greater=is_greater_better(cfg))
+        checkpoints.best = Best(out / "checkpoints", metric, greater=is_greater_better(cfg), print_line=print_line)
     checkpoints.choose()  # before anything in output_dir is overwritten
     if parallel.is_rank_zero:
         if inputs.resume.wipes:
             start_afresh(out)
         claim(out)
         write_config(cfg, out / "config.yaml")
-        made.save(out / "plan.json")
+        made.save(out / "plan.json", versions=versions_on(parallel.device))
     collectives.wait_for_all()
     return checkpoints
+
+
+def versions_on(device: torch.device) -> dict[str, str]:
+    """Return the versions of the program, its libraries and the GPU driver, and the name of the device, by name.
+
+    Args:
+        device: Device of this rank.
+    """
+    if device.type != "cuda":
+        return {**card.versions(), "device": f"CPU ({platform.machine()}, {os.cpu_count()} cores)"}
+    found = {**card.versions(), "device": torch.cuda.get_device_name(device), "CUDA": str(torch.version.cuda)}
+    driver = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", read_if_there(Path("/proc/driver/nvidia/version")))
+    return {**found, "driver": driver[1]} if driver else found
+
+
+def read_if_there(path: Path) -> str:
+    """Return the text of a file; empty if it cannot be read."""
+    with suppress(OSError):
+        return path.read_text()
+    return ""
 
 
 def build_metrics_logger(

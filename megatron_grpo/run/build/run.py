@@ -75,7 +75,13 @@ def build_run(
     assert schedule.num_steps is not None  # the data have been read, so the length of the run is known
     if parts.engine is None and (lacking := sampler_problems(inputs.shape)):
         raise ConfigError(lacking)
-    checkpoints = open_output(made, inputs, parallel)
+    printed: list[str] = []  # before warnings can be recorded
+
+    def print_line(line: str) -> None:
+        printed.append(line)
+        print(line, flush=True)
+
+    checkpoints = open_output(made, inputs, parallel, print_line=print_line)
     reward_manager = RewardManager(
         inputs.rewards, cfg.rewards.reward_weights, should_cancel=stop.should_cancel, most_failed_episodes=cfg.turns.max_failed_episodes
     )
@@ -84,7 +90,12 @@ def build_run(
     # Opened before any model loads: a tracking service that is not installed is an error.
     logger = build_metrics_logger(made, reward_manager, parallel, timers, heard=heard)
     logger.metrics.open()
+    checkpoints.print_line = logger.metrics.print_line
+    if checkpoints.best:
+        checkpoints.best.print_line = logger.metrics.print_line
     try:
+        for line in printed:
+            logger.metrics.record_warning(line)
         for note in inputs.notes:
             logger.metrics.print_line(note)
         if isinstance(inputs.prompts, StreamedPrompts):

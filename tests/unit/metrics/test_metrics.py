@@ -625,3 +625,40 @@ def test_the_plot_of_the_reward_shows_the_sum_and_each_of_several_rewards():
     ]
     del history["rewards/format/mean"]
     assert [name for name, _, _ in _curves(PLOTS[0], history)] == ["reward", "eval"], "of one reward it is the same curve"
+
+
+def test_warnings_resumes_and_skipped_steps_are_events_that_a_resume_keeps(tmp_path):
+    activity.reached(0)
+    first = metrics_in(tmp_path)
+    first.open()
+    logging.getLogger("megatron_grpo.somewhere").warning("%d rows are %s", 3, "lost")
+    first.print_line("WARNING: rewards are all alike")
+    first.print_line("a line that is no warning")
+    first.close()
+    with (tmp_path / "events.jsonl").open("a") as stream:
+        stream.write('{"step": 3, "ki')  # a kill
+    second = metrics_in(tmp_path)
+    second.open()
+    activity.reached(2)
+    second.start(Progress(step=2))
+    second.record_event("skipped", "Optimizer step 3 was skipped: why.")
+    second.close()
+    logging.getLogger("megatron_grpo.somewhere").warning("after the run")
+    told = [(record["step"], record["kind"], record["text"]) for record in records(tmp_path, "events.jsonl")]
+    assert told == [
+        (0, "warning", "3 rows are lost"),
+        (0, "warning", "rewards are all alike"),
+        (2, "resumed", "The run resumed after optimizer step 2."),
+        (2, "skipped", "Optimizer step 3 was skipped: why."),
+    ]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", record["time"]) for record in records(tmp_path, "events.jsonl"))
+
+
+def test_events_that_cannot_be_written_are_one_warning(tmp_path, caplog):
+    (tmp_path / "events.jsonl").mkdir()
+    metrics = metrics_in(tmp_path)
+    metrics.open()
+    for _ in range(3):
+        metrics.print_line("WARNING: something")
+    metrics.close()
+    assert told_by(metrics).count("events.jsonl failed") == 1 and "WARNING: something" in told_by(metrics)
