@@ -207,10 +207,15 @@ def end_if_skipped_too_often(run: Run, progress: Progress, skipped_step: Skipped
         return
     good = run.checkpoints.last_good(progress.step)
     raise RunError(
-        f"{skipped_step.skips.in_a_row} optimizer steps in a row were skipped (max_skipped_steps {run.max_skipped_steps}); the run ends. "
-        f"Of the last one, step {progress.step}, {skipped_step.why}; who made it is said above, and in skipped.jsonl. "
-        + (f"The last good checkpoint is {good}: --resume {good} goes on from it. " if good else "No checkpoint is known to be good yet. ")
-        + "The same settings come to the same gradients: change them (--lr, --clip_grad), or the rows that were named."
+        f"{skipped_step.skips.in_a_row} optimizer steps in a row were skipped (max_skipped_steps {run.max_skipped_steps}); the run "
+        f"stops. At the last one, step {progress.step}, {skipped_step.why}; the rows responsible are listed above and in "
+        "skipped.jsonl. "
+        + (
+            f"The last good checkpoint is {good}; continue from it with --resume {good}. "
+            if good
+            else "No checkpoint is known to be good yet. "
+        )
+        + "The same settings reproduce the same gradients: change them (--lr, --clip_grad) or the listed rows."
     )
 
 
@@ -329,5 +334,5 @@ def make_interrupted(run: Run, progress: Progress, more: str = "") -> RunInterru
 def where_it_is_saved(run: Run, progress: Progress) -> str:
     """Return where the state of a run is saved, as the end of a message."""
     if not progress.step:
-        return "nothing was trained yet"
+        return "no optimizer step was completed"
     return f"saved after optimizer step {progress.step} in {run.checkpoints.resume.output_dir}"

@@ -150,7 +150,8 @@ class Sequence:
             return None
         if len(self.mask_offsets) != self.num_masked + 1 or self.mask_offsets[-1] != len(self.mask_ids):
             raise ValueError(
-                f"kept words of {len(self.mask_offsets) - 1} tokens, {len(self.mask_ids)} in all, for {self.num_masked} masked ones"
+                f"the sampling mask has {len(self.mask_offsets) - 1} rows and {len(self.mask_ids)} token IDs; {self.num_masked} rows "
+                "are needed"
             )
         return SamplingMask(self.mask_offsets, self.mask_ids)
 

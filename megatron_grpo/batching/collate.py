@@ -168,7 +168,7 @@ def _trees(
             common = common_prefix(sequences, members)
             if common < prefix_group.prefix:
                 raise ValueError(
-                    f"rows {prefix_group.members} were said to begin with {prefix_group.prefix} equal tokens; {common} of them are equal"
+                    f"rows {prefix_group.members} must share a prefix of {prefix_group.prefix} tokens; only {common} are equal"
                 )
             shared = num_shared([context.num_computed for context in members], common, prefix_group, alignment)
         trees += [_Tree(shared, tuple(members))] if shared else [_Tree(0, (context,)) for context in members]

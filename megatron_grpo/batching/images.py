@@ -37,7 +37,7 @@ def grid_of(image: Image) -> tuple[int, int]:
     frames, rows, columns = image.grid
     if frames != 1 or rows % image.merge or columns % image.merge:
         merge = f"{image.merge} x {image.merge}"
-        raise ValueError(f"picture {image.key} has a grid of {image.grid} patches: a picture is one frame, in whole tokens of {merge}")
+        raise ValueError(f"Image {image.key} has a grid of {image.grid} patches; a grid must be one frame, a multiple of {merge}")
     return rows // image.merge, columns // image.merge
 
 

@@ -115,7 +115,7 @@ def rules(inputs: TypedSizes) -> Iterator[SizeRule]:
         key="sequence parallel",
         flags=("sequence_parallel", TP),
         holds=inputs.values[TP] > 1 or not inputs.sequence_parallel,
-        text=lambda: f"sequence_parallel needs {TP} above 1: there is nothing to cut a sequence over",
+        text=lambda: f"sequence_parallel needs {TP} above 1: a sequence is split over tensor-parallel ranks",
     )
 
 
@@ -139,7 +139,7 @@ def _global_batch_rules(inputs: TypedSizes, d: Derived, words: Messages) -> Iter
             ratio=cross(glob, Fraction(v[ACCUMULATION] * unit.top, unit.bottom)),
             after=("ranks",),
             flags=(*inputs.flags(GLOBAL), ACCUMULATION, *words.unit_flags()),
-            text=lambda: f"{words.flag(GLOBAL)} must equal {words.accumulated()}. Leave one of the two out, or let them agree",
+            text=lambda: f"{words.flag(GLOBAL)} must equal {words.accumulated()}. Leave one of the two out, or make them equal",
         )
     elif GLOBAL in v:
         yield SizeRule(
@@ -183,7 +183,7 @@ def _rollout_of_steps_rules(inputs: TypedSizes, d: Derived, words: Messages) -> 
             holds=False,
             needs_removal=True,
             flags=(*inputs.flags(GENERATION), STEPS),
-            text=lambda: f"{words.flag(GENERATION)} and {words.flag(STEPS)} both set the rollout. Keep one of them",
+            text=lambda: f"{words.flag(GENERATION)} and {words.flag(STEPS)} both set the size of a rollout. Keep one of them",
         )
     elif STEPS in v:
         of_steps = Fraction(glob.top * v[STEPS], glob.bottom)
@@ -193,7 +193,7 @@ def _rollout_of_steps_rules(inputs: TypedSizes, d: Derived, words: Messages) -> 
             ratio=cross(gen, of_steps),
             after=global_after,
             text=lambda: (
-                f"{words.flag(GENERATION)} must equal {words.rollout_of_steps(of_steps)}. Leave one of the two out, or let them agree"
+                f"{words.flag(GENERATION)} must equal {words.rollout_of_steps(of_steps)}. Leave one of the two out, or make them equal"
             ),
             flags=(*words.generation_flags(), *words.global_flags(), STEPS),
         )
@@ -204,9 +204,8 @@ def _rollout_of_steps_rules(inputs: TypedSizes, d: Derived, words: Messages) -> 
             after=global_after,
             flags=(*words.generation_flags(), *words.global_flags()),
             text=lambda: (
-                f"{words.flag(GENERATION)} must be a multiple of {words.global_batch()}: "
-                f"{remainder(gen.whole(), glob.whole())}"
-                f" (allow_unaligned_generation lifts this)"
+                f"{words.flag(GENERATION)} must be a multiple of {words.global_batch()}: {remainder(gen.whole(), glob.whole())} "
+                "(allow_unaligned_generation true allows it)"
             ),
         )
 
@@ -219,7 +218,7 @@ def _interleaving_rules(inputs: TypedSizes, d: Derived, words: Messages) -> Iter
         key="chunks",
         flags=(VPP, PP),
         holds=v[PP] > 1,
-        text=lambda: f"{words.flag(VPP)} needs {words.name(PP)} above 1: one stage has nothing to interleave with",
+        text=lambda: f"{words.flag(VPP)} needs {words.name(PP)} above 1: interleaving needs at least two stages",
     )
     yield SizeRule(
         key="interleave",
@@ -228,7 +227,7 @@ def _interleaving_rules(inputs: TypedSizes, d: Derived, words: Messages) -> Iter
         flags=(*words.global_flags(), *words.unit_flags(), PP, VPP),
         text=lambda: (
             f"the interleaved schedule ({words.name(VPP)} {v[VPP]}) needs a number of micro-steps per optimizer step that is a "
-            f"multiple of {words.flag(PP)}; {words.global_batch()} makes {d.accumulation}"
+            f"multiple of {words.flag(PP)}; {words.global_batch()} gives {d.accumulation}"
         ),
     )
 

@@ -76,7 +76,7 @@ def partition(lengths: Sequence[SequenceLengths], cut: BatchPartitioner) -> list
         dealt = pack_groups(rows, max_tokens=budget, dp_size=cut.dp_size, multiple=cut.multiple)
     else:
         if len(rows) % (cut.rows_per_slice * cut.multiple):
-            raise ValueError(f"{len(rows)} samples are no multiple of {cut.rows_per_slice} x {cut.multiple}")
+            raise ValueError(f"{len(rows)} samples are not a multiple of {cut.rows_per_slice} x {cut.multiple}")
         dealt = np.arange(len(rows)).reshape(-1, cut.dp_size, cut.micro_batch_size).swapaxes(0, 1).tolist()
         rows = rows.worth(_pieces(rows, dealt)[0], min_saving_ratio)
     num_tokens = _num_tokens(rows, dealt, cut.alignment)

@@ -83,14 +83,24 @@ def problems(cfg: Config, num_layers: int | None) -> Iterator[Problem]:
     asked = [name for name in ACCOUNTS if getattr(parallel, name)]
     ends = [name for name in _ENDS if getattr(parallel, name) is not None]
     if asked and ends:
-        yield _problem(asked[0], f"{asked[0]} and {ends[0]} both say what the ends hold. Keep one of them.", *asked, *ends)
+        yield _problem(
+            asked[0], (f"{asked[0]} and {ends[0]} both set the layers of the first and last stage. Keep one of them."), *asked, *ends
+        )
     if layout is not None:
         if other := [*asked, *ends]:
-            yield _problem(LAYOUT, f"{LAYOUT} says what every stage holds, and {' and '.join(other)} does not go with it.", *other)
+            yield _problem(
+                LAYOUT,
+                (f"{LAYOUT} sets the layers of every stage and cannot be combined with {' and '.join(other)}. Keep one of them."),
+                *other,
+            )
         elif fault := _layout_fault(parallel, layout, num_layers):
             yield _problem(LAYOUT, f"{LAYOUT} ({layout}): {fault}")
     elif asked and num_layers and pp > 1 and min(min(row) for row in layer_counts(parallel, num_layers)) < 0:
-        yield _problem(asked[0], f"{' and '.join(asked)} leaves less than no layer in a model chunk of its end. Use fewer chunks.", *asked)
+        yield _problem(
+            asked[0],
+            (f"{' and '.join(asked)} leaves a negative number of layers in the first or last model chunk. Use fewer chunks."),
+            *asked,
+        )
     yield from _group(cfg)
 
 
@@ -102,17 +112,17 @@ def _layout_fault(parallel: ParallelConfig, layout: str, num_layers: int | None)
         return f"{error}."
     whole = "".join(stages)
     if strange := sorted(set(whole) - set("EtL")):
-        known = "multi-token prediction (m) is not trained" if strange == ["m"] else "it is made of E, t, L, |, * and ( )"
-        return f"{' '.join(strange)} has no meaning in it: {known}."
+        known = "multi-token prediction (m) is not supported" if strange == ["m"] else "supported symbols are E, t, L, |, * and ( )"
+        return f"{' '.join(strange)} is not a supported symbol: {known}."
     if whole.count("E") != 1 or whole.count("L") != 1 or not whole.startswith("E") or not whole.endswith("L"):
-        return "it begins with the one embedding (E) and ends with the one loss (L)."
+        return "it must begin with one embedding (E) and end with one loss (L)."
     if len(stages) != pp * chunks:
         fits = f" Use virtual_pipeline_model_parallel_size {len(stages) // pp}." if len(stages) % pp == 0 and len(stages) > pp else ""
-        return f"it has {len(stages)} pieces, for {pp} stages{f' of {chunks} chunks' if chunks > 1 else ''}.{fits}"
+        return f"it has {len(stages)} parts, for {pp} stages{f' of {chunks} chunks' if chunks > 1 else ''}.{fits}"
     if pp == 1:
-        return "there is one stage (pipeline_model_parallel_size 1). Leave it out."
+        return "pipeline_model_parallel_size is 1. Leave it out."
     if "" in stages[1:-1]:
-        return "a piece between the first and the last holds nothing."
+        return "a part between the first and the last is empty."
     if num_layers is not None and whole.count("t") != num_layers:
         return f"it has {whole.count('t')} layers (t), and the model has {num_layers}."
     return None
@@ -124,7 +134,7 @@ def _group(cfg: Config) -> Iterator[Problem]:
         return
     name = "microbatch_group_size_per_vp_stage"
     if (cfg.parallel.virtual_pipeline_model_parallel_size or 1) == 1:
-        yield _problem(name, f"{name} ({size}) belongs to the interleaved schedule: give virtual_pipeline_model_parallel_size too.")
+        yield _problem(name, f"{name} ({size}) applies to the interleaved schedule only. Set virtual_pipeline_model_parallel_size too.")
     elif size % pp:
         below, above = size // pp * pp, -(-size // pp) * pp
         yield Problem(

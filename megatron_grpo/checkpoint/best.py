@@ -79,7 +79,7 @@ class Best:
         said = FORMER_METRICS.get(before.get("metric", ""), before.get("metric")), before.get("greater_is_better")
         if before and said != (self.metric, self.greater):
             self.print_line(
-                f"{self.folder.path / FILE} was made by {said[0]}: the best checkpoint by {self.metric} is looked for from here on."
+                f"{self.folder.path / FILE} was written for {said[0]}; from now on, the best checkpoint is selected by {self.metric}."
             )
         elif before:
             there = {one for one in self.folder.steps() if one <= step}
@@ -116,7 +116,9 @@ class Best:
         try:
             write_whole(self.folder.path / FILE, json.dumps(found, indent=1) + "\n", durable=True)
         except OSError as error:  # the run itself is unaffected
-            self.print_line(f"WARNING: which checkpoint is best cannot be written down ({error.strerror}); the next number tries again")
+            self.print_line(
+                f"WARNING: the record of the best checkpoint cannot be written ({error.strerror}); the next evaluation tries again"
+            )
 
     def _read(self) -> dict[str, Any]:
         try:

@@ -180,7 +180,7 @@ def read_sharded(state: dict[str, Any], directory: Path, *, partly: bool = False
     wanted = [name in mine or name.endswith("_extra_state") for name in held]
     left_over = {name for name, is_wanted in zip(held, collectives.all_reduce_any(wanted), strict=True) if not is_wanted}
     if left_over and not partly:
-        raise CheckpointError(f"it holds {_some(left_over)}, which this run has no use for")
+        raise CheckpointError(f"it has unexpected entries: {_some(left_over)}")
     with agreed(f"loading {directory} into this model"), nothing_runs(directory):
         loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_UNEXPECTED, validate_access_integrity=False)
         refuse_extra_state(loaded)

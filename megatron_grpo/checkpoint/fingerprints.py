@@ -127,7 +127,7 @@ def base_problems(adapter: str | Path, model: Path, *, flag: str = "adapters") -
     except (OSError, ValueError, KeyError, TypeError):
         return []
     found = model_fingerprint(model)
-    message = f"{flag}: {adapter} was trained beside another model ({trained}) than {model} ({found}). Give that model, or another adapter."
+    message = f"{flag}: {adapter} was trained with another model ({trained}) than {model} ({found}). Use that model or another adapter."
     return [] if trained == found else [Problem(flags=(flag, "model"), message=message)]
 
 

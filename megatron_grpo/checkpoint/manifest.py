@@ -142,7 +142,7 @@ def read_manifest(directory: Path) -> Manifest | str:
         return f"{path} cannot be read ({error})"
     wrong = _fault(found)
     if wrong is None and directory.name.startswith("iter_") and directory.name != f"iter_{found['step']:07d}":
-        wrong = f"is of step {found['step']}, which is not what its folder says"
+        wrong = f"is of step {found['step']}, which does not match its directory name"
     if wrong is None and found.get(_OWN, own := _digest(found)) != own:
         wrong = "has changed since it was written (the SHA-256 in it differs)"
     if wrong is not None:
@@ -165,28 +165,28 @@ def read_manifest(directory: Path) -> Manifest | str:
 def _fault(found: Any) -> str | None:
     """Describe what is wrong with a manifest, as the end of a sentence whose subject is the file; None if it is valid."""
     if not isinstance(found, dict) or not isinstance(found.get("format"), int):
-        return "cannot be read (it is no object with a `format`)"
+        return "cannot be read (not an object with a `format`)"
     if found["format"] not in _FIELDS:
         writer = found.get("written_by", "another version")
         return f"is of format {found['format']}, written by {writer}; megatron_grpo {__version__} reads formats 1 to {FORMAT}"
     known = _FIELDS[found["format"]]
     unknown = sorted(found.keys() - known.keys() - ({_OWN} if found["format"] >= 3 else set()))
     if unknown:
-        return f"has the field {unknown[0]!r}, which megatron_grpo {__version__} does not know in format {found['format']}"
+        return f"has the field {unknown[0]!r}, which is unknown to megatron_grpo {__version__} in format {found['format']}"
     bad = [name for name, kind in known.items() if not isinstance(found.get(name), kind)]
     if bad:
         return f"cannot be read (`{bad[0]}` is {'missing' if bad[0] not in found else repr(found[bad[0]])[:40]})"
     counts = [found["step"], found["num_pending"], *found["progress"].values()]
     names = [one.name for one in fields(Progress)]
     if not found["progress"].keys() <= set(names) or not all(type(count) is int for count in counts):
-        return f"cannot be read (`progress` holds {', '.join(names)}, all whole numbers, and nothing else)"
+        return f"cannot be read (`progress` must have integers for {', '.join(names)} and no other fields)"
     if found["progress"].get("step") != found["step"]:
-        return f"cannot be read (`step` is {found['step']}, `progress` says {found['progress'].get('step')})"
+        return f"cannot be read (`step` is {found['step']}, `progress.step` is {found['progress'].get('step')})"
     if not found["files"]:
         return "lists no files"
     for name, entry in found["files"].items():
         if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int) or not isinstance(entry.get("sha256"), str):
-            return f"cannot be read (it lacks size or SHA-256 of {name})"
+            return f"cannot be read (no size or SHA-256 of {name})"
     return None
 
 
@@ -245,10 +245,10 @@ class Folder:
         except FileNotFoundError:
             return None
         except IsADirectoryError:
-            return f"{path} is a folder, where a file with a step should be"
+            return f"{path} is a directory, expected a file with a step number"
         except (OSError, UnicodeDecodeError) as error:
             return f"{path} cannot be read ({error})"
-        return int(text) if text.strip().isdecimal() else f"{path} holds {text[:20]!r}, where a step should be"
+        return int(text) if text.strip().isdecimal() else f"{path} contains {text[:20]!r}, expected a step number"
 
     def begin(self, step: int) -> Path:
         """Create an empty directory to write a checkpoint into, and remove what dead processes left."""
@@ -352,7 +352,7 @@ def damage(directory: Path, files: Mapping[str, Mapping[str, Any]], *, read_byte
         try:
             size = path.stat().st_size
             if size != written["bytes"]:
-                found.append(f"{path} has {size} bytes, {written['bytes']} were written")
+                found.append(f"{path} has {size} bytes, expected {written['bytes']}")
             elif read_bytes and _sha256(path) != written["sha256"]:
                 found.append(f"{path} has changed since it was written (its SHA-256 differs)")
         except FileNotFoundError:

@@ -74,32 +74,30 @@ class Resume:
     def lines(self, chosen: Candidate) -> list[str]:
         """Return the messages about the checkpoint that the run continues, one line each."""
         manifest, total = chosen.manifest, self.num_steps
-        pending = f", {manifest.num_pending} sampled completions wait to be trained" if manifest.num_pending else ""
+        pending = f", {manifest.num_pending} sampled completions pending" if manifest.num_pending else ""
         lines = [f"Resuming from {manifest.directory}: {manifest.step}{f' of {total}' if total else ''} optimizer steps done{pending}."]
         lines.append(self._standing(manifest))
         if self.without:
-            left = " and ".join({"optim": "its optimizer state", "rng": "its random generators"}[part] for part in self.without)
-            lines.append(f"Without {left}, as was asked for.")
+            left = " and ".join({"optim": "optimizer state", "rng": "RNG state"}[part] for part in self.without)
+            lines.append(f"Not loaded, as requested: {left}.")
         if chosen.changes:
             lines += ["Changed since that checkpoint:", *(f"  {change}" for change in chosen.changes)]
         if manifest.format == 1:
-            lines.append(
-                "It is of format 1, which does not say what model, data set and rewards held: that they are the same is not checked."
-            )
+            lines.append("Its format 1 has no fingerprints of model, data set and rewards; changes to their contents are not detected.")
         if manifest.format < FORMAT:
-            lines.append(f"It is of format {manifest.format}, of a version before this one; the next save is of format {FORMAT}.")
+            lines.append(f"It has format {manifest.format}, written by an earlier version; the next checkpoint has format {FORMAT}.")
         if total is not None and manifest.step >= total:
-            more = "A larger --max_steps (or --num_train_epochs) continues it."
-            lines.append(f"Nothing is left to do: the run is {total} optimizer steps long. {more}")
+            more = "To continue it, increase --max_steps (or --num_train_epochs)."
+            lines.append(f"The run is complete ({total} optimizer steps). {more}")
         return lines
 
     def _standing(self, chosen: Manifest) -> str:
         """Describe whether the weights of a checkpoint have trained since; if not, name the last one whose weights have."""
         if chosen.is_good:
-            return "It is good: its weights have sampled and trained since."
+            return "It is confirmed good: its weights have been used for sampling and training."
         others = [one.manifest for one in self.candidates if one.manifest.is_good and one.manifest.step < chosen.step]
-        before = f" The last one of which it is known: {others[0].directory} (--resume takes it)." if others else ""
-        return f"As usual for the newest, it has no step after it yet that shows whether its weights train well.{before}"
+        before = f" The last confirmed one is {others[0].directory} (use it with --resume)." if others else ""
+        return f"It is not confirmed good yet: no step has been trained from it, as usual for the newest checkpoint.{before}"
 
 
 def judge_resume(
@@ -163,8 +161,8 @@ def find_checkpoints(
     out, origin = Path(output_dir), origin or RunOrigin(job=launcher.job_ids(environ))
     in_the_way = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
     if in_the_way:
-        where = "is a file" if in_the_way == out else f"cannot be made: {in_the_way} is a file"
-        raise config_error("output_dir", f"output_dir ({out}) {where}. Name a folder.")
+        where = "is a file" if in_the_way == out else f"cannot be created: {in_the_way} is a file"
+        raise config_error("output_dir", f"output_dir ({out}) {where}. Use a directory.")
     restart = launcher.restart(environ)
     if wrong := why_not_written(out) or (why_not_begun_again(out) if restart or not overwrites else None):
         raise config_error("output_dir", f"output_dir: {wrong}")
@@ -173,20 +171,20 @@ def find_checkpoints(
     if overwrites and asked:
         raise config_error(
             ("overwrite_output_dir", "resume"),
-            f"overwrite_output_dir starts afresh and resume ({resume}) continues. Leave one of them out.",
+            f"overwrite_output_dir starts a new run, but resume ({resume}) continues one. Leave one of them out.",
         )
     if overwrites or resume == "never":
         return _afresh(found, restart, overwrites=overwrites)
     newest = _newest(out) if asked and not Path(asked).resolve().is_relative_to(out.resolve()) else None
     if newest and restart:  # at the first start output_dir held no checkpoint: the lines below ensure that
-        note = f"resume ({resume}) is set aside: this is a restart ({restart}), and it continues from its own checkpoints."
+        note = f"resume ({resume}) is ignored: a restart ({restart}) continues from its own checkpoints."
         return _candidates(replace(found, notes=(note,)))
     found = _candidates(replace(found, asked=asked))
     if newest:
         raise config_error(
             ("resume", "output_dir"),
-            f"output_dir ({out}) holds {newest.directory}, and resume ({resume}) names a checkpoint of another run. Use --resume auto to "
-            "continue the one in output_dir, or another output_dir.",
+            f"output_dir ({out}) contains {newest.directory}, but resume ({resume}) is a checkpoint of another run. Use --resume auto "
+            "to continue the one in output_dir, or another output_dir.",
         )
     return found
 
@@ -197,13 +195,13 @@ def _afresh(found: Resume, restart: str, *, overwrites: bool) -> Resume:
     own = _written_by(found.origin.job, out)
     if restart or own:
         _refuse_another_job(found, restart, what)
-        because = f"this is a restart ({restart})" if restart else f"this very job ({own}) wrote the checkpoints of {out}"
-        note = f"{what} is set aside: {because}, and a job continues its own run. Another output_dir begins a new one."
+        because = f"this is a restart ({restart})" if restart else f"this job ({own}) wrote the checkpoints in {out}"
+        note = f"{what} is ignored: {because}, and a job continues its own run. Use another output_dir to start a new run."
         return _candidates(replace(found, notes=(note,)))
     if not overwrites and holds_run(out):
         raise config_error(
             ("output_dir", "resume"),
-            f"output_dir ({out}) holds an earlier run and resume is never. Use --resume auto to continue it, "
+            f"output_dir ({out}) contains an earlier run, but resume is never. Use --resume auto to continue it, "
             "--overwrite_output_dir to replace it, or another output_dir.",
         )
     return replace(found, wipes=overwrites)
@@ -213,7 +211,7 @@ def _candidates(resume: Resume) -> Resume:
     """Add the checkpoints at the path `asked`, or else those in output_dir."""
     source = Path(resume.asked) if resume.asked else resume.output_dir
     if source.exists() and not source.is_dir():
-        raise config_error("resume" if resume.asked else "output_dir", f"{source} is a file, where a directory should be.")
+        raise config_error("resume" if resume.asked else "output_dir", f"{source} is a file, expected a directory.")
     is_checkpoint = bool(resume.asked) and ((source / MANIFEST).exists() or source.name.startswith("iter_"))
     inner = source / "checkpoints"
     folder = Folder(inner if inner.is_dir() or not resume.asked else source)
@@ -222,27 +220,30 @@ def _candidates(resume: Resume) -> Resume:
     whole, refused = _sorted_out(found)
     candidates, notes = tuple(Candidate(manifest=one) for one in whole), list(resume.notes)
     if isinstance(pointer, str):
-        raise config_error("resume", f"{pointer}. Remove it: the checkpoints beside it are found without.")
+        raise config_error("resume", f"{pointer}. Remove it; the checkpoints are found without it.")
     if not candidates and refused:
         raise unusable(refused)
     if not candidates and pointer is not None:
         raise config_error(
             ("resume", "output_dir"),
-            f"{folder.path / POINTER} names step {pointer}, and there is no checkpoint beside it. Restore {folder.directory(pointer)}, "
-            "or begin again with --resume never --overwrite_output_dir.",
+            f"{folder.path / POINTER} names step {pointer}, but its checkpoint is missing. Restore {folder.directory(pointer)}, or "
+            "start again with --resume never --overwrite_output_dir.",
         )
     if not candidates and resume.asked:
         raise config_error(
             "resume",
-            f"resume ({resume.asked}) holds no checkpoint: expected a directory with {MANIFEST}, or one with iter_* in it. "
-            "Use auto to begin afresh where there is none.",
+            f"resume ({resume.asked}) has no checkpoint: expected a directory with {MANIFEST} or iter_* in it. Use auto to start a "
+            "new run if there is none.",
         )
     if candidates and pointer not in (None, candidates[0].manifest.step):
         used = candidates[0].manifest.directory
-        notes.append(f"{folder.path / POINTER} names step {pointer}; {used} was written last, and is used. --resume names another one.")
+        notes.append(
+            f"{folder.path / POINTER} names step {pointer}; the latest checkpoint {used} is used instead. Use --resume to select "
+            "another one."
+        )
     if not candidates and holds_run(resume.output_dir):
-        notes.append(f"{resume.output_dir} holds records of a run and no checkpoint: the run begins afresh, and replaces them.")
-    notes += [f"WARNING: a checkpoint is passed over: {text}." for text in refused]
+        notes.append(f"{resume.output_dir} contains records of a run but no checkpoint: the run starts again and replaces them.")
+    notes += [f"WARNING: a checkpoint is skipped: {text}." for text in refused]
     return replace(resume, candidates=candidates, notes=tuple(notes))
 
 
@@ -281,8 +282,8 @@ def unusable(refused: list[str]) -> ConfigError:
     """
     return config_error(
         "resume",
-        f"No usable checkpoint to resume from: {'. '.join(refused)}. Restore the files, name another checkpoint with --resume, "
-        "or begin again with --resume never --overwrite_output_dir.",
+        f"No usable checkpoint to resume from: {'. '.join(refused)}. Restore the files, name another checkpoint with --resume, or "
+        "start again with --resume never --overwrite_output_dir.",
     )
 
 
@@ -309,8 +310,8 @@ def _refuse_another_job(found: Resume, restart: str, what: str) -> None:
     if newest and other and not _written_by(job, found.output_dir):
         raise config_error(
             ("output_dir", "resume"),
-            f"{what} removes nothing at a restart ({restart}), and {newest.directory} was written by another job ({other}="
-            f"{theirs[other]}, not {job[other]}). Remove it yourself, or use another output_dir.",
+            f"{what} does not remove checkpoints at a restart ({restart}), but {newest.directory} was written by another job "
+            f"({other}={theirs[other]}, not {job[other]}). Remove it yourself, or use another output_dir.",
         )
 
 
@@ -330,7 +331,7 @@ def beginning_of(path: str | Path) -> Manifest:
     if not source.is_dir():
         raise config_error(
             _FLAG,
-            f"{_FLAG} ({path}) {'is a file' if source.exists() else 'does not exist'}. Name a directory like OLD/checkpoints/iter_0000100.",
+            f"{_FLAG} ({path}) {'is a file' if source.exists() else 'does not exist'}. Use a directory like OLD/checkpoints/iter_0000100.",
         )
     inner = source / "checkpoints"
     is_one = (source / MANIFEST).exists()
@@ -343,11 +344,11 @@ def beginning_of(path: str | Path) -> Manifest:
     if theirs and not any((place / MANIFEST).exists() for place in theirs):
         raise config_error(
             _FLAG,
-            f"{_FLAG} ({path}) is a checkpoint of Megatron-Core that another program wrote: its tensors have other names than here. Export "
-            "it to Hugging Face format there, and give that as model.",
+            f"{_FLAG} ({path}) is a Megatron-Core checkpoint of another program, whose tensor names differ. Export it to Hugging Face "
+            "format there, and use the result as model.",
         )
     raise config_error(
-        _FLAG, f"{_FLAG} ({path}) holds no checkpoint of ours{': ' + several(refused) if refused else f' ({MANIFEST} is missing)'}."
+        _FLAG, f"{_FLAG} ({path}) has no megatron_grpo checkpoint{': ' + several(refused) if refused else f' ({MANIFEST} is missing)'}."
     )
 
 
@@ -381,10 +382,10 @@ def problems_of_beginning(cfg: Config, model_path: Path | None) -> list[Problem]
         theirs, ours = was.settings.get(name, getattr(cfg.tuner, name)), getattr(cfg.tuner, name)
         if theirs != ours:
             message = (
-                f"{_FLAG} ({path}) was trained with {name} {_plain(theirs)}, and this run has {_plain(ours)}: it holds other weights than "
+                f"{_FLAG} ({path}) was trained with {name} {_plain(theirs)}, but this run has {_plain(ours)}: its weights do not match. "
             )
             problems.append(
-                problem_with((_FLAG, name), message + f"are wanted. Use {name} {_plain(theirs)}, or export it and give that as model.")
+                problem_with((_FLAG, name), message + f"Use {name} {_plain(theirs)}, or export it and use the result as model.")
             )
     vocabulary = vocabulary_of(manifest, model_path)
     if vocabulary:
@@ -402,7 +403,7 @@ def vocabulary_of(manifest: Manifest, model_path: Path | None) -> str | None:
     theirs = manifest.origin.content.get("vocabulary")
     ours = vocabulary_fingerprint(model_path) if model_path is not None else None
     if theirs and ours and theirs != ours:
-        return "was trained with another vocabulary than the model's: the same token ids would be other words. Give its own model."
+        return "was trained with another vocabulary than the model's, so the same token IDs mean other tokens. Use its own model."
     return None
 
 

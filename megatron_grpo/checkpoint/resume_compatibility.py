@@ -25,31 +25,31 @@ from megatron_grpo.config.table import keys, table
 # Content -> the setting that names it. A changed content is rejected if it is listed here, and reported otherwise.
 FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset", "adapters": "adapters", "ref_adapters": "ref_adapters",
          "ref_model": "ref_model", "mcore_model": "mcore_model"}  # fmt: skip
-_OTHER_MATRICES = "a checkpoint holds what trains, and that would be something else"
+_OTHER_MATRICES = "a checkpoint contains the trainable parameters, which would be different ones"
 FREEZING = tuple(keys()["freeze_kwargs"])
 _WHY = {
-    "torch_dtype": "the weights and moments of one are not those of the other",
-    "use_distributed_optimizer": "the moments are described in another way",
+    "torch_dtype": "the dtypes of weights and optimizer moments would differ",
+    "use_distributed_optimizer": "the optimizer moments have another layout",
     **dict.fromkeys(
         ("seed", "dataset_shuffle", "dataset_drop_last", "streaming", "shuffle_buffer_size"),
-        "the prompts that are left would come in another order",
+        "the remaining prompts would have another order",
     ),
-    "sync_ref_model": "only a run whose reference moves keeps it in its checkpoints",
-    "beta": "only a run whose reference moves keeps it in its checkpoints",
-    "model": "the weights, and the reference that the KL is measured against, would be of two models",
+    "sync_ref_model": "checkpoints contain the reference model only if it is updated",
+    "beta": "checkpoints contain the reference model only if it is updated",
+    "model": "the weights and the KL reference would be of different models",
     **dict.fromkeys(("tuner_type", "lora_rank", "target_modules", "target_regex", "exclude_modules", "rank_pattern"), _OTHER_MATRICES),
-    **dict.fromkeys(("lora_alpha", "use_rslora", "alpha_pattern"), "the same matrices would be another adapter"),
-    **dict.fromkeys(FREEZING, "what was frozen has no moments in it, and what trains has no other place"),
-    "lora_dtype": "the weights and moments of one are not those of the other",
-    "adapters": "ranks, alphas and targets come from that file, and so does the reference of the KL",
-    "ref_adapters": "the KL would be measured against another model",
-    "mcore_model": "the KL is measured against the weights that the run began with",
-    "ref_model": "the KL would be measured against another model",
-    "vocabulary": "the same token ids would be other words",
-    "data set": "the prompts that are left would be other ones",
+    **dict.fromkeys(("lora_alpha", "use_rslora", "alpha_pattern"), "the same matrices would be a different adapter"),
+    **dict.fromkeys(FREEZING, "the checkpoint has optimizer moments of the trained parameters only"),
+    "lora_dtype": "the dtypes of weights and optimizer moments would differ",
+    "adapters": "it determines ranks, alphas, target modules and the KL reference",
+    "ref_adapters": "the KL reference would be another model",
+    "mcore_model": "the KL reference is the initial weights of the run",
+    "ref_model": "the KL reference would be another model",
+    "vocabulary": "the same token IDs would mean other tokens",
+    "data set": "the remaining prompts would be other ones",
 }
 _OF_THE_REFERENCE = ("sync_ref_model", "beta")  # changes between two values with the same `_keeps_reference` are only reported
-NEW_RUN = "or begin a new run in another --output_dir"
+NEW_RUN = "or start a new run in another --output_dir"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,15 +120,15 @@ def problems_of(changes: list[Difference], manifest: Manifest, *, is_between_rol
     stuck = [*(others if manifest.num_pending else []), *(sizes if manifest.num_pending or not is_between_rollouts else [])]
     if stuck:
         pending, step = manifest.num_pending, manifest.step
-        uneven = f"{manifest.progress.num_rollouts} rollouts are not {step} optimizer steps with them"
-        why = f"{pending} of its samples are still to be trained" if pending else uneven
+        uneven = f"{manifest.progress.num_rollouts} rollouts would not equal {step} optimizer steps"
+        why = f"{pending} of its samples are not trained yet" if pending else uneven
         names = [typed.get(change.name, change.name) for change in stuck]
         told = ", ".join(f"{name} was {_plain(change.was)} and is {_plain(change.now)}" for name, change in zip(names, stuck))
         what = "sizes" if not set(stuck) & set(others) else "values"
         problems.append(Problem(
             flags=(*names, "resume"), nearest={name: [change.was] for name, change in zip(names, stuck)},
-            message=f"{told}, and {manifest.directory} cannot be continued with other {what}: {why}. Resume with the old ones, "
-                    "or begin a new run from its weights (--model OLD_OUTPUT_DIR/hf, another --output_dir)."))  # fmt: skip
+            message=f"{told}, and {manifest.directory} cannot be continued with other {what}: {why}. Resume with the old {what}, or start "
+                "a new run from its weights (--model OLD_OUTPUT_DIR/hf, another --output_dir)."))  # fmt: skip
     return problems
 
 
@@ -139,7 +139,7 @@ def _refusal(change: Difference, manifest: Manifest, typed: Mapping[str, str]) -
         told, use = f"The {change.name} ({change.now}) is not the one of {manifest.directory} ({change.was})", f"Restore it (--{name})"
         nearest = {}
     else:
-        told = f"{name} is {_plain(change.now)}, and was {_plain(change.was)} for {manifest.directory}"
+        told = f"{name} is {_plain(change.now)}, but was {_plain(change.was)} for {manifest.directory}"
         use, nearest = f"Use {name} {_plain(change.was)}", {name: [change.was]}
     why = _WHY.get(change.name, "")
     return Problem(flags=(name, "resume"), message=f"{told}: {why}. {use}, {NEW_RUN}.", nearest=nearest)

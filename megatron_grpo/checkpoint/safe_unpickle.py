@@ -48,7 +48,7 @@ class _Data(pickle._Unpickler):
     def _build(self: Any) -> None:
         thing, state = self.stack[-2:]
         if not is_dataclass(type(thing)) or not (hasattr(thing, "__setstate__") or isinstance(state, dict)):
-            raise UnsafePickleError(f".metadata sets what is no field of a description: {printable(thing, repr, 80)}")
+            raise UnsafePickleError(f".metadata sets the state of an unexpected object: {printable(thing, repr, 80)}")
         self.load_build()
 
     dispatch[pickle.BUILD[0]] = _build
@@ -59,12 +59,12 @@ class _Data(pickle._Unpickler):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):  # used by Python 3.11.0 to 3.11.3 to pickle enum members
             return _member
-        raise UnsafePickleError(f".metadata names {module}.{name}, which no checkpoint needs: it would run code as it is read")
+        raise UnsafePickleError(f".metadata names {module}.{name}, which is not allowed: it would execute code when read")
 
 
 def _member(kind: Any, name: Any) -> Enum:
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
-        raise UnsafePickleError(f".metadata asks for {name!r} of {kind!r}, which no checkpoint needs: it would run code as it is read")
+        raise UnsafePickleError(f".metadata asks for {name!r} of {kind!r}, which is not allowed: it would execute code when read")
     return kind.__members__[name]
 
 
@@ -82,7 +82,7 @@ def nothing_runs(directory: Path) -> Iterator[None]:
     inside = directory.resolve()
     files = [path.name for path in directory.iterdir() if path.resolve().parent == inside]
     if outside := {path.name for path in directory.iterdir()}.difference(files):
-        raise UnsafePickleError(f"{min(outside)} is a link that leads out of the checkpoint; put a copy in its place")
+        raise UnsafePickleError(f"{min(outside)} is a link to outside the checkpoint. Replace it with a copy.")
     load, pickles = torch.load, filesystem.pickle
 
     def data_alone(*args: Any, **options: Any) -> Any:
@@ -90,14 +90,14 @@ def nothing_runs(directory: Path) -> Iterator[None]:
             return load(*args, **{**options, "weights_only": True})
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL (\S+)", str(error))  # torch's message goes on to explain how to execute it anyway
-            what = f"names {named[1]}" if named else "is no data"
-            raise UnsafePickleError(f"an object in the checkpoint {what}: it would run code as it is read") from error
+            what = f"names {named[1]}" if named else "is not plain data"
+            raise UnsafePickleError(f"an object in the checkpoint {what}, which is not allowed: it would execute code when read") from error
 
     def metadata(stream: Any) -> Any:
         found = _Data(stream).load()
         for part in found.storage_data.values():
             if part.relative_path not in files:
-                raise UnsafePickleError(f".metadata leads out of the checkpoint, to {printable(part.relative_path)}")
+                raise UnsafePickleError(f".metadata refers to a file outside the checkpoint: {printable(part.relative_path)}")
         return found
 
     torch.load = data_alone
@@ -113,7 +113,9 @@ def _look_at_format(directory: Path) -> None:
     said = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))
     formats = (said.get("sharded_backend"), said.get("common_backend", "torch"))
     if formats != ("torch_dist", "torch"):
-        raise UnsafePickleError(f"metadata.json asks for the formats {formats[0]!r} and {formats[1]!r}; torch_dist and torch are read")
+        raise UnsafePickleError(
+            f"Unsupported checkpoint formats {formats[0]!r} and {formats[1]!r} in metadata.json. Supported: 'torch_dist' and 'torch'."
+        )
 
 
 def refuse_extra_state(state: Mapping[str, Any]) -> None:
@@ -129,9 +131,7 @@ def refuse_extra_state(state: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             refuse_extra_state(value)
         elif name.endswith("_extra_state") and not _is_nothing(value):
-            raise UnsafePickleError(
-                f"{name} holds something, which would be unpickled; layers that do not compute in FP8 keep nothing there"
-            )
+            raise UnsafePickleError(f"{name} is not empty and would be unpickled; without FP8 it must be empty")
 
 
 def _is_nothing(value: Any) -> bool:

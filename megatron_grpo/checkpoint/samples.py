@@ -129,7 +129,7 @@ def _column_type(kind: type, name: str, hint: Any) -> str:
         return "str"
     if hint in _SCALARS:
         return hint.__name__
-    raise TypeError(f"{kind.__name__}.{name} is {hint}: a checkpoint holds arrays, tuples of integers, numbers and strings")
+    raise TypeError(f"{kind.__name__}.{name} has type {hint}; supported are arrays, tuples of integers, numbers and strings")
 
 
 # -- one column: the arrays of one field, by the suffix of their name ----------------------------------------------------------------------
@@ -152,7 +152,10 @@ def _of_arrays(values: list[np.ndarray], name: str) -> dict[str, np.ndarray]:
     """Concatenate arrays, and record their shapes. int64 is stored as int32 if the values fit, as token IDs always do."""
     dtypes, dimensions = {value.dtype for value in values}, {value.ndim for value in values}
     if len(dtypes) > 1 or len(dimensions) > 1 or any(dtype.hasobject for dtype in dtypes):
-        raise TypeError(f"{name} has arrays of {sorted(map(str, dtypes))} with {sorted(dimensions)} dimensions: one of each can be written")
+        raise TypeError(
+            f"{name} has arrays of {sorted(map(str, dtypes))} with {sorted(dimensions)} dimensions; all must have the same dtype and "
+            "number of dimensions"
+        )
     flat = np.concatenate([value.ravel() for value in values]) if values else np.empty(0)
     dtype = flat.dtype
     if dtype == np.int64 and (not len(flat) or (flat.min() >= -(2**31) and flat.max() < 2**31)):

@@ -111,7 +111,7 @@ class Checkpoints:
         try:
             self._unproven -= {saved for saved in self._unproven if saved <= version and self.folder.mark_good(saved, trained=step)}
         except OSError as error:  # the training step itself is unaffected
-            self.print_line(f"WARNING: that a checkpoint is good cannot be written down ({error.strerror}); the next step tries again")
+            self.print_line(f"WARNING: a checkpoint cannot be marked as good ({error.strerror}); the next step tries again")
 
     def record(self, step: ScheduledStep, buffer: SampleBuffer) -> None:
         """Write the rows of an optimizer step next to the checkpoint that the step starts from, in the order of the step.
@@ -136,7 +136,7 @@ class Checkpoints:
             except FileNotFoundError:  # the directory has another name while it is written, or has just been renamed
                 continue
             except OSError as error:
-                self.print_line(f"WARNING: the rows of step {step.index + 1} cannot be written beside its checkpoint ({error.strerror})")
+                self.print_line(f"WARNING: the rows of step {step.index + 1} cannot be written to its checkpoint ({error.strerror})")
                 return
 
     def last_good(self, step: int) -> Path | None:
@@ -244,7 +244,11 @@ class Checkpoints:
             self._underway = None
             if collectives.rank() == 0:
                 self.folder.abandon(step)
-            kept = f"the last complete one is of step {self._saved_step}" if self._saved_step else "this run has written none before"
+            kept = (
+                f"the last complete checkpoint is of step {self._saved_step}"
+                if self._saved_step
+                else ("this run has no earlier checkpoint")
+            )
             raise CheckpointError(f"The checkpoint of step {step} failed and was removed; {kept}. {error}") from error
 
     def _others(self, progress: Progress, buffer: SampleBuffer, policy: Policy, prompts: PromptStream) -> dict[str, bytes]:
@@ -292,7 +296,7 @@ class Checkpoints:
             if faults:
                 refused.append(several(faults))
                 if first:
-                    self.print_line(f"WARNING: {candidate.manifest.directory} is damaged, and the one before it is tried: {refused[-1]}")
+                    self.print_line(f"WARNING: {candidate.manifest.directory} is damaged; trying the previous one: {refused[-1]}")
                 continue
             if candidate.problems:
                 raise ConfigError(candidate.problems)
@@ -348,8 +352,8 @@ class Checkpoints:
         except CheckpointError as error:
             raise config_error(
                 "resume",
-                f"{directory} is undamaged but does not fit this run's model or optimizer: {error}. "
-                "Resume with the model and optimizer settings in its grpo/config.yaml.",
+                f"{directory} is not damaged but does not match this run's model or optimizer: {error}. Resume with the model and "
+                "optimizer settings in its grpo/config.yaml.",
             ) from error
         with agreed(f"reading {directory / OURS}"):
             ours = directory / OURS

@@ -170,12 +170,12 @@ def require_whole(key: str, whole: tuple[int, ...], boxes: Sequence[Box]) -> Non
     """
     for offset, shape in boxes:
         if any(start < 0 or start + size > most for start, size, most in zip(offset, shape, whole, strict=True)):
-            raise MissingShardError(f"{key} of shape {whole} has no {shape} at {offset}")
+            raise MissingShardError(f"{key} of shape {whole} cannot contain a shard of shape {shape} at {offset}")
     held = sum(prod(shape) for _, shape in boxes)
     if held != prod(whole):
-        raise MissingShardError(f"{key} of shape {whole} has {prod(whole)} elements, {held} were written")
+        raise MissingShardError(f"{key} of shape {whole} has {prod(whole)} elements, but {held} were written")
     if both := _overlap(list(boxes), tuple(range(len(whole)))):
-        raise MissingShardError(f"{key} was written twice where {both[0]} and {both[1]} meet")
+        raise MissingShardError(f"{key}: shards {both[0]} and {both[1]} overlap")
 
 
 def _overlap(boxes: list[Box], axes: tuple[int, ...]) -> tuple[Box, Box] | None:

@@ -76,17 +76,17 @@ def why_not_written(out: Path, command: str = RUN, names: Collection[str] = _NAM
     for name in names:
         path, is_folder = out / name, bool(WRITTEN_BY_A_RUN[name])
         if path.is_symlink() and not path.exists():
-            return f"{path} is a link to {os.readlink(path)}, which is not there. Restore (mount) that, or name another output_dir."
+            return f"{path} is a link to {os.readlink(path)}, which does not exist. Restore (mount) it, or use another output_dir."
         if path.exists() and path.is_dir() != is_folder:
             kind, other = ("a file", "a folder") if is_folder else ("a folder", "a file")
-            return f"{path} is {kind}, where {other} is written. Move it, or name another output_dir."
+            return f"{path} is {kind}, expected {other}. Move it, or use another output_dir."
     found = mark_of(out).get("command")
     if found == command:
         return next(filter(None, (why_not_replaced(out / name) for name in _EXPORTS if name in names)), None)
     if found is None and ((out / LOCK).is_file() or any(out.glob("checkpoints/iter_*/manifest.json"))):
         return None  # of a version that wrote no mark
     if theirs := next(_written(out, names), None):
-        return f"{theirs} was not written by `{command}`, which would replace it. Move it, or name another output_dir."
+        return f"{theirs} was not written by `{command}`, which would replace it. Move it, or use another output_dir."
     return None
 
 
@@ -111,8 +111,8 @@ def why_not_begun_again(out: Path) -> str | None:
     if not saved or Folder(out / "checkpoints").steps():
         return None
     return (
-        f"{out} holds the records of a run that saved step {saved}, and {out / 'checkpoints'} holds no checkpoint. Restore (mount) "
-        "them, or begin again with --resume never --overwrite_output_dir, which removes the records."
+        f"{out} contains the records of a run that saved step {saved}, but {out / 'checkpoints'} has no checkpoint. Restore (mount) "
+        "them, or start again with --resume never --overwrite_output_dir, which removes the records."
     )
 
 
@@ -120,6 +120,6 @@ def still_there(out: Path) -> None:
     """Check that `out` has not been removed or emptied since `claim`. Raises RunError."""
     if not (out / MARK).exists():
         raise RunError(
-            f"output_dir ({out}) was removed or emptied while the run wrote to it ({MARK} is gone), and with it what was there before. "
-            "Start the run again, from a checkpoint that lies elsewhere or from the beginning."
+            f"output_dir ({out}) was removed or emptied while the run wrote to it ({MARK} is missing), with all its earlier contents. "
+            "Start the run again from a checkpoint in another place, or from the beginning."
         )

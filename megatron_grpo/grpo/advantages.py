@@ -63,7 +63,7 @@ def advantages(
     is_zero_std = _is_zero_std(per_func, totals, estimator, reward_weights)
     if estimator == "gdpo":
         if kl_penalty is not None:
-            raise ValueError("gdpo normalises each reward function on its own: there is no single reward to subtract a KL penalty from")
+            raise ValueError("gdpo normalizes each reward function separately: there is no single reward to subtract a KL penalty from")
         return Advantages(advantages=_gdpo(per_func, reward_weights), rewards=totals, rewards_per_func=per_func, is_zero_std=is_zero_std)
     judged = totals if kl_penalty is None else totals - kl_penalty
     values = ESTIMATORS[estimator](judged, cfg.scale_rewards)

@@ -193,7 +193,7 @@ def real(of: Tokens) -> PerToken:
     Args:
         of: The trained positions; `labels` is required.
     """
-    assert of.labels is not None, "real needs what classification finds"
+    assert of.labels is not None, "loss_type real needs the output of `classify`"
     return _unclipped(of, of.labels.value + of.labels.slope * (of.logprobs - of.logprobs.detach()))
 
 
@@ -207,7 +207,7 @@ def _discounted_future(of: Tokens, values: torch.Tensor, discount: float) -> tor
 
     It takes log2(longest) doublings: after n of them an entry holds the sum of the 2^n values from it on.
     """
-    assert of.place is not None, "fipo needs the places of tokens"
+    assert of.place is not None, "loss_type fipo needs token positions"
     sequences = of.sequences
     flat = sequences.index * of.longest + of.place
     table = sequences.over_context(values.new_zeros(sequences.num_sequences * of.longest).index_add(0, flat, values))

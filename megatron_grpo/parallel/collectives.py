@@ -323,7 +323,7 @@ def of_each(tensor: torch.Tensor, group: Group) -> list[torch.Tensor]:
 
 def _require_order(tensor: torch.Tensor) -> None:
     if not tensor.is_contiguous():
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
+        raise ValueError(f"expected a contiguous tensor, got shape {tuple(tensor.shape)} with strides {tensor.stride()}")
 
 
 def start_gather(run: torch.Tensor, group: Group, *, at_once: int, memory: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:

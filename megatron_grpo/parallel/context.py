@@ -25,7 +25,7 @@ def held_positions(length: int, cp_size: int, cp_rank: int) -> np.ndarray:
         ValueError: The sequence does not divide into 2 * cp_size equal chunks.
     """
     if length % (2 * cp_size) and cp_size > 1:
-        raise ValueError(f"a sequence of {length} tokens cannot be cut into 2 x {cp_size} equal chunks")
+        raise ValueError(f"a sequence of {length} tokens cannot be split into 2 x {cp_size} equal chunks")
     if cp_size == 1:
         return np.arange(length)
     chunk = length // (2 * cp_size)

@@ -165,7 +165,7 @@ def _refuse_differences(facts: Mapping[str, str], group: collectives.Group) -> N
         found = [one.get(name, "none") for one in ranks]
         if other := next((rank for rank, value in enumerate(found) if value != found[0]), None):
             message = (
-                f"{name} is not the same for all ranks: rank 0 has {found[0]}, rank {other} has {found[other]}. Give every rank the same."
+                f"{name} differs between ranks: rank 0 has {found[0]}, rank {other} has {found[other]}. Use the same value on all ranks."
             )
             problems.append(Problem(flags=(name,), message=message))
     raise ConfigError(problems)
@@ -186,8 +186,8 @@ def gpu_of(launched: Launched, visible: int) -> int:
     if visible == 1:
         return 0
     raise ConfigError(
-        f"rank {launched.rank} is number {launched.local_rank} of its machine (LOCAL_RANK) and sees {visible} GPUs: start as many ranks a "
-        "machine as it has GPUs, or look at CUDA_VISIBLE_DEVICES."
+        f"rank {launched.rank} has LOCAL_RANK {launched.local_rank} and sees {visible} GPUs. Start one rank per GPU, or check "
+        "CUDA_VISIBLE_DEVICES."
     )
 
 
@@ -201,8 +201,8 @@ def refuse_shared_gpu(store: dist.Store, launched: Launched, gpu: str) -> None:
     """
     if store.add(f"gpu/{gpu}", 1) > 1:
         raise ConfigError(
-            f"rank {launched.rank} would share GPU {gpu} with another rank, and NCCL takes one rank a GPU. Start as many ranks a machine "
-            "as it has GPUs (--nproc_per_node), or show each its own (srun --gpus-per-task 1)."
+            f"rank {launched.rank} would share GPU {gpu} with another rank; NCCL supports one rank per GPU. Start one rank per GPU "
+            "(--nproc_per_node), or make one GPU visible to each rank (srun --gpus-per-task 1)."
         )
 
 
@@ -249,7 +249,7 @@ def leave_word(error: ConfigError) -> None:
         return
     with suppress(RuntimeError, RunError, ConfigError):  # no other rank is reachable
         store = _store_of_the_job(launched, end, SECONDS_TO_LEAVE_WORD, _print_line)
-        store.set(_word_of(launched), f"rank {launched.rank} on {socket.gethostname()} was refused: {error}")
+        store.set(_word_of(launched), f"rank {launched.rank} on {socket.gethostname()} was rejected: {error}")
         holds = launched.rank == 0 and not launched.launcher_holds_store
         while holds and store.add("megatron_grpo/heard", 0) < launched.world_size - 1 and time.monotonic() < end:
             time.sleep(0.1)  # the store lives in this process: it stays until the others have read, or their time is up
@@ -305,7 +305,7 @@ class _Arrival:
         if now >= self.end:
             minutes = self._timeout.total_seconds() / 60
             waiting = _waiting_for(missing(), self.launched)
-            raise RunError(f"{waiting} in vain for {minutes:g} minutes (distributed_timeout_minutes): the run ends.")
+            raise RunError(f"{waiting} timed out after {minutes:g} minutes (distributed_timeout_minutes).")
         if now >= self._next_token:
             self._next_token = now + self._every
             if speaks:
@@ -325,8 +325,9 @@ def _store_of_the_job(launched: Launched, end: float, every: float, print_line: 
             timeout=timedelta(seconds=max(30.0, every)),
         )  # fmt: skip
     except dist.DistNetworkError as error:
-        raise ConfigError(f"rank {launched.rank} cannot open port {launched.port} of {launched.address} (MASTER_ADDR, MASTER_PORT), "
-                          f"where the ranks meet: {str(error).splitlines()[0]}. Use another MASTER_PORT.") from error  # fmt: skip
+        raise ConfigError(
+            f"rank {launched.rank} cannot open port {launched.port} of {launched.address} (MASTER_ADDR, MASTER_PORT), the rendezvous "
+            f"address: {str(error).splitlines()[0]}. Use another MASTER_PORT.") from error  # fmt: skip
     return store
 
 
@@ -346,7 +347,7 @@ def _wait_for_the_host(launched: Launched, end: float, every: float, print_line:
                 print_line(f"{_waiting_for([0], launched)}: {error.strerror or error}")
                 next_token = now + every
             if now >= end:
-                raise RunError(f"nobody answers at {launched.address}:{launched.port}, where rank 0 should be: {error}.") from None
+                raise RunError(f"No response from rank 0 at {launched.address}:{launched.port}: {error}.") from None
             time.sleep(min(0.2, every))
 
 

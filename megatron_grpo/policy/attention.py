@@ -122,12 +122,15 @@ def fault_of(kernel: Kernel, dtype: torch.dtype, channels: int, device: torch.de
                 out = _Attention.apply(*inputs, packed, None, one)
                 found.append((out.detach(), *torch.autograd.grad(out, inputs, grad)))
             except RuntimeError as error:  # torch was built without the kernel, or this GPU cannot run it
-                return f"flash attention does not run here ({str(error).splitlines()[0]})"
+                return f"flash attention does not run on this GPU ({str(error).splitlines()[0]})"
     rounding = 4 * torch.finfo(dtype).eps
     for name, right, other in zip(("its output", "the gradient of queries", "of keys", "of values"), *found, strict=True):
         difference = float((right - other).norm() / right.norm())
         if not difference < rounding:
-            return f"torch's flash attention differs here in {name}: by {difference:.1e}, more than rounding ({rounding:.1e})"
+            return (
+                f"torch's flash attention gives another result on this GPU: {name} differs by {difference:.1e}, more than rounding "
+                f"({rounding:.1e})"
+            )
     return None
 
 

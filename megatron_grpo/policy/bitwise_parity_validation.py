@@ -46,16 +46,16 @@ def _cut_words(c: SimpleNamespace) -> dict[str, Any] | None:
 # fmt: off
 RULES = (
     Rule("bitwise_parity vllm_mode", lambda c: c.vllm_mode == "server",
-         "bitwise_parity true: both engines must be in one process. Use colocate.",
+         "bitwise_parity true: trainer and sampler must share a process. Use colocate.",
          {"vllm_mode": ["colocate"]}),
     Rule("bitwise_parity transformer_impl", lambda c: c.transformer_impl == "transformer_engine",
-         "bitwise_parity true: Transformer Engine is not reached; see docs/proof.md. Use local.", {"transformer_impl": ["local"]}),
+         "bitwise_parity true: Transformer Engine is not supported; see docs/proof.md. Use local.", {"transformer_impl": ["local"]}),
     Rule("bitwise_parity fp8_format", lambda c: c.fp8_format is not None,
-         "bitwise_parity true: FP8 layers are Transformer Engine's, which is not reached; see docs/proof.md. Leave fp8_format out."),
+         "bitwise_parity true: FP8 layers need Transformer Engine, which is not supported; see docs/proof.md. Leave fp8_format out."),
     Rule("bitwise_parity tuner_type", lambda c: c.tuner_type == "lora",
-         "bitwise_parity true: the sampler adds adapters with other kernels. Use full.", {"tuner_type": ["full"]}),
+         "bitwise_parity true: the sampler applies adapters with other kernels. Use full.", {"tuner_type": ["full"]}),
     Rule("bitwise_parity router_replay_mode", lambda c: c.router_replay_mode != "disabled",
-         "bitwise_parity true: the layer of experts is the sampler's own kernel, which routes by itself. Use disabled.",
+         "bitwise_parity true: expert layers use the sampler's kernel, which computes the routing itself. Use disabled.",
          {"router_replay_mode": ["disabled"]}),
     Rule("bitwise_parity vllm_tensor_parallel_size tensor_model_parallel_size",
          lambda c: c.vllm_tensor_parallel_size != c.tensor_model_parallel_size,
@@ -66,30 +66,33 @@ RULES = (
          "bitwise_parity true: the trainer computes in {torch_dtype} (torch_dtype). Leave vllm_dtype out."),
     (
         Rule("bitwise_parity {flag}", lambda c: of_training(c.cfg.rollout) is not None and {"flag": flag_of(c.cfg.rollout)},
-             "bitwise_parity true: a softmax over the words that a grammar leaves is not reached; see docs/proof.md. Leave it out."),
+             "bitwise_parity true: a softmax over the tokens that a grammar allows is not supported; see docs/proof.md. Leave it out."),
         Rule("bitwise_parity {flag}", _cut_words,
-             "bitwise_parity true: a softmax over what is left of the vocabulary is not reached; see docs/proof.md. Use {off:g}.",
+             "bitwise_parity true: a softmax over a filtered vocabulary is not supported; see docs/proof.md. Use {off:g}.",
              lambda c: {c.flag: [c.off]}),
     ),
     (
         Rule("bitwise_parity model", lambda c: c.shape and c.shape.mla,
-             "bitwise_parity true: multi-latent attention is not reached; see docs/proof.md. Use bitwise_parity false."),
+             "bitwise_parity true: multi-latent attention is not supported; see docs/proof.md. Use bitwise_parity false."),
         Rule("bitwise_parity model", lambda c: c.shape and c.shape.vision,
-             "bitwise_parity true: the towers of trainer and sampler are two programs. Use bitwise_parity false."),
+             "bitwise_parity true: trainer and sampler use different vision tower implementations. Use bitwise_parity false."),
         Rule("bitwise_parity model", lambda c: c.shape and c.shape.architecture not in PROVEN,
-             "bitwise_parity true: {shape.architecture} is not reached; see docs/proof.md. Use bitwise_parity false, or one of "
+             "bitwise_parity true: {shape.architecture} is not supported; see docs/proof.md. Use bitwise_parity false, or one of "
              f"{', '.join(PROVEN)}."),
         Rule("bitwise_parity model", lambda c: c.shape and any(c.shape.windows or ()),
-             "bitwise_parity true: sliding windows are not reached; see docs/proof.md. Use bitwise_parity false."),
+             "bitwise_parity true: sliding windows are not supported; see docs/proof.md. Use bitwise_parity false."),
         Rule("bitwise_parity model", lambda c: c.shape and c.shape.rope.attention_scaling != 1,
-             "bitwise_parity true: the sampler scales cosines and sines where the trainer scales scores (YaRN). Use bitwise_parity false."),
+             (
+             "bitwise_parity true: with YaRN, the sampler scales cosines and sines, the trainer scales attention scores. Use "
+             "bitwise_parity false."
+             )),
         Rule("bitwise_parity tensor_model_parallel_size",
              lambda c: c.shape and c.tensor_model_parallel_size > 1 and (c.shape.attention_out_bias or c.shape.mlp_bias),
-             "bitwise_parity true: the sampler adds a bias before it sums over ranks, the trainer after. Use 1.",
+             "bitwise_parity true: the sampler adds biases before the sum over ranks, the trainer after it. Use 1.",
              {"tensor_model_parallel_size": [1]}),
         Rule("bitwise_parity torch_dtype", lambda c: c.shape and c.torch_dtype == "bfloat16"
              and (c.shape.qkv_bias or c.shape.attention_out_bias or c.shape.mlp_bias),
-             "bitwise_parity true: the sampler adds a bias before it rounds to bfloat16, the trainer after. Use float32.",
+             "bitwise_parity true: the sampler adds biases before rounding to bfloat16, the trainer after it. Use float32.",
              {"torch_dtype": ["float32"]}),
     ),
 )

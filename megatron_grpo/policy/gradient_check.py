@@ -153,14 +153,14 @@ class SkippedStep:
         """
         if self.weights:
             named = "; ".join(f"rank {rank}: {name}" for rank, name in self.weights[:SHOWN])
-            return [f"the weights themselves are not finite ({named}), so no step can go well any more"]
+            return [f"the weights are not finite ({named}), so no further step can succeed"]
         found = [_describe(culprit, places) for culprit in self.culprits]
         if self.more:
-            found.append(f"and {self.more} more micro-batches at least")
+            found.append(f"and at least {self.more} more micro-batches")
         if self.ranks and not found:
             found.append(
-                f"it went wrong on {_several('rank', self.ranks)}, and not again when each micro-batch was run alone: "
-                "if that goes on, look at the machine"
+                f"the gradient was not finite on {_several('rank', self.ranks)}, but finite when each micro-batch was run separately; "
+                "if this repeats, check the hardware"
             )
         return found
 

@@ -80,7 +80,7 @@ class MegatronToHF:
             self.mark(name, tensor)
             shard = self.map.load(name, read, tp_rank=p.tp_rank, tp_size=p.tp_size, expert_tp_rank=p.etp_rank, expert_tp_size=p.etp_size)
             if shard.shape != tensor.shape:
-                raise ValueError(f"{name}: Megatron holds {tuple(tensor.shape)} here, the checkpoint's share is {tuple(shard.shape)}")
+                raise ValueError(f"{name}: Megatron's shard has shape {tuple(tensor.shape)}, the checkpoint's {tuple(shard.shape)}")
             tensor.copy_(shard)
             activity.advance()
 
@@ -242,7 +242,7 @@ class PushPlan:
         }
         given = {name for name in mine if not self.map.entry(name).is_copy}
         if wrong := sorted(planned ^ given):
-            raise ValueError(f"{len(wrong)} tensors differ from those that this kind of push was planned for: {', '.join(wrong[:3])}")
+            raise ValueError(f"{len(wrong)} tensors differ from the plan of this weight sync: {', '.join(wrong[:3])}")
 
     def _send(self, bucket: Bucket, own: LocalTensors) -> PendingBucket:
         p, sizes = self.parallel, [size if self.ranks.travels(part) else 0 for part, size in zip(BucketPart, bucket.sizes, strict=True)]
@@ -368,7 +368,7 @@ class LocalTensors:
         with torch.no_grad():
             tensor = self._prepare(self._mine[name]).detach()
         if tuple(tensor.shape) != slot.shape or tensor.dtype != slot.dtype:
-            raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} is to be pushed where {slot.dtype} {slot.shape} was planned")
+            raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} does not match the planned {slot.dtype} {slot.shape}")
         return tensor
 
 

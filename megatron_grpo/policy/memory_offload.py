@@ -76,7 +76,7 @@ class PolicyOffloader:
             RuntimeError: Inside a `on_device` block that needs what would be offloaded.
         """
         if used := [part for part in self._in_use if not set(NEEDS[part]) <= set(NEEDS[keep])]:
-            raise RuntimeError(f"memory of the policy is to be given away while {used[-1]} is in use")
+            raise RuntimeError(f"the policy cannot be offloaded while {used[-1]} is in use")
         leaving = [role for role in ROLES if role in self.movable and role not in NEEDS[keep] and role not in self._away]
         if leaving:
             with self._timers("offload"):
@@ -95,7 +95,7 @@ class PolicyOffloader:
             RuntimeError: If any of it is offloaded.
         """
         if missing := [role for role in NEEDS[part] if role in self._away]:
-            raise RuntimeError(f"{' and '.join(missing)} of the policy were given away: this belongs inside `on_device({part!r})`")
+            raise RuntimeError(f"{' and '.join(missing)} of the policy are offloaded; call this inside `on_device({part!r})`")
 
     # ---- implementation ----------------------------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ def refuse_if_away(chunks: Iterable[torch.nn.Module]) -> None:
     """
     for chunk in chunks:
         if any(parameter.numel() and not parameter.untyped_storage().nbytes() for parameter in chunk.parameters()):
-            raise RuntimeError("a model whose weights were given away was asked for log-probs: this belongs inside `on_device`")
+            raise RuntimeError("the model's weights are offloaded; compute log-probs inside `on_device`")
 
 
 def tensors_of(policy: Any) -> Iterator[tuple[Role, torch.Tensor]]:

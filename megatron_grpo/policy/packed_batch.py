@@ -108,7 +108,7 @@ class PackedBatch:
         if window is None or self.longest <= window:
             return self
         if self.has_parents:
-            raise ValueError(f"share_prefix needs attention to whole sequences, and a layer sees {window} of {self.longest} tokens")
+            raise ValueError(f"share_prefix needs full attention, but a layer attends to {window} of {self.longest} tokens")
         causal, full = self.windowed(window)
         return replace(self, causal=causal, full=full)
 
@@ -157,7 +157,7 @@ def sequences(packed: PackedBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]
         ValueError: If the sequences have parents.
     """
     if packed.has_parents:
-        raise ValueError("a sequence with a parent begins elsewhere in the stream")
+        raise ValueError("expected sequences without parents")
     earlier = {int(queries[0]): keys for part in packed.full for queries, keys in _pairs(part)}
     for queries, keys in _pairs(packed.causal) if packed.causal else ():
         before = earlier.get(int(queries[0]))

@@ -206,7 +206,7 @@ class Policy:
         metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]
         if self.room.movable:
             metrics["memory/offloaded_gb"] = self.room.given_bytes / 1e9
-        skipped: str | None = "all completions were filtered, nothing was left to train"
+        skipped: str | None = "all completions were filtered, no token is trained"
         skipped_step: SkippedStep | None = None
         logprobs = _by_row((micro, values) for _, micro, values in kept)
         if batch.num_loss_tokens > 0:
@@ -258,7 +258,7 @@ class Policy:
             norm: Norm of the summed gradient.
             own: Norm of this rank's own gradient, before any sum over ranks.
         """
-        why = getattr(self.gradient_check, "reason", None) or f"the gradient was refused (norm {norm:.4g})"
+        why = getattr(self.gradient_check, "reason", None) or f"the gradient was rejected (norm {norm:.4g})"
         finite = math.isfinite(norm)
         ranks = () if finite else bad_gradient_search.ranks_not_finite(own)
         weights = () if finite else bad_gradient_search.weights_not_finite(self.chunks)
@@ -380,7 +380,7 @@ class Policy:
 
         Names are those of PEFT's files without their prefix.
         """
-        assert self.adapters is not None, "asked for where all weights train"
+        assert self.adapters is not None, "named_adapters() needs tuner_type lora"
         self.tensors()  # gathers all parameters
         return self.adapters.named()
 

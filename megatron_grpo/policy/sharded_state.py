@@ -135,7 +135,7 @@ def _load_weights(module: Any, values: dict[str, Any], *, everything: bool) -> N
     lost = {name for name in found.missing_keys if not EXTRA.search(name)}
     lost = lost if everything else lost & _trained(module)
     if found.unexpected_keys or lost:
-        raise ValueError(f"a checkpoint that has been read lacks {sorted(lost)[:3]} and has {found.unexpected_keys[:3]} besides")
+        raise ValueError(f"the loaded checkpoint lacks {sorted(lost)[:3]} and has unexpected {found.unexpected_keys[:3]}")
 
 
 def _all_train(chunks: Sequence[Any]) -> bool:
@@ -146,7 +146,7 @@ def _all_train(chunks: Sequence[Any]) -> bool:
 def _what_trains(module: Any, described: dict[str, Any]) -> dict[str, Any]:
     """Return the trained part of a model's description, if some of the model is frozen. The rest is in the model's own files."""
     trained = _trained(module)
-    assert trained <= described.keys(), f"Megatron describes no {sorted(trained - described.keys())[:3]}"
+    assert trained <= described.keys(), f"Megatron's sharded state dict lacks {sorted(trained - described.keys())[:3]}"
     return {name: leaf for name, leaf in described.items() if name in trained}
 
 
@@ -354,7 +354,7 @@ def _boxes_of(part: ShardedTensor, run: torch.Tensor, first: int) -> Iterator[Sh
         run: The elements of the run.
         first: Index in the weight of the first element of the run.
     """
-    assert part.data is not None and part.data.is_contiguous(), f"{part.key} is not whole rows of its weight, so no box holds a run of it"
+    assert part.data is not None and part.data.is_contiguous(), f"{part.key} is not a set of whole rows of its weight"
     begins, size = part.data.storage_offset(), part.data.numel()
     start, end = max(first, begins), min(first + len(run), begins + size)
     outer, at = part.prepend_axis_num, start - first

@@ -95,12 +95,12 @@ def sharing_obstacle(cfg: Config, shape: ModelShape | None) -> str | None:
     """
     tuner = cfg.tuner
     if cfg.rollout.bitwise_parity:
-        return "parts of attention that are merged have other bits than the whole (bitwise_parity)"
+        return "merged partial attention is not bitwise equal to full attention (bitwise_parity)"
     longest = (cfg.data.max_prompt_length or (shape and shape.max_position_embeddings) or 0) + cfg.rollout.max_completion_length
     if shape and shape.sliding_window and shape.sliding_window < longest:
-        return f"{shape.architecture} has layers that see {shape.sliding_window} tokens, where sequences have up to {longest}"
+        return f"{shape.architecture} has layers with a sliding window of {shape.sliding_window} tokens, and sequences have up to {longest}"
     if tuner.tuner_type == "lora" and tuner.lora_dropout > 0:
-        return f"lora_dropout ({tuner.lora_dropout:g}) would draw one mask for all copies of a prompt, which is another estimator"
+        return f"lora_dropout ({tuner.lora_dropout:g}) would use one dropout mask for all copies of a prompt, which changes the estimator"
     return None
 
 
@@ -114,9 +114,9 @@ def flash_obstacle(dtype: str, channels: int) -> str | None:
         channels: Channels of one head.
     """
     if dtype not in ("bfloat16", "float16"):
-        return f"flash attention takes bfloat16 and float16, not {dtype}"
+        return f"flash attention supports bfloat16 and float16, not {dtype}"
     if channels > MOST_FLASH_CHANNELS or channels % 8:
-        return f"flash attention takes heads of at most {MOST_FLASH_CHANNELS} channels, a multiple of 8; these have {channels}"
+        return f"flash attention supports head dimensions up to {MOST_FLASH_CHANNELS} that are multiples of 8, not {channels}"
     return None
 
 
@@ -129,13 +129,13 @@ def needs_local_layers(shape: ModelShape) -> str | None:
     """Return the model's feature that only local layers compute, also with Transformer Engine installed, as a phrase; or None."""
     reasons = {
         "multi-latent attention": shape.mla,
-        "positions with three axes": shape.vision,
-        "attention within a window": shape.sliding_window,
-        "a rotation of a part of each head": shape.mla is None and shape.rope.dim < shape.head_dim,
+        "M-RoPE (three-axis positions)": shape.vision,
+        "sliding-window attention": shape.sliding_window,
+        "partial rotary embedding": shape.mla is None and shape.rope.dim < shape.head_dim,
         "a norm over all heads": shape.qk_norm_is_whole,
-        "a norm behind attention": shape.post_norm,
+        "a post-attention norm": shape.post_norm,
         "attention with sinks": shape.sinks,
-        "a gate that is not SiLU": shape.activation != "silu",
+        "a gate other than SiLU": shape.activation != "silu",
     }
     return next((reason for reason, has in reasons.items() if has), None)
 
@@ -163,7 +163,7 @@ def _unshareable(c: SimpleNamespace) -> dict[str, Any] | None:
     reason = sharing_obstacle(c.cfg, c.shape)
     if c.share_prefix != "true" or reason is None:
         return None
-    others = {"lora_dropout": ", or lora_dropout 0", "parts of attention": ", or bitwise_parity false"}
+    others = {"lora_dropout": ", or lora_dropout 0", "merged partial attention": ", or bitwise_parity false"}
     return {"reason": reason, "other": next((words for begin, words in others.items() if reason.startswith(begin)), "")}
 
 
@@ -184,7 +184,7 @@ def _late_tower(c: SimpleNamespace) -> dict[str, Any] | None:
     here, chunks = first_chunk_layers(c.cfg, c.shape.num_layers), c.virtual_pipeline_model_parallel_size or 1
     if here >= c.shape.vision.num_deepstack:
         return None
-    several = {"more": " virtual_pipeline_model_parallel_size", "told": f", {chunks} chunks a stage"} if chunks > 1 else {}
+    several = {"more": " virtual_pipeline_model_parallel_size", "told": f", {chunks} chunks per stage"} if chunks > 1 else {}
     return {"here": here, "least": c.shape.vision.num_deepstack * chunks, "more": "", "told": "", **several}
 
 
@@ -192,9 +192,9 @@ def _useless_exchange(c: SimpleNamespace) -> dict[str, Any] | None:
     if c.cp_comm_type is None:
         return None
     if c.context_parallel_size == 1:
-        return {"why": "context_parallel_size is 1, and nothing is exchanged"}
+        return {"why": "context_parallel_size is 1"}
     is_local = c.transformer_impl == "local" or c.shape.mla is not None or c.shape.vision is not None
-    return {"why": "local layers exchange keys in one way, all at once"} if is_local else None
+    return {"why": "local layers support a single exchange of keys (all-gather)"} if is_local else None
 
 
 def _without_experts(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -206,8 +206,8 @@ def _no_overlap(c: SimpleNamespace) -> dict[str, Any] | None:
     if not (c.moe and c.moe_shared_expert_overlap):
         return None
     if c.tuner_type == "lora":
-        return {"why": "tuner_type lora puts adapters beside them"}
-    return {"why": "allgather does nothing meanwhile"} if c.moe_token_dispatcher_type == "allgather" else None
+        return {"why": "tuner_type lora adds adapters to shared experts"}
+    return {"why": "allgather has nothing to overlap with"} if c.moe_token_dispatcher_type == "allgather" else None
 
 
 def _short_units(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -235,8 +235,8 @@ def _odd_sides(c: SimpleNamespace) -> dict[str, Any] | None:
     shape, tp, multiple = c.shape, c.tensor_model_parallel_size, FP8_NEEDS[c.fp8_recipe][1]
     heads = (shape.num_attention_heads + 2 * max(shape.num_query_groups, tp)) * shape.head_dim
     ffn = shape.moe.ffn_hidden_size // c.expert_tensor_parallel_size if shape.moe else shape.ffn_hidden_size // tp
-    sizes = {"hidden_size": shape.hidden_size, "queries, keys and values of a rank": heads // tp,
-             "intermediate_size of a rank": ffn, "heads of a rank": shape.num_attention_heads * shape.head_dim // tp}  # fmt: skip
+    sizes = {"hidden_size": shape.hidden_size, "query, key and value rows per rank": heads // tp,
+             "intermediate_size per rank": ffn, "attention output per rank": shape.num_attention_heads * shape.head_dim // tp}  # fmt: skip
     wrong = [f"{name} ({size})" for name, size in sizes.items() if size % multiple]
     return {"multiple": multiple, "wrong": ", ".join(wrong)} if wrong else None
 
@@ -256,12 +256,14 @@ def _not_as_vllm(c: SimpleNamespace) -> dict[str, Any] | None:
         return None
     rope, yarn = shape.rope, yarn_mscale(shape.rope.factor)
     others = {
-        "rms_norm_eps is 1e-5": shape.norm_epsilon == 1e-5,
-        "swiglu_alpha is 1.702 and swiglu_limit 7": shape.clamp == (1.702, 7.0),
-        "attention_bias is true": shape.qkv_bias,
-        "tie_word_embeddings is false": not shape.tied_embeddings,
-        "every other layer has a window, from the first": all(bool(window) != bool(i % 2) for i, window in enumerate(shape.windows)),
-        "the rope is stretched by yarn, without an attention_factor": rope.type == "yarn" and rope.attention_scaling == yarn,
+        "rms_norm_eps 1e-5": shape.norm_epsilon == 1e-5,
+        "swiglu_alpha 1.702 and swiglu_limit 7": shape.clamp == (1.702, 7.0),
+        "attention_bias true": shape.qkv_bias,
+        "tie_word_embeddings false": not shape.tied_embeddings,
+        ("a sliding window in every other layer, starting with the first"): all(
+            bool(window) != bool(i % 2) for i, window in enumerate(shape.windows)
+        ),
+        "YaRN without attention_factor": rope.type == "yarn" and rope.attention_scaling == yarn,
     }
     wrong = [words for words, holds in others.items() if not holds]
     return {"wrong": "; ".join(wrong)} if wrong else None
@@ -274,57 +276,61 @@ RULES = (
          "stop_token_ids: {beyond} {are} not in the model's vocabulary of {shape.vocab_size} tokens."),
     # experts: routing in Megatron-Core
     Rule("model", lambda c: c.moe and c.moe.score_function == "softmax" and c.moe.topk == 1 and c.moe.norm_topk_prob,
-         "model: one expert a token (num_experts_per_tok 1) with norm_topk_prob weighs that expert 1 whatever the router says, so it "
-         "cannot be trained. Use a model with norm_topk_prob false, or with more experts a token."),
+         "model: with norm_topk_prob and num_experts_per_tok 1, the expert's weight is always 1, so the router cannot be trained. "
+         "Use a model with norm_topk_prob false or more experts per token."),
     Rule("model", lambda c: c.moe and c.moe.score_function == "sigmoid" and c.moe.norm_topk_prob != (c.moe.topk > 1)
          and {"norm": str(c.moe.norm_topk_prob).lower()},
-         "model: Megatron-Core's sigmoid router makes the chosen experts' weights sum to 1 where there are several, not where there is "
-         "one; this model has norm_topk_prob {norm} with num_experts_per_tok {moe.topk}."),
+         "model: Megatron-Core's sigmoid router normalizes the weights of the selected experts if num_experts_per_tok is above 1, "
+         "and only then; this model has norm_topk_prob {norm} with num_experts_per_tok {moe.topk}. Use a model with the same "
+         "normalization."),
     Rule("model", lambda c: c.moe and c.moe.is_group_limited and c.moe.group_topk
          and (best := c.moe.topk // c.moe.group_topk) != 2 and {"best": best},
-         "model: Megatron-Core rates a group of experts by its best num_experts_per_tok / topk_group ({moe.topk} / {moe.group_topk} = "
-         "{best}) experts, the model by its best 2; they choose alike where the quotient is 2, or where topk_group is n_group "
+         "model: Megatron-Core scores a group of experts by its best num_experts_per_tok / topk_group ({moe.topk} / {moe.group_topk} "
+         "= {best}) experts, the model by its best 2. Use a model in which the quotient is 2, or topk_group is n_group "
          "({moe.num_groups})."),
     # features that only local layers compute
     Rule("transformer_impl", lambda c: c.local and c.transformer_impl == "transformer_engine",
-         "transformer_impl transformer_engine: {local}, which {shape.architecture} has, is computed by local layers only. Use auto or "
+         "transformer_impl transformer_engine: {local}, which {shape.architecture} has, is supported by local layers only. Use auto or "
          "local.", {"transformer_impl": ["auto", "local"]}),
     Rule("recompute_modules", lambda c: c.shape.mla and "mla_up_proj" in c.selected,
-         "recompute_modules: mla_up_proj is not one that multi-latent attention can recompute here. Leave it out."),
+         "recompute_modules: multi-latent attention cannot recompute mla_up_proj. Leave it out."),
     Rule("recompute_modules", lambda c: c.local and c.transformer_impl == "auto" and c.fused,
-         "recompute_modules: {fused} can be recomputed with Transformer Engine only, and {local} is computed by local layers only. Leave "
-         "it out."),
+         "recompute_modules: {fused} can be recomputed with Transformer Engine only, and {local} is supported by local layers only. "
+         "Leave it out."),
     Rule("expert_tensor_parallel_size", lambda c: c.moe and c.moe.has_biases and (c.expert_tensor_parallel_size or 1) > 1,
          "expert_tensor_parallel_size: {expert_tensor_parallel_size} would add the biases of {shape.architecture}'s experts "
-         "{expert_tensor_parallel_size} times (Megatron-Core refuses it). Use 1, and expert_model_parallel_size for more ranks.",
+         "{expert_tensor_parallel_size} times (Megatron-Core rejects it). Use 1, and expert_model_parallel_size for more ranks.",
          {"expert_tensor_parallel_size": [1]}),
     Rule("target_modules", _trains_biased_experts,
-         "target_modules: {shape.architecture} keeps the experts of a layer in one tensor, for which PEFT's files and vLLM's adapters have "
-         "other names than the adapters here. Use q_proj k_proj v_proj o_proj, or tuner_type full."),
+         "target_modules: {shape.architecture} stores the experts of a layer in one tensor, for which PEFT's and vLLM's adapter "
+         "names differ from those of this package. Use q_proj k_proj v_proj o_proj, or tuner_type full."),
     # a vision tower
     Rule("recompute_granularity", lambda c: c.shape.vision and c.shape.vision.num_deepstack and c.recompute_granularity == "full",
-         "recompute_granularity full: what the tower of {shape.architecture} adds to its first {shape.vision.num_deepstack} layers "
-         "(DeepStack) is not there any more when a layer is computed again. Use selective, or none.",
+         "recompute_granularity full: the features that the vision tower of {shape.architecture} adds to its first "
+         "{shape.vision.num_deepstack} layers (DeepStack) are no longer available when a layer is recomputed. Use selective, or none.",
          {"recompute_granularity": ["selective", "none"]}),
     Rule("pipeline_model_parallel_size{more}", _late_tower,
-         "the first model chunk has {here} of {shape.num_layers} layers (pipeline_model_parallel_size {pipeline_model_parallel_size}"
-         "{told}), and {shape.architecture} adds what its tower sees to the first {shape.vision.num_deepstack} (DeepStack). Use fewer "
-         "stages or chunks, or decoder_first_pipeline_num_layers {least} or more.",
+         "the first model chunk has {here} of {shape.num_layers} layers (pipeline_model_parallel_size "
+         "{pipeline_model_parallel_size}{told}), and {shape.architecture} adds vision features to the first "
+         "{shape.vision.num_deepstack} (DeepStack). Use fewer stages or chunks, or decoder_first_pipeline_num_layers {least} or more.",
          lambda c: {"decoder_first_pipeline_num_layers": [c.least]}),
     # optimizer, dispatcher, kernels and context-parallel communication, if this model's layers use them
     Rule("optimizer_cpu_offload use_distributed_optimizer", lambda c: c.optimizer_cpu_offload and not c.use_distributed_optimizer,
-         "optimizer_cpu_offload needs use_distributed_optimizer true: with it alone Megatron-Core keeps float32 weights there.",
+         (
+         "optimizer_cpu_offload needs use_distributed_optimizer true; otherwise Megatron-Core does not keep the float32 weights on "
+         "the CPU."
+         ),
          {"use_distributed_optimizer": [True], "optimizer_cpu_offload": [False]}),
     Rule("moe_token_dispatcher_type pipeline_model_parallel_size",
          lambda c: c.moe and c.moe_token_dispatcher_type == "allgather" and c.pipeline_model_parallel_size > 1,
-         "moe_token_dispatcher_type allgather does not go with pipeline_model_parallel_size ({pipeline_model_parallel_size}): packed "
-         "micro-batches differ in length, which Megatron-Core's pipeline allows with alltoall only.",
+         "moe_token_dispatcher_type allgather is not supported with pipeline_model_parallel_size ({pipeline_model_parallel_size}): "
+         "packed micro-batches differ in length, which Megatron-Core's pipeline supports with alltoall only. Use alltoall.",
          {"moe_token_dispatcher_type": ["alltoall"]}),
     (
         Rule("cp_comm_type", _useless_exchange, "cp_comm_type: {cp_comm_type}: {why}. Leave it out.", {"cp_comm_type": ["none"]}),
         Rule("cp_comm_type", lambda c: c.cp_comm_type == "a2a"
              and c.shape.num_query_groups % (c.context_parallel_size * c.tensor_model_parallel_size),
-             "cp_comm_type: a2a deals heads over ranks, and {shape.num_query_groups} key heads cannot be dealt to TP "
+             "cp_comm_type: a2a distributes heads over ranks, and {shape.num_query_groups} key heads are not a multiple of TP "
              "{tensor_model_parallel_size} x CP {context_parallel_size}. Use p2p or allgather.", {"cp_comm_type": ["p2p", "allgather"]}),
     ),
     Rule("{first}", _without_experts, "{first}: {shape.architecture} has no experts. Leave {all} out.", lambda c: {c.first: [False]}),
@@ -336,17 +342,17 @@ RULES = (
              {"moe_shared_expert_overlap": [False]}),
     ),
     Rule("moe_enable_deepep moe_token_dispatcher_type", lambda c: c.moe_enable_deepep != (c.moe_token_dispatcher_type == "flex"),
-         "moe_enable_deepep true and moe_token_dispatcher_type flex go together: flex is the dispatcher that DeepEP works in. Use both, or "
-         "neither.", lambda c: {"moe_token_dispatcher_type": ["flex" if c.moe_enable_deepep else "alltoall"]}),
+         "moe_enable_deepep true and moe_token_dispatcher_type flex require each other: DeepEP runs in the flex dispatcher. Use "
+         "both, or neither.", lambda c: {"moe_token_dispatcher_type": ["flex" if c.moe_enable_deepep else "alltoall"]}),
     # recomputation
     Rule("recompute_modules", lambda c: (unknown := [name for name in c.selected if name not in RECOMPUTABLE])
-         and {"unknown": ", ".join(unknown)}, f"recompute_modules: {{unknown}} is none of {', '.join(RECOMPUTABLE)}."),
+         and {"unknown": ", ".join(unknown)}, f"Unsupported recompute_modules {{unknown}}. Supported: {', '.join(RECOMPUTABLE)}."),
     Rule("recompute_modules", lambda c: not c.moe and (gone := [one for one in ("moe", "moe_act", "shared_experts") if one in c.selected])
          and {"missing": ", ".join(gone)}, "recompute_modules: the model has no experts, so there is no {missing}. Leave it out."),
     Rule("recompute_modules", lambda c: "mla_up_proj" in c.selected and not c.shape.mla,
          "recompute_modules: the model has no latent attention, so there is no mla_up_proj. Leave it out."),
     Rule("recompute_modules", lambda c: "mlp" in c.selected and c.shape.mlp_bias,
-         "recompute_modules: Megatron-Core's backward does not end where an MLP with biases (mlp_bias) is recomputed by itself. Leave mlp "
+         "recompute_modules: Megatron-Core's backward hangs if an MLP with biases (mlp_bias) is recomputed separately. Leave mlp "
          "out, or use recompute_granularity full."),
     Rule("recompute_modules", lambda c: c.fused and c.transformer_impl == "local",
          "recompute_modules: {fused} can be recomputed with Transformer Engine only, and transformer_impl is local. Leave it out, or use "
@@ -355,57 +361,62 @@ RULES = (
          "recompute_num_layers ({recompute_num_layers}) must divide the layers of each model chunk under recompute_method uniform: {told}, "
          "or recompute_method block.", lambda c: {"recompute_num_layers": c.near}),
     Rule("router_replay_mode", lambda c: c.router_replay_mode != "disabled" and not c.moe,
-         "router_replay_mode {router_replay_mode} needs a MoE model: {shape.architecture} has no experts to choose. Use disabled.",
+         "router_replay_mode {router_replay_mode} needs a MoE model: {shape.architecture} has no experts. Use disabled.",
          {"router_replay_mode": ["disabled"]}),
     # FP8. A configuration file that a run has written contains every setting
     Rule("fp8_recipe", lambda c: not c.fp8_format and c.cfg.sources.get("fp8_recipe") == COMMAND_LINE,
-         "fp8_recipe: {fp8_recipe} says how FP8 is scaled, and fp8_format is not set. Add --fp8_format hybrid."),
+         "fp8_recipe: {fp8_recipe} selects how FP8 is scaled, but fp8_format is not set. Add --fp8_format hybrid."),
     Rule("fp8_format", lambda c: c.fp8_format and (c.local or c.transformer_impl == "local")
-         and {"why": f"{c.local} has local layers only" if c.local else "transformer_impl is local"},
+         and {"why": f"{c.local} is supported by local layers only" if c.local else "transformer_impl is local"},
          "fp8_format: {fp8_format} needs Transformer Engine's layers, and {why}. Leave it out.", {"fp8_format": [None]}),
     Rule("fp8_format", lambda c: c.fp8_format and c.torch_dtype != "bfloat16",
          "fp8_format: {fp8_format} needs torch_dtype bfloat16, not {torch_dtype}.", {"fp8_format": [None]}),
     Rule("fp8_format", _odd_sides,
-         "fp8_format: fp8_recipe {fp8_recipe} takes matrices whose sides are multiples of {multiple}, and {wrong} is not. Leave fp8_format "
-         "out.", {"fp8_format": [None]}),
+         "fp8_format: fp8_recipe {fp8_recipe} needs matrix dimensions that are multiples of {multiple}, but {wrong} is not. Leave "
+         "fp8_format out.", {"fp8_format": [None]}),
 )
 
-SHARING = Rule("share_prefix", _unshareable, "share_prefix: true cannot be: {reason}. Use auto or false{other}.",
+SHARING = Rule("share_prefix", _unshareable, "share_prefix: true is not supported: {reason}. Use auto or false{other}.",
                {"share_prefix": ["auto", "false"]})
 
-SAMPLER = Rule("model", _not_as_vllm, "model: vLLM 0.32 samples every {shape.architecture} as if it had these: {wrong}. This one has not. "
-               "Use a checkpoint that has.")
+SAMPLER = Rule("model", _not_as_vllm, "model: vLLM 0.32 assumes these values for every {shape.architecture}: {wrong}. This checkpoint has "
+               "others. Use a checkpoint with these values.")
 
 MACHINE_RULES = (
     Rule("bitwise_parity", lambda c: c.has_gpu and c.bitwise_parity,
-         "bitwise_parity true: the kernels of a GPU are not reached; see docs/proof.md. Use false.", {"bitwise_parity": [False]}),
+         "bitwise_parity true: GPU kernels are not supported; see docs/proof.md. Use false.", {"bitwise_parity": [False]}),
     Rule("transformer_impl", lambda c: c.transformer_impl == "transformer_engine" and not c.has_te,
-         "transformer_impl: transformer_engine is not installed here. Install the extra `te`, or use auto or local.",
+         "transformer_impl: transformer_engine is not installed. Install the extra `te`, or use auto or local.",
          {"transformer_impl": ["auto", "local"]}),
     Rule("optimizer_cpu_offload", lambda c: c.optimizer_cpu_offload and not c.has_gpu,
-         "optimizer_cpu_offload: there is no GPU here: the optimizer is on the host already. Leave it out.",
+         "optimizer_cpu_offload: no GPU found; the optimizer is already on the CPU. Leave it out.",
          {"optimizer_cpu_offload": [False]}),
     (
         Rule("fp8_format", lambda c: c.fp8_format and not c.has_gpu,
-             "fp8_format: {fp8_format} computes with Transformer Engine on a GPU, and there is no GPU here. Leave it out.",
+             "fp8_format: {fp8_format} needs Transformer Engine and a GPU; no GPU found. Leave it out.",
              {"fp8_format": [None]}),
         Rule("fp8_format", lambda c: c.fp8_format and not c.has_te,
-             "fp8_format: {fp8_format} computes with Transformer Engine on a GPU, and Transformer Engine is not installed here (the extra "
-             "`te`). Leave it out.", {"fp8_format": [None]}),
+             "fp8_format: {fp8_format} needs Transformer Engine and a GPU; Transformer Engine is not installed (the extra `te`). "
+             "Leave it out.", {"fp8_format": [None]}),
         Rule("fp8_recipe", _old_gpu, "fp8_recipe: {fp8_recipe} needs a GPU of compute capability {needed}, this one has {here}. {do}.",
              lambda c: {"fp8_recipe": c.others} if c.others else {}),
     ),
     Rule("moe_permute_fusion", lambda c: c.moe_permute_fusion and not c.has_te,
-         "moe_permute_fusion: it is Transformer Engine's, which is not installed here. Leave it out.", {"moe_permute_fusion": [False]}),
+         (
+         "moe_permute_fusion: needs Transformer Engine, which is not installed (the extra `te`). Leave it out."
+         ), {"moe_permute_fusion": [False]}),
     Rule("cp_comm_type", lambda c: c.cp_comm_type and c.transformer_impl == "auto" and not c.has_te,
-         "cp_comm_type: it is for Transformer Engine's attention, which is not installed here. Leave it out.", {"cp_comm_type": ["none"]}),
+         "cp_comm_type: needs Transformer Engine, which is not installed (the extra `te`). Leave it out.", {"cp_comm_type": ["none"]}),
     Rule("moe_shared_expert_overlap", lambda c: c.moe_shared_expert_overlap and not c.has_gpu,
-         "moe_shared_expert_overlap: it needs CUDA streams, and there is no GPU here. Leave it out.",
+         "moe_shared_expert_overlap: needs CUDA streams; no GPU found. Leave it out.",
          {"moe_shared_expert_overlap": [False]}),
     Rule("moe_enable_deepep", lambda c: c.moe_enable_deepep and not (c.has_gpu and find_spec("deep_ep"))
-         and {"lacks": "DeepEP (the package deep_ep) is not installed here" if c.has_gpu else "there is no GPU here"},
+         and {"lacks": "DeepEP (the package deep_ep) is not installed" if c.has_gpu else "no GPU found"},
          "moe_enable_deepep: {lacks}. Use false and moe_token_dispatcher_type alltoall.", {"moe_enable_deepep": [False]}),
     Rule("recompute_modules", lambda c: c.fused and c.transformer_impl == "auto" and not c.has_te,
-         "recompute_modules: {fused} can be recomputed with Transformer Engine only, which is not installed here. Leave it out."),
+         (
+         "recompute_modules: {fused} can be recomputed with Transformer Engine only, which is not installed (the extra `te`). Leave "
+         "it out."
+         )),
 )
 # fmt: on

@@ -107,7 +107,7 @@ class Vision(torch.nn.Module):
             # A rank has the gradient of its own rows only. Megatron sums the gradients of parameters with this attribute over TP.
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # a mark of Megatron's
         if len(layers) < deep:
-            raise ValueError(f"the first model chunk has {len(layers)} layers, and pictures enter the first {deep}")
+            raise ValueError(f"the first model chunk has {len(layers)} layers, but image features are added to the first {deep}")
         for number, layer in enumerate(list(layers)[:deep]):
             layer.register_forward_hook(lambda _, args, output, number=number: self._deepen(number, output))
 
@@ -193,5 +193,5 @@ class Vision(torch.nn.Module):
         features = [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
         wanted = sum(map(num_tokens, images))
         if any(len(one) != wanted for one in features):
-            raise ValueError(f"the tower made {[len(one) for one in features]} tokens of pictures that have {wanted}")
+            raise ValueError(f"the vision tower returned {[len(one) for one in features]} tokens for images of {wanted} tokens")
         return features

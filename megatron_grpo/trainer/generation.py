@@ -263,10 +263,10 @@ def warning_of(found: Sequence[str], total: int) -> str | None:
     """
     if not found:
         return None
-    said = f"{len(found)} of {total} completions have a log-prob that no distribution has (the first: {found[0]})"
+    said = f"{len(found)} of {total} completions have an invalid log-prob (NaN, infinite or above 0; the first: {found[0]})"
     if len(found) == total:
-        raise InvalidLogprobsError(f"{said}. The sampler's weights or its arithmetic are broken.")
-    return f"{said}: nothing of them is trained"
+        raise InvalidLogprobsError(f"{said}. The sampler's weights or kernels are faulty.")
+    return f"{said}; these completions are not trained"
 
 
 # ---- sampling masks ----------------------------------------------------------------------------------------------------------------------
@@ -292,15 +292,11 @@ def check_sampling_mask(sequence: Tokens, top_k: int) -> None:
     try:
         sampling_mask = sequence.sampling_mask
     except ValueError as error:
-        raise InvalidSamplingMaskError(
-            f"the sampler does not say of each token of a completion among which words it drew it: {error}."
-        ) from error
+        raise InvalidSamplingMaskError(f"The sampler returned an incomplete sampling mask: {error}.") from error
     if sampling_mask is None and not sequence.num_masked:
         return
     if sampling_mask is None:
-        raise InvalidSamplingMaskError(
-            f"the sampler did not say among which words it drew the {sequence.num_masked} tokens of a completion."
-        )
+        raise InvalidSamplingMaskError(f"The sampler returned no sampling mask for the {sequence.num_masked} tokens of a completion.")
     tokens, counts = sequence.token_ids[sequence.mask], sampling_mask.counts
     owners = np.repeat(np.arange(len(tokens)), counts)
     has_itself = np.zeros(len(tokens), dtype=bool)
@@ -310,6 +306,6 @@ def check_sampling_mask(sequence: Tokens, top_k: int) -> None:
     if not has_itself.all() or counts.max(initial=0) > most or num_different < len(sampling_mask.ids):
         place = int(np.argmin(has_itself)) if not has_itself.all() else int(np.argmax(counts))
         raise InvalidSamplingMaskError(
-            f"the sampler says that it drew token {place} of a completion ({tokens[place]}) among {counts[place]} words: the token itself "
-            f"must be one of them, each once, and there are at most {most} with top_k {top_k}."
+            f"The sampler returned an invalid sampling mask of {counts[place]} token IDs for token {place} of a completion "
+            f"({tokens[place]}): the IDs must be distinct, include the token itself, and be at most {most} with top_k {top_k}."
         )

@@ -194,6 +194,6 @@ def check_failures(metas: Sequence[GroupMetadata], most: float) -> None:
         return
     sentence, times = faults.most_common(1)[0]
     raise EnvironmentFailuresError(
-        f"{count} of {len(episodes)} episodes of a rollout failed by their environment's fault (max_failed_episodes {most:g}); "
-        f"{times} of them alike: {sentence}."
+        f"{count} of {len(episodes)} episodes of a rollout failed because of an environment error (max_failed_episodes {most:g}); the "
+        f"most frequent error ({times} times): {sentence}."
     )

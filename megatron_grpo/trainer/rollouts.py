@@ -231,7 +231,7 @@ class Rollouts:
         if not wanted:
             return []
         if wanted != list(self._under_way):
-            raise KeyError(f"rollouts {wanted} are to come in, and {list(self._under_way)} were launched")
+            raise KeyError(f"expected rollouts {list(self._under_way)} to be collected next, got {wanted}")
         return self._land(drained_at=None)
 
     def drain(self, step: int, *, at_most: float | None = None) -> list[Rollout]:
@@ -251,8 +251,8 @@ class Rollouts:
         self.generator.forget()
         if collectives.rank() == 0:
             logger.warning(
-                "What was being sampled ahead (rollouts %s) needs more than stop_drain_seconds (%g) and is dropped: the resumed run "
-                "samples these prompts again, with newer weights.",
+                "Rollouts sampled ahead (%s) did not finish within stop_drain_seconds (%g) and are dropped; the resumed run samples "
+                "these prompts again with newer weights.",
                 ", ".join(map(str, numbers)),
                 at_most,
             )
@@ -403,5 +403,6 @@ def _check_versions(number: int, metas: Sequence[GroupMetadata], *, at_least: in
         if not at_least <= meta.version <= at_most:
             planned = f"version {at_least}" if at_least == at_most else f"version {at_least}, or up to {at_most}"
             raise ValueError(
-                f"prompt {meta.prompt_number} of rollout {number} was answered by version {meta.version}; by the schedule it is {planned}"
+                f"prompt {meta.prompt_number} of rollout {number} was sampled by weight version {meta.version}; the training schedule "
+                f"expects {planned}"
             )

@@ -275,7 +275,7 @@ class SampleBuffer:
         lost = set().union(*collectives.all_gather_object(mine))
         if self.parallel.is_rank_zero:
             named = ", ".join(f"row {row} of rollout {rollout}" for rollout, row in sorted(lost)[:SHOWN])
-            logger.warning("The policy gives no log-probs that are numbers to %d rows, which train nothing: %s.", len(lost), named)
+            logger.warning("The policy's log-probs of %d rows are not finite; these rows are not trained: %s.", len(lost), named)
         return lost
 
     def batch(self, step: ScheduledStep, *, token_weight_fn: Callable[..., TokenWeights]) -> tuple[SampleBuffer, GlobalBatch]:
@@ -399,6 +399,5 @@ def _check_versions(step: ScheduledStep, rows: Mapping[RowKey, TrainingRow]) -> 
             if row.version > micro.on_policy_version or row.on_policy_version not in (micro.on_policy_version, row.version):
                 raise ValueError(
                     f"row {row.row} of rollout {row.rollout} was sampled by version {row.version} and is on-policy at "
-                    f"{row.on_policy_version}; "
-                    f"the training schedule has its rollout come in at version {micro.on_policy_version}"
+                    f"{row.on_policy_version}; the training schedule collects its rollout at version {micro.on_policy_version}"
                 )

@@ -104,8 +104,8 @@ class StepMonitor:
         self._keep(gradient, kind="parted", words=str(finding), finding=finding)
         if self.ends_run:
             raise ReplicaMismatchError(
-                f"{finding}. The run ends before the optimizer acts on it, and no checkpoint is written (check_replicas_action stop). "
-                "What was saved before the last check that found no difference is sound: --resume goes on from there."
+                f"{finding}. The run stops before the optimizer step, and no checkpoint is written (check_replicas_action stop). "
+                "Checkpoints saved up to the last check without a difference are valid; continue from one of them with --resume."
             )
         if collectives.rank() == 0:
             self._print_line(f"WARNING: {finding}")
@@ -119,6 +119,6 @@ class StepMonitor:
 
     def _keep(self, gradient: SummedGradient, **facts: Any) -> None:
         """Save the current step. `facts` are fields of `DumpReason`."""
-        assert self._now is not None, "a step is looked at inside `with monitor(step, pending)`"
+        assert self._now is not None, "a step is monitored inside `with monitor(step, buffer)`"
         step, buffer = self._now
         self.step_dumps().write(DumpReason(step=step, **facts), buffer, self.policy, gradient)

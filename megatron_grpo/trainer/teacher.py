@@ -115,7 +115,7 @@ class HeldTeacher:
         self._free_memory()
         senseless = sum(not np.isfinite(values).all() for values in found.logprobs.values())
         if collectives.all_reduce_max(senseless):
-            raise RunError(f"the teacher ({self._name}) gives a drawn token a log-prob that no distribution has.")
+            raise RunError(f"The teacher ({self._name}) returned log-probs that are not finite.")
         return local_samples(found.logprobs, found.rows.dp_ranks, rows.dp_ranks, parallel)
 
     def _free_memory(self) -> None:

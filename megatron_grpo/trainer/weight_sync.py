@@ -115,7 +115,7 @@ class WeightSyncManager:
                 raise
             except ReceiverChangedError as changed:
                 if collectives.rank() == 0:
-                    logger.warning("%s. The weights are pushed again.", changed)
+                    logger.warning("%s. The weights are synced again.", changed)
 
     def _sync_weights(self, version: int) -> SyncStats:
         if not self._is_proven:
@@ -134,7 +134,7 @@ class WeightSyncManager:
             self._num_said += 1
             told = f"{stats.image_difference_max:.1e} nats"
             self._print_line(
-                f"Pictures: in probes that show one, sampler and trainer differ by at most {told} a token (weights of version {version})."
+                f"Images: in probes with an image, sampler and trainer differ by at most {told} per token (weights of version {version})."
             )
 
     def _try_adapter(self) -> None:
@@ -256,12 +256,14 @@ def _trial_problem(found: Mapping[str, tuple[float, float]]) -> str | None:
     shares = ", ".join(f"{name} {share:.2f} +- {error:.2g}" for name, (share, error) in found.items())
     if not all(error <= FOLLOWED_ERROR for _, error in found.values()):
         return (
-            "the trial of the adapter proves nothing: it moves the trainer's own log-probs too little to tell an engine that takes it from "
-            f"one that ignores it (share of the movement that the engines made: {shares}). More modules or float32 tell them "
-            "apart; verify_weight_push false trains without this proof."
+            "The adapter check is inconclusive: the trial adapter changes the trainer's log-probs too little to detect an engine "
+            f"that ignores it (share of the change seen in the engines: {shares}). Use more target modules or float32, or skip the "
+            "check with verify_weight_push false."
         )
     if not all(abs(share - 1) <= FOLLOWED for share, _ in found.values()):
-        return f"the rollout engine ignores adapters, or takes them in part: share of the trial's movement that it made: {shares}."
+        return (
+            f"The rollout engine ignores the trial adapter or applies only a part of it: share of the change seen in the engines: {shares}."
+        )
     return None
 
 
@@ -279,7 +281,7 @@ def _problem(reports: Mapping[str, _Report], version: int, is_coarse: bool) -> s
     """Return the problem with the reports, by the engine's name, or None."""
     others = {name: report.version for name, report in reports.items() if report.version != version}
     if others:
-        return f"after the push of {_name(version)} these engines hold another: {others} (engine: version)"
+        return f"After the weight sync to {_name(version)}, these engines have another version: {others} (engine: version)"
 
     def is_good(differences: np.ndarray, mean_bound: float) -> bool:
         # Written so that NaN is not good.
@@ -289,10 +291,10 @@ def _problem(reports: Mapping[str, _Report], version: int, is_coarse: bool) -> s
     bad_cached = [name for name, report in reports.items() if not is_good(report.cached, BFLOAT16_MEAN_CACHED)]
     if not bad_fresh and not bad_cached:
         return None
-    bound = f"a mean of {BFLOAT16_MEAN} ({BFLOAT16_MEAN_CACHED} through the prefix cache)" if is_coarse else f"{FLOAT32_MAX} at some token"
+    bound = f"a mean of {BFLOAT16_MEAN} ({BFLOAT16_MEAN_CACHED} through the prefix cache)" if is_coarse else f"{FLOAT32_MAX} at a token"
     bad = {name: reports[name] for name in reports if name in {*bad_fresh, *bad_cached}}
     lines = [
-        f"the rollout engine does not sample from {_name(version)}.",
+        f"The rollout engine does not sample from {_name(version)}.",
         f"Its log-probs of the probe sequences differ from the trainer's by more than {bound}:",
     ]
     lines += [
@@ -301,11 +303,11 @@ def _problem(reports: Mapping[str, _Report], version: int, is_coarse: bool) -> s
         for name, report in bad.items()
     ]
     if not bad_fresh:
-        hint = "only tokens read through the prefix cache differ: it was not reset, and holds keys and values of older weights"
+        hint = "Only tokens read through the prefix cache differ: it was not reset and has keys and values of older weights"
     elif len(bad) < len(reports):
-        hint = "only some engines are wrong: they missed the push, or the ranks of one engine received different tensors"
+        hint = "Only some engines differ: they missed the weight sync, or the ranks of one engine received different tensors"
     else:
-        hint = "every engine is wrong: some weight kept its old value (tied head, packed experts), or arrived under a wrong name or in part"
+        hint = "All engines differ: a weight has its old value (tied head, packed experts), or arrived under a wrong name or incomplete"
         hint += "; or the adapter is ignored" * (version == NO_VERSION)
     return "\n".join([*lines, f"  {hint}."])
 

@@ -140,7 +140,8 @@ def fill(owned: Iterable[Owned], ranks: Ranks, bucket_bytes: int) -> list[Bucket
         names = {one.expert_rank: one.name for one in sorted(alike, key=lambda one: one.expert_rank)}
         if len({(one.shape, one.dtype, one.part) for one in alike}) > 1 or len(names) < len(alike):
             raise ValueError(
-                f"not alike, yet at one place of the model: {', '.join(str((one.name, one.shape, one.dtype)) for one in alike)}"
+                "tensors at the same position of the model differ in shape or dtype: "
+                f"{', '.join(str((one.name, one.shape, one.dtype)) for one in alike)}"
             )
         whole = length * ranks.sharing(first.part)
         if not buckets or buckets[-1].stage != stage or buckets[-1].whole + whole > bucket_bytes:

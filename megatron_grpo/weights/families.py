@@ -7,6 +7,7 @@ test compares it with the installed transformers. docs/adding-a-model.md adds a 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,8 +32,8 @@ _MAY_BE_ZERO = (
     *("first_k_dense_replace", "n_shared_experts", "max_window_layers", "sliding_window", "rms_norm_eps", "swiglu_alpha", "swiglu_limit"),
 )
 _WORDS = {
-    "int|float": "a number", "int": "a whole number", "float": "a number with a point", "bool": "true or false", "str": "a word",
-    "dict": "named values", "list[int]": "a list of whole numbers", "list[str]": "a list of words", "NoneType": "null",
+    "int|float": "a number", "int": "an integer", "float": "a float", "bool": "true or false", "str": "a string",
+    "dict": "an object", "list[int]": "a list of integers", "list[str]": "a list of strings", "NoneType": "null",
 }  # fmt: skip
 
 
@@ -86,11 +87,11 @@ FAMILIES: dict[str, ModelFamily] = {
     "Qwen2_5_VLForConditionalGeneration": ModelFamily(traits=traits.qwen2, tower=QWEN2_5_VL),
     "Qwen3VLForConditionalGeneration": ModelFamily(traits=traits.qwen3, tower=QWEN3_VL),
 }
-_GATED_DELTA = "no layer for its linear attention (the gated delta rule) is built here yet"
-_SPARSE = "its sparse attention (a lightning indexer that chooses keys) is not in the attention over packed streams here"
-_SIZES = "its embeddings of each layer, and its layers that may be left out, are not in Megatron-Core"
-_SEES = "its tower has not been shown to give transformers' gradients here"
-_HEARS = "of what models see and hear pictures alone are there"
+_GATED_DELTA = "its linear attention (gated delta rule) is not implemented"
+_SPARSE = "its sparse attention (lightning indexer) is not implemented"
+_SIZES = "Megatron-Core has neither its per-layer embeddings nor its optional layers"
+_SEES = "its vision tower is not verified against transformers' gradients"
+_HEARS = "images are the only supported modality besides text"
 # Unsupported models: (regular expression of their Hub names, architectures, reason).
 _NOT_YET = (
     (r"Qwen/Qwen3-Next-", "Qwen3NextForCausalLM", _GATED_DELTA),
@@ -99,18 +100,20 @@ _NOT_YET = (
     (r"Qwen/Qwen2\.5-Omni-", "Qwen2_5OmniModel", _HEARS),
     (r"Qwen/Qwen3-Omni-", "Qwen3OmniMoeForConditionalGeneration", _HEARS),
     (r"Qwen/Qwen3-VL-\d+B-A\d+B", "Qwen3VLMoeForConditionalGeneration",
-     "Qwen3-VL with experts has not been shown to give transformers' gradients here; Qwen3-VL without experts has "
+     "Qwen3-VL with experts is not verified against transformers' gradients; use Qwen3-VL without experts "
      "(Qwen3VLForConditionalGeneration)"),
-    (r"nvidia/(NVIDIA-)?Nemotron-(H|Nano|3)-", "NemotronHForCausalLM", "no layer for its Mamba-2 part is built here yet"),
-    (r"deepseek-ai/DeepSeek-V3\.2", "DeepseekV32ForCausalLM", f"{_SPARSE}; DeepSeek-V3 has full attention (DeepseekV3ForCausalLM)"),
+    (r"nvidia/(NVIDIA-)?Nemotron-(H|Nano|3)-", "NemotronHForCausalLM", "its Mamba-2 layers are not implemented"),
+    (r"deepseek-ai/DeepSeek-V3\.2", "DeepseekV32ForCausalLM", (
+        f"{_SPARSE}; use DeepSeek-V3, which has full attention (DeepseekV3ForCausalLM)"
+    )),
     (r"zai-org/GLM-5", "GlmMoeDsaForCausalLM", _SPARSE),
     (r"zai-org/GLM-4\.7-Flash", "Glm4MoeLiteForCausalLM",
-     "it has not been shown to give transformers' gradients here; GLM-4.5 has (Glm4MoeForCausalLM)"),
-    ("", "Glm4vMoeForConditionalGeneration", f"{_SEES}; the text model of GLM-4.5 can be trained (Glm4MoeForCausalLM)"),
+     "it is not verified against transformers' gradients; use GLM-4.5 (Glm4MoeForCausalLM)"),
+    ("", "Glm4vMoeForConditionalGeneration", f"{_SEES}; use the text model of GLM-4.5 (Glm4MoeForCausalLM)"),
     (r"google/gemma-2-", "Gemma2ForCausalLM",
-     "it caps its scores and logits by a tanh, which attention here does not; Gemma 3 has no caps (Gemma3ForCausalLM)"),
+     "its softcapping of attention scores and logits is not implemented; use Gemma 3, which has none (Gemma3ForCausalLM)"),
     (r"google/gemma-3-(4|12|27)b", "Gemma3ForConditionalGeneration",
-     f"{_SEES}; the text models of Gemma 3 can be trained (Gemma3ForCausalLM)"),
+     f"{_SEES}; use the text models of Gemma 3 (Gemma3ForCausalLM)"),
     (r"google/gemma-3n-", "Gemma3nForConditionalGeneration Gemma3nForCausalLM", _SIZES),
 )  # fmt: skip
 NOT_YET = {name: why for _, names, why in _NOT_YET for name in names.split()}
@@ -139,13 +142,13 @@ def text_config(config: Config) -> Config:
     if inner is None:
         return config
     if not isinstance(inner, Mapping):
-        raise config_error("model", f"config.json: text_config must hold named values, it is {inner!r}.")
+        raise config_error("model", f"config.json: text_config must be an object, got {inner!r}.")
     outer = {key: value for key, value in config.items() if value is not None and key not in IDLE and key not in _OF_THE_WHOLE}
     problems = []
     for key, (_, default) in fields_of(config["architectures"][0]).items():
         here = inner.get(key, outer.get(key) if key in ("tie_word_embeddings", *_ROPES) else default)
         if key in outer and outer[key] != here and (key not in inner or here is not None):
-            problems.append(f"{key} is {outer[key]!r}, and {here!r} in its text_config. Keep one of them.")
+            problems.append(f"{key} is {outer[key]!r} at the top level and {here!r} in text_config. Keep one of them.")
     if not any(key in inner for key in _ROPES) and (lost := [key for key in _ROPES if key in outer]):
         problems.append(f"{' and '.join(lost)} must be in text_config too, where transformers reads it.")
     if problems:
@@ -162,7 +165,7 @@ def family_of(config: Config) -> ModelFamily:
     """
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        message = f"config.json: architectures must be a list of names, it is {names!r}."
+        message = f"config.json: architectures must be a list of strings, got {names!r}."
         raise config_error("model", message)
     if len(names) == 1 and names[0] in FAMILIES:
         return FAMILIES[names[0]]
@@ -170,7 +173,7 @@ def family_of(config: Config) -> ModelFamily:
         raise config_error("model", f"model: the architecture {names[0]} is not supported: {why}.")
     what = f"the architecture {names[0]}" if names else "a config.json without `architectures`"
     raise config_error(
-        "model", f"model: {what} is not supported. Known: {', '.join(sorted(FAMILIES))}. docs/adding-a-model.md shows how to add one."
+        "model", f"model: {what} is not supported. Supported: {', '.join(sorted(FAMILIES))}. To add one, see docs/adding-a-model.md."
     )
 
 
@@ -193,7 +196,10 @@ def as_the_class_reads(config: Config, architecture: str, require: Callable[[boo
     found = dict(config)
     for alias, name in _TABLE["families"].get(architecture, {}).get("aliases", {}).items():
         if alias in config and name not in IDLE:
-            require(config[alias] == config.get(name, config[alias]), f"{alias} is {config[alias]!r}, and {name} is {config.get(name)!r}.")
+            require(
+                config[alias] == config.get(name, config[alias]),
+                f"{alias} is {config[alias]!r} but {name} is {config.get(name)!r}. Keep one of them.",
+            )
             found[name] = config[alias]
     for name, (kinds, default) in fields_of(architecture).items():
         require(name in found or name not in _NEEDED, f"{architecture} needs {name}.")
@@ -201,9 +207,10 @@ def as_the_class_reads(config: Config, architecture: str, require: Callable[[boo
         is_positive = name not in IDLE and name not in REFUSED and name not in _MAY_BE_ZERO
         words = _WORDS.get(kinds) or " or ".join(_WORDS[kind] for kind in kinds.split("|"))
         is_taken = any(_is(value, kind) for kind in kinds.split("|")) and (not is_positive or type(value) not in (int, float) or value > 0)
-        require(is_taken, f"{name} must be {words.replace('a ', 'a positive ', is_positive)}, it is {value!r}.")
+        words = re.sub("^an? ", "a positive ", words) if is_positive else words
+        require(is_taken, f"{name} must be {words}, got {value!r}.")
         is_computed = name not in REFUSED or value in (default, None) or not is_taken
-        require(is_computed, f"{name} is {value!r}, which is not computed here. Leave it out, or use {json.dumps(default)}.")
+        require(is_computed, f"{name} is {value!r}, which is not supported. Leave it out, or use {json.dumps(default)}.")
     return found
 
 

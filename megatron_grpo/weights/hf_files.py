@@ -115,9 +115,9 @@ def check_tied_head(reader: HfReader) -> None:
     else:
         how = f"their shapes are {tuple(other.shape)} and {tuple(one.shape)}"
     raise wrong(
-        f"config.json says tie_word_embeddings (or says nothing of it, in a family that ties them), but {head} is not {embedding}: {how}. "
-        "vLLM and transformers use the head that is there. "
-        f"Set tie_word_embeddings to false in {reader.directory / 'config.json'} to train both, or remove {head} to train them as one."
+        f"config.json sets tie_word_embeddings (explicitly or by the family's default), but {head} differs from {embedding}: {how}. "
+        f"vLLM and transformers use the stored head. Set tie_word_embeddings to false in {reader.directory / 'config.json'} to train "
+        f"both, or remove {head} to train them as one."
     )
 
 
@@ -187,7 +187,7 @@ def as_stored(named: Iterable[tuple[str, torch.Tensor]], shape: ModelShape) -> I
             yield whole, torch.stack(experts)
             del waiting[whole]
     if waiting:
-        raise ValueError(f"experts of {', '.join(sorted(waiting)[:3])} are missing")
+        raise ValueError(f"missing experts of {', '.join(sorted(waiting)[:3])}")
 
 
 # Files besides weights that make a directory loadable. Listed one by one, since model directories also contain other formats and images.

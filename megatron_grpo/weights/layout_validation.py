@@ -29,7 +29,7 @@ def layout_problems(shape: ModelShape, *, tp: int = 1, ep: int = 1, etp: int = 1
     return [
         *_each(TP, tp, lambda ranks: _tensor_parallel(shape, ranks, whole_down_projections)),
         *_each(EP, ep, lambda ranks: _experts(shape, ranks, "num_experts", moe.num_experts if moe else None)),
-        *_each(ETP, etp, lambda ranks: _experts(shape, ranks, "the experts' intermediate size", moe.ffn_hidden_size if moe else None)),
+        *_each(ETP, etp, lambda ranks: _experts(shape, ranks, "experts' intermediate size", moe.ffn_hidden_size if moe else None)),
     ]
 
 
@@ -62,8 +62,8 @@ def length_problems(shape: ModelShape, longest: int, *, flags: tuple[str, ...] =
     stretched = math.floor(shape.rope.factor * shape.rope.original_max_position_embeddings)
     if not problems and shape.rope.type == "yarn" and longest > stretched:
         problems.append(
-            f"sequences of up to {longest} tokens are longer than what the model's rope was stretched to by yarn ({stretched}: its factor "
-            f"times original_max_position_embeddings). Keep them within {stretched}."
+            f"sequences of up to {longest} tokens are longer than the range of the model's YaRN rope ({stretched} = factor x "
+            f"original_max_position_embeddings). Use at most {stretched} tokens."
         )
     return [Problem(flags=flags, message=message) for message in problems]
 
@@ -87,7 +87,7 @@ def _cut_alike(shape: ModelShape) -> dict[str, int]:
 def _tensor_parallel(shape: ModelShape, tp: int, whole_down_projections: bool) -> Iterator[str]:
     sizes = _cut_alike(shape)
     if shape.moe and shape.moe.shared_ffn_hidden_size:
-        sizes["the shared experts' width"] = shape.moe.shared_ffn_hidden_size
+        sizes["shared experts' intermediate size"] = shape.moe.shared_ffn_hidden_size
     if shape.mla and not whole_down_projections:
         sizes["kv_lora_rank + qk_rope_head_dim"] = shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim
         if shape.mla.q_lora_rank:
@@ -95,18 +95,18 @@ def _tensor_parallel(shape: ModelShape, tp: int, whole_down_projections: bool) -
     yield from (_rest(name, size, tp) for name, size in sizes.items() if size % tp)
     groups, rows = shape.num_query_groups, shape.query_size + 2 * shape.key_size
     if shape.mla is None and groups % tp and tp % groups:
-        yield f"it must divide the model's num_key_value_heads ({groups}), or be a multiple of it."
+        yield f"must divide the model's num_key_value_heads ({groups}) or be a multiple of it."
     elif shape.mla is None and rows % tp:
-        yield _rest("the rows of query, key and value together", rows, tp)
+        yield _rest("total of query, key and value rows", rows, tp)
     elif shape.qk_norm_is_whole and groups % tp:
-        yield f"it must divide the model's num_key_value_heads ({groups}): a norm over all heads of keys counts each of them once."
+        yield f"must divide the model's num_key_value_heads ({groups}), because its key norm covers all heads."
 
 
 def _engine_parallel(shape: ModelShape, tp: int) -> Iterator[str]:
     yield from (_rest(name, size, tp) for name, size in _cut_alike(shape).items() if size % tp)
     groups = shape.num_query_groups
     if shape.mla is None and groups % tp and tp % groups:
-        yield f"it must divide the model's num_key_value_heads ({groups}), or be a multiple of it."
+        yield f"must divide the model's num_key_value_heads ({groups}) or be a multiple of it."
 
 
 def _experts(shape: ModelShape, ranks: int, name: str, size: int | None) -> Iterator[str]:
@@ -119,4 +119,4 @@ def _experts(shape: ModelShape, ranks: int, name: str, size: int | None) -> Iter
 
 
 def _rest(name: str, size: int, ranks: int) -> str:
-    return f"it must divide the model's {name} ({size}): {size} = {size // ranks} x {ranks} + {size % ranks}."
+    return f"must divide the model's {name} ({size}): {size} = {size // ranks} x {ranks} + {size % ranks}."

@@ -35,20 +35,20 @@ ALL_LINEAR = "all-linear"
 AdapterUpdateRequest = Literal["adapter", "merged"]  # how adapters reach a sampler: alone, or merged into the weights
 # Unsupported options of PEFT's LoraConfig, with the reason.
 NOT_THERE = {
-    "lora_bias": "Megatron's frozen linear layers give a bias no gradient, and vLLM samples without it",
-    "modules_to_save": "whole layers would train beside the adapter, which vLLM cannot sample from; tuner_type full trains them",
-    "use_dora": "its scale is the norm of base and adapter together, which no shard knows, and vLLM cannot sample from it",
-    "target_parameters": "adapters are on linear layers, which target_modules names",
-    "layers_to_transform": "name the layers in target_regex, such as .*layers\\.(0|1)\\..*",
-    "layers_pattern": "name the layers in target_regex",
-    "layer_replication": "it makes another model",
-    "trainable_token_indices": "adapters are on linear layers; embeddings stay as they are",
-    "fan_in_fan_out": "it is for transposed weights, which these models do not have",
-    "alora_invocation_tokens": "an adapter is on for every token",
-    "use_qalora": "weights are not quantised here",
-    "corda_config": "it changes the base",
-    "eva_config": "it changes the base",
-    "loftq_config": "it changes the base",
+    "lora_bias": "Megatron's frozen linear layers compute no bias gradient, and vLLM ignores adapter biases",
+    "modules_to_save": "full layers would train beside the adapter, and vLLM cannot load them; use tuner_type full",
+    "use_dora": "its scale is the norm of the merged weight, which a shard does not have, and vLLM does not support it",
+    "target_parameters": "adapters are supported on linear layers only; use target_modules",
+    "layers_to_transform": "select layers with target_regex, such as .*layers\\.(0|1)\\..*",
+    "layers_pattern": "select layers with target_regex",
+    "layer_replication": "it changes the model",
+    "trainable_token_indices": "adapters are supported on linear layers only, not on embeddings",
+    "fan_in_fan_out": "it applies to transposed weights, which these models do not have",
+    "alora_invocation_tokens": "adapters apply to every token",
+    "use_qalora": "quantized weights are not supported",
+    "corda_config": "it changes the base weights",
+    "eva_config": "it changes the base weights",
+    "loftq_config": "it changes the base weights",
 }
 A, B = ".lora_A.weight", ".lora_B.weight"  # after the name of a Hugging Face module
 
@@ -163,22 +163,22 @@ class LoraSettings:
         """Return a problem for each name or pattern that matches no linear layer. Such a name would silently train nothing."""
         modules = [module.name for module in linear_modules(shape)]
         known = ", ".join(sorted({module.rsplit(".", 1)[1] for module in modules}))
-        also = "Megatron's linear_qkv, linear_proj, linear_fc1 and linear_fc2 stand for those that they fuse"
+        also = "Megatron's linear_qkv, linear_proj, linear_fc1 and linear_fc2 stand for the layers that they fuse"
         lost = {}
         for flag, names in (("target_modules", self.target_modules), ("exclude_modules", self.exclude_modules)):
             lost[flag] = [name for name in names if name != ALL_LINEAR and not any(_ends(module, (name,)) for module in modules)]
         for flag, pattern in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
             lost[flag] = [key for key in pattern if not any(_matches(key, module) for module in modules)]
         found = [
-            problem_with(flag, f"{flag}: no linear layer of this model is called {', '.join(names)}. There are {known}; {also}.")
+            problem_with(flag, f"{flag}: no linear layer of this model is called {', '.join(names)}. Available: {known}; {also}.")
             for flag, names in lost.items()
             if names
         ]
         if not found and not any(self.rank_of(module) for module in modules):
             flag = "target_modules" if self.target_regex is None else "target_regex"
             what = f"{flag} ({self.target_regex or ' '.join(self.target_modules)}) without exclude_modules"
-            example = f"Names are such as {modules[0]}; they end in {known}."
-            found.append(problem_with(flag, f"{what} leaves no linear layer of this model. {example}"))
+            example = f"Names look like {modules[0]} and end in {known}."
+            found.append(problem_with(flag, f"{what} selects no linear layer of this model. {example}"))
         return found
 
     def to_peft(self, modules: Iterable[str], base_model: str, *, is_multimodal: bool = False) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def _read_config(directory: Path, flag: str) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict) or found.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= found.keys():
             kind = found.get("peft_type") if isinstance(found, dict) else None
-            raise _wrong(flag, f"{path} is not the configuration of a LoRA adapter (peft_type {kind}).")
+            raise _wrong(flag, f"{path} is not a LoRA adapter configuration (peft_type {kind}).")
     except FileNotFoundError:
         raise _wrong(flag, f"{directory} is not an adapter: it has no {CONFIG}. PEFT's save_pretrained writes one.") from None
     except (OSError, ValueError) as error:
@@ -263,13 +263,13 @@ def _read_config(directory: Path, flag: str) -> dict[str, Any]:
 
 def _refused(found: Mapping[str, Any]) -> list[str]:
     """Return a reason for each unsupported option in an adapter's configuration."""
-    reasons = [f"{name} is not there: {why}" for name, why in NOT_THERE.items() if found.get(name)]
+    reasons = [f"{name} is not supported: {why}" for name, why in NOT_THERE.items() if found.get(name)]
     if found.get("bias", "none") != "none":
-        reasons.append(f"bias {found['bias']!r} is not there: {NOT_THERE['lora_bias']}")
+        reasons.append(f"bias {found['bias']!r} is not supported: {NOT_THERE['lora_bias']}")
     start = found.get("init_lora_weights", True)
     if isinstance(start, str) and start != "gaussian":
         reasons.append(
-            f"init_lora_weights {start!r} is not there: it changes the base, which is then another model than the one in `model`"
+            f"init_lora_weights {start!r} is not supported: it changes the base weights, which then differ from those of `model`"
         )
     return reasons
 
@@ -323,8 +323,8 @@ def peft_leaves_out(settings: LoraSettings, shape: ModelShape) -> str | None:
         return None
     some = f"{lost[0]}, ..." if len(lost) > 1 else lost[0]
     return (
-        f"PEFT 0.21 loads this adapter without {len(lost)} of its {len(targeted)} modules ({some}), and without an error: beside experts "
-        "it takes these names for theirs. Use the merged model, which merge_lora true writes, or leave them out with exclude_modules."
+        f"PEFT 0.21 loads this adapter without {len(lost)} of its {len(targeted)} modules ({some}) and reports no error: it treats "
+        "these names as experts. Use the merged model (merge_lora true), or exclude these modules with exclude_modules."
     )
 
 

@@ -120,7 +120,7 @@ class WeightMap:
                 message=f"model: the checkpoint {what} {len(some)} tensor{'s' * (len(some) > 1)}: "
                 f"{', '.join(some[:5])}{', ...' if len(some) > 5 else ''}.",
             )
-            for what, some in (("lacks", missing), (f"is not a plain {self.shape.architecture}, it also has", unused))
+            for what, some in (("lacks", missing), (f"is not a plain {self.shape.architecture}: it has unexpected", unused))
             if some
         ]
         if problems:
@@ -141,7 +141,7 @@ class WeightMap:
         """
         lost = sorted(set(self.megatron_names()) - set(names) - {name for name, entry in self.outer.items() if entry.is_copy})
         if lost:
-            raise ValueError(f"{self.shape.architecture} needs {len(lost)} parameters that no Megatron module holds: {', '.join(lost[:5])}")
+            raise ValueError(f"{self.shape.architecture} needs {len(lost)} parameters that no Megatron module has: {', '.join(lost[:5])}")
 
     def entry(self, name: str) -> Entry:
         """Return the table row of a parameter, which tells the caller how to gather its shards."""
@@ -194,7 +194,7 @@ class WeightMap:
             tensor = read(hf_name)
             if tuple(tensor.shape) != size:
                 raise config_error(
-                    "model", f"model: {hf_name} has shape {tuple(tensor.shape)} in the checkpoint, but its config.json asks for {size}."
+                    "model", f"model: {hf_name} has shape {tuple(tensor.shape)} in the checkpoint, but config.json requires {size}."
                 )
             tensors.append(tensor)
         rank, ranks = (expert_tp_rank, expert_tp_size) if entry.is_expert else (tp_rank, tp_size)
@@ -274,8 +274,8 @@ def _check_divides(name: str, cut: ShardCut, full: torch.Tensor, ranks: int) -> 
     rows = {ShardCut.REPLICATED: ranks, ShardCut.ROW: full.shape[-1], ShardCut.GATED_COLUMN: full.shape[0] // 2}.get(cut, full.shape[0])
     if rows % ranks:
         raise ConfigError(
-            f"{name}: {rows} channels cannot be divided over {ranks} tensor-parallel ranks: "
-            f"{rows} = {rows // ranks} x {ranks} + {rows % ranks}."
+            f"{name}: {rows} channels are not a multiple of {ranks} tensor-parallel ranks: {rows} = {rows // ranks} x {ranks} + "
+            f"{rows % ranks}."
         )
 
 

@@ -68,9 +68,9 @@ class ModelShape:
         read.rope_numbers(config)
         read.require(
             not config.get("quantization_config"),
-            "the checkpoint is quantized (quantization_config); training needs one in bfloat16 or float32."
+            "the checkpoint is quantized (quantization_config); training needs bfloat16 or float32 weights."
             + (
-                " transformers makes one: load it with Mxfp4Config(dequantize=True) and save_pretrained."
+                " To convert it, load it in transformers with Mxfp4Config(dequantize=True) and call save_pretrained."
                 if family.are_experts_interleaved
                 else ""
             ),
@@ -102,11 +102,11 @@ class ModelShape:
                 moe.topk <= moe.num_experts, f"num_experts_per_tok ({moe.topk}) is more than the experts of a layer ({moe.num_experts})."
             )
         windows = merged.get("windows") or (None,) * common["num_layers"]
-        read.require(0 not in windows, "sliding_window is 0; a token sees itself at least, so 1 or more, or null.")
+        read.require(0 not in windows, "sliding_window must be at least 1 or null, got 0.")
         kinds = config.get("layer_types") or [KINDS[window is not None] for window in windows]
         read.require(
             kinds == [KINDS[window is not None] for window in windows],
-            f"layer_types says {kinds!r}, and transformers gives layers of {architecture} windows by other fields. Leave it out.",
+            f"layer_types is {kinds!r}, but transformers reads the windows of {architecture} from other fields. Leave it out.",
         )
         rotated = merged["mla"].qk_pos_emb_head_dim if merged.get("mla") else merged["head_dim"]
         ropes = [rope_from_hf(one, rotated, family, read) for one in (family.ropes(config) if family.ropes else (config,))]
@@ -203,7 +203,7 @@ class _Config:
         self._numbers("", {key: value for key, value in config.items() if key == "original_max_position_embeddings"})
         for name in ("rope_scaling", "rope_parameters"):
             given = config.get(name)
-            self.require(given is None or isinstance(given, Mapping), f"{name} must hold named values, it is {given!r}.")
+            self.require(given is None or isinstance(given, Mapping), f"{name} must be an object, got {given!r}.")
             if isinstance(given, Mapping):
                 self._numbers(f"{name}.", given)
 
@@ -213,7 +213,7 @@ class _Config:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and (value > 0 if key in _POSITIVE else value >= 0)
             is_absent = key not in given or (value is None and key != "rope_theta")
             number = "a positive number" if key in _POSITIVE else "a number"
-            self.require(is_absent or is_number, f"{prefix}{key} must be {number} or absent, it is {value!r}.")
+            self.require(is_absent or is_number, f"{prefix}{key} must be {number} or absent, got {value!r}.")
 
     def stop_if_wrong(self) -> None:
         if self.problems:
@@ -238,7 +238,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise config_error("model", f"model: {path} is not valid JSON: {error}.") from error
     if not isinstance(config, dict):
-        raise config_error("model", f"model: {path} does not hold a model's configuration.")
+        raise config_error("model", f"model: {path} is not a model configuration.")
     return config
 
 
@@ -263,7 +263,7 @@ def rope_from_hf(config: Mapping[str, Any], channels: int, family: ModelFamily, 
     read.require(not nested, f"rope settings that differ by layer type ({', '.join(nested)}) are not supported.")
     known = ("default", "linear", "llama3", "yarn")
     # dynamic and longrope change their frequencies with the length of the batch, so log-probs would depend on the packing.
-    read.require(kind in known, f"rope type {kind!r} is not supported. Known: {', '.join(known)}.")
+    read.require(kind in known, f"rope type {kind!r} is not supported. Supported: {', '.join(known)}.")
     read.require("mrope_section" not in given, "multi-axis rope (mrope_section) is not supported.")
     needed = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"], "yarn": ["factor"]}.get(kind, [])
     missing = [key for key in needed if given.get(key) is None]
@@ -296,8 +296,8 @@ def rope_from_hf(config: Mapping[str, Any], channels: int, family: ModelFamily, 
 def _rotated_channels(partial: float | None, kind: str, channels: int, family: ModelFamily, read: _Config) -> int:
     partial = 1.0 if partial is None else partial
     is_known = partial == 1.0 or family.turns_a_part
-    read.require(is_known, f"partial_rotary_factor is {partial}; only heads that are rotated whole are supported.")
-    read.require(partial <= 1.0, f"partial_rotary_factor is {partial}; a head has no more channels than all of them.")
+    read.require(is_known, f"partial_rotary_factor is {partial}; partial rotary embeddings are not supported for this model.")
+    read.require(partial <= 1.0, f"partial_rotary_factor must be at most 1, got {partial}.")
     dim = int(channels * partial)
     is_plain = dim == channels or kind in ("default", "linear")
     read.require(is_plain, f"rope type {kind!r} with partial_rotary_factor {partial} is not supported.")

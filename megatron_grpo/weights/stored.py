@@ -33,7 +33,7 @@ def stored_names(directory: str | Path) -> dict[str, str]:
         where = _index(index)
         files = sorted(set(where.values()))
         if absent := [file for file in files if not (directory / file).is_file()]:
-            raise wrong(f"{index} names {len(files)} files and {len(absent)} are missing: {', '.join(absent[:5])}.")
+            raise wrong(f"{index} names {len(files)} files, of which {len(absent)} are missing: {', '.join(absent[:5])}.")
         for file in files:
             stored_shapes(directory / file)
         return where
@@ -49,9 +49,9 @@ def _index(path: Path) -> dict[str, str]:
     try:
         found = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise wrong(f"{path} is not the index of a checkpoint: {type(error).__name__}: {error}.") from error
+        raise wrong(f"{path} is not a checkpoint index: {type(error).__name__}: {error}.") from error
     if not found or not all(isinstance(file, str) for file in found.values()):
-        raise wrong(f"{path} is not the index of a checkpoint: its weight_map names {'a file that is no text' if found else 'no tensor'}.")
+        raise wrong(f"{path} is not a checkpoint index: its weight_map {'has a file name that is not a string' if found else 'is empty'}.")
     return found
 
 
@@ -107,7 +107,7 @@ def adapter_problems(directory: str | Path, settings: LoraSettings, shape: Model
     if found := [*_numbers(settings), *_expressions(settings)]:
         return [_of(flag, f"{directory}: its {CONFIG} has {message}") for message in found]
     if named := [name for name in settings.target_modules if name in NO_ADAPTER]:
-        return [_of(flag, f"{directory}: an adapter on {name} is not there: {NO_ADAPTER[name]}.") for name in named]
+        return [_of(flag, f"{directory}: an adapter on {name} is not supported: {NO_ADAPTER[name]}.") for name in named]
     wanted = {PREFIX + name: size for name, size in own_sizes(settings, shape).items()}
     # A target name that matches nothing in this model is harmless: the matrices are compared one by one.
     if not wanted and (unfit := settings.problems(shape)):
@@ -128,7 +128,7 @@ def adapter_problems(directory: str | Path, settings: LoraSettings, shape: Model
 def _differences(held: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
     for what, some in (
         ("lacks", wanted.keys() - held.keys()),
-        ("has, besides what its configuration asks for,", held.keys() - wanted.keys()),
+        ("has, beyond its configuration,", held.keys() - wanted.keys()),
     ):
         if some:
             yield f"{what} {len(some)} of this model's matrices: {_some(sorted(some))}."
@@ -136,7 +136,7 @@ def _differences(held: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple
     if wrong:
         first = wrong[0]
         others = f" {len(wrong) - 1} more differ." if len(wrong) > 1 else ""
-        yield f"holds {first} as {held[first]}; this model's module with the rank in {CONFIG} needs {wanted[first]}.{others}"
+        yield f"has {first} with shape {held[first]}; this model's module with the rank in {CONFIG} needs {wanted[first]}.{others}"
 
 
 def _numbers(settings: LoraSettings) -> Iterator[str]:

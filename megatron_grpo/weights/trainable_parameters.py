@@ -64,7 +64,7 @@ def parameter_trains(names: Iterable[str], rule: Rule) -> bool:
     """
     verdicts = {rule(name) for name in names}
     if len(verdicts) != 1:
-        raise ValueError(f"{', '.join(names)} are one parameter, of which only a part is to train")
+        raise ValueError(f"{', '.join(names)} are one parameter; a part of it cannot train separately")
     return verdicts.pop()
 
 
@@ -84,8 +84,8 @@ def problems(cfg: TunerConfig, shape: ModelShape) -> list[Problem]:
     if not any(rule(name) for entry in parameters if not entry.is_buffer for name, _ in entry.hf):
         flags = tuple(flag for flag in (*_freezing_parts(shape), "freeze_parameters", "freeze_parameters_regex") if getattr(cfg, flag))
         thaw = "" if shape.vision is None else " Use freeze_llm, freeze_vit or freeze_aligner false."
-        return [Problem(flags=flags, message=f"{' and '.join(flags)} freeze every weight of the model: nothing would train. "
-                                             f"Name in trainable_parameters what is to train.{thaw}")]  # fmt: skip
+        return [Problem(flags=flags, message=f"{' and '.join(flags)} freeze every weight of the model. "
+                                             f"Select weights to train with trainable_parameters.{thaw}")]  # fmt: skip
     return [*_parts(cfg, parameters, rule), *_lonely_biases(cfg, parameters, rule)]
 
 
@@ -98,7 +98,7 @@ def _parts_that_are_not_there(cfg: TunerConfig, shape: ModelShape) -> Iterator[P
     if shape.vision is not None:
         return
     if cfg.freeze_llm:
-        message = f"freeze_llm true: {shape.architecture} is a text model, and nothing else is left to train. Use freeze_llm false."
+        message = f"freeze_llm true: {shape.architecture} is a text model, so no weight would train. Use freeze_llm false."
         yield Problem(flags=("freeze_llm",), nearest={"freeze_llm": [False]}, message=message)
     for flag in ("freeze_vit", "freeze_aligner"):
         if not getattr(cfg, flag):
@@ -121,17 +121,17 @@ def _lost(cfg: TunerConfig, shape: ModelShape, parameters: list[Entry]) -> Itera
                                                      f"{_meant(word, shape, parameters)}")  # fmt: skip
         pattern = getattr(cfg, f"{flag}_regex")
         if pattern is not None and not any(map(re.compile(pattern).search, names)):
-            like = f"Names are Hugging Face's, such as {names[0]} and {parameters[len(parameters) // 2].hf[0][0]}."
-            yield Problem(flags=(f"{flag}_regex",), message=f"{flag}_regex ({pattern}) is found in no tensor of this model. {like}")
+            like = f"Use Hugging Face names, such as {names[0]} and {parameters[len(parameters) // 2].hf[0][0]}."
+            yield Problem(flags=(f"{flag}_regex",), message=f"{flag}_regex ({pattern}) matches no tensor of this model. {like}")
 
 
 def _meant(word: str, shape: ModelShape, parameters: list[Entry]) -> str:
     if shape.tied_embeddings and (word.startswith("lm_head") or "lm_head.weight".startswith(word)):
-        return " Its head is its embedding (tie_word_embeddings): model.embed_tokens.weight is both."
+        return " The head is tied to the embedding (tie_word_embeddings): use model.embed_tokens.weight for both."
     theirs = [name for entry in parameters if entry.megatron.startswith(word) for name, _ in entry.hf]
     if theirs:
         more = f" and {len(theirs) - 3} more" if len(theirs) > 3 else ""
-        return f" That is a name of Megatron's modules; in Hugging Face's names, which are meant here, it is {', '.join(theirs[:3])}{more}."
+        return f" This is a Megatron module name; the Hugging Face name is {', '.join(theirs[:3])}{more}."
     starts = dict.fromkeys(".".join(name.split(".")[:2]) for entry in parameters for name, _ in entry.hf)
     return f" Names begin with {', '.join(starts)}."
 
@@ -142,10 +142,10 @@ def _parts(cfg: TunerConfig, parameters: list[Entry], rule: Rule) -> Iterator[Pr
         return
     first = mixed[0]
     on, off = (", ".join(name for name, _ in first.hf if rule(name) is wanted) for wanted in (True, False))
-    others = f" {len(mixed) - 1} more are cut so." if len(mixed) > 1 else ""
+    others = f" {len(mixed) - 1} more are split in this way." if len(mixed) > 1 else ""
     message = (
-        f"{off} would be frozen and {on} would train, but Megatron holds them as one parameter ({first.megatron}), which trains whole or "
-        f"not at all.{others} Name all of them, or none."
+        f"{off} would be frozen and {on} would train, but Megatron stores them as one parameter ({first.megatron}), which trains "
+        f"completely or not at all.{others} Select all of them, or none."
     )
     yield Problem(flags=_given(cfg), message=message)
 

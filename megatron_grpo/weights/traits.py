@@ -83,10 +83,10 @@ def deepseek_v3(config: Config, common: Config) -> dict[str, Any]:
         ConfigError: Attention has biases, or a head size or expert group is one that transformers cannot compute.
     """
     if config["attention_bias"]:
-        raise _wrong("attention_bias is true; biases of multi-latent attention are not computed here. DeepSeek-V3 has none.")
+        raise _wrong("attention_bias is true, which is not supported with multi-latent attention. DeepSeek-V3 has none.")
     heads, nope, rope = common["num_attention_heads"], config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     if common["num_query_groups"] != heads or config["head_dim"] not in (None, rope):
-        raise _wrong(f"num_key_value_heads must be num_attention_heads ({heads}), and head_dim, if it is said, qk_rope_head_dim ({rope}).")
+        raise _wrong(f"num_key_value_heads must be num_attention_heads ({heads}), and head_dim, if set, qk_rope_head_dim ({rope}).")
     given = config.get("rope_scaling") or config["rope_parameters"] or {}
     is_stretched = (given.get("rope_type", given.get("type")) or "default") != "default"
     stretch = given.get("mscale_all_dim") if is_stretched else None
@@ -114,7 +114,7 @@ def _grouped_experts(config: Config, common: Config) -> MoeShape:
     """
     for key in ("n_group", "topk_group", "num_experts_per_tok", "first_k_dense_replace", "v_head_dim"):
         if config.get(key, 0) is None:
-            raise _wrong(f"{key} is null, with which transformers computes nothing.")
+            raise _wrong(f"{key} is null, which transformers does not support.")
     width, experts, groups = config["moe_intermediate_size"], config["n_routed_experts"], config["n_group"]
     if experts % groups or experts // groups < 2 or config["topk_group"] > groups:
         raise _wrong(
@@ -173,8 +173,8 @@ def olmo3_ropes(config: Config) -> tuple[Config, Config]:
     """
     if not config["rope_parameters"] and config["rope_theta"] != 5e5:
         raise _wrong(
-            f"rope_theta is {config['rope_theta']!r}: versions of transformers read it otherwise for layers with a window, where it is not "
-            "500000. Say rope_parameters for full_attention and for sliding_attention."
+            f"rope_theta is {config['rope_theta']!r}: transformers versions read a value other than 500000 differently for "
+            "sliding-window layers. Set rope_parameters for full_attention and for sliding_attention."
         )
     return _ropes_by_kind(config, 5e5)
 
@@ -206,16 +206,16 @@ def _ropes_by_kind(config: Config, local_theta: float) -> tuple[Config, Config]:
     """Return the config as each kind of layer reads it. The top-level rope_theta and rope_scaling belong to full-attention layers."""
     nested, scaling = config["rope_parameters"] or {}, config.get("rope_scaling") or {}
     if nested and not any(kind in nested for kind in KINDS):
-        raise _wrong(f"rope_parameters must have {' and '.join(KINDS)} here, it has {', '.join(nested)}.")
+        raise _wrong(f"rope_parameters must have {' and '.join(KINDS)}, got {', '.join(nested)}.")
     if nested and scaling:
-        raise _wrong("rope_scaling stands beside rope_parameters. Say both in rope_parameters.full_attention.")
+        raise _wrong("rope_scaling and rope_parameters are both set. Set both in rope_parameters.full_attention.")
     if "type" in scaling:
-        raise _wrong("rope_scaling has `type`, which transformers 5 does not read there, and older versions do. Say rope_type.")
+        raise _wrong("rope_scaling has `type`, which older versions of transformers read and transformers 5 does not. Use rope_type.")
     ropes = []
     for kind, theta, stretched in zip(KINDS, (config["rope_theta"], local_theta), (scaling, {}), strict=True):
         rope = {**(nested.get(kind) or {}), **stretched}
         if rope.get("truncate") is False:
-            raise _wrong("truncate is false in a rope of one kind of layers, where transformers does not read it. Leave it out.")
+            raise _wrong("truncate is false in the rope_parameters of one layer type, where transformers ignores it. Leave it out.")
         ropes.append({**config, "rope_theta": theta, "rope_scaling": None, "rope_parameters": rope})
     return ropes[0], ropes[1]
 
@@ -235,9 +235,9 @@ def windows_of(config: Config, num_layers: int, has_window: Callable[[int], bool
     if kinds is None:
         kinds = [KINDS[has_window(layer)] for layer in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(KINDS):
-        raise _wrong(f"layer_types must name {' or '.join(KINDS)} for each of {num_layers} layers, it is {kinds!r}.")
+        raise _wrong(f"layer_types must name {' or '.join(KINDS)} for each of {num_layers} layers, got {kinds!r}.")
     if "sliding_attention" in kinds and window is None:
-        raise _wrong("some layers have sliding_attention, and there is no sliding_window, with which transformers computes nothing.")
+        raise _wrong("some layers have sliding_attention, but sliding_window is null, which transformers does not support.")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -247,7 +247,7 @@ def _qwen_windows(config: Config, num_layers: int) -> tuple[int | None, ...]:
         return ()
     window, first = config["sliding_window"] if config["use_sliding_window"] else None, config["max_window_layers"]
     if window is not None and first is None:
-        raise _wrong("max_window_layers is null, with which transformers computes nothing.")
+        raise _wrong("max_window_layers is null, which transformers does not support.")
     windows = windows_of({**config, "sliding_window": window}, num_layers, lambda layer: window is not None and layer >= first)
     return windows if config["use_sliding_window"] else ()
 

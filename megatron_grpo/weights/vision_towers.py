@@ -209,17 +209,15 @@ def with_axes(rope: RopeShape, config: Config, tower: VisionTower, require: Requ
     require(rope.type == "default", f"rope type {rope.type!r} with axes (mrope_section) is not supported; only 'mrope' and 'default' are.")
     given = _said_once(config, "mrope_section", require) or tower.sections
     if not (isinstance(given, (list, tuple)) and len(given) == 3 and all(map(_is_count, given))):
-        require(False, f"mrope_section must be three whole numbers, it is {given!r}.")
+        require(False, f"mrope_section must be three integers, got {given!r}.")
         return rope
     sections = tuple(given)
     require(
-        sum(sections) == rope.dim // 2, f"mrope_section ({sections}) must have a sum of head_dim / 2 ({rope.dim // 2}): {sum(sections)}."
+        sum(sections) == rope.dim // 2, f"mrope_section ({sections}) must add up to head_dim / 2 ({rope.dim // 2}), got {sum(sections)}."
     )
     interleaved = tower.interleaved_axes
     given = _said_once(config, "mrope_interleaved", require)
-    require(
-        given in (None, interleaved), f"mrope_interleaved is {given}; in {config['architectures'][0]} it is {str(interleaved).lower()}."
-    )
+    require(given in (None, interleaved), f"mrope_interleaved is {given}; {config['architectures'][0]} needs {str(interleaved).lower()}.")
     return replace(rope, sections=sections, interleaved=interleaved)
 
 
@@ -234,7 +232,7 @@ def vision_of(config: Config, tower: VisionTower, require: Require, *, hidden: i
     """
     vision = config.get("vision_config")
     if not isinstance(vision, Mapping):
-        require(False, f"vision_config must hold named values, it is {vision!r}.")
+        require(False, f"vision_config must be an object, got {vision!r}.")
         return None
     try:
         shape = tower.shape(vision, config)
@@ -243,10 +241,10 @@ def vision_of(config: Config, tower: VisionTower, require: Require, *, hidden: i
         return None
     numbers = {"depth": shape.depth, "channels": shape.width, "spatial_merge_size": shape.merge, "image_token_id": shape.image_token}
     for name, value in {**numbers, "patch_size": shape.patch[-1]}.items():
-        require(_is_count(value), f"the tower's {name} must be a positive whole number, it is {value!r}.")
+        require(_is_count(value), f"vision_config: {name} must be a positive integer, got {value!r}.")
     # In Qwen2-VL's vision_config, embed_dim is the tower's width and hidden_size the text model's.
     out = vision.get("out_hidden_size", vision.get("hidden_size") if "embed_dim" in vision else hidden)
-    require(out == hidden, f"the tower gives tokens of {out} channels, and the text model takes {hidden}.")
+    require(out == hidden, f"the vision tower outputs {out} channels, but the text model needs {hidden}.")
     return shape
 
 
@@ -260,7 +258,7 @@ def _ropes(config: Config) -> Iterator[Config]:
 def _said_once(config: Config, key: str, require: Require) -> Any:
     """Return the value of a key in any of config.json's rope settings; None if there is none. All occurrences must agree."""
     said = [given[key] for given in _ropes(config) if given.get(key) is not None]
-    require(all(value == said[0] for value in said), f"{key} is said twice, and not alike: {' and '.join(map(repr, said))}.")
+    require(all(value == said[0] for value in said), f"{key} has contradictory values: {' and '.join(map(repr, said))}.")
     return said[0] if said else None
 
 

@@ -431,7 +431,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(copy, harm, file, say
     harm(run_of(copy, 4) / file)
     results = run_ranks(restore_only, 2, copy)
     assert [step for step, _ in results] == [2, 2]
-    warnings = [text for _, heard in results for text in heard if "damaged" in text or "passed over" in text]
+    warnings = [text for _, heard in results for text in heard if "damaged" in text or "is skipped" in text]
     assert len(warnings) == 1 and file in warnings[0] and says in warnings[0]
 
 
@@ -460,7 +460,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_its_directory(saved):
     def resume_wider(rank, world_size):
         from megatron_grpo.base.errors import ConfigError
 
-        with pytest.raises(ConfigError, match="iter_0000004 is undamaged but does not fit"):
+        with pytest.raises(ConfigError, match="iter_0000004 is not damaged but does not match"):
             restored(checkpoints(saved), Policy(world_size, hidden=128), Prompts())
 
     run_ranks(resume_wider, 2)
@@ -622,5 +622,5 @@ def test_a_checkpoint_whose_description_runs_code_is_refused_and_runs_none(copy,
     manifest["files"] |= fingerprints(directory, [".metadata"])
     (directory / "manifest.json").write_text(json.dumps(signed(manifest)))
     said = [said for said, _ in run_ranks(restore_only, 2, copy)]
-    assert all("it would run code as it is read" in str(text) for text in said)
+    assert all("it would execute code when read" in str(text) for text in said)
     assert not (tmp_path / "it ran").exists()

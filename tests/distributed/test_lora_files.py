@@ -147,7 +147,7 @@ def test_an_adapter_of_another_base_is_refused(model, tmp_path):
 
     run_ranks(use, 1, model, cases.settings(), {"one": by_peft(model, tmp_path / "in", r=2)}, tmp_path / "out")
     other = write_tiny(tmp_path / "other", **cases.MODELS["dense"], seed=1)
-    with pytest.raises(ConfigError, match="was trained beside another model"):
+    with pytest.raises(ConfigError, match="was trained with another model"):
         merge_adapter(other, tmp_path / "out" / "one", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 

@@ -42,18 +42,18 @@ def ranks():
     ("case", "sentences"),
     [
         ("same", []),
-        ("another", ["lr is not the same for all ranks: rank 0 has 0.001, rank 2 has 0.01."]),
-        ("content", ["The model is not the same for all ranks: rank 0 has qwen3 1, rank 1 has qwen3 2."]),
-        ("variable", ["MAX_PIXELS is not the same for all ranks: rank 0 has none, rank 2 has 9."]),
+        ("another", ["lr differs between ranks: rank 0 has 0.001, rank 2 has 0.01."]),
+        ("content", ["The model differs between ranks: rank 0 has qwen3 1, rank 1 has qwen3 2."]),
+        ("variable", ["MAX_PIXELS differs between ranks: rank 0 has none, rank 2 has 9."]),
         (
             "several",
             [
-                "lr is not the same for all ranks: rank 0 has 0.001, rank 2 has 5.",
-                "seed is not the same for all ranks: rank 0 has 42, rank 1 has 4.",
-                "MIN_PIXELS is not the same for all ranks: rank 0 has 3, rank 1 has none.",
+                "lr differs between ranks: rank 0 has 0.001, rank 2 has 5.",
+                "seed differs between ranks: rank 0 has 42, rank 1 has 4.",
+                "MIN_PIXELS differs between ranks: rank 0 has 3, rank 1 has none.",
             ],
         ),
     ],
 )
 def test_a_difference_is_one_sentence_on_all_ranks_with_a_rank_and_both_values(ranks, case, sentences):
-    assert [rank[case] for rank in ranks] == [[f"{sentence} Give every rank the same." for sentence in sentences]] * 3
+    assert [rank[case] for rank in ranks] == [[f"{sentence} Use the same value on all ranks." for sentence in sentences]] * 3

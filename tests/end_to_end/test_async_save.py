@@ -98,7 +98,7 @@ def test_a_disk_that_is_full_ends_the_run_with_a_sentence_and_the_last_complete_
     results = run_ranks(fills_up, 2, timeout=300)
     assert [code for code, _ in results] == [1, 1], results
     said = "".join(text for _, text in results)
-    assert "The checkpoint of step 3 failed and was removed; the last complete one is of step 2." in said, said
+    assert "The checkpoint of step 3 failed and was removed; the last complete checkpoint is of step 2." in said, said
     assert "rank 1: OSError" in said and "No space left on device" in said
     assert sorted(path.name for path in (tmp_path / "out" / "checkpoints").glob("*iter*")) == [
         "iter_0000001", "iter_0000002", "latest_checkpointed_iteration.txt",

@@ -72,7 +72,7 @@ def test_a_finished_run_started_again_says_that_nothing_is_left(run):
     [(code, told)] = run_ranks(heard, 1, [*flags, "--max_steps", "4"])
     assert code == 0 and (out / "metrics.jsonl").read_text() == before
     assert f"Resuming from {out}/checkpoints/iter_0000004: 4 of 4 optimizer steps done." in told
-    assert told.count("Nothing is left to do: the run is 4 optimizer steps long.") == 1
+    assert told.count("The run is complete (4 optimizer steps).") == 1
 
 
 def test_what_changed_is_printed_once_by_one_rank_and_the_run_goes_on(run):
@@ -150,7 +150,7 @@ def test_files_that_differ_between_machines_are_refused_on_all_ranks_and_named(t
     told = "".join(text for _, text in results)
     assert [code for code, _ in results] == [2, 2] and "Traceback" not in told, told
     for name in ("teacher", "data set", "reward ./reward.py:even"):
-        assert told.count(f"The {name} is not the same for all ranks: rank 0 has ") == 1, told
+        assert told.count(f"The {name} differs between ranks: rank 0 has ") == 1, told
     assert "The model " not in told
     assert not (tmp_path / "out" / "config.yaml").exists()
 
@@ -160,7 +160,7 @@ def test_a_restart_does_not_overwrite(run):
     [(code, told)] = run_ranks(
         heard, 1, [*flags, "--max_steps", "5", "--overwrite_output_dir", "true"], env={"TORCHELASTIC_RESTART_COUNT": "1"}
     )
-    assert code == 0 and "overwrite_output_dir is set aside: this is a restart (TORCHELASTIC_RESTART_COUNT=1)" in told
+    assert code == 0 and "overwrite_output_dir is ignored: this is a restart (TORCHELASTIC_RESTART_COUNT=1)" in told
     assert "Resuming from" in told and [record["step"] for record in records(out / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
@@ -173,8 +173,8 @@ def test_a_checkpoint_of_an_older_format_continues_as_the_code_that_wrote_it_did
     results = run_ranks(heard, world_size, flags)
     assert [code for code, _ in results] == [0] * world_size, results
     told = results[0][1]
-    assert "iter_0000004: 4 of 6 optimizer steps done, 12 sampled completions wait to be trained." in told
-    assert f"It is of format {written}, of a version before this one; the next save is of format 3." in told
+    assert "iter_0000004: 4 of 6 optimizer steps done, 12 sampled completions pending." in told
+    assert f"It has format {written}, written by an earlier version; the next checkpoint has format 3." in told
     assert "  max_steps  4 -> 6" in told and ("is not checked" in told) == (written == 1)
     found = records(tmp_path / case / "metrics.jsonl")
     assert [step["step"] for step in found] == [5, 6]

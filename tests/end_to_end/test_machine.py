@@ -98,7 +98,7 @@ def test_records_of_a_finished_run_stay_where_its_checkpoints_are_gone(tmp_path)
     before = {path: path.read_bytes() for path in out.glob("*.*")}
     (out / "checkpoints").rename(tmp_path / "scratch")
     code, told = run(tmp_path, out, "--max_steps", "2")
-    assert code == 2 and f"holds the records of a run that saved step 2, and {out}/checkpoints holds no checkpoint" in told
+    assert code == 2 and f"contains the records of a run that saved step 2, but {out}/checkpoints has no checkpoint" in told
     (out / "checkpoints").symlink_to(tmp_path / "not-mounted")
     code, told = run(tmp_path, out, "--max_steps", "2")
     assert code == 2 and "is a link to" in told

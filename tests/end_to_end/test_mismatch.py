@@ -59,4 +59,4 @@ def test_a_tensor_that_a_push_loses_is_named_by_its_operation(run):
     assert code == 1
     assert "step 2, float32, one rank" in printed and "drawn anew from prompts of the run" in printed
     assert "Row 2 (" in printed and "layer 1, q norm: " in printed and "<- over" in printed
-    assert "the rollout engine does not sample from" not in printed  # two steps of 1e-3: too small for the check of a push
+    assert "The rollout engine does not sample from" not in printed  # two steps of 1e-3: too small for the check of a push

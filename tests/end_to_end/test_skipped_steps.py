@@ -132,10 +132,10 @@ def test_so_many_in_a_row_end_the_run_with_the_last_good_checkpoint_named_from_w
     good = out / "checkpoints/iter_0000003"
     told = "".join(said for _, said in found)
     assert told.count("3 optimizer steps in a row were skipped (max_skipped_steps 3), and the run ends") == 1
-    assert f"The last good checkpoint is {good}: --resume {good} goes on from it." in told
+    assert f"The last good checkpoint is {good}; continue from it with --resume {good}." in told
     assert sorted(path.name for path in out.glob("checkpoints/iter_*")) == [good.name, "iter_0000006"]
     assert len(records(out / "metrics.jsonl")) == 7
 
     found = run_ranks(train, 2, flags, (), timeout=240)  # of itself it takes the newest, and says what it is
-    assert [code for code, _ in found] == [0, 0] and f"The last one of which it is known: {good} (--resume takes it)." in found[0][1]
+    assert [code for code, _ in found] == [0, 0] and f"The last confirmed one is {good} (use it with --resume)." in found[0][1]
     assert [step["skipped_iterations"] for step in steps_of(out)] == [0, 0, 1, 1, 2, 3, 3, 3]

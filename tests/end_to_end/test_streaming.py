@@ -135,7 +135,7 @@ def test_what_streaming_cannot_go_with_is_refused_before_a_model_loads(inputs, w
     shutil.copytree(whole, tmp_path / "b")
     flags = [*flags, "--max_prompt_length", "20", "--output_dir", str(tmp_path / "b")]
     [(code, told)] = run_ranks(refused, 1, flags)
-    assert code == 2 and "streaming" in told and "the prompts that are left would come in another order" in told
+    assert code == 2 and "streaming" in told and "the remaining prompts would have another order" in told
     data = json.dumps({"prompt": "9 9 9", "answer": "y"}) + "\n"
     (tmp_path / "d.jsonl").write_text(data * 22)
     flags[flags.index("--dataset") + 1] = str(tmp_path / "d.jsonl")

@@ -60,7 +60,7 @@ def resumes() -> Iterator[Fault]:
         ("another seed", ["--seed", "7"], 2, "seed", False), ("G 2", ["--num_generations", "2"], 2, "num_generations", False),
         ("bfloat16", ["--torch_dtype", "bfloat16"], 2, "torch_dtype", False),
         ("fewer steps", ["--max_steps", "5"], 0, "Nothing is left", False),
-        ("never", ["--resume", "never"], 2, "holds an earlier run", False),
+        ("never", ["--resume", "never"], 2, "contains an earlier run", False),
         ("a path that is not there", ["--resume", "/nowhere"], 2, "holds no checkpoint", False),
         ("a typing error", ["--micro_batchsize", "2"], 2, "micro_batch_size", False),
         ("an impossible size", ["--global_batch_size", "15"], 2, "global_batch_size", False),

@@ -50,7 +50,7 @@ def test_a_token_that_differs_ends_what_is_shared():
 
 
 def test_tokens_that_differ_where_they_were_said_to_be_equal_are_an_error():
-    with pytest.raises(ValueError, match=r"rows \(0, 1\) were said to begin with 3 equal tokens; 1 of them are equal"):
+    with pytest.raises(ValueError, match=r"rows \(0, 1\) must share a prefix of 3 tokens; only 1 are equal"):
         shared(sequence(1, 2, 3, 4, 5), sequence(1, 9, 3, 4, 5), prefix=3)
 
 

@@ -68,7 +68,7 @@ def test_counts_are_those_of_megatron():
         (8, {PP: 2, LAYOUT: "Et*4|t*4L", LOSS: True}, "does not go with it"),
         (8, {PP: 2, LAYOUT: "Et*4|t*3L"}, "it has 7 layers (t), and the model has 8"),
         (None, {PP: 2, LAYOUT: "Et*4|Lt*3"}, "ends with the one loss"),
-        (8, {PP: 2, LAYOUT: "Et|t*6|tL|m"}, "multi-token prediction (m) is not trained"),
+        (8, {PP: 2, LAYOUT: "Et|t*6|tL|m"}, "multi-token prediction (m) is not supported"),
         (8, {PP: 2, LAYOUT: "Et*2|t*2|t*2|t*2L"}, "Use virtual_pipeline_model_parallel_size 2."),
         (8, {PP: 4, LAYOUT: "Et*4||t*2|t*2L"}, "holds nothing"),
         (8, {PP: 2, LAYOUT: "E(t*99)*99|L"}, "more than 4096 layers"),

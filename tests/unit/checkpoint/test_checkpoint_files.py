@@ -160,8 +160,8 @@ def test_a_manifest_that_cannot_be_read_is_a_sentence(tmp_path):
     ({"files": {"common.pt": 7}}, "lacks size or SHA-256 of common.pt"),
     ({"num_pending": "few"}, "`num_pending` is 'few'"),
     ({"progress": {"step": 5, "laps": 1}}, "`progress` holds step, num_rollouts"),
-    ({"progress": {"step": 6}}, "`step` is 5, `progress` says 6"),
-    ({"step": 6, "progress": {"step": 6}}, "is of step 6, which is not what its folder says"),
+    ({"progress": {"step": 6}}, "`step` is 5, `progress.step` is 6"),
+    ({"step": 6, "progress": {"step": 6}}, "is of step 6, which does not match its directory name"),
 ], ids=["format", "field", "no files", "file", "count", "progress", "two steps", "other folder"])  # fmt: skip
 def test_a_manifest_with_something_unknown_or_impossible_is_a_sentence(tmp_path, change, says):
     directory = write(Folder(tmp_path), 5)

@@ -73,7 +73,7 @@ def test_nothing_is_said_of_a_run_that_is_as_it_was(tmp_path):
     assert resume.candidates[0].changes == () and resume.notes == ()
     assert resume.lines(resume.candidates[0]) == [
         f"Resuming from {tmp_path}/checkpoints/iter_0000004: 4 of 9 optimizer steps done.",
-        "As usual for the newest, it has no step after it yet that shows whether its weights train well.",
+        "It is not confirmed good yet: no step has been trained from it, as usual for the newest checkpoint.",
     ]
 
 
@@ -99,13 +99,10 @@ def test_the_newest_is_continued_and_it_is_said_whether_it_is_good_and_which_one
     Folder(tmp_path / "checkpoints").mark_good(2, trained=3)
     resume = judged(tmp_path)
     assert step_of(resume) == 6
-    assert (
-        f"The last one of which it is known: {tmp_path}/checkpoints/iter_0000002 (--resume takes it)."
-        in resume.lines(resume.candidates[0])[1]
-    )
+    assert f"The last confirmed one is {tmp_path}/checkpoints/iter_0000002 (use it with --resume)." in resume.lines(resume.candidates[0])[1]
     Folder(tmp_path / "checkpoints").mark_good(6, trained=7)
     resume = judged(tmp_path)
-    assert resume.lines(resume.candidates[0])[1] == "It is good: its weights have sampled and trained since."
+    assert resume.lines(resume.candidates[0])[1] == "It is confirmed good: its weights have been used for sampling and training."
 
 
 REFUSED = {"dataset_drop_last": ("false", "true"),
@@ -165,7 +162,7 @@ def test_sizes_and_temperature_may_change_between_rollouts_and_not_while_rows_wa
     changes = ["--global_batch_size", "4", "--temperature", "0.5"]
     assert {"global_batch_size", "temperature"} <= {change.name for change in judged(tmp_path / "between", *changes).candidates[0].changes}
     told = refusal(judged, tmp_path / "within", *changes)
-    assert "temperature was 1.0 and is 0.5" in told and "8 of its samples are still to be trained" in told
+    assert "temperature was 1.0 and is 0.5" in told and "8 of its samples are not trained yet" in told
     assert "temperature was 1.0" in refusal(judged, tmp_path / "within", "--temperature", "0.5")
     assert step_of(judged(tmp_path / "within")) == 5
 
@@ -183,7 +180,7 @@ def test_another_layout_is_said_and_not_refused_and_other_micro_batches_are_no_c
 def test_a_run_that_has_reached_its_end_says_that_nothing_is_left(tmp_path):
     saved(tmp_path, 9)
     resume = judged(tmp_path)
-    assert "Nothing is left to do: the run is 9 optimizer steps long." in resume.lines(resume.candidates[0])[-1]
+    assert "The run is complete (9 optimizer steps)." in resume.lines(resume.candidates[0])[-1]
 
 
 def test_contents_are_either_refused_or_said():
@@ -200,7 +197,7 @@ def test_a_whole_newer_checkpoint_is_used_beside_an_older_pointer_and_it_is_said
         saved(tmp_path, step)
     (tmp_path / "checkpoints" / POINTER).write_text("2\n")
     resume = judged(tmp_path)
-    assert step_of(resume) == 4 and "names step 2" in resume.notes[0] and "iter_0000004 was written last" in resume.notes[0]
+    assert step_of(resume) == 4 and "names step 2" in resume.notes[0] and "iter_0000004 is used instead" in resume.notes[0]
 
 
 def test_a_pointer_that_names_a_missing_step_leads_to_the_newest_whole_one(tmp_path):
@@ -216,7 +213,7 @@ def test_a_pointer_without_any_checkpoint_is_an_error_and_not_a_fresh_run(tmp_pa
     (tmp_path / "checkpoints" / POINTER).write_text("4")
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
     (tmp_path / "run.lock").touch()
-    assert "names step 4, and there is no checkpoint beside it" in refusal(judged, tmp_path)
+    assert "names step 4, but its checkpoint is missing" in refusal(judged, tmp_path)
 
 
 def test_a_pointer_that_is_a_folder_and_an_output_dir_that_is_a_file_are_sentences(tmp_path):
@@ -226,11 +223,11 @@ def test_a_pointer_that_is_a_folder_and_an_output_dir_that_is_a_file_are_sentenc
     assert "is a folder" in refusal(judged, tmp_path / "out")
     (tmp_path / "file").write_text("")
     assert "is a file. Name a folder" in refusal(judged, tmp_path / "file")
-    assert "is a file, where a directory should be" in refusal(judged, tmp_path / "new", "--resume", str(tmp_path / "file"))
+    assert "is a file, expected a directory" in refusal(judged, tmp_path / "new", "--resume", str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("harm, says", [
-    (lambda path: (path / "common.pt").write_bytes(b"we"), "has 2 bytes, 7 were written"),
+    (lambda path: (path / "common.pt").write_bytes(b"we"), "has 2 bytes, expected 7"),
     (lambda path: (path / "common.pt").unlink(), "is missing"),
     (lambda path: (path / "manifest.json").write_text("{}"), "cannot be read"),
 ], ids=["cut", "missing", "manifest"])  # fmt: skip
@@ -239,7 +236,7 @@ def test_what_can_be_seen_of_damage_is_seen_before_anything_starts(tmp_path, har
         saved(tmp_path, step)
     harm(tmp_path / "checkpoints" / "iter_0000004")
     resume = judged(tmp_path)
-    assert step_of(resume) == 2 and any("passed over" in note and says in note for note in resume.notes)
+    assert step_of(resume) == 2 and any("is skipped" in note and says in note for note in resume.notes)
     assert says in refusal(judged, tmp_path / "new", "--resume", str(tmp_path / "checkpoints" / "iter_0000004"))
     harm(tmp_path / "checkpoints" / "iter_0000002")
     assert "No usable checkpoint" in refusal(judged, tmp_path)
@@ -257,11 +254,11 @@ def test_another_runs_checkpoint_is_not_continued_into_a_folder_that_holds_a_run
 
 def test_resume_never_and_overwrite_say_what_they_mean(tmp_path):
     saved(tmp_path, 4)
-    assert "holds an earlier run and resume is never" in refusal(judged, tmp_path, "--resume", "never")
+    assert "contains an earlier run, but resume is never" in refusal(judged, tmp_path, "--resume", "never")
     for resume in ("never", "auto"):
         found = judged(tmp_path, "--resume", resume, "--overwrite_output_dir", "true")
         assert found.wipes and not found.candidates
-    assert "starts afresh and resume" in refusal(judged, tmp_path, "--resume", str(tmp_path), "--overwrite_output_dir", "true")
+    assert "starts a new run, but resume" in refusal(judged, tmp_path, "--resume", str(tmp_path), "--overwrite_output_dir", "true")
 
 
 # -- restarts ------------------------------------------------------------------------------------------------------------------------------
@@ -278,7 +275,7 @@ def test_a_restart_removes_nothing_and_goes_on(tmp_path, flags, environ):
     saved(tmp_path, 4, job={"SLURM_JOB_ID": "77", "TORCHELASTIC_RUN_ID": "abc"})
     resume = judged(tmp_path, *flags, environ=environ)
     assert not resume.wipes and step_of(resume) == 4
-    assert "is set aside" in resume.notes[0] and "continues its own run" in resume.notes[0]
+    assert "is ignored" in resume.notes[0] and "continues its own run" in resume.notes[0]
 
 
 @pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_ID": "78"}, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}])
@@ -298,7 +295,7 @@ def test_a_restart_of_a_run_that_began_from_another_continues_from_its_own_check
     saved(tmp_path / "theirs", 4)
     saved(tmp_path / "mine", 6)
     resume = judged(tmp_path / "mine", "--resume", str(tmp_path / "theirs"), environ={"TORCHELASTIC_RESTART_COUNT": "1"})
-    assert step_of(resume) == 6 and "is set aside" in resume.notes[0]
+    assert step_of(resume) == 6 and "is ignored" in resume.notes[0]
 
 
 def test_a_checkpoint_records_the_job_that_wrote_it(tmp_path):

@@ -145,7 +145,7 @@ def test_a_description_leads_to_no_file_outside(checkpoint, path):
             part.relative_path = path
 
     change_metadata(checkpoint, change)
-    with pytest.raises(UnsafePickleError, match="leads out of the checkpoint"), nothing_runs(checkpoint):
+    with pytest.raises(UnsafePickleError, match="refers to a file outside the checkpoint"), nothing_runs(checkpoint):
         dcp.FileSystemReader(checkpoint).read_metadata()
 
 
@@ -153,7 +153,7 @@ def test_a_description_leads_to_no_file_outside(checkpoint, path):
 def test_no_file_of_a_checkpoint_is_a_link_to_one_outside(checkpoint, tmp_path, name):
     (checkpoint / name).rename(tmp_path / "elsewhere")
     (checkpoint / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UnsafePickleError, match=f"{name} is a link that leads out"), nothing_runs(checkpoint):
+    with pytest.raises(UnsafePickleError, match=f"{name} is a link to outside the checkpoint"), nothing_runs(checkpoint):
         read(checkpoint)
 
 
@@ -184,7 +184,7 @@ def test_a_description_sets_nothing_but_fields_of_descriptions(checkpoint, build
     Writer(stream, 4).dump(metadata)
     (checkpoint / ".metadata").write_bytes(stream.getvalue())
     equals = MetadataIndex.__eq__
-    with pytest.raises(UnsafePickleError, match="sets what is no field"), nothing_runs(checkpoint):
+    with pytest.raises(UnsafePickleError, match="sets the state of an unexpected object"), nothing_runs(checkpoint):
         dcp.FileSystemReader(checkpoint).read_metadata()
     assert MetadataIndex.__eq__ is equals
 
@@ -192,7 +192,7 @@ def test_a_description_sets_nothing_but_fields_of_descriptions(checkpoint, build
 @pytest.mark.parametrize("said", [{"sharded_backend": "zarr"}, {"sharded_backend": "torch_dist", "common_backend": "pickle"}, {}])
 def test_a_checkpoint_chooses_no_other_reader(checkpoint, said):
     (checkpoint / "metadata.json").write_text(json.dumps(said))
-    with pytest.raises(UnsafePickleError, match="torch_dist and torch are read"), nothing_runs(checkpoint):
+    with pytest.raises(UnsafePickleError, match="Supported: 'torch_dist' and 'torch'"), nothing_runs(checkpoint):
         pass
 
 
@@ -214,5 +214,5 @@ def test_layers_get_nothing_to_unpickle():
         {"model0": {"a.weight": torch.ones(2), "a._extra_state": None, "b._extra_state": torch.empty(0), "c._extra_state": empty}}
     )
     for value in (torch.ones(3, dtype=torch.uint8), held, io.BytesIO(pickle.dumps(1)), [1]):
-        with pytest.raises(UnsafePickleError, match="a._extra_state holds something"):
+        with pytest.raises(UnsafePickleError, match="a._extra_state is not empty"):
             refuse_extra_state({"model0": {"a._extra_state": value}})

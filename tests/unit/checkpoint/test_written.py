@@ -141,7 +141,7 @@ def test_records_of_a_run_whose_checkpoints_are_gone_are_kept(tmp_path, lost):
 def test_records_of_a_run_that_was_killed_before_its_first_checkpoint_are_replaced(tmp_path):
     claim(tmp_path)
     put(tmp_path / "metrics.jsonl", json.dumps({"step": 1}) + "\n")
-    assert "the run begins afresh, and replaces them" in find_checkpoints(tmp_path, environ={}).notes[0]
+    assert "the run starts again and replaces them" in find_checkpoints(tmp_path, environ={}).notes[0]
 
 
 def test_a_folder_that_was_removed_and_made_again_is_noticed(tmp_path):

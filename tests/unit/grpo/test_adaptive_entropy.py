@@ -61,7 +61,7 @@ def test_the_loss_takes_the_coefficient_of_the_step():
     ("words", "said"),
     [
         ("--entropy_target 3", "entropy_target (3) does nothing without use_adaptive_entropy true"),
-        ("--use_adaptive_entropy true --entropy_coef 2", "begins with entropy_coef (2), which is not between entropy_coef_min (0)"),
+        ("--use_adaptive_entropy true --entropy_coef 2", "starts at entropy_coef (2), which is not between entropy_coef_min (0)"),
     ],
 )
 def test_what_would_do_nothing_or_begin_outside_is_refused(words, said):

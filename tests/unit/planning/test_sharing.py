@@ -204,7 +204,7 @@ def test_the_kernel_of_a_gpu_is_named_where_the_machine_is_a_gpu_or_not_known():
 
 def test_what_flash_attention_does_not_take_is_said_before_there_is_a_gpu():
     single = Config().with_values({"torch_dtype": "float32", "micro_batch_size": 4})
-    said = "flash attention takes bfloat16 and float16, not float32"
+    said = "flash attention supports bfloat16 and float16, not float32"
     assert decide(single, None).min_saving_ratio == LEAST_SAVING and f"On a GPU it would be off: {said}" in str(decide(single, None))
     planned = decide(single.with_values({"gpu_memory_gb": 80}), None)
     assert planned.min_saving_ratio is None and said in planned.why

@@ -125,7 +125,7 @@ def test_windows_and_sinks_are_one_masked_softmax_forward_and_backward(kernel, w
 def test_a_window_that_cuts_children_from_their_parent_is_an_error():
     packed = packed_stream(segments(), 1, 0, torch.from_numpy)
     assert packed.within(None) is packed and packed.within(LONG + 8) is packed
-    with pytest.raises(ValueError, match="share_prefix needs attention to whole sequences, and a layer sees 100 of 2"):
+    with pytest.raises(ValueError, match="share_prefix needs full attention, but a layer attends to 100 of 2"):
         packed.within(100)
 
 

@@ -108,7 +108,7 @@ def test_of_many_rows_some_are_named():
         why="", skips=SkipCounter(), culprits=(BadMicroBatch(micro_batch=0, ranks=tuple(range(30)), norm=1.0, rows=tuple(PLACES)),)
     )
     [line] = skipped_step.lines(PLACES)
-    assert replace(skipped_step, more=3).lines(PLACES) == [line, "and 3 more micro-batches at least"]
+    assert replace(skipped_step, more=3).lines(PLACES) == [line, "and at least 3 more micro-batches"]
     assert line.startswith("ranks 0, 1, 2, 3, 4, 5, 6, 7, ..., micro-batch 0") and line.endswith("row 7 of the data set), ...")
 
 
@@ -116,4 +116,4 @@ def test_what_does_not_happen_again_is_the_machines_and_weights_that_are_no_numb
     [line] = SkippedStep(why="", skips=SkipCounter(), ranks=(3,)).lines({})
     assert "rank 3" in line and "not again" in line and "look at the machine" in line
     [line] = SkippedStep(why="", skips=SkipCounter(), ranks=(0, 1), weights=((1, "decoder.w"),)).lines({})
-    assert line == "the weights themselves are not finite (rank 1: decoder.w), so no step can go well any more"
+    assert line == "the weights are not finite (rank 1: decoder.w), so no further step can succeed"

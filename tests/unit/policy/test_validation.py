@@ -92,10 +92,10 @@ def test_a_prompt_too_long_for_the_model_is_named_with_every_other_problem(tmp_p
 
 @pytest.mark.parametrize(("model", "changes", "words"), [
     ("gpt_oss", {"expert_tensor_parallel_size": 2}, "2 would add the biases of GptOssForCausalLM's experts 2 times"),
-    ("gpt_oss", {"tuner_type": "lora"}, "GptOssForCausalLM keeps the experts of a layer in one tensor"),
+    ("gpt_oss", {"tuner_type": "lora"}, "GptOssForCausalLM stores the experts of a layer in one tensor"),
     ("gpt_oss", {"tuner_type": "lora", "target_modules": ["q_proj", "down_proj"]}, "Use q_proj k_proj v_proj o_proj, or tuner_type full"),
-    ("olmo3", {"transformer_impl": "transformer_engine"}, "attention within a window, which Olmo3ForCausalLM has, is computed"),
-    ("glm4_moe", {"transformer_impl": "transformer_engine"}, "a rotation of a part of each head"),
+    ("olmo3", {"transformer_impl": "transformer_engine"}, "sliding-window attention, which Olmo3ForCausalLM has, is supported"),
+    ("glm4_moe", {"transformer_impl": "transformer_engine"}, "partial rotary embedding"),
     ("olmo2", {"transformer_impl": "transformer_engine"}, "a norm over all heads"),
 ])  # fmt: skip
 def test_what_some_families_have_and_a_setting_has_not_is_refused(model, changes, words):
@@ -112,12 +112,12 @@ def test_adapters_may_be_beside_the_attention_of_a_model_that_keeps_experts_in_o
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-5"),
-        ({"swiglu_limit": 0.6}, "swiglu_alpha is 1.702 and swiglu_limit 7"),
-        ({"attention_bias": False}, "attention_bias is true"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings is false"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "every other layer has a window, from the first"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "the rope is stretched by yarn"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-5"),
+        ({"swiglu_limit": 0.6}, "swiglu_alpha 1.702 and swiglu_limit 7"),
+        ({"attention_bias": False}, "attention_bias true"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings false"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "a sliding window in every other layer, starting with the first"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "YaRN without attention_factor"),
     ],
 )
 def test_a_gpt_oss_that_vllm_would_sample_as_another_is_refused(changes, words):
@@ -132,7 +132,7 @@ def test_prompts_are_shared_where_a_window_reaches_over_the_longest_sequence():
     short = Config().with_values({"max_prompt_length": 4, "max_completion_length": 5, "micro_batch_size": 4})
     assert decide(short, shape).min_saving_ratio == LEAST_SAVING
     longer = short.with_values({"max_completion_length": 6})
-    assert "Olmo3ForCausalLM has layers that see 9 tokens, where sequences have up to 10" in decide(longer, shape).why
+    assert "Olmo3ForCausalLM has layers with a sliding window of 9 tokens, and sequences have up to 10" in decide(longer, shape).why
     (problem,) = sharing_problems(longer.with_values({"share_prefix": "true"}), shape)
     assert "true cannot be: Olmo3ForCausalLM has layers" in problem.message
 
@@ -173,7 +173,7 @@ WIDE = config_of("qwen3") | dict(hidden_size=512, intermediate_size=1024, num_at
     ({"fp8_recipe": "blockwise"}, None),
     ({"transformer_impl": "local"}, "needs Transformer Engine's layers, and transformer_impl is local"),
     ({"torch_dtype": "float32"}, "needs torch_dtype bfloat16, not float32"),
-    ({"tensor_model_parallel_size": 16, "fp8_recipe": "blockwise"}, "multiples of 128, and queries, keys and values of a rank (160)"),
+    ({"tensor_model_parallel_size": 16, "fp8_recipe": "blockwise"}, "multiples of 128, and query, key and value rows per rank (160)"),
 ])  # fmt: skip
 def test_fp8_is_refused_where_it_cannot_be_computed(changes, words):
     found = [
@@ -184,7 +184,7 @@ def test_fp8_is_refused_where_it_cannot_be_computed(changes, words):
 
 @pytest.mark.parametrize(("has_gpu", "has_te", "capability", "recipe", "words"), [
     (True, True, (9, 0), "tensorwise", None), (True, True, (8, 9), "tensorwise", None),
-    (False, True, None, "tensorwise", "there is no GPU here"),
+    (False, True, None, "tensorwise", "no GPU found"),
     (True, False, (9, 0), "tensorwise", "Transformer Engine is not installed here"),
     (True, True, (8, 0), "tensorwise", "needs a GPU of compute capability 8.9, this one has 8.0. Leave fp8_format out"),
     (True, True, (9, 0), "mxfp8", "needs a GPU of compute capability 10.0, this one has 9.0. Use tensorwise or blockwise"),
@@ -240,7 +240,7 @@ def test_equal_bits_are_refused_for_what_has_not_been_compared():
     )
     for shape, values, words in (
         (DEEPSEEK, {}, "multi-latent attention"),
-        (dataclasses.replace(qwen, architecture="NobodyForCausalLM"), {}, "NobodyForCausalLM is not reached"),
+        (dataclasses.replace(qwen, architecture="NobodyForCausalLM"), {}, "NobodyForCausalLM is not supported"),
         (dataclasses.replace(qwen, windows=(8,) * qwen.num_layers), {}, "sliding windows"),
         (dataclasses.replace(qwen, rope=yarn), {}, "YaRN"),
         (dataclasses.replace(qwen, qkv_bias=True), {}, "rounds to bfloat16"),

@@ -118,7 +118,7 @@ BAD = {
     "heads that vLLM cannot share": (
         lambda good, at: {"world_size": 3, "vllm_tensor_parallel_size": 3, "global_batch_size": 12}, "vllm_tensor_parallel_size (3): "),
     "a run that is there": (lambda good, at: {"output_dir": run_in(at), "resume": "never"},
-                            "holds an earlier run and resume is never"),
+                            "contains an earlier run, but resume is never"),
     "a file that no run wrote": (lambda good, at: {"output_dir": write(at / "config.yaml", "{}").parent},
                                  "config.yaml was not written by `train`, which would replace it"),
     "an empty list in a file": (lambda good, at: {"config": write(at / "c.yaml", "sequence_parallel: []")},

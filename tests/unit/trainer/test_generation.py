@@ -119,8 +119,8 @@ def test_one_such_log_prob_costs_its_completion_all_of_them_and_is_named():
     assert refused.answer_ids == (4, 5, 6) and refused.logprobs.dtype == np.float32
     assert np.isnan(refused.logprobs).tolist() == [False, True, True, True]
     assert warning_of(found, 5) == (
-        "2 of 5 completions have a log-prob that no distribution has (the first: completion 1 of prompt 4 (row 14 of the data), "
-        "token 2 of 3: -inf): nothing of them is trained"
+        "2 of 5 completions have an invalid log-prob (NaN, infinite or above 0; the first: completion 1 of prompt 4 (row 14 of the data), "
+        "token 2 of 3: -inf); these completions are not trained"
     )
 
 
@@ -132,7 +132,5 @@ def test_good_groups_pass_in_silence():
 
 def test_where_every_completion_is_refused_the_run_ends():
     _, found = refuse_impossible([group(0, (NAN,), (1.0,))])
-    with pytest.raises(
-        InvalidLogprobsError, match="2 of 2 completions .*prompt 0 .*token 1 of 1: nan.*weights or its arithmetic are broken"
-    ):
+    with pytest.raises(InvalidLogprobsError, match="2 of 2 completions .*prompt 0 .*token 1 of 1: nan.*weights or kernels are faulty"):
         warning_of(found, 2)

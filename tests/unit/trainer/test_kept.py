@@ -59,10 +59,13 @@ def sequence(kept: list[list[int]] | None) -> Sequence:
     ("kept", "said"),
     [
         ([[3, 9], [4]], None),
-        (None, "did not say among which words it drew the 2 tokens"),
-        ([[3, 9], [5, 6]], "token 1 of a completion (4) among 2 words: the token itself must be one of them"),
-        ([[3, 9, 9], [4]], "token 0 of a completion (3) among 3 words"),
-        ([[3, *range(10, 20 + TIES)], [4]], f"there are at most {1 + 8 + TIES} with top_k 8"),
+        (None, "returned no sampling mask for the 2 tokens"),
+        (
+            [[3, 9], [5, 6]],
+            "sampling mask of 2 token IDs for token 1 of a completion (4): the IDs must be distinct, include the token itself",
+        ),
+        ([[3, 9, 9], [4]], "sampling mask of 3 token IDs for token 0 of a completion (3)"),
+        ([[3, *range(10, 20 + TIES)], [4]], f"be at most {1 + 8 + TIES} with top_k 8"),
     ],
 )
 def test_a_token_is_one_of_the_different_words_it_was_drawn_among(kept, said):
@@ -74,9 +77,9 @@ def test_a_token_is_one_of_the_different_words_it_was_drawn_among(kept, said):
 
 def test_kept_words_belong_to_as_many_tokens_as_are_masked():
     one = sequence([[3], [4], [5]])
-    with pytest.raises(ValueError, match="kept words of 3 tokens, 3 in all, for 2 masked ones"):
+    with pytest.raises(ValueError, match="the sampling mask has 3 rows and 3 token IDs; 2 rows are needed"):
         _ = one.sampling_mask
-    with pytest.raises(InvalidSamplingMaskError, match="among which words it drew it: kept words of 3 tokens") as caught:
+    with pytest.raises(InvalidSamplingMaskError, match="returned an incomplete sampling mask: the sampling mask has 3 rows") as caught:
         check_sampling_mask(one, 8)
     assert isinstance(caught.value, RunError), "of a sampler of one's own: a sentence, and no traceback"
     check_sampling_mask(Sequence(token_ids=np.array([1]), mask=np.array([False])), 8)  # an episode in which nothing was drawn

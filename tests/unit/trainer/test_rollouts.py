@@ -319,7 +319,7 @@ def test_a_completion_with_an_impossible_log_prob_trains_nothing_and_is_counted(
         assert [row.num_masked for row in rows] == [2, 0, 2, 0]
         assert all(np.isfinite(s.sampler_logprobs).all() for s in samples)
         assert stats["sampling/refused_completions"] == 2
-    assert "2 of 4 completions have a log-prob that no distribution has (the first: completion 1 of prompt 0" in caplog.text
+    assert "2 of 4 completions have an invalid log-prob (NaN, infinite or above 0; the first: completion 1 of prompt 0" in caplog.text
     assert rollout({0: LIVE, 1: LIVE})[1]["sampling/refused_completions"] == 0
 
 
@@ -387,10 +387,10 @@ def test_log_probs_of_the_penalty_serve_stale_slices_where_the_weights_are_those
 @pytest.mark.parametrize(
     ("depth", "version", "said"),
     [
-        (0, 1, "answered by version 1; by the schedule it is version 2"),
-        (0, 3, "answered by version 3; by the schedule it is version 2"),
-        (1, 1, "answered by version 1; by the schedule it is version 2, or up to 4"),
-        (1, 5, "answered by version 5; by the schedule it is version 2, or up to 4"),
+        (0, 1, "sampled by weight version 1; the training schedule expects version 2"),
+        (0, 3, "sampled by weight version 3; the training schedule expects version 2"),
+        (1, 1, "sampled by weight version 1; the training schedule expects version 2, or up to 4"),
+        (1, 5, "sampled by weight version 5; the training schedule expects version 2, or up to 4"),
         (1, 2, ""), (1, 3, ""), (1, 4, ""), (0, 2, ""),
     ],
 )  # fmt: skip
@@ -425,7 +425,7 @@ def test_a_sample_keeps_what_its_tokens_were_drawn_among_and_one_that_trains_not
     nothing = emptied(samples[1])
     assert nothing.sampling_mask is None and not nothing.mask.any()
     assert "sampling/mask_size" not in rollout({0: LIVE, 1: LIVE})[1]
-    with pytest.raises(InvalidSamplingMaskError, match="did not say among which words it drew the 2 tokens"):
+    with pytest.raises(InvalidSamplingMaskError, match="returned no sampling mask for the 2 tokens"):
         rollout({0: LIVE, 1: LIVE}, sampling=sampling)
 
 
@@ -433,7 +433,7 @@ def test_where_every_completion_is_refused_the_run_ends():
     def broken(prompt, place, version):
         return replace(answer(prompt, place, version), logprobs=np.float32([0, 0, math.nan, -1.0]))
 
-    with pytest.raises(InvalidLogprobsError, match="4 of 4 completions .*completion 0 of prompt 0 .*token 1 of 2: nan.*are broken"):
+    with pytest.raises(InvalidLogprobsError, match="4 of 4 completions .*completion 0 of prompt 0 .*token 1 of 2: nan.*are faulty"):
         rollout({0: LIVE, 1: LIVE}, answer=broken)
 
 

@@ -40,8 +40,8 @@ def test_nan_is_not_a_small_difference(is_coarse):
 
 def test_hint_follows_from_where_it_is_wrong():
     assert "prefix cache differ: it was not reset" in _problem(of_ranks(*[report(cached=2.0)] * 2), 3, is_coarse=False)
-    assert "only some engines are wrong" in _problem(of_ranks(report(), report(fresh=2.0)), 3, is_coarse=False)
-    assert "every engine is wrong" in _problem(of_ranks(*[report(fresh=2.0)] * 2), 3, is_coarse=False)
+    assert "Only some engines differ" in _problem(of_ranks(report(), report(fresh=2.0)), 3, is_coarse=False)
+    assert "All engines differ" in _problem(of_ranks(*[report(fresh=2.0)] * 2), 3, is_coarse=False)
     assert "{'rank 1': 2}" in _problem(of_ranks(report(), report(version=2)), 3, is_coarse=False)
 
 
@@ -62,14 +62,14 @@ def test_an_engine_that_follows_the_trial_is_told_from_one_that_ignores_it_below
     )
     assert abs(takes[0] - 1) < 3 * takes[1] and abs(ignores[0]) < 3 * ignores[1] and 0.05 < takes[1] < 0.08
     assert _trial_problem(of_ranks(takes, takes)) is None
-    assert "ignores adapters, or takes them in part: " in _trial_problem(of_ranks(takes, ignores))
-    assert "in part" in _trial_problem(of_ranks(part))
-    assert "in part" in _trial_problem(of_ranks(_followed(tried + (tried - untried), tried, untried)))  # scaled twice
+    assert "ignores the trial adapter or applies only a part of it: " in _trial_problem(of_ranks(takes, ignores))
+    assert "only a part of it" in _trial_problem(of_ranks(part))
+    assert "only a part of it" in _trial_problem(of_ranks(_followed(tried + (tried - untried), tried, untried)))  # scaled twice
 
 
 def test_trial_that_moves_nothing_proves_nothing():
     untried, noise = np.full(250, -3.0), np.random.default_rng(0).normal(0, 0.05, 250)
-    assert "proves nothing" in _trial_problem(of_ranks(_followed(untried, untried, untried)))
-    assert "proves nothing" in _trial_problem(of_ranks(_followed(untried + noise, untried + 0.01, untried)))
+    assert "inconclusive" in _trial_problem(of_ranks(_followed(untried, untried, untried)))
+    assert "inconclusive" in _trial_problem(of_ranks(_followed(untried + noise, untried + 0.01, untried)))
     assert _trial_problem(of_ranks(_followed(untried + 0.01 + noise / 10, untried + 0.01, untried))) is None
     assert _trial_problem(of_ranks(_followed(untried * np.nan, untried + 1, untried)))

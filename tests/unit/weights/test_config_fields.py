@@ -78,17 +78,17 @@ def test_a_field_that_is_not_idle_makes_another_model_or_is_refused(family, tmp_
 
 
 @pytest.mark.parametrize(("name", "said", "words"), [
-    ("qwen3", {"attention_dropout": 0.1}, 'attention_dropout is 0.1, which is not computed here. Leave it out, or use 0.0'),
+    ("qwen3", {"attention_dropout": 0.1}, 'attention_dropout is 0.1, which is not supported. Leave it out, or use 0.0'),
     ("mixtral", {"router_jitter_noise": 0.2}, "router_jitter_noise is 0.2"),
     ("llama", {"is_causal": False}, "is_causal is False"),
     ("llama", {"per_layer_config": {"0": {"rms_norm_eps": 0.5}}}, "per_layer_config"),
-    ("llama", {"rms_norm_eps": 0}, "rms_norm_eps must be a number with a point, it is 0"),  # as transformers refuses it
+    ("llama", {"rms_norm_eps": 0}, "rms_norm_eps must be a float, it is 0"),  # as transformers refuses it
     ("llama", {"attention_bias": 1}, "attention_bias must be true or false, it is 1"),
-    ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok must be a positive whole number, it is 0"),
+    ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok must be a positive integer, got 0"),
     ("qwen3_moe", {"num_experts_per_tok": 9}, r"num_experts_per_tok \(9\) is more than the experts of a layer \(4\)"),
     ("qwen3_moe", {"num_local_experts": 4, "num_experts": 2}, "num_(local_)?experts is ., and num_"),
     ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers must be"),
-    ("glm4_moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor must be a positive number with a point, it is 0.0"),
+    ("glm4_moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor must be a positive float, got 0.0"),
     ("deepseek_v3", {"topk_group": None}, "topk_group is null"),
     ("deepseek_v3", {"v_head_dim": None}, "v_head_dim is null"),
     ("llama", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "transformers gives layers of Llama"),

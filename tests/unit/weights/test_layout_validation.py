@@ -16,7 +16,7 @@ from tests.unit.weights.tiny import CHECKPOINTS, config_of
 def test_a_rest_is_said_with_the_arithmetic_and_the_nearest_sizes_that_work():
     shape = ModelShape.from_hf(config_of("qwen3"))  # 8 heads, 4 groups, ffn 40
     heads, ffn, groups = layout_problems(shape, tp=3)
-    assert str(heads) == ("tensor_model_parallel_size (3): it must divide the model's num_attention_heads (8): 8 = 2 x 3 + 2. Use 2 or 4.")
+    assert str(heads) == ("tensor_model_parallel_size (3): must divide the model's num_attention_heads (8): 8 = 2 x 3 + 2. Use 2 or 4.")
     assert "40 = 13 x 3 + 1" in str(ffn) and "num_key_value_heads (4), or be a multiple" in str(groups)
     assert heads.flags == ("tensor_model_parallel_size",) and heads.nearest == {"tensor_model_parallel_size": [2, 4]}
 
@@ -62,4 +62,4 @@ def test_sequences_may_not_leave_what_yarn_stretched_a_rope_to():
 def test_a_norm_over_all_heads_needs_a_group_on_every_rank():
     shape = ModelShape.from_hf({**config_of("olmo2"), "num_key_value_heads": 2})
     (problem,) = layout_problems(shape, tp=4)
-    assert "num_key_value_heads (2): a norm over all heads of keys counts each of them once. Use 2" in str(problem)
+    assert "num_key_value_heads (2), because its key norm covers all heads. Use 2" in str(problem)

@@ -221,5 +221,5 @@ def test_a_parameter_that_no_module_holds_is_noticed():
     weights = WeightMap.for_shape(ModelShape.from_hf(config_of("llama_all_biases")), padded_vocab_size=64)
     names = set(weights.megatron_names())
     weights.check_held(names)
-    with pytest.raises(ValueError, match="needs 2 parameters that no Megatron module holds: decoder.layers.0.self_attention.linear_proj"):
+    with pytest.raises(ValueError, match="needs 2 parameters that no Megatron module has: decoder.layers.0.self_attention.linear_proj"):
         weights.check_held({name for name in names if not name.endswith("linear_proj.bias")})

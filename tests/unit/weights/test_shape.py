@@ -132,7 +132,7 @@ def test_layers_with_experts_are_those_of_transformers(name):
 
 
 def test_unknown_architecture_is_refused_by_name_with_the_known_ones():
-    known = r"FalconForCausalLM is not supported. Known: DeepseekV3ForCausalLM, Gemma3ForCausalLM,.*adding-a-model"
+    known = r"FalconForCausalLM is not supported. Supported: DeepseekV3ForCausalLM, Gemma3ForCausalLM,.*adding-a-model"
     with pytest.raises(ConfigError, match=known):
         ModelShape.from_hf({**LLAMA, "architectures": ["FalconForCausalLM"]})
     with pytest.raises(ConfigError, match="without `architectures`"):

@@ -68,7 +68,7 @@ def test_a_megatron_parameter_trains_with_the_tensors_that_it_is_made_of():
     [
         ("llama", dict(freeze_parameters_regex="q_proj"),
          f"{QKV[0]} would be frozen and {QKV[1]}, {QKV[2]} would train, but Megatron holds them as one parameter "
-         "(decoder.layers.0.self_attention.linear_qkv.weight), which trains whole or not at all. 1 more are cut so."),
+         "(decoder.layers.0.self_attention.linear_qkv.weight), which trains completely or not at all. 1 more are split in this way."),
         ("llama", dict(freeze_parameters=["model"], trainable_parameters_regex=r"layers\.1\.mlp\.up", trainable_parameters=["lm_head"]),
          "model.layers.1.mlp.gate_proj.weight would be frozen and model.layers.1.mlp.up_proj.weight would train"),
         ("llama", dict(freeze_parameters=["model", "lm_head"]), "freeze_parameters freeze every weight of the model: nothing would train."),
@@ -80,7 +80,7 @@ def test_a_megatron_parameter_trains_with_the_tensors_that_it_is_made_of():
         ("llama", dict(freeze_parameters=["model.layers.7."]),
          "Names begin with model.embed_tokens, model.norm, lm_head.weight, model.layers."),
         ("llama_tied", dict(freeze_parameters=["lm_head"]), "Its head is its embedding (tie_word_embeddings): model.embed_tokens.weight"),
-        ("llama", dict(freeze_parameters_regex="linear_fc1"), "freeze_parameters_regex (linear_fc1) is found in no tensor of this model."),
+        ("llama", dict(freeze_parameters_regex="linear_fc1"), "freeze_parameters_regex (linear_fc1) matches no tensor of this model."),
         ("llama", dict(freeze_parameters=["model"], trainable_parameters_regex="router"),
          "trainable_parameters_regex (router) is found in no tensor"),
         ("qwen2", dict(freeze_parameters_regex=r"_proj\.weight"),
