@@ -350,9 +350,9 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
 
         code = report(error)
         if isinstance(error, ConfigError) and launcher.read().has_other_machines:
-            from megatron_grpo.parallel.state import leave_word
+            from megatron_grpo.parallel.state import report_failure
 
-            leave_word(error)
+            report_failure(error)
         return code
 
 

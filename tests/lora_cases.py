@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_grpo.config.config import Config
-from megatron_grpo.weights.adapters import drawn, write_adapter
+from megatron_grpo.weights.adapters import initial_adapter, write_adapter
 from megatron_grpo.weights.lora import PREFIX, LoraSettings, module_of, own_name, own_sizes, peft_name
 from megatron_grpo.weights.shape import ModelShape
 
@@ -113,7 +113,7 @@ def start_of(cfg: Config) -> Path:
     shape = ModelShape.from_pretrained(cfg.model.model)
     settings = LoraSettings.of(cfg.tuner, shape)
     sizes = own_sizes(settings, shape)
-    read, out = drawn(sizes, cfg.run.seed), Path(tempfile.mkdtemp())
+    read, out = initial_adapter(sizes, cfg.run.seed), Path(tempfile.mkdtemp())
     config = settings.to_peft(dict.fromkeys(map(module_of, sizes)), cfg.model.model, is_multimodal=shape.vision is not None)
     write_adapter(out, ((peft_name(name, shape), read(name)) for name in sizes), config, {})
     return out

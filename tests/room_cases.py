@@ -163,8 +163,8 @@ def _left_behind(policy, before: set[int] | None = None) -> list[str]:
         sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in named.values()}
     _leave(policy)
     left = [name for name, tensor in named.items() if tensor.untyped_storage().nbytes()]
-    if not left and policy.room.given_bytes != sum(sizes.values()):
-        left.append(f"{policy.room.given_bytes} bytes were given away of {sum(sizes.values())}")
+    if not left and policy.offloader.offloaded_bytes != sum(sizes.values()):
+        left.append(f"{policy.offloader.offloaded_bytes} bytes were given away of {sum(sizes.values())}")
     if before is not None:
         rest = sum(size for key, size in _held(policy).items() if key not in before)
         left += [f"{rest} bytes that nobody named"] * (rest > SMALL)
@@ -191,7 +191,7 @@ def _held(policy) -> dict[int, int]:
     """{storage: bytes} of every tensor of this process, the host's copies left out."""
     gc.collect()
     tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
-    host = {t.untyped_storage()._cdata for chunks in (policy.room._host.values() if policy else ()) for t in chunks}
+    host = {t.untyped_storage()._cdata for chunks in (policy.offloader._host.values() if policy else ()) for t in chunks}
     sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return {key: size for key, size in sizes.items() if key not in host}
 

@@ -236,7 +236,7 @@ def _cosine(policy: Policy, buffers: list[torch.Tensor], a: list[torch.Tensor], 
 def _off_policy(policy: Policy, batch: GlobalBatch, logprobs: Any) -> tuple[float, float]:
     """Return (KL(sampler || current policy), effective sample size) over trained tokens that have a sampler log-prob."""
     sums = np.zeros(4)
-    for micro in batch.micro_batches if policy.parallel.speaks_for_its_rows else ():
+    for micro in batch.micro_batches if policy.parallel.reports_its_rows else ():
         for place, row in enumerate(micro.rows):
             at = (micro.sequence == place) & (micro.token_weights > 0)
             log_rho = np.asarray(logprobs[row], dtype=np.float64)[at[micro.sequence == place]] - micro.sampler_logprobs[at]

@@ -305,7 +305,7 @@ def _write_own(partial: Path, moment: DumpReason, buffer: SampleBuffer, policy: 
     name, keys = f"rank_{collectives.rank():05d}.npz", rows_of(moment.step)
     if mine := [sample for sample in buffer.to_save() if sample.key in keys]:
         (partial / "rows" / name).write_bytes(file_of(mine))
-    if policy.parallel.speaks_for_its_rows:
+    if policy.parallel.reports_its_rows:
         arrays = {f"logprobs/{r}/{i}": values for (r, i), values in gradient.logprobs.items()}
         arrays |= {f"references/{r}/{i}": values for (r, i), values in gradient.references.items()}
         (partial / "forward" / name).write_bytes(_npz(arrays))

@@ -173,7 +173,7 @@ def _sentence(core: str, near: Mapping[str, Sequence[int]]) -> str:
     return f"{core}. Use {', or '.join(ways)}."
 
 
-def settled(cfg: Config, sizes: BatchSizes) -> Config:
+def with_derived_sizes(cfg: Config, sizes: BatchSizes) -> Config:
     """Return the configuration with the derived sizes filled in, so that what a run records is complete and in native names.
 
     Args:

@@ -59,7 +59,7 @@ def pack(
         cost = np.array([cost_of_row[rows].sum() for rows in bins])
     else:
         cost = _split_until(bins, np.concatenate(cost_of_bins), cost_of_row, wanted)
-    return [[bins[i] for i in mine] for mine in _deal(cost, dp_size)]
+    return [[bins[i] for i in mine] for mine in _distribute(cost, dp_size)]
 
 
 def _full_bins(lengths: np.ndarray, max_tokens: int) -> Iterator[np.ndarray]:
@@ -101,11 +101,11 @@ class _Shelf:
         if not self.left[length]:
             self.upward[length] = self.downward[self.size - 1 - length] = False
 
-    def longest_within(self, room: int) -> int:
-        """Return the largest remaining length of at most `room` tokens; 0 if nothing fits."""
-        start = self.size - 1 - room
+    def longest_within(self, capacity: int) -> int:
+        """Return the largest remaining length of at most `capacity` tokens; 0 if nothing fits."""
+        start = self.size - 1 - capacity
         place = int(self.downward[start:].argmax())
-        return room - place if self.downward[start + place] else 0
+        return capacity - place if self.downward[start + place] else 0
 
     def pair(self, total: int) -> tuple[int, ...]:
         """Return two remaining lengths with exactly this total, as equal as possible, which keeps short rows for later gaps.
@@ -125,16 +125,16 @@ class _Shelf:
 def _fill(shelf: _Shelf, max_tokens: int) -> dict[int, int]:
     """Take the rows of one bin from the shelf, beginning with the longest row left; return length -> number of rows."""
     chosen: dict[int, int] = {}
-    room = max_tokens
-    while (longest := shelf.longest_within(room)) > 0:
+    capacity = max_tokens
+    while (longest := shelf.longest_within(capacity)) > 0:
         # Far from full, several of a length at a time.
-        pick = (longest,) * max(1, min(shelf.left[longest], room // longest - 2))
-        if chosen and longest < room <= 2 * longest:
-            pick = next(filter(None, map(shelf.pair, range(room, max(room - MOST_GAPS_TRIED, 1), -1))), pick)
+        pick = (longest,) * max(1, min(shelf.left[longest], capacity // longest - 2))
+        if chosen and longest < capacity <= 2 * longest:
+            pick = next(filter(None, map(shelf.pair, range(capacity, max(capacity - MOST_GAPS_TRIED, 1), -1))), pick)
         for length in pick:
             chosen[length] = chosen.get(length, 0) + 1
             shelf.take(length, 1)
-            room -= length
+            capacity -= length
     return chosen
 
 
@@ -145,17 +145,17 @@ def _spread(lengths: np.ndarray, cost_of_row: np.ndarray, wanted: int, max_token
     micro-batches per rank, a rank would then wait.
     """
     bins: list[list[int]] = [[] for _ in range(wanted)]
-    room = [max_tokens] * wanted
+    capacity = [max_tokens] * wanted
     heap = [(0.0, i) for i in range(wanted)]
     for row in np.argsort(-cost_of_row, kind="stable").tolist():
         length, full = int(lengths[row]), []
-        while heap and room[heap[0][1]] < length and bins[heap[0][1]]:
+        while heap and capacity[heap[0][1]] < length and bins[heap[0][1]]:
             full.append(heapq.heappop(heap))
         if not heap:
             return None
         cost, i = heap[0]
         bins[i].append(row)
-        room[i] -= length
+        capacity[i] -= length
         heapq.heapreplace(heap, (cost + float(cost_of_row[row]), i))
         for entry in full:
             heapq.heappush(heap, entry)
@@ -182,7 +182,7 @@ def _split_until(bins: list[list[int]], cost: np.ndarray, cost_of_row: np.ndarra
     return cost
 
 
-def _deal(cost: np.ndarray, dp_size: int) -> list[list[int]]:
+def _distribute(cost: np.ndarray, dp_size: int) -> list[list[int]]:
     """Distribute bins over ranks in rounds of similar cost; the costliest bin of a round goes to the rank with the lowest total."""
     rounds = np.argsort(-cost, kind="stable").reshape(-1, dp_size)
     total = np.zeros(dp_size)

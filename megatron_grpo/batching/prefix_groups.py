@@ -360,10 +360,10 @@ def _within_budget(rows: RowColumns, max_tokens: int) -> np.ndarray:
     tails, used = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     tails[line, column] = rows.tail[large]
     into = np.zeros(shape, dtype=np.int64)
-    room = (limit[piece[large[first]]] - rows.shared_prefix[large[first]])[:, None]
+    capacity = (limit[piece[large[first]]] - rows.shared_prefix[large[first]])[:, None]
     for number in range(shape[1]):
         tail = tails[:, number, None]
-        chosen = ((used == 0) | (used + tail <= room)).argmax(axis=1)
+        chosen = ((used == 0) | (used + tail <= capacity)).argmax(axis=1)
         used[np.arange(shape[0]), chosen] += tail[:, 0]
         into[:, number] = chosen
     key = piece * shape[1]

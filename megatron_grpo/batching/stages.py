@@ -80,14 +80,14 @@ def problems(cfg: Config, num_layers: int | None) -> Iterator[Problem]:
     """
     parallel = cfg.parallel
     pp, layout = parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
-    asked = [name for name in ACCOUNTS if getattr(parallel, name)]
+    accounts = [name for name in ACCOUNTS if getattr(parallel, name)]
     ends = [name for name in _ENDS if getattr(parallel, name) is not None]
-    if asked and ends:
+    if accounts and ends:
         yield _problem(
-            asked[0], (f"{asked[0]} and {ends[0]} both set the layers of the first and last stage. Keep one of them."), *asked, *ends
+            accounts[0], f"{accounts[0]} and {ends[0]} both set the layers of the first and last stage. Keep one of them.", *accounts, *ends
         )
     if layout is not None:
-        if other := [*asked, *ends]:
+        if other := [*accounts, *ends]:
             yield _problem(
                 LAYOUT,
                 (f"{LAYOUT} sets the layers of every stage and cannot be combined with {' and '.join(other)}. Keep one of them."),
@@ -95,11 +95,11 @@ def problems(cfg: Config, num_layers: int | None) -> Iterator[Problem]:
             )
         elif fault := _layout_fault(parallel, layout, num_layers):
             yield _problem(LAYOUT, f"{LAYOUT} ({layout}): {fault}")
-    elif asked and num_layers and pp > 1 and min(min(row) for row in layer_counts(parallel, num_layers)) < 0:
+    elif accounts and num_layers and pp > 1 and min(min(row) for row in layer_counts(parallel, num_layers)) < 0:
         yield _problem(
-            asked[0],
-            (f"{' and '.join(asked)} leaves a negative number of layers in the first or last model chunk. Use fewer chunks."),
-            *asked,
+            accounts[0],
+            f"{' and '.join(accounts)} leaves a negative number of layers in the first or last model chunk. Use fewer chunks.",
+            *accounts,
         )
     yield from _group(cfg)
 

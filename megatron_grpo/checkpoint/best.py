@@ -24,7 +24,7 @@ FILE = "best.json"
 class Best:
     """The best checkpoint in a folder by one metric. In case of a tie the earlier one wins.
 
-    `published` may be called from the thread that writes checkpoints.
+    `record_saved` may be called from the thread that writes checkpoints.
 
     Args:
         folder: The `checkpoints` directory.
@@ -58,16 +58,16 @@ class Best:
         if value is not None and math.isfinite(value):
             with self._lock:
                 self._heard = step, float(value)
-                self._judge()
+                self._update()
 
-    def published(self, step: int) -> None:
+    def record_saved(self, step: int) -> None:
         """Record that the checkpoint for `step` has been written."""
         with self._lock:
             self._saved = step
             self.values.pop(step, None)  # a value for the weights of this step before the run was rolled back
-            self._judge()
+            self._update()
 
-    def go_on(self, step: int, *, is_saved: bool) -> None:
+    def resume(self, step: int, *, is_saved: bool) -> None:
         """Restore the record at the beginning of a run. Values of later steps are dropped.
 
         Args:
@@ -76,22 +76,22 @@ class Best:
         """
         self._saved = step if is_saved else None
         before = self._read()
-        said = FORMER_METRICS.get(before.get("metric", ""), before.get("metric")), before.get("greater_is_better")
-        if before and said != (self.metric, self.greater):
+        metric = FORMER_METRICS.get(before.get("metric", ""), before.get("metric")), before.get("greater_is_better")
+        if before and metric != (self.metric, self.greater):
             self.print_line(
-                f"{self.folder.path / FILE} was written for {said[0]}; from now on, the best checkpoint is selected by {self.metric}."
+                f"{self.folder.path / FILE} was written for {metric[0]}; from now on, the best checkpoint is selected by {self.metric}."
             )
         elif before:
             there = {one for one in self.folder.steps() if one <= step}
             self.values = {saved: value for saved, value in before["values"].items() if saved in there}
 
-    def words(self) -> str | None:
+    def describe(self) -> str | None:
         """Return the final message about the best checkpoint; None if no checkpoint has a value."""
         if self.step is None:
             return None
         return f"The best checkpoint is {self.folder.directory(self.step)} ({self.metric} {self.values[self.step]:.4g})."
 
-    def _judge(self) -> None:
+    def _update(self) -> None:
         if self._heard is None or self._heard[0] != self._saved or self._saved in self.values:
             return
         before = self.step
@@ -99,8 +99,8 @@ class Best:
         there = set(self.folder.steps())
         self.values = {step: value for step, value in self.values.items() if step in there}
         self._write()
-        if self.step != before and (words := self.words()):
-            self.print_line(words)
+        if self.step != before and (text := self.describe()):
+            self.print_line(text)
 
     def _write(self) -> None:
         step = self.step

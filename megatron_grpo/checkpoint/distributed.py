@@ -32,8 +32,8 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: TID251 - the file format
 
 from megatron_grpo.base.errors import RunError
-from megatron_grpo.checkpoint.safe_unpickle import nothing_runs, refuse_extra_state
-from megatron_grpo.checkpoint.shards import Contents, PlacedShard, Shard, dealt, metadata_of, pieces_of
+from megatron_grpo.checkpoint.safe_unpickle import refuse_extra_state, without_code_execution
+from megatron_grpo.checkpoint.shards import Contents, PlacedShard, Shard, assigned, metadata_of, pieces_of
 from megatron_grpo.parallel import collectives
 
 CHUNK = 256 << 20  # bytes of host memory allocated at once; torch rounds pinned allocations up to a power of two
@@ -47,7 +47,7 @@ class CheckpointError(RunError):
 
 
 @contextmanager
-def agreed(what: str) -> Iterator[None]:
+def errors_on_all_ranks(what: str) -> Iterator[None]:
     """Raise CheckpointError on all ranks if the `with` block fails on any of them. Collective.
 
     Without it, the other ranks would wait in a collective. Inside the block no rank may wait for another, unless the called function
@@ -107,11 +107,11 @@ class ShardedWriter:
             state: Sharded state dict.
             others: Contents of further files of this rank, by name.
         """
-        with agreed("describing the model and optimizer"):
+        with errors_on_all_ranks("describing the model and optimizer"):
             sharded, common = save_preprocess(state, validate_access_integrity=False)  # `metadata_of` checks integrity, on one rank
         if self._mine is None:
-            self._mine = dealt(sharded, self._group)
-        with agreed("copying the model and optimizer"):
+            self._mine = assigned(sharded, self._group)
+        with errors_on_all_ranks("copying the model and optimizer"):
             pieces = pieces_of(sharded, self._mine)
             if self._staging is not None:
                 pieces = self._staging.copies(pieces)
@@ -171,7 +171,7 @@ def read_sharded(state: dict[str, Any], directory: Path, *, partly: bool = False
     Raises:
         CheckpointError: On every rank, if entries are missing, or left over (unless `partly`), or reading fails on any rank.
     """
-    with agreed(f"loading {directory} into this model"), nothing_runs(directory):
+    with errors_on_all_ranks(f"loading {directory} into this model"), without_code_execution(directory):
         mine = {leaf.key for leaf in nested_values(load_preprocess(state)[0]) if isinstance(leaf, ShardedBase)}
         held = sorted({part.key for part in load_sharded_metadata(str(directory)).values()})
     if collectives.all_reduce_max(not mine <= set(held)):
@@ -181,7 +181,7 @@ def read_sharded(state: dict[str, Any], directory: Path, *, partly: bool = False
     left_over = {name for name, is_wanted in zip(held, collectives.all_reduce_any(wanted), strict=True) if not is_wanted}
     if left_over and not partly:
         raise CheckpointError(f"it has unexpected entries: {_some(left_over)}")
-    with agreed(f"loading {directory} into this model"), nothing_runs(directory):
+    with errors_on_all_ranks(f"loading {directory} into this model"), without_code_execution(directory):
         loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_UNEXPECTED, validate_access_integrity=False)
         refuse_extra_state(loaded)
         return loaded

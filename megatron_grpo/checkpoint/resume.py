@@ -1,6 +1,6 @@
 """Decide which checkpoint a run continues, before a process group, a model or an engine exists and before anything is written. No torch.
 
-`judge_resume` is the entry point. It reads names, sizes and manifests; `Checkpoints.choose` verifies every byte later, with the files
+`plan_resume` is the entry point. It reads names, sizes and manifests; `Checkpoints.choose` verifies every byte later, with the files
 divided among the ranks.
 """
 
@@ -19,7 +19,7 @@ from megatron_grpo.checkpoint.fingerprints import settings_of, vocabulary_finger
 from megatron_grpo.checkpoint.manifest import FORMAT, MANIFEST, POINTER, Folder, Manifest, RunOrigin, damage, read_manifest
 from megatron_grpo.checkpoint.resume_compatibility import FREEZING, Difference, changes_since, problems_of
 from megatron_grpo.checkpoint.samples import files_of_samples, unreadable
-from megatron_grpo.checkpoint.written import holds_run, why_not_begun_again, why_not_written
+from megatron_grpo.checkpoint.written import holds_run, overwrite_obstacle, restart_obstacle
 
 if TYPE_CHECKING:
     from megatron_grpo.batching.schedule import TrainingSchedule
@@ -55,7 +55,7 @@ class Resume:
         candidates: Checkpoints to try, in order.
         origin: Settings and fingerprints of this run, for its own checkpoints.
         wipes: Whether to remove the files of an earlier run first.
-        asked: Path given with --resume; "" without one.
+        requested: Path given with --resume; "" without one.
         num_steps: Optimizer steps of the whole run, if known.
         notes: Messages for the user, one line each.
         without: "optim", "rng": parts of the requested checkpoint to ignore. A restart continues from the run's own checkpoint with all
@@ -66,7 +66,7 @@ class Resume:
     candidates: tuple[Candidate, ...] = ()
     origin: RunOrigin = RunOrigin()
     wipes: bool = False
-    asked: str = ""
+    requested: str = ""
     num_steps: int | None = None
     notes: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ class Resume:
         return f"It is not confirmed good yet: no step has been trained from it, as usual for the newest checkpoint.{before}"
 
 
-def judge_resume(
+def plan_resume(
     cfg: Config,
     schedule: TrainingSchedule,
     content: Mapping[str, str],
@@ -121,19 +121,19 @@ def judge_resume(
     """
     origin = RunOrigin(settings=settings_of(cfg), content=dict(content), sizes=schedule.sizes.stream_sizes, job=launcher.job_ids(environ))
     resume = find_checkpoints(cfg.run.output_dir, cfg.run.resume, overwrites=cfg.run.overwrite_output_dir, origin=origin, environ=environ)
-    judged = []
+    candidates = []
     for candidate in resume.candidates:
         manifest = candidate.manifest
         changes = changes_since(manifest.origin, origin)
         between = schedule.is_between_rollouts(manifest.step, manifest.progress.num_rollouts)
         problems = problems_of(changes, manifest, is_between_rollouts=between, typed=cfg.typed)
         problems += _problems_inside(manifest, prompts, named={flag for problem in problems for flag in problem.flags})
-        judged.append(Candidate(manifest=manifest, changes=tuple(changes), problems=tuple(problems)))
-    if judged and judged[0].problems:
-        raise ConfigError(judged[0].problems)
+        candidates.append(Candidate(manifest=manifest, changes=tuple(changes), problems=tuple(problems)))
+    if candidates and candidates[0].problems:
+        raise ConfigError(candidates[0].problems)
     left_out = {"optim": cfg.run.no_load_optim, "rng": cfg.run.no_load_rng}
-    without = tuple(part for part, is_left_out in left_out.items() if is_left_out and resume.asked)
-    return replace(resume, candidates=tuple(judged), num_steps=schedule.num_steps, without=without)
+    without = tuple(part for part, is_left_out in left_out.items() if is_left_out and resume.requested)
+    return replace(resume, candidates=tuple(candidates), num_steps=schedule.num_steps, without=without)
 
 
 def find_checkpoints(
@@ -164,22 +164,22 @@ def find_checkpoints(
         where = "is a file" if in_the_way == out else f"cannot be created: {in_the_way} is a file"
         raise config_error("output_dir", f"output_dir ({out}) {where}. Use a directory.")
     restart = launcher.restart(environ)
-    if wrong := why_not_written(out) or (why_not_begun_again(out) if restart or not overwrites else None):
+    if wrong := overwrite_obstacle(out) or (restart_obstacle(out) if restart or not overwrites else None):
         raise config_error("output_dir", f"output_dir: {wrong}")
     found = Resume(output_dir=out, origin=origin)
-    asked = "" if resume in ("auto", "never") else resume
-    if overwrites and asked:
+    requested = "" if resume in ("auto", "never") else resume
+    if overwrites and requested:
         raise config_error(
             ("overwrite_output_dir", "resume"),
             f"overwrite_output_dir starts a new run, but resume ({resume}) continues one. Leave one of them out.",
         )
     if overwrites or resume == "never":
-        return _afresh(found, restart, overwrites=overwrites)
-    newest = _newest(out) if asked and not Path(asked).resolve().is_relative_to(out.resolve()) else None
+        return _start_new_run(found, restart, overwrites=overwrites)
+    newest = _newest(out) if requested and not Path(requested).resolve().is_relative_to(out.resolve()) else None
     if newest and restart:  # at the first start output_dir held no checkpoint: the lines below ensure that
         note = f"resume ({resume}) is ignored: a restart ({restart}) continues from its own checkpoints."
         return _candidates(replace(found, notes=(note,)))
-    found = _candidates(replace(found, asked=asked))
+    found = _candidates(replace(found, requested=requested))
     if newest:
         raise config_error(
             ("resume", "output_dir"),
@@ -189,7 +189,7 @@ def find_checkpoints(
     return found
 
 
-def _afresh(found: Resume, restart: str, *, overwrites: bool) -> Resume:
+def _start_new_run(found: Resume, restart: str, *, overwrites: bool) -> Resume:
     """Begin a new run, as overwrite_output_dir and --resume never request; but continue if the same job has written checkpoints before."""
     out, what = found.output_dir, "overwrite_output_dir" if overwrites else "resume never"
     own = _written_by(found.origin.job, out)
@@ -208,13 +208,13 @@ def _afresh(found: Resume, restart: str, *, overwrites: bool) -> Resume:
 
 
 def _candidates(resume: Resume) -> Resume:
-    """Add the checkpoints at the path `asked`, or else those in output_dir."""
-    source = Path(resume.asked) if resume.asked else resume.output_dir
+    """Add the checkpoints at the path `requested`, or else those in output_dir."""
+    source = Path(resume.requested) if resume.requested else resume.output_dir
     if source.exists() and not source.is_dir():
-        raise config_error("resume" if resume.asked else "output_dir", f"{source} is a file, expected a directory.")
-    is_checkpoint = bool(resume.asked) and ((source / MANIFEST).exists() or source.name.startswith("iter_"))
+        raise config_error("resume" if resume.requested else "output_dir", f"{source} is a file, expected a directory.")
+    is_checkpoint = bool(resume.requested) and ((source / MANIFEST).exists() or source.name.startswith("iter_"))
     inner = source / "checkpoints"
-    folder = Folder(inner if inner.is_dir() or not resume.asked else source)
+    folder = Folder(inner if inner.is_dir() or not resume.requested else source)
     pointer = None if is_checkpoint else folder.pointer()
     found = [read_manifest(source)] if is_checkpoint else folder.candidates()
     whole, refused = _sorted_out(found)
@@ -229,10 +229,10 @@ def _candidates(resume: Resume) -> Resume:
             f"{folder.path / POINTER} names step {pointer}, but its checkpoint is missing. Restore {folder.directory(pointer)}, or "
             "start again with --resume never --overwrite_output_dir.",
         )
-    if not candidates and resume.asked:
+    if not candidates and resume.requested:
         raise config_error(
             "resume",
-            f"resume ({resume.asked}) has no checkpoint: expected a directory with {MANIFEST} or iter_* in it. Use auto to start a "
+            f"resume ({resume.requested}) has no checkpoint: expected a directory with {MANIFEST} or iter_* in it. Use auto to start a "
             "new run if there is none.",
         )
     if candidates and pointer not in (None, candidates[0].manifest.step):
@@ -254,7 +254,7 @@ def _sorted_out(found: list[Manifest | str]) -> tuple[list[Manifest], list[str]]
         if isinstance(one, str):
             refused.append(one)
         elif faults := damage(one.directory, one.files, read_bytes=False):
-            refused.append(several(faults))
+            refused.append(join_faults(faults))
         else:
             whole.append(one)
     return whole, refused
@@ -287,7 +287,7 @@ def unusable(refused: list[str]) -> ConfigError:
     )
 
 
-def several(faults: list[str]) -> str:
+def join_faults(faults: list[str]) -> str:
     """Join fault messages, naming the first three and counting the rest."""
     return f"{'; '.join(faults[:3])}{f' and {len(faults) - 3} more files' if len(faults) > 3 else ''}"
 
@@ -318,7 +318,7 @@ def _refuse_another_job(found: Resume, restart: str, what: str) -> None:
 # -- start from the weights of a checkpoint, without its state (`--mcore_model`) -----------------------------------------------------------
 
 
-def beginning_of(path: str | Path) -> Manifest:
+def initial_weights_of(path: str | Path) -> Manifest:
     """Return the manifest of the checkpoint at `path`, checked by names and sizes.
 
     Args:
@@ -348,22 +348,22 @@ def beginning_of(path: str | Path) -> Manifest:
             "format there, and use the result as model.",
         )
     raise config_error(
-        _FLAG, f"{_FLAG} ({path}) has no megatron_grpo checkpoint{': ' + several(refused) if refused else f' ({MANIFEST} is missing)'}."
+        _FLAG, f"{_FLAG} ({path}) has no megatron_grpo checkpoint{': ' + join_faults(refused) if refused else f' ({MANIFEST} is missing)'}."
     )
 
 
 def resolved(path: str) -> str:
     """Return the absolute directory of the checkpoint at `path`.
 
-    Without one, return `path` itself, made absolute; `beginning_of` reports the problem.
+    Without one, return `path` itself, made absolute; `initial_weights_of` reports the problem.
     """
     try:
-        return str(beginning_of(path).directory.absolute())
+        return str(initial_weights_of(path).directory.absolute())
     except ConfigError:
         return str(Path(path).absolute())
 
 
-def problems_of_beginning(cfg: Config, model_path: Path | None) -> list[Problem]:
+def initial_weights_problems(cfg: Config, model_path: Path | None) -> list[Problem]:
     """Return the reasons why a run cannot start from the weights of `mcore_model`.
 
     Args:
@@ -376,7 +376,7 @@ def problems_of_beginning(cfg: Config, model_path: Path | None) -> list[Problem]
     path = cfg.run.mcore_model
     if not path:
         return []
-    manifest = beginning_of(path)
+    manifest = initial_weights_of(path)
     was, problems = manifest.origin, []
     for name in _ALONE:
         theirs, ours = was.settings.get(name, getattr(cfg.tuner, name)), getattr(cfg.tuner, name)

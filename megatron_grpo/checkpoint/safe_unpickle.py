@@ -69,7 +69,7 @@ def _member(kind: Any, name: Any) -> Enum:
 
 
 @contextmanager
-def nothing_runs(directory: Path) -> Iterator[None]:
+def without_code_execution(directory: Path) -> Iterator[None]:
     """Make torch and Megatron-Core read the checkpoint in `directory` without executing its contents, inside the `with` block.
 
     Args:
@@ -78,7 +78,7 @@ def nothing_runs(directory: Path) -> Iterator[None]:
     Raises:
         UnsafePickleError: If a file requests more than data, or refers to files outside of the directory.
     """
-    _look_at_format(directory)
+    _check_format(directory)
     inside = directory.resolve()
     files = [path.name for path in directory.iterdir() if path.resolve().parent == inside]
     if outside := {path.name for path in directory.iterdir()}.difference(files):
@@ -108,10 +108,10 @@ def nothing_runs(directory: Path) -> Iterator[None]:
         torch.load, filesystem.pickle = load, pickles
 
 
-def _look_at_format(directory: Path) -> None:
+def _check_format(directory: Path) -> None:
     """Reject other formats, whose readers use pickles in other ways."""
-    said = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))
-    formats = (said.get("sharded_backend"), said.get("common_backend", "torch"))
+    found = json.loads((directory / "metadata.json").read_text(encoding="utf-8"))
+    formats = (found.get("sharded_backend"), found.get("common_backend", "torch"))
     if formats != ("torch_dist", "torch"):
         raise UnsafePickleError(
             f"Unsupported checkpoint formats {formats[0]!r} and {formats[1]!r} in metadata.json. Supported: 'torch_dist' and 'torch'."

@@ -189,20 +189,20 @@ def _header(path: Path, arrays: Mapping[str, Any], kind: type) -> dict[str, Any]
         kinds = dict.fromkeys(map(str, arrays["kinds"]))
         names = {name: [key.split(".")[1] for key in arrays if key.startswith(f"{name}.") and key.count(".") == 1] for name in kinds}
         header = {"format": 1, "written_by": "megatron_grpo 0.1.0", "kinds": {name: dict.fromkeys(names[name], "") for name in kinds}}
-    says, this = f"{path} was written by {header['written_by']} and has", f"megatron_grpo {__version__}"
+    begin, this = f"{path} was written by {header['written_by']} and has", f"megatron_grpo {__version__}"
     if header["format"] not in (1, FORMAT):
-        raise UnknownSamplesError(f"{says} format {header['format']}; {this} reads formats 1 and {FORMAT}")
+        raise UnknownSamplesError(f"{begin} format {header['format']}; {this} reads formats 1 and {FORMAT}")
     known = {name_of(one): one for one in _kinds(kind)}
     for name, columns in header["kinds"].items():
         if name not in known:
-            raise UnknownSamplesError(f"{says} samples of the kind {name}, which {this} does not know")
+            raise UnknownSamplesError(f"{begin} samples of the kind {name}, which {this} does not know")
         mine = column_types(known[name])
         for column, its_type in columns.items():
             now = RENAMED.get(column, column)
             if now not in mine:
-                raise UnknownSamplesError(f"{says} the field {name}.{column}, which {this} does not know")
+                raise UnknownSamplesError(f"{begin} the field {name}.{column}, which {this} does not know")
             if its_type and mine[now] not in (its_type, f"{its_type}?"):
-                raise UnknownSamplesError(f"{says} {name}.{column} as {its_type}; in {this} it is {mine[now]}")
+                raise UnknownSamplesError(f"{begin} {name}.{column} as {its_type}; in {this} it is {mine[now]}")
     return header
 
 

@@ -26,9 +26,9 @@ from megatron_grpo.base.errors import ConfigError, config_error
 from megatron_grpo.base.files import mark, written_whole
 from megatron_grpo.checkpoint import rng_state
 from megatron_grpo.checkpoint.best import Best
-from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, agreed, read_sharded
+from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, errors_on_all_ranks, read_sharded
 from megatron_grpo.checkpoint.manifest import CONFIG, Folder, Manifest, damage, facts
-from megatron_grpo.checkpoint.resume import OURS, Candidate, Resume, several, unusable
+from megatron_grpo.checkpoint.resume import OURS, Candidate, Resume, join_faults, unusable
 from megatron_grpo.checkpoint.resume_compatibility import Difference
 from megatron_grpo.checkpoint.samples import file_of, files_of_samples, read_samples
 from megatron_grpo.checkpoint.written import RUN
@@ -72,7 +72,7 @@ class Checkpoints:
     """Writer and reader of a run's checkpoints under `output_dir`/checkpoints.
 
     Args:
-        resume: How the run begins, as `resume.judge_resume` returned it.
+        resume: How the run begins, as `resume.plan_resume` returned it.
         cfg: When and how to save.
         replicas: Process group of the ranks that may hold the same state as this rank, and share the writing of it; None for all ranks.
         print_line: Called on rank 0 with each message. Default: print.
@@ -166,7 +166,7 @@ class Checkpoints:
         self.finish()
         with self._removed_if_it_fails(step):
             random = rng_state.collect()
-            with agreed(f"creating {self.folder.being_written(step)}"):
+            with errors_on_all_ranks(f"creating {self.folder.being_written(step)}"):
                 if first:
                     self.folder.begin(step)
                 others = self._others(progress, buffer, policy, prompts)
@@ -209,7 +209,7 @@ class Checkpoints:
         """Wait until all ranks have finished this part, and start the next."""
         with self._removed_if_it_fails(save.step):
             if save.publishes:
-                with agreed(f"publishing {self.folder.directory(save.step)}"):
+                with errors_on_all_ranks(f"publishing {self.folder.directory(save.step)}"):
                     save.task.result()
                 self._saved_step, self._underway = save.step, None
                 activity.saved()
@@ -217,7 +217,7 @@ class Checkpoints:
                 if collectives.rank() == 0:
                     self._unproven &= {save.step, *self.folder.steps()}
                 return
-            with agreed(f"writing {self.folder.being_written(save.step)}"):
+            with errors_on_all_ranks(f"writing {self.folder.being_written(save.step)}"):
                 written = save.task.result()
             publish = self._sharded.told(written)
             save.task = self._begun(partial(self._sync_weights, save, publish))
@@ -233,7 +233,7 @@ class Checkpoints:
             self.folder.commit(save.step, save.facts, files)
             mark(self.resume.output_dir, RUN, saved=save.step)
             if self.best is not None:
-                self.best.published(save.step)
+                self.best.record_saved(save.step)
             self.folder.retain(self.cfg.save_total_limit, newest=save.step, best=self.best.step if self.best else None)
 
     @contextmanager
@@ -294,7 +294,7 @@ class Checkpoints:
             with activity.phase("restoring"):
                 faults = damage_of(candidate.manifest)
             if faults:
-                refused.append(several(faults))
+                refused.append(join_faults(faults))
                 if first:
                     self.print_line(f"WARNING: {candidate.manifest.directory} is damaged; trying the previous one: {refused[-1]}")
                 continue
@@ -309,7 +309,7 @@ class Checkpoints:
             raise unusable(refused)
         return None
 
-    def learned(self, name: str, fingerprint: str) -> None:
+    def record_fingerprint(self, name: str, fingerprint: str) -> None:
         """Record a fingerprint that was not known when the run began, for the manifests of its checkpoints.
 
         Prints a message if the checkpoint that the run continues has another fingerprint. Must be the same on every rank.
@@ -340,7 +340,7 @@ class Checkpoints:
         """
         self._saved_at = time.monotonic()
         if self._chosen is None:
-            self._go_on_with_best(0, is_ours=False)
+            self._resume_best(0, is_ours=False)
             return Progress(), nothing
         directory = self._chosen.manifest.directory
         try:
@@ -355,7 +355,7 @@ class Checkpoints:
                 f"{directory} is not damaged but does not match this run's model or optimizer: {error}. Resume with the model and "
                 "optimizer settings in its grpo/config.yaml.",
             ) from error
-        with agreed(f"reading {directory / OURS}"):
+        with errors_on_all_ranks(f"reading {directory / OURS}"):
             ours = directory / OURS
             progress = Progress(**json.loads((ours / "progress.json").read_text()))
             prompts.restore(json.loads((ours / "prompts.json").read_text()))
@@ -371,7 +371,7 @@ class Checkpoints:
             mine = [replace(one, images=prompts.images_of(one.prompt_number)) for path in files for one in read_samples(path)]
         buffer = nothing.restored(mine)
         is_ours = directory.parent.resolve() == self.folder.path.resolve()
-        self._go_on_with_best(progress.step, is_ours=is_ours)
+        self._resume_best(progress.step, is_ours=is_ours)
         if is_ours:
             self._saved_step = progress.step
             if not self._chosen.manifest.is_good:
@@ -380,10 +380,10 @@ class Checkpoints:
             self.folder.sweep()
         return progress, buffer
 
-    def _go_on_with_best(self, step: int, *, is_ours: bool) -> None:
+    def _resume_best(self, step: int, *, is_ours: bool) -> None:
         """Restore the record of the best checkpoint, without steps after the one that the run continues from."""
         if self.best is not None and collectives.rank() == 0:
-            self.best.go_on(step, is_saved=is_ours)
+            self.best.resume(step, is_saved=is_ours)
 
 
 def damage_of(manifest: Manifest) -> list[str]:

@@ -52,7 +52,7 @@ def pieces_of(state: dict[str, Any], mine: frozenset[int]) -> list[tuple[Shard, 
 
     Args:
         state: Sharded state dict.
-        mine: Names of the shared tensors that this rank writes, from `dealt`.
+        mine: Names of the shared tensors that this rank writes, from `assigned`.
     """
     found: list[tuple[Shard, Contents]] = []
     for leaf in nested_values(state):
@@ -71,7 +71,7 @@ def pieces_of(state: dict[str, Any], mine: frozenset[int]) -> list[tuple[Shard, 
 # ---- dividing shared tensors -------------------------------------------------------------------------------------------------------------
 
 
-def dealt(state: dict[str, Any], group: Any) -> frozenset[int]:
+def assigned(state: dict[str, Any], group: Any) -> frozenset[int]:
     """Return the names of the shared tensors that this rank writes. Collective over the group.
 
     Tensors are assigned to the rank with the least to write: those with the fewest holders first, then the largest. If the main replica
@@ -82,7 +82,7 @@ def dealt(state: dict[str, Any], group: Any) -> frozenset[int]:
         group: Process group of the ranks that may hold the same tensors; None for all ranks.
     """
     held = [(name_of(leaf), leaf.data.nbytes, is_main_replica(leaf.replica_id)) for leaf in nested_values(state) if _may_be_shared(leaf)]
-    return shares(collectives.all_gather_object(held, group))[collectives.place_in(group)]
+    return shares(collectives.all_gather_object(held, group))[collectives.rank_in(group)]
 
 
 def shares(held: Sequence[Sequence[tuple[int, int, bool]]]) -> list[frozenset[int]]:
@@ -151,11 +151,11 @@ def metadata_of(files: Iterable[tuple[str, Sequence[PlacedShard]]]) -> bytes:
             storage[index] = _StorageInfo(file, start, length)
     for key, tensor in described.items():
         if isinstance(tensor, metadata.TensorStorageMetadata):
-            require_whole(key, tuple(tensor.size), [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks])
+            check_coverage(key, tuple(tensor.size), [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks])
     return pickle.dumps(metadata.Metadata(described, storage_data=storage))
 
 
-def require_whole(key: str, whole: tuple[int, ...], boxes: Sequence[Box]) -> None:
+def check_coverage(key: str, whole: tuple[int, ...], boxes: Sequence[Box]) -> None:
     """Check that each element of a tensor is in exactly one box.
 
     torch's own check compares every box of a layer with all others, which takes hours at 16,384 ranks.

@@ -36,7 +36,7 @@ def holds_run(output_dir: str | Path) -> bool:
     return next(_written(Path(output_dir), _NAMES[2:]), None) is not None
 
 
-def start_afresh(output_dir: str | Path) -> None:
+def remove_run(output_dir: str | Path) -> None:
     """Remove what an earlier run wrote to `output_dir`, and nothing else. For one rank, before anything is built."""
     for path in list(_written(Path(output_dir))):
         if path.is_dir() and not path.is_symlink():
@@ -63,7 +63,7 @@ def _written(out: Path, names: Collection[str] = _NAMES) -> Iterator[Path]:
                 yield found
 
 
-def why_not_written(out: Path, command: str = RUN, names: Collection[str] = _NAMES) -> str | None:
+def overwrite_obstacle(out: Path, command: str = RUN, names: Collection[str] = _NAMES) -> str | None:
     """Return the reason why a command must not write files of these names; None if it may.
 
     Existing files are only replaced in a directory where the same command wrote before.
@@ -102,7 +102,7 @@ def claim(out: Path) -> None:
     mark(out, RUN, saved=max(Folder(out / "checkpoints").steps(), default=None))
 
 
-def why_not_begun_again(out: Path) -> str | None:
+def restart_obstacle(out: Path) -> str | None:
     """Return the reason why the records in `out` must not be replaced, or None.
 
     The reason is that their run saved checkpoints, and none of them exists any more.
@@ -116,7 +116,7 @@ def why_not_begun_again(out: Path) -> str | None:
     )
 
 
-def still_there(out: Path) -> None:
+def check_output_dir(out: Path) -> None:
     """Check that `out` has not been removed or emptied since `claim`. Raises RunError."""
     if not (out / MARK).exists():
         raise RunError(

@@ -59,11 +59,11 @@ def entropy_threshold(
         return -np.inf
     # The 1e-9 keeps 10 * (1 - 0.7) = 3.0000000000000004 from dropping one token more than 10 * 0.3 does.
     place = math.ceil((total - 1) * (1.0 - top_quantile) - 1e-9)
-    lowest_kept = _at_place(values, place, over_ranks)
+    lowest_kept = _at_index(values, place, over_ranks)
     return lowest_kept - max(TIE_RELATIVE * lowest_kept, TIE_NATS)
 
 
-def _at_place(values: np.ndarray, place: int, over_ranks: Callable[[Counts], Counts]) -> float:
+def _at_index(values: np.ndarray, place: int, over_ranks: Callable[[Counts], Counts]) -> float:
     """Return the value at index `place` of all ranks' values (float64) in sorted order, exactly; NaN is last.
 
     The value is found by its bits, eight at a time from the top: ranks sum 256 counts each time, and continue with the values that begin

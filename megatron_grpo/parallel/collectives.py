@@ -35,7 +35,7 @@ def num_ranks(group: Group = None) -> int:
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
-def place_in(group: Group) -> int:
+def rank_in(group: Group) -> int:
     """Return this process's rank in a group.
 
     Args:

@@ -46,7 +46,7 @@ class Layout:
         """
         return tp + self.tp * (cp + self.cp * (dp + self.dp_size * pp))
 
-    def ranks_of_share(self, dp: int) -> list[int]:
+    def model_parallel_ranks(self, dp: int) -> list[int]:
         """Return the global ranks of a data-parallel rank's model-parallel group, the first rank of the first stage first.
 
         Args:

@@ -79,7 +79,7 @@ class ParallelState:
         return self.is_first_stage and self.tp_rank == 0 and self.cp_rank == 0
 
     @property
-    def speaks_for_its_rows(self) -> bool:
+    def reports_its_rows(self) -> bool:
         """Whether this rank sends what the loss stage computed for its rows to other ranks: one rank per model-parallel group."""
         return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
 
@@ -130,7 +130,7 @@ def start(
         timeout = timedelta(minutes=timeout_minutes)
         store = rendezvous(launched, timeout=timeout)
         if has_gpu:
-            refuse_shared_gpu(store, launched, f"{torch.cuda.get_device_properties(device).uuid}")
+            check_gpu_not_shared(store, launched, f"{torch.cuda.get_device_properties(device).uuid}")
         if not launched.is_launched:
             held = store.underlying_store
             assert isinstance(held, dist.TCPStore)  # opened in `rendezvous`
@@ -139,7 +139,7 @@ def start(
             "nccl" if has_gpu else "gloo", store=store, rank=launched.rank, world_size=launched.world_size, timeout=timeout
         )
 
-    _refuse_differences(facts or {}, collectives.long_timeout_group())  # created here, where all ranks arrive at the same time
+    _check_equal_on_all_ranks(facts or {}, collectives.long_timeout_group())  # created here, where all ranks arrive at the same time
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
 
@@ -156,7 +156,7 @@ def start(
     return ParallelState(layout, device=device, sequence_parallel=sequence_parallel)
 
 
-def _refuse_differences(facts: Mapping[str, str], group: collectives.Group) -> None:
+def _check_equal_on_all_ranks(facts: Mapping[str, str], group: collectives.Group) -> None:
     """Raise one ConfigError on all ranks if a fact differs between ranks: by name, with a rank and both values. Collective."""
     if len(set(collectives.all_gather_object(hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).digest(), group))) == 1:
         return
@@ -191,7 +191,7 @@ def gpu_of(launched: Launched, visible: int) -> int:
     )
 
 
-def refuse_shared_gpu(store: dist.Store, launched: Launched, gpu: str) -> None:
+def check_gpu_not_shared(store: dist.Store, launched: Launched, gpu: str) -> None:
     """Raise ConfigError on the second rank of a GPU: NCCL supports one rank per GPU, and its message would be less clear.
 
     Args:
@@ -238,7 +238,7 @@ def rendezvous(
     return own
 
 
-def leave_word(error: ConfigError) -> None:
+def report_failure(error: ConfigError) -> None:
     """Tell the ranks of other machines, which wait in `rendezvous`, why this one cannot join.
 
     Args:
@@ -249,13 +249,13 @@ def leave_word(error: ConfigError) -> None:
         return
     with suppress(RuntimeError, RunError, ConfigError):  # no other rank is reachable
         store = _store_of_the_job(launched, end, SECONDS_TO_LEAVE_WORD, _print_line)
-        store.set(_word_of(launched), f"rank {launched.rank} on {socket.gethostname()} was rejected: {error}")
+        store.set(_failure_key(launched), f"rank {launched.rank} on {socket.gethostname()} was rejected: {error}")
         holds = launched.rank == 0 and not launched.launcher_holds_store
         while holds and store.add("megatron_grpo/heard", 0) < launched.world_size - 1 and time.monotonic() < end:
             time.sleep(0.1)  # the store lives in this process: it stays until the others have read, or their time is up
 
 
-def _word_of(launched: Launched) -> str:
+def _failure_key(launched: Launched) -> str:
     """Return the store key of a refusal.
 
     It contains the world size: a refused job is refused again, but a launcher that keeps its store may continue with fewer ranks.
@@ -298,8 +298,8 @@ class _Arrival:
 
     def _pause(self, missing: Callable[[], list[int]], *, speaks: bool) -> None:
         now = time.monotonic()
-        if self.store.check([_word_of(self.launched)]):
-            refusal = ConfigError(self.store.get(_word_of(self.launched)).decode())
+        if self.store.check([_failure_key(self.launched)]):
+            refusal = ConfigError(self.store.get(_failure_key(self.launched)).decode())
             self.store.add("megatron_grpo/heard", 1)
             raise refusal
         if now >= self.end:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.batching import stages
-from megatron_grpo.batching.batch_sizes import BatchSizes, settled, size_problems
+from megatron_grpo.batching.batch_sizes import BatchSizes, size_problems, with_derived_sizes
 from megatron_grpo.batching.sizes import Model
 from megatron_grpo.config import Parsed, names
 from megatron_grpo.config.config import Config
@@ -74,7 +74,9 @@ def check_parsed(parsed: Parsed) -> Checked:
     )  # fmt: skip
     if groups:
         raise ConfigError([in_typed_names(cfg, problem) for problem in groups])
-    return Checked(config=_with_sleep(with_adapter(settled(cfg, sizes))), sizes=sizes, shape=shape, parsed=parsed, teacher=teacher)
+    return Checked(
+        config=_with_sleep(with_adapter(with_derived_sizes(cfg, sizes))), sizes=sizes, shape=shape, parsed=parsed, teacher=teacher
+    )
 
 
 def _with_sleep(cfg: Config) -> Config:

@@ -83,7 +83,7 @@ def search(
     worst = sorted(mine, key=lambda told: -told.norm)[: 1 if finite else MOST]
     found = _together(collectives.all_gather_object((parallel.dp_rank, worst)))
     named = sorted(found, key=lambda place: -max(told.norm for told, _ in found[place]))[: 1 if finite else MOST]
-    speaks = {(parallel.dp_rank, number): of for number, of in rows.items()} if parallel.speaks_for_its_rows else {}
+    speaks = {(parallel.dp_rank, number): of for number, of in rows.items()} if parallel.reports_its_rows else {}
     asked = collectives.all_gather_object({place: speaks[place] for place in named if place in speaks})
     of_place = {place: of for part in asked for place, of in part.items()}
     culprits = (_culprit(found[place], *of_place[place]) for place in sorted(named, key=lambda place: (place[1], place[0])))

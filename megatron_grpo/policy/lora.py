@@ -39,7 +39,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron_grpo.parallel.autograd import copy_to_ranks
 from megatron_grpo.policy.hf_export import MegatronToHF
 from megatron_grpo.policy.model import let_gradients_in
-from megatron_grpo.weights.adapters import Read, adapter_map, drawn_far, even_sizes, padded, trimmed
+from megatron_grpo.weights.adapters import Read, adapter_map, even_sizes, padded, random_adapter_far_from_zero, trimmed
 from megatron_grpo.weights.lora import AdapterUpdateRequest, B, LoraSettings, Sizes, linear_modules, module_of, own_sizes, widest_rank
 from megatron_grpo.weights.names import ShardCut
 
@@ -234,7 +234,7 @@ class Adapters:
         linear = self._by_weight.get(id(tensor))
         return tensor if linear is None else linear.merged()
 
-    def put_far_from_zero(self, seed: int) -> dict[str, torch.Tensor]:
+    def randomize(self, seed: int) -> dict[str, torch.Tensor]:
         """Set the adapters to values that change every log-prob, to test that a sampler uses them.
 
         The values are the same in every layout.
@@ -243,16 +243,16 @@ class Adapters:
             seed: Seed of the values.
 
         Returns:
-            The previous values, for `put_back`.
+            The previous values, for `restore`.
         """
         mine = self.tensors()
         kept = {name: tensor.detach().clone() for name, tensor in mine.items()}
-        read = padded(drawn_far(self.settings, self.sizes, seed), self.sizes, self._even(self.settings))
-        self.put_back({name: self._shard(self.exchange, name, read) for name in mine})
+        read = padded(random_adapter_far_from_zero(self.settings, self.sizes, seed), self.sizes, self._even(self.settings))
+        self.restore({name: self._shard(self.exchange, name, read) for name in mine})
         return kept
 
-    def put_back(self, values: dict[str, torch.Tensor]) -> None:
-        """Set the adapters to the values that `put_far_from_zero` returned."""
+    def restore(self, values: dict[str, torch.Tensor]) -> None:
+        """Set the adapters to the values that `randomize` returned."""
         for name, tensor in self.tensors().items():
             tensor.data.copy_(values[name])
 

@@ -36,17 +36,17 @@ class PolicyOffloader:
         timers: Timers that record the offload.
 
     Attributes:
-        given_bytes: Bytes of this rank that are offloaded, after the latest `make`.
+        offloaded_bytes: Bytes of this rank that are offloaded, after the latest `offload`.
     """
 
     def __init__(
         self, held: Callable[[], Iterable[tuple[Role, torch.Tensor]]], movable: Collection[Role], device: torch.device, timers: Timers
     ):
         self._held, self.movable, self._device, self._timers = held, movable, device, timers
-        self._away: dict[Role, list[tuple[torch.UntypedStorage, int]]] = {}
+        self._offloaded: dict[Role, list[tuple[torch.UntypedStorage, int]]] = {}
         self._host: dict[Role, list[torch.Tensor]] = {role: [] for role in ROLES}
         self._in_use: list[Part] = []
-        self.given_bytes = 0
+        self.offloaded_bytes = 0
 
     @contextmanager
     def on_device(self, part: Part) -> Iterator[None]:
@@ -55,10 +55,10 @@ class PolicyOffloader:
         Args:
             part: What the block needs: "weights", "reference" (with the weights) or "all".
         """
-        if any(role in self._away for role in NEEDS[part]):
+        if any(role in self._offloaded for role in NEEDS[part]):
             with self._timers("offload"):
                 for role in NEEDS[part]:
-                    self._take_back(role)
+                    self._reload(role)
                 self._wait()
         self._in_use.append(part)
         try:
@@ -66,7 +66,7 @@ class PolicyOffloader:
         finally:
             self._in_use.pop()
 
-    def make(self, *, keep: Part = "nothing") -> None:
+    def offload(self, *, keep: Part = "nothing") -> None:
         """Offload everything that may be offloaded and that `keep` does not need.
 
         Args:
@@ -77,11 +77,11 @@ class PolicyOffloader:
         """
         if used := [part for part in self._in_use if not set(NEEDS[part]) <= set(NEEDS[keep])]:
             raise RuntimeError(f"the policy cannot be offloaded while {used[-1]} is in use")
-        leaving = [role for role in ROLES if role in self.movable and role not in NEEDS[keep] and role not in self._away]
+        leaving = [role for role in ROLES if role in self.movable and role not in NEEDS[keep] and role not in self._offloaded]
         if leaving:
             with self._timers("offload"):
-                self._give(leaving)
-        self.given_bytes = sum(size for storages in self._away.values() for _, size in storages)
+                self._offload_roles(leaving)
+        self.offloaded_bytes = sum(size for storages in self._offloaded.values() for _, size in storages)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the sampler's allocator does not see what torch keeps for itself
 
@@ -94,12 +94,12 @@ class PolicyOffloader:
         Raises:
             RuntimeError: If any of it is offloaded.
         """
-        if missing := [role for role in NEEDS[part] if role in self._away]:
+        if missing := [role for role in NEEDS[part] if role in self._offloaded]:
             raise RuntimeError(f"{' and '.join(missing)} of the policy are offloaded; call this inside `on_device({part!r})`")
 
     # ---- implementation ----------------------------------------------------------------------------------------------------------
 
-    def _give(self, roles: Sequence[Role]) -> None:
+    def _offload_roles(self, roles: Sequence[Role]) -> None:
         """Offload roles. All copies are made before the first storage is emptied: a host without enough memory leaves the policy whole."""
         storages = self._storages()
         for role in roles:
@@ -107,16 +107,16 @@ class PolicyOffloader:
                 self._copy(role, storages[role], to_host=True)
         self._wait()
         for role in roles:
-            self._away[role] = [(storage, storage.nbytes()) for storage in storages[role]]
+            self._offloaded[role] = [(storage, storage.nbytes()) for storage in storages[role]]
             for storage in storages[role]:
                 storage.resize_(0)
 
-    def _take_back(self, role: Role) -> None:
-        if role not in self._away:
+    def _reload(self, role: Role) -> None:
+        if role not in self._offloaded:
             return
-        for storage, size in self._away[role]:
+        for storage, size in self._offloaded[role]:
             storage.resize_(size)
-        storages = [storage for storage, _ in self._away.pop(role)]
+        storages = [storage for storage, _ in self._offloaded.pop(role)]
         if role == "gradients":
             for storage in storages:
                 self._bytes(storage).zero_()
@@ -163,7 +163,7 @@ class PolicyOffloader:
             torch.cuda.synchronize(self._device)
 
 
-def refuse_if_away(chunks: Iterable[torch.nn.Module]) -> None:
+def require_on_device(chunks: Iterable[torch.nn.Module]) -> None:
     """Check that the weights of a model are on the device.
 
     Args:

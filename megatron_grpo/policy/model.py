@@ -151,7 +151,7 @@ class PolicyModel(GPTModel):
         if self.embedding_scale != 1 and hidden is not None:
             hidden = hidden * self.embedding_scale
         if self.vision is not None and hidden is not None:
-            hidden = self.vision.see(hidden, batch)
+            hidden = self.vision.embed_images(hidden, batch)
         angles, packed = self._angles(batch)
         with self.vision.in_layers() if self.vision is not None else nullcontext():
             hidden = self.decoder(

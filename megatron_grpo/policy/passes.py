@@ -18,7 +18,7 @@ from megatron_grpo.batching.split import BatchPartitioner, partition_for_scoring
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import Slope
-from megatron_grpo.policy.memory_offload import refuse_if_away
+from megatron_grpo.policy.memory_offload import require_on_device
 from megatron_grpo.policy.packed_batch import LocalBatch, to_local
 from megatron_grpo.policy.router import RouterPass, routed, routers
 from megatron_grpo.types import MicroBatch, Sequence, SequenceLengths
@@ -175,9 +175,7 @@ class ModelScorer:
         scores = self.last_stage_logprobs(micro_batches, temperature=temperature)
         for micro_spec, micro, values in zip(micro_specs, micro_batches, scores, strict=False):
             found |= dict(zip(micro_spec.rows, micro.by_sequence(values), strict=True))
-        scored = {
-            i: v for part in collectives.all_gather_object(found if self.parallel.speaks_for_its_rows else {}) for i, v in part.items()
-        }
+        scored = {i: v for part in collectives.all_gather_object(found if self.parallel.reports_its_rows else {}) for i, v in part.items()}
         return [sequence.scatter(scored[i]) for i, sequence in enumerate(sequences)]
 
     def logprobs(self, micro_batches: SequenceOf[MicroBatch]) -> list[np.ndarray]:
@@ -239,7 +237,7 @@ class ModelScorer:
         def finish(batch: MicroBatch, local: LocalBatch, logprobs, entropy):
             return self.whole(batch, local, which(logprobs, entropy))
 
-        refuse_if_away(self.model)
+        require_on_device(self.model)
         with self.around(), torch.no_grad(), _without_dropout(self.model):
             routing = routing or self.router_pass()
             return _run(self.model, micro_batches, finish, self.parallel, asked, routing=routing, trains=False)

@@ -166,7 +166,7 @@ class Policy:
         self.adapters, self.trains_tower = model.adapters, model.trains_tower
         self.scorer, self.parallel, self.cut = scorer, scorer.parallel, scorer.cut
         self.exchange, self.timers = exchange, timers or Timers()
-        self.room = PolicyOffloader(partial(tensors_of, self), offload, self.parallel.device, self.timers)
+        self.offloader = PolicyOffloader(partial(tensors_of, self), offload, self.parallel.device, self.timers)
 
     # ---- training ------------------------------------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class Policy:
         Raises:
             RuntimeError: If part of the policy's memory is offloaded.
         """
-        self.room.require("all")
+        self.offloader.require("all")
         with self.timers("ref_logprobs"):
             reference = self._references(batch)
         loss = StepLoss(self.loss, batch, self.scorer, reference, self.entropy)
@@ -204,8 +204,8 @@ class Policy:
         kept = passes.train(self.wrapped, batch.micro_batches, loss, self.parallel, routing)
         metrics = self._reduce_logs([logs for logs, *_ in kept]) | routing.metrics(self.parallel)
         metrics["learning_rate"] = self.optimizer.param_groups[0]["lr"]
-        if self.room.movable:
-            metrics["memory/offloaded_gb"] = self.room.given_bytes / 1e9
+        if self.offloader.movable:
+            metrics["memory/offloaded_gb"] = self.offloader.offloaded_bytes / 1e9
         skipped: str | None = "all completions were filtered, no token is trained"
         skipped_step: SkippedStep | None = None
         logprobs = _by_row((micro, values) for _, micro, values in kept)
@@ -358,12 +358,12 @@ class Policy:
             return
         with self.on_device("weights"):
             self.tensors()  # gathers all parameters before the adapters are saved
-            kept = self.adapters.put_far_from_zero(seed=0)
+            kept = self.adapters.randomize(seed=0)
         try:
             yield list(self.updates(NO_VERSION, has_base=True))[-1]
         finally:
             with self.on_device("weights"):
-                self.adapters.put_back(kept)
+                self.adapters.restore(kept)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, full tensor) of every weight, on every rank, with adapters merged."""
@@ -390,7 +390,7 @@ class Policy:
         Raises:
             RuntimeError: If the weights are offloaded.
         """
-        self.room.require("weights")
+        self.offloader.require("weights")
         for chunk in self.wrapped:
             # With overlap_param_gather a step leaves each rank its own share of the new weights; the next forward would gather the rest.
             if chunk.ddp_config.overlap_param_gather:
@@ -407,7 +407,7 @@ class Policy:
         Raises:
             RuntimeError: If part of the policy's memory is offloaded.
         """
-        self.room.require("all")
+        self.offloader.require("all")
         self.tensors()  # gathers all parameters before they are described
         return sharded_state.sharded_state(self.wrapped, self.optimizer if with_optimizer else None, self.scheduler,
                                            reference=self._saved_reference(), is_loading=is_loading)  # fmt: skip
@@ -439,7 +439,7 @@ class Policy:
             part: "weights"; "reference" for the weights and those of the reference; or "all", which an optimizer step and a checkpoint
                 need.
         """
-        return self.room.on_device(part)
+        return self.offloader.on_device(part)
 
     def free_memory(self, *, keep: Part = "nothing") -> None:
         """Free device memory for the sampler: offload what `--offload_model` and `--offload_optimizer` name.
@@ -456,7 +456,7 @@ class Policy:
                 chunk.vision.forget()
         if self.adapters is not None:
             self.adapters.exchange.forget_memory()
-        self.room.make(keep=keep)
+        self.offloader.offload(keep=keep)
 
 
 def _by_row(found: Iterable[tuple[TrainingMicroBatch, np.ndarray]]) -> dict[RowKey, np.ndarray]:

@@ -153,7 +153,7 @@ def _scores_of_rows(
     Has the rows of this data-parallel rank, on the one rank that reports them; empty elsewhere.
     """
     found = {}
-    for micro in micro_batches if parallel.speaks_for_its_rows else ():
+    for micro in micro_batches if parallel.reports_its_rows else ():
         shift = np.zeros(len(micro.targets))
         if logprobs:
             shift = np.nan_to_num(logprobs[micro.number].astype(np.float64) - micro.old_logprobs)  # 0 where it is on-policy

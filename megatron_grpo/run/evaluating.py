@@ -12,7 +12,7 @@ from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError, problem_with
 from megatron_grpo.base.files import mark
 from megatron_grpo.checkpoint.manifest import read_manifest
-from megatron_grpo.checkpoint.written import why_not_written
+from megatron_grpo.checkpoint.written import overwrite_obstacle
 from megatron_grpo.config import Parsed
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import sets_of
@@ -92,7 +92,7 @@ def asked_for(parsed: Parsed) -> Config:
         out = cfg.run.output_dir
         message = f"output_dir ({out}) holds a run ({', '.join(there)}), whose evaluations are its own. Use another one: {out}-eval."
         problems.append(problem_with("output_dir", message))
-    elif wrong := why_not_written(Path(cfg.run.output_dir), _EVAL, ("evaluations.jsonl", "evaluations")):
+    elif wrong := overwrite_obstacle(Path(cfg.run.output_dir), _EVAL, ("evaluations.jsonl", "evaluations")):
         problems.append(problem_with("output_dir", f"output_dir: {wrong}"))
     if not problems and _is_of_checkpoint(cfg):
         cfg = _without_other_sets(settings_of_checkpoint(cfg, Path(cfg.run.resume)), typed=cfg)

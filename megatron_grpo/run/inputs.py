@@ -143,9 +143,9 @@ def architecture(cfg: Config, found: ValidatedInputs) -> Iterator[Problem]:
 
 def weights_to_begin_with(cfg: Config, found: ValidatedInputs) -> list[Problem]:
     """Return problems with the checkpoint that `mcore_model` names."""
-    from megatron_grpo.checkpoint.resume import problems_of_beginning
+    from megatron_grpo.checkpoint.resume import initial_weights_problems
 
-    return problems_of_beginning(cfg, found.model_path)
+    return initial_weights_problems(cfg, found.model_path)
 
 
 def weights(cfg: Config, found: ValidatedInputs) -> None:

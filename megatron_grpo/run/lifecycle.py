@@ -14,7 +14,7 @@ from megatron_grpo.base import activity, launcher
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import EXIT_CRASH, EXIT_DONE, ConfigError, RunError, RunInterruptedError, printable
 from megatron_grpo.base.files import MARK
-from megatron_grpo.checkpoint.written import still_there
+from megatron_grpo.checkpoint.written import check_output_dir
 from megatron_grpo.config.config import Config
 from megatron_grpo.metrics.card import Card
 from megatron_grpo.metrics.records import EVENTS, Events
@@ -203,7 +203,7 @@ def train_and_export(
                 card = Card(cfg=cfg, source=inputs.model_path, run=Path(cfg.run.output_dir))
                 export_model(policy, exports(cfg)[0], cfg=cfg, source=inputs.model_path, card=card)
         if parallel.is_rank_zero:
-            still_there(Path(cfg.run.output_dir))
+            check_output_dir(Path(cfg.run.output_dir))
         if nothing := collectives.broadcast_object(run.logger.metrics.learnt.nothing(progress.step)):
             raise RunError(f"{nothing} {_WHERE_TO_LOOK} All else that a run writes is in {Path(cfg.run.output_dir).resolve()}.")
     except RunInterruptedError:
@@ -219,7 +219,7 @@ def best_of(run: train.Run) -> Path | None:
     """Return the best checkpoint and log it; None without a metric to compare, or without a value of it. Collective."""
     best, found = run.checkpoints.best, None
     if best is not None and collectives.rank() == 0:
-        run.logger.metrics.print_line(best.words() or "No checkpoint has a number to be best by.")
+        run.logger.metrics.print_line(best.describe() or "No checkpoint has a number to be best by.")
         found = best.folder.directory(best.step) if best.step is not None else None
     return collectives.broadcast_object(found)
 

@@ -13,7 +13,7 @@ from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import Problem, config_error, problem_with
 from megatron_grpo.checkpoint.distributed import CheckpointError, read_sharded
 from megatron_grpo.checkpoint.manifest import Manifest, damage, read_manifest
-from megatron_grpo.checkpoint.resume import beginning_of, several
+from megatron_grpo.checkpoint.resume import initial_weights_of, join_faults
 from megatron_grpo.checkpoint.saving import damage_of
 from megatron_grpo.config.config import Config, ParallelConfig
 from megatron_grpo.config.optimizer import OF_THE_OPTIMIZER
@@ -58,7 +58,7 @@ def whole_checkpoint(directory: Path) -> Manifest:
     if isinstance(manifest, str):
         raise config_error("resume", f"resume: {manifest}. Name a directory such as OUTPUT_DIR/checkpoints/iter_0000100.")
     if faults := damage(directory, manifest.files):
-        raise config_error("resume", f"resume: {directory} is damaged: {several(faults)}.")
+        raise config_error("resume", f"resume: {directory} is damaged: {join_faults(faults)}.")
     return manifest
 
 
@@ -122,10 +122,10 @@ def begin_with(chunks: Sequence[Any], path: str | Path) -> None:
     Raises:
         ConfigError: If the checkpoint is damaged, or of another shape.
     """
-    manifest = beginning_of(path)
+    manifest = initial_weights_of(path)
     directory = manifest.directory
     if faults := damage_of(manifest):
-        raise config_error("mcore_model", f"mcore_model: {directory} is damaged: {several(faults)}.")
+        raise config_error("mcore_model", f"mcore_model: {directory} is damaged: {join_faults(faults)}.")
     try:
         load_weights(chunks, directory)
     except CheckpointError as error:

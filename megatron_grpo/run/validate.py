@@ -106,12 +106,12 @@ def _plan_of(parsed: Parsed, checked: Checked, found: ValidatedInputs, paths: Ma
     if not is_asked_to_train and _begins_anew(cfg):
         return made
     from megatron_grpo.checkpoint.fingerprints import content_of
-    from megatron_grpo.checkpoint.resume import judge_resume
+    from megatron_grpo.checkpoint.resume import plan_resume
 
     if found.prompts is not None and cfg.data.dataset_drop_last:
         found.prompts.whole = made.checked.sizes.num_rollout_prompts
     content = content_of(cfg, model_path=found.model_path, rows=rows, teacher_path=found.teacher_path)
-    found.resume = judge_resume(cfg, made.schedule, content, found.prompts)
+    found.resume = plan_resume(cfg, made.schedule, content, found.prompts)
     return made
 
 

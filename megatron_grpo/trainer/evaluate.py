@@ -104,9 +104,9 @@ class Evaluator:
             answered = {
                 name: self.sampler.generate(list(prompts), asked.sampling, seed=asked.seed_of(name)) for name, prompts in asked.sets.items()
             }
-        return [self._judged(name, groups) for name, groups in answered.items()]
+        return [self._scored(name, groups) for name, groups in answered.items()]
 
-    def _judged(self, name: str, groups: Sequence[Group]) -> Evaluated:
+    def _scored(self, name: str, groups: Sequence[Group]) -> Evaluated:
         prompts, n = self.question.sets[name], self.question.sampling.n
         numbers = {prompt.number: place for place, prompt in enumerate(prompts)}
         places = [numbers[group.prompt.number] for group in groups]

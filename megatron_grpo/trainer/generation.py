@@ -171,9 +171,9 @@ class RolloutGenerator:
             InvalidRoutingError: The recorded experts of a completion are missing or impossible.
         """
         with self.timers("rollout"):
-            groups, impossible = refuse_impossible(self.groups(prompts))
+            groups, impossible = exclude_invalid_logprobs(self.groups(prompts))
             impossible = [sentence for part in collectives.all_gather_object(impossible) for sentence in part]
-            warning = warning_of(impossible, self.sampling.n * len(prompts))
+            warning = invalid_logprobs_warning(impossible, self.sampling.n * len(prompts))
             if warning and collectives.rank() == 0:
                 logger.warning(warning)
         for sequence in (completion.sequence for group in groups for completion in group.completions):
@@ -210,7 +210,7 @@ class InvalidLogprobsError(RuntimeError):
     """All completions have log-probs that no distribution has: the sampler's weights, or its arithmetic, are broken."""
 
 
-def first_impossible(logprobs: np.ndarray) -> int | None:
+def first_invalid_logprob(logprobs: np.ndarray) -> int | None:
     """Return the index of the first log-prob that is NaN, infinite, or above 0 by more than rounding; None if all are valid.
 
     Args:
@@ -220,7 +220,7 @@ def first_impossible(logprobs: np.ndarray) -> int | None:
     return int(wrong[0]) if len(wrong) else None
 
 
-def refuse_impossible(groups: Sequence[Group]) -> tuple[list[Group], list[str]]:
+def exclude_invalid_logprobs(groups: Sequence[Group]) -> tuple[list[Group], list[str]]:
     """Exclude completions with an invalid log-prob from training.
 
     Their tokens may not be samples of the policy, so none of them is trained. Without this, NaN would mean a ratio of 1 between trainer and
@@ -234,9 +234,9 @@ def refuse_impossible(groups: Sequence[Group]) -> tuple[list[Group], list[str]]:
     """
     found: list[str] = []
 
-    def judged(group: Group, place: int, completion: Completion) -> Completion:
+    def exclude_if_invalid(group: Group, place: int, completion: Completion) -> Completion:
         sampled = completion.logprobs[completion.sequence.mask]
-        wrong = first_impossible(sampled)
+        wrong = first_invalid_logprob(sampled)
         if wrong is None:
             return completion
         found.append(
@@ -245,13 +245,14 @@ def refuse_impossible(groups: Sequence[Group]) -> tuple[list[Group], list[str]]:
         )
         return replace(completion, logprobs=np.where(completion.sequence.mask, np.float32(np.nan), np.float32(0.0)))
 
-    sampling_mask = [
-        replace(group, completions=tuple(judged(group, place, one) for place, one in enumerate(group.completions))) for group in groups
+    checked = [
+        replace(group, completions=tuple(exclude_if_invalid(group, place, one) for place, one in enumerate(group.completions)))
+        for group in groups
     ]
-    return sampling_mask, found
+    return checked, found
 
 
-def warning_of(found: Sequence[str], total: int) -> str | None:
+def invalid_logprobs_warning(found: Sequence[str], total: int) -> str | None:
     """Return the warning about refused completions, or None if there are none.
 
     Args:
@@ -263,10 +264,10 @@ def warning_of(found: Sequence[str], total: int) -> str | None:
     """
     if not found:
         return None
-    said = f"{len(found)} of {total} completions have an invalid log-prob (NaN, infinite or above 0; the first: {found[0]})"
+    warning = f"{len(found)} of {total} completions have an invalid log-prob (NaN, infinite or above 0; the first: {found[0]})"
     if len(found) == total:
-        raise InvalidLogprobsError(f"{said}. The sampler's weights or kernels are faulty.")
-    return f"{said}; these completions are not trained"
+        raise InvalidLogprobsError(f"{warning}. The sampler's weights or kernels are faulty.")
+    return f"{warning}; these completions are not trained"
 
 
 # ---- sampling masks ----------------------------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def as_batch(groups: Sequence[Group], *, places: Sequence[int] | None = None, tr
     own = list(dict.fromkeys(name for *_, completion in rows for name in completion.columns or ()))
     return RewardBatch(
         prompts=[prompt.raw for prompt, *_ in rows],
-        completions=[_told(prompt, completion) for prompt, _, _, completion in rows],
+        completions=[_completion_argument(prompt, completion) for prompt, _, _, completion in rows],
         completion_ids=[completion.answer_ids for *_, completion in rows],
         columns={name: [prompt.columns.get(name) for prompt, *_ in rows] for name in names}
         | (of_episodes(records) if records else {})
@@ -131,7 +131,7 @@ def as_batch(groups: Sequence[Group], *, places: Sequence[int] | None = None, tr
     )
 
 
-def _told(prompt: Prompt, completion: Completion) -> Any:
+def _completion_argument(prompt: Prompt, completion: Completion) -> Any:
     """Return the completion as reward functions get it.
 
     For an episode these are all messages after its opening: those of the model, of its tools and of its environment.

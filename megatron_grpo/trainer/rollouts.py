@@ -232,7 +232,7 @@ class Rollouts:
             return []
         if wanted != list(self._under_way):
             raise KeyError(f"expected rollouts {list(self._under_way)} to be collected next, got {wanted}")
-        return self._land(drained_at=None)
+        return self._collect_launched(drained_at=None)
 
     def drain(self, step: int, *, at_most: float | None = None) -> list[Rollout]:
         """Collect all launched rollouts early, for a checkpoint. `collect` does not return them again. Collective.
@@ -246,7 +246,7 @@ class Rollouts:
             return []
         if at_most is None or self.generator.wait(at_most):
             self._drained.update(numbers)
-            return self._land(drained_at=step)
+            return self._collect_launched(drained_at=step)
         self._under_way = {}
         self.generator.forget()
         if collectives.rank() == 0:
@@ -258,7 +258,7 @@ class Rollouts:
             )
         return []
 
-    def _land(self, *, drained_at: int | None) -> list[Rollout]:
+    def _collect_launched(self, *, drained_at: int | None) -> list[Rollout]:
         self.generator.wait()
         numbers, self._under_way = list(self._under_way), {}
         with self.generator.wake_up():

@@ -79,20 +79,20 @@ def deliver(items: Mapping[RowKey, tuple[int, Any]], parallel: ParallelState) ->
     Returns:
         {row: item} on every rank of the row's data-parallel rank.
     """
-    return _to_shares(((dp_rank, key, item) for key, (dp_rank, item) in items.items()), parallel)
+    return _to_dp_ranks(((dp_rank, key, item) for key, (dp_rank, item) in items.items()), parallel)
 
 
-def _to_shares(items: Iterable[tuple[int, RowKey, Any]], parallel: ParallelState) -> dict[RowKey, Any]:
+def _to_dp_ranks(items: Iterable[tuple[int, RowKey, Any]], parallel: ParallelState) -> dict[RowKey, Any]:
     """Return the items that all ranks together send to this data-parallel rank. Collective.
 
     Args:
         items: (data-parallel rank, row, item).
         parallel: The parallel layout.
     """
-    by_share: dict[int, list[tuple[RowKey, Any]]] = {}
-    for share, key, item in items:
-        by_share.setdefault(share, []).append((key, item))
-    parts = {rank: part for share, part in by_share.items() for rank in parallel.layout.ranks_of_share(share)}
+    by_dp_rank: dict[int, list[tuple[RowKey, Any]]] = {}
+    for dp_rank, key, item in items:
+        by_dp_rank.setdefault(dp_rank, []).append((key, item))
+    parts = {rank: part for dp_rank, part in by_dp_rank.items() for rank in parallel.layout.model_parallel_ranks(dp_rank)}
     return {key: item for part in collectives.exchange(parts) for key, item in part}
 
 
@@ -116,7 +116,7 @@ def score_rows(
     wanted: dict[RowKey, set[int]] = {key: set() for key in keys}
     for dp_rank, i in places:
         wanted[filled[i]].add(dp_rank)
-    held = _spread(rows.sequences, rows.dp_ranks, wanted, parallel)
+    held = _send_to_dp_ranks(rows.sequences, rows.dp_ranks, wanted, parallel)
     mine = dealt[parallel.dp_rank]
     micro_batches = collate_specs([held.get(key) for key in filled], mine, cut.alignment)
     logprobs, experts = score(micro_batches)
@@ -130,7 +130,9 @@ def score_rows(
                 if experts is not None:
                     routes[keys[i]] = np.where(at[:, None, None] < 0, FREE, experts[number][at])
     scored = PlacedRows(lengths=rows.lengths, dp_ranks=dp_ranks, sequences={key: held[key] for key in found})
-    return ScoredRows(rows=scored, logprobs=found, experts=None if experts is None else _alike_where_shared(routes, scored, parallel))
+    return ScoredRows(
+        rows=scored, logprobs=found, experts=None if experts is None else _same_experts_in_shared_prefixes(routes, scored, parallel)
+    )
 
 
 def without_experts(logprobs: Callable[[SequenceOf[MicroBatch]], list[np.ndarray]]) -> Callable[[SequenceOf[MicroBatch]], Scores]:
@@ -142,7 +144,9 @@ def without_experts(logprobs: Callable[[SequenceOf[MicroBatch]], list[np.ndarray
     return lambda micro_batches: (logprobs(micro_batches), None)
 
 
-def _alike_where_shared(routes: Mapping[RowKey, np.ndarray], rows: PlacedRows, parallel: ParallelState) -> dict[RowKey, np.ndarray]:
+def _same_experts_in_shared_prefixes(
+    routes: Mapping[RowKey, np.ndarray], rows: PlacedRows, parallel: ParallelState
+) -> dict[RowKey, np.ndarray]:
     """Give the common prefix of a group the experts of its first row, so that it can be computed once. Collective.
 
     Micro-batches differ in rounding, and so occasionally in a routing decision.
@@ -156,7 +160,7 @@ def _alike_where_shared(routes: Mapping[RowKey, np.ndarray], rows: PlacedRows, p
     wanted: dict[RowKey, set[int]] = {key: set() for key in first.values()}
     for key, leader in lead.items():
         wanted[leader].add(rows.dp_ranks[key])
-    beginnings = _spread(beginnings, rows.dp_ranks, wanted, parallel)
+    beginnings = _send_to_dp_ranks(beginnings, rows.dp_ranks, wanted, parallel)
     found = {key: array.copy() for key, array in routes.items()}
     for key, array in found.items():
         for begin in rows.sequences[key].starts:
@@ -176,21 +180,21 @@ def local_samples(items: Mapping[RowKey, Any], now: Mapping[RowKey, int], dp_ran
     Returns:
         The items of the rows whose home this rank is.
     """
-    return _spread(items, now, {key: {dp_ranks[key]} for key in now}, parallel)
+    return _send_to_dp_ranks(items, now, {key: {dp_ranks[key]} for key in now}, parallel)
 
 
-def _spread(
+def _send_to_dp_ranks(
     items: Mapping[RowKey, Any], dp_ranks: Mapping[RowKey, int], wanted: Mapping[RowKey, set[int]], parallel: ParallelState
 ) -> dict:
     """Send each row's item to every data-parallel rank that needs it.
 
     The first rank of its home sends it; items that are already in place are not sent.
     """
-    kept = {key: items[key] for key, shares in wanted.items() if parallel.dp_rank in shares and dp_ranks[key] == parallel.dp_rank}
-    if all(shares <= {dp_ranks[key]} for key, shares in wanted.items()):
+    kept = {key: items[key] for key, needing in wanted.items() if parallel.dp_rank in needing and dp_ranks[key] == parallel.dp_rank}
+    if all(needing <= {dp_ranks[key]} for key, needing in wanted.items()):
         return kept
     mine = [key for key in wanted if dp_ranks[key] == parallel.dp_rank] if parallel.is_model_parallel_src else []
-    return kept | _to_shares(((share, key, items[key]) for key in mine for share in wanted[key] - {parallel.dp_rank}), parallel)
+    return kept | _to_dp_ranks(((dp_rank, key, items[key]) for key in mine for dp_rank in wanted[key] - {parallel.dp_rank}), parallel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,12 +254,12 @@ class SampleBuffer:
         samples = scored.rows.sequences
         if scored.experts is not None:
             samples = {key: replace(sample, experts=scored.experts[key]) for key, sample in samples.items()}
-        lost = self._without_a_number(scored.logprobs)
+        lost = self._rows_with_invalid_logprobs(scored.logprobs)
         held = {
             key: emptied(sample) if key in lost else sample.with_old_logprobs(scored.logprobs[key], "recompute")
             for key, sample in samples.items()
         }
-        moved = self._moved(scored.rows.dp_ranks, held)
+        moved = self._with_dp_ranks(scored.rows.dp_ranks, held)
         return replace(moved, rows={key: replace(row, num_masked=0) if key in lost else row for key, row in moved.rows.items()})
 
     def placed(self, keys: Iterable[RowKey]) -> PlacedRows:
@@ -267,7 +271,7 @@ class SampleBuffer:
             sequences={key: self.samples[key] for key in rows if key in self.samples},
         )
 
-    def _without_a_number(self, logprobs: Mapping[RowKey, np.ndarray]) -> set[RowKey]:
+    def _rows_with_invalid_logprobs(self, logprobs: Mapping[RowKey, np.ndarray]) -> set[RowKey]:
         """Return the rows, of all ranks, that have log-probs that are not finite. Collective."""
         mine = {key for key, values in logprobs.items() if not np.isfinite(values).all()}
         if not collectives.all_reduce_max(len(mine)):
@@ -302,7 +306,9 @@ class SampleBuffer:
         dealt = partition([row.lengths for row in rows], self.cut)
         dp_ranks = {rows[i].key: dp_rank for dp_rank, mine in enumerate(dealt) for micro_spec in mine for i in micro_spec.rows}
         keys = [row.key for row in rows]
-        held = _spread(self.samples, {key: self.rows[key].dp_rank for key in keys}, {key: {dp_ranks[key]} for key in keys}, self.parallel)
+        held = _send_to_dp_ranks(
+            self.samples, {key: self.rows[key].dp_rank for key in keys}, {key: {dp_ranks[key]} for key in keys}, self.parallel
+        )
         micro_batches = [
             collate_samples(
                 [held[keys[i]] for i in micro_spec.rows], [found.of_rows[i] for i in micro_spec.rows], trained_at=step.index,
@@ -322,7 +328,7 @@ class SampleBuffer:
                 micro.on_policy_version - self.rows[micro.rollout, row].version for micro in step.micro_steps for row in range(*micro.rows)
             ),
         )
-        return self._moved(dp_ranks, held), batch
+        return self._with_dp_ranks(dp_ranks, held), batch
 
     def after(self, step: ScheduledStep, logprobs: Mapping[RowKey, np.ndarray]) -> SampleBuffer:
         """Return the buffer after `step`: without the rows used up, with cached log-probs for later passes.
@@ -377,7 +383,7 @@ class SampleBuffer:
         wanted, size = set(slices), self.cut.rows_per_slice
         return [key for key in self.rows if (key[0], key[1] // size) in wanted]
 
-    def _moved(self, dp_ranks: Mapping[RowKey, int], held: Mapping[RowKey, Sample]) -> SampleBuffer:
+    def _with_dp_ranks(self, dp_ranks: Mapping[RowKey, int], held: Mapping[RowKey, Sample]) -> SampleBuffer:
         """Return the buffer with new homes for some rows.
 
         Args:
@@ -388,8 +394,8 @@ class SampleBuffer:
             key: replace(row, dp_rank=dp_ranks[key]) if dp_ranks.get(key, row.dp_rank) != row.dp_rank else row
             for key, row in self.rows.items()
         }
-        stay = {key: sample for key, sample in self.samples.items() if key not in dp_ranks}
-        return replace(self, rows=rows, samples=stay | dict(held))
+        unmoved = {key: sample for key, sample in self.samples.items() if key not in dp_ranks}
+        return replace(self, rows=rows, samples=unmoved | dict(held))
 
 
 def _check_versions(step: ScheduledStep, rows: Mapping[RowKey, TrainingRow]) -> None:

@@ -96,7 +96,7 @@ class HeldTeacher:
         """
         self._name, self._scorer = name, scorer
         movable: tuple[Role, ...] = ("weights",) if leaves else ()
-        self._room = PolicyOffloader(self._tensors, movable, scorer.parallel.device, timers)
+        self._offloader = PolicyOffloader(self._tensors, movable, scorer.parallel.device, timers)
         self._free_memory()
 
     def __call__(self, rows: PlacedRows) -> dict[RowKey, np.ndarray]:
@@ -110,7 +110,7 @@ class HeldTeacher:
         """
         bare = {key: replace(sequence, experts=None) for key, sequence in rows.sequences.items()}  # recorded experts are the policy's
         scorer, parallel = self._scorer, self._scorer.parallel
-        with self._room.on_device("weights"):
+        with self._offloader.on_device("weights"):
             found = score_rows(replace(rows, sequences=bare), score=without_experts(scorer.logprobs), cut=scorer.cut, parallel=parallel)
         self._free_memory()
         senseless = sum(not np.isfinite(values).all() for values in found.logprobs.values())
@@ -119,8 +119,8 @@ class HeldTeacher:
         return local_samples(found.logprobs, found.rows.dp_ranks, rows.dp_ranks, parallel)
 
     def _free_memory(self) -> None:
-        if self._room.movable:
-            self._room.make()
+        if self._offloader.movable:
+            self._offloader.offload()
 
     def _tensors(self) -> Iterator[tuple[Role, torch.Tensor]]:
         for chunk in self._scorer.model:

@@ -85,7 +85,7 @@ class WeightSyncManager:
             print_line: Prints how well both sides agree on probes with images, at the first check and after the first sync.
             hint: Sentence appended to the error of a failed check.
         """
-        self._print_line, self._num_said, self._hint = print_line, 0, hint
+        self._print_line, self._num_printed, self._hint = print_line, 0, hint
         self.policy, self.holder, self.verify, self.is_coarse = policy, holder, verify, is_coarse
         self._is_proven, self._has_policy = not verify, starts_as_checkpoint
 
@@ -119,25 +119,26 @@ class WeightSyncManager:
 
     def _sync_weights(self, version: int) -> SyncStats:
         if not self._is_proven:
-            self._try_adapter()
+            self._check_adapter()
         stats = SyncStats()
         if not self._has_policy or self.holder.version != version:
             stats = sync(self.policy, self.holder, version=version, verify=self.verify, is_coarse=self.is_coarse)
         else:
             stats = check_weights(self.policy, self.holder, version=version, is_coarse=self.is_coarse)
         self._is_proven = self._has_policy = True
-        self._tell_of_pictures(version, stats)
+        self._print_image_difference(version, stats)
         return stats
 
-    def _tell_of_pictures(self, version: int, stats: SyncStats) -> None:
-        if self._print_line is not None and self._num_said < 2 and not np.isnan(stats.image_difference_max):
-            self._num_said += 1
-            told = f"{stats.image_difference_max:.1e} nats"
+    def _print_image_difference(self, version: int, stats: SyncStats) -> None:
+        if self._print_line is not None and self._num_printed < 2 and not np.isnan(stats.image_difference_max):
+            self._num_printed += 1
+            difference = f"{stats.image_difference_max:.1e} nats"
             self._print_line(
-                f"Images: in probes with an image, sampler and trainer differ by at most {told} per token (weights of version {version})."
+                f"Images: in probes with an image, sampler and trainer differ by at most {difference} per token "
+                f"(weights of version {version})."
             )
 
-    def _try_adapter(self) -> None:
+    def _check_adapter(self) -> None:
         """Verify with a trial adapter that the engine applies adapters.
 
         Afterwards the engine has no version, so the policy itself is pushed; unless there is no adapter to try.
@@ -148,15 +149,15 @@ class WeightSyncManager:
             if update.kind == "adapter" and not self.holder.has_base:
                 self.policy.free_memory(keep="weights")
                 with self.policy.on_device("weights"):
-                    _give(self.holder, next(self.policy.updates(NO_VERSION, has_base=False)))
+                    _send_weights(self.holder, next(self.policy.updates(NO_VERSION, has_base=False)))
             tried = np.concatenate(_logprobs(self.policy, self.holder.probes()))
             self.policy.free_memory(keep="weights")
-            _give(self.holder, replace(update, version=NO_VERSION))
+            _send_weights(self.holder, replace(update, version=NO_VERSION))
             check_weights(self.policy, self.holder, version=NO_VERSION, is_coarse=self.is_coarse)
-            theirs = {name: np.concatenate(scores) for name, scores in self.holder.scores(self.holder.probes()).items()}
+            engine_logprobs = {name: np.concatenate(scores) for name, scores in self.holder.scores(self.holder.probes()).items()}
         untried = np.concatenate(_logprobs(self.policy, self.holder.probes()))
-        mine = {name: _followed(scores, tried, untried) for name, scores in theirs.items()}
-        problem = _trial_problem(_of_all(mine))
+        mine = {name: _followed_share(scores, tried, untried) for name, scores in engine_logprobs.items()}
+        problem = _trial_problem(_gather_by_engine(mine))
         if problem:
             raise WeightSyncError(problem)
 
@@ -175,13 +176,13 @@ def sync(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, version: int,
     policy.free_memory(keep="weights")
     with policy.on_device("weights"):
         for update in policy.updates(version, has_base=holder.has_base):
-            counted = _give(holder, update)
+            counted = _send_weights(holder, update)
             num_tensors, num_bytes = num_tensors + counted.num_tensors, num_bytes + counted.num_bytes
     found = check_weights(policy, holder, version=version, is_coarse=is_coarse) if verify else SyncStats()
     return replace(found, num_tensors=num_tensors, num_bytes=num_bytes)
 
 
-def _give(holder: WeightReceiver, update: WeightUpdate) -> _Counted:
+def _send_weights(holder: WeightReceiver, update: WeightUpdate) -> _Counted:
     counted = _Counted(update.tensors)
     with CleanUp(counted.finish):
         holder.take(replace(update, tensors=counted))
@@ -207,11 +208,11 @@ def check_weights(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, vers
     policy.free_memory()  # scoring wakes the engine's KV cache, which sampling then uses
     mine = {}
     for name, scores in holder.scores(probes).items():
-        differences = [np.abs(np.asarray(theirs) - ours) for theirs, ours in zip(scores, expected, strict=True)]
+        differences = [np.abs(np.asarray(engine_logprobs) - ours) for engine_logprobs, ours in zip(scores, expected, strict=True)]
         fresh, cached = np.concatenate([d[:-1] for d in differences]), np.array([d[-1] for d in differences])
         with_images = [float(d.max()) for d, probe in zip(differences, probes, strict=True) if probe.images]
         mine[name] = _Report(version=holder.version, fresh=fresh, cached=cached, with_images=max(with_images, default=float("nan")))
-    reports = _of_all(mine)
+    reports = _gather_by_engine(mine)
     problem = _problem(reports, version, is_coarse or holder.dtype != "float32")
     if problem:
         raise WeightSyncError(problem)
@@ -220,7 +221,7 @@ def check_weights(policy: Policy | FrozenPolicy, holder: WeightReceiver, *, vers
     return SyncStats(logp_difference_max=float(every.max()), logp_difference_mean=float(every.mean()), image_difference_max=worst)
 
 
-def _of_all(mine: Mapping[str, Found]) -> dict[str, Found]:
+def _gather_by_engine(mine: Mapping[str, Found]) -> dict[str, Found]:
     """Return the findings of all ranks, by the engine's name. Collective."""
     return {name: found for part in collectives.all_gather_object(dict(mine)) for name, found in part.items()}
 
@@ -231,13 +232,13 @@ def _logprobs(policy: Policy | FrozenPolicy, probes: SequenceOf[Sequence]) -> li
         return [scored[1:] for scored in policy.scorer.score(probes, temperature=1.0)]
 
 
-def _followed(theirs: np.ndarray, tried: np.ndarray, untried: np.ndarray) -> tuple[float, float]:
+def _followed_share(engine_logprobs: np.ndarray, tried: np.ndarray, untried: np.ndarray) -> tuple[float, float]:
     """Return how much of the trainer's change the engine shows too.
 
     Returns:
         (share of the trainer's change from untried to tried, by least squares; its standard error).
     """
-    moved, followed = tried.astype(np.float64) - untried, np.asarray(theirs, dtype=np.float64) - untried
+    moved, followed = tried.astype(np.float64) - untried, np.asarray(engine_logprobs, dtype=np.float64) - untried
     length = float(moved @ moved)
     if not length:
         return 0.0, float("inf")

@@ -46,7 +46,7 @@ def even_sizes(shape: ModelShape, rank: int) -> Sizes:
     return {m.name + A: (rank, m.inner) for m in modules} | {m.name + B: (m.out, rank) for m in modules}
 
 
-def drawn(sizes: Sizes, seed: int) -> Read:
+def initial_adapter(sizes: Sizes, seed: int) -> Read:
     """Return a reader of a newly initialized adapter.
 
     A is uniform in +-1/sqrt(in), the initialization of PEFT (`kaiming_uniform_` with a = sqrt(5)); B is zero. The name is part of the seed,
@@ -59,7 +59,7 @@ def drawn(sizes: Sizes, seed: int) -> Read:
     return lambda name: torch.zeros(sizes[name]) if name.endswith(B) else _uniform(name, sizes[name], seed, 1.0)
 
 
-def drawn_far(settings: LoraSettings, sizes: Sizes, seed: int) -> Read:
+def random_adapter_far_from_zero(settings: LoraSettings, sizes: Sizes, seed: int) -> Read:
     """Return a reader of an adapter far from zero, for tests that the adapter is used. Each output changes by a third of its input's size.
 
     Args:

@@ -34,7 +34,7 @@ BASE = "base_model.json"  # beside them: fingerprints of the adapter's base, whi
 ALL_LINEAR = "all-linear"
 AdapterUpdateRequest = Literal["adapter", "merged"]  # how adapters reach a sampler: alone, or merged into the weights
 # Unsupported options of PEFT's LoraConfig, with the reason.
-NOT_THERE = {
+UNSUPPORTED_OPTIONS = {
     "lora_bias": "Megatron's frozen linear layers compute no bias gradient, and vLLM ignores adapter biases",
     "modules_to_save": "full layers would train beside the adapter, and vLLM cannot load them; use tuner_type full",
     "use_dora": "its scale is the norm of the merged weight, which a shard does not have, and vLLM does not support it",
@@ -263,9 +263,9 @@ def _read_config(directory: Path, flag: str) -> dict[str, Any]:
 
 def _refused(found: Mapping[str, Any]) -> list[str]:
     """Return a reason for each unsupported option in an adapter's configuration."""
-    reasons = [f"{name} is not supported: {why}" for name, why in NOT_THERE.items() if found.get(name)]
+    reasons = [f"{name} is not supported: {why}" for name, why in UNSUPPORTED_OPTIONS.items() if found.get(name)]
     if found.get("bias", "none") != "none":
-        reasons.append(f"bias {found['bias']!r} is not supported: {NOT_THERE['lora_bias']}")
+        reasons.append(f"bias {found['bias']!r} is not supported: {UNSUPPORTED_OPTIONS['lora_bias']}")
     start = found.get("init_lora_weights", True)
     if isinstance(start, str) and start != "gaussian":
         reasons.append(

@@ -62,10 +62,10 @@ def parameter_trains(names: Iterable[str], rule: Rule) -> bool:
     Raises:
         ValueError: Only some of the tensors train. `problems` reports this beforehand.
     """
-    verdicts = {rule(name) for name in names}
-    if len(verdicts) != 1:
+    train_flags = {rule(name) for name in names}
+    if len(train_flags) != 1:
         raise ValueError(f"{', '.join(names)} are one parameter; a part of it cannot train separately")
-    return verdicts.pop()
+    return train_flags.pop()
 
 
 def problems(cfg: TunerConfig, shape: ModelShape) -> list[Problem]:
@@ -77,7 +77,7 @@ def problems(cfg: TunerConfig, shape: ModelShape) -> list[Problem]:
     if cfg.tuner_type != "full":
         return []
     parameters = [*outer_entries(shape), *entries_in_layers(shape)]
-    found = [*_parts_that_are_not_there(cfg, shape), *_lost(cfg, shape, parameters)]
+    found = [*_missing_parts(cfg, shape), *_unmatched_names(cfg, shape, parameters)]
     if found or trains_all(cfg, shape):
         return found
     rule = trains(cfg)
@@ -86,14 +86,14 @@ def problems(cfg: TunerConfig, shape: ModelShape) -> list[Problem]:
         thaw = "" if shape.vision is None else " Use freeze_llm, freeze_vit or freeze_aligner false."
         return [Problem(flags=flags, message=f"{' and '.join(flags)} freeze every weight of the model. "
                                              f"Select weights to train with trainable_parameters.{thaw}")]  # fmt: skip
-    return [*_parts(cfg, parameters, rule), *_lonely_biases(cfg, parameters, rule)]
+    return [*_parts(cfg, parameters, rule), *_biases_without_weights(cfg, parameters, rule)]
 
 
 def _freezing_parts(shape: ModelShape) -> tuple[str, ...]:
     return ("freeze_llm", "freeze_vit", "freeze_aligner") if shape.vision else ()
 
 
-def _parts_that_are_not_there(cfg: TunerConfig, shape: ModelShape) -> Iterator[Problem]:
+def _missing_parts(cfg: TunerConfig, shape: ModelShape) -> Iterator[Problem]:
     """Yield problems of the freeze_* settings with a text model, which has one part that must train."""
     if shape.vision is not None:
         return
@@ -111,27 +111,27 @@ def _matcher(prefixes: Iterable[str], pattern: str | None) -> Rule:
     return lambda name: name.startswith(beginnings) or (expression is not None and expression.search(name) is not None)
 
 
-def _lost(cfg: TunerConfig, shape: ModelShape, parameters: list[Entry]) -> Iterator[Problem]:
+def _unmatched_names(cfg: TunerConfig, shape: ModelShape, parameters: list[Entry]) -> Iterator[Problem]:
     """Yield problems of names that match no tensor: what was to be frozen would silently train."""
     names = [name for entry in parameters for name, _ in entry.hf]
     for flag in ("freeze_parameters", "trainable_parameters"):
         for word in getattr(cfg, flag):
             if not any(name.startswith(word) for name in names):
                 yield Problem(flags=(flag,), message=f"{flag}: no tensor of this model begins with {word}."
-                                                     f"{_meant(word, shape, parameters)}")  # fmt: skip
+                                                     f"{_name_hint(word, shape, parameters)}")  # fmt: skip
         pattern = getattr(cfg, f"{flag}_regex")
         if pattern is not None and not any(map(re.compile(pattern).search, names)):
             like = f"Use Hugging Face names, such as {names[0]} and {parameters[len(parameters) // 2].hf[0][0]}."
             yield Problem(flags=(f"{flag}_regex",), message=f"{flag}_regex ({pattern}) matches no tensor of this model. {like}")
 
 
-def _meant(word: str, shape: ModelShape, parameters: list[Entry]) -> str:
+def _name_hint(word: str, shape: ModelShape, parameters: list[Entry]) -> str:
     if shape.tied_embeddings and (word.startswith("lm_head") or "lm_head.weight".startswith(word)):
         return " The head is tied to the embedding (tie_word_embeddings): use model.embed_tokens.weight for both."
-    theirs = [name for entry in parameters if entry.megatron.startswith(word) for name, _ in entry.hf]
-    if theirs:
-        more = f" and {len(theirs) - 3} more" if len(theirs) > 3 else ""
-        return f" This is a Megatron module name; the Hugging Face name is {', '.join(theirs[:3])}{more}."
+    hf_names = [name for entry in parameters if entry.megatron.startswith(word) for name, _ in entry.hf]
+    if hf_names:
+        more = f" and {len(hf_names) - 3} more" if len(hf_names) > 3 else ""
+        return f" This is a Megatron module name; the Hugging Face name is {', '.join(hf_names[:3])}{more}."
     starts = dict.fromkeys(".".join(name.split(".")[:2]) for entry in parameters for name, _ in entry.hf)
     return f" Names begin with {', '.join(starts)}."
 
@@ -150,7 +150,7 @@ def _parts(cfg: TunerConfig, parameters: list[Entry], rule: Rule) -> Iterator[Pr
     yield Problem(flags=_given(cfg), message=message)
 
 
-def _lonely_biases(cfg: TunerConfig, parameters: list[Entry], rule: Rule) -> Iterator[Problem]:
+def _biases_without_weights(cfg: TunerConfig, parameters: list[Entry], rule: Rule) -> Iterator[Problem]:
     """Yield a problem where linear_qkv's bias would train while its weight is frozen.
 
     Megatron-Core's column-parallel linear then gives the bias inside it no gradient.

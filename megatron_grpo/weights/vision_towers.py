@@ -207,7 +207,7 @@ def with_axes(rope: RopeShape, config: Config, tower: VisionTower, require: Requ
         require: Called with (condition, message) for each requirement.
     """
     require(rope.type == "default", f"rope type {rope.type!r} with axes (mrope_section) is not supported; only 'mrope' and 'default' are.")
-    given = _said_once(config, "mrope_section", require) or tower.sections
+    given = _unique_value(config, "mrope_section", require) or tower.sections
     if not (isinstance(given, (list, tuple)) and len(given) == 3 and all(map(_is_count, given))):
         require(False, f"mrope_section must be three integers, got {given!r}.")
         return rope
@@ -216,7 +216,7 @@ def with_axes(rope: RopeShape, config: Config, tower: VisionTower, require: Requ
         sum(sections) == rope.dim // 2, f"mrope_section ({sections}) must add up to head_dim / 2 ({rope.dim // 2}), got {sum(sections)}."
     )
     interleaved = tower.interleaved_axes
-    given = _said_once(config, "mrope_interleaved", require)
+    given = _unique_value(config, "mrope_interleaved", require)
     require(given in (None, interleaved), f"mrope_interleaved is {given}; {config['architectures'][0]} needs {str(interleaved).lower()}.")
     return replace(rope, sections=sections, interleaved=interleaved)
 
@@ -255,11 +255,11 @@ def _ropes(config: Config) -> Iterator[Config]:
                 yield given
 
 
-def _said_once(config: Config, key: str, require: Require) -> Any:
+def _unique_value(config: Config, key: str, require: Require) -> Any:
     """Return the value of a key in any of config.json's rope settings; None if there is none. All occurrences must agree."""
-    said = [given[key] for given in _ropes(config) if given.get(key) is not None]
-    require(all(value == said[0] for value in said), f"{key} has contradictory values: {' and '.join(map(repr, said))}.")
-    return said[0] if said else None
+    values = [given[key] for given in _ropes(config) if given.get(key) is not None]
+    require(all(value == values[0] for value in values), f"{key} has contradictory values: {' and '.join(map(repr, values))}.")
+    return values[0] if values else None
 
 
 def _is_count(value: Any) -> bool:

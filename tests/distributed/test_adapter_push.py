@@ -333,11 +333,11 @@ def test_megatron_policy_and_its_engine_agree_on_the_trial_and_on_every_push(mod
         first = weight_sync.sync_weights(0)
         assert engine.version == 0 and first.logp_difference_max < 1e-4
         before = engine.score(engine.probes())
-        kept = policy.adapters.put_far_from_zero(1)
+        kept = policy.adapters.randomize(1)
         stats = weight_sync.sync_weights(1)
         assert stats.logp_difference_max < 1e-4
         assert np.abs(np.array(before) - np.array(engine.score(engine.probes()))).max() > 0.1
-        policy.adapters.put_back(kept)
+        policy.adapters.restore(kept)
         assert weight_sync.sync_weights(2).logp_difference_max < 1e-4
         np.testing.assert_allclose(engine.score(engine.probes()), before, atol=1e-4)
         return stats.num_tensors, stats.num_bytes

@@ -197,7 +197,7 @@ def push_all_kinds(rank, world, path, model, layout, modules, tamper=None):
     if tamper is not None:
         tamper()
     read = HfReader(path)
-    adapters.put_far_from_zero(seed=3)
+    adapters.randomize(seed=3)
     for _ in range(2):  # the second time nothing is planned
         pairs = {name: tensor.clone() for name, tensor in adapters.named()}
         gradients = {name: tensor.double() for name, tensor in adapters.tensors().items()}

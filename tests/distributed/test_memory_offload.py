@@ -41,8 +41,8 @@ def masters_are_made_of_the_weights(policy, trip):
 
 
 def storages_are_counted_twice(policy, trip):
-    once = policy.room._storages
-    policy.room._storages = lambda: {role: storages * 2 for role, storages in once().items()}
+    once = policy.offloader._storages
+    policy.offloader._storages = lambda: {role: storages * 2 for role, storages in once().items()}
     trip()
 
 
@@ -50,7 +50,7 @@ def without(policy, leaves):
     """The policy's tensors but for those that `leaves(role, tensor)` says."""
     from megatron_grpo.policy.memory_offload import tensors_of
 
-    policy.room._held = lambda: ((role, tensor) for role, tensor in tensors_of(policy) if not leaves(role, tensor))
+    policy.offloader._held = lambda: ((role, tensor) for role, tensor in tensors_of(policy) if not leaves(role, tensor))
 
 
 def the_reference_is_left_behind(policy, trip):
@@ -63,7 +63,7 @@ def only_the_first_chunk_leaves(policy, trip):
     from megatron_grpo.policy.memory_offload import tensors_of
 
     first = SimpleNamespace(chunks=policy.chunks[:1], wrapped=policy.wrapped[:1], reference=None, optimizer=policy.optimizer)
-    policy.room._held = lambda: tensors_of(first)
+    policy.offloader._held = lambda: tensors_of(first)
     trip()
 
 

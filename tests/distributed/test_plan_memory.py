@@ -65,7 +65,7 @@ def measured(rank, world, path, cfg):
     buffers = [(name, b) for chunk in models for name, b in chunk.named_buffers()]
     small = sum(b.untyped_storage().nbytes() - (b.nbytes if name.endswith(counted) else 0) for name, b in buffers)
     policy.free_memory(keep="weights")
-    during_push = policy.room.given_bytes
+    during_push = policy.offloader.offloaded_bytes
     policy.free_memory()
     return (
         (ps.get_pipeline_model_parallel_rank(), ps.get_expert_model_parallel_rank()),
@@ -79,7 +79,7 @@ def measured(rank, world, path, cfg):
         ),
         storage - size(trained) - gradients,
         size(t.data for t in saved if t.data is not None),
-        (policy.room.given_bytes - small, during_push),
+        (policy.offloader.offloaded_bytes - small, during_push),
     )
 
 

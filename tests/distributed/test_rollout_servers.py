@@ -185,11 +185,11 @@ def push_adapters(rank, world, path, named, out, alone):
         first = weight_sync.sync_weights(0)
         assert first.logp_difference_max < 1e-4 and engine.version == 0 and engine.has_base == alone
         assert worst_gap(engine.generate(prompts(4), sampling(), seed=SEED), path, 0.8) < 1e-4  # a new adapter changes nothing
-        kept = policy.adapters.put_far_from_zero(seed=3)
+        kept = policy.adapters.randomize(seed=3)
         moved = weight_sync.sync_weights(1)
         assert moved.logp_difference_max < 1e-4
         assert worst_gap(engine.generate(prompts(4), sampling(), seed=SEED), path, 0.8) > 0.1
-        policy.adapters.put_back(kept)
+        policy.adapters.restore(kept)
         assert weight_sync.sync_weights(2).logp_difference_max < 1e-4
     return moved.num_tensors
 

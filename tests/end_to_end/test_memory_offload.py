@@ -30,7 +30,7 @@ def train_and_watch(rank, world_size, flags):
         return policies[-1]
 
     def generate(self, *args, **kwargs):
-        held.append(sum(storage.nbytes() for its in policies[-1].room._storages().values() for storage in its))
+        held.append(sum(storage.nbytes() for its in policies[-1].offloader._storages().values() for storage in its))
         return real_answer(self, *args, **kwargs)
 
     def write_pieces(path, pieces):

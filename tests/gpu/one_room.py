@@ -43,12 +43,12 @@ def main(job_file: str, out: str) -> None:
                 said = policy.train_step(batch).metrics
             if offload:
                 measured.append(
-                    dict(before=before, push=during_push, away=away, back=back, reserved=reserved, given=policy.room.given_bytes)
+                    dict(before=before, push=during_push, away=away, back=back, reserved=reserved, given=policy.offloader.offloaded_bytes)
                 )
             trails[name].append((said["loss"], said["grad_norm"], score))
         with policy.on_device("weights"):
             trails[name].append({key: tensor.cpu() for key, tensor in policy.named_weights()})
-        pinned = [chunk.is_pinned() for pieces in policy.room._host.values() for chunk in pieces]
+        pinned = [chunk.is_pinned() for pieces in policy.offloader._host.values() for chunk in pieces]
         del policy
         torch.cuda.empty_cache()
     Path(out).write_bytes(pickle.dumps({"trails": trails, "measured": measured, "pinned": pinned, "device": torch.cuda.get_device_name()}))

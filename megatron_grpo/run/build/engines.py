@@ -110,7 +110,7 @@ def start_engine(make: MakeEngine, cfg: Config, inputs: ValidatedInputs, paralle
     policy.free_memory()
     sampler = make(cfg, inputs, parallel)
     refuse_if_it_cannot_run_ahead(cfg, sampler)
-    if policy.room.movable:
+    if policy.offloader.movable:
         with sampler.wake_up():
             pass
     return sampler
@@ -269,7 +269,7 @@ def build_served_teacher(
     servers = teachers.TeacherServerGroup.build(cfg, needs, stop.should_cancel) if parallel.is_rank_zero else None
     told = (servers.fingerprint, servers.logprobs) if servers else ()
     teacher = ServedTeacher(parallel, *told)
-    checkpoints.learned(TEACHER, teacher.fingerprint)
+    checkpoints.record_fingerprint(TEACHER, teacher.fingerprint)
     return teacher
 
 

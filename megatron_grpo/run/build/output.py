@@ -18,7 +18,7 @@ from megatron_grpo.base.activity import Timers
 from megatron_grpo.checkpoint.best import Best
 from megatron_grpo.checkpoint.fingerprints import facts_of
 from megatron_grpo.checkpoint.saving import Checkpoints
-from megatron_grpo.checkpoint.written import claim, start_afresh, still_there
+from megatron_grpo.checkpoint.written import check_output_dir, claim, remove_run
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import is_greater_better, metric_of
 from megatron_grpo.config.write import write_config
@@ -69,7 +69,7 @@ def open_output(made: Plan, inputs: ValidatedInputs, parallel: ParallelState, *,
     checkpoints.choose()  # before anything in output_dir is overwritten
     if parallel.is_rank_zero:
         if inputs.resume.wipes:
-            start_afresh(out)
+            remove_run(out)
         claim(out)
         write_config(cfg, out / "config.yaml")
         made.save(out / "plan.json", versions=versions_on(parallel.device))
@@ -140,7 +140,7 @@ def build_metrics_logger(
         reward_weights=reward_manager.reward_weights,
         tells_selection=cfg.grpo.dynamic_sample or cfg.grpo.oversample_ratio > 1,
         all_gather=partial(collectives.all_gather_object, group=parallel.dp_group),
-        watches=[lambda progress, found: gap(found), *([lambda *_: still_there(out)] if parallel.is_rank_zero else [])],
+        watches=[lambda progress, found: gap(found), *([lambda *_: check_output_dir(out)] if parallel.is_rank_zero else [])],
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.checkpoint.manifest import Folder, RunOrigin, facts
-from megatron_grpo.checkpoint.resume import beginning_of, problems_of_beginning, resolved
+from megatron_grpo.checkpoint.resume import initial_weights_of, initial_weights_problems, resolved
 from megatron_grpo.config.parse import resolve
 from megatron_grpo.config.validation import validate
 from megatron_grpo.types import Progress
@@ -25,28 +25,28 @@ def test_a_run_its_folder_of_checkpoints_and_a_checkpoint_are_the_newest_one(tmp
     checkpoint(tmp_path, 2)
     newest = checkpoint(tmp_path, 3)
     for path in (tmp_path, tmp_path / "checkpoints", newest):
-        assert beginning_of(path).directory == newest and resolved(str(path)) == str(newest)
+        assert initial_weights_of(path).directory == newest and resolved(str(path)) == str(newest)
     (newest / "weights").write_bytes(b"12")
-    assert beginning_of(tmp_path).step == 2
+    assert initial_weights_of(tmp_path).step == 2
     with pytest.raises(ConfigError, match="has 2 bytes, expected 4"):
-        beginning_of(newest)
+        initial_weights_of(newest)
 
 
 def test_what_another_program_wrote_is_refused_as_that(tmp_path):
     (tmp_path / "iter_0000100").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
     with pytest.raises(ConfigError, match="is a checkpoint of Megatron-Core that another program wrote"):
-        beginning_of(tmp_path)
+        initial_weights_of(tmp_path)
     with pytest.raises(ConfigError, match="has no megatron_grpo checkpoint"):
-        beginning_of(tmp_path / "iter_0000100")
+        initial_weights_of(tmp_path / "iter_0000100")
     with pytest.raises(ConfigError, match="does not exist"):
-        beginning_of(tmp_path / "nowhere")
+        initial_weights_of(tmp_path / "nowhere")
 
 
 def test_other_weights_than_the_run_wants_are_refused(tmp_path):
     checkpoint(tmp_path, tuner_type="lora", freeze_parameters=["model.embed"])
     cfg = resolve(["--mcore_model", str(tmp_path)])
-    assert [problem.flags[1] for problem in problems_of_beginning(cfg, None)] == ["tuner_type", "freeze_parameters"]
+    assert [problem.flags[1] for problem in initial_weights_problems(cfg, None)] == ["tuner_type", "freeze_parameters"]
 
 
 @pytest.mark.parametrize(

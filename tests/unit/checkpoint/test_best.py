@@ -21,7 +21,7 @@ class Run:
     def save(self, step):
         self.folder.begin(step)
         self.folder.commit(step, facts(RunOrigin(), Progress(step=step), world_size=1, torch="", num_pending=0, versions={}), {})
-        self.best.published(step)
+        self.best.record_saved(step)
         self.folder.retain(self.limit, newest=step, best=self.best.step)
 
     def go(self, values, *, evaluates=False):
@@ -45,7 +45,7 @@ def test_the_best_one_is_kept_and_counts_among_those_kept(tmp_path, evaluates, g
     assert run.folder.steps() == kept
     assert (run.written["best_global_step"], run.written["best_metric"]) == (best, 0.9 if greater else 0.1)
     assert run.written["best_model_checkpoint"] == str(run.folder.directory(best)) and len(run.said) == 2
-    assert run.best.words() == f"The best checkpoint is {run.folder.directory(best)} (reward {0.9 if greater else 0.1})."
+    assert run.best.describe() == f"The best checkpoint is {run.folder.directory(best)} (reward {0.9 if greater else 0.1})."
 
 
 def test_a_number_is_of_the_checkpoint_of_its_own_step_alone(tmp_path):
@@ -56,7 +56,7 @@ def test_a_number_is_of_the_checkpoint_of_its_own_step_alone(tmp_path):
         run.save(step)
     run.best.record(4, {"reward": 9.0})  # no checkpoint
     run.save(5)
-    assert run.best.words() is None and not (run.folder.path / "best.json").exists()
+    assert run.best.describe() is None and not (run.folder.path / "best.json").exists()
     run.best.record(5, {"reward": 0.1})
     assert run.best.step == 5
 
@@ -64,7 +64,7 @@ def test_a_number_is_of_the_checkpoint_of_its_own_step_alone(tmp_path):
 def test_a_run_that_goes_on_knows_its_best_one_and_forgets_what_it_gave_up(tmp_path):
     Run(tmp_path, limit=None).go({1: 0.5, 2: 0.3, 3: 0.9})
     later = Run(tmp_path, limit=None)
-    later.best.go_on(2, is_saved=True)
+    later.best.resume(2, is_saved=True)
     assert later.best.step == 1
     later.best.record(3, {"reward": 0.7})
     assert later.best.step == 1  # the checkpoint that is there is of the steps that were given up
@@ -75,9 +75,9 @@ def test_a_run_that_goes_on_knows_its_best_one_and_forgets_what_it_gave_up(tmp_p
 def test_the_best_one_by_another_metric_is_looked_for_anew(tmp_path):
     Run(tmp_path).go({1: 0.5})
     other = Run(tmp_path, metric="eval/mean@1")
-    other.best.go_on(1, is_saved=True)
+    other.best.resume(1, is_saved=True)
     assert other.best.step is None and "looked for from here on" in other.said[0]
     (tmp_path / "checkpoints/best.json").write_text('{"values": {"x": 1}}')
     same = Run(tmp_path)
-    same.best.go_on(1, is_saved=True)
+    same.best.resume(1, is_saved=True)
     assert same.best.step is None

@@ -11,11 +11,11 @@ import pytest
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.batching.batch_sizes import BatchSizes
-from megatron_grpo.batching.batch_sizes import settled as with_sizes
+from megatron_grpo.batching.batch_sizes import with_derived_sizes as with_sizes
 from megatron_grpo.batching.schedule import TrainingSchedule
 from megatron_grpo.checkpoint.fingerprints import settings_of
 from megatron_grpo.checkpoint.manifest import POINTER, Folder, RunOrigin, facts
-from megatron_grpo.checkpoint.resume import find_checkpoints, judge_resume
+from megatron_grpo.checkpoint.resume import find_checkpoints, plan_resume
 from megatron_grpo.checkpoint.resume_compatibility import _OF_THE_REFERENCE, _WHY, FLAGS, changes_since
 from megatron_grpo.config.parse import resolve
 from megatron_grpo.config.table import former_names, table
@@ -26,7 +26,7 @@ CONTENTS = {"model": "qwen3 1a", "vocabulary": "2b", "data set": "40 rows, 3c", 
 SIZES = ["--global_batch_size", "8", "--num_generations", "4", "--steps_per_generation", "2"]
 
 
-def settled(out: Path, *flags: str):
+def configured(out: Path, *flags: str):
     cfg = resolve(["--output_dir", str(out), "--max_steps", "9", *SIZES, *flags])
     sizes = BatchSizes.from_config(cfg)
     return with_sizes(cfg, sizes), TrainingSchedule.of_length(sizes, max_steps=cfg.run.max_steps)
@@ -34,7 +34,7 @@ def settled(out: Path, *flags: str):
 
 def saved(out: Path, step: int, *flags: str, buffer: int = 0, num_rollouts: int | None = None, **origin) -> Path:
     """A checkpoint with one small file, as a run with these flags would describe it."""
-    cfg, schedule = settled(out, *flags)
+    cfg, schedule = configured(out, *flags)
     folder = Folder(out / "checkpoints")
     writing = folder.begin(step)
     (writing / "common.pt").write_bytes(b"weights")
@@ -46,7 +46,7 @@ def saved(out: Path, step: int, *flags: str, buffer: int = 0, num_rollouts: int 
 
 
 def judged(out: Path, *flags: str, content=CONTENTS, environ=None):
-    return judge_resume(*settled(out, *flags), content, environ=environ or {})
+    return plan_resume(*configured(out, *flags), content, environ=environ or {})
 
 
 def refusal(call, *args, **more) -> str:
@@ -79,7 +79,7 @@ def test_nothing_is_said_of_a_run_that_is_as_it_was(tmp_path):
 
 def test_settings_that_an_earlier_version_saved_under_former_names_are_compared_as_the_same(tmp_path):
     flags = ["--exclude_zero_std_groups", "true", "--share_prefix", "false", "--bitwise_parity", "true"]
-    settings = settings_of(settled(tmp_path, *flags)[0])
+    settings = settings_of(configured(tmp_path, *flags)[0])
     current = {new: old for old, new in former_names().items()}
     saved(tmp_path, 4, settings={current.get(name, name): value for name, value in settings.items()})
     manifest = json.loads((tmp_path / "checkpoints/iter_0000004/manifest.json").read_text())

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, MetadataIndex
 
-from megatron_grpo.checkpoint.safe_unpickle import UnsafePickleError, nothing_runs, refuse_extra_state
+from megatron_grpo.checkpoint.safe_unpickle import UnsafePickleError, refuse_extra_state, without_code_execution
 
 
 class Runs:
@@ -82,7 +82,7 @@ def evil_common(folder, proof):
 def test_nothing_in_a_checkpoint_runs(checkpoint, tmp_path, attack):
     proof = tmp_path / "it ran"
     attack(checkpoint, proof)
-    with pytest.raises((UnsafePickleError, dcp.api.CheckpointException)) as caught, nothing_runs(checkpoint):
+    with pytest.raises((UnsafePickleError, dcp.api.CheckpointException)) as caught, without_code_execution(checkpoint):
         read(checkpoint)
     told = str(caught.value) + "".join(str(error) for error, _ in getattr(caught.value, "failures", {}).values())
     assert not proof.exists() and "mkdir" in told
@@ -104,7 +104,7 @@ def test_a_description_may_name_nothing_that_does_something(checkpoint, module, 
         return b"\x8c" + bytes([len(word)]) + word.encode()
 
     (checkpoint / ".metadata").write_bytes(b"\x80\x04" + text(module) + text(name) + b"\x93.")
-    with pytest.raises(UnsafePickleError, match=f"names {module}.{name}"), nothing_runs(checkpoint):
+    with pytest.raises(UnsafePickleError, match=f"names {module}.{name}"), without_code_execution(checkpoint):
         dcp.FileSystemReader(checkpoint).read_metadata()
 
 
@@ -124,7 +124,7 @@ def test_a_description_gets_no_attribute_but_the_member_of_an_enumeration(checkp
         metadata.planner_data = Asks(of, name)
 
     change_metadata(checkpoint, change)
-    with pytest.raises(UnsafePickleError, match=f"asks for '{name}'"), nothing_runs(checkpoint):
+    with pytest.raises(UnsafePickleError, match=f"asks for '{name}'"), without_code_execution(checkpoint):
         dcp.FileSystemReader(checkpoint).read_metadata()
 
 
@@ -133,7 +133,7 @@ def test_a_member_of_an_enumeration_is_read_however_python_has_pickled_it(checkp
         metadata.planner_data = Asks(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")
 
     change_metadata(checkpoint, change)
-    with nothing_runs(checkpoint):
+    with without_code_execution(checkpoint):
         found = dcp.FileSystemReader(checkpoint).read_metadata()
     assert found.planner_data is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
 
@@ -145,7 +145,7 @@ def test_a_description_leads_to_no_file_outside(checkpoint, path):
             part.relative_path = path
 
     change_metadata(checkpoint, change)
-    with pytest.raises(UnsafePickleError, match="refers to a file outside the checkpoint"), nothing_runs(checkpoint):
+    with pytest.raises(UnsafePickleError, match="refers to a file outside the checkpoint"), without_code_execution(checkpoint):
         dcp.FileSystemReader(checkpoint).read_metadata()
 
 
@@ -153,7 +153,7 @@ def test_a_description_leads_to_no_file_outside(checkpoint, path):
 def test_no_file_of_a_checkpoint_is_a_link_to_one_outside(checkpoint, tmp_path, name):
     (checkpoint / name).rename(tmp_path / "elsewhere")
     (checkpoint / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UnsafePickleError, match=f"{name} is a link to outside the checkpoint"), nothing_runs(checkpoint):
+    with pytest.raises(UnsafePickleError, match=f"{name} is a link to outside the checkpoint"), without_code_execution(checkpoint):
         read(checkpoint)
 
 
@@ -184,7 +184,7 @@ def test_a_description_sets_nothing_but_fields_of_descriptions(checkpoint, build
     Writer(stream, 4).dump(metadata)
     (checkpoint / ".metadata").write_bytes(stream.getvalue())
     equals = MetadataIndex.__eq__
-    with pytest.raises(UnsafePickleError, match="sets the state of an unexpected object"), nothing_runs(checkpoint):
+    with pytest.raises(UnsafePickleError, match="sets the state of an unexpected object"), without_code_execution(checkpoint):
         dcp.FileSystemReader(checkpoint).read_metadata()
     assert MetadataIndex.__eq__ is equals
 
@@ -192,16 +192,16 @@ def test_a_description_sets_nothing_but_fields_of_descriptions(checkpoint, build
 @pytest.mark.parametrize("said", [{"sharded_backend": "zarr"}, {"sharded_backend": "torch_dist", "common_backend": "pickle"}, {}])
 def test_a_checkpoint_chooses_no_other_reader(checkpoint, said):
     (checkpoint / "metadata.json").write_text(json.dumps(said))
-    with pytest.raises(UnsafePickleError, match="Supported: 'torch_dist' and 'torch'"), nothing_runs(checkpoint):
+    with pytest.raises(UnsafePickleError, match="Supported: 'torch_dist' and 'torch'"), without_code_execution(checkpoint):
         pass
 
 
 def test_an_honest_checkpoint_is_read_and_torch_is_as_it_was(checkpoint):
     load, pickles = torch.load, filesystem.pickle
-    with nothing_runs(checkpoint):
+    with without_code_execution(checkpoint):
         state, common = read(checkpoint)
     assert torch.equal(state["weight"], torch.arange(6.0)) and state["object"] == ["data", 1] and common == {"optimizer_step": 4}
-    with pytest.raises(UnsafePickleError), nothing_runs(checkpoint):
+    with pytest.raises(UnsafePickleError), without_code_execution(checkpoint):
         raise UnsafePickleError
     assert torch.load is load and filesystem.pickle is pickles
 

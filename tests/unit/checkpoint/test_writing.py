@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_grpo.base.cleanup import begun
 from megatron_grpo.checkpoint.distributed import Staging, _write, write_file, write_pieces
 from megatron_grpo.checkpoint.safe_unpickle import _Data
-from megatron_grpo.checkpoint.shards import MissingShardError, PlacedShard, Shard, metadata_of, require_whole, shares
+from megatron_grpo.checkpoint.shards import MissingShardError, PlacedShard, Shard, check_coverage, metadata_of, shares
 from megatron_grpo.policy.sharded_state import boxes
 from tests.checkpoint_files import fingerprints
 
@@ -89,10 +89,10 @@ def test_boxes_are_the_whole_if_and_only_if_each_element_is_in_one_of_them(shape
     for offset, lengths in found:
         counts[tuple(slice(a, a + n) for a, n in zip(offset, lengths, strict=True))] += 1
     if (counts == 1).all():
-        require_whole("w", shape, found)
+        check_coverage("w", shape, found)
     else:
         with pytest.raises(MissingShardError, match="^w "):
-            require_whole("w", shape, found)
+            check_coverage("w", shape, found)
 
 
 # ---- files -------------------------------------------------------------------------------------------------------------------------------

@@ -13,12 +13,12 @@ from megatron_grpo.checkpoint.manifest import Folder
 from megatron_grpo.checkpoint.resume import find_checkpoints
 from megatron_grpo.checkpoint.written import (
     WRITTEN_BY_A_RUN,
+    check_output_dir,
     claim,
     holds_run,
-    start_afresh,
-    still_there,
-    why_not_begun_again,
-    why_not_written,
+    overwrite_obstacle,
+    remove_run,
+    restart_obstacle,
 )
 
 FOREIGN = ("config.yaml", "plan.json", "metrics.jsonl", "evaluations.jsonl", "hf/config.json", "hf_merged/notes", "plots/kl.png",
@@ -70,9 +70,9 @@ def test_the_folder_of_an_evaluation_is_not_a_runs_nor_the_other_way_round(tmp_p
     mark(tmp_path, "eval")
     assert "was not written by `train`" in refusal(tmp_path)
     ours = ("evaluations.jsonl", "evaluations")
-    assert why_not_written(tmp_path, "eval", ours) is None
+    assert overwrite_obstacle(tmp_path, "eval", ours) is None
     claim(tmp_path)
-    assert "was not written by `eval`" in (why_not_written(tmp_path, "eval", ours) or "")
+    assert "was not written by `eval`" in (overwrite_obstacle(tmp_path, "eval", ours) or "")
 
 
 @pytest.mark.parametrize("name", WRITTEN_BY_A_RUN)
@@ -90,7 +90,7 @@ def test_starting_afresh_removes_what_a_run_wrote_and_nothing_beside_it(tmp_path
     theirs = ("notes.txt", "checkpoints/best_of_all/weights", "plots/mine.png", "hf/model.gguf", "completions/labelled.csv")
     for name in theirs:
         put(tmp_path / "out" / name)
-    start_afresh(tmp_path / "out")
+    remove_run(tmp_path / "out")
     kept = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert kept == {MARK, f"hf/{MARK}", *theirs} and not holds_run(tmp_path / "out")
     assert find_checkpoints(tmp_path / "out", environ={}).notes == (), "the next run can write its model beside hf/model.gguf"
@@ -103,7 +103,7 @@ def test_a_folder_that_is_a_link_is_emptied_and_stays_a_link(tmp_path):
     assert find_checkpoints(tmp_path / "out", environ={}).candidates == ()
     claim(tmp_path / "out")
     put(tmp_path / "out" / "checkpoints" / "iter_0000001" / "common.pt")
-    start_afresh(tmp_path / "out")
+    remove_run(tmp_path / "out")
     assert (tmp_path / "out" / "checkpoints").is_symlink() and not list((tmp_path / "scratch").iterdir())
 
 
@@ -126,7 +126,7 @@ def test_records_of_a_run_whose_checkpoints_are_gone_are_kept(tmp_path, lost):
     """Scratch is not mounted, and the job is started again."""
     as_a_run_leaves_it(tmp_path)
     mark(tmp_path, "train", saved=40)
-    assert why_not_begun_again(tmp_path) is None and Folder(tmp_path / "checkpoints").steps() == [100]
+    assert restart_obstacle(tmp_path) is None and Folder(tmp_path / "checkpoints").steps() == [100]
     os.rename(tmp_path / "checkpoints", tmp_path / "elsewhere")
     if lost == "empty":
         (tmp_path / "checkpoints").mkdir()
@@ -146,10 +146,10 @@ def test_records_of_a_run_that_was_killed_before_its_first_checkpoint_are_replac
 
 def test_a_folder_that_was_removed_and_made_again_is_noticed(tmp_path):
     claim(tmp_path / "out")
-    still_there(tmp_path / "out")
+    check_output_dir(tmp_path / "out")
     (tmp_path / "out" / MARK).unlink()
     with pytest.raises(RunError, match="was removed or emptied while the run wrote to it"):
-        still_there(tmp_path / "out")
+        check_output_dir(tmp_path / "out")
 
 
 def test_the_pictures_of_a_run_are_in_its_list():

@@ -60,7 +60,7 @@ def test_the_best_checkpoint_by_a_former_name_stays_the_best(tmp_path):
         before.best.record(number, {LARGEST: value})
         before.save(number)
     later = Best(tmp_path / "checkpoints", FORMER_METRICS[LARGEST], greater=False, print_line=lambda text: None)
-    later.go_on(3, is_saved=True)
+    later.resume(3, is_saved=True)
     assert later.step == 2
 
 

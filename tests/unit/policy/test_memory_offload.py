@@ -39,9 +39,9 @@ def sizes(tensors):
 def test_all_is_given_away_once_and_comes_back_under_the_same_tensors(held):
     before = {role: [tensor.clone() for tensor in its] for role, its in held.items()}
     room = room_for(held)
-    room.make()
+    room.offload()
     assert not any(map(any, sizes(held).values()))
-    assert room.given_bytes == 10 * 4 + 7 * 2 + 9 * 8 + 5 * 4, "a view of a storage is no storage"
+    assert room.offloaded_bytes == 10 * 4 + 7 * 2 + 9 * 8 + 5 * 4, "a view of a storage is no storage"
     with room.on_device("all"):
         for role in ("weights", "reference", "optimizer"):
             assert all(torch.equal(found, right) for found, right in zip(held[role], before[role], strict=True)), role
@@ -56,7 +56,7 @@ def test_all_is_given_away_once_and_comes_back_under_the_same_tensors(held):
 )
 def test_what_is_asked_for_comes_back_and_nothing_else(held, part, there):
     room = room_for(held)
-    room.make()
+    room.offload()
     with room.on_device(part):
         assert {role for role, its in sizes(held).items() if its[-1]} == set(there)
         room.require(part)
@@ -67,33 +67,33 @@ def test_what_is_asked_for_comes_back_and_nothing_else(held, part, there):
 
 def test_a_push_keeps_the_weights_and_masters_that_are_views_of_them(held):
     room = room_for(held)
-    room.make(keep="weights")
+    room.offload(keep="weights")
     assert sizes(held) == {"weights": [40, 40], "reference": [0], "optimizer": [40, 0], "gradients": [0]}
-    room.make()
-    assert not any(map(any, sizes(held).values())) and room.given_bytes == 146
+    room.offload()
+    assert not any(map(any, sizes(held).values())) and room.offloaded_bytes == 146
 
 
 def test_only_what_may_leave_leaves(held):
     room = room_for(held, ("optimizer",))
-    room.make()
+    room.offload()
     assert sizes(held) == {"weights": [40, 40], "reference": [14], "optimizer": [40, 0], "gradients": [20]}
     still = room_for(held, ())
-    still.make()
-    assert still.given_bytes == 0
+    still.offload()
+    assert still.offloaded_bytes == 0
 
 
 def test_memory_that_is_in_use_is_not_given_away(held):
     room = room_for(held)
     with room.on_device("all"):
         with pytest.raises(RuntimeError, match="while all is in use"):
-            room.make(keep="weights")
+            room.offload(keep="weights")
         with room.on_device("nothing"), pytest.raises(RuntimeError, match="in use"):
-            room.make()
+            room.offload()
     with room.on_device("weights"):
-        room.make(keep="weights")
-    room.make()
+        room.offload(keep="weights")
+    room.offload()
     with room.on_device("weights"), pytest.raises(RuntimeError, match="while weights is in use"):
-        room.make()
+        room.offload()
 
 
 def test_a_host_without_memory_leaves_the_policy_whole(held, monkeypatch):
@@ -107,7 +107,7 @@ def test_a_host_without_memory_leaves_the_policy_whole(held, monkeypatch):
 
     monkeypatch.setattr(room, "_host_memory", full)
     with pytest.raises(RuntimeError, match="no memory"):
-        room.make()
+        room.offload()
     assert all(map(all, sizes(held).values()))
     room.require("all")
 
@@ -120,23 +120,23 @@ def test_storages_lie_across_pieces_of_host_memory_that_are_made_once(monkeypatc
     right = {role: [tensor.clone() for tensor in its] for role, its in tensors.items()}
     room, made = room_for(tensors), []
     for _ in range(3):
-        room.make()
+        room.offload()
         made.append([piece.data_ptr() for pieces in room._host.values() for piece in pieces])
         with room.on_device("all"):
             assert all(torch.equal(a, b) for role in tensors for a, b in zip(tensors[role], right[role], strict=True))
     assert made[0] == made[1] == made[2]
     assert all(len(piece) & (len(piece) - 1) == 0 for pieces in room._host.values() for piece in pieces), "nothing is rounded up"
     tensors["optimizer"].append(torch.ones(6))  # moments, after the first step
-    room.make()
+    room.offload()
     with room.on_device("all"):
-        assert torch.equal(tensors["optimizer"][1], torch.ones(6)) and room.given_bytes == 17 * 8 + 44
+        assert torch.equal(tensors["optimizer"][1], torch.ones(6)) and room.offloaded_bytes == 17 * 8 + 44
 
 
 def test_the_time_of_the_way_there_and_back_is_told(held):
     timers = Timers()
     room = room_for(held, timers=timers)
     with timers("train"):
-        room.make()
+        room.offload()
         with room.on_device("all"):
             pass
     assert set(timers.take()) == {"time/train", "time/offload", "time/other", "time/step"}

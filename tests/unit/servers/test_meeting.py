@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_grpo.base.errors import ConfigError, RunError
 from megatron_grpo.base.launcher import Launched
-from megatron_grpo.parallel.state import gpu_of, leave_word, refuse_shared_gpu, rendezvous
+from megatron_grpo.parallel.state import check_gpu_not_shared, gpu_of, rendezvous, report_failure
 from megatron_grpo.servers.weight_transfer import _share_a_gpu
 
 
@@ -75,7 +75,7 @@ def test_a_rank_that_is_refused_on_its_machine_ends_those_that_wait_for_it_elsew
     own = {"RANK": str(refused), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in {**own, "TORCHELASTIC_USE_AGENT_STORE": str(launcher_holds_store)}.items():
         monkeypatch.setenv(name, value)
-    leave_word(ConfigError("dataset (data.jsonl) does not exist."))
+    report_failure(ConfigError("dataset (data.jsonl) does not exist."))
     thread.join()
     assert told == [f"rank {refused} on {socket.gethostname()} was rejected: dataset (data.jsonl) does not exist."]
     del agent
@@ -122,10 +122,10 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused_before_nccl_is():
     with pytest.raises(ConfigError, match="rank 3 is number 3 of its machine .* sees 2 GPUs"):
         gpu_of(Launched(rank=3, local_rank=3, world_size=4), 2)
     store = dist.HashStore()
-    refuse_shared_gpu(store, Launched(rank=0, world_size=3), "GPU-a")
-    refuse_shared_gpu(store, Launched(rank=1, world_size=3), "GPU-b")
+    check_gpu_not_shared(store, Launched(rank=0, world_size=3), "GPU-a")
+    check_gpu_not_shared(store, Launched(rank=1, world_size=3), "GPU-b")
     with pytest.raises(ConfigError, match="rank 2 would share GPU GPU-a with another rank"):
-        refuse_shared_gpu(store, Launched(rank=2, world_size=3), "GPU-a")
+        check_gpu_not_shared(store, Launched(rank=2, world_size=3), "GPU-a")
 
 
 def test_members_of_a_link_that_share_a_gpu_hear_it_alike():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_grpo.trainer.weight_sync import _followed, _problem, _Report, _trial_problem
+from megatron_grpo.trainer.weight_sync import _followed_share, _problem, _Report, _trial_problem
 from megatron_grpo.weights.buckets import NO_VERSION
 
 
@@ -58,18 +58,18 @@ def test_an_engine_that_follows_the_trial_is_told_from_one_that_ignores_it_below
     untried = rng.normal(-3, 1, 250)
     tried, noise = untried + rng.normal(0, 0.05, 250), rng.normal(0, 0.05, 250)
     takes, ignores, part = (
-        _followed(start + noise, tried, untried) for start in (tried, untried, (tried + untried) / 2 - (tried - untried) / 4)
+        _followed_share(start + noise, tried, untried) for start in (tried, untried, (tried + untried) / 2 - (tried - untried) / 4)
     )
     assert abs(takes[0] - 1) < 3 * takes[1] and abs(ignores[0]) < 3 * ignores[1] and 0.05 < takes[1] < 0.08
     assert _trial_problem(of_ranks(takes, takes)) is None
     assert "ignores the trial adapter or applies only a part of it: " in _trial_problem(of_ranks(takes, ignores))
     assert "only a part of it" in _trial_problem(of_ranks(part))
-    assert "only a part of it" in _trial_problem(of_ranks(_followed(tried + (tried - untried), tried, untried)))  # scaled twice
+    assert "only a part of it" in _trial_problem(of_ranks(_followed_share(tried + (tried - untried), tried, untried)))  # scaled twice
 
 
 def test_trial_that_moves_nothing_proves_nothing():
     untried, noise = np.full(250, -3.0), np.random.default_rng(0).normal(0, 0.05, 250)
-    assert "inconclusive" in _trial_problem(of_ranks(_followed(untried, untried, untried)))
-    assert "inconclusive" in _trial_problem(of_ranks(_followed(untried + noise, untried + 0.01, untried)))
-    assert _trial_problem(of_ranks(_followed(untried + 0.01 + noise / 10, untried + 0.01, untried))) is None
-    assert _trial_problem(of_ranks(_followed(untried * np.nan, untried + 1, untried)))
+    assert "inconclusive" in _trial_problem(of_ranks(_followed_share(untried, untried, untried)))
+    assert "inconclusive" in _trial_problem(of_ranks(_followed_share(untried + noise, untried + 0.01, untried)))
+    assert _trial_problem(of_ranks(_followed_share(untried + 0.01 + noise / 10, untried + 0.01, untried))) is None
+    assert _trial_problem(of_ranks(_followed_share(untried * np.nan, untried + 1, untried)))
