@@ -208,13 +208,8 @@ def end_if_skipped_too_often(run: Run, progress: Progress, skipped_step: Skipped
     good = run.checkpoints.last_good(progress.step)
     raise RunError(
         f"{skipped_step.skips.in_a_row} optimizer steps in a row were skipped (max_skipped_steps {run.max_skipped_steps}); the run "
-        f"stops. At the last one, step {progress.step}, {skipped_step.why}; the rows responsible are listed above and in "
-        "skipped.jsonl. "
-        + (
-            f"The last good checkpoint is {good}; continue from it with --resume {good}. "
-            if good
-            else "No checkpoint is known to be good yet. "
-        )
+        f"stops. At the last one, step {progress.step}, {skipped_step.why}; the rows are listed above and in skipped.jsonl. "
+        + (f"The last good checkpoint is {good}; continue with --resume {good}. " if good else "No checkpoint is known to be good yet. ")
         + "The same settings reproduce the same gradients: change them (--lr, --clip_grad) or the listed rows."
     )
 

@@ -83,24 +83,17 @@ def problems(cfg: Config, num_layers: int | None) -> Iterator[Problem]:
     accounts = [name for name in ACCOUNTS if getattr(parallel, name)]
     ends = [name for name in _ENDS if getattr(parallel, name) is not None]
     if accounts and ends:
-        yield _problem(
-            accounts[0], f"{accounts[0]} and {ends[0]} both set the layers of the first and last stage. Keep one of them.", *accounts, *ends
-        )
+        message = f"{accounts[0]} and {ends[0]} both set the layers of the first and last stage. Keep one of them."
+        yield _problem(accounts[0], message, *accounts, *ends)
     if layout is not None:
         if other := [*accounts, *ends]:
-            yield _problem(
-                LAYOUT,
-                (f"{LAYOUT} sets the layers of every stage and cannot be combined with {' and '.join(other)}. Keep one of them."),
-                *other,
-            )
+            message = f"{LAYOUT} sets the layers of every stage and cannot be combined with {' and '.join(other)}. Keep one of them."
+            yield _problem(LAYOUT, message, *other)
         elif fault := _layout_fault(parallel, layout, num_layers):
             yield _problem(LAYOUT, f"{LAYOUT} ({layout}): {fault}")
     elif accounts and num_layers and pp > 1 and min(min(row) for row in layer_counts(parallel, num_layers)) < 0:
-        yield _problem(
-            accounts[0],
-            f"{' and '.join(accounts)} leaves a negative number of layers in the first or last model chunk. Use fewer chunks.",
-            *accounts,
-        )
+        message = f"{' and '.join(accounts)} leaves a negative number of layers in the first or last model chunk. Use fewer chunks."
+        yield _problem(accounts[0], message, *accounts)
     yield from _group(cfg)
 
 

@@ -82,10 +82,8 @@ RULES = (
         Rule("bitwise_parity model", lambda c: c.shape and any(c.shape.windows or ()),
              "bitwise_parity true: sliding windows are not supported; see docs/proof.md. Use bitwise_parity false."),
         Rule("bitwise_parity model", lambda c: c.shape and c.shape.rope.attention_scaling != 1,
-             (
              "bitwise_parity true: with YaRN, the sampler scales cosines and sines, the trainer scales attention scores. Use "
-             "bitwise_parity false."
-             )),
+             "bitwise_parity false."),
         Rule("bitwise_parity tensor_model_parallel_size",
              lambda c: c.shape and c.tensor_model_parallel_size > 1 and (c.shape.attention_out_bias or c.shape.mlp_bias),
              "bitwise_parity true: the sampler adds biases before the sum over ranks, the trainer after it. Use 1.",

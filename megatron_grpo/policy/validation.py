@@ -260,9 +260,7 @@ def _not_as_vllm(c: SimpleNamespace) -> dict[str, Any] | None:
         "swiglu_alpha 1.702 and swiglu_limit 7": shape.clamp == (1.702, 7.0),
         "attention_bias true": shape.qkv_bias,
         "tie_word_embeddings false": not shape.tied_embeddings,
-        ("a sliding window in every other layer, starting with the first"): all(
-            bool(window) != bool(i % 2) for i, window in enumerate(shape.windows)
-        ),
+        "a sliding window in every other layer, from the first": all(bool(window) != bool(i % 2) for i, window in enumerate(shape.windows)),
         "YaRN without attention_factor": rope.type == "yarn" and rope.attention_scaling == yarn,
     }
     wrong = [words for words, holds in others.items() if not holds]
@@ -316,10 +314,8 @@ RULES = (
          lambda c: {"decoder_first_pipeline_num_layers": [c.least]}),
     # optimizer, dispatcher, kernels and context-parallel communication, if this model's layers use them
     Rule("optimizer_cpu_offload use_distributed_optimizer", lambda c: c.optimizer_cpu_offload and not c.use_distributed_optimizer,
-         (
          "optimizer_cpu_offload needs use_distributed_optimizer true; otherwise Megatron-Core does not keep the float32 weights on "
-         "the CPU."
-         ),
+         "the CPU.",
          {"use_distributed_optimizer": [True], "optimizer_cpu_offload": [False]}),
     Rule("moe_token_dispatcher_type pipeline_model_parallel_size",
          lambda c: c.moe and c.moe_token_dispatcher_type == "allgather" and c.pipeline_model_parallel_size > 1,
@@ -402,9 +398,8 @@ MACHINE_RULES = (
              lambda c: {"fp8_recipe": c.others} if c.others else {}),
     ),
     Rule("moe_permute_fusion", lambda c: c.moe_permute_fusion and not c.has_te,
-         (
-         "moe_permute_fusion: needs Transformer Engine, which is not installed (the extra `te`). Leave it out."
-         ), {"moe_permute_fusion": [False]}),
+         "moe_permute_fusion: needs Transformer Engine, which is not installed (the extra `te`). Leave it out.",
+         {"moe_permute_fusion": [False]}),
     Rule("cp_comm_type", lambda c: c.cp_comm_type and c.transformer_impl == "auto" and not c.has_te,
          "cp_comm_type: needs Transformer Engine, which is not installed (the extra `te`). Leave it out.", {"cp_comm_type": ["none"]}),
     Rule("moe_shared_expert_overlap", lambda c: c.moe_shared_expert_overlap and not c.has_gpu,
@@ -414,9 +409,7 @@ MACHINE_RULES = (
          and {"lacks": "DeepEP (the package deep_ep) is not installed" if c.has_gpu else "no GPU found"},
          "moe_enable_deepep: {lacks}. Use false and moe_token_dispatcher_type alltoall.", {"moe_enable_deepep": [False]}),
     Rule("recompute_modules", lambda c: c.fused and c.transformer_impl == "auto" and not c.has_te,
-         (
          "recompute_modules: {fused} can be recomputed with Transformer Engine only, which is not installed (the extra `te`). Leave "
-         "it out."
-         )),
+         "it out."),
 )
 # fmt: on

@@ -467,7 +467,7 @@ def test_so_many_refusals_in_a_row_end_the_run_and_it_names_who_and_the_last_goo
     policy = Policy(BatchPartitioner(dp_size=1, micro_batch_size=2), refuses=case.refused)
     with pytest.raises(
         RunError,
-        match=r"3 optimizer steps in a row were skipped .*step 7, this is a test.*2; continue from it with --resume checkpoint 2",
+        match=r"3 optimizer steps in a row were skipped .*step 7, this is a test.*2; continue with --resume checkpoint 2",
     ):
         train(run_of(case, policy, logger, disk, is_dropped_at=None))
     assert disk.saved[0].step == 6 and policy.weights == 3 and sorted(logger.refused) == [3, 5, 6, 7]

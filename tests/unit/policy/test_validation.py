@@ -116,7 +116,7 @@ def test_adapters_may_be_beside_the_attention_of_a_model_that_keeps_experts_in_o
         ({"swiglu_limit": 0.6}, "swiglu_alpha 1.702 and swiglu_limit 7"),
         ({"attention_bias": False}, "attention_bias true"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings false"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "a sliding window in every other layer, starting with the first"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "a sliding window in every other layer, from the first"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "YaRN without attention_factor"),
     ],
 )
