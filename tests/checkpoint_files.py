@@ -10,14 +10,14 @@ from typing import Any
 
 def write_sharded(state: dict[str, Any], directory: Path) -> None:
     """One sharded state dict, by the writer of checkpoints, with nothing beside it. Collective."""
-    from megatron_grpo.checkpoint.distributed import ShardedWriter, agreed
+    from megatron_grpo.checkpoint.distributed import ShardedWriter, errors_on_all_ranks
 
     writer = ShardedWriter()
     write = writer.taken(state, {})
-    with agreed(f"writing {directory}"):
+    with errors_on_all_ranks(f"writing {directory}"):
         written = write(directory)
     sync_weights = writer.told(written)
-    with agreed(f"writing {directory}"):
+    with errors_on_all_ranks(f"writing {directory}"):
         if sync_weights is not None:
             sync_weights(directory)
 

@@ -31,7 +31,7 @@ from megatron_grpo.analysis.fingerprint import fingerprint
 from megatron_grpo.base.files import write_whole, written_whole
 from megatron_grpo.batching.schedule import MicroStep, ScheduledStep
 from megatron_grpo.checkpoint import rng_state
-from megatron_grpo.checkpoint.distributed import CheckpointError, agreed
+from megatron_grpo.checkpoint.distributed import CheckpointError, errors_on_all_ranks
 from megatron_grpo.checkpoint.fingerprints import settings_of
 from megatron_grpo.checkpoint.samples import file_of, read_samples
 from megatron_grpo.config.config import Config
@@ -88,12 +88,12 @@ class StepDumps:
         try:
             with self._whole(path) as partial:
                 random = rng_state.collect()
-                with agreed(f"writing {partial}"):
+                with errors_on_all_ranks(f"writing {partial}"):
                     _write_own(partial, moment, buffer, policy, gradient)
                     if random is not None:
                         (partial / rng_state.FILE).write_bytes(random)
                 weights = self._weights(partial, policy)
-                with agreed(f"writing {partial / FACTS}"):
+                with errors_on_all_ranks(f"writing {partial / FACTS}"):
                     if collectives.rank() == 0:
                         told = self._facts(moment, buffer) | _measured(policy, gradient) | {"weights": weights}
                         (partial / FACTS).write_text(json.dumps(told, indent=1) + "\n")
@@ -129,7 +129,7 @@ class StepDumps:
     def _whole(self, path: Path) -> Iterator[Path]:
         """Create a directory that all ranks write to. Rank 0 renames it when it is complete, and removes the oldest step dumps."""
         partial, first = path.with_name(f".{path.name}.partial"), collectives.rank() == 0
-        with agreed(f"creating {partial}"):
+        with errors_on_all_ranks(f"creating {partial}"):
             if first:
                 for left in self.folder.glob(".step_*.partial"):  # left by a run that was killed while it wrote
                     shutil.rmtree(left, ignore_errors=True)
@@ -137,7 +137,7 @@ class StepDumps:
                     (partial / part).mkdir(parents=True)
         try:
             yield partial
-            with agreed(f"publishing {path}"):
+            with errors_on_all_ranks(f"publishing {path}"):
                 if first:
                     shutil.rmtree(path, ignore_errors=True)
                     partial.rename(path)
@@ -173,7 +173,7 @@ class StepDumps:
         found = self._elsewhere(size)
         if policy.adapters is None and size <= bound:
             dtype = next(iter(tensors.values())).dtype
-            with agreed(f"writing {partial / 'weights'}"), drained(stream) as rest:
+            with errors_on_all_ranks(f"writing {partial / 'weights'}"), drained(stream) as rest:
                 if first:
                     with HfWriter(partial / "weights", self.model_path, dtype=dtype, expected=exchange.map.expected_hf_names()) as put:
                         for name, tensor in rest:
@@ -183,7 +183,7 @@ class StepDumps:
             deque(stream, maxlen=0)
         if policy.adapters is not None:
             named: dict[str, str] = {}
-            with agreed(f"writing {partial / 'adapter'}"), drained(marked(policy.named_adapters(), named)) as rest:
+            with errors_on_all_ranks(f"writing {partial / 'adapter'}"), drained(marked(policy.named_adapters(), named)) as rest:
                 if first:
                     put_in = ((peft_name(name, exchange.map.shape), tensor) for name, tensor in rest)
                     write_adapter(partial / "adapter", put_in, policy.adapters.config, {})

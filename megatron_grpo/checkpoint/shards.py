@@ -175,7 +175,7 @@ def check_coverage(key: str, whole: tuple[int, ...], boxes: Sequence[Box]) -> No
     if held != prod(whole):
         raise MissingShardError(f"{key} of shape {whole} has {prod(whole)} elements, but {held} were written")
     if both := _overlap(list(boxes), tuple(range(len(whole)))):
-        raise MissingShardError(f"{key}: shards {both[0]} and {both[1]} overlap")
+        raise MissingShardError(f"{key} has overlapping shards: {both[0]} and {both[1]}")
 
 
 def _overlap(boxes: list[Box], axes: tuple[int, ...]) -> tuple[Box, Box] | None:

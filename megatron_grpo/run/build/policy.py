@@ -32,7 +32,7 @@ from megatron_grpo.policy.validation import attention_channels, machine_problems
 from megatron_grpo.policy.vision import build_tower, keep_outputs
 from megatron_grpo.run.build import PolicyParts
 from megatron_grpo.run.opened import begin_with, copy_weights, load_weights
-from megatron_grpo.weights.adapters import drawn, from_file
+from megatron_grpo.weights.adapters import from_file, initial_adapter
 from megatron_grpo.weights.buckets import MIB
 from megatron_grpo.weights.hf_files import HfReader, check_tied_head
 from megatron_grpo.weights.lora import AdapterUpdateRequest, LoraSettings, lora_of, own_sizes
@@ -141,7 +141,7 @@ def choose_tuner(cfg: Config, chunks: Sequence[Any], exchange: MegatronToHF, pus
         select_trainable(chunks, exchange, tuner)
         return None
     sizes = own_sizes(settings, shape)
-    read = from_file(tuner.adapters, settings, shape) if tuner.adapters else drawn(sizes, cfg.run.seed)
+    read = from_file(tuner.adapters, settings, shape) if tuner.adapters else initial_adapter(sizes, cfg.run.seed)
     found = Adapters(chunks, exchange, settings, read, base_model=cfg.model.model, push=push or "adapter")
     start = tuner.ref_adapters or tuner.adapters
     if cfg.grpo.beta and start and not cfg.grpo.ref_model:

@@ -121,5 +121,5 @@ def test_a_trunk_may_end_within_a_picture():
 
 @pytest.mark.parametrize("grid", [(2, 4, 4), (1, 3, 4), (1, 4, 5)])
 def test_what_is_no_still_picture_in_whole_tokens_is_an_error(grid):
-    with pytest.raises(ValueError, match="a picture is one frame, in whole tokens of 2 x 2"):
+    with pytest.raises(ValueError, match="a grid must be one frame, a multiple of 2 x 2"):
         grid_of(dataclasses.replace(WIDE, grid=grid))

@@ -64,15 +64,15 @@ def test_counts_are_those_of_megatron():
 @pytest.mark.parametrize(
     ("layers", "settings", "sentence"),
     [
-        (8, {PP: 2, EMBEDDING: True, FIRST: 3}, "both say what the ends hold"),
-        (8, {PP: 2, LAYOUT: "Et*4|t*4L", LOSS: True}, "does not go with it"),
+        (8, {PP: 2, EMBEDDING: True, FIRST: 3}, "both set the layers of the first and last stage"),
+        (8, {PP: 2, LAYOUT: "Et*4|t*4L", LOSS: True}, "cannot be combined with account_for_loss_in_pipeline_split"),
         (8, {PP: 2, LAYOUT: "Et*4|t*3L"}, "it has 7 layers (t), and the model has 8"),
-        (None, {PP: 2, LAYOUT: "Et*4|Lt*3"}, "ends with the one loss"),
+        (None, {PP: 2, LAYOUT: "Et*4|Lt*3"}, "end with one loss"),
         (8, {PP: 2, LAYOUT: "Et|t*6|tL|m"}, "multi-token prediction (m) is not supported"),
         (8, {PP: 2, LAYOUT: "Et*2|t*2|t*2|t*2L"}, "Use virtual_pipeline_model_parallel_size 2."),
-        (8, {PP: 4, LAYOUT: "Et*4||t*2|t*2L"}, "holds nothing"),
+        (8, {PP: 4, LAYOUT: "Et*4||t*2|t*2L"}, "is empty"),
         (8, {PP: 2, LAYOUT: "E(t*99)*99|L"}, "more than 4096 layers"),
-        (8, {PP: 2, "microbatch_group_size_per_vp_stage": 4}, "belongs to the interleaved schedule"),
+        (8, {PP: 2, "microbatch_group_size_per_vp_stage": 4}, "applies to the interleaved schedule only"),
         (8, {PP: 2, VPP: 2, "microbatch_group_size_per_vp_stage": 3}, "Use 2 or 4."),
     ],
 )

@@ -35,7 +35,7 @@ def test_a_run_its_folder_of_checkpoints_and_a_checkpoint_are_the_newest_one(tmp
 def test_what_another_program_wrote_is_refused_as_that(tmp_path):
     (tmp_path / "iter_0000100").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
-    with pytest.raises(ConfigError, match="is a checkpoint of Megatron-Core that another program wrote"):
+    with pytest.raises(ConfigError, match="is a Megatron-Core checkpoint of another program"):
         initial_weights_of(tmp_path)
     with pytest.raises(ConfigError, match="has no megatron_grpo checkpoint"):
         initial_weights_of(tmp_path / "iter_0000100")

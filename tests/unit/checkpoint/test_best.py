@@ -76,7 +76,7 @@ def test_the_best_one_by_another_metric_is_looked_for_anew(tmp_path):
     Run(tmp_path).go({1: 0.5})
     other = Run(tmp_path, metric="eval/mean@1")
     other.best.resume(1, is_saved=True)
-    assert other.best.step is None and "looked for from here on" in other.said[0]
+    assert other.best.step is None and "from now on, the best checkpoint is selected by eval/mean@1" in other.said[0]
     (tmp_path / "checkpoints/best.json").write_text('{"values": {"x": 1}}')
     same = Run(tmp_path)
     same.best.resume(1, is_saved=True)

@@ -54,7 +54,7 @@ def test_the_checkpoint_written_last_comes_first_also_where_the_run_went_back(tm
     assert steps_to_try(folder) == [10, 15, 5]
 
 
-@pytest.mark.parametrize("content, found", [(None, None), ("5\n", 5), ("", "holds ''"), ("latest", "holds 'latest'")])
+@pytest.mark.parametrize("content, found", [(None, None), ("5\n", 5), ("", "contains ''"), ("latest", "contains 'latest'")])
 def test_a_pointer_is_a_step_or_a_sentence(tmp_path, content, found):
     if content is not None:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(content)
@@ -155,11 +155,11 @@ def test_a_manifest_that_cannot_be_read_is_a_sentence(tmp_path):
 
 @pytest.mark.parametrize("change, says", [
     ({"format": 4}, "is of format 4, written by megatron_grpo 0.1.0; megatron_grpo 0.1.0 reads formats 1 to 3"),
-    ({"colour": "red"}, "has the field 'colour', which megatron_grpo 0.1.0 does not know"),
+    ({"colour": "red"}, "has the field 'colour', which is unknown to megatron_grpo 0.1.0"),
     ({"files": {}}, "lists no files"),
-    ({"files": {"common.pt": 7}}, "lacks size or SHA-256 of common.pt"),
+    ({"files": {"common.pt": 7}}, "no size or SHA-256 of common.pt"),
     ({"num_pending": "few"}, "`num_pending` is 'few'"),
-    ({"progress": {"step": 5, "laps": 1}}, "`progress` holds step, num_rollouts"),
+    ({"progress": {"step": 5, "laps": 1}}, "`progress` must have integers for step, num_rollouts"),
     ({"progress": {"step": 6}}, "`step` is 5, `progress.step` is 6"),
     ({"step": 6, "progress": {"step": 6}}, "is of step 6, which does not match its directory name"),
 ], ids=["format", "field", "no files", "file", "count", "progress", "two steps", "other folder"])  # fmt: skip

@@ -114,7 +114,7 @@ REFUSED = {"dataset_drop_last": ("false", "true"),
 def test_what_must_not_change_is_refused_with_both_values(tmp_path, name):
     was, now = REFUSED[name]
     saved(tmp_path, 4)
-    assert f"{name} is {now}, and was {was} for {tmp_path}/checkpoints/iter_0000004" in refusal(judged, tmp_path, f"--{name}", now)
+    assert f"{name} is {now}, but was {was} for {tmp_path}/checkpoints/iter_0000004" in refusal(judged, tmp_path, f"--{name}", now)
 
 
 MOVING = ["--beta", "0.1", "--sync_ref_model", "true"]
@@ -220,9 +220,9 @@ def test_a_pointer_that_is_a_folder_and_an_output_dir_that_is_a_file_are_sentenc
     saved(tmp_path / "out", 4)
     (tmp_path / "out" / "checkpoints" / POINTER).unlink()
     (tmp_path / "out" / "checkpoints" / POINTER).mkdir()
-    assert "is a folder" in refusal(judged, tmp_path / "out")
+    assert "is a directory, expected a file" in refusal(judged, tmp_path / "out")
     (tmp_path / "file").write_text("")
-    assert "is a file. Name a folder" in refusal(judged, tmp_path / "file")
+    assert "is a file. Use a directory" in refusal(judged, tmp_path / "file")
     assert "is a file, expected a directory" in refusal(judged, tmp_path / "new", "--resume", str(tmp_path / "file"))
 
 
@@ -248,7 +248,7 @@ def test_another_runs_checkpoint_is_not_continued_into_a_folder_that_holds_a_run
     other = ["--resume", str(tmp_path / "theirs")]
     assert step_of(judged(tmp_path / "new", *other)) == 4
     told = refusal(judged, tmp_path / "mine", *other)
-    assert "iter_0000002" in told and "names a checkpoint of another run" in told
+    assert "iter_0000002" in told and "is a checkpoint of another run" in told
     assert step_of(judged(tmp_path / "theirs", "--resume", str(tmp_path / "theirs" / "checkpoints" / "iter_0000004"))) == 4
 
 

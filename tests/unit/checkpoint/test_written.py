@@ -79,7 +79,7 @@ def test_the_folder_of_an_evaluation_is_not_a_runs_nor_the_other_way_round(tmp_p
 def test_a_dangling_link_and_a_file_for_a_folder_are_refused_in_a_runs_own_folder_too(tmp_path, name):
     claim(tmp_path)
     (tmp_path / name).symlink_to(tmp_path / "gone")
-    assert f"{tmp_path}/{name} is a link to {tmp_path}/gone, which is not there" in refusal(tmp_path, overwrites=True)
+    assert f"{tmp_path}/{name} is a link to {tmp_path}/gone, which does not exist" in refusal(tmp_path, overwrites=True)
     (tmp_path / name).unlink()
     put(tmp_path / name) if WRITTEN_BY_A_RUN[name] else (tmp_path / name).mkdir()
     assert f"{tmp_path}/{name} is a f" in refusal(tmp_path, overwrites=True)

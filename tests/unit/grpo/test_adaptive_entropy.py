@@ -60,7 +60,7 @@ def test_the_loss_takes_the_coefficient_of_the_step():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--entropy_target 3", "entropy_target (3) does nothing without use_adaptive_entropy true"),
+        ("--entropy_target 3", "entropy_target (3) has no effect without use_adaptive_entropy true"),
         ("--use_adaptive_entropy true --entropy_coef 2", "starts at entropy_coef (2), which is not between entropy_coef_min (0)"),
     ],
 )

@@ -39,7 +39,7 @@ def plan(tmp_path):
 @pytest.mark.parametrize(
     ("words", "teacher", "sentence"),
     [
-        ([TP, "4"], DEEP, "it must divide the teacher's num_attention_heads (6): 6 = 1 x 4 + 2. Use tensor_model_parallel_size 2"),
+        ([TP, "4"], DEEP, ": must divide the teacher's num_attention_heads (6): 6 = 1 x 4 + 2. Use tensor_model_parallel_size 2"),
         ([PP, "4"], DEEP, "the teacher's 6 layers must be a multiple of pipeline_model_parallel_size (4): 6 = 1 x 4 + 2"),
         ([PP, "2", VPP, "2"], DEEP, "the teacher's 6 layers must be a multiple of pipeline_model_parallel_size (2) x virtual"),
         ([EP, "4"], EXPERTS, "the teacher's 6 experts must be a multiple of expert_model_parallel_size (4): 6 = 1 x 4 + 2"),

@@ -25,7 +25,7 @@ def said(found) -> list[str]:
 
 @pytest.mark.parametrize(("shape", "settings", "words"), [
     (EXPERTS, {"moe_token_dispatcher_type": "allgather", PP: 2}, "alltoall only"),
-    (DENSE, {"recompute_granularity": "selective", "recompute_modules": ["core_atn"]}, "core_atn is none of core_attn"),
+    (DENSE, {"recompute_granularity": "selective", "recompute_modules": ["core_atn"]}, "Unsupported recompute_modules core_atn"),
     (DENSE, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "no experts"),
     (DENSE, {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, "no latent attention"),
     (DENSE, {"recompute_granularity": "selective", "recompute_modules": ["layernorm"], "transformer_impl": "local"}, "Transformer Engine"),
@@ -60,9 +60,9 @@ def test_units_of_uniform_recompute_must_divide_a_chunks_layers(layout, size, wo
 
 
 @pytest.mark.parametrize(("settings", "words"), [
-    ({"transformer_impl": "transformer_engine"}, "not installed here"),
-    ({"optimizer_cpu_offload": True}, "no GPU here"),
-    ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "not installed here"),
+    ({"transformer_impl": "transformer_engine"}, "not installed"),
+    ({"optimizer_cpu_offload": True}, "no GPU found"),
+    ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "not installed"),
 ])  # fmt: skip
 def test_what_this_machine_lacks_is_said_here_and_not_by_plan(settings, words):
     cfg = config(**settings)

@@ -44,7 +44,7 @@ def test_models_that_megatron_computes_pass():
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"norm_topk_prob": False}, "sum to 1"),
+    ({"norm_topk_prob": False}, "normalizes the weights of the selected experts"),
     ({"topk": 1, "num_groups": None, "group_topk": None}, "num_experts_per_tok 1"),
     ({"num_groups": 4, "group_topk": 2}, "(2 / 2 = 1)"),
     ({"score_function": "softmax", "topk": 1, "num_groups": None, "group_topk": None}, "cannot be trained"),
@@ -74,7 +74,7 @@ def test_layers_that_cannot_be_recomputed_are_refused(model, module):
 def test_plan_refuses_what_the_policy_cannot_compute(tmp_path):
     config = {**config_of("deepseek_v3"), "norm_topk_prob": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="sum to 1"):
+    with pytest.raises(ConfigError, match="normalizes the weights of the selected experts"):
         check(["--model", str(tmp_path), "--max_completion_length", "8"])
 
 
@@ -134,7 +134,7 @@ def test_prompts_are_shared_where_a_window_reaches_over_the_longest_sequence():
     longer = short.with_values({"max_completion_length": 6})
     assert "Olmo3ForCausalLM has layers with a sliding window of 9 tokens, and sequences have up to 10" in decide(longer, shape).why
     (problem,) = sharing_problems(longer.with_values({"share_prefix": "true"}), shape)
-    assert "true cannot be: Olmo3ForCausalLM has layers" in problem.message
+    assert "true is not supported: Olmo3ForCausalLM has layers" in problem.message
 
 
 @pytest.mark.parametrize("name", [
@@ -151,7 +151,7 @@ DROPOUT = {"tuner_type": "lora", "lora_dropout": 0.1}
 def test_sharing_prompts_is_refused_where_it_would_train_something_else_and_auto_leaves_it_off():
     dense = ModelShape.from_hf(config_of("qwen3"))
     (problem,) = sharing_problems(Config().with_values(DROPOUT | {"share_prefix": "true"}), dense)
-    assert "lora_dropout (0.1) would draw one mask for all copies of a prompt" in problem.message
+    assert "lora_dropout (0.1) would use one dropout mask for all copies of a prompt" in problem.message
     assert problem.nearest["share_prefix"] == ["auto", "false"]
     for setting in ("auto", "false"):
         cfg = Config().with_values(DROPOUT | {"share_prefix": setting, "micro_batch_size": 4})
@@ -173,7 +173,7 @@ WIDE = config_of("qwen3") | dict(hidden_size=512, intermediate_size=1024, num_at
     ({"fp8_recipe": "blockwise"}, None),
     ({"transformer_impl": "local"}, "needs Transformer Engine's layers, and transformer_impl is local"),
     ({"torch_dtype": "float32"}, "needs torch_dtype bfloat16, not float32"),
-    ({"tensor_model_parallel_size": 16, "fp8_recipe": "blockwise"}, "multiples of 128, and query, key and value rows per rank (160)"),
+    ({"tensor_model_parallel_size": 16, "fp8_recipe": "blockwise"}, "multiples of 128, but query, key and value rows per rank (160)"),
 ])  # fmt: skip
 def test_fp8_is_refused_where_it_cannot_be_computed(changes, words):
     found = [
@@ -185,7 +185,7 @@ def test_fp8_is_refused_where_it_cannot_be_computed(changes, words):
 @pytest.mark.parametrize(("has_gpu", "has_te", "capability", "recipe", "words"), [
     (True, True, (9, 0), "tensorwise", None), (True, True, (8, 9), "tensorwise", None),
     (False, True, None, "tensorwise", "no GPU found"),
-    (True, False, (9, 0), "tensorwise", "Transformer Engine is not installed here"),
+    (True, False, (9, 0), "tensorwise", "Transformer Engine is not installed (the extra `te`)"),
     (True, True, (8, 0), "tensorwise", "needs a GPU of compute capability 8.9, this one has 8.0. Leave fp8_format out"),
     (True, True, (9, 0), "mxfp8", "needs a GPU of compute capability 10.0, this one has 9.0. Use tensorwise or blockwise"),
 ])  # fmt: skip
@@ -213,7 +213,7 @@ def test_a_host_optimizer_that_is_not_distributed_is_refused():
 
 @pytest.mark.parametrize(("dtype", "channels", "words"), [
     ("bfloat16", 128, None), ("float16", 256, None), ("bfloat16", 192, None),
-    ("float32", 128, "not float32"), ("bfloat16", 264, "at most 256"), ("bfloat16", 100, "a multiple of 8"),
+    ("float32", 128, "not float32"), ("bfloat16", 264, "up to 256"), ("bfloat16", 100, "multiples of 8"),
 ])  # fmt: skip
 def test_flash_attention_takes_half_precision_and_heads_of_up_to_256_channels(dtype, channels, words):
     assert (words is None and flash_obstacle(dtype, channels) is None) or words in flash_obstacle(dtype, channels)
@@ -243,11 +243,11 @@ def test_equal_bits_are_refused_for_what_has_not_been_compared():
         (dataclasses.replace(qwen, architecture="NobodyForCausalLM"), {}, "NobodyForCausalLM is not supported"),
         (dataclasses.replace(qwen, windows=(8,) * qwen.num_layers), {}, "sliding windows"),
         (dataclasses.replace(qwen, rope=yarn), {}, "YaRN"),
-        (dataclasses.replace(qwen, qkv_bias=True), {}, "rounds to bfloat16"),
+        (dataclasses.replace(qwen, qkv_bias=True), {}, "rounding to bfloat16"),
         (
             dataclasses.replace(qwen, attention_out_bias=True),
             dict(tensor_model_parallel_size=2, vllm_tensor_parallel_size=2),
-            "adds a bias",
+            "adds biases before the sum",
         ),
     ):
         (message,) = said(shape, **values)

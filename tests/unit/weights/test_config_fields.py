@@ -82,20 +82,20 @@ def test_a_field_that_is_not_idle_makes_another_model_or_is_refused(family, tmp_
     ("mixtral", {"router_jitter_noise": 0.2}, "router_jitter_noise is 0.2"),
     ("llama", {"is_causal": False}, "is_causal is False"),
     ("llama", {"per_layer_config": {"0": {"rms_norm_eps": 0.5}}}, "per_layer_config"),
-    ("llama", {"rms_norm_eps": 0}, "rms_norm_eps must be a float, it is 0"),  # as transformers refuses it
-    ("llama", {"attention_bias": 1}, "attention_bias must be true or false, it is 1"),
+    ("llama", {"rms_norm_eps": 0}, "rms_norm_eps must be a float, got 0"),  # as transformers refuses it
+    ("llama", {"attention_bias": 1}, "attention_bias must be true or false, got 1"),
     ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok must be a positive integer, got 0"),
     ("qwen3_moe", {"num_experts_per_tok": 9}, r"num_experts_per_tok \(9\) is more than the experts of a layer \(4\)"),
-    ("qwen3_moe", {"num_local_experts": 4, "num_experts": 2}, "num_(local_)?experts is ., and num_"),
+    ("qwen3_moe", {"num_local_experts": 4, "num_experts": 2}, "num_(local_)?experts is . but num_"),
     ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers must be"),
     ("glm4_moe", {"routed_scaling_factor": 0.0}, "routed_scaling_factor must be a positive float, got 0.0"),
     ("deepseek_v3", {"topk_group": None}, "topk_group is null"),
     ("deepseek_v3", {"v_head_dim": None}, "v_head_dim is null"),
-    ("llama", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "transformers gives layers of Llama"),
-    ("mistral", {"layer_types": ["sliding_attention"] * 2, "sliding_window": None}, "there is no sliding_window"),
-    ("gemma3", {"rope_scaling": STRETCHED}, "rope_scaling stands beside rope_parameters"),
-    ("olmo3", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "has `type`, which transformers 5"),
-    ("llama", {"rope_theta": None, "rope_parameters": None}, "rope_theta must be a positive number, it is None"),
+    ("llama", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "transformers reads the windows of Llama"),
+    ("mistral", {"layer_types": ["sliding_attention"] * 2, "sliding_window": None}, "but sliding_window is null"),
+    ("gemma3", {"rope_scaling": STRETCHED}, "rope_scaling and rope_parameters are both set"),
+    ("olmo3", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "which older versions of transformers read"),
+    ("llama", {"rope_theta": None, "rope_parameters": None}, "rope_theta must be a positive number or absent, got None"),
     ("llama", {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 16}}, "'yarn' needs factor"),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 0}}, "rope_parameters.factor must be a positive number"),
 ])  # fmt: skip
@@ -111,7 +111,7 @@ def test_beside_text_config_nothing_is_read_that_transformers_does_not_read(tmp_
     assert ModelShape.from_hf({**config, "rms_norm_eps": inner["rms_norm_eps"], "some_note": 3}) == right
     nulls = {"image_token_id": None, "video_token_id": None, "architectures": ["Other"], "sliding_window": None}  # as 4.52 writes them
     assert ModelShape.from_hf({**config, "sliding_window": 32768, "text_config": {**inner, **nulls}}) == right
-    with pytest.raises(ConfigError, match="rms_norm_eps is 0.5, and 1e-06 in its text_config"):
+    with pytest.raises(ConfigError, match="rms_norm_eps is 0.5 at the top level and 1e-06 in text_config"):
         ModelShape.from_hf({**config, "rms_norm_eps": 0.5})
     for lost, said in (({"rms_norm_eps"}, {"rms_norm_eps": 0.5}), ({"rope_parameters", "rope_theta"}, {"rope_theta": 77.0})):
         silent = {key: value for key, value in inner.items() if key not in lost}

@@ -186,7 +186,7 @@ def test_a_family_that_ties_by_itself_is_not_given_another_head_either(tmp_path)
     config = json.loads((path / "config.json").read_text())
     config.pop("tie_word_embeddings", None)
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="or says nothing of it, in a family that ties them"):
+    with pytest.raises(ConfigError, match="explicitly or by the family's default"):
         check_tied_head(HfReader(path))
 
 

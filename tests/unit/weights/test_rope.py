@@ -91,12 +91,12 @@ def test_layers_with_a_window_have_a_rope_of_their_own(name, kind, older):
 
 
 @pytest.mark.parametrize(("name", "said", "words"), [
-    ("olmo3", {"rope_theta": 1e4}, "versions of transformers read it otherwise"),
-    ("gemma3", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters must have full_attention and sliding_attention here"),
+    ("olmo3", {"rope_theta": 1e4}, "transformers versions read a value other than 500000 differently"),
+    ("gemma3", {"rope_parameters": {"rope_type": "yarn"}}, "must have full_attention and sliding_attention,"),
     ("glm4_moe", {"rope_parameters": {**YARN_OF_SOME, "partial_rotary_factor": 0.5}}, "'yarn' with partial_rotary_factor 0.5 is not"),
-    ("glm4_moe", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 2}}, "no more channels than all of them"),
+    ("glm4_moe", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 2}}, "factor must be at most 1, got 2"),
     ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": "many"}}}, "theta must be a positive number"),
-    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, which is not computed here"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, which is not supported"),
     ("gemma3", {"layer_types": ["full_attention"] * 3}, "for each of 4 layers"),
     ("olmo3", {"layer_types": ["chunked_attention"] * 4}, "layer_types must name full_attention or sliding_attention"),
 ])  # fmt: skip

@@ -59,7 +59,7 @@ def test_a_megatron_parameter_trains_with_the_tensors_that_it_is_made_of():
     assert not of("decoder.layers.0.self_attention.linear_qkv.weight") and of("decoder.layers.0.mlp.router.weight")
     experts = [of(f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc1.weight") for e in range(4)]
     assert experts == [True, True, False, True]
-    with pytest.raises(ValueError, match="q_proj.weight, .*k_proj.weight, .* only a part"):
+    with pytest.raises(ValueError, match="q_proj.weight, .*k_proj.weight, .* are one parameter; a part of it cannot train separately"):
         parameter_trains(QKV, trains(tuner(freeze_parameters_regex="q_proj")))
 
 
@@ -71,18 +71,19 @@ def test_a_megatron_parameter_trains_with_the_tensors_that_it_is_made_of():
          "(decoder.layers.0.self_attention.linear_qkv.weight), which trains completely or not at all. 1 more are split in this way."),
         ("llama", dict(freeze_parameters=["model"], trainable_parameters_regex=r"layers\.1\.mlp\.up", trainable_parameters=["lm_head"]),
          "model.layers.1.mlp.gate_proj.weight would be frozen and model.layers.1.mlp.up_proj.weight would train"),
-        ("llama", dict(freeze_parameters=["model", "lm_head"]), "freeze_parameters freeze every weight of the model: nothing would train."),
+        ("llama", dict(freeze_parameters=["model", "lm_head"]), "freeze_parameters freeze every weight of the model. Select"),
         ("deepseek_v3", dict(freeze_parameters=["model", "lm_head"], trainable_parameters_regex="e_score_correction_bias"),
-         "nothing would train"),
+         "freeze every weight of the model"),
         ("llama", dict(freeze_parameters=["decoder.layers.0.self_attention.linear_proj"]),
-         "no tensor of this model begins with decoder.layers.0.self_attention.linear_proj. That is a name of Megatron's modules; in "
-         "Hugging Face's names, which are meant here, it is model.layers.0.self_attn.o_proj.weight."),
+         "no tensor of this model begins with decoder.layers.0.self_attention.linear_proj. This is a Megatron module name; "
+         "the Hugging Face name is model.layers.0.self_attn.o_proj.weight."),
         ("llama", dict(freeze_parameters=["model.layers.7."]),
          "Names begin with model.embed_tokens, model.norm, lm_head.weight, model.layers."),
-        ("llama_tied", dict(freeze_parameters=["lm_head"]), "Its head is its embedding (tie_word_embeddings): model.embed_tokens.weight"),
+        ("llama_tied", dict(freeze_parameters=["lm_head"]),
+         "The head is tied to the embedding (tie_word_embeddings): use model.embed_tokens.weight"),
         ("llama", dict(freeze_parameters_regex="linear_fc1"), "freeze_parameters_regex (linear_fc1) matches no tensor of this model."),
         ("llama", dict(freeze_parameters=["model"], trainable_parameters_regex="router"),
-         "trainable_parameters_regex (router) is found in no tensor"),
+         "trainable_parameters_regex (router) matches no tensor"),
         ("qwen2", dict(freeze_parameters_regex=r"_proj\.weight"),
          "model.layers.0.self_attn.q_proj.bias, model.layers.0.self_attn.k_proj.bias, model.layers.0.self_attn.v_proj.bias would train"),
     ],

@@ -125,17 +125,17 @@ def test_sizes_are_read_where_the_hub_and_where_transformers_puts_them():
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (changed(QWEN3_VL_4B, hidden_size=2048), "hidden_size is 2048, and 2560 in its text_config"),
-        (changed(QWEN3_VL_4B, tie_word_embeddings=False), "tie_word_embeddings is False, and True in its text_config"),
-        (changed(QWEN3_VL_4B, rope_scaling={"mrope_section": [20, 24, 20]}), r"mrope_section is said twice.*\[20, 24, 20\] and \[24, 20"),
-        (changed(QWEN2_5_VL_7B, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 20]}), r"a sum of head_dim / 2 \(64\): 60"),
+        (changed(QWEN3_VL_4B, hidden_size=2048), "hidden_size is 2048 at the top level and 2560 in text_config"),
+        (changed(QWEN3_VL_4B, tie_word_embeddings=False), "is False at the top level and True in text_config"),
+        (changed(QWEN3_VL_4B, rope_scaling={"mrope_section": [20, 24, 20]}), r"contradictory values.*\[20, 24, 20\] and \[24, 20"),
+        (changed(QWEN2_5_VL_7B, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 20]}), r"add up to head_dim / 2 \(64\), got 60"),
         (changed(QWEN2_5_VL_7B, rope_scaling={"type": "mrope", "mrope_section": "all"}), "three integers, got 'all'"),
         (changed(QWEN2_5_VL_7B, rope_scaling={"type": "yarn", "factor": 4.0, "mrope_section": [16, 24, 24]}), "'yarn' with axes"),
         (changed(QWEN2_5_VL_7B, vision_config=None), "vision_config must be an object, got None"),
-        (changed(QWEN2_5_VL_7B, vision_config=changed(QWEN2_5_VL_7B["vision_config"], out_hidden_size=2048)), "tokens of 2048 channels"),
+        (changed(QWEN2_5_VL_7B, vision_config=changed(QWEN2_5_VL_7B["vision_config"], out_hidden_size=2048)), "tower outputs 2048 channels"),
         (changed(QWEN2_5_VL_7B, image_token_id=None), "image_token_id must be a positive integer"),
         (changed(QWEN2_5_VL_7B, text_config=[1]), r"text_config must be an object, got \[1\]"),
-        (changed(QWEN3_VL_4B, architectures=["Qwen3VLMoeForConditionalGeneration"]), "Qwen3-VL with experts has not been shown"),
+        (changed(QWEN3_VL_4B, architectures=["Qwen3VLMoeForConditionalGeneration"]), "Qwen3-VL with experts is not verified"),
     ],
 )  # fmt: skip
 def test_what_a_config_contradicts_or_lacks_is_said(config, says):
