@@ -132,7 +132,7 @@ def test_sizes_are_read_where_the_hub_and_where_transformers_puts_them():
         (changed(QWEN2_5_VL_7B, rope_scaling={"type": "mrope", "mrope_section": "all"}), "three integers, got 'all'"),
         (changed(QWEN2_5_VL_7B, rope_scaling={"type": "yarn", "factor": 4.0, "mrope_section": [16, 24, 24]}), "'yarn' with axes"),
         (changed(QWEN2_5_VL_7B, vision_config=None), "vision_config must be an object, got None"),
-        (changed(QWEN2_5_VL_7B, vision_config=changed(QWEN2_5_VL_7B["vision_config"], out_hidden_size=2048)), "tower outputs 2048 channels"),
+        (changed(QWEN2_5_VL_7B, vision_config=changed(QWEN2_5_VL_7B["vision_config"], out_hidden_size=2048)), "outputs 2048 channels"),
         (changed(QWEN2_5_VL_7B, image_token_id=None), "image_token_id must be a positive integer"),
         (changed(QWEN2_5_VL_7B, text_config=[1]), r"text_config must be an object, got \[1\]"),
         (changed(QWEN3_VL_4B, architectures=["Qwen3VLMoeForConditionalGeneration"]), "Qwen3-VL with experts is not verified"),
