@@ -111,7 +111,7 @@ class Vision(torch.nn.Module):
         for number, layer in enumerate(list(layers)[:deep]):
             layer.register_forward_hook(lambda _, args, output, number=number: self._deepen(number, output))
 
-    def see(self, hidden: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
+    def embed_images(self, hidden: torch.Tensor, batch: LocalBatch) -> torch.Tensor:
         """Replace the placeholders in the embeddings by the tokens of the images.
 
         Args:

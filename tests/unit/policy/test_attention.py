@@ -316,4 +316,4 @@ def test_a_kernel_is_tried_before_it_is_taken():
     assert "its output differs by" in fault(forward=padded_log_sum_exp)
     assert "the gradient of queries differs by" in fault(backward=its_own_statistics)
     # Here torch has no such kernel at all, and says so.
-    assert "does not run here (" in attention.fault_of(attention.FLASH_ON_GPU, torch.bfloat16, 16, cpu)
+    assert "does not run on this GPU (" in attention.fault_of(attention.FLASH_ON_GPU, torch.bfloat16, 16, cpu)

@@ -67,7 +67,7 @@ def test_a_megatron_parameter_trains_with_the_tensors_that_it_is_made_of():
     ("model", "changes", "says"),
     [
         ("llama", dict(freeze_parameters_regex="q_proj"),
-         f"{QKV[0]} would be frozen and {QKV[1]}, {QKV[2]} would train, but Megatron holds them as one parameter "
+         f"{QKV[0]} would be frozen and {QKV[1]}, {QKV[2]} would train, but Megatron stores them as one parameter "
          "(decoder.layers.0.self_attention.linear_qkv.weight), which trains completely or not at all. 1 more are split in this way."),
         ("llama", dict(freeze_parameters=["model"], trainable_parameters_regex=r"layers\.1\.mlp\.up", trainable_parameters=["lm_head"]),
          "model.layers.1.mlp.gate_proj.weight would be frozen and model.layers.1.mlp.up_proj.weight would train"),
