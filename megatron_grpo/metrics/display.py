@@ -1,4 +1,4 @@
-"""Terminal output of a run: one live status line (or periodic lines in a file), warnings above it, and a table at the end."""
+"""Terminal output of a run: two live status lines (or periodic lines in a file), warnings above it, and a table at the end."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
@@ -21,6 +22,7 @@ from megatron_grpo.base import activity
 SECONDS_BETWEEN_LINES = 10.0  # between step lines, if the output is no terminal
 SECONDS_BETWEEN_SIGNS = 30.0  # between lines about a long phase, there
 SECONDS_BETWEEN_DRAWINGS = 0.5
+RECENT_STEPS = 20  # from which the remaining time is estimated: completions may grow longer during a run
 
 
 class _Terminal(Console):
@@ -33,8 +35,8 @@ class _Terminal(Console):
 class Display:
     """Progress display of one run on one console.
 
-    On a terminal it is one line that is redrawn; elsewhere plain lines at intervals. A thread draws it from `activity`, because a phase may
-    be long and occupies the main thread.
+    On a terminal it is two lines that are redrawn, the run and its phase; elsewhere plain lines at intervals. A thread draws them from
+    `activity`, because a phase may be long and occupies the main thread.
     """
 
     def __init__(self, console: Console | None = None, *, total: int | None = None):
@@ -51,7 +53,7 @@ class Display:
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._last_line, self._last_step = time.monotonic(), float("-inf")  # times of the last line and of the last step line
-        self._began: tuple[int, float] | None = None
+        self._marks: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS + 1)  # (step, its end) of recent steps, and of the start
         self._shown: dict[str, float] = {}
         self._step = 0
         self._seconds: float | None = None  # of the last optimizer step
@@ -62,7 +64,7 @@ class Display:
             return
         self._handler = _Above(self.console)
         logging.getLogger("megatron_grpo").addHandler(self._handler)
-        if self.console.is_terminal:
+        if self.console.is_terminal and self.console.file.isatty():  # with FORCE_COLOR, rich takes a file for a terminal
             self._live = Live(self._line(), console=self.console, auto_refresh=False)
             self._live.start(refresh=True)
         os.register_at_fork(before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._lock.release)
@@ -75,7 +77,8 @@ class Display:
             step: Optimizer steps done before.
         """
         self.open()
-        self._began, self._step = (step, time.monotonic()), step
+        self._step = step
+        self._marks.append((step, time.monotonic()))
 
     def show(self, **values: float) -> None:
         """Set values that the line shows, by name, until they are replaced."""
@@ -84,9 +87,9 @@ class Display:
 
     def step(self, step: int, *, seconds: float) -> None:
         """Show that an optimizer step took `seconds`."""
-        self._step, self._seconds = step, seconds
+        self._step, self._seconds, now = step, seconds, time.monotonic()
+        self._marks.append((step, now))
         self._draw()
-        now = time.monotonic()
         if self._live is None and (now - self._last_step >= SECONDS_BETWEEN_LINES or step == self.total):
             self._last_step = now
             self.print_line(f"{self._number_of_step(step)}  {'  '.join(self._parts(step))}")
@@ -96,31 +99,33 @@ class Display:
             with self._lock:
                 self._draw()
                 if self._live is None and time.monotonic() - self._last_line >= SECONDS_BETWEEN_SIGNS and activity.current():
-                    self.print_line(f"{self._number_of_step(self._step)}  {describe_phase()}" if self._began else describe_phase())
+                    self.print_line(f"{self._number_of_step(self._step)}  {describe_phase()}" if self._marks else describe_phase())
 
     def _draw(self) -> None:
         with self._lock:
             if self._live and not self._closed.is_set():
                 self._live.update(self._line(), refresh=True)
 
-    def _line(self) -> Table:
-        step = self._step
-        line = Table.grid(padding=(0, 2))
-        begun = [Text(self._number_of_step(step), style="bold")] if self._began else []
-        bar = [ProgressBar(total=self.total, completed=step, width=24)] if self.total and self._began else []
-        # The phase is last: its length changes, and a narrow terminal cuts it first.
-        line.add_row(*begun, *bar, Text("  ".join([*self._parts(step), describe_phase()]), no_wrap=True, overflow="ellipsis"))
-        return line
+    def _line(self) -> Group:
+        lines, phases = [], activity.current()
+        if self._marks:
+            # The most important values are first, because a narrow terminal cuts the end.
+            shown = sorted(self._shown.items(), key=lambda item: item[0] != "reward")
+            rest = [*self._speed(self._step), *(f"{name} {_number(value)}" for name, value in shown)]
+            lines.append(_row(Text(self._number_of_step(self._step), style="bold"), self._step, self.total, "  ".join(rest)))
+        lines.append(_row(Text(""), phases[-1].done if phases else 0, phases[-1].total if phases else None, describe_phase()))
+        return Group(*lines)
 
     def _number_of_step(self, step: int) -> str:
         return f"step {step}{f'/{self.total}' if self.total else ''}"
 
     def _parts(self, step: int) -> list[str]:
-        parts = [f"{name} {_number(value)}" for name, value in self._shown.items()]
-        if self._seconds is not None:
-            parts.append(f"{_number(self._seconds)} s/step")
+        return [*(f"{name} {_number(value)}" for name, value in self._shown.items()), *self._speed(step)]
+
+    def _speed(self, step: int) -> list[str]:
         left = self._seconds_left(step)
-        return [*parts, *([f"{_duration(left)} left"] if left is not None else [])]
+        speed = [f"{_number(self._seconds)} s/step"] if self._seconds is not None else []
+        return [*speed, *([f"{_duration(left)} left"] if left is not None else [])]
 
     def print_line(self, text: str) -> None:
         """Print a permanent line above the live one."""
@@ -168,9 +173,18 @@ class Display:
         self.table(title, (*heads, "change"), told)
 
     def _seconds_left(self, step: int) -> float | None:
-        if not self.total or not self._began or step <= self._began[0]:
+        if not self.total or len(self._marks) < 2 or step >= self.total:
             return None
-        return (time.monotonic() - self._began[1]) / (step - self._began[0]) * (self.total - step)
+        (first, began), (last, ended) = self._marks[0], self._marks[-1]
+        each = (ended - began) / max(1, last - first)
+        return each * (self.total - step) - min(each, time.monotonic() - ended)
+
+
+def _row(head: Text, done: int, total: int | None, text: str) -> Table:
+    row = Table.grid(padding=(0, 1))
+    bar = [ProgressBar(total=total, completed=done, width=12)] if total else []
+    row.add_row(*([head] if head.plain else []), *bar, Text(text, no_wrap=True, overflow="ellipsis"))
+    return row
 
 
 def describe_phase() -> str:

@@ -59,11 +59,11 @@ class MetricsLogger:
 
     def start(self, progress: Progress) -> None:
         """Start logging after `progress.step` optimizer steps. Records beyond that step, from an abandoned run, are dropped."""
+        activity.reached(progress.step)
         self.metrics.start(progress)
         self.completions.start(progress)
         if self.metrics.tells:
             self._schedule.begin(progress.step)
-        activity.reached(progress.step)
         self._spent.before(self.timers.take()["time/step"], step=progress.step)  # loading and restoring do not belong to a step
 
     def rollout(self, judged: ScoredRollout) -> None:

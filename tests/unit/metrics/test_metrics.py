@@ -36,6 +36,11 @@ def runs_that_ended():
     logging.getLogger("megatron_grpo").handlers.clear()
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
 def metrics_in(folder, **settings):
     return Metrics(folder, **{"console": Console(file=io.StringIO(), width=100)} | settings)
 
@@ -211,7 +216,7 @@ def test_a_pipe_gets_plain_lines_now_and_then_and_always_the_last(tmp_path):
 
 
 def test_a_terminal_gets_one_line_that_is_redrawn_with_warnings_above_it(tmp_path):
-    console = Console(file=io.StringIO(), width=120, force_terminal=True, _environ={})
+    console = Console(file=Terminal(), width=120, force_terminal=True, _environ={})
     metrics = metrics_in(tmp_path, total_steps=4, console=console)
     run(metrics, 1, 2)
     logging.getLogger("megatron_grpo.somewhere").warning("that is [odd]")
@@ -553,20 +558,62 @@ def test_a_pipe_hears_now_and_then_of_a_phase_that_lasts(tmp_path, monkeypatch):
     assert told_by(metrics) == told, "nothing is told after the end"
 
 
-def test_a_terminal_shows_the_phase_in_its_line_and_cuts_it_first(tmp_path, monkeypatch):
+def test_a_terminal_cuts_a_phase_that_is_too_long(tmp_path, monkeypatch):
     monkeypatch.setattr(display, "SECONDS_BETWEEN_DRAWINGS", 0.01)
-    console = Console(file=io.StringIO(), width=80, force_terminal=True, _environ={})
+    console = Console(file=Terminal(), width=80, force_terminal=True, _environ={})
     metrics = metrics_in(tmp_path, total_steps=4, console=console)
     run(metrics, 1, 2)
-    with activity.phase("sampling", total=1000, unit="completions of a rather long kind"):
+    with activity.phase("sampling", total=1000, unit="completions " + "and so on " * 5 + "of a rather long kind"):
         wait_until(lambda: "sampl" in told_by(metrics))
     metrics.close()
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", told_by(metrics))
     assert "rather long" not in plain and "s/step" in plain
 
 
+@pytest.mark.parametrize("width", [80, 100, 120, 160])
+def test_a_terminal_of_any_usual_width_shows_step_time_left_reward_phase_count_and_estimate(width, monkeypatch):
+    console = Console(file=Terminal(), width=width, force_terminal=True, _environ={})
+    shown = display.Display(console, total=1000)
+    now = time.monotonic()
+    shown._marks.extend([(117, now - 20 * 214.7), (137, now)])
+    shown._step, shown._seconds = 137, 214.7
+    shown._shown = {"eval gsm8k": 0.7312, "eval math": 0.2144, "reward": 0.5312}
+    with activity.phase("rollout", total=4096, unit="completions") as phase:
+        activity.advance(312)
+        phase.began -= 61
+        with console.capture() as captured:
+            console.print(shown._line())
+    first, second = re.sub(r"\x1b\[[0-9;]*m", "", captured.get()).splitlines()
+    assert re.match(r"step 137/1000 \S+ +214.7 s/step  51:28:0\d left  reward 0.5312", first)
+    assert re.search(r"sampling 312 of 4,096 completions, 12:2\d left", second)
+    assert ("eval math 0.2144" in first) == (width > 100)
+
+
+def test_the_time_left_follows_the_last_20_steps_and_is_not_shown_after_the_last(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(display.time, "monotonic", lambda: now)
+    shown = display.Display(Console(file=io.StringIO()), total=100)
+    shown._marks.append((0, now))
+    for step in range(1, 51):
+        now += 1.0 if step <= 30 else 10.0
+        shown._marks.append((step, now))
+    assert shown._seconds_left(50) == 10.0 * 50
+    now += 4.0
+    assert shown._seconds_left(50) == 10.0 * 50 - 4.0
+    now += 100.0
+    assert shown._seconds_left(50) == 10.0 * 49, "a step that takes longer than usual"
+    assert shown._seconds_left(100) is None
+
+
+def test_forced_colours_do_not_redraw_the_line_into_a_file(tmp_path):
+    metrics = metrics_in(tmp_path, total_steps=4, console=Console(file=io.StringIO(), width=100, _environ={"FORCE_COLOR": "1"}))
+    run(metrics, 1, 2)
+    metrics.close()
+    assert "\x1b[2K" not in told_by(metrics) and "step 1/4" in told_by(metrics)
+
+
 def test_a_reward_that_forks_while_the_line_is_drawn_finds_no_lock_that_nobody_frees(tmp_path):
-    metrics = metrics_in(tmp_path, console=Console(file=io.StringIO(), width=100, force_terminal=True, _environ={}))
+    metrics = metrics_in(tmp_path, console=Console(file=Terminal(), width=100, force_terminal=True, _environ={}))
     metrics.open()
     for _ in range(20):
         child = os.fork()
