@@ -241,10 +241,21 @@ def report(argv: list[str]) -> int:
     return run_report(argv)
 
 
+def init(argv: list[str]) -> int:
+    """Write the files of a first run, and plan it: config.yaml, reward.py and run.sh.
+
+    Asks five questions: model, data, reward, number of GPUs and memory of one. Without a terminal it takes the defaults. Writes into the
+    current directory, or into the one that is named.
+    """
+    from megatron_grpo.run.init import run_init
+
+    return run_init(argv, plan)
+
+
 COMMANDS: dict[str, Command] = {
     "train": train, "plan": plan, "dry-run": dry_run, "eval": evaluate, "export": export, "serve": serve, "doctor": doctor,
     "mismatch": mismatch, "replay": replay, "compare-losses": compare_losses, "report": report,
-    "completion": completion,
+    "init": init, "completion": completion,
 }  # fmt: skip
 FORMER_COMMANDS = {"rehearse": "dry-run", "whatif": "compare-losses"}  # names of earlier versions, which are accepted with a note
 
@@ -376,13 +387,13 @@ def _run(command: str, words: list[str], parts: dict[str, Any]) -> int:
 
         print_matching(words[1:])
         return EXIT_DONE
-    if sys.platform != "linux" and command not in ("plan", "completion"):
+    if sys.platform != "linux" and command not in ("plan", "init", "completion"):
         raise ConfigError(f"{command} needs Linux, and this is {sys.platform}: here `plan` alone runs (docs/dependencies.md).")
     if problems := list(_problems_of_process(command)):
         raise ConfigError(problems)
     if launcher.read().by_torchrun:
         die_with_parent()  # a script of the user's own has no supervisor
-    if command not in ("plan", "doctor", "completion", "report"):  # these load no library that logs
+    if command not in ("plan", "doctor", "init", "completion", "report"):  # these load no library that logs
         from megatron_grpo.run.terminal import quiet_libraries
 
         quiet_libraries()

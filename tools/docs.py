@@ -22,7 +22,21 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).resolve().parents[1]
 PAGES, SITE = ROOT / "build" / "docs" / "pages", ROOT / "build" / "docs" / "site"
 LINK = re.compile(r"(!?)\[([^\]\n]*)\]\(([^)\s]+)\)")
-COMMANDS = ("train", "plan", "dry-run", "doctor", "eval", "export", "serve", "mismatch", "replay", "compare-losses", "report", "completion")
+COMMANDS = (
+    "train",
+    "plan",
+    "dry-run",
+    "doctor",
+    "eval",
+    "export",
+    "serve",
+    "mismatch",
+    "replay",
+    "compare-losses",
+    "report",
+    "init",
+    "completion",
+)
 MOVED = {"stops": "checkpoints/#stop-a-run"}  # a page that was there -> where it went, both as the site has them
 API = {
     "Training loop": ["train"],

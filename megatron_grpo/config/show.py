@@ -16,6 +16,7 @@ from megatron_grpo.config.table import MAPS, Setting, canonical, close_to, forme
 
 WORDS = {  # arguments of commands that take more, or less, than settings
     "doctor": "[--json]",
+    "init": "[DIRECTORY]",
     "completion": "bash|zsh",
     "dry-run": "[--rows 8] [--json] [settings]",
     "mismatch": "OUTPUT_DIR | CHECKPOINT | MODEL [--row N] [--rows 16] [--dtype float32] [--json] [settings]",

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import re
-import select
 import shutil
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -19,8 +13,8 @@ from megatron_grpo.cli import COMMANDS
 from megatron_grpo.config import parse
 from megatron_grpo.config.table import MAPS, read_value, table
 from megatron_grpo.run.completion import bash_script, run_completion, zsh_script
+from tests.terminal import Terminal
 
-SECONDS = 60
 ANSWER = 'megatron-grpo() { echo "<$*>"; }\n'  # stands for the program, and shows the line that the shell has completed
 TYPED = {  # typed before the TAB: arguments that the program receives
     "trai": "train",
@@ -39,32 +33,6 @@ TYPED = {  # typed before the TAB: arguments that the program receives
     "dry-run --row": "dry-run --rows",
     "completion z": "completion zsh",
 }
-
-
-class Terminal:
-    """A shell in a terminal."""
-
-    def __init__(self, command, directory):
-        self.child, self.terminal = pty.fork()
-        if self.child == 0:
-            os.chdir(directory)
-            os.environ.update(PS1="$ ", TERM="xterm", INPUTRC="/dev/null", HOME=str(directory), ZDOTDIR=str(directory))
-            os.execvp(command[0], command)
-
-    def say(self, text, expected):
-        """Type `text`, and return what the shell writes up to a match of `expected`."""
-        os.write(self.terminal, text.encode())
-        heard, until = "", time.monotonic() + SECONDS
-        while not (found := re.search(expected, heard)):
-            assert time.monotonic() < until, f"{text!r}: {expected!r} is not in {heard!r}"
-            if select.select([self.terminal], [], [], 0.1)[0]:
-                heard += os.read(self.terminal, 65536).decode(errors="replace")
-        return found
-
-    def close(self):
-        os.kill(self.child, signal.SIGKILL)
-        os.waitpid(self.child, 0)
-        os.close(self.terminal)
 
 
 def completed(terminal):

@@ -1,0 +1,105 @@
+"""`megatron-grpo init`: its questions in a real terminal, its defaults without one, and that `plan` and `dry-run` take what it writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from megatron_grpo.cli import main
+from megatron_grpo.run import init
+from megatron_grpo.run.init import Answers
+from tests.chat_models import write_chat
+from tests.terminal import Terminal
+
+INIT = [sys.executable, "-m", "megatron_grpo", "init"]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # without an nvidia-smi of another directory
+
+
+@pytest.fixture
+def with_project(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+
+
+def test_five_answers_in_a_terminal_become_files_that_plan_and_dry_run_take(tmp_path, monkeypatch, capsys, with_project):
+    model = write_chat(tmp_path / "model")
+    terminal = Terminal([*INIT, "my run"], tmp_path)
+    try:
+        terminal.say("", r"Model, .* \[Qwen/Qwen3-0.6B\]: ")
+        terminal.say(f"{model}\n", r"Data, .* \[data.jsonl\]: ")
+        terminal.say("\n", r"Reward, .* \[reward.py:correct\]: ")
+        terminal.say("\n", r"Number of GPUs \[\d+\]: ")
+        terminal.say("half\n", r"'half' is not a whole number above 0.\s+Number of GPUs \[\d+\]: ")
+        terminal.say("3\n", r"Memory of one GPU in GB \[\d+\]: ")
+        written = rf"Wrote config.yaml, reward.py, run.sh, data.jsonl in {tmp_path}/my run\. "
+        terminal.say("24\n", rf"{written}(?s:.*) fits in 24.00 GB(?s:.*)Next: `cd 'my run'; megatron-grpo dry-run --config config.yaml`")
+    finally:
+        terminal.close()
+    run = tmp_path / "my run"
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "reward.py", "run.sh", "data.jsonl"}
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    assert settings["model"]["model"] == str(model) and settings["batch"]["global_batch_size"] == 144
+    script = (run / "run.sh").read_text()
+    assert "--world_size 3 --gpu_memory_gb 24" in script and "--nproc_per_node 3" in script
+    assert subprocess.run(["bash", "-n", run / "run.sh"]).returncode == 0
+    monkeypatch.chdir(run)
+    assert main(["plan", "--config", "config.yaml", "--world_size", "3", "--gpu_memory_gb", "24", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"] is not None
+    assert main(["dry-run", "--config", "config.yaml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["passed"]
+
+
+def test_without_a_terminal_it_takes_the_defaults_and_says_so(tmp_path, with_project):
+    ended = subprocess.run(INIT, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert (
+        "No terminal to ask in, so these are the defaults: model Qwen/Qwen3-0.6B, data data.jsonl, reward reward.py:correct" in ended.stdout
+    )
+    assert "16  optimizer steps" in ended.stdout and "Next: `megatron-grpo dry-run --config config.yaml`" in ended.stdout
+    again = subprocess.run(INIT, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 2 and "init does not overwrite config.yaml, reward.py, run.sh" in again.stderr
+
+
+def test_its_reward_compares_the_last_number_of_a_text_or_a_chat(tmp_path):
+    file = tmp_path / "reward.py"
+    file.write_text(init.REWARD_FILE)
+    spec = importlib.util.spec_from_file_location("init_reward", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    chat = [[{"role": "assistant", "content": text}] for text in ("11 + 13 = 24.", "24 or 25", "none", "1,024")]
+    assert module.correct(chat, [24, 24, 24, 1024]) == [1.0, 0.0, 0.0, 1.0]
+    assert module.correct(["-3.5", "3.5"], ["-3.5", -3.5]) == [1.0, 0.0]
+
+
+def test_own_data_and_rewards_are_named_and_not_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = Answers(model="a: b", data="mine.parquet", reward="math", gpus=5).files()
+    assert [*files] == ["config.yaml", "run.sh"]
+    settings = yaml.safe_load(files["config.yaml"])
+    assert settings["model"]["model"] == "a: b" and settings["rewards"]["reward_funcs"] == ["math"]
+    assert settings["batch"]["global_batch_size"] == 160  # a multiple of 8 per prompt, and of 4 on each of 5 GPUs
+    (tmp_path / "data.jsonl").touch()
+    assert "data.jsonl" not in Answers().files()
+
+
+def test_gpus_and_their_memory_come_from_nvidia_smi(tmp_path, monkeypatch):
+    assert init._gpus_here() in [(1, 80.0)] or init.subprocess.run(["nvidia-smi"], capture_output=True).returncode == 0
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf '81559\\n81559\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert init._gpus_here() == (2, 85.0)
+
+
+@pytest.mark.parametrize("words", [["--model", "x"], ["a", "b"]])
+def test_settings_are_refused(words, capsys):
+    assert main(["init", *words]) == 2
+    assert "init takes one directory and no settings" in capsys.readouterr().err
