@@ -44,6 +44,7 @@ EXTRAS = {
     "trackio": ["trackio", "pandas"],
     # trl: our mathematics is held against its own functions; peft: adapters are. cloudpickle: tests send functions to forked ranks.
     # playwright: tests of `report` drive the system's chromium with it.
+    # jupytext and what follows it: tests execute the notebooks.
     "dev": [
         "pytest>=8",
         "pytest-xdist>=3.6",
@@ -55,6 +56,11 @@ EXTRAS = {
         "playwright",
         "trl==1.16.*",
         "peft==0.21.*",
+        "jupytext",
+        "nbclient",
+        "ipykernel",
+        "pandas",
+        "matplotlib>=3.8",
     ],
 }
 
