@@ -212,7 +212,7 @@ def test_a_bias_that_no_layer_holds_is_an_error(tmp_path):
         from megatron_grpo.policy import model_config
 
         model_config.with_bias = lambda linear, bias: linear
-        with pytest.raises(ValueError, match=r"no Megatron module holds: .*linear_proj\.bias"):
+        with pytest.raises(ValueError, match=r"no Megatron module has: .*linear_proj\.bias"):
             cases.build(path, cases.settings(pipeline_model_parallel_size=2), world)
 
     run_ranks(lose, 2)

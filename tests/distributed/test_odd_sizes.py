@@ -42,7 +42,7 @@ STRETCHED = {"rope_type": "yarn", "factor": 4.0, "truncate": False}
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+        ("mistral", {"sliding_window": 0}, "sliding_window must be at least 1 or null, got 0"),
         ("deepseek_v3", {"attention_bias": True}, "attention_bias is true"),
         ("olmo3", {"rope_parameters": dict.fromkeys(KINDS, STRETCHED)}, "truncate is false"),
         ("gemma3_text", {"rope_parameters": None, "rope_scaling": STRETCHED}, "truncate is false"),

@@ -170,7 +170,7 @@ def test_other_ways_to_fail_are_noticed(checkpoints):
                 return offer
 
             engine._forget_prefixes = lambda: None
-            with pytest.raises(WeightSyncError, match="only tokens read through the prefix cache differ"):
+            with pytest.raises(WeightSyncError, match="Only tokens read through the prefix cache differ"):
                 give(next(good))
             del engine._forget_prefixes
             give(next(good))
@@ -191,10 +191,10 @@ def test_other_ways_to_fail_are_noticed(checkpoints):
 
             give(offers(reuses_one_buffer))  # nothing is held
             ours, engine._weights = engine._weights, by_reload()
-            with pytest.raises(WeightSyncError, match="every engine is wrong"):
+            with pytest.raises(WeightSyncError, match="All engines differ"):
                 give(offers(reuses_one_buffer))
             give(next(good))
-            with pytest.raises(WeightSyncError, match="every engine is wrong"):  # a part of what vLLM calls one weight
+            with pytest.raises(WeightSyncError, match="All engines differ"):  # a part of what vLLM calls one weight
                 give(offers(lambda tensors: ((n, t) for n, t in tensors.items() if "1.self_attn.k_proj" not in n)))
             engine._weights = ours
             give(next(good))
@@ -331,7 +331,7 @@ def test_one_rank_that_got_other_weights_stops_every_rank(checkpoints, tp):
 
     first, second = run_ranks(body, 2)
     assert first == second and "rank 1: max" in first
-    assert ("only some engines are wrong" in first and "rank 0" not in first) if tp == 1 else "rank 0: max" in first
+    assert ("Only some engines differ" in first and "rank 0" not in first) if tp == 1 else "rank 0: max" in first
 
 
 def test_nothing_is_pushed_that_the_engine_has(checkpoints):

@@ -116,9 +116,9 @@ def nothing(folder, out):
     (other_words, [], "The vocabulary ("),
     (other_column, [], "The data set (12 rows, "),
     (flipped_byte, [], "No usable checkpoint to resume from"),
-    (nothing, ["--seed", "7"], "seed is 7, and was 42"),
+    (nothing, ["--seed", "7"], "seed is 7, but was 42"),
     (nothing, ["--resume", "{out}/checkpoints/iter_0000003", "--temperature", "0.5"], "temperature was 1.0 and is 0.5"),
-    (nothing, ["--resume", "{out}/../elsewhere"], "holds no checkpoint"),
+    (nothing, ["--resume", "{out}/../elsewhere"], "has no checkpoint"),
 ], ids=["model", "vocabulary", "data", "bytes", "seed", "temperature within a rollout", "path"])  # fmt: skip
 def test_what_cannot_be_continued_is_refused_before_a_model_loads_and_leaves_output_dir_as_it_is(run, harm, flags, says):
     out, given = run

@@ -184,9 +184,9 @@ def test_what_was_skipped_and_what_drifts_is_said(tmp_path):
     logger.start(Progress())
     step(logger, 1, **{"sampling/sampling_logp_difference/max": 0.5})
     assert "WARNING" not in told(logger) and "optimizer step 1 is skipped" not in told(logger)
-    step(logger, 2, skipped="nothing was left to train", **{"sampling/sampling_logp_difference/max": 0.75})
+    step(logger, 2, skipped="no token is trained", **{"sampling/sampling_logp_difference/max": 0.75})
     assert "WARNING: trainer and sampler differ by 0.75 nats" in told(logger)
-    assert "optimizer step 2 is skipped: nothing was left to train" in told(logger)
+    assert "optimizer step 2 is skipped: no token is trained" in told(logger)
 
 
 def test_a_refusal_is_a_record_and_lines_below_the_steps_own_and_is_forgotten_by_a_resumed_run(tmp_path):
