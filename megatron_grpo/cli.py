@@ -252,9 +252,19 @@ def init(argv: list[str]) -> int:
     return run_init(argv, plan)
 
 
+def watch(argv: list[str]) -> int:
+    """Show a run from another terminal: its step, phase, metrics, scores and completions.
+
+    It reads the files of OUTPUT_DIR every two seconds and changes nothing. Ctrl-C ends it. --once: print once and end.
+    """
+    from megatron_grpo.analysis.watch import run_watch
+
+    return run_watch(argv)
+
+
 COMMANDS: dict[str, Command] = {
     "train": train, "plan": plan, "dry-run": dry_run, "eval": evaluate, "export": export, "serve": serve, "doctor": doctor,
-    "mismatch": mismatch, "replay": replay, "compare-losses": compare_losses, "report": report,
+    "mismatch": mismatch, "replay": replay, "compare-losses": compare_losses, "report": report, "watch": watch,
     "init": init, "completion": completion,
 }  # fmt: skip
 FORMER_COMMANDS = {"rehearse": "dry-run", "whatif": "compare-losses"}  # names of earlier versions, which are accepted with a note
@@ -393,7 +403,7 @@ def _run(command: str, words: list[str], parts: dict[str, Any]) -> int:
         raise ConfigError(problems)
     if launcher.read().by_torchrun:
         die_with_parent()  # a script of the user's own has no supervisor
-    if command not in ("plan", "doctor", "init", "completion", "report"):  # these load no library that logs
+    if command not in ("plan", "doctor", "init", "completion", "report", "watch"):  # these load no library that logs
         from megatron_grpo.run.terminal import quiet_libraries
 
         quiet_libraries()

@@ -34,6 +34,7 @@ COMMANDS = (
     "replay",
     "compare-losses",
     "report",
+    "watch",
     "init",
     "completion",
 )

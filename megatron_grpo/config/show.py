@@ -21,6 +21,7 @@ WORDS = {  # arguments of commands that take more, or less, than settings
     "dry-run": "[--rows 8] [--json] [settings]",
     "mismatch": "OUTPUT_DIR | CHECKPOINT | MODEL [--row N] [--rows 16] [--dtype float32] [--json] [settings]",
     "replay": "STEP_DUMP [--json] [settings]",
+    "watch": "OUTPUT_DIR [--once]",
     "report": "OUTPUT_DIR [OUTPUT_DIR ...] [-o FILE]",
     "compare-losses": 'OUTPUT_DIR [--step N] [--variant "NAME=VALUE ..."] [--png FILE] [--json] [settings]',
 }

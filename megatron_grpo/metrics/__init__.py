@@ -69,7 +69,7 @@ class Metrics:
         self._services = services(report_to)
         self._reporters: dict[str, InBackground] = {}
         self._completions: Table | None = None  # rows of a rollout that the next step trains
-        self._display = Display(console, total=total_steps)
+        self._display = Display(console, total=total_steps, folder=self.output_dir)
         self._courtesy = BestEffort()
         self._heard = heard or (lambda step, numbers: None)
         self._steps = Records(self.output_dir / "metrics.jsonl")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -18,10 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_grpo.base import activity
+from megatron_grpo.base.files import write_whole
+from megatron_grpo.metrics.records import BestEffort
 
 SECONDS_BETWEEN_LINES = 10.0  # between step lines, if the output is no terminal
 SECONDS_BETWEEN_SIGNS = 30.0  # between lines about a long phase, there
 SECONDS_BETWEEN_DRAWINGS = 0.5
+NOW = "now.json"  # in output_dir while a run runs: its step and phase, written every second
 RECENT_STEPS = 20  # from which the remaining time is estimated: completions may grow longer during a run
 
 
@@ -39,14 +44,18 @@ class Display:
     `activity`, because a phase may be long and occupies the main thread.
     """
 
-    def __init__(self, console: Console | None = None, *, total: int | None = None):
+    def __init__(self, console: Console | None = None, *, total: int | None = None, folder: Path | None = None):
         """Create a display.
 
         Args:
             console: Console to print to. Default: standard output.
             total: Optimizer steps of the run.
+            folder: Folder of now.json, which other programs read; None for none.
         """
         self.console, self.total = console or _Terminal(highlight=False), total
+        self._now = folder / NOW if folder else None
+        self._wrote_now = float("-inf")
+        self._courtesy = BestEffort()
         self._live: Live | None = None
         self._handler: logging.Handler | None = None
         # Reward functions fork. A fork while drawing would leave locks in the child that are never released, so forks wait for it.
@@ -98,8 +107,15 @@ class Display:
         while not self._closed.wait(SECONDS_BETWEEN_DRAWINGS):
             with self._lock:
                 self._draw()
+                self._write_now()
                 if self._live is None and time.monotonic() - self._last_line >= SECONDS_BETWEEN_SIGNS and activity.current():
                     self.print_line(f"{self._number_of_step(self._step)}  {describe_phase()}" if self._marks else describe_phase())
+
+    def _write_now(self) -> None:
+        if self._now is not None and not self._closed.is_set() and time.monotonic() - self._wrote_now >= 1.0:
+            self._wrote_now = time.monotonic()
+            with self._courtesy(NOW):
+                write_whole(self._now, json.dumps({"time": time.time(), "step": self._step, "phase": describe_phase()}) + "\n")
 
     def _draw(self) -> None:
         with self._lock:
@@ -125,7 +141,7 @@ class Display:
     def _speed(self, step: int) -> list[str]:
         left = self._seconds_left(step)
         speed = [f"{_number(self._seconds)} s/step"] if self._seconds is not None else []
-        return [*speed, *([f"{_duration(left)} left"] if left is not None else [])]
+        return [*speed, *([f"{describe_duration(left)} left"] if left is not None else [])]
 
     def print_line(self, text: str) -> None:
         """Print a permanent line above the live one."""
@@ -137,6 +153,9 @@ class Display:
         """Stop drawing and restore logging."""
         with self._lock:
             self._closed.set()
+            if self._now is not None:
+                with self._courtesy(NOW):
+                    self._now.unlink(missing_ok=True)
             if self._live:
                 self._live.stop()
                 self._live = None
@@ -198,8 +217,8 @@ def describe_phase() -> str:
     now, seconds = phases[-1], time.monotonic() - phases[-1].began
     told = activity.describe((phases[0], now) if phases[0].name == activity.WORDS["eval"] else (now,))
     if now.total and 0 < now.done < now.total:
-        return f"{told}, {_duration(seconds / now.done * (now.total - now.done))} left"
-    return f"{told}, {_duration(seconds)}" if seconds >= 1.0 else told
+        return f"{told}, {describe_duration(seconds / now.done * (now.total - now.done))} left"
+    return f"{told}, {describe_duration(seconds)}" if seconds >= 1.0 else told
 
 
 class _Above(logging.Handler):
@@ -220,7 +239,7 @@ def _number(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
-def _duration(seconds: float) -> str:
+def describe_duration(seconds: float) -> str:
     """Format seconds: 9 s, 4:05, 2:07:30."""
     if seconds < 60:
         return f"{seconds:.0f} s"

@@ -22,7 +22,7 @@ def test_help_begins_with_what_the_command_does_and_says_once_how_it_is_used(com
     what, usage = told.splitlines()[:3:2]
     assert what == COMMANDS[command].__doc__.strip().splitlines()[0] and what.endswith(".") and len(what) <= 110
     assert usage.startswith(f"usage: megatron-grpo {command} ") and told.count("usage:") == 1
-    assert ("--lora_rank" in told) == (command not in ("doctor", "init", "completion", "report")), "these take no settings"
+    assert ("--lora_rank" in told) == (command not in ("doctor", "init", "completion", "report", "watch")), "these take no settings"
     assert "\n\n\n" not in told
     assert not re.search(r"default:[^()]*\)\s\(default", told), "a default is told once"
 

@@ -67,7 +67,9 @@ def test_every_optimizer_step_is_one_line(tmp_path):
     told = [(record["step"], record["num_tokens"], record["reward"]) for record in records(tmp_path)]
     assert told == [(1, 100, 0.1), (2, 200, 0.2), (3, 300, 0.3)]
     assert [record["tokens_per_second"] for record in records(tmp_path)] == [400.0] * 3
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"], "plots are drawn where they are asked for, and at the end"
+    assert {path.name for path in tmp_path.iterdir()} - {display.NOW} == {"metrics.jsonl"}, (
+        "plots are drawn where they are asked for, and at the end"
+    )
 
 
 def test_a_resumed_run_drops_the_records_of_steps_it_takes_again(tmp_path):
@@ -603,6 +605,18 @@ def test_the_time_left_follows_the_last_20_steps_and_is_not_shown_after_the_last
     now += 100.0
     assert shown._seconds_left(50) == 10.0 * 49, "a step that takes longer than usual"
     assert shown._seconds_left(100) is None
+
+
+def test_a_run_says_every_second_what_it_does_and_nothing_after_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(display, "SECONDS_BETWEEN_DRAWINGS", 0.01)
+    metrics = metrics_in(tmp_path, total_steps=4)
+    run(metrics, 1, 2)
+    with activity.phase("rollout", total=8, unit="completions"):
+        metrics._display._wrote_now = float("-inf")
+        wait_until(lambda: (tmp_path / display.NOW).exists() and "sampling 0 of 8" in (tmp_path / display.NOW).read_text())
+    assert json.loads((tmp_path / display.NOW).read_text())["step"] == 2
+    metrics.close()
+    assert not (tmp_path / display.NOW).exists()
 
 
 def test_forced_colours_do_not_redraw_the_line_into_a_file(tmp_path):

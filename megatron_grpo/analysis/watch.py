@@ -1,0 +1,137 @@
+"""The `watch` command: a run as another terminal sees it, from the files that the run writes. It changes nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from megatron_grpo.analysis.run_files import RunFiles, text_of
+from megatron_grpo.base.errors import EXIT_DONE, ConfigError
+from megatron_grpo.base.files import read_object
+from megatron_grpo.metrics.display import NOW, RECENT_STEPS, describe_duration
+
+USAGE = "usage: megatron-grpo watch OUTPUT_DIR [--once]"
+SECONDS = 2.0  # between two drawings
+SILENT = 10.0  # seconds without a sign of the run, which it gives every second
+SPARKS, WIDTH = "▁▂▃▄▅▆▇█", 24
+SHOWN = {
+    "reward": "reward", "frac_reward_zero_std": "groups with equal rewards", "completions/mean_length": "tokens per completion",
+    "completions/clipped_ratio": "truncated", "entropy": "entropy", "kl": "KL", "grad_norm": "gradient norm",
+    "sampling/sampling_logp_difference/max": "trainer - sampler", "tokens_per_second": "tokens per second", "time/step": "seconds per step",
+}  # fmt: skip
+
+
+def run_watch(argv: list[str]) -> int:
+    """Show a run until Ctrl-C; with --once, or where standard output is no terminal, once.
+
+    Args:
+        argv: Arguments of the command.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: The arguments are wrong, or the folder is not that of a run.
+    """
+    words = [word for word in argv if word != "--once"]
+    if unknown := [word for word in words if word.startswith("-")]:
+        raise ConfigError(f"Unknown argument {unknown[0]}. {USAGE}")
+    if len(words) != 1:
+        raise ConfigError(f"watch needs one OUTPUT_DIR, not {len(words)}. {USAGE}")
+    folder = Path(words[0])
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"{folder} has no config.yaml. Name the output_dir of a run that has started.")
+    console = Console(highlight=False)
+    if "--once" in argv or not sys.stdout.isatty():
+        console.print(view(folder))
+        return EXIT_DONE
+    with Live(view(folder), console=console, screen=True, auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(SECONDS)
+                live.update(view(folder), refresh=True)
+        except KeyboardInterrupt:
+            return EXIT_DONE
+
+
+def view(folder: Path) -> Group:
+    """Return what is shown of a run: its step and phase, the newest metrics, held-out scores, events and completions.
+
+    Args:
+        folder: The `output_dir`.
+    """
+    run = RunFiles.read(folder)
+    metrics, scores = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
+    for name, label in SHOWN.items():
+        values = [value for _, value in run.series(name)]
+        if any(values):
+            metrics.add_row(Text(label, style="dim"), f"{values[-1]:.4g}", Text(spark(values), style="cyan"))
+    for name, points in run.held_out().items():
+        scores.add_row(
+            Text(name), f"step {points[-1][0]}", f"{points[-1][1]:.3f}", Text(spark([value for _, value in points]), style="cyan")
+        )
+    panels = [Panel(metrics, title="metrics")] * bool(metrics.rows) + [Panel(scores, title="held out")] * bool(scores.rows)
+    events = [Text(f"step {one['step']}: {one['text']}", style="yellow") for one in run.events[-3:]]
+    return Group(*head(run), Columns(panels), *events, *completions(run))
+
+
+def head(run: RunFiles) -> list[Table | Text]:
+    """Return the lines with the step, the time left and the phase."""
+    recent = [seconds for _, seconds in run.series("time/step")[-RECENT_STEPS:]]
+    line = Table.grid(padding=(0, 2))
+    cells: list[Text | ProgressBar] = [Text(f"{run.name}: step {run.step}{f'/{run.total}' if run.total else ''}", style="bold")]
+    if run.total:
+        cells.append(ProgressBar(total=run.total, completed=run.step, width=24))
+    if recent:
+        each = sum(recent) / len(recent)
+        left = f", {describe_duration(each * (run.total - run.step))} left" if run.total and run.step < run.total else ""
+        cells.append(Text(f"{each:.3g} s/step{left}"))
+    line.add_row(*cells)
+    return [line, Text(phase(run))]
+
+
+def phase(run: RunFiles) -> str:
+    """Describe what the run does now, or how it ended."""
+    now = read_object(run.folder / NOW)
+    silent = time.time() - float(now.get("time", 0.0))
+    if now and silent <= SILENT:
+        return str(now.get("phase") or "between two phases")
+    if run.end:
+        return run.end
+    return (
+        f"No sign of the run for {describe_duration(silent)}: it was killed, or its machine is not reachable."
+        if now
+        else "The run has ended."
+    )
+
+
+def spark(values: Sequence[float]) -> str:
+    """Return a line of at most WIDTH characters whose heights are means of neighbouring values."""
+    size = -(-len(values) // WIDTH)
+    means = [sum(values[at : at + size]) / len(values[at : at + size]) for at in range(0, len(values), size)]
+    low, high = min(means), max(means)
+    return "".join(SPARKS[int((mean - low) / ((high - low) or 1.0) * (len(SPARKS) - 1))] for mean in means)
+
+
+def completions(run: RunFiles) -> list[Table]:
+    """Return a table with the best and the worst completion of the two groups whose rewards differ most; empty without completions."""
+    groups = run.last_groups()[:2]
+    if not groups:
+        return []
+    table = Table(
+        "prompt", "completion", "reward", title=f"Sampled after step {groups[0][0]['version']}", title_justify="left", expand=True
+    )
+    for rows in groups:
+        for row in (rows[0], rows[-1]):
+            table.add_row(Text(text_of(row["prompt"], most=120)), Text(text_of(row["completion"], most=300)), f"{row['reward']:.3g}")
+    return [table]
