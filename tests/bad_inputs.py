@@ -621,7 +621,7 @@ def of_data() -> Iterator[Case]:
     for name, file, content, says in (
         ("broken at line 3", "d.jsonl", _ROW * 2 + "{oops\n", ["rows 0 to 2", "d.jsonl line 3"]),
         ("no prompt", "d.jsonl", '{"a": 1}\n', ["d.jsonl line 1", "'a'"]),
-        ("one array", "d.json", '[{"prompt": "5"}]', ["d.json", "one JSON array", "one object a line"]),
+        ("one array", "d.json", '[{"prompt": "5"}]', ["d.json", "a JSON array", "one object per line"]),
         ("images beside", "d.jsonl", '{"prompt": "5", "images": ["a.png"]}\n', ["`images`"]),
         ("empty", "d.jsonl", "\n", ["no rows"]), ("no parquet", "d.parquet", "hello", ["d.parquet", "parquet"]),
     ):  # fmt: skip

@@ -118,7 +118,7 @@ def tables() -> str:
         for i, one in enumerate(rows[:j]):
             messages = found[i, j]
             if one.model == VISION and other.name in with_images:
-                messages = [f"Rows show pictures, and {with_images[other.name]}."]
+                messages = [f"Rows have images, but {with_images[other.name]}."]
             cells.append("–" if messages is None else "✗" if messages else "✓")
             if messages:
                 reasons.setdefault(messages[0], []).append(f"{one.name} × {other.name}")

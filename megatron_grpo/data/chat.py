@@ -60,7 +60,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, flag: str = "m
         reason = printable(error, first_line)
         if type(error).__name__.startswith("StrictDataclass"):  # transformers also reads config.json, whose fields are inconsistent
             reason = printable(error).strip().splitlines()[-1].strip()
-            raise config_error(flag, f"{flag} {path!r}: transformers refuses its config.json: {reason}") from error
+            raise config_error(flag, f"{flag} {path!r}: transformers cannot load its config.json: {reason}") from error
         reason = reason if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {reason}"
         raise config_error(flag, f"{flag} {path!r} has no tokenizer that can be loaded: {reason}") from error
     if (
@@ -111,7 +111,7 @@ def unread_options(tokenizer: Any, options: Mapping[str, Any]) -> list[Problem]:
     text = " ".join(template.values()) if isinstance(template, dict) else template
     unread = [name for name in options if not re.search(rf"\b{re.escape(name)}\b", text)]
     return [
-        Problem(flags=("chat_template_kwargs",), message=f"chat_template_kwargs: nothing in the model's chat template is called {name}.")
+        Problem(flags=("chat_template_kwargs",), message=f"chat_template_kwargs: the model's chat template has no variable {name}.")
         for name in unread
     ]
 

@@ -168,13 +168,14 @@ def check_rows(
             problems.append(Problem(flags=(flag,), message=lacking))
         if cfg.truncation_strategy == "left":
             message = (
-                f"truncation_strategy left would cut into pictures, and {num_showing} of {len(rows)} rows show some. Use delete or raise."
+                f"truncation_strategy left cannot truncate prompts with images, and {num_showing} of {len(rows)} rows have images. "
+                "Use delete or raise."
             )
             nearest = {"truncation_strategy": ["delete", "raise"]}
             problems.append(Problem(flags=("truncation_strategy",), message=message, nearest=nearest))
         name = plain_name(names[0])
         if len(names) > 1 and not cfg.data_root:
-            message = f"{len(names)} data sets show pictures, and paths are inside one directory: name it with data_root."
+            message = f"dataset names {len(names)} data sets with images; their image paths need one common directory. Set data_root."
             problems.append(Problem(flags=("data_root", flag), message=message))
         root = cfg.data_root or (name if Path(name).is_dir() else Path(name).parent if Path(name).exists() else ".")
         image_store = ImageStore(rows, image_spec, root=Path(root).absolute(), flag=flag)
@@ -247,10 +248,10 @@ def check_lengths(
     too_long = np.flatnonzero(lengths > limit) if limit is not None else np.empty(0, dtype=np.int64)
     problems = []
     if len(empty):
-        problems.append(_problem(flag, prompts.rows, prompts.keep[empty], "have a prompt of no tokens"))
+        problems.append(_problem(flag, prompts.rows, prompts.keep[empty], "have a prompt without tokens"))
     if len(too_long) and cfg.truncation_strategy == "raise":
         longest = int(lengths.max())
-        message = f"have a prompt of more than max_prompt_length ({limit}) tokens; the longest has {longest}"
+        message = f"have a prompt longer than max_prompt_length ({limit}) tokens; the longest has {longest}"
         problem = _problem(flag, prompts.rows, prompts.keep[too_long], message)
         advice = f" Use max_prompt_length {longest}, or truncation_strategy delete (leaves {len(prompts) - len(too_long)} rows) or left."
         flags = ("max_prompt_length", "truncation_strategy", flag)
@@ -261,7 +262,7 @@ def check_lengths(
     if cfg.truncation_strategy == "delete" and len(too_long):
         kept = np.flatnonzero(lengths <= limit)
         if not len(kept) and not may_be_none:
-            message = f"truncation_strategy delete leaves nothing: all {len(lengths)} prompts are longer than max_prompt_length ({limit}); \
+            message = f"truncation_strategy delete leaves no rows: all {len(lengths)} prompts are longer than max_prompt_length ({limit}); \
 the shortest has {int(lengths.min())} tokens."
             nearest = {"max_prompt_length": [int(lengths.max())]}
             raise ConfigError([Problem(flags=("max_prompt_length", flag), message=message, nearest=nearest)])
@@ -293,7 +294,7 @@ def tokenised(prompts: PromptRows, encode: Encode, flag: str, *, seconds: float 
             try:
                 found.append(np.asarray(encoded(prompts, encode, index), dtype=np.int32))
             except Exception as error:  # noqa: BLE001 - any exception of a template is reported for its row
-                why = f"are refused by the model's tokenizer or chat template ({type(error).__name__}: {printable(error)})"
+                why = f"raise an error in the model's tokenizer or chat template ({type(error).__name__}: {printable(error)})"
                 refused.setdefault(why, []).append(index)
 
     worker = begun(work, name="chat-template")
@@ -302,8 +303,8 @@ def tokenised(prompts: PromptRows, encode: Encode, flag: str, *, seconds: float 
         wait([worker], seconds)
     if not worker.done():
         message = (
-            f"The model's chat template, or its tokenizer, has not come to an end after {seconds:g} s with "
-            f"{prompts.rows.place(int(prompts.keep[seen]))}. Look at both: the template is a program that came with the model."
+            f"The model's chat template or tokenizer did not finish within {seconds:g} s for "
+            f"{prompts.rows.place(int(prompts.keep[seen]))}. Check both; a chat template is code that is distributed with the model."
         )
         raise ConfigError([Problem(flags=("model", flag), message=message)])
     worker.result()
@@ -329,22 +330,22 @@ def _fault(row: Mapping[str, Any], *, is_blind: bool) -> str | None:
     prompt, messages = row.get("prompt"), row.get("messages")
     seen = [name for name in _MEDIA if _is_filled(row.get(name)) and (is_blind or name not in COLUMNS)]
     if seen:
-        what = "text" if is_blind else "text and pictures"
+        what = "text" if is_blind else "text and images"
         return (
-            f"have something in `{'`, `'.join(seen)}`, which the model would not see: training is on {what} alone, so leave that column out"
+            f"have values in `{'`, `'.join(seen)}`, which would not be passed to the model: training uses {what} only; remove that column"
         )
     if prompt is None and messages is None:
-        return f"have neither `prompt` nor `messages`; the first has the columns {', '.join(map(repr, row)) or '(none)'}"
+        return f"have neither `prompt` nor `messages`; the first has columns {', '.join(map(repr, row)) or '(none)'}"
     if prompt is None and isinstance(messages, str):
-        return "have `messages` that are a string, where a list of {role, content} should be"
+        return "have `messages` of type str; expected a list of {role, content}"
     value = messages if prompt is None else prompt
     name = "messages" if prompt is None else "prompt"
     if isinstance(value, str):
         return None if value else "have an empty `prompt`"
     if not isinstance(value, Sequence):
-        return f"have a `{name}` of type {type(value).__name__}, where a string or a list of chat messages should be"
+        return f"have a `{name}` of type {type(value).__name__}; expected a string or a list of chat messages"
     if not value or (prompt is None and len(value) == 1 and isinstance(value[0], Mapping) and value[0].get("role") == "assistant"):
-        return f"have `{name}` with nothing to answer"
+        return f"have `{name}` without a message to respond to"
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
             return f"have a message in `{name}` without `role` or `content`"
@@ -362,11 +363,11 @@ def _fault_of_places(row: Mapping[str, Any], limit: int | None) -> str | None:
     num_images, found = len(shown_by(row)), num_places(raw_prompt(row))
     if num_images != found:
         return (
-            f"have {num_images} picture(s) in `images` and {found} place(s) for them (<image> in a text, or a part of type image): "
-            "each picture has one place, in their order"
+            f"have {num_images} image(s) in `images` and {found} placeholder(s) (<image> in a text, or a part of type image); "
+            "each image needs one placeholder, in the same order"
         )
     if limit is not None and num_images > limit:
-        return f"have {num_images} pictures, more than limit_images ({limit})"
+        return f"have {num_images} images, more than limit_images ({limit})"
     return None
 
 
@@ -376,15 +377,15 @@ def _content_fault(message: Mapping[str, Any], *, is_blind: bool) -> str | None:
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return None
     if not isinstance(content, Sequence):
-        return f"whose `content` is of type {type(content).__name__}, where a string or a list of text parts should be"
+        return f"whose `content` is of type {type(content).__name__}; expected a string or a list of text parts"
     kinds = [part.get("type") if isinstance(part, Mapping) else type(part).__name__ for part in content]
     known = ("text",) if is_blind else ("text", "image")
     strange = sorted({str(kind) for kind in kinds if kind not in known})
     if strange:
-        what = "text" if is_blind else "text and pictures"
-        return f"with a part of type {', '.join(strange)}, which the model would not see: training is on {what} alone"
+        what = "text" if is_blind else "text and images"
+        return f"with a part of type {', '.join(strange)}, which would not be passed to the model: training uses {what} only"
     if any(part["type"] == "image" and any(part.get(name) is not None for name in _OWN_SOURCE) for part in content):
-        return "with a part of type image that names its picture itself: put it into the column `images`, in the order of the parts"
+        return "with a part of type image that contains the image; move it to the column `images`, in the order of the parts"
     if not all(isinstance(part.get("text"), str) for part in content if part["type"] == "text"):
         return "with a text part without `text`"
     return None
@@ -408,10 +409,10 @@ def check_for_episodes(rows: PromptRows, flag: str) -> None:
     Raises:
         ConfigError: If a prompt is a string or has images.
     """
-    check_without_images(rows, flag, "episodes of several turns are of text alone: a later turn would not see them")
+    check_without_images(rows, flag, "multi-turn episodes support text only: later turns would not include the images")
     strings = [index for index in range(len(rows)) if isinstance(rows.raw(index), str)]
     if strings:
-        fault = 'have a string as prompt, and environments and tools answer in chats; write it as [{"role": "user", "content": ...}]'
+        fault = 'have a string prompt, but environments and tools need chat messages; write [{"role": "user", "content": ...}]'
         raise ConfigError([_problem(flag, rows.rows, strings, fault)])
 
 
@@ -427,7 +428,7 @@ def check_without_images(rows: PromptRows, flag: str, why: str) -> None:
         ConfigError: If a row has images.
     """
     if rows.image_store is not None:
-        raise ConfigError([_problem(flag, rows.rows, np.flatnonzero(rows.image_store.counts), f"show pictures, and {why}")])
+        raise ConfigError([_problem(flag, rows.rows, np.flatnonzero(rows.image_store.counts), f"have images, but {why}")])
 
 
 def check_template(rows: PromptRows, tokenizer: Any, flag: str) -> None:
@@ -444,5 +445,5 @@ def check_template(rows: PromptRows, tokenizer: Any, flag: str) -> None:
     if not getattr(tokenizer, "chat_template", None):
         chats = [index for index in range(len(rows)) if not isinstance(rows.raw(index), str)]
         if chats:
-            fault = "are chats, and the model's tokenizer has no chat template (a base model?); give it string prompts, or a chat model"
+            fault = "are chats, but the model's tokenizer has no chat template (a base model?); use string prompts or a chat model"
             raise ConfigError([_problem(flag, rows.rows, chats, fault)])

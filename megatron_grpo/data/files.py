@@ -168,7 +168,7 @@ def _kind_of(dataset: str, flag: str) -> Literal["saved", "files", "hub"]:
     """
     path = Path(dataset)
     if not dataset:
-        raise config_error(flag, f"{flag} is not given: a .jsonl, .json or .parquet file, a directory, or a Hugging Face Hub name.")
+        raise config_error(flag, f"{flag} is missing. Use a .jsonl, .json or .parquet file, a directory, or a Hugging Face Hub name.")
     if path.is_dir() and (path / "state.json").is_file():
         return "saved"
     if path.exists():
@@ -176,9 +176,9 @@ def _kind_of(dataset: str, flag: str) -> Literal["saved", "files", "hub"]:
     if not is_path(dataset):
         return "hub"
     if not path.parent.is_dir():
-        raise config_error(flag, f"{flag} {str(path)!r} does not exist, nor does its directory.")
+        raise config_error(flag, f"{flag} {str(path)!r} does not exist, and neither does its directory.")
     beside = sorted(file.name for file in path.parent.iterdir() if file.suffix in SUFFIXES)[:8]
-    there = f"In its directory: {', '.join(beside)}." if beside else "Its directory has no data files."
+    there = f"Data files in its directory: {', '.join(beside)}." if beside else "Its directory has no data files."
     raise config_error(flag, f"{flag} {str(path)!r} does not exist. {there}")
 
 
@@ -195,7 +195,7 @@ def _files_of(path: Path, split: str, flag: str) -> list[tuple[Path, str]]:
     """
     if path.is_file():
         if path.suffix not in SUFFIXES:
-            raise config_error(flag, f"{flag} {str(path)!r} ends in {path.suffix or 'nothing'!r}. What can be read: {', '.join(SUFFIXES)}.")
+            raise config_error(flag, f"{flag} {str(path)!r} has an unsupported suffix {path.suffix!r}. Supported: {', '.join(SUFFIXES)}.")
         return [(path, path.name)]
     found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file() and not file.name.startswith("."))
     if not found:
@@ -233,9 +233,7 @@ def _open_file(file: Path, name: str, flag: str) -> Source:
         _parquet(flag)
         return lambda at: _rows_of_parquet(file, name, flag, at or 0)
     if _is_json_array(file):
-        raise config_error(
-            flag, f"{name} is one JSON array, which can only be read whole. Write one object a line, or leave streaming out."
-        )
+        raise config_error(flag, f"{name} is a JSON array, which cannot be streamed. Write one object per line, or leave streaming out.")
     return lambda at: (Read([number, end], f"{name} line {number}", row) for number, end, row in _lines(file, name, flag, *(at or (0, 0))))
 
 
@@ -254,7 +252,7 @@ def _lines(file: Path, name: str, flag: str, before: int = 0, begin: int = 0) ->
         end = begin
         for number, line in enumerate(iter(partial(lines.readline, LONGEST_LINE), b""), start=before + 1):
             if len(line) == LONGEST_LINE:
-                raise config_error(flag, f"{name} line {number} is longer than {LONGEST_LINE >> 20} MiB, and no line of a data set is.")
+                raise config_error(flag, f"{name} line {number} is longer than the maximum of {LONGEST_LINE >> 20} MiB.")
             end += len(line)
             if line.strip():
                 yield number, end, _row_of(line)
@@ -266,7 +264,7 @@ def _row_of(text: bytes) -> Row | str:
         row = json.loads(text.rstrip(b"\r\n"))
     except (ValueError, RecursionError) as error:  # JSONDecodeError; UnicodeDecodeError for bytes that are not UTF-8; nesting too deep
         return f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-    return row if isinstance(row, dict) else f"a {type(row).__name__} where an object with named columns should be"
+    return row if isinstance(row, dict) else f"expected an object with named columns, got {type(row).__name__}"
 
 
 def _is_json_array(file: Path) -> bool:
@@ -327,8 +325,8 @@ def _table(parquet: Any, file: Path, name: str, flag: str, room: int) -> Any:
             if taken > room:
                 read = sum(len(one) for one in batches)
                 raise config_error(flag, (
-                    f"{name} ({file.stat().st_size:,} bytes) holds {source.metadata.num_rows:,} rows, of which {read:,} already take all "
-                    f"memory that one file may have: {room:,} bytes, half of what is free. Cut it into smaller data sets."
+                    f"{name} ({file.stat().st_size:,} bytes) has {source.metadata.num_rows:,} rows; the first {read:,} already fill the "
+                    f"memory limit for one file: {room:,} bytes, half of the free memory. Split it into smaller data sets."
                 ))  # fmt: skip
             batches.append(batch)
         return pyarrow.Table.from_batches(batches, schema=source.schema_arrow)
@@ -347,7 +345,7 @@ def _rows_of_parquet(file: Path, name: str, flag: str, begin: int) -> Iterator[R
             # A column that repeats one value takes only a few bytes in the file.
             room = psutil.virtual_memory().available // 2
             if batch.nbytes > room:
-                message = f"{name}: rows {row} to {row + len(batch)} take {batch.nbytes:,} bytes, more than half of what is free."
+                message = f"{name}: rows {row} to {row + len(batch)} take {batch.nbytes:,} bytes, more than half of the free memory."
                 raise config_error(flag, message)
             given = max(0, begin - row)
             for offset, values in enumerate(batch.slice(given).to_pylist(), start=row + given):
@@ -376,6 +374,6 @@ def _hub(name: str, open_it: Callable[[], Any], flag: str) -> Source:
                 yield Read([number + 1, rows.state_dict()], f"{name} row {number}", values)
         except Exception as error:
             reason = printable(error, first_line)
-            raise config_error(flag, f"{name} could not be read from the Hub any further ({type(error).__name__}: {reason}).") from error
+            raise config_error(flag, f"Reading {name} from the Hub failed ({type(error).__name__}: {reason}).") from error
 
     return begin

@@ -29,7 +29,7 @@ def find_model(name: str, *, flag: str = "model", with_code: bool = False) -> Pa
         ConfigError: If there is no such directory and no such model on the Hub.
     """
     if not name:
-        raise config_error("model", "model is missing: give a Hugging Face checkpoint directory or a Hub name.")
+        raise config_error("model", "model is missing. Use a Hugging Face checkpoint directory or a Hub name.")
     path = Path(name)
     if path.is_dir():
         return path.absolute()
@@ -37,7 +37,7 @@ def find_model(name: str, *, flag: str = "model", with_code: bool = False) -> Pa
         what = "is a file" if path.is_file() else "does not exist"
         beside = sorted(config.parent.name for config in path.parent.glob("*/config.json"))[:8]
         there = f" In {path.parent}: {', '.join(beside)}." if beside else ""
-        message = f"{flag} ({name}) {what}. It is a directory with config.json, tokenizer files and *.safetensors, or a Hub name.{there}"
+        message = f"{flag} ({name}) {what}. Use a directory with config.json, tokenizer files and *.safetensors, or a Hub name.{there}"
         raise config_error(flag, message)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -46,7 +46,7 @@ def find_model(name: str, *, flag: str = "model", with_code: bool = False) -> Pa
         return Path(snapshot_download(name, allow_patterns=[*_FETCHED, *(["*.py"] if with_code else [])]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         message = (
-            f"{flag} ({name}) is neither a directory here nor a model that can be fetched from the Hub: {printable(error, first_line)}"
+            f"{flag} ({name}) is neither a local directory nor a model that can be downloaded from the Hub: {printable(error, first_line)}"
         )
         raise config_error(flag, message) from error
 
@@ -89,4 +89,6 @@ def from_hub(dataset: str, split: str, flag: str, *, streaming: bool = False) ->
     try:
         return datasets.load_dataset(name, subset or None, split=split, **({"streaming": True} if streaming else {}))
     except (OSError, ValueError, RuntimeError) as error:  # not found, offline, unknown split or subset: datasets has no one base for them
-        raise config_error(flag, f"{flag} {dataset!r} is no local path, and the Hub gave: {printable(error, first_line)}") from error
+        raise config_error(
+            flag, f"{flag} {dataset!r} is not a local path, and loading it from the Hub failed: {printable(error, first_line)}"
+        ) from error

@@ -79,7 +79,7 @@ class ImageFile:
             data = self.source.read()
             key = key_of(data, self.image_store.image_spec)
             if self._key and key != self._key:
-                raise ImageError("has changed since this run looked at it first")
+                raise ImageError("has changed since this run first read it")
             self._key = key
             return data
 
@@ -94,7 +94,7 @@ class ImageFile:
             with self.image_store.told_of(self.row, self.source):
                 found = self.image_store.image_spec.patches(decoded(self.data()))
                 if len(found) != prod(self.grid):
-                    raise ImageError(f"became {len(found)} patches, and its header promised {prod(self.grid)}")
+                    raise ImageError(f"has {len(found)} patches, but its header declares {prod(self.grid)}")
             self.image_store.cache.put(self.key, found)
         return found
 
@@ -107,7 +107,7 @@ class ImageFile:
 
 def _found_again(image_store: str, row: int, index: int) -> Image:
     if image_store not in _OPEN:
-        raise RuntimeError(f"a picture of the data set {image_store} came to a process that has not opened it")
+        raise RuntimeError(f"received an image of data set {image_store}, which this process has not opened")
     return _OPEN[image_store].images(row)[index]
 
 
@@ -153,7 +153,7 @@ class ImageStore:
     def _image(self, row: int, index: int, given: Any) -> ImageFile:
         known = self._known.get((row, index))
         if known is None:
-            name = given if isinstance(given, str) else "a picture"
+            name = given if isinstance(given, str) else "an image"
             with self.told_of(row, ImageSource(str(name))):
                 source = source_of(given, self.root)
                 known = ImageFile(self, row, index, source, self.image_spec.grid(*source.size()))
@@ -181,7 +181,7 @@ class ImageStore:
             source: The image.
             fault: End of the sentence whose subject is the image.
         """
-        return f"{self.rows.place(row)}: the picture {source.name} {fault}."
+        return f"{self.rows.place(row)}: image {source.name} {fault}."
 
     def stamp(self) -> str:
         """Return a digest of path, size and modification time of all image files; it changes when a file is rewritten."""
@@ -240,7 +240,7 @@ class ImageStore:
                     behind.append((row, source))
         if not found:
             found = self._damaged(behind)
-        more = f" {len(found) - NAMED_ROWS} more pictures cannot be used." if len(found) > NAMED_ROWS else ""
+        more = f" {len(found) - NAMED_ROWS} more images cannot be used." if len(found) > NAMED_ROWS else ""
         return [Problem(flags=(self.flag,), message=" ".join(found[:NAMED_ROWS]) + more)] if found else []
 
     def _damaged(self, images: Sequence[tuple[int, ImageSource]]) -> list[str]:
@@ -320,7 +320,7 @@ def expanded(short: Sequence[int], images: Sequence[Image], image_token: int) ->
         ValueError: If the numbers of image tokens and images differ.
     """
     if short.count(image_token) != len(images):
-        raise ValueError(f"the prompt has {short.count(image_token)} places for pictures, and the row {len(images)} pictures")
+        raise ValueError(f"the prompt has {short.count(image_token)} image tokens, but the row has {len(images)} images")
     left, long = iter(images), list[int]()
     for token in short:
         long += [image_token] * num_tokens(next(left)) if token == image_token else [token]

@@ -75,7 +75,7 @@ class ImageProcessorSpec:
         settings = {name: told.get(name, default) for name, default in _SETTINGS.items()}
         for ours, theirs in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size"), ("temporal_patch_size",) * 2):
             if vision.get(theirs, settings[ours]) != settings[ours]:
-                raise _wrong(f"{_FILE} has {ours} {settings[ours]}, and config.json {theirs} {vision[theirs]}", "model")
+                raise _wrong(f"{_FILE} has {ours} {settings[ours]}, but config.json has {theirs} {vision[theirs]}", "model")
         found = cls(
             image_token=config["image_token_id"],
             around=(config["vision_start_token_id"], config["vision_end_token_id"]),
@@ -89,12 +89,12 @@ class ImageProcessorSpec:
     def _require_sense(self) -> None:
         if self.max_pixels < self.side**2:
             raise _wrong(
-                f"max_pixels ({self.max_pixels}) is less than one token of a picture has: {self.side} x {self.side} = {self.side**2}. "
+                f"max_pixels ({self.max_pixels}) is less than the pixels of one image token: {self.side} x {self.side} = {self.side**2}. "
                 f"Use {self.side**2} or more",
                 "max_pixels",
             )
         if self.min_pixels > self.max_pixels:
-            raise _wrong(f"min_pixels ({self.min_pixels}) is more than max_pixels ({self.max_pixels})", "min_pixels", "max_pixels")
+            raise _wrong(f"min_pixels ({self.min_pixels}) exceeds max_pixels ({self.max_pixels})", "min_pixels", "max_pixels")
 
     @property
     def patch(self) -> int:
@@ -218,8 +218,8 @@ def said_of_bounds(cfg: DataConfig) -> list[str]:
         typed, found = getattr(cfg, name), os.environ.get(variable)
         if found is None or str(typed) == found:
             continue
-        over = f"{variable} {found} of the environment"
-        said.append(f"{name} {typed} holds, not {over}." if typed else f"{over} holds: {name} is not set.")
+        over = f"the environment variable {variable} ({found})"
+        said.append(f"{name} ({typed}) overrides {over}." if typed else f"{name} is not set; {over} applies.")
     return said
 
 
@@ -229,7 +229,7 @@ def _of_environment(variable: str) -> int | None:
         return None
     if not text.strip().isdecimal() or int(text) < 1:
         name = next(name for name, other in VARIABLES.items() if other == variable)
-        raise _wrong(f"{variable} in the environment is {text!r}, which is no number of pixels. Unset it, or give {name}", name)
+        raise _wrong(f"Environment variable {variable} ({text!r}) is not a positive number of pixels. Unset it, or set {name}", name)
     return int(text)
 
 
@@ -238,12 +238,12 @@ def _read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise _wrong(
-            f"{path.name} is missing beside the model ({path.parent}), and it says how pictures become patches", "model"
+            f"{path.name} is missing from the model directory ({path.parent}); it has the image processor settings", "model"
         ) from error
     except (OSError, ValueError) as error:
         raise _wrong(f"{path} cannot be read as JSON: {error}", "model") from error
     if not isinstance(found, dict):
-        raise _wrong(f"{path} holds no JSON object", "model")
+        raise _wrong(f"{path} is not a JSON object", "model")
     return found
 
 

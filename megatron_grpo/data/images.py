@@ -83,18 +83,18 @@ def source_of(given: Any, root: Path) -> ImageSource:
         return _file(given, root)
     if hasattr(given, "getexif") and hasattr(given, "save"):
         return ImageSource(str(getattr(given, "filename", "") or "a PIL image"), held=as_png(given))
-    raise ImageError(f"is of type {type(given).__name__}, where a path, bytes or {{'bytes', 'path'}} should be")
+    raise ImageError(f"is of type {type(given).__name__}; expected a path, bytes or {{'bytes', 'path'}}")
 
 
 def _file(name: str, root: Path) -> ImageSource:
     if "://" in name or name.startswith("data:"):
-        raise ImageError(f"is the URL {name[:80]!r}, and none is fetched: save the pictures, and name their files")
+        raise ImageError(f"is the URL {name[:80]!r}, and URLs are not downloaded; save the images and use file paths")
     if not name or "\0" in name:
-        raise ImageError(f"is named {name!r}, which is no path")
+        raise ImageError(f"has the invalid path {name!r}")
     path, inside = root / Path(name), root.resolve()
     found = path.resolve()
     if not found.is_relative_to(inside):
-        raise ImageError(f"is {name!r}, which lies outside of data_root ({inside}). Name a data_root that holds it")
+        raise ImageError(f"is {name!r}, outside of data_root ({inside}). Use a data_root that contains it")
     return ImageSource(name, path=found)
 
 
@@ -118,16 +118,16 @@ def as_png(image: Image) -> bytes:
 
 def require_pillow() -> str | None:
     """Return a sentence that says how to install Pillow, or None if it is installed."""
-    return None if find_spec("PIL") else "Reading pictures needs the extra `images`: pip install 'megatron-grpo[images]'."
+    return None if find_spec("PIL") else "Reading images needs the extra `images`: pip install 'megatron-grpo[images]'."
 
 
 def _require_file(path: Path) -> None:
     """Raise ImageError unless the path is a regular file of at most `MOST_BYTES` bytes. Reading a device would never end."""
     facts = path.stat()
     if not stat.S_ISREG(facts.st_mode):
-        raise ImageError("is no file")
+        raise ImageError("is not a file")
     if facts.st_size > MOST_BYTES:
-        raise ImageError(f"has {facts.st_size:,} bytes, and no picture is read that has more than {MOST_BYTES:,}")
+        raise ImageError(f"has {facts.st_size:,} bytes, more than the maximum of {MOST_BYTES:,}")
 
 
 @contextmanager
@@ -139,9 +139,7 @@ def _opened(stream: Any) -> Iterator[Image]:
         with Image.open(stream, formats=FORMATS) as image:
             width, height = image.size
             if width * height > MOST_PIXELS:
-                raise ImageError(
-                    f"would be {width:,} x {height:,} pixels, more than the {MOST_PIXELS:,} that are opened (a decompression bomb?)"
-                )
+                raise ImageError(f"has {width:,} x {height:,} pixels, more than the maximum of {MOST_PIXELS:,} (a decompression bomb?)")
             if max(width, height) > LARGEST_RATIO * min(width, height):
                 raise ImageError(f"is {width} x {height} pixels: one side is more than {LARGEST_RATIO} times the other")
             yield image
@@ -159,7 +157,7 @@ def _as_fault() -> Iterator[None]:
     except FileNotFoundError as error:
         raise ImageError("does not exist") from error
     except UnidentifiedImageError as error:
-        raise ImageError(f"is none of {', '.join(FORMATS)}, or is damaged") from error
+        raise ImageError(f"is not a {', '.join(FORMATS)} file, or is damaged") from error
     except (Image.DecompressionBombError, *_BROKEN) as error:
         raise ImageError(f"cannot be read: {getattr(error, 'strerror', None) or error or type(error).__name__}") from error
 
@@ -188,7 +186,7 @@ def _rgb(image: Image) -> Image:
     from PIL import Image as images
 
     if image.mode == "F":
-        raise ImageError("holds floating-point numbers, and nothing says which of them is white")
+        raise ImageError("has floating-point pixels without a defined value range")
     if image.mode.startswith("I"):  # 16-bit grayscale, which Pillow would clip at 255
         import numpy as np  # `plan` of a text model does not import NumPy
 

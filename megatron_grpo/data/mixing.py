@@ -76,7 +76,7 @@ def _drawn(name: str, cfg: DataConfig, *, flag: str, seed: int) -> Rows:
     plain, count = _with_count(name)
     rows = read_rows(plain, split=cfg.dataset_split, flag=flag)
     if count is not None and count < 1:
-        raise config_error(flag, f"{flag} ({name}) asks for {count} rows of {len(rows)}. Ask for at least 1.")
+        raise config_error(flag, f"{flag} ({name}) requests {count} of {len(rows)} rows. Use at least 1.")
     if count is not None:
         whole, rest = divmod(count, len(rows))
         order = permutation(len(rows), seed, _DRAW_EPOCH) if cfg.dataset_shuffle else np.arange(len(rows))
@@ -91,7 +91,7 @@ def _open_set(name: str, cfg: DataConfig, flag: str) -> Source:
     """
     plain, count = _with_count(name)
     if count is not None and count < 1:
-        raise config_error(flag, f"{flag} ({name}) asks for {count} rows. Ask for at least 1.")
+        raise config_error(flag, f"{flag} ({name}) requests {count} rows. Use at least 1.")
     source = open_source(plain, cfg.dataset_split, flag)
     first = next(source(None), None)
     if first is None:
@@ -121,7 +121,7 @@ def names_here(first: Mapping[str, Any], columns: Mapping[str, str], flag: str) 
     named = {theirs: ours for theirs, ours in columns.items() if theirs in first}
     both = [ours for ours in named.values() if ours in first and ours not in named]
     if both:
-        message = f"columns: the first row of {flag} has a column {', '.join(both)} already. Give that one another name too."
+        message = f"columns: the first row of {flag} already has a column {', '.join(both)}. Rename that column too."
         raise config_error(("columns", flag), message)
     return named
 
@@ -159,7 +159,7 @@ def _there(read: Read | None) -> Read:
         ConfigError: If it no longer exists; a data set without rows could never yield its share.
     """
     if read is None:
-        raise config_error("dataset", "One of the sets of dataset has fewer rows than when this run read it last. Restore its files.")
+        raise config_error("dataset", "A data set of `dataset` has fewer rows than when this run last read it. Restore its files.")
     return read
 
 
@@ -226,7 +226,7 @@ def _part(size: int, ratio: float, seed: int, part: Part, flag: str) -> np.ndarr
         return np.arange(size)
     num_held = max(1, round(size * ratio))
     if num_held >= size:
-        message = f"split_dataset_ratio ({ratio}) would hold out {num_held} of {size} rows, and leave none to train on."
+        message = f"split_dataset_ratio ({ratio}) would hold out {num_held} of {size} rows, leaving none for training."
         raise config_error(("split_dataset_ratio", "dataset"), message)
     order = permutation(size, seed, _SPLIT_EPOCH)
     return np.sort(order[:num_held] if part == "held out" else order[num_held:])

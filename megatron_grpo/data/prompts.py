@@ -156,7 +156,7 @@ class PromptStream:
             ValueError: If `check_lengths` has not been called on the rows.
         """
         if self.rows.longest_prompt is None:
-            raise ValueError("check_lengths comes before a stream is opened")
+            raise ValueError("call check_lengths before opening a stream")
         return self.rows.longest_prompt
 
     def take(self, count: int) -> list[Prompt]:
@@ -172,7 +172,7 @@ class PromptStream:
     def state(self) -> dict[str, Any]:
         """Return everything needed to continue from here, as JSON-serializable values."""
         found = {"taken": self.taken, "seed": self.seed, "shuffle": self.shuffle, "num_rows": len(self), "fingerprint": self._fingerprint()}
-        return found | ({"drops_last": f"true ({self.per_epoch} prompts an epoch)"} if self.per_epoch < len(self) else {})
+        return found | ({"drops_last": f"true ({self.per_epoch} prompts per epoch)"} if self.per_epoch < len(self) else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state.
@@ -193,16 +193,16 @@ class PromptStream:
         for name, flag, value in compared:
             if state.get(name, False) != now.get(name, False):
                 was, found = value.format(state.get(name, False)), value.format(now.get(name, False))
-                message = f"The checkpoint was made with {flag} {was}, and this run has {found}: its prompts would not be the ones that \
-the interrupted run had left. Use {was}, or start afresh in another output_dir."
+                message = f"The checkpoint was written with {flag} {was}, but this run has {found}, so it would not continue with the \
+                remaining prompts of that run. Use {was}, or start a new run in another output_dir."
                 problems.append(Problem(flags=(flag,), message=message))
         return problems or self._of_other_rows(state)
 
     def _of_other_rows(self, state: Mapping[str, Any]) -> list[Problem]:
         if state["fingerprint"] == self._fingerprint():
             return []
-        message = f"The data set has as many rows as at the checkpoint ({len(self)}), but other ones. Restore it, or start afresh in \
-another output_dir."
+        message = f"The data set has the same number of rows as at the checkpoint ({len(self)}), but their content differs. Restore it, \
+        or start a new run in another output_dir."
         return [Problem(flags=("dataset",), message=message)]
 
     def row_of(self, number: int) -> int:

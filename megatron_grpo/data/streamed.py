@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 Ask = Callable[[tuple[str, int]], Sequence[tuple[str, int]]]
 REMEMBERED = 16  # blocks before the position of a checkpoint whose positions it stores
 MOST_MARKS = 1000  # blocks whose positions a process remembers
-_BLIND = "streaming reads rows of text alone: the sampler is made for the most pictures of a prompt, which only the whole data set tells"
+_BLIND = "streaming supports text only: the sampler needs the largest number of images per prompt, which requires reading all rows"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +187,7 @@ class StreamedPrompts(PromptStream):
         self.rows = replace(begin, is_beginning=True, longest_prompt=cfg.max_prompt_length or begin.longest_prompt)
 
     def __len__(self) -> int:
-        raise TypeError("nobody knows how many prompts an epoch has that is read as the run goes")
+        raise TypeError("the number of prompts of a streamed data set is unknown")
 
     def agree_by(self, ask: Ask) -> None:
         """Verify from here on that all ranks read the same rows, and fail on all ranks otherwise. Collective.
@@ -220,10 +220,10 @@ class StreamedPrompts(PromptStream):
     def _agree(self, fault: str, mark: Mark) -> None:
         told = self._ask((fault, mark.digest))
         if faults := [one for one, _ in told if one]:
-            raise RowsError(f"{faults[0]} Mend the rows, or take them out behind this place, and start the same command again")
+            raise RowsError(f"{faults[0]} Fix these rows, or remove them without changing earlier rows, and run the same command again")
         if len({digest for _, digest in told}) > 1:
-            where = f"dataset: {self._named(mark).lower()} are not the same for all ranks."
-            raise RowsError(f"{where} Give every machine the same files, and start the same command again")
+            where = f"dataset: {self._named(mark).lower()} differ between ranks."
+            raise RowsError(f"{where} Copy the same files to every machine, and run the same command again")
 
     def state(self) -> dict[str, Any]:
         at = _place_among(self._marks, self.taken)
@@ -250,7 +250,7 @@ class StreamedPrompts(PromptStream):
         except ConfigError as error:
             return list(error.problems)
         except OSError as error:
-            return [problem_with("dataset", f"dataset: rows that this run was reading cannot be read any more: {error}.")]
+            return [problem_with("dataset", f"dataset: rows that this run was reading can no longer be read: {error}.")]
         return []
 
     # ---- blocks
@@ -273,7 +273,7 @@ class StreamedPrompts(PromptStream):
         epoch, block, begins = mark.epoch, mark.block + 1, mark.first_of_epoch
         if mark.after is None:
             if mark.end == begins:
-                message = f"No row of the whole data set can be trained on: {mark.left_out} are longer than max_prompt_length."
+                message = f"No row of the data set can be used: {mark.left_out} are longer than max_prompt_length."
                 raise config_error(("dataset", "max_prompt_length"), message)
             epoch, block, begins = mark.epoch + 1, 0, mark.end
         read, after = self._read(mark.after)
@@ -293,11 +293,11 @@ class StreamedPrompts(PromptStream):
         if key not in self._held or self._held[key][0] != mark:
             read, _ = self._read(mark.begin)
             if len(read) != mark.num_rows or _digest(read) != mark.digest:
-                message = f"{self._named(mark)} of the data set are not what they were when this run read them. Restore them, or start \
-afresh in another output_dir."
+                message = f"{self._named(mark)} of the data set have changed since this run read them. Restore them, or start a new run \
+                in another output_dir."
                 raise config_error("dataset", message)
             rows = self._looked_at(read, mark.block)
-            assert rows is not None and len(rows) == mark.num_prompts, "the same rows have been looked at before"
+            assert rows is not None and len(rows) == mark.num_prompts, "the same rows have been checked before"
             self._hold(mark, rows)
         return self._held[key][1]
 

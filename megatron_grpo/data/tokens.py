@@ -202,4 +202,4 @@ def _forget_unused(folder: Path) -> None:
 
 def _print_line(folder: Path, error: OSError) -> None:
     if launcher.read().speaks:
-        logger.warning("%s cannot be used (%s): every rank tokenises the data set by itself.", folder, error.strerror or error)
+        logger.warning("Cannot use %s (%s): every rank tokenizes the whole data set.", folder, error.strerror or error)

@@ -57,7 +57,7 @@ def test_what_the_template_never_names_is_refused(tokenizer):
     from megatron_grpo.data.chat import unread_options
 
     [problem] = unread_options(tokenizer, {"enable_thinking": True, "enable_thinkin": True})
-    assert problem.message == "chat_template_kwargs: nothing in the model's chat template is called enable_thinkin."
+    assert problem.message == "chat_template_kwargs: the model's chat template has no variable enable_thinkin."
 
 
 def test_enable_thinking_reaches_the_template_only_when_set(tokenizer):
@@ -94,7 +94,7 @@ def test_left_truncation_keeps_the_end(tokenizer, tmp_path):
 def test_chats_for_a_model_without_template_are_refused_before_anything_loads(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "hello"}) + "\n" + json.dumps({"prompt": HELLO}))
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(ConfigError, match="1 of 2 rows are chats, and the model's tokenizer has no chat template.*a.jsonl line 2"):
+    with pytest.raises(ConfigError, match="1 of 2 rows are chats, but the model's tokenizer has no chat template.*a.jsonl line 2"):
         open_stream(DataConfig(dataset=str(tmp_path / "a.jsonl")), bare, seed=0)
 
 
@@ -117,6 +117,6 @@ def test_a_config_that_transformers_refuses_is_not_called_a_missing_tokenizer(tm
     write_tiny(tmp_path / "model", "qwen3")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": len(config["layer_types"]) + 1}))
-    with pytest.raises(ConfigError, match="transformers refuses its config.json: .*num_hidden_layers.*layer_types") as error:
+    with pytest.raises(ConfigError, match="transformers cannot load its config.json: .*num_hidden_layers.*layer_types") as error:
         load_tokenizer(str(tmp_path / "model"))
     assert "no tokenizer" not in str(error.value)

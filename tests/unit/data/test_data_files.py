@@ -117,7 +117,7 @@ def test_a_truncated_parquet_file_is_a_config_error(tmp_path):
 def test_a_hub_name_that_cannot_be_reached_is_a_config_error(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="is no local path, and the Hub gave: "):  # the test environment is offline
+    with pytest.raises(ConfigError, match="is not a local path, and loading it from the Hub failed: "):  # the test environment is offline
         read_rows("someone/some-prompts")
 
 

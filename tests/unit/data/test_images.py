@@ -121,16 +121,16 @@ def damaged(image):
 
 BAD = {
     "gone": (lambda at: "gone.png", "does not exist"),
-    "a folder": (lambda at: ".", "is no file"),
-    "out of the root": (lambda at: "../d.png", r"lies outside of data_root"),
-    "an absolute path out of it": (lambda at: "/etc/hostname", r"lies outside of data_root"),
-    "a link out of it": (lambda at: (at / "l.png").symlink_to("/etc/hostname") or "l.png", "lies outside of data_root"),
-    "a URL": (lambda at: "https://example.org/a.png", "is the URL .* none is fetched"),
-    "a URL of a file": (lambda at: f"file://{at}/good.png", "is the URL .* none is fetched"),
-    "text": (lambda at: (at / "t.png").write_text("hello") and "t.png", "is none of BMP, GIF, JPEG"),
+    "a folder": (lambda at: ".", "is not a file"),
+    "out of the root": (lambda at: "../d.png", r"outside of data_root"),
+    "an absolute path out of it": (lambda at: "/etc/hostname", r"outside of data_root"),
+    "a link out of it": (lambda at: (at / "l.png").symlink_to("/etc/hostname") or "l.png", "outside of data_root"),
+    "a URL": (lambda at: "https://example.org/a.png", "is the URL .* URLs are not downloaded"),
+    "a URL of a file": (lambda at: f"file://{at}/good.png", "is the URL .* URLs are not downloaded"),
+    "text": (lambda at: (at / "t.png").write_text("hello") and "t.png", "is not a BMP, GIF, JPEG"),
     "cut short": (lambda at: (at / "c.jpg").write_bytes(damaged(picture(200, 300))) and "c.jpg", "cannot be read: .*truncated"),
     "a strip": (lambda at: (at / "s.png").write_bytes(as_bytes(picture(2, 500))) and "s.png", "one side is more than 200 times"),
-    "empty": (lambda at: (at / "e.png").write_bytes(b"") or "e.png", "is none of|cannot be read"),
+    "empty": (lambda at: (at / "e.png").write_bytes(b"") or "e.png", "is not a BMP|cannot be read"),
     "a number": (lambda at: 7, "is of type int"),
 }
 
@@ -161,13 +161,16 @@ def test_a_bomb_is_refused_by_its_header(tmp_path):
 def test_rows_say_which_picture_goes_where(tmp_path):
     (tmp_path / "a.png").write_bytes(as_bytes(picture(40, 40)))
     for row, said in (
-        (asks("a.png", "a.png"), r"have 2 picture\(s\) in `images` and 1 place"),
-        (asks(text="<image>"), r"have 0 picture\(s\) in `images` and 1 place"),
-        (asks("a.png", text="none"), r"have 1 picture\(s\) in `images` and 0 place"),
-        (asks("a.png") | {"videos": ["v.mp4"]}, "something in `videos`, which the model would not see: training is on text and pictures"),
+        (asks("a.png", "a.png"), r"have 2 image\(s\) in `images` and 1 placeholder"),
+        (asks(text="<image>"), r"have 0 image\(s\) in `images` and 1 placeholder"),
+        (asks("a.png", text="none"), r"have 1 image\(s\) in `images` and 0 placeholder"),
+        (
+            asks("a.png") | {"videos": ["v.mp4"]},
+            "values in `videos`, which would not be passed to the model: training uses text and images",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "images": ["a.png"]},
-            "names its picture itself",
+            "with a part of type image that contains the image",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "part of type video"),
     ):
@@ -177,11 +180,13 @@ def test_rows_say_which_picture_goes_where(tmp_path):
         load_rows(
             DataConfig(dataset=rows_at(tmp_path, asks("a.png", "a.png", text="<image>" * 2)).dataset, limit_images=1), image_spec=EYES
         )
-    with pytest.raises(ConfigError, match="truncation_strategy left would cut into pictures, and 1 of 2 rows show some. Use delete"):
+    with pytest.raises(
+        ConfigError, match="truncation_strategy left cannot truncate prompts with images, and 1 of 2 rows have images. Use delete"
+    ):
         load_rows(
             DataConfig(dataset=rows_at(tmp_path, asks("a.png"), {"prompt": "b"}).dataset, truncation_strategy="left"), image_spec=EYES
         )
-    with pytest.raises(ConfigError, match="which the model would not see: training is on text alone"):
+    with pytest.raises(ConfigError, match="which would not be passed to the model: training uses text only"):
         load_rows(rows_at(tmp_path, asks("a.png")))
 
 
@@ -189,11 +194,11 @@ def test_who_has_no_place_for_pictures_is_refused_as_the_data_are_read(tmp_path)
     """Episodes, and rollout functions: else the first prompt with a picture ends the run, or a later turn does not see it."""
     (tmp_path / "a.png").write_bytes(as_bytes(picture(40, 40)))
     seen = load_rows(rows_at(tmp_path, asks("a.png"), {"prompt": "b"}), image_spec=EYES)
-    with pytest.raises(ConfigError, match="1 of 2 rows show pictures, and episodes of several turns are of text alone"):
+    with pytest.raises(ConfigError, match="1 of 2 rows have images, but multi-turn episodes support text only"):
         check_for_episodes(seen, "dataset")
     own = resolve(["--rollout_func", "mine.py:f"])
     problems = rows_for_model_and_rewards(own, ValidatedInputs(looked=[("dataset", seen)]))
-    assert ["1 of 2 rows show pictures, and rollout_func does not go with them" in one.message for one in problems] == [True]
+    assert ["1 of 2 rows have images, but rollout_func does not go with them" in one.message for one in problems] == [True]
     blind = load_rows(rows_at(tmp_path, {"prompt": "b"}), image_spec=EYES)
     assert not rows_for_model_and_rewards(own, ValidatedInputs(looked=[("dataset", blind)]))
     assert not rows_for_model_and_rewards(resolve([]), ValidatedInputs(looked=[("dataset", seen)]))
@@ -242,7 +247,7 @@ def test_a_file_that_changes_under_a_run_ends_it_with_row_and_file(tmp_path):
     found = ImageStore(Rows([([{"images": ["x.png"]}], "d row {}".format)]), EYES, root=tmp_path).images(0)[0]
     assert found.key
     (tmp_path / "x.png").write_bytes(as_bytes(picture(60, 60, seed=5)))
-    with pytest.raises(ConfigError, match="d row 0: the picture x.png has changed since this run looked at it first"):
+    with pytest.raises(ConfigError, match="d row 0: the picture x.png has changed since this run first read it"):
         found.patches()
     (tmp_path / "x.png").unlink()
     with pytest.raises(ConfigError, match="does not exist"):
@@ -279,7 +284,7 @@ def test_long_and_short_ids_belong_together():
     assert [place for place, _ in places(long, pictures_, 9)] == [2, 11]
     spans = [(place, num_tokens(one)) for place, one in places(long, pictures_, 9)]
     assert shortened([*long, 9, 9], spans) == [*short, 9, 9]  # drawn placeholders are words
-    with pytest.raises(ValueError, match="3 places for pictures, and the row 2"):
+    with pytest.raises(ValueError, match="3 image tokens, but the row has 2"):
         expanded([*short, 9], pictures_, 9)
 
 
@@ -297,13 +302,13 @@ def test_a_flag_goes_before_the_environment_and_which_holds_is_said(tmp_path, mo
         image_spec_of(by_environment, tmp_path)
     monkeypatch.delenv("MAX_PIXELS")
     assert image_spec_of(by_environment, tmp_path).max_pixels == 12845056 and said_of_bounds(by_flag) == []
-    with pytest.raises(ConfigError, match=r"max_pixels \(500\) is less than one token of a picture has: 28 x 28 = 784. Use 784"):
+    with pytest.raises(ConfigError, match=r"max_pixels \(500\) is less than the pixels of one image token: 28 x 28 = 784. Use 784"):
         image_spec_of(DataConfig(max_pixels=500), tmp_path)
     # Qwen2.5-VL's own file on the Hub has its bounds outside of `size`.
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"min_pixels": 784, "max_pixels": 1003520, "patch_size": 14}))
     assert image_spec_of(by_environment, tmp_path).processor_size == {"shortest_edge": 784, "longest_edge": 1003520}
     (tmp_path / "preprocessor_config.json").unlink()
-    with pytest.raises(ConfigError, match=r"preprocessor_config.json is missing beside the model"):
+    with pytest.raises(ConfigError, match=r"preprocessor_config.json is missing from the model directory"):
         image_spec_of(by_environment, tmp_path)
 
 
@@ -336,7 +341,7 @@ def test_picture_tokens_count_for_max_prompt_length_and_a_stream_leads_to_them_a
         assert [(place, shown.key) for place, shown in one] == [(place, shown.key) for place, shown in other]
     assert again.taken == 0
     limited = DataConfig(dataset=cfg.dataset, max_prompt_length=27)
-    with pytest.raises(ConfigError, match="more than max_prompt_length .27. tokens; the longest has 28"):
+    with pytest.raises(ConfigError, match="longer than max_prompt_length .27. tokens; the longest has 28"):
         open_stream(limited, Words(), seed=3, image_spec=EYES)
     deleted = DataConfig(dataset=cfg.dataset, max_prompt_length=27, truncation_strategy="delete")
     assert len(open_stream(deleted, Words(), seed=3, image_spec=EYES)) == 2
@@ -366,7 +371,7 @@ def test_a_device_is_not_read(tmp_path):
         if (tmp_path / "zero").symlink_to("/dev/zero")
         else ImageSource("zero", path=__import__("pathlib").Path("/dev/zero"))
     )
-    with pytest.raises(ImageError, match="is no file"):
+    with pytest.raises(ImageError, match="is not a file"):
         found.size()
-    with pytest.raises(ImageError, match="is no file"):
+    with pytest.raises(ImageError, match="is not a file"):
         found.read()

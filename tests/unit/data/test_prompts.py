@@ -97,7 +97,7 @@ def test_state_stays_small(ten):
 
 @pytest.mark.parametrize(
     ("change", "flag", "message"),
-    [({"seed": 8}, "seed", "seed 7, and this run has 8"), ({"shuffle": False}, "dataset_shuffle", "True, and this run has False")],
+    [({"seed": 8}, "seed", "seed 7, and this run has 8"), ({"shuffle": False}, "dataset_shuffle", "True, but this run has False")],
 )
 def test_restoring_under_another_order_is_refused(ten, change, flag, message):
     with pytest.raises(ConfigError, match=message) as error:
@@ -125,8 +125,8 @@ def test_restoring_with_other_ends_of_epochs_is_refused_and_with_the_same_ones_i
     halves.whole, fours.whole = 5, 4
     whole.restore(halves.state())  # nothing is left out by either
     for one, other, said in (
-        (whole, fours, "dataset_drop_last False, and this run has true \\(8 prompts an epoch\\)"),
-        (fours, halves, "dataset_drop_last true \\(8 prompts an epoch\\), and this run has False"),
+        (whole, fours, "dataset_drop_last False, but this run has true \\(8 prompts per epoch\\)"),
+        (fours, halves, "dataset_drop_last true \\(8 prompts per epoch\\), but this run has False"),
     ):
         with pytest.raises(ConfigError, match=said) as error:
             other.restore(one.state())
@@ -136,9 +136,9 @@ def test_restoring_with_other_ends_of_epochs_is_refused_and_with_the_same_ones_i
 def test_restoring_on_another_data_set_is_refused(ten, tmp_path):
     fewer = rows_of(tmp_path, [{"prompt": "a"}] * 9, "fewer.jsonl")
     other = rows_of(tmp_path, [{"prompt": chr(65 + n)} for n in range(10)], "other.jsonl")
-    with pytest.raises(ConfigError, match="10 rows, and this run has 9 rows"):
+    with pytest.raises(ConfigError, match="10 rows, but this run has 9 rows"):
         stream(fewer).restore(stream(ten).state())
-    with pytest.raises(ConfigError, match="but other ones"):
+    with pytest.raises(ConfigError, match="but their content differs"):
         stream(other).restore(stream(ten).state())
 
 
@@ -160,7 +160,7 @@ def test_rows_without_a_prompt_are_counted_and_named_by_line(tmp_path):
         rows_of(tmp_path, rows)
     messages = [problem.message for problem in error.value.problems]
     assert messages[0] == (
-        "7 of 12 rows have neither `prompt` nor `messages`; the first has the columns 'question': data.jsonl line 2, data.jsonl line 3, "
+        "7 of 12 rows have neither `prompt` nor `messages`; the first has columns 'question': data.jsonl line 2, data.jsonl line 3, "
         "data.jsonl line 4, data.jsonl line 5, data.jsonl line 6, ...."
     )
     assert [message.rpartition(": ")[2] for message in messages[1:]] == [f"data.jsonl line {line}." for line in (9, 10, 11, 12)]
@@ -171,7 +171,7 @@ def test_prompts_that_are_too_long_are_refused_with_what_would_work(tmp_path):
     with pytest.raises(ConfigError) as error:
         check_lengths(rows, encode, DataConfig(max_prompt_length=4))
     problem = error.value.problems[0]
-    assert "2 of 4 rows have a prompt of more than max_prompt_length (4) tokens; the longest has 9" in problem.message
+    assert "2 of 4 rows have a prompt longer than max_prompt_length (4) tokens; the longest has 9" in problem.message
     assert ": data.jsonl line 2, data.jsonl line 4. Use max_prompt_length 9, or" in problem.message
     assert problem.nearest["max_prompt_length"] == [9]
     assert check_lengths(rows, encode, DataConfig(max_prompt_length=9)).longest_prompt == 9
@@ -182,12 +182,12 @@ def test_long_prompts_can_be_deleted(tmp_path):
     kept = check_lengths(rows, encode, DataConfig(max_prompt_length=4, truncation_strategy="delete"))
     assert (len(kept), kept.longest_prompt, kept.keep.tolist()) == (2, 4, [0, 2])
     assert sorted(prompt.row for prompt in stream(kept).take(2)) == [0, 2]  # rows keep the number they have in the file
-    with pytest.raises(ConfigError, match="leaves nothing: all 4 prompts are longer than max_prompt_length \\(2\\); the shortest has 3"):
+    with pytest.raises(ConfigError, match="leaves no rows: all 4 prompts are longer than max_prompt_length \\(2\\); the shortest has 3"):
         check_lengths(rows, encode, DataConfig(max_prompt_length=2, truncation_strategy="delete"))
 
 
 def test_a_prompt_of_no_tokens_is_refused(ten):
-    with pytest.raises(ConfigError, match="10 of 10 rows have a prompt of no tokens"):
+    with pytest.raises(ConfigError, match="10 of 10 rows have a prompt without tokens"):
         check_lengths(ten, lambda raw: [], DataConfig())
 
 
@@ -201,12 +201,12 @@ IMAGE = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text"
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
-        ({"prompt": IMAGE}, "with a part of type image, which the model would not see: training is on text alone"),
+        ({"prompt": IMAGE}, "with a part of type image, which would not be passed to the model: training uses text only"),
         ({"messages": IMAGE}, "a message in `messages` with a part of type image"),
-        ({"prompt": "What is this?", "images": ["cat.png"]}, "have something in `images`, which the model would not see"),
-        ({"prompt": "What is this?", "videos": ["cat.mp4"]}, "have something in `videos`"),
+        ({"prompt": "What is this?", "images": ["cat.png"]}, "have values in `images`, which would not be passed to the model"),
+        ({"prompt": "What is this?", "videos": ["cat.mp4"]}, "have values in `videos`"),
         ({"prompt": [{"role": "user", "content": None}]}, "whose `content` is of type NoneType"),
-        ({"prompt": [{"role": "user", "content": 7}]}, "whose `content` is of type int, where a string or a list of text parts should be"),
+        ({"prompt": [{"role": "user", "content": 7}]}, "whose `content` is of type int; expected a string or a list of text parts"),
         ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, "with a text part without `text`"),
         ({"prompt": [{"role": "user", "content": ["bare"]}]}, "with a part of type str"),
     ],
@@ -230,6 +230,6 @@ def test_prompts_that_the_chat_template_refuses_are_named_with_its_reason(tmp_pa
         return [1]
 
     with pytest.raises(
-        ConfigError, match=r"2 of 3 rows are refused by .*ValueError: roles must alternate\): data.jsonl line 1, .* line 3."
+        ConfigError, match=r"2 of 3 rows raise an error in .*ValueError: roles must alternate\): data.jsonl line 1, .* line 3."
     ):
         check_lengths(rows_of(tmp_path, [{"prompt": "odd"}, {"prompt": "even"}, {"prompt": "odd"}]), encode, DataConfig())

@@ -36,7 +36,7 @@ def test_a_parquet_file_that_swells_is_given_up_in_time(tmp_path):
     text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 40_000), pyarrow.array(["x" * 1000]))
     parquet.write_table(pyarrow.table({"prompt": text.cast(pyarrow.string())}), path)
     assert path.stat().st_size < 40_000
-    with pytest.raises(ConfigError, match="holds 40,000 rows, of which 4,096 already take all memory that one file may have"):
+    with pytest.raises(ConfigError, match="has 40,000 rows; the first 4,096 already fill the memory limit for one file"):
         _table(parquet, path, path.name, "dataset", 4 << 20)
     assert len(read_rows(str(path))) == 40_000  # 40 MB: there is room for it
 
@@ -82,7 +82,7 @@ def test_what_is_not_about_a_row_leaves_the_thread_as_it_is(tmp_path):
 def test_a_template_reaches_nothing_outside_itself(tokenizer, tmp_path, template):
     tokenizer.chat_template = template
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": CHAT}))
-    with pytest.raises(ConfigError, match="are refused by the model's tokenizer or chat template"):
+    with pytest.raises(ConfigError, match="raise an error in the model's tokenizer or chat template"):
         open_stream(DataConfig(dataset=str(tmp_path / "a.jsonl")), tokenizer, seed=0)
 
 

@@ -229,7 +229,7 @@ def test_rows_behind_the_place_may_be_mended_and_those_at_it_may_not(tmp_path):
     assert sorted(answers(after.take(17))) == sorted({*range(23)} - set(answers(opened(path).take(6))))
     write(tmp_path / "a.jsonl", [*ROWS[:5], {"prompt": "x", "answer": 5}, *ROWS[6:]])
     [problem] = opened(path).problems_with(state)
-    assert "Rows 4 to 7 of the data set are not what they were" in problem.message
+    assert "Rows 4 to 7 of the data set have changed since this run read them" in problem.message
     with pytest.raises(ConfigError, match="Rows 4 to 7"):
         opened(path).restore(state)
 
@@ -240,7 +240,7 @@ def test_rows_that_change_under_a_run_end_it(tmp_path):
     for _ in range(5):
         stream.take(4)
     write(tmp_path / "a.jsonl", [{"prompt": "x", "answer": 5}] * 23)
-    with pytest.raises(RunError, match="Rows 0 to 3 of the data set are not what they were"):
+    with pytest.raises(RunError, match="Rows 0 to 3 of the data set have changed since this run read them"):
         stream.row_of(0)
 
 
@@ -251,7 +251,7 @@ def test_a_set_that_loses_its_rows_under_a_run_ends_it_by_a_sentence_and_does_no
     stream.take(9)
     state = json.loads(json.dumps(stream.state()))
     (tmp_path / "b.jsonl").write_text("")
-    with pytest.raises(RowsError, match="has fewer rows than when this run read it last.*Mend the rows"):
+    with pytest.raises(RowsError, match="has fewer rows than when this run last read it.*Fix these rows"):
         stream.take(30)
     write(tmp_path / "b.jsonl", ROWS[:7])
     after = open_prompts(cfg, Letters(), seed=7)
@@ -285,20 +285,20 @@ def test_a_row_that_cannot_be_trained_on_ends_the_run_when_it_comes_by_file_and_
         stream.take(1)
     said = str(error.value)
     assert "dataset, rows 8 to 11, which streaming reads together: 2 line(s) are not JSON objects: a.jsonl line 11: Expecting" in said
-    assert "a.jsonl line 12: a list where an object" in said and stream.taken == 8
+    assert "a.jsonl line 12: expected an object with named columns, got list" in said and stream.taken == 8
     write(tmp_path / "b.jsonl", [*ROWS[:9], {"question": "?"}])
     with pytest.raises(RowsError, match=r"rows 8 to 9, .* 1 of 2 rows have neither `prompt` nor `messages`.*: b.jsonl line 10"):
         opened(str(tmp_path / "b.jsonl")).take(9)
-    with pytest.raises(RowsError, match=r"1 of 4 rows have a prompt of more than max_prompt_length \(4\) tokens.*: a.jsonl line 5"):
+    with pytest.raises(RowsError, match=r"1 of 4 rows have a prompt longer than max_prompt_length \(4\) tokens.*: a.jsonl line 5"):
         opened(write(tmp_path / "a.jsonl"), max_prompt_length=4, block=4).take(5)
     shows = write(tmp_path / "a.jsonl", [*ROWS[:5], {"prompt": "<image>x", "images": ["a.png"]}])
-    with pytest.raises(RowsError, match="have something in `images`, which the model would not see.*: a.jsonl line 6"):
+    with pytest.raises(RowsError, match="have values in `images`, which would not be passed to the model.*: a.jsonl line 6"):
         opened(shows).take(5)
     chat = [{"role": "user", "content": "no"}]
     shows = write(tmp_path / "a.jsonl", [{"prompt": chat}] * 5 + [{"prompt": [chat[0] | {"content": "<image>x"}], "images": ["a.png"]}])
-    with pytest.raises(RowsError, match="1 of 2 rows show pictures, and streaming reads rows of text alone.*: a.jsonl line 6"):
+    with pytest.raises(RowsError, match="1 of 2 rows have images, but streaming supports text only.*: a.jsonl line 6"):
         open_prompts(config(shows), Words(), seed=7, image_spec=EYES).take(5)
-    with pytest.raises(ConfigError, match="1 of 6 rows show pictures, and streaming reads rows of text alone"):
+    with pytest.raises(ConfigError, match="1 of 6 rows have images, but streaming supports text only"):
         rows_to_look_at(config(shows, 9), image_spec=EYES, is_blind=False, seed=0)
 
 
@@ -309,7 +309,7 @@ def test_what_is_wrong_with_the_first_block_is_said_before_a_run(tmp_path):
     with pytest.raises(ConfigError, match="rows 0 to 2, .* have an empty `prompt`: a.jsonl line 3"):
         rows_to_look_at(config(path), image_spec=None, is_blind=True, seed=0)
     (tmp_path / "b.json").write_text(json.dumps(ROWS))
-    with pytest.raises(ConfigError, match="b.json is one JSON array, which can only be read whole"):
+    with pytest.raises(ConfigError, match="b.json is a JSON array, which cannot be streamed"):
         opened(str(tmp_path / "b.json"))
     (tmp_path / "c.jsonl").write_text("\n")
     with pytest.raises(ConfigError, match="c.jsonl' has no rows"):
@@ -322,7 +322,7 @@ def test_a_rank_that_cannot_read_ends_all_ranks_at_the_same_place(tmp_path):
     stream.agree_by(lambda told: asked.append(told) or [told, ("", told[1]) if stream.taken < 8 else ("disk: gone.", 0)])
     stream.take(8)
     assert [fault for fault, _ in asked] == ["", ""], "one question a block that is read"
-    with pytest.raises(RowsError, match="disk: gone. Mend the rows"):
+    with pytest.raises(RowsError, match="disk: gone. Fix these rows"):
         stream.take(1)
     stream = opened(str(tmp_path / "a.jsonl"))
     with pytest.raises(RowsError, match="dataset: rows 0 to 3 are not the same for all ranks"):
@@ -348,7 +348,7 @@ def test_rows_that_are_left_out_for_their_length_are_counted(tmp_path, caplog):
     assert opened(path, max_prompt_length=2, truncation_strategy="delete", block=23).take(30) == whole.take(30)
     late = write(tmp_path / "b.jsonl", [{"prompt": "long", "answer": n} for n in range(9)] + [{"prompt": "a", "answer": 9}])
     assert answers(opened(late, max_prompt_length=2, truncation_strategy="delete", block=3).take(3)) == [9, 9, 9]
-    with pytest.raises(ConfigError, match="No row of the whole data set can be trained on: 9 are longer"):
+    with pytest.raises(ConfigError, match="No row of the data set can be used: 9 are longer"):
         opened(write(tmp_path / "b.jsonl", [{"prompt": "long"}] * 9), max_prompt_length=2, truncation_strategy="delete", block=3)
 
 

@@ -137,7 +137,7 @@ def test_a_cache_that_cannot_be_written_costs_only_time(data, model, tmp_path, m
     monkeypatch.setenv("MEGATRON_GRPO_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(prompts, "FEW", 2)
     assert opened(data, model)[1] == 20
-    assert "every rank tokenises the data set by itself" in caplog.text and "Not a directory" in caplog.text
+    assert "every rank tokenizes the whole data set" in caplog.text and "Not a directory" in caplog.text
 
 
 def test_a_full_disk_leaves_no_part_of_a_file(cache, data, model, monkeypatch, caplog):
