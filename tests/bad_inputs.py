@@ -655,7 +655,7 @@ def of_data() -> Iterator[Case]:
     yield Case(
         name="data: all longer than max_prompt_length",
         flags={"max_prompt_length": "1", "truncation_strategy": "delete"},
-        says=["leaves nothing", "max_prompt_length (1)"],
+        says=["leaves no rows", "max_prompt_length (1)"],
         commands=TRAIN,
     )
     yield Case(name="data: chats for a base model", flags=_base_model, says=["chat template", "d.jsonl line 1"], commands=TRAIN)

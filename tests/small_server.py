@@ -128,7 +128,9 @@ class _Handler(BaseHTTPRequestHandler):
         server = self.server_of
         server.asked.append(tuple(request.key for request in body.requests))
         if body.version != server.state.version:
-            return self._send(409, wire.encode_error(f"this server holds version {server.state.version}, not {body.version}"))
+            return self._send(
+                409, wire.encode_error(f"this server has version {server.state.version}, but version {body.version} was requested")
+            )
         self._stream(body)
 
     def _stream(self, body) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "quickstart"))
 from verdict import find_faults
 
-PUSH = re.compile(r"weights: version (\d+) came in")
+PUSH = re.compile(r"weights: received version (\d+) in")
 
 
 def pushes(log: Path) -> list[int]:

@@ -182,11 +182,11 @@ def _as_gone() -> Iterator[None]:
     try:
         yield
     except httpx2.TimeoutException as error:
-        raise ServerGoneError("it said nothing for too long", is_silent=True) from error
+        raise ServerGoneError("it did not respond in time", is_silent=True) from error
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         root = _root(error)
         if isinstance(root, ssl.SSLCertVerificationError):
-            who = f"its certificate is not vouched for ({root.verify_message}); vllm_server_ca names who does"
+            who = f"its certificate is not trusted ({root.verify_message}); set vllm_server_ca to its CA"
             raise ServerRefusedError(NOT_HTTP, who) from error
         number = root.errno if isinstance(root, OSError) and not isinstance(root, ssl.SSLError) else None
         if number is not None and number > 0:  # asyncio's own message differs and includes the address
@@ -281,7 +281,7 @@ def answer_of(call: Future[Answered], seconds: float) -> Answered:
 
 
 def _late(seconds: float) -> ServerGoneError:
-    return ServerGoneError(f"it has not answered within {seconds:.0f} s", is_silent=True)
+    return ServerGoneError(f"it did not respond within {seconds:.0f} s", is_silent=True)
 
 
 # ---- certificates and names
@@ -301,7 +301,7 @@ def trust_of(path: str | None) -> ssl.SSLContext | None:
     try:
         return ssl.create_default_context(cafile=path)
     except (ssl.SSLError, OSError) as error:
-        raise config_error("vllm_server_ca", f"vllm_server_ca ({path}) holds no certificates as PEM: {error}.") from error
+        raise config_error("vllm_server_ca", f"vllm_server_ca ({path}) is not a PEM file with certificates: {error}.") from error
 
 
 def new_incarnation() -> str:

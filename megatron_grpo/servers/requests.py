@@ -309,7 +309,7 @@ async def generate(
         if answer is None:
             return
         if answer.key not in left:
-            raise wire.MalformedMessageError(f"it answered {answer.key!r}, which it was not asked")
+            raise wire.MalformedMessageError(f"it returned a response for unknown request ID {answer.key!r}")
         request = left.pop(answer.key)
         is_one = answer.error is None and not answer.lacks
         if is_one and (wrong := fault_of_answer(answer.completions, request.n, body.version)):
@@ -318,7 +318,7 @@ async def generate(
 
     await member.server.stream("/generate", body, stream)
     if left:
-        raise ServerGoneError(f"its answer ended with {len(left)} of {len(body.requests)} {things} left")
+        raise ServerGoneError(f"its response ended with {len(left)} of {len(body.requests)} {things} missing")
 
 
 class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
@@ -403,7 +403,7 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
             number = by_key[request.key]
             if answer.error is not None:
                 # Not retried elsewhere: every server would reject the request, and each would look like a failed one.
-                raise RunError(f"{self._name_of(number)} cannot be answered: {answer.error}")
+                raise RunError(f"{self._name_of(number)} cannot be completed: {answer.error}")
             if answer.lacks:
                 member.image_keys.difference_update(answer.lacks)
                 return  # still unanswered, so it is sent again
@@ -416,8 +416,8 @@ class GenerationRequest(Calls[tuple[wire.SampledCompletion, ...]]):
     def _of_deadly(self, numbers: Sequence[int]) -> str:
         servers = ", ".join(self._router.deaths[numbers[0]])
         return (
-            f"{', '.join(map(self._name_of, numbers))}: in flight on {MOST_DEATHS} rollout servers as they died ({servers}), so it is not "
-            "asked a fourth time. Their logs say of what they died; the row can be taken out of the data set."
+            f"{', '.join(map(self._name_of, numbers))}: in flight on {MOST_DEATHS} rollout servers when they died ({servers}), so it is "
+            "not sent again. See the logs of these servers, or remove the row from the data set."
         )
 
 
@@ -433,8 +433,8 @@ def fault_of_answer(completions: Sequence[wire.SampledCompletion], n: int, versi
         A clause about the server, or None if they are valid.
     """
     if len(completions) != n:
-        return f"it drew {len(completions)} of {n} completions"
+        return f"it returned {len(completions)} of {n} completions"
     if ends := {one.reason for one in completions} - {*ENDS}:
-        return f"a completion ended with {ends.pop()!r}"
+        return f"a completion has finish reason {ends.pop()!r}"
     others = {span[0] for one in completions for span in one.versions} - {version}
     return f"it sampled with the weights of version {others.pop()}, not {version}" if others else None

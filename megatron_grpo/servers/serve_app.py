@@ -138,7 +138,7 @@ class App:
         """Answer POST /claim: give the server to a run. A new owner ends the requests of the old one, and there are no weights."""
         claim = await body_of(request, wire.Claim)
         if self.ownership.claim(claim):
-            self._print_line(f"run {printable(claim.run, repr)} has the server now")
+            self._print_line(f"claimed by run {printable(claim.run, repr)}")
             self._has_orphans = True
             await self._end_weight_epoch()
         if self._has_orphans:
@@ -152,7 +152,7 @@ class App:
         await body_of(request, wire.Nothing)
         self.ownership.release(request.headers.get(wire.INCARNATION))
         await self._end_weight_epoch()
-        self._print_line("the server is free")
+        self._print_line("released")
         return self._state()
 
     def _require_owner(self, request: Request) -> None:
@@ -178,8 +178,8 @@ class App:
         join = await body_of(request, wire.Join)
         if not (0 < join.seconds <= wire.LONGEST_JOIN and 0 < join.first_rank < join.world <= wire.MOST_MEMBERS):
             raise ValueError(  # no other request can change the server during a join
-                f"Join.seconds ({join.seconds:g}) is above 0 and at most {wire.LONGEST_JOIN:g}; Join.first_rank ({join.first_rank}) is "
-                f"above 0 and below Join.world ({join.world}), which is at most {wire.MOST_MEMBERS}"
+                f"Join.seconds ({join.seconds:g}) must be above 0 and at most {wire.LONGEST_JOIN:g}; Join.first_rank ({join.first_rank}) "
+                f"must be above 0 and below Join.world ({join.world}), which must be at most {wire.MOST_MEMBERS}"
             )
         async with self._changing:
             self._require_owner(request)
@@ -206,7 +206,7 @@ class App:
         async with self._changing:
             self._require_owner(request)
             if kind == "adapter" and not self.ownership.has_base:
-                raise RequestRefusedError("this server holds no base weights of this run; push them before an adapter")
+                raise RequestRefusedError("this server has no base weights of this run; send them before an adapter")
             weight_epoch = self.ownership.begin_push(keeps_base=kind == "adapter")
             await self._end_weight_epoch()
             try:
@@ -214,13 +214,13 @@ class App:
                 self.ownership.end_push(weight_epoch, version, is_base=is_base)
             except Exception as error:
                 self._metrics.pushes.labels(kind=kind, outcome="failed").inc()
-                self._print_line(f"a push of {kind} failed: {printable(error, most=wire.LONGEST_REFUSAL)}")
+                self._print_line(f"{kind} update failed: {printable(error, most=wire.LONGEST_REFUSAL)}")
                 raise
         seconds = time.monotonic() - started
         self._metrics.pushes.labels(kind=kind, outcome="came").inc()
         self._metrics.push_seconds.set(seconds)
         self._print_line(
-            f"{kind}: version {version} came in {seconds:.1f} s" if version is not None else f"{kind} came; an adapter is to follow"
+            f"{kind}: received version {version} in {seconds:.1f} s" if version is not None else f"{kind}: received; the adapter follows"
         )
         return self._state()
 
@@ -281,11 +281,11 @@ class App:
         self._require_owner(request)
         version = self.ownership.version
         if version is None:
-            raise RequestRefusedError("this server holds no weights of a version; push them first")
+            raise RequestRefusedError("this server has no weights; update the weights first")
         task, over = self._start(self._engine.score(asked)), self._over
         await _first([task, over])
         if over.done():
-            raise RequestRefusedError("the weights or the owner changed while this was scored")
+            raise RequestRefusedError("the weights or the owner changed during scoring")
         return _json(wire.ScoreResponse(version=version, logprobs=task.result()))
 
     async def metrics(self, request: Request) -> Response:
@@ -294,7 +294,7 @@ class App:
             raise HTTPException(404, "this server was started with --metrics false")
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
-    # ---- what ends with a tenure
+    # ---- requests that end with a weight epoch
 
     def _start(self, work: Coroutine[Any, Any, Done]) -> asyncio.Task[Done]:
         task = asyncio.ensure_future(work)
@@ -357,8 +357,8 @@ class FrozenApp(App):
 def _refused(name: str) -> Callable[[Request], Awaitable[Response]]:
     async def route(request: Request) -> Response:
         raise RequestRefusedError(
-            f"/{name} is refused: this server is frozen (serve --frozen true). It keeps the weights that it was started with, nobody may "
-            "claim it or push to it, and it scores tokens for runs whose teacher_model_server it is"
+            f"/{name} is not available: this server is frozen (serve --frozen true). It keeps its initial weights, cannot be claimed or "
+            "updated, and only scores tokens for runs that use it as teacher_model_server"
         )
 
     route.__name__ = name

@@ -101,7 +101,7 @@ class ServedEngine:
             tp, dp, gpus = rollout.vllm_tensor_parallel_size, cfg.serve.vllm_data_parallel_size, torch.cuda.device_count()
             product = f"vllm_tensor_parallel_size ({tp}) x vllm_data_parallel_size ({dp}) = {workers} workers"
             flags = "vllm_tensor_parallel_size", "vllm_data_parallel_size"
-            raise config_error(flags, f"{product}, and this machine shows {gpus} GPUs.")
+            raise config_error(flags, f"{product}, but this machine has {gpus} GPUs.")
         room = _room(serving, on_gpu=on_gpu)
         longest = serving.max_model_len or serving.shape.max_position_embeddings or 0
         # The engine's process logs the full reason of a failure; its first error is translated to a message about the settings.
@@ -158,7 +158,7 @@ class ServedEngine:
             for place, (one, what) in enumerate(zip(output.outputs, draws, strict=True))
         )
         if any(spans != version for one in sampled for spans, _, _ in one.versions):
-            raise RuntimeError(f"request {request.key} was not answered by version {version} alone")
+            raise RuntimeError(f"request {request.key} was not sampled entirely by version {version}")
         return wire.Answer(key=request.key, completions=sampled)
 
     def _told(self, output: Any, opening: int, place: int) -> np.ndarray | None:
@@ -193,10 +193,10 @@ class ServedEngine:
             return tuple(vllm_requests.scores(ids, fresh, cached))
 
         if len(all_images) != len(sequences) or any(one.key not in image_data for images in all_images for one in images):
-            raise ValueError("pictures are told for each sequence, and sent with them")
+            raise ValueError("image positions are required for each sequence, and the images must be sent with them")
         for ids in sequences:
             if not 2 <= len(ids) < self.max_model_len:
-                raise ValueError(f"a sequence of {len(ids)} tokens cannot be scored: it has from 2 to {self.max_model_len - 1}")
+                raise ValueError(f"a sequence of {len(ids)} tokens cannot be scored: it must have 2 to {self.max_model_len - 1} tokens")
         try:
             both = zip(sequences, all_images, strict=True)
             return tuple(await asyncio.gather(*(one(place, ids, images) for place, (ids, images) in enumerate(both))))
@@ -219,7 +219,7 @@ class ServedEngine:
         if not images:
             return {"prompt_token_ids": list(ids)}
         if bounds is None or not self.limit_images:
-            raise ValueError("the model sees no pictures" if bounds else "pictures come without bounds on their sizes")
+            raise ValueError("the model does not support images" if bounds else "images were sent without size bounds")
         files = [await asyncio.to_thread(decoded, image_data[one.key]) for one in images]
         size = {"shortest_edge": bounds.min_pixels, "longest_edge": bounds.max_pixels}
         return vllm_requests.prompt_with(ids, [(one.place, one.tokens) for one in images], files, mm_processor_kwargs={"size": size})
@@ -277,7 +277,7 @@ class ServedEngine:
 
         if self._room is None:
             raise WeightPushError(
-                "this server has no room for an adapter; start it with --tuner_type lora and the ranks and modules of the run"
+                "this server does not support adapters; start it with --tuner_type lora and the run's lora_rank and target_modules"
             )
         self._adapter = None
         self._num_adapters += 1
@@ -291,7 +291,7 @@ class ServedEngine:
             await self._all_workers(method, *args)
             await self._llm.update_weight_version(str(version))
             if not await self._llm.reset_prefix_cache():
-                raise WeightPushError("vLLM could not reset its prefix cache: some request is still running")
+                raise WeightPushError("vLLM could not reset its prefix cache: a request is still running")
             if self.limit_images:
                 await self._llm.reset_encoder_cache()  # image embeddings of the previous vision tower
         finally:

@@ -95,13 +95,13 @@ async def _answer(serving: Serving, engine: Any, listener: Listener, address: st
     answering = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
         if answering.done():
-            raise RunError(f"the server cannot listen: {answering.exception() or 'uvicorn says why above'}.")
+            raise RunError(f"The server cannot listen: {answering.exception() or 'see the error of uvicorn above'}.")
         await asyncio.sleep(0.01)
     if cfg.address_file is not None:
         write_whole(cfg.address_file, address + "\n")
         clean_up.add(lambda: _remove(Path(str(cfg.address_file)), address))
     kind = "ready, frozen," if cfg.frozen else "ready"
-    room = f", adapters to rank {engine.adapter_rank}" if engine.adapter_rank else ""
+    room = f", adapters up to rank {engine.adapter_rank}" if engine.adapter_rank else ""
     _print_line(f"{kind} at {address} ({engine.dtype}, {engine.max_model_len} tokens, {engine.max_num_seqs} sequences at once{room}); "
                "the token "
          f"is {serving.token_place}")  # fmt: skip
@@ -113,7 +113,7 @@ async def _answer(serving: Serving, engine: Any, listener: Listener, address: st
     server.should_exit = True
     await answering
     if died:
-        raise RunError("the engine of this server died; what it said is above. Start the server again.")
+        raise RunError("The engine of this server died; see its output above. Start the server again.")
 
 
 def _app(serving: Serving, engine: Any) -> Any:
@@ -226,8 +226,8 @@ def take_port(cfg: ServeConfig) -> Listener:
                 raise
             return _bound(cfg, shares=True)  # connections of an earlier server may stay in TIME_WAIT for a minute
     except OSError as error:
-        use = " Use another one; 0 is any free port." if error.errno == errno.EADDRINUSE else ""
-        said = f"host {cfg.host}, port {cfg.port} cannot be listened at: {error.strerror or error}.{use}"
+        use = " Use another port; 0 selects a free one." if error.errno == errno.EADDRINUSE else ""
+        said = f"Cannot listen on host {cfg.host}, port {cfg.port}: {error.strerror or error}.{use}"
         raise config_error(("host", "port"), said) from error
 
 
@@ -281,8 +281,8 @@ def _in_the_clear(serving: Serving, address: str) -> str | None:
         if ipaddress.ip_address(host).is_loopback:
             return None
     return (
-        f"WARNING: {address} is reached without TLS: the token, prompts and completions travel in the clear, and who reads the token can "
-        "do what the trainer can. Use --ssl_certfile. Weights travel beside HTTP, in the clear with TLS too."
+        f"WARNING: {address} has no TLS: the token, prompts and completions are sent unencrypted, and anyone who reads the token has "
+        "the trainer's permissions. Use --ssl_certfile. Weights are sent over separate connections, unencrypted even with TLS."
     )
 
 

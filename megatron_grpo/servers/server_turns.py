@@ -133,7 +133,7 @@ class ServerTurns:
 
     def _take(self, key: Key, request: wire.Request, answer: wire.Answer, version: int) -> None:
         if answer.error is not None:
-            raise RunError(f"{self._name_of(key)} cannot be answered: {answer.error}")
+            raise RunError(f"{self._name_of(key)} cannot be completed: {answer.error}")
         [one] = answer.completions
         sampled = SampledTurn(
             token_ids=tuple(one.tokens.tolist()),
@@ -163,7 +163,7 @@ class ServerTurns:
             if len(self._deaths.get(key, ())) >= MOST_DEATHS:
                 servers = ", ".join(self._deaths[key])
                 self._refusal = self._refusal or RunError(
-                    f"{self._name_of(key)}: in flight on {MOST_DEATHS} rollout servers as they died ({servers}), so it is not asked "
-                    "again. Their logs say of what they died; the row can be taken out of the data set."
+                    f"{self._name_of(key)}: in flight on {MOST_DEATHS} rollout servers when they died ({servers}), so it is not sent "
+                    "again. See the logs of these servers, or remove the row from the data set."
                 )
         self._changed.set()

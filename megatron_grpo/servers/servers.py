@@ -220,7 +220,7 @@ class ServerEngine:
                 name_of=lambda key: f"episode {key[1]} of prompt {key[0]} (data-set row {rows[key[0]]})",
             )  # fmt: skip
             try:
-                with activity.phase("playing episodes"):
+                with activity.phase("running episodes"):
                     while not player.advance(turns, SECONDS_BETWEEN_LOOKS, version=self.version):
                         if self.should_cancel():
                             raise CancelledError
@@ -233,7 +233,7 @@ class ServerEngine:
             parts.update(dealt(player.groups()))
             return 0
 
-        self._require_all(played, "{} turns are open", "{} turns are not drawn")
+        self._require_all(played, "{} turns are not sampled", "{} turns are not sampled")
         return [group for part in collectives.exchange(parts) for group in part]
 
     def begin(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> ServerGenerationFuture:
@@ -255,7 +255,7 @@ class ServerEngine:
             WeightSyncError: A weight push failed, or there was none.
         """
         if self.version == NO_VERSION:
-            raise WeightSyncError("the rollout servers hold no weights of a version: a weight push failed. Push them first.")
+            raise WeightSyncError("The rollout servers have no weights: a weight update failed. Sync the weights first.")
 
     def resume_request(self, question: GenerationRequest | None, *, is_anew: bool) -> None:
         """Wait on every rank until all prompts are answered. Collective.
@@ -275,7 +275,7 @@ class ServerEngine:
                 question.ask(broadcaster.server_group)
             return question.wait(self.should_cancel)
 
-        self._require_all(wait, "{} prompts are left", "{} prompts are not answered")
+        self._require_all(wait, "{} prompts are not completed", "{} prompts are not completed")
 
     def _require_all(self, work: Callable[[WeightBroadcaster], int], left: str, lost: str) -> None:
         """Execute `work` on rank 0. Collective.
@@ -292,13 +292,13 @@ class ServerEngine:
         def counted(broadcaster: WeightBroadcaster) -> int:
             if count := work(broadcaster):
                 broadcaster.server_group.print_line(
-                    f"{left.format(count)}, and no rollout server: the weights are pushed again as soon as one is there"
+                    f"{left.format(count)}, and no rollout server is available: weights are synced again as soon as one responds"
                 )
             return count
 
         if count := self._told(counted):
             version, self.version, self.has_base = self.version, NO_VERSION, False
-            raise WeightsLostError(f"no rollout server is left that has the weights of version {version}, and {lost.format(count)}")
+            raise WeightsLostError(f"No rollout server has the weights of version {version} any more, and {lost.format(count)}")
 
     def close(self) -> None:
         if self._broadcaster is not None:
@@ -374,7 +374,7 @@ def _group(prompt: Prompt, answers: Sequence[wire.SampledCompletion], *, returns
     experts: Sequence[np.ndarray | None] = [None] * len(answers)
     if returns_experts:
         if not all(one.experts is not None for one in answers):
-            raise InvalidRoutingError("a rollout server answered without the experts that it took.")
+            raise InvalidRoutingError("A rollout server returned no routed experts.")
         experts = of_group([cast(np.ndarray, one.experts) for one in answers], len(prompt.token_ids))
     return Group(prompt=prompt, completions=tuple(_completion(prompt, one, routes) for one, routes in zip(answers, experts, strict=True)))
 

@@ -65,20 +65,20 @@ class TeacherRequirements:
             The end of a sentence about the server, or None if it meets all requirements.
         """
         if not state.is_frozen:
-            return "takes weights of runs, and a teacher keeps its own: start it with --frozen true"
+            return "accepts weight updates, but the weights of a teacher must not change: start it with --frozen true"
         if state.vocabulary != self.vocabulary:
             return (
-                f"holds {state.model}, whose tokenizer has other words than the policy's: the same token ids would be other text. A "
-                "teacher is of the policy's family, with the same vocabulary"
+                f"serves {state.model}, whose vocabulary differs from the policy's, so the same token IDs stand for other text. Use a "
+                "teacher with the same tokenizer"
             )
         if state.vocab_size < self.vocab_size:
             return (
-                f"holds {state.model}, which knows {state.vocab_size} token ids, and the policy draws from {self.vocab_size}: it has no "
-                "log-prob for the last ones"
+                f"serves {state.model} with {state.vocab_size} token IDs, but the policy samples from {self.vocab_size}: it has no "
+                "log-probs for the last ones"
             )
         if state.max_model_len < self.max_model_len:
             return (
-                f"holds sequences of {state.max_model_len} tokens, and prompt, completion and one token more may have "
+                f"supports sequences of {state.max_model_len} tokens, but prompt plus completion plus one token may have "
                 f"{self.max_model_len}: start it with --vllm_max_model_len {self.max_model_len}"
             )
         return None
@@ -94,9 +94,9 @@ class TeacherServerGroup(ServerGroup):
         more: As for `ServerGroup`.
     """
 
-    WHOM, NONE = "the teacher", "no server of the teacher"
-    LOSS = "the teacher's server {} is given up until the next question: {}"
-    REFUSAL = "the teacher's server {} cannot score what was drawn: {}."
+    WHOM, NONE = "teacher servers", "No teacher server"
+    LOSS = "teacher server {} is not used until the next request: {}"
+    REFUSAL = "Teacher server {} cannot score the completions: {}."
     SAYS_WHO_IS_MISSING = False
 
     def __init__(self, *where: Any, needs: TeacherRequirements, should_cancel: Callable[[], bool] = lambda: False, **more: Any):
@@ -144,7 +144,7 @@ class TeacherServerGroup(ServerGroup):
             raise config_error(FLAG, f"{FLAG}: {error}.") from error
         answered = together(map(self._look_at, self.members.values()))
         wrong = [member for member in answered if member is not None and member.trouble is not None]
-        return [problem_with(FLAG, f"the teacher's server {member} {member.trouble}.") for member in wrong]
+        return [problem_with(FLAG, f"Teacher server {member} {member.trouble}.") for member in wrong]
 
     # ---- checks
 
@@ -173,7 +173,7 @@ class TeacherServerGroup(ServerGroup):
         self._fingerprint = self._fingerprint or state.fingerprint
         if state.fingerprint == self._fingerprint:
             return None
-        return f"holds {state.model} ({state.fingerprint}), and this run's teacher is another model ({self._fingerprint})"
+        return f"serves {state.model} ({state.fingerprint}), but this run's teacher is another model ({self._fingerprint})"
 
     # ---- log-probs
 
@@ -198,7 +198,7 @@ class TeacherServerGroup(ServerGroup):
             question.ask(self)
             if question.hangs and question.num_answered == before:
                 raise NoRolloutServerError(
-                    f"no server of the teacher has scored anything for {self.timeout:g} s (vllm_server_timeout): "
+                    f"No teacher server has scored a sequence for {self.timeout:g} s (vllm_server_timeout): "
                     f"{named(list(self.members.values()))}"
                 )
         return question.answers()
@@ -230,11 +230,11 @@ class _Question(Calls[np.ndarray]):
     def ask(self, teacher: TeacherServerGroup) -> None:
         """Wait until all is answered, or all servers that are used now are lost."""
         self._begin(teacher)
-        with activity.phase("asking the teacher", total=len(self._asked), unit="completions") as phase:
+        with activity.phase("computing teacher log-probs", total=len(self._asked), unit="completions") as phase:
             self._wait(phase, lambda: self.num_answered, teacher.should_cancel)
 
     def _of_deadly(self, numbers: Sequence[int]) -> str:
-        return "a completion was with three of the teacher's servers as they died: their logs say of what."
+        return "A completion was in flight on three teacher servers when they died. See their logs."
 
     async def _hear(self, member: ServerHandle, chunk: Chunk) -> None:
         asked = [self._asked[place] for place in chunk]
@@ -246,18 +246,20 @@ class _Question(Calls[np.ndarray]):
             activity.advance(0)
             if time.monotonic() - heard > self._timeout:
                 self.hangs = True
-                raise ServerGoneError(f"it lives, and has scored nothing for {self._timeout:g} s (vllm_server_timeout)", is_silent=True)
+                raise ServerGoneError(
+                    f"it responds, but has not scored a sequence for {self._timeout:g} s (vllm_server_timeout)", is_silent=True
+                )
             if not (found := wire.decode_line(wire.Scored, line)):
                 return
             place, logprobs = found.place, found.logprobs
             if not 0 <= place < len(chunk) or len(logprobs) != len(asked[place].ids) - asked[place].first:
-                raise wire.MalformedMessageError(f"it gave {len(logprobs)} log-probs for sequence {place} of {len(chunk)}")
+                raise wire.MalformedMessageError(f"it returned {len(logprobs)} log-probs for sequence {place} of {len(chunk)}")
             if not (np.isfinite(logprobs) & (logprobs <= LARGEST)).all():
-                raise RunError(f"the teacher ({member}) gives a drawn token a log-prob that no distribution has.")
+                raise RunError(f"The teacher ({member}) returned a log-prob that is positive or not finite.")
             left.discard(chunk[place])
             heard = time.monotonic()
             self._take(chunk[place], logprobs)
 
         await member.server.stream("/prompt_logprobs", body, stream)
         if left:
-            raise ServerGoneError(f"its answer ended with {len(left)} of {len(chunk)} sequences left")
+            raise ServerGoneError(f"its response ended with {len(left)} of {len(chunk)} sequences missing")

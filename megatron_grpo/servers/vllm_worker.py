@@ -86,7 +86,7 @@ class WeightTransferWorker:
                 wrong = take_adapter(self, number, config, named, modules)
         except LinkError as error:
             return str(error)
-        return f"did not arrive whole: {wrong}" if wrong else ""
+        return f"is incomplete: {wrong}" if wrong else ""
 
     def linked_as(self: Any, link: str) -> WeightReceiverWorker:
         """Return the joined link.

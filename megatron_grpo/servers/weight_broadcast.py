@@ -116,7 +116,7 @@ class WeightBroadcaster:
             lost = lost or scores.version != version  # restarted meanwhile, without the run's weights
             found[str(member)] = [list(row) for row in scores.logprobs]
         if lost:
-            raise ReceiverChangedError("a rollout server was lost before it had shown what it holds")
+            raise ReceiverChangedError("A rollout server was lost before it reported its weights")
         return found
 
     async def _scores_of(self, member: ServerHandle, body: wire.Score) -> wire.ScoreResponse:
@@ -125,7 +125,7 @@ class WeightBroadcaster:
     def _members(self) -> list[ServerHandle]:
         """Return the servers that are used. Raises ReceiverChangedError if all were lost since they were gathered."""
         if not (members := self.server_group.used):
-            raise ReceiverChangedError("no rollout server is left")
+            raise ReceiverChangedError("No rollout server is left")
         return members
 
     # ---- the link
@@ -153,7 +153,7 @@ class WeightBroadcaster:
         if failed or link is None:
             if link is not None:
                 link.drop()
-            raise ReceiverChangedError(f"the link to the rollout servers could not be made: {_said(failed) or broke}") from broke
+            raise ReceiverChangedError(f"Cannot create the link to the rollout servers: {_said(failed) or broke}") from broke
         self._link, self._linked = link, wanted
         return link
 
@@ -205,7 +205,7 @@ class WeightBroadcaster:
         is_anybody_lost = any(member.trouble is not None for member, _ in failed)
         self._failures = 0 if is_anybody_lost else self._failures + 1
         name = "a trial adapter" if update.version == NO_VERSION and update.kind != "weights" else f"version {update.version}"
-        sentence = f"the push of {name} failed: {_said(failed) or error}"
+        sentence = f"The weight sync of {name} failed: {_said(failed) or error}"
         return WeightSyncError(sentence) if self._failures > 1 else ReceiverChangedError(sentence)
 
     def close(self) -> None:

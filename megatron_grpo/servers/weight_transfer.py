@@ -83,7 +83,7 @@ class _Link:
                 nccl._timeout = limit
                 self._group = dist.ProcessGroupNCCL(prefixed, rank, world, nccl)
         except RuntimeError as error:
-            raise LinkError(f"no link of {world} members within {seconds:.0f} s: {_reason(error)}") from error
+            raise LinkError(f"the link of {world} members was not established within {seconds:.0f} s: {_reason(error)}") from error
 
     @property
     def is_whole(self) -> bool:
@@ -101,7 +101,7 @@ class _Link:
         # Nothing may be sent after a failed broadcast: gloo does not compare lengths, so a short message would be taken for the beginning
         # of the long one that a member still waits for.
         if self._group is None:
-            raise LinkError(f"the link {self.name} is gone")
+            raise LinkError(f"the link {self.name} is closed")
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         try:
@@ -215,13 +215,13 @@ class WeightReceiverWorker(_Link):
             while True:
                 mark, theirs, first, second = self._numbers(0, 0, 0, 0)
                 if theirs != number or mark not in _Mark.__members__.values():
-                    raise LinkError(f"message {number} of a push was expected on the link {self.name}, and ({mark}, {theirs}) came")
+                    raise LinkError(f"expected message {number} of a weight update on the link {self.name}, received ({mark}, {theirs})")
                 if mark == _Mark.GAVE_UP:
                     is_whole = True
-                    raise TransferCancelledError("the trainer gave up this push")
+                    raise TransferCancelledError("the trainer cancelled this weight update")
                 if mark == _Mark.END:
                     if first != count:
-                        raise LinkError(f"{count} of {first} tensors came")
+                        raise LinkError(f"received {count} of {first} tensors")
                     is_whole = True
                     return
                 bucket = self._receive(first, second)

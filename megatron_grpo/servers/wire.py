@@ -195,7 +195,9 @@ class SampledCompletion(Message, frozen=True, omit_defaults=True, eq=False):
             counts, ids = self.sampling_mask.counts, self.sampling_mask.ids
             if len(counts) != count or self.sampling_mask.at[0] != 0 or (counts < 0).any() or counts.sum() != len(ids):
                 by_counts = int(counts.sum())
-                raise ValueError(f"{len(ids)} kept words of {len(counts)} tokens, {by_counts} by their counts, for {count} tokens")
+                raise ValueError(
+                    f"a sampling mask of {len(ids)} IDs for {len(counts)} tokens, {by_counts} by its counts, for {count} tokens"
+                )
 
 
 class Answer(Message, frozen=True, omit_defaults=True, eq=False):
@@ -230,15 +232,15 @@ class PromptLogprobs(Message, frozen=True):
             A sentence, or None if the request is valid.
         """
         if len(self.first) != len(self.sequences):
-            return f"{len(self.first)} first tokens are told for {len(self.sequences)} sequences"
+            return f"`first` has {len(self.first)} entries for {len(self.sequences)} sequences"
         for ids, first in zip(self.sequences, self.first, strict=True):
             if not 1 <= first < len(ids) < max_model_len:
                 return (
-                    f"a sequence of {len(ids)} tokens cannot be scored from token {first} on: it has at most {max_model_len - 1} "
-                    "(max_model_len - 1) tokens, and the first one has no log-prob"
+                    f"a sequence of {len(ids)} tokens cannot be scored from token {first} on: at most {max_model_len - 1} "
+                    "(max_model_len - 1) tokens are supported, and the first one has no log-prob"
                 )
             if not 0 <= min(ids) <= max(ids) < vocab_size:
-                return f"token id {max(ids) if min(ids) >= 0 else min(ids)} is not among the {vocab_size} of the teacher's model"
+                return f"token id {max(ids) if min(ids) >= 0 else min(ids)} is outside the vocabulary of the teacher's model ({vocab_size})"
         return None
 
 
@@ -279,9 +281,9 @@ def decode(cls: type[Body], body: bytes | str) -> Body:
     try:
         return msgspec.json.decode(body, type=cls, dec_hook=_array)
     except msgspec.ValidationError as error:
-        raise MalformedMessageError(f"{cls.__name__} has another form: {error}") from error
+        raise MalformedMessageError(f"{cls.__name__} is malformed: {error}") from error
     except (msgspec.DecodeError, RecursionError) as error:
-        raise MalformedMessageError(f"{cls.__name__} comes as a body that is not JSON: {error}") from error
+        raise MalformedMessageError(f"the body of {cls.__name__} is not JSON: {error}") from error
 
 
 def encode_line(line: Struct) -> bytes:
@@ -303,7 +305,7 @@ def decode_line(cls: type[Body], line: bytes) -> Body | None:
         MalformedMessageError: The line has another form, or it does not end with a newline.
     """
     if not line.endswith(b"\n"):
-        raise MalformedMessageError("the stream of answers ends in the middle of a line")
+        raise MalformedMessageError("the response stream ends in the middle of a line")
     return decode(cls, line) if line.strip() else None
 
 
@@ -348,11 +350,11 @@ def fault_of(request: Request, max_model_len: int) -> str | None:
     """
     needed = len(request.ids) + request.max_tokens
     if any(one.place < 0 or one.tokens < 1 or one.place + one.tokens > len(request.ids) for one in request.images):
-        return f"a picture's place is not among its prompt's {len(request.ids)} tokens"
+        return f"an image position is outside its prompt of {len(request.ids)} tokens"
     if not request.ids:
         return "its prompt has no tokens"
     if request.n < 1 or request.max_tokens < 1 or not 0 <= request.seed < 2**63:
-        return f"n ({request.n}) and max_tokens ({request.max_tokens}) are at least 1, and seed ({request.seed}) is between 0 and 2**63"
+        return f"n ({request.n}) and max_tokens ({request.max_tokens}) must be at least 1, and seed ({request.seed}) between 0 and 2**63"
     if needed > max_model_len:
         return (
             f"its prompt has {len(request.ids)} tokens, and {len(request.ids)} + max_tokens ({request.max_tokens}) = {needed} exceeds the "

@@ -411,7 +411,7 @@ def push_wrong_tensors(rank, world, path, named, out):
             engine.take = lambda update: take(replace(update, tensors=change(update.tensors)))
 
         changed(lambda tensors: (pair for pair in tensors if pair[0] != norm))
-        with pytest.raises(WeightSyncError, match=rf"the push of version 1 failed: http://127.0.0.1:\d+: .*{norm}.*; http://"):
+        with pytest.raises(WeightSyncError, match=rf"The weight sync of version 1 failed: http://127.0.0.1:\d+: .*{norm}.*; http://"):
             weight_sync.sync_weights(1)
         changed(lambda tensors: ((name, tensor * 2 if name == norm else tensor) for name, tensor in tensors))
         with pytest.raises(WeightSyncError, match=r"\n  http://127.0.0.1:\d+: max .*\n  http://.*\n  every engine is wrong"):
@@ -438,7 +438,7 @@ def take_over(rank, world, path, named, out):
             raise AssertionError("two runs on one server")
         with trainer(rank, world, path, named, out, **again) as (_, second, its_publisher):
             its_publisher.sync_weights(0)
-            with pytest.raises(RunError, match="another process of this run has taken over"):
+            with pytest.raises(RunError, match="Another process of this run has claimed"):
                 weight_sync.sync_weights(1)
             assert second.generate(prompts(2), sampling(), seed=SEED)
 

@@ -193,7 +193,7 @@ def test_a_stranger_with_the_token_is_told_to_claim_and_changes_nothing(plain):
         status, says = refusal(lambda path=path, body=body: plain.call(path, body))
         assert status == 409 and "belongs to run 'a run'; claim it first" in says
     status, says = refusal(lambda: plain.claim("another run", "stranger"))
-    assert status == 409 and "run 'a run' owns this server (heard of 0 s ago" in says
+    assert status == 409 and "run 'a run' owns this server (last request 0 s ago" in says
     status, says = refusal(lambda: plain.claim("a run", "0"))
     assert status == 409 and "a later process of run 'a run'" in says
     plain.incarnation = mine
@@ -219,7 +219,7 @@ def give_up(link, server: Server, named) -> None:
     with pytest.raises(CancelledError):
         link.send(source(), 5000)
     status, says = refusal(told.answer)
-    assert status == 500 and "the trainer gave up this push" in says
+    assert status == 500 and "the trainer cancelled this weight update" in says
 
 
 def test_first_pushes_that_fail_in_any_way_do_not_spoil_the_first_that_comes_whole(plain, trainer, models):
@@ -258,7 +258,7 @@ def test_a_server_answers_by_no_weights_but_those_that_were_pushed_and_every_wor
             for one, other in zip(found[0][key].completions, found[1][key].completions, strict=True):
                 assert one.tokens.tolist() == other.tokens.tolist() and one.versions == ((version, 0, len(one.tokens)),)
     status, says = refusal(lambda: plain.call("/generate", asked(1)))
-    assert status == 409 and "holds version 2, and version 1 was asked for" in says
+    assert status == 409 and "has version 2, but version 1 was requested" in says
 
 
 @pytest.mark.parametrize("num", [0, 9])
@@ -515,7 +515,7 @@ def test_a_server_whose_engine_dies_in_a_push_ends_by_itself_and_the_others_take
     push(trainer.link(plain), weights(models[1]), plain, version=1)
     assert gap_of_samples(plain.generate(asked(1)), load_tiny(models[1])) < 1e-4
     assert lora.process.wait(60) == 1 and lora.has_left_nothing()
-    assert "the engine of this server died" in lora.log.read_text() and not lora.address_file.exists()
+    assert "The engine of this server died" in lora.log.read_text() and not lora.address_file.exists()
 
 
 def test_a_server_that_was_frozen_has_not_heard_of_the_weights_that_came_meanwhile(plain, trainer, models):
@@ -528,7 +528,7 @@ def test_a_server_that_was_frozen_has_not_heard_of_the_weights_that_came_meanwhi
     finally:
         os.kill(stopped, signal.SIGCONT)
     status, says = refusal(lambda: plain.call("/generate", asked(2)))
-    assert status == 409 and "holds version 1, and version 2 was asked for" in says
+    assert status == 409 and "has version 1, but version 2 was requested" in says
 
 
 def test_a_server_that_is_killed_leaves_no_engine(plain, trainer, models):

@@ -155,7 +155,7 @@ def refused(rank: int, world_size: int, flags: list[str]) -> str:
 def test_another_vocabulary_is_refused_before_a_model_loads(folder, named, teacher):
     flags = write_inputs(folder / "other", vocab=120)
     for words, sentence in (
-        (named, "whose tokenizer has other words than the policy's"),
+        (named, "whose vocabulary differs from the policy's"),
         (["--teacher_model", str(teacher[1])], "has a tokenizer with other words than the policy's"),
     ):
         [said] = run_ranks(refused, 1, [*flags, *words, "--output_dir", str(folder / "none")], env=ASKS)
@@ -168,7 +168,7 @@ def test_a_frozen_server_is_no_rollout_server(teacher, folder, named):
     flags = ["--vllm_mode", "server", "--vllm_server_host", f"@{teacher[0].address_file}", "--output_dir", str(folder / "none")]
     inputs = write_inputs(folder / "pushed")
     at = inputs.index("--vllm_kv_cache_memory_mb")
-    assert "is frozen, and takes no weights of a run" in run_ranks(refused, 1, [*inputs[:at], *flags], env=ASKS)[0]
+    assert "is frozen and accepts no weight updates" in run_ranks(refused, 1, [*inputs[:at], *flags], env=ASKS)[0]
 
 
 # ---- in the training ranks -------------------------------------------------------------------------------------------------------------

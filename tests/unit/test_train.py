@@ -428,10 +428,10 @@ def test_where_nobody_samples_any_more_the_run_is_saved_without_what_was_being_s
 
     def lost(prompt, place, version):
         if version == 2:
-            raise NoRolloutServerError("no rollout server answered")
+            raise NoRolloutServerError("No rollout server responded")
         return answers(prompt, place, version)
 
-    with pytest.raises(NoRolloutServerError, match=f"no rollout server answered; saved after optimizer step {4 - save_every} in out"):
+    with pytest.raises(NoRolloutServerError, match=f"No rollout server responded; saved after optimizer step {4 - save_every} in out"):
         train(run)
     assert len(logger.batches) == disk.saved[0].step == 4 - save_every
     assert disk.saved[0].num_prompts == disk.saved[3]["taken"] == 8

@@ -73,7 +73,7 @@ def test_every_line_that_is_not_json_is_counted_and_the_first_are_named(tmp_path
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n[1]\n' + "nonsense\n" * 5)
     with pytest.raises(ConfigError) as error:
         read_rows(str(tmp_path / "a.jsonl"))
-    assert "a.jsonl has 7 line(s) that are not JSON objects: line 2: Expecting value at column 12; line 3: a list" in str(error.value)
+    assert "a.jsonl has 7 line(s) that are not JSON objects: line 2: Expecting value at column 12; line 3: expected" in str(error.value)
     assert str(error.value).endswith("...")
     assert error.value.problems[0].flags == ("dataset",)
 
@@ -92,8 +92,8 @@ def test_bytes_that_are_no_text_are_named_by_line(tmp_path):
 
 @pytest.mark.parametrize(
     ("dataset", "message"),
-    [("", "is not given"), ("missing.jsonl", "does not exist. In its directory: empty.jsonl, here.jsonl"),
-     ("no/such/dir/a.jsonl", "nor does its directory"),
+    [("", "eval_dataset is missing"), ("missing.jsonl", "does not exist. Data files in its directory: empty.jsonl, here.jsonl"),
+     ("no/such/dir/a.jsonl", "and neither does its directory"),
      ("empty.jsonl", "has no rows"), ("a.csv", "'.csv'"), ("hollow", "is a directory without")],
 )  # fmt: skip
 def test_a_path_that_cannot_be_read_is_an_error_that_says_what_can(tmp_path, monkeypatch, dataset, message):

@@ -45,7 +45,7 @@ def test_so_many_rows_are_drawn_without_one_twice_before_all_have_come(sets):
     assert prompts(sets("a.jsonl#4"), dataset_shuffle=False) == whole[:4]
     more = prompts(sets("a.jsonl#23"))
     assert len(more) == 23 and sorted({more.count(one) for one in whole}) == [2, 3]
-    with pytest.raises(ConfigError, match="asks for 0 rows of 10"):
+    with pytest.raises(ConfigError, match="requests 0 of 10 rows"):
         prompts(sets("a.jsonl#0"))
 
 
@@ -71,7 +71,7 @@ def test_columns_get_their_names_here_and_a_name_that_is_nowhere_is_refused(sets
     assert rows.columns(1) == {"solution": 1}
     with pytest.raises(ConfigError, match="columns: the first row of dataset has no anser; it has prompt, answer"):
         prompts(sets("b.jsonl"), columns={"anser": "solution"})
-    with pytest.raises(ConfigError, match="has a column prompt already"):
+    with pytest.raises(ConfigError, match="already has a column prompt"):
         prompts(sets("b.jsonl"), columns={"answer": "prompt"})
 
 

@@ -97,7 +97,7 @@ def test_state_stays_small(ten):
 
 @pytest.mark.parametrize(
     ("change", "flag", "message"),
-    [({"seed": 8}, "seed", "seed 7, and this run has 8"), ({"shuffle": False}, "dataset_shuffle", "True, but this run has False")],
+    [({"seed": 8}, "seed", "seed 7, but this run has 8"), ({"shuffle": False}, "dataset_shuffle", "True, but this run has False")],
 )
 def test_restoring_under_another_order_is_refused(ten, change, flag, message):
     with pytest.raises(ConfigError, match=message) as error:

@@ -24,7 +24,7 @@ CHAT = [{"role": "user", "content": "a b"}]
 def test_a_file_without_line_ends_is_not_taken_into_memory(tmp_path):
     with (tmp_path / "a.jsonl").open("wb") as file:
         file.truncate(100 * LONGEST_LINE)
-    with pytest.raises(ConfigError, match="a.jsonl line 1 is longer than 64 MiB"):
+    with pytest.raises(ConfigError, match="a.jsonl line 1 is longer than the maximum of 64 MiB"):
         read_rows(str(tmp_path / "a.jsonl"))
 
 
@@ -49,7 +49,7 @@ def test_a_template_without_an_end_is_named_with_its_row(tmp_path):
 
     rows = rows_of(tmp_path, [{"prompt": prompt} for prompt in "abcd"])
     try:
-        with pytest.raises(ConfigError, match="not come to an end after 0.2 s with data.jsonl line 3"):
+        with pytest.raises(ConfigError, match="did not finish within 0.2 s for data.jsonl line 3"):
             tokenised(rows, encode, "dataset", seconds=0.2)
     finally:
         release.set()

@@ -257,7 +257,7 @@ def test_a_set_that_loses_its_rows_under_a_run_ends_it_by_a_sentence_and_does_no
     after = open_prompts(cfg, Letters(), seed=7)
     (tmp_path / "b.jsonl").write_text("")
     [problem] = after.problems_with(state)
-    assert "has fewer rows than when this run read it last" in problem.message
+    assert "has fewer rows than when this run last read it" in problem.message
 
 
 def test_a_file_that_is_gone_when_a_run_goes_on_is_told_by_a_sentence(tmp_path):
@@ -266,7 +266,7 @@ def test_a_file_that_is_gone_when_a_run_goes_on_is_told_by_a_sentence(tmp_path):
     before.take(10)
     Path(path).unlink()
     [problem] = after.problems_with(before.state())
-    assert problem.flags == ("dataset",) and "cannot be read any more: [Errno 2] No such file" in problem.message
+    assert problem.flags == ("dataset",) and "can no longer be read: [Errno 2] No such file" in problem.message
     before._held.clear()
     with pytest.raises(RunError, match="No such file"):
         before.row_of(0)
@@ -325,7 +325,7 @@ def test_a_rank_that_cannot_read_ends_all_ranks_at_the_same_place(tmp_path):
     with pytest.raises(RowsError, match="disk: gone. Fix these rows"):
         stream.take(1)
     stream = opened(str(tmp_path / "a.jsonl"))
-    with pytest.raises(RowsError, match="dataset: rows 0 to 3 are not the same for all ranks"):
+    with pytest.raises(RowsError, match="dataset: rows 0 to 3 differ between ranks"):
         stream.agree_by(lambda told: [told, ("", told[1] + 1)])
     stream = opened(write(tmp_path / "a.jsonl"), block=4)
     stream._going_on = None  # as after a resume
@@ -364,5 +364,5 @@ def test_rows_to_look_at_are_the_first_ones(tmp_path):
     assert len(rows_to_look_at(config(path, streaming=False), image_spec=None, is_blind=True, seed=0)) == 23
     stream = opened(path)
     assert stream.rows.is_beginning and stream.longest_prompt == 5 and stream.rows.fingerprint() == rows.fingerprint()
-    with pytest.raises(TypeError, match="nobody knows how many"):
+    with pytest.raises(TypeError, match="the number of prompts of a streamed data set is unknown"):
         len(stream)

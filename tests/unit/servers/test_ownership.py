@@ -31,9 +31,9 @@ def pushed(own: Ownership, incarnation: str = "1", version: int = 3) -> None:
 
 
 def test_a_server_that_started_holds_no_version_and_answers_nobody(own):
-    with pytest.raises(RequestRefusedError, match="belongs to nobody; claim it first"):
+    with pytest.raises(RequestRefusedError, match="has no owner; claim it first"):
         own.require("1")
-    with pytest.raises(RequestRefusedError, match="holds no weights of a version, and version 0 was asked for"):
+    with pytest.raises(RequestRefusedError, match="has no weights, but version 0 was requested"):
         own.require_version(0)
     with pytest.raises(RequestRefusedError):
         own.require(None)  # no header is not nobody's
@@ -42,7 +42,7 @@ def test_a_server_that_started_holds_no_version_and_answers_nobody(own):
 def test_another_run_is_refused_by_the_owners_name_until_the_lease_is_over(own, clock):
     pushed(own)
     clock.now += LEASE_SECONDS - 1
-    with pytest.raises(RequestRefusedError, match=r"run 'mine' owns this server \(heard of 59 s ago; the server is free 60 s after\)"):
+    with pytest.raises(RequestRefusedError, match=r"run 'mine' owns this server \(last request 59 s ago; it is released 60 s after that\)"):
         own.claim(Claim(run="other", incarnation="9"))
     own.require("1")  # heard of: the lease begins again
     clock.now += LEASE_SECONDS - 1
@@ -90,7 +90,7 @@ def test_there_is_no_version_from_the_first_byte_of_a_push_to_its_end(own):
     assert not own.has_base
     own.end_push(weight_epoch, 4, is_base=False)  # merged weights
     own.require_version(4)
-    with pytest.raises(RequestRefusedError, match="holds version 4, and version 3 was asked for"):
+    with pytest.raises(RequestRefusedError, match="has version 4, but version 3 was requested"):
         own.require_version(3)
     assert not own.has_base
 
@@ -121,7 +121,7 @@ def test_a_push_that_ends_after_the_owner_changed_gives_the_new_one_no_version(o
         own.release("1")
     else:
         own.begin_push(keeps_base=False)
-    with pytest.raises(RequestRefusedError, match="claimed anew while the push ran"):
+    with pytest.raises(RequestRefusedError, match="claimed again during the weight update"):
         own.end_push(weight_epoch, 4, is_base=True)
     assert own.version is None and not own.has_base
 

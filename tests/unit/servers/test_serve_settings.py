@@ -48,11 +48,11 @@ def test_everything_that_is_wrong_is_said_at_once_and_no_token_is_made(model, ho
                     "--ssl_certfile", str(home / "not.pem"), "--address_file", "/nowhere/at/all", "--vllm_gpu_memory_utilization", "2",
                     "--data_parallel_size", "0", "--surprise", "1", "--vllm_engine_kwargs", "max_num_seqs=3",
                     "--token_file", str(home / "token"))  # fmt: skip
-    for part in ("surprise is not a setting", "lr is a setting of the run, and `serve` does not read it",
+    for part in ("surprise is not a setting", "lr is a setting of `train` that `serve` does not read",
                  "port (70000) must be at least 0 and at most 65535. Use 65535", "data_parallel_size (0) must be at least 1. Use 1",
                  "vllm_engine_kwargs: max_num_seqs is the setting vllm_max_num_seqs here",
                  "vllm_gpu_memory_utilization (2.0) must be above 0 and at most 1", "not.pem) cannot be used",
-                 "address_file (/nowhere/at/all): /nowhere/at is no directory", "vllm_tensor_parallel_size (3): ",
+                 "address_file (/nowhere/at/all): /nowhere/at is not a writable directory", "vllm_tensor_parallel_size (3): ",
                  "999 tokens are longer than the model's max_position_embeddings (256)"):  # fmt: skip
         assert any(part in line for line in said), (part, said)
     assert not (home / "token").exists() and not default_token_file().exists()
@@ -60,12 +60,12 @@ def test_everything_that_is_wrong_is_said_at_once_and_no_token_is_made(model, ho
 
 @pytest.mark.parametrize(("argv", "says"), [
     ((), "model is missing"), (("--model", "/no/where"), "model (/no/where) does not exist"),
-    (("--model", "MODEL", "--ssl_keyfile", "k"), "name that with ssl_certfile"),
+    (("--model", "MODEL", "--ssl_keyfile", "k"), "needs a certificate. Set ssl_certfile"),
     (("--model", "MODEL", "--address_file", "/tmp"), "is a directory"),
-    (("--model", "MODEL", "--address_file", __file__), "holds something else than an address"),
+    (("--model", "MODEL", "--address_file", __file__), "does not contain an address"),
     (("--model", "MODEL", "--vllm_tensor_parallel_size", "0"), "must be at least 1"),
     (("--model", "MODEL", "--vllm_server_port", "1"), "vllm_server_port"),
-    (("--model", "MODEL", "--output_dir", "x"), "setting of the run"),
+    (("--model", "MODEL", "--output_dir", "x"), "setting of `train`"),
 ])  # fmt: skip
 def test_each_mistake_is_a_sentence(model, argv, says):
     assert any(says in line for line in problems(*(str(model) if word == "MODEL" else word for word in argv)))
@@ -126,11 +126,11 @@ def test_servers_that_start_together_agree_on_one_token(home):
 
 def test_the_variable_is_the_token_where_no_file_is_named(home, monkeypatch):
     monkeypatch.setenv("MEGATRON_GRPO_TOKEN", GOOD)
-    assert read_token(ServeConfig()) == (GOOD, "in the variable MEGATRON_GRPO_TOKEN")
+    assert read_token(ServeConfig()) == (GOOD, "in the environment variable MEGATRON_GRPO_TOKEN")
     assert read_token(ServeConfig(token_file=str(home / "new")))[0] == GOOD  # it is written there
     (home / "other").write_text("another-token-of-this-kind")
     (home / "other").chmod(0o600)
-    with pytest.raises(ConfigError, match="hold two tokens. Keep one of them"):
+    with pytest.raises(ConfigError, match="have different tokens. Remove one"):
         read_token(ServeConfig(token_file=str(home / "other")))
 
 
@@ -153,13 +153,13 @@ def test_a_token_that_others_can_read_or_guess_is_refused(home, token, mode, say
 def test_a_port_in_use_is_said_before_a_model_loads():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port {port} cannot be listened at: .*in use.* 0 is any free port"):
+        with pytest.raises(ConfigError, match=rf"Cannot listen on host .*, port {port}: .*in use.* 0 selects a free one"):
             take_port(ServeConfig(port=port))
-    with pytest.raises(ConfigError, match="host no.such.host.invalid, port 8000 cannot be listened at"):
+    with pytest.raises(ConfigError, match="Cannot listen on host no.such.host.invalid, port 8000"):
         take_port(ServeConfig(host="no.such.host.invalid"))
     with take_port(ServeConfig(port=0)) as loads:  # it does not listen yet
         port = loads.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port {port} cannot be listened at"):
+        with pytest.raises(ConfigError, match=f"Cannot listen on host .*, port {port}: "):
             take_port(ServeConfig(port=port))
 
 

@@ -94,7 +94,7 @@ def test_nobody_there_in_time_ends_the_run_with_their_names(fleet_of):
     server.close()
     with pytest.raises(NoRolloutServerError, match=f"within 0.4 s .vllm_server_timeout.: {server.address} .*refused"):
         fleet_of(server, timeout=0.4).gather()
-    with pytest.raises(NoRolloutServerError, match="none has written its address yet"):
+    with pytest.raises(NoRolloutServerError, match="no server has written its address yet"):
         fleet_of(timeout=0.4).gather()
 
 
@@ -116,7 +116,7 @@ def test_a_later_process_of_the_same_run_takes_over_and_the_earlier_one_ends(ope
     old.gather()
     old.gather()  # as often as it likes
     new.gather()
-    with pytest.raises(RunError, match="another process of this run has taken over"):
+    with pytest.raises(RunError, match="Another process of this run has claimed"):
         old.gather()
     assert server.claim.incarnation == "2"
     server.claim, server.state = None, replace(server.state, boot="second", owner=None)  # it was started again, which is another thing
@@ -128,13 +128,13 @@ def test_a_later_process_of_the_same_run_takes_over_and_the_earlier_one_ends(ope
     [
         (
             ServerRequirements(max_model_len=65),
-            "holds sequences of 64 tokens, and prompt and completion may have 65: .* --vllm_max_model_len 65",
+            "supports sequences of 64 tokens, but prompt plus completion may have 65: .* --vllm_max_model_len 65",
         ),
-        (ServerRequirements(max_model_len=64, adapter_rank=8), "has no room for adapters, and the run pushes one of rank 8"),
-        (ServerRequirements(max_model_len=64, returns_experts=True), "does not tell which experts it takes, .* --router_replay_mode R3"),
+        (ServerRequirements(max_model_len=64, adapter_rank=8), "does not support adapters, but the run syncs one of rank 8"),
+        (ServerRequirements(max_model_len=64, returns_experts=True), "does not return routed experts, .* --router_replay_mode R3"),
         (
             ServerRequirements(max_model_len=64, shape={"hidden_size": 64, "norm_epsilon": 1e-6, "rope.theta": 1e6, "num_layers": 2}),
-            r"a model \(m\) that computes otherwise than the run's: hidden_size 32 \(the run's: 64\), "
+            r"a model \(m\) that differs from the run's: hidden_size 32 \(the run's: 64\), "
             r"norm_epsilon 1e-05 \(the run's: 1e-06\), "
             r"rope.theta 10000.0 \(the run's: 1000000.0\), windows \[3\] \(the run's: None\)\. Start it with the run's",
         ),
@@ -165,12 +165,12 @@ def test_a_server_is_trusted_by_the_certificates_that_are_named_and_no_others(op
         Server(server.address, token=TOKEN, incarnation="1", trust=trust) for trust in (http.trust_of(str(certificate[0])), None)
     )
     assert of(trusted.state(as_owner=False)).version == 1
-    with pytest.raises(ServerRefusedError, match="its certificate is not vouched for .*; vllm_server_ca names who does"):
+    with pytest.raises(ServerRefusedError, match="its certificate is not trusted .*; set vllm_server_ca to its CA"):
         of(stranger.state(as_owner=False))
     with pytest.raises(ServerGoneError):
         of(Server(Address("127.0.0.1", server.address.port), token=TOKEN, incarnation="1").state(as_owner=False))
     (tmp_path / "no.pem").write_text("no certificate")
-    with pytest.raises(ConfigError, match="no.pem. holds no certificates as PEM"):
+    with pytest.raises(ConfigError, match="no.pem. is not a PEM file with certificates"):
         http.trust_of(str(tmp_path / "no.pem"))
 
 
@@ -287,7 +287,7 @@ def test_what_a_dead_server_had_goes_to_the_others(opened, fleet_of, half):
     asked.ask(found)
     assert asked.wait() == 0 and len(asked.answers) == 60
     assert [member.trouble for member in found.used] == [None] and str(found.used[0]) == str(good.address)
-    assert sum("is given up until the next push" in said for said in found.said) == 1
+    assert sum("is not used until the next weight sync" in said for said in found.said) == 1
 
 
 def test_where_nobody_is_left_the_question_goes_on_with_what_it_has(opened, fleet_of):
@@ -325,7 +325,7 @@ def test_an_error_of_a_prompt_ends_the_question_with_its_sentence(opened, fleet_
     found, asked = fleet_of(*servers), question(30)
     ready(servers, found)
     asked.ask(found)
-    with pytest.raises(RunError, match=r"prompt 7 \(data-set row 107\) cannot be answered: too long"):
+    with pytest.raises(RunError, match=r"prompt 7 \(data-set row 107\) cannot be completed: too long"):
         asked.wait()
     assert len(found.used) == 2  # no server is to blame
 
@@ -340,7 +340,7 @@ def test_a_prompt_that_kills_three_servers_is_named(opened, fleet_of):
     servers = [opened(SmallServer(lines)) for _ in range(4)]
     found, asked = fleet_of(*servers), question(16)
     ready(servers, found)
-    with pytest.raises(RunError, match=r"prompt 3 \(data-set row 103\): in flight on 3 rollout servers as they died"):
+    with pytest.raises(RunError, match=r"prompt 3 \(data-set row 103\): in flight on 3 rollout servers when they died"):
         for _ in range(4):
             asked.ask(found)
             asked.wait()
@@ -349,7 +349,7 @@ def test_a_prompt_that_kills_three_servers_is_named(opened, fleet_of):
 
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
-    [(dict(reason="abort"), "a completion ended with 'abort'"), (dict(versions=((0, 0, 3),)), "the weights of version 0, not 1")],
+    [(dict(reason="abort"), "a completion has finish reason 'abort'"), (dict(versions=((0, 0, 3),)), "the weights of version 0, not 1")],
 )
 def test_an_answer_that_is_none_is_a_server_lost(opened, fleet_of, wrong, sentence):
     def lines(server, body):

@@ -110,8 +110,8 @@ def test_a_row_of_several_contexts_is_scored_in_each_of_them_and_where_it_was_dr
 @pytest.mark.parametrize(
     ("state", "sentence"),
     [
-        (dict(is_frozen=False), "takes weights of runs, and a teacher keeps its own: start it with --frozen true"),
-        (dict(vocabulary="others"), "whose tokenizer has other words than the policy's"),
+        (dict(is_frozen=False), "accepts weight updates, but the weights of a teacher must not change: start it with --frozen true"),
+        (dict(vocabulary="others"), "whose vocabulary differs from the policy's"),
         (dict(vocab_size=99), "knows 99 token ids, and the policy draws from 100"),
         (dict(max_model_len=63), "start it with --vllm_max_model_len 64"),
     ],
@@ -126,7 +126,7 @@ def test_a_server_that_cannot_teach_this_run_is_named_before_it_begins(opened, s
 def test_two_servers_of_two_models_are_no_teacher_and_neither_is_one_with_another_token(opened):
     with pytest.raises(ConfigError, match="this run's teacher is another model"):
         teacher_of(opened(), opened(fingerprint="small")).gather()
-    with pytest.raises(ConfigError, match="Its token is another one than this run's"):
+    with pytest.raises(ConfigError, match="Its token differs from this run's"):
         teacher_of(opened(), token="not the one of these tests").gather()
 
 
@@ -158,7 +158,7 @@ def test_an_answer_that_makes_no_sense_is_asked_for_three_times_and_no_more(open
         right = scored(0, [-1.0] * (len(body.sequences[0]) - body.first[0] - 1))
         yield right.replace(b'"place":0', f'"place":{place}'.encode())
 
-    with pytest.raises(RunError, match="with three of the teacher's servers as they died"):
+    with pytest.raises(RunError, match="in flight on three teacher servers when they died"):
         teacher_of(opened(senseless)).logprobs(DRAWN[:1])
     assert len(calls) == 3
 
@@ -215,7 +215,7 @@ def alive(server, body):
 
 def test_a_server_that_lives_and_scores_nothing_is_waited_for_no_longer_than_any_other(opened):
     with pytest.raises(
-        NoRolloutServerError, match=r"has scored anything for 0\.3 s \(vllm_server_timeout\): .*it lives, and has scored nothing"
+        NoRolloutServerError, match=r"has scored a sequence for 0\.3 s \(vllm_server_timeout\): .*it responds, but has scored nothing"
     ):
         teacher_of(opened(alive), timeout=0.3).logprobs(DRAWN)
     assert is_right(teacher_of(opened(alive), opened(), timeout=0.3).logprobs(DRAWN))

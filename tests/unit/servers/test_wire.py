@@ -64,7 +64,7 @@ def test_every_field_is_looked_at(cls):
     def check(body):
         form = json.loads(wire.encode(body))
         for field in msgspec.structs.fields(cls):
-            with pytest.raises(wire.MalformedMessageError, match=rf"{cls.__name__} has another form: Expected .* - at `\$\.{field.name}"):
+            with pytest.raises(wire.MalformedMessageError, match=rf"{cls.__name__} is malformed: Expected .* - at `\$\.{field.name}"):
                 wire.decode(cls, json.dumps({**form, field.name: {} if get_origin(field.type) is tuple else [None]}))
             if field.required:
                 with pytest.raises(wire.MalformedMessageError, match=f"missing required field `{field.name}`"):
@@ -77,7 +77,7 @@ def test_every_field_is_looked_at(cls):
 
 @pytest.mark.parametrize(("body", "says"), [
     (b"{", "that is not JSON"), (b"\xff", "that is not JSON"), (b'{"sequences": [[NaN]]}', "that is not JSON"),
-    (b"[" * 100_000, "Expected `object`, got `array`"), (b"[]", "Score has another form: Expected `object`, got `array`"),
+    (b"[" * 100_000, "Expected `object`, got `array`"), (b"[]", "Score is malformed: Expected `object`, got `array`"),
     (b'{"sequences": [[1, true]]}', r"Expected `int`, got `bool` - at `\$.sequences\[0\]\[1\]`"),
     (b'{"sequences": [[1.5]]}', "Expected `int`, got `float`"), (b'{"sequences": [3]}', r"Expected `array`, got `int` - at `\$.sequences"),
     (b'{"sequences": [], "image_data": [{"key": "a", "data": "AAA"}]}', "Invalid base64"),
@@ -151,8 +151,8 @@ def test_lines_that_are_no_answers():
     short = right.replace(b'"logprobs":"AAAAAA=="', b'"logprobs":""')
     shorter, shortest = right.replace(at, two), right.replace(at, one)
     for line, says in ((whole[:-1], "in the middle of a line"), (whole[3:], "not JSON"),
-                       (shorter, "2 kept words of 2 tokens, 2 by their counts, for 1 tokens"), (b"[]\n", "Expected `object`"),
-                       (shortest, "2 kept words of 1 tokens, 1 by their counts, for 1 tokens"),
+                       (shorter, "sampling mask of 2 IDs for 2 tokens, 2 by its counts, for 1 tokens"), (b"[]\n", "Expected `object`"),
+                       (shortest, "sampling mask of 2 IDs for 1 tokens, 1 by its counts, for 1 tokens"),
                        (short, "0 log-probs for 1 tokens"), (b"{}\n", "missing required field `key`")):  # fmt: skip
         with pytest.raises(wire.MalformedMessageError, match=says):
             wire.decode_line(wire.Answer, line)
