@@ -137,7 +137,7 @@ def test_the_variable_is_the_token_where_no_file_is_named(home, monkeypatch):
 @pytest.mark.parametrize(("token", "mode", "says"), [
     (GOOD, 0o644, "can be read by others (mode 644). Say `chmod 600"),
     (GOOD, 0o660, "can be read by others"), ("short", 0o600, "at least 16"),
-    ("", 0o600, "holds 0 characters"), ("a token with spaces in it", 0o600, "without spaces"),
+    ("", 0o600, "has 0 characters"), ("a token with spaces in it", 0o600, "without spaces"),
     ("ein-Schlüssel-mit-ü-drin", 0o600, "at least 16"),
     ("two-lines-of-token\nsecond-line", 0o600, "at least 16"),
 ])  # fmt: skip
@@ -194,5 +194,5 @@ def test_a_frozen_server_takes_nothing_that_only_a_push_or_a_sampler_needs(model
     argv = ["--model", str(model), "--frozen"]
     for name, value in (("tuner_type", "lora"), ("router_replay_mode", "R2")):
         said = problems(*argv, f"--{name}", value)
-        assert any(f"so {name} ({value}) has no meaning" in line for line in said), said
+        assert any(f"{name} ({value}) has no effect with frozen true" in line for line in said), said
     assert check_serving(parse(argv)).cfg.serve.frozen

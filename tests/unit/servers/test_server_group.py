@@ -73,7 +73,7 @@ def test_a_run_waits_at_its_start_for_all_that_are_named_and_later_for_one(opene
     found = fleet_of(addresses=lambda: [first.address, address], timeout=1.0)
     assert [str(member) for member in found.gather()] == [str(first.address)]
     assert any("waiting for rollout servers" in said and str(address) in said and "refused" in said for said in found.said)
-    assert found.said[-1].startswith(f"the run begins without {address}")
+    assert found.said[-1].startswith(f"starting without {address}")
     said = len(found.said)
     found.gather()
     assert len(found.said) == said  # it is not waited for again
@@ -86,7 +86,7 @@ def test_a_run_that_is_started_again_begins_with_whoever_is_there(opened, fleet_
     second.close()
     found = fleet_of(first, second, timeout=60.0, waits_for_all=False)
     assert [str(member) for member in found.gather()] == [str(first.address)]
-    assert "refused" in found.said[0] and found.said[0].startswith(f"the run begins without {second.address}")
+    assert "refused" in found.said[0] and found.said[0].startswith(f"starting without {second.address}")
 
 
 def test_nobody_there_in_time_ends_the_run_with_their_names(fleet_of):

@@ -112,7 +112,7 @@ def test_a_row_of_several_contexts_is_scored_in_each_of_them_and_where_it_was_dr
     [
         (dict(is_frozen=False), "accepts weight updates, but the weights of a teacher must not change: start it with --frozen true"),
         (dict(vocabulary="others"), "whose vocabulary differs from the policy's"),
-        (dict(vocab_size=99), "knows 99 token ids, and the policy draws from 100"),
+        (dict(vocab_size=99), "with 99 token IDs, but the policy samples from 100"),
         (dict(max_model_len=63), "start it with --vllm_max_model_len 64"),
     ],
 )
@@ -144,7 +144,7 @@ def test_a_number_that_is_no_log_prob_ends_the_run(opened, value):
         for place, (ids, first) in enumerate(zip(body.sequences, body.first, strict=True)):
             yield scored(place, [value] * (len(ids) - first))
 
-    with pytest.raises(RunError, match="a log-prob that no distribution has"):
+    with pytest.raises(RunError, match="a log-prob that is positive or not finite"):
         teacher_of(opened(wrong)).logprobs(DRAWN)
 
 
@@ -193,7 +193,7 @@ def test_the_teacher_has_room_for_contexts_that_begin_with_more_than_a_prompt_of
 def test_nobody_there_is_waited_for_and_then_said_and_a_run_that_stops_waits_no_more(opened):
     gone = opened()
     gone.close()
-    with pytest.raises(NoRolloutServerError, match=r"no server of the teacher answered within 0\.3 s"):
+    with pytest.raises(NoRolloutServerError, match=r"No teacher server responded within 0\.3 s"):
         teacher_of(gone, timeout=0.3).gather()
     with pytest.raises(CancelledError):
         teacher_of(gone, should_cancel=lambda: True).gather()
@@ -215,7 +215,7 @@ def alive(server, body):
 
 def test_a_server_that_lives_and_scores_nothing_is_waited_for_no_longer_than_any_other(opened):
     with pytest.raises(
-        NoRolloutServerError, match=r"has scored a sequence for 0\.3 s \(vllm_server_timeout\): .*it responds, but has scored nothing"
+        NoRolloutServerError, match=r"has scored a sequence for 0\.3 s \(vllm_server_timeout\): .*it responds, but has not scored"
     ):
         teacher_of(opened(alive), timeout=0.3).logprobs(DRAWN)
     assert is_right(teacher_of(opened(alive), opened(), timeout=0.3).logprobs(DRAWN))

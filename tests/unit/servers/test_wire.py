@@ -76,7 +76,7 @@ def test_every_field_is_looked_at(cls):
 
 
 @pytest.mark.parametrize(("body", "says"), [
-    (b"{", "that is not JSON"), (b"\xff", "that is not JSON"), (b'{"sequences": [[NaN]]}', "that is not JSON"),
+    (b"{", "Score is not JSON"), (b"\xff", "Score is not JSON"), (b'{"sequences": [[NaN]]}', "Score is not JSON"),
     (b"[" * 100_000, "Expected `object`, got `array`"), (b"[]", "Score is malformed: Expected `object`, got `array`"),
     (b'{"sequences": [[1, true]]}', r"Expected `int`, got `bool` - at `\$.sequences\[0\]\[1\]`"),
     (b'{"sequences": [[1.5]]}', "Expected `int`, got `float`"), (b'{"sequences": [3]}', r"Expected `array`, got `int` - at `\$.sequences"),
@@ -88,7 +88,7 @@ def test_what_is_no_body_is_refused_by_a_sentence(body, says):
 
 
 def test_a_body_that_nests_without_end_is_no_json():
-    with pytest.raises(wire.MalformedMessageError, match="that is not JSON"):
+    with pytest.raises(wire.MalformedMessageError, match="Sampling is not JSON"):
         wire.decode(wire.Sampling, b'{"more": {"a": ' + b"[" * 100_000)
 
 
