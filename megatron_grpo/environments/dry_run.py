@@ -31,7 +31,7 @@ class PlayedEpisodes:
     def of(cls, groups: Sequence[Group]) -> PlayedEpisodes:
         """Summarize episodes.
 
-        `told` reads `8 episodes, 3.0 turns; done 6, error 2; the environment's reward 0.5`. `faults` lists the three most frequent errors
+        `told` reads `8 episodes, 3.0 turns; done 6, error 2; mean environment reward 0.5`. `faults` lists the three most frequent errors
         with their counts.
 
         Args:
@@ -45,7 +45,7 @@ class PlayedEpisodes:
         faults = Counter(record.numbers.fault for record in records if record.numbers.finish_reason in FAULTS)
         return cls(
             groups=groups,
-            told=f"{len(records)} episodes, {turns:.1f} turns; {how}; the environment's reward {given:.4g}",
+            told=f"{len(records)} episodes, {turns:.1f} turns; {how}; mean environment reward {given:.4g}",
             faults=[f"{count} of {len(records)} episodes: {fault}" for fault, count in faults.most_common(3)],
         )
 

@@ -201,13 +201,13 @@ class EpisodeRunner:
             else:
                 self._heard(episode, outcome.value)
         except CallTimeoutError:
-            self._finish(episode, "timeout", f"{kind} did not answer within {self.stage.timeout:g} s")
+            self._finish(episode, "timeout", f"{kind} did not return within {self.stage.timeout:g} s")
         except InvalidReplyError as nonsense:
             self._finish(episode, "nonsense", str(nonsense))
         except MemoryError:
             raise
         except ExitRequestedError as asked:
-            self._finish(episode, "error", f"{kind} asked the process to end with {asked}")
+            self._finish(episode, "error", f"{kind} tried to end the process with {asked}")
         except BaseException as raised:  # noqa: BLE001 - user code, or a template that rejects its messages
             said = printable(raised)
             self._finish(episode, "error", f"{kind} raised {type(raised).__name__}{': ' * bool(said)}{said}")
@@ -216,14 +216,14 @@ class EpisodeRunner:
         is_own = value is not None and list(value) == list(episode.opening) if isinstance(value, (list, tuple)) else False
         messages = tuple(value) if is_own else as_messages(value, who="start")
         if not messages:
-            raise InvalidReplyError("start returned no messages, and there is nothing to answer")
+            raise InvalidReplyError("start returned no messages")
         token_ids = episode.prompt.token_ids if is_own else None  # the data set's tokens, so all ranks and rounds use the same ones
         if not is_own and self._is_long(messages, self.stage.max_model_len):
-            raise InvalidReplyError(f"start returned more than the {self.stage.max_model_len} tokens that an episode may have in all")
+            raise InvalidReplyError(f"start returned more than the maximum of {self.stage.max_model_len} tokens of an episode")
         transcript = Trajectory(self.stage.template, messages, token_ids, history=self.stage.history)
         if not is_own and len(transcript.ids) >= self.stage.max_model_len:
             raise InvalidReplyError(
-                f"start returned {len(transcript.ids)} tokens, and an episode has room for {self.stage.max_model_len} in all, its turns too"
+                f"start returned {len(transcript.ids)} tokens, but an episode with its turns may have at most {self.stage.max_model_len}"
             )
         episode.transcript = transcript
         episode.messages, episode.num_opening = list(messages), len(messages)
@@ -231,8 +231,8 @@ class EpisodeRunner:
         if episode.transcript.opening != first:
             name = type(episode.environment).__name__
             raise InvalidReplyError(
-                f"start of {name} returned other messages for two episodes of one row (data-set row {episode.prompt.row}): it is a "
-                "function of the row alone, for GRPO compares answers to one question"
+                f"start of {name} returned different messages for two episodes of one row (data-set row {episode.prompt.row}); they may "
+                "depend on the row only, because GRPO compares completions of one prompt"
             )
         self._ask(episode)
 

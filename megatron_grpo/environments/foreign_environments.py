@@ -51,7 +51,7 @@ class TrlEnvironment(ToolEnvironment):
             if said is None:
                 return prompt
             if not isinstance(said, str):
-                raise InvalidReplyError(f"reset returned {describe_value(said)}, where a string or None should be")
+                raise InvalidReplyError(f"reset returned {describe_value(said)}; expected a string or None")
             return [*prompt[:-1], dict(prompt[-1], content=prompt[-1]["content"] + said)]
 
         return _then(self._object.reset(prompt=prompt, **self.columns), opening)

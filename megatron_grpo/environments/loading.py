@@ -54,9 +54,9 @@ def load_environment(cfg: Config, tokenizer: Any = None) -> type[Environment] | 
         except ConfigError as error:
             problems += error.problems
         except AttributeError:
-            problems.append(problem_with("tools", f"tools: {spec} has no name that a model could call; wrap it in a function."))
+            problems.append(problem_with("tools", f"tools: {spec} has no name by which a model could call it; wrap it in a function."))
     if not problems and len(functions) < len(turns.tools):
-        problems.append(problem_with("tools", f"tools ({' '.join(turns.tools)}) names two functions of one name."))
+        problems.append(problem_with("tools", f"tools ({' '.join(turns.tools)}) names two functions with the same name."))
     if problems:
         raise ConfigError(problems)
     if not functions:
@@ -78,15 +78,15 @@ def _environment(spec: str) -> type[Environment]:
     if made is None:
         raise config_error(
             "environment",
-            f"environment {spec} is no environment: a class that inherits megatron_grpo.environments.protocol.Environment, or one of TRL's "
-            "(reset, methods that are tools), Megatron-SWIFT's (reset, step) or verifiers' (env_response).",
+            f"environment {spec} is not an environment. Use a class that inherits megatron_grpo.environments.protocol.Environment, or one "
+            "for TRL (reset, methods that are tools), Megatron-SWIFT (reset, step) or verifiers (env_response).",
         )
     if made.step is Environment.step:
         raise config_error("environment", f"environment {spec} has no `step`.")
     try:
         json.dumps(list(made.tools))
     except (TypeError, ValueError) as error:
-        raise config_error("environment", f"environment {spec}: `tools` is a list of JSON schemas: {printable(error)}") from error
+        raise config_error("environment", f"environment {spec}: `tools` must be a list of JSON schemas: {printable(error)}") from error
     return made
 
 
@@ -108,14 +108,14 @@ def load_rollout_func(cfg: Config) -> Callable[..., Any] | None:
     found = user_object(spec, flag="rollout_func")
     wrong = None
     if inspect.isclass(found) or not callable(found):
-        wrong = f"{spec} is no function"
+        wrong = f"{spec} is not a function"
     elif inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
-        wrong = f"{spec} is a coroutine or a generator; it must return its completions. It may call the sampler from threads of its own"
+        wrong = f"{spec} is a coroutine or a generator. Use a function that returns completions; it may call the sampler from threads"
     else:
         try:
             inspect.signature(found).bind((), None)
         except (TypeError, ValueError) as error:
-            wrong = f"{spec} is called as {spec.rpartition(':')[2]}(prompts, sampler), which it does not take ({error})"
+            wrong = f"{spec} must accept the call {spec.rpartition(':')[2]}(prompts, sampler) ({error})"
     if wrong:
         raise config_error("rollout_func", f"rollout_func: {wrong}.")
     return found
@@ -194,8 +194,8 @@ def look_at(template: ChatTemplate, environment: type[Environment], *, history: 
         if rewritten and history == "template":
             which = "a turn" if "" in rewritten else f"a turn{rewritten[0]}"
             notes.append(
-                f"The chat template rewrites {which} once a message of role {role} has answered it: an episode of T such turns is T "
-                "contexts, and each is computed. --turn_history sampled keeps one, as it was drawn."
+                f"The chat template rewrites {which} when a message of role {role} follows it: an episode of T such turns has T contexts, "
+                "and each is computed. --turn_history sampled keeps one context, as it was sampled."
             )
     return [*notes, *_ends(template)]
 
@@ -208,13 +208,13 @@ def _rewrites(template: ChatTemplate, role: str, said: str, flag: str) -> bool:
     try:
         full = template.render([_QUESTION, {"role": "assistant", "content": prefill + said}, answer])
     except Exception as error:  # a template may raise anything
-        refused = f"{flag}: the chat template refuses a message of role {role}, of which answers would be: {printable(error)}"
-        raise config_error(flag, refused) from error
+        rejected = f"{flag}: the chat template rejects messages of role {role}, which the environment returns: {printable(error)}"
+        raise config_error(flag, rejected) from error
     if _ANSWER not in full:
         raise config_error(
             flag,
-            f"{flag}: the chat template shows nothing of a message of role {role}, so the model would answer without ever having seen one. "
-            "A template of the tokenizer that knows this role is needed, or an environment that answers as user.",
+            f"{flag}: the chat template drops messages of role {role}, so the model would not receive them. Use a tokenizer whose "
+            "template supports this role, or an environment that answers as user.",
         )
     return not full.startswith(opened + said)
 
@@ -227,6 +227,6 @@ def _ends(template: ChatTemplate) -> Iterator[str]:
     if marks and marks[0] not in template.end_ids:
         mark = marks[0]
         yield (
-            f"The chat template ends a turn with {template.decode([mark])!r} (token {mark}), and sampling does not stop there: every turn "
-            f"would run on, or be rewritten. --stop_token_ids {mark} stops it."
+            f"The chat template ends a turn with {template.decode([mark])!r} (token {mark}), but sampling does not stop at it: every turn "
+            f"would continue, or be rewritten. Use --stop_token_ids {mark}."
         )

@@ -114,11 +114,11 @@ def as_step_output(value: Any) -> StepOutput:
     if isinstance(value, tuple) and len(value) == 3:
         value = StepOutput(messages=() if value[0] is None else value[0], reward=value[1], done=value[2])
     if not isinstance(value, StepOutput):
-        raise InvalidReplyError(f"step returned {describe_value(value)}, where StepOutput or (messages, reward, done) should be")
+        raise InvalidReplyError(f"step returned {describe_value(value)}; expected StepOutput or (messages, reward, done)")
     if not (type(value.done) is bool or type(value.done).__name__ == "bool"):  # numpy's too
-        raise InvalidReplyError(f"step returned done = {describe_value(value.done)}, where True or False should be")
+        raise InvalidReplyError(f"step returned done = {describe_value(value.done)}; expected True or False")
     if not isinstance(value.metrics, Mapping):
-        raise InvalidReplyError(f"step returned metrics = {describe_value(value.metrics)}, where a dict of numbers should be")
+        raise InvalidReplyError(f"step returned metrics = {describe_value(value.metrics)}; expected a dict of numbers")
     return StepOutput(
         messages=as_messages(value.messages, who="step"),
         reward=None if value.reward is None else _number(value.reward, "the reward"),
@@ -133,7 +133,7 @@ def _number(value: Any, what: str) -> float:
             return found
     except OverflowError:  # a Python int may exceed the range of float
         pass
-    raise InvalidReplyError(f"step returned {describe_value(value)} as {what}, where a finite number should be")
+    raise InvalidReplyError(f"step returned {describe_value(value)} as {what}; expected a finite number")
 
 
 def as_messages(value: Any, *, who: str) -> tuple[Message, ...]:
@@ -147,16 +147,14 @@ def as_messages(value: Any, *, who: str) -> tuple[Message, ...]:
         InvalidReplyError: The value is not a list of messages, or a content is not a string.
     """
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Sequence):
-        raise InvalidReplyError(f"{who} returned {describe_value(value)}, where a list of messages should be")
+        raise InvalidReplyError(f"{who} returned {describe_value(value)}; expected a list of messages")
     for message in value:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidReplyError(f"{who} returned {describe_value(message)}, where {{'role': str, 'content': str}} should be")
+            raise InvalidReplyError(f"{who} returned {describe_value(message)}; expected {{'role': str, 'content': str}}")
         if isinstance(message.get("content"), (list, tuple)):
-            raise InvalidReplyError(
-                f"{who} returned {describe_value(message)}: its content is a list, and environments answer with text alone"
-            )
+            raise InvalidReplyError(f"{who} returned {describe_value(message)}: its content is a list, but environments support text only")
         if not isinstance(message.get("content"), str):
-            raise InvalidReplyError(f"{who} returned {describe_value(message)}, where {{'role': str, 'content': str}} should be")
+            raise InvalidReplyError(f"{who} returned {describe_value(message)}; expected {{'role': str, 'content': str}}")
     return tuple(_plain(message, who) for message in value)
 
 
@@ -170,9 +168,9 @@ def _plain(message: Message, who: str) -> Message:
         text = json.dumps(dict(message), ensure_ascii=False)
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidReplyError(f"{who} returned {describe_value(message)}, which is no text: {error.reason}") from error
+        raise InvalidReplyError(f"{who} returned {describe_value(message)}, which is not valid text: {error.reason}") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidReplyError(
-            f"{who} returned {describe_value(message)}, of which {error}: a message holds text, numbers, lists and dicts"
+            f"{who} returned {describe_value(message)}: {error}; a message may contain text, numbers, lists and dicts"
         ) from error
     return json.loads(text)

@@ -117,7 +117,7 @@ class RolloutFuncEngine:
         """
         contexts = [one.token_ids for one in asked] if token_ids is None else [tuple(int(i) for i in ids) for ids in token_ids]
         if len(contexts) != len(asked):
-            raise ValueError(f"{len(contexts)} contexts for {len(asked)} entries of prompts: one each")
+            raise ValueError(f"{len(contexts)} contexts for {len(asked)} entries of prompts; expected one each")
         requests = self._requests(asked, contexts, self.max_completion_length if max_tokens is None else max_tokens)
         self._ask(requests)
         return [self._told(request.sampled.result()) for request in requests]
@@ -128,10 +128,10 @@ class RolloutFuncEngine:
             room = min(most, self.max_model_len - len(ids))
             if not ids or room < 1:
                 raise ValueError(
-                    f"{one}: a context of {len(ids)} tokens, with max_tokens {most} and room for {self.max_model_len} tokens in all"
+                    f"{one}: a context of {len(ids)} tokens with max_tokens {most}; together they must have 1 to {self.max_model_len}"
                 )
             if beyond := [i for i in ids if not 0 <= i < self._own.limits.vocab_size]:
-                raise ValueError(f"{one}: {beyond[0]} is no token: ids are 0 to {self._own.limits.vocab_size - 1}")
+                raise ValueError(f"{one}: {beyond[0]} is not a token ID (0 to {self._own.limits.vocab_size - 1})")
             with self._lock:
                 count = self._counts[one.number, one.generation]
                 self._counts[one.number, one.generation] += 1
@@ -231,7 +231,7 @@ class RolloutFuncRunner:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_finished, timeout=SECONDS_BETWEEN_LOOKS)
         if time.monotonic() - self._heard_at > self.own.timeout and not self._waiting and not self._is_finished:
-            self.problem = f"has neither asked the sampler nor returned for {self.own.timeout:g} s (rollout_func_timeout)."
+            self.problem = f"has neither called the sampler nor returned for {self.own.timeout:g} s (rollout_func_timeout)."
             self._is_finished = True
             self.close()
 
@@ -305,7 +305,7 @@ class RolloutFuncSampler(PlayedSampler[RolloutFuncRunner]):
             RunError: The function failed on some rank (raised on every rank), or a prompt has images.
         """
         if any(prompt.images for prompt in prompts):
-            raise RunError("rollout_func does not go with pictures: what it returns has no place for them.")
+            raise RunError("rollout_func does not support images.")
         return super().generate(prompts, sampling, seed=seed)
 
     def _check(self) -> None:

@@ -97,7 +97,7 @@ def completions_of(
     for i, one in enumerate(asked):
         opening = one.token_ids if PROMPT not in columns else _ids(columns[PROMPT][i], limits, f"{PROMPT} of {one}")
         if openings.setdefault(one.number, opening) != opening:
-            raise InvalidRolloutOutputError(f"gave two {PROMPT} for one prompt ({one}): GRPO compares answers to one question.")
+            raise InvalidRolloutOutputError(f"returned two {PROMPT} for one prompt ({one}); GRPO compares completions of one prompt.")
         answer = _ids(columns[IDS][i], limits, f"{IDS} of {one}")
         mask = _mask(columns[MASK][i], answer, one) if MASK in columns else np.ones(len(answer), dtype=bool)
         logprobs = _logprobs(columns[LOGPROBS][i], mask, one)
@@ -118,23 +118,23 @@ def _columns(returned: Any, count: int) -> dict[str, Sequence[Any]]:
     """Return the returned lists by name, after checking that all required ones are present and have `count` entries."""
     if not isinstance(returned, Mapping):
         raise InvalidRolloutOutputError(
-            f"returned {_kind(returned)}, and a dict of lists is needed: {IDS} and {LOGPROBS}, an entry for each prompt given."
+            f"returned {_kind(returned)}; expected a dict of lists with {IDS} and {LOGPROBS}, one entry per prompt."
         )
     if strange := [name for name in returned if not isinstance(name, str)]:
-        raise InvalidRolloutOutputError(f"returned a dict with the name {strange[0]!r}, which is no string.")
+        raise InvalidRolloutOutputError(f"returned a dict with the key {strange[0]!r}; expected strings.")
     if missing := [name for name in (IDS, LOGPROBS) if returned.get(name) is None]:
         raise InvalidRolloutOutputError(
-            f"returned no {' and no '.join(missing)}: every drawn token is trained against the log-prob it was drawn with."
+            f"returned no {' and no '.join(missing)}: every sampled token is trained against the log-prob it was sampled with."
         )
     if wrong := [name for name in _NOT_MASKS if name in returned]:
-        raise InvalidRolloutOutputError(f"returned {', '.join(wrong)}, which nobody would read: the mask is called {MASK}, 1 for drawn.")
+        raise InvalidRolloutOutputError(f"returned {', '.join(wrong)}, which is not used. Use {MASK}, with 1 for sampled tokens.")
     if taken := [name for name in _NOT_COLUMNS if name in returned]:
-        raise InvalidRolloutOutputError(f"returned {', '.join(taken)}, a name under which reward functions get something else.")
+        raise InvalidRolloutOutputError(f"returned {', '.join(taken)}, a reserved argument name of reward functions.")
     columns = {name: _listed(values, name) for name, values in returned.items() if values is not None}
     for name, values in columns.items():
         if len(values) != count:
             raise InvalidRolloutOutputError(
-                f"returned {len(values)} {name} for {count} prompts: it is given each prompt as often as it has completions."
+                f"returned {len(values)} {name} for {count} prompts; it receives each prompt once per completion."
             )
     return columns
 
@@ -145,7 +145,7 @@ def _check_travels(others: Mapping[str, Any]) -> None:
         try:
             pickle.dumps(values)
         except Exception as error:
-            raise InvalidRolloutOutputError(f"returned {name}, which cannot be sent to the rank that judges: {error}.") from error
+            raise InvalidRolloutOutputError(f"returned {name}, which cannot be sent to the rank that computes rewards: {error}.") from error
 
 
 def _listed(values: Any, name: str) -> Sequence[Any]:
@@ -153,7 +153,7 @@ def _listed(values: Any, name: str) -> Sequence[Any]:
     if hasattr(values, "tolist"):
         values = values.tolist()
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Sequence):
-        raise InvalidRolloutOutputError(f"returned {name} that are {_kind(values)}, where a list should be.")
+        raise InvalidRolloutOutputError(f"returned {name} {_kind(values)}; expected a list.")
     return values
 
 
@@ -162,11 +162,11 @@ def _ids(values: Any, limits: Limits, what: str) -> tuple[int, ...]:
     for place, value in enumerate(listed):
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise InvalidRolloutOutputError(
-                f"returned {what} with {value!r} ({type(value).__name__}) at place {place}, which is no token id."
+                f"returned {what} with {value!r} ({type(value).__name__}) at index {place}, which is not a token ID."
             )
         if not 0 <= int(value) < limits.vocab_size:
             raise InvalidRolloutOutputError(
-                f"returned {what} with {value} at place {place}, which is no token (0 to {limits.vocab_size - 1}). Leave padding out."
+                f"returned {what} with {value} at index {place}, which is not a token ID (0 to {limits.vocab_size - 1}). Leave padding out."
             )
     return tuple(int(value) for value in listed)
 
@@ -174,9 +174,11 @@ def _ids(values: Any, limits: Limits, what: str) -> tuple[int, ...]:
 def _mask(values: Any, answer: Sequence[int], one: CompletionRequest) -> np.ndarray:
     listed = _listed(values, f"{MASK} of {one}")
     if len(listed) != len(answer):
-        raise InvalidRolloutOutputError(f"returned {len(listed)} values of {MASK} for {len(answer)} {IDS} of {one}: one each.")
+        raise InvalidRolloutOutputError(f"returned {len(listed)} values of {MASK} for {len(answer)} {IDS} of {one}; expected one each.")
     if wrong := [value for value in listed if not isinstance(value, (bool, Integral, float)) or value not in (0, 1)]:
-        raise InvalidRolloutOutputError(f"returned {MASK} of {one} with {wrong[0]!r}: 1 is drawn by the model, 0 is not.")
+        raise InvalidRolloutOutputError(
+            f"returned {MASK} of {one} with {wrong[0]!r}; expected 1 for tokens sampled by the model, and 0 for others."
+        )
     return np.array([bool(value) for value in listed], dtype=bool)
 
 
@@ -184,25 +186,26 @@ def _logprobs(values: Any, mask: np.ndarray, one: CompletionRequest) -> np.ndarr
     """Return float32 log-probs [tokens], 0 where the mask is False."""
     listed = _listed(values, f"{LOGPROBS} of {one}")
     if len(listed) != len(mask):
-        raise InvalidRolloutOutputError(f"returned {len(listed)} {LOGPROBS} for {len(mask)} {IDS} of {one}: one each, 0 where {MASK} is 0.")
+        expected = f"one each, 0 where {MASK} is 0"
+        raise InvalidRolloutOutputError(f"returned {len(listed)} {LOGPROBS} for {len(mask)} {IDS} of {one}; expected {expected}.")
     for place in np.flatnonzero(mask):
         value = listed[place]
         if isinstance(value, bool) or not isinstance(value, Real):
             raise InvalidRolloutOutputError(
-                f"returned {LOGPROBS} of {one} with {_kind(value)} at place {place}: one number for each drawn token."
+                f"returned {LOGPROBS} of {one} with {_kind(value)} at index {place}; expected one number per sampled token."
             )
         if not math.isfinite(value) or float(value) > ROUNDING:
             raise InvalidRolloutOutputError(
-                f"returned {LOGPROBS} of {one} with {value} at place {place}: the log of a probability is finite, at most 0."
+                f"returned {LOGPROBS} of {one} with {value} at index {place}; a log-prob is finite and at most 0."
             )
     return np.array([float(value) if sampled else 0.0 for value, sampled in zip(listed, mask, strict=True)], dtype=np.float32)
 
 
 def _check_lengths(opening: Sequence[int], answer: Sequence[int], mask: np.ndarray, limits: Limits, one: CompletionRequest) -> None:
     if not opening:
-        raise InvalidRolloutOutputError(f"returned empty {PROMPT} of {one}: nothing predicts the first token.")
+        raise InvalidRolloutOutputError(f"returned empty {PROMPT} of {one}; the first token needs a context.")
     if not mask.any():
-        raise InvalidRolloutOutputError(f"returned {one} without a token that the model drew: there is nothing to train in it.")
+        raise InvalidRolloutOutputError(f"returned {one} without a sampled token, so it cannot be trained.")
     if len(answer) > limits.max_completion_length:
         raise InvalidRolloutOutputError(
             f"returned {len(answer)} {IDS} of {one}, and max_completion_length is {limits.max_completion_length}."

@@ -39,9 +39,9 @@ def schema_of(function: Function) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise InvalidToolError(f"({function.__name__}) yields, and a tool returns its answer")
+        raise InvalidToolError(f"({function.__name__}) is a generator; a tool must return its result")
     if unnamed := [one.name for one in inspect.signature(function).parameters.values() if one.kind in _UNNAMED]:
-        raise InvalidToolError(f"({function.__name__}) takes {unnamed[0]} by its place alone, and a call names its arguments")
+        raise InvalidToolError(f"({function.__name__}) takes {unnamed[0]} by position only; a call passes arguments by name")
     try:
         return get_json_schema(function)
     except Exception as error:
@@ -76,10 +76,10 @@ def read_hermes(text: str) -> list[ToolCall]:
     """
     said = _behind_thoughts(text)
     if said is None:
-        return [ToolCall(error="the call stands in a <think> that has no </think>")] if "<tool_call>" in text else []
+        return [ToolCall(error="the call is inside a <think> without </think>")] if "<tool_call>" in text else []
     calls = [_of_json(body) for body in _CALL.findall(said)]
     if "<tool_call>" in _CALL.sub("", said):
-        calls.append(ToolCall(error="a <tool_call> has no </tool_call>"))
+        calls.append(ToolCall(error="a <tool_call> without </tool_call>"))
     return calls
 
 
@@ -100,15 +100,15 @@ def _of_json(body: str) -> ToolCall:
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:
-        return ToolCall(error=f"the call is no JSON: {error}")
+        return ToolCall(error=f"the call is not JSON: {error}")
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return ToolCall(error="the call is no JSON object with a name and arguments")
+        return ToolCall(error="the call is not a JSON object with a name and arguments")
     return _checked(found["name"], found.get("arguments", {}))
 
 
 def _checked(name: str, arguments: Any) -> ToolCall:
     if not isinstance(arguments, dict):
-        return ToolCall(name=name, error="the arguments are no JSON object")
+        return ToolCall(name=name, error="the arguments are not a JSON object")
     return ToolCall(name=name, arguments=arguments)
 
 
@@ -128,17 +128,15 @@ def reader(name: str, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Rea
     try:
         from vllm.tool_parsers import ToolParserManager
     except ImportError as error:
-        raise config_error(
-            "tool_call_parser", f"tool_call_parser ({name}) is a parser of vLLM, which is not installed beside the trainer. Use hermes."
-        ) from error
+        raise config_error("tool_call_parser", f"tool_call_parser ({name}) needs vLLM, which is not installed. Use hermes.") from error
     known = ToolParserManager.list_registered()
     if name not in known:
-        raise config_error("tool_call_parser", f"tool_call_parser ({name}): there is none of this name. There are {', '.join(known)}.")
+        raise config_error("tool_call_parser", f"Unsupported tool_call_parser ({name}). Supported: {', '.join(known)}.")
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
     except Exception as error:
         raise config_error(
-            "tool_call_parser", f"tool_call_parser ({name}) does not take this model's tokenizer: {printable(error)}"
+            "tool_call_parser", f"tool_call_parser ({name}) does not support this model's tokenizer: {printable(error)}"
         ) from error
     return _Parser(parser, tools)
 
@@ -177,7 +175,7 @@ class _Parser:
         try:
             arguments = json.loads(function.arguments or "{}")
         except (ValueError, RecursionError) as error:
-            return ToolCall(name=function.name, error=f"the arguments are no JSON: {error}")
+            return ToolCall(name=function.name, error=f"the arguments are not JSON: {error}")
         return _checked(function.name, arguments)
 
 

@@ -193,7 +193,7 @@ class Workers:
             try:
                 loop.run_forever()
             except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt leave run_forever
-                self.told.append(f"raised {type(error).__name__} in a task of its own")
+                self.told.append(f"raised {type(error).__name__} in a background task")
 
     async def _awaited(self, call: _Call, value: Awaitable[Any]) -> None:
         try:

@@ -226,8 +226,8 @@ def test_every_token_of_every_episode_is_accounted_for_whatever_environments_do(
                 assert one.is_failed == (one.finish_reason in FAULTS) == bool(one.record.numbers.fault)
             faults = {name: by_name[name].completions[0].record.numbers.fault for name in EXPECTED}
             assert faults["RaisesAtTurn2"] == "step raised KeyError: 'the second turn'"
-            assert faults["Exits"] == "step asked the process to end with SystemExit: 3"
-            assert faults["Sleeps"] == "step did not answer within 1 s" and faults["StartsBadly"] == "start raised OSError: no sandbox left"
+            assert faults["Exits"] == "step tried to end the process with SystemExit: 3"
+            assert faults["Sleeps"] == "step did not return within 1 s" and faults["StartsBadly"] == "start raised OSError: no sandbox left"
             for one in by_name["Injects"].completions:  # a forged turn would be two more marks of each kind
                 marks = Counter(one.sequence.token_ids[~one.sequence.mask].tolist())
                 assert marks[1] == 2 * one.record.numbers.num_turns
@@ -262,7 +262,8 @@ def test_a_loop_that_a_coroutine_holds_and_one_row_that_begins_in_two_ways(model
     [(held, free, anew)] = run_ranks(body, 1, timeout=120)
     assert {finish_reason for finish_reason, _ in held} == {"timeout"} and {finish_reason for finish_reason, _ in free} == {"max_turns"}
     assert Counter(finish_reason for finish_reason, _ in anew) == {"nonsense": 3, "max_turns": 1}
-    assert "start of StartsAnew returned other messages for two episodes of one row (data-set row 0)" in next(why for _, why in anew if why)
+    [fault] = {why for _, why in anew if why}
+    assert "start of StartsAnew returned different messages for two episodes of one row (data-set row 0)" in fault
 
 
 def drawn(groups):
@@ -306,5 +307,5 @@ def test_a_rank_of_an_engine_that_draws_other_tokens_is_caught():
             return []
 
     told = iter([([], b""), ([], b"another"), 0.0])
-    with pytest.raises(RuntimeError, match="ranks share a vLLM engine but drew different tokens"):
+    with pytest.raises(RuntimeError, match="ranks share a vLLM engine but sampled different tokens"):
         follow(Turns(), lambda: next(told), b"")

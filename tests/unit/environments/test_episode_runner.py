@@ -76,7 +76,9 @@ def test_what_does_not_fit_is_heard_and_not_encoded():
     assert one.record.messages[-1]["content"] == "more"
 
 
-@pytest.mark.parametrize(("count", "says"), [(200, "start returned 219 tokens, and an episode has room for 100"), (10**7, "more than the")])
+@pytest.mark.parametrize(
+    ("count", "says"), [(200, "start returned 219 tokens, but an episode with its turns may have at most 100"), (10**7, "more than the")]
+)
 def test_an_opening_that_does_not_fit_is_the_environments_fault_and_trains_nothing(count, says):
     class Long(More):
         def start(self, prompt):

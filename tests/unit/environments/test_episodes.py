@@ -181,7 +181,7 @@ def bare(x):
     [
         ({"environment": "mine.py:Nothing"}, "environment: mine.py has no function 'Nothing'"),
         ({"environment": "mine.py:Mute"}, "environment mine.py:Mute has no `step`."),
-        ({"environment": "mine.py:bare"}, "environment mine.py:bare is no environment"),
+        ({"environment": "mine.py:bare"}, "environment mine.py:bare is not an environment"),
         ({"environment": "mine"}, "environment (mine) is written path/to/file.py:name, or package.module:name."),
         ({"tools": ["mine.py:bare"]}, "tools: one of mine.py:bare has no schema: Cannot generate JSON schema for bare because it has no"),
         ({"tools": ["mine.py:bare", "mine.py:bare"]}, "names two functions of one name"),
@@ -211,8 +211,8 @@ def test_a_template_that_shows_no_tool_is_refused_and_one_that_rewrites_is_told(
         return look_at(ChatTemplate(chat_tokenizer(source), end_ids=end_ids), kind, history=history, flag="tools")
 
     assert look(TEMPLATE, Environment) == look(TEMPLATE, ToolEnvironment) == look(DROPS, Environment, "sampled") == []
-    assert "rewrites a turn once a message of role user has answered it" in look(DROPS, Environment)[0]
-    assert "--stop_token_ids 2 stops it" in look(TEMPLATE, Environment, end_ids=(0,))[0]
+    assert "rewrites a turn when a message of role user follows it" in look(DROPS, Environment)[0]
+    assert "Use --stop_token_ids 2." in look(TEMPLATE, Environment, end_ids=(0,))[0]
     blind = TEMPLATE.replace("message.content + '\\n</tool_response>", "'</tool_response>")
     refuses = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endfor %}" + TEMPLATE
     for source, sentence in (

@@ -74,10 +74,10 @@ def heard(text: str, tools=TOOLS):
         (call("say", text="</think>"), ["</think>"]),
         (f"It is so.</think>{call('say', text='</think>')}", ["</think>"]),
         (call("say", text="<tool_call>"), ["<tool_call>"]),
-        (f"<think>{call('say', text='x')}", ["Error: the call stands in a <think> that has no </think>"]),
+        (f"<think>{call('say', text='x')}", ["Error: the call is inside a <think> without </think>"]),
         (call("answers_badly"), ["Error: RuntimeError: no words"]),
         (call("say", times="often", loud=True), ["Error: text: Missing required argument; times: Input should be a valid integer, unable"]),
-        (f"{call('say', text='a')}<tool_call>{{bad</tool_call>", ["a", "Error: the call is no JSON"]),
+        (f"{call('say', text='a')}<tool_call>{{bad</tool_call>", ["a", "Error: the call is not JSON"]),
         ('<tool_call>{"name": "say", "arguments": {"text": "a", "text": "b"}}</tool_call>', ["b"]),
     ],
 )
@@ -160,7 +160,7 @@ def test_tools_beside_an_environment_leave_it_its_own_tools_and_its_reward_at_th
 
 @pytest.mark.parametrize("extra", [{"made": lambda: 1}, {"name": "\ud800"}, {"numbers": {1, 2}}])
 def test_messages_hold_what_can_be_sent_rendered_and_written(extra):
-    with pytest.raises(InvalidReplyError, match="a message holds text|no text"):
+    with pytest.raises(InvalidReplyError, match="a message may contain text|not valid text"):
         as_messages([{**USER, **extra}], who="step")
     kept = as_messages([{**USER, "content": type("Text", (str,), {})("x"), "tool_calls": ({"id": 1},)}], who="step")
     assert type(kept[0]["content"]) is str and kept[0]["tool_calls"] == [{"id": 1}]

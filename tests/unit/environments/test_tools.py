@@ -53,10 +53,10 @@ TOOLS = tool_set({"product": product, "slowly": slowly})
         (call("product", a=1), ["Error: b: Missing required argument"]),
         (call("divide", a=1, b=2), ["Error: no tool is called 'divide'; there are product, slowly"]),
         (call("slowly", word="leave"), ["Error: SystemExit: 3"]),
-        ("<tool_call>\n{'a': 1}\n</tool_call>", ["Error: the call is no JSON: Expecting property name enclosed in double quotes"]),
-        ('<tool_call>\n{"name": "product", "arguments": [1]}\n</tool_call>', ["Error: the arguments are no JSON object"]),
-        ('<tool_call>\n{"name": "product"', ["Error: a <tool_call> has no </tool_call>"]),
-        (f"{call('product', a=2, b=3)}<tool_call>", ["6", "Error: a <tool_call> has no </tool_call>"]),
+        ("<tool_call>\n{'a': 1}\n</tool_call>", ["Error: the call is not JSON: Expecting property name enclosed in double quotes"]),
+        ('<tool_call>\n{"name": "product", "arguments": [1]}\n</tool_call>', ["Error: the arguments are not a JSON object"]),
+        ('<tool_call>\n{"name": "product"', ["Error: a <tool_call> without </tool_call>"]),
+        (f"{call('product', a=2, b=3)}<tool_call>", ["6", "Error: a <tool_call> without </tool_call>"]),
     ],
 )
 def test_every_call_gets_an_answer(text, answers):
@@ -210,4 +210,4 @@ def test_vllms_parsers_read_calls_and_what_they_cannot_read_is_answered_with_an_
     call = ("product", {"a": 1, "b": 2}, "")
     assert found[0] == found[3] == [call] and found[2] == []
     assert found[1] == [("", {}, "the call cannot be read")] and found[4][0][2]
-    assert "does not take this model's tokenizer" in refused[0] and "there is none of this name" in refused[1]
+    assert "does not support this model's tokenizer" in refused[0] and "there is none of this name" in refused[1]

@@ -208,7 +208,7 @@ def test_an_environment_is_played_without_a_model(tmp_path, monkeypatch):
     (tmp_path / "data.jsonl").write_text('{"prompt": [{"role": "user", "content": "q"}], "answer": "7"}\n' * 2)
     words = "--model model --dataset data.jsonl --environment e.py:E --reward_funcs environment"
     found = dry_run(parse(words.split()).config, 2)
-    assert found.episodes["its answer"] == "2 episodes, 1.0 turns; done 2; the environment's reward 1"
+    assert found.episodes["its answer"] == "2 episodes, 1.0 turns; done 2; mean environment reward 1"
     assert found.rewards["environment"]["its answer"].scores == (1.0, 1.0) and "nothing" not in found.rewards["environment"]
     assert found.wrong == [
         "The environment, where the model says nothing: 2 of 2 episodes: step raised ZeroDivisionError: division by zero."
