@@ -17,9 +17,9 @@ SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of max_lora_ra
 
 # Measured: 1024 x 1024 weights of std 0.02, rank 8, alpha 32, lr 1e-5. The fraction of the update by which the merged weights are wrong.
 MERGED_BFLOAT16 = (
-    "the adapter is merged into bfloat16 weights for every push, and what is smaller than half a step of their grid is lost: at lr 1e-5 "
-    "98 % of the first step's update, 81 % of the first 10 together, 17 % of the first 100. The sampler then holds another policy than the "
-    "one that trains, and no check sees it."
+    "the adapter is merged into bfloat16 weights for every weight sync, which loses changes below half a rounding step: at lr 1e-5 "
+    "98 % of the first step's update, 81 % of the first 10 steps together, 17 % of the first 100. The sampler then uses another policy "
+    "than the trainer, and no check detects it."
 )
 
 
@@ -58,13 +58,13 @@ def lora_sync(cfg: Config, shape: ModelShape, *, on_gpu: bool | None, sampler_ob
     asked, obstacle = cfg.tuner.vllm_enable_lora, obstacle_to_adapter(settings, shape, on_gpu=on_gpu) or sampler_obstacle
     if asked and obstacle:
         raise ConfigError([Problem(flags=("vllm_enable_lora",), nearest={"vllm_enable_lora": [False]}, message=(
-            f"vllm_enable_lora true: the adapter cannot be pushed alone, for {obstacle}. Leave vllm_enable_lora out: merged weights are "
-            "pushed then."))])  # fmt: skip
+            f"vllm_enable_lora true: the adapter cannot be synced separately: {obstacle}. Leave vllm_enable_lora out to sync merged "
+            "weights."))])  # fmt: skip
     if asked or (asked is None and not obstacle):
         return LoraSync(kind="adapter", modules=modules, slot_rank=slot_rank(_named_rank(settings)) or 0)
     notes = []
     if obstacle:
-        notes.append(f"Note: the adapter is merged into the weights for every push, for {obstacle}.")
+        notes.append(f"Note: the adapter is merged into the weights for every weight sync: {obstacle}.")
     if (cfg.rollout.vllm_dtype or cfg.model.torch_dtype) == "bfloat16":
         way = "Use vllm_dtype float32" if obstacle else "Leave vllm_enable_lora out, or use vllm_dtype float32"
         notes.append(f"WARNING: {MERGED_BFLOAT16} {way}.")
@@ -94,14 +94,16 @@ def obstacle_to_adapter(settings: LoraSettings, shape: ModelShape, *, on_gpu: bo
         on_gpu: Whether the sampler runs on a GPU; None if the machine is unknown.
     """
     if slot_rank(_named_rank(settings)) is None:
-        return f"vLLM has room for ranks up to {SLOT_RANKS[-1]}, and the adapter's configuration names {_named_rank(settings)}"
+        return f"vLLM supports ranks up to {SLOT_RANKS[-1]}, but the adapter's configuration has {_named_rank(settings)}"
     targeted = [module for module in linear_modules(shape) if settings.rank_of(module.name)]
     if any(module.name.endswith(".kv_b_proj") for module in targeted):
-        return "vLLM folds kv_b_proj into latent attention as it loads, and would leave its adapter out"
+        return "vLLM merges kv_b_proj into latent attention when it loads a model, and would ignore its adapter"
     if any(module.is_expert for module in targeted):
         # None is an unknown machine: most have a GPU.
         return (
-            "vLLM adds adapters to experts with Triton alone, which a CPU has not" if on_gpu is False else _uneven_experts(settings, shape)
+            "vLLM needs Triton for adapters on experts, which is not available on a CPU"
+            if on_gpu is False
+            else _uneven_experts(settings, shape)
         )
     return None
 
@@ -120,4 +122,4 @@ def _uneven_experts(settings: LoraSettings, shape: ModelShape) -> str | None:
     uneven = [f"{layer}.experts" for (layer, _), found in ranks.items() if layer in layers and (len(found) > 1 or found == {0})]
     if not uneven:
         return None
-    return f"vLLM takes adapters on all three matrices of all experts of a layer, one rank a matrix, and {uneven[0]} has others"
+    return f"vLLM needs adapters on all three matrices of all experts of a layer, with one rank per matrix, unlike {uneven[0]}"

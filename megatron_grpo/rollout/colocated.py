@@ -170,7 +170,7 @@ class ColocatedEngine:
         adapter = self._adapter.request if self._adapter is not None else None
         player = begin(mine) if self._rank_in_engine == 0 else None
         turns, digest = self._turns(sampling, adapter), b""
-        with CleanUp(turns.abort), activity.phase("playing episodes"), vllm_patches.trainer_untouched():
+        with CleanUp(turns.abort), activity.phase("running episodes"), vllm_patches.trainer_untouched():
             while True:
                 if player is not None:
                     state = lead(player, turns, self.should_cancel, version=self.version)
@@ -204,7 +204,7 @@ class ColocatedEngine:
     def _require_weights(self) -> None:
         if self.version == NO_VERSION:
             raise WeightSyncError(
-                "the rollout engine holds no weights of a version: it slept at sleep_level 2, or a weight push failed. Push them first."
+                "The rollout engine has no weights: it slept at sleep_level 2, or a weight sync failed. Sync the weights first."
             )
 
     def take(self, update: WeightUpdate) -> None:
@@ -218,13 +218,9 @@ class ColocatedEngine:
 
     def _take_adapter(self, update: WeightUpdate) -> None:
         if self._adapter is None:
-            raise WeightSyncError(
-                f"the push of version {update.version} is an adapter, and the rollout engine was started without room for one."
-            )
+            raise WeightSyncError(f"Version {update.version} is an adapter, but the rollout engine was started without LoRA support.")
         if not self.has_base:
-            raise WeightSyncError(
-                f"the adapter of version {update.version} came to a rollout engine without the base weights it belongs to."
-            )
+            raise WeightSyncError(f"The rollout engine received the adapter of version {update.version}, but has no base weights for it.")
         self._adapter.take(update)
 
     def _take_weights(self, update: WeightUpdate) -> None:
@@ -234,7 +230,7 @@ class ColocatedEngine:
             more = {"has_tower": update.moves_tower, "is_tower_there": has_tower}
             (missing,) = self._llm.collective_rpc(self._weights.load, args=(update.tensors,), kwargs=more)
         if missing:
-            raise WeightSyncError(f"the push of version {update.version} {missing_sentence(missing)}")
+            raise WeightSyncError(f"The weight sync of version {update.version} {missing_sentence(missing)}")
         if update.moves_tower:
             self._forget_pictures()
         self._has_tower = True
@@ -292,7 +288,7 @@ class ColocatedEngine:
     def _forget_prefixes(self) -> None:
         # vLLM keeps the KV cache of the old weights, and would continue it with the new ones.
         if not self._llm.reset_prefix_cache():
-            raise WeightSyncError("vLLM could not reset its prefix cache: some request is still running.")
+            raise WeightSyncError("vLLM could not reset its prefix cache: a request is still running.")
 
     def _forget_pictures(self) -> None:
         # vLLM caches the old vision tower's outputs by image, and would reuse them.
@@ -400,7 +396,7 @@ class ColocatedEngine:
         for first in range(0, len(everyone), self._tensor_parallel_size):
             if len({sampled for _, sampled in everyone[first : first + self._tensor_parallel_size]}) > 1:
                 raise RuntimeError(
-                    f"ranks {first} to {first + self._tensor_parallel_size - 1} share a vLLM engine but drew different tokens"
+                    f"ranks {first} to {first + self._tensor_parallel_size - 1} share a vLLM engine but sampled different tokens"
                 )
         return answers
 
@@ -412,7 +408,7 @@ def _question(prompts: Sequence[Prompt], *asked: Any) -> str:
 
 def _refuse_different(questions: Iterable[str], what: str) -> None:
     if len(set(questions)) > 1:
-        raise RuntimeError(f"ranks asked the rollout engine for different prompts, settings or seeds; {what} is collective")
+        raise RuntimeError(f"ranks called the rollout engine with different prompts, settings or seeds; {what} is collective")
 
 
 def _digest(*parts: bytes) -> str:

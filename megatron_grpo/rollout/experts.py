@@ -56,10 +56,10 @@ class ExpertLayers:
             InvalidRoutingError: The array is missing or has another shape.
         """
         if routed is None:
-            raise InvalidRoutingError("vLLM returned no experts; it does with enable_return_routed_experts.")
+            raise InvalidRoutingError("vLLM returned no routed experts. Set enable_return_routed_experts.")
         if routed.ndim != 3 or routed.shape[1] <= self.layers[-1]:
             raise InvalidRoutingError(
-                f"vLLM returned experts of the form {routed.shape}, and the last layer with experts is {self.layers[-1]}."
+                f"vLLM returned routed experts of shape {routed.shape}, but the last layer with experts is {self.layers[-1]}."
             )
         return routed[:, self.layers].astype(np.int16)
 
@@ -74,9 +74,9 @@ class ExpertLayers:
         """
         experts, form = sequence.experts, (len(sequence.token_ids), len(self.layers), self.topk)
         if experts is None or experts.shape != form:
-            found = "no experts" if experts is None else f"experts of the form {experts.shape}"
+            found = "no routed experts" if experts is None else f"routed experts of shape {experts.shape}"
             raise InvalidRoutingError(
-                f"the sampler returned {found} for {form[0]} tokens; {form[1]} layers have experts, and a token takes {form[2]} in each."
+                f"The sampler returned {found} for {form[0]} tokens; expected {form[1]} layers with {form[2]} experts per token."
             )
         ids = np.sort(experts, axis=-1)
         is_wrong = (ids[..., 0] < 0) | (ids[..., -1] >= self.num_experts) | (ids[..., 1:] == ids[..., :-1]).any(axis=-1)
@@ -84,8 +84,8 @@ class ExpertLayers:
         if is_wrong.any():
             token, layer = np.argwhere(is_wrong)[0]
             raise InvalidRoutingError(
-                f"the sampler routed token {token} of a sequence to experts {experts[token, layer].tolist()} in layer "
-                f"{self.layers[layer]}. It must be {self.topk} different ones of {self.num_experts}, or -1 in all layers."
+                f"The sampler routed token {token} of a sequence to experts {experts[token, layer].tolist()} in layer "
+                f"{self.layers[layer]}; expected {self.topk} different ones of {self.num_experts}, or -1 in all layers."
             )
 
 

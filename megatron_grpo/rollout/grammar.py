@@ -26,7 +26,7 @@ def unreadable(cfg: Config) -> list[Problem]:
         if fault(bound) is None and (why := why_unreadable(bound)) is not None:
             name = next(name for name in ("regex", "json", "grammar", "structural_tag") if bound.get(name) is not None)
             what = REGEX if flag == REGEX else f"{flag}: {FIELD} {name}"
-            found.append(Problem(flags=(flag,), message=f"{what} ({bound[name]}) cannot be drawn by: {why}."))
+            found.append(Problem(flags=(flag,), message=f"{what} ({bound[name]}) cannot be used for sampling: {why}."))
     return found
 
 

@@ -78,7 +78,7 @@ class ScriptedEngine:
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> list[Group]:
         if self.version == NO_VERSION:
-            raise WeightSyncError("the scripted engine holds no weights: a weight push failed.")
+            raise WeightSyncError("The scripted engine has no weights: a weight sync failed.")
         groups = self._answered(prompts, sampling, self.version, self.should_cancel)
         if collectives.all_reduce_max(float(self.should_cancel())):
             raise CancelledError
@@ -109,11 +109,11 @@ class ScriptedEngine:
 
     def take(self, update: WeightUpdate) -> None:
         if not all(future.is_finished for future in self._futures):
-            raise WeightSyncError(f"version {update.version} was pushed to the scripted engine while it was answering prompts.")
+            raise WeightSyncError(f"Version {update.version} was sent to the scripted engine while it was sampling.")
         self._futures = []
         self.version = NO_VERSION  # until all of it has arrived
         if update.kind == "adapter" and not self.has_base:
-            raise WeightSyncError("the scripted engine has no base for an adapter.")
+            raise WeightSyncError("The scripted engine has no base weights for an adapter.")
         self.has_base = update.kind == "adapter"
         for _ in update.tensors:
             pass

@@ -233,7 +233,7 @@ def follow(turns: EngineTurns, receive: Callable[[], Any], digest: bytes) -> tup
     while not isinstance(heard := receive(), float):
         joining, expected = heard
         if expected != digest:
-            raise RuntimeError("ranks share a vLLM engine but drew different tokens")
+            raise RuntimeError("ranks share a vLLM engine but sampled different tokens")
         for key, token_ids, seed, max_tokens in joining:
             turns.submit(key, token_ids, seed=seed, max_tokens=max_tokens)
         digest = _digest(turns.poll())

@@ -160,8 +160,8 @@ def sampled(output: Any, sampling: SamplingSettings, vocab_size: int) -> tuple[l
     """
     if output.finish_reason == "error" and sampling.more.get(FIELD):
         raise ConfigError(
-            f"vLLM ended a completion with an error under {FIELD} {sampling.more[FIELD]}: no word of the model's vocabulary may come "
-            "next, for its tokenizer cannot write what is asked for; or the log of vLLM has another reason."
+            f"vLLM ended a completion with an error under {FIELD} {sampling.more[FIELD]}: no token of the model's vocabulary is "
+            "allowed next, because its tokenizer cannot express the required text; or see the log of vLLM for another reason."
         )
     logprobs = sampled_logprobs(output)
     if not sampling.returns_sampling_mask:
@@ -221,7 +221,7 @@ def whole_scores(ids: Sequence[int], output: Any) -> list[float]:
     """
     flat = output.prompt_logprobs
     if list(flat.token_ids) != list(ids[1:]):
-        raise RuntimeError(f"vLLM scored {len(flat.token_ids)} tokens of a sequence of {len(ids)}, or others than it was given")
+        raise RuntimeError(f"vLLM scored {len(flat.token_ids)} tokens of a sequence of {len(ids)}, or other tokens than it received")
     return list(flat.logprobs)
 
 
@@ -322,8 +322,8 @@ def difference(output: Any, token_ids: Sequence[int]) -> str | None:
     if theirs == [int(token) for token in token_ids]:
         return None
     return (
-        f"vLLM made {len(theirs)} tokens of a prompt with pictures, and the trainer {len(token_ids)}: the two do not see the same "
-        "(another max_pixels or min_pixels, or another image processor)"
+        f"vLLM has {len(theirs)} tokens for a prompt with images, but the trainer has {len(token_ids)}: they process images "
+        "differently (max_pixels, min_pixels or the image processor differs)"
     )
 
 
@@ -424,34 +424,34 @@ def problem_of(cfg: RolloutConfig, max_model_len: int, on_gpu: bool, error: str)
     """
     if "less than desired GPU memory utilization" in error:
         found = re.search(r"\(([\d.]+)/([\d.]+) GiB\)", error)
-        free = f"{found[1]} of {found[2]} GiB are free" if found else "less than that is free"
+        free = f"{found[1]} of {found[2]} GiB are free" if found else "less memory is free"
         share = int(100 * float(found[1]) / float(found[2])) / 100 if found else None
         return Problem(
             flags=["vllm_gpu_memory_utilization"], nearest={} if share is None else {"vllm_gpu_memory_utilization": [share]},
-            message=f"vllm_gpu_memory_utilization ({cfg.vllm_gpu_memory_utilization}): {free} on the GPU when vLLM starts, the policy "
-            f"being there already. Use {'less' if share is None else f'at most {share}'}, or offload_optimizer true and offload_model "
-            "true, which give the policy's memory away first.")  # fmt: skip
+            message=f"vllm_gpu_memory_utilization ({cfg.vllm_gpu_memory_utilization}): {free} on the GPU when vLLM starts after the "
+            f"policy. Use {'less' if share is None else f'at most {share}'}, or offload_optimizer true and offload_model true, which free "
+            "the policy's memory first.")  # fmt: skip
     if any(sign in error for sign in _NO_ROOM):
         return Problem(flags=["vllm_gpu_memory_utilization", "vllm_max_num_seqs"], message=(
-            "the GPU has no room for vLLM beside the policy. Use offload_optimizer true and offload_model true, which give the "
-            f"policy's memory away first; or a vllm_gpu_memory_utilization below {cfg.vllm_gpu_memory_utilization}, or a vllm_max_num_seqs "
-            f"below {cfg.vllm_max_num_seqs}. vLLM says: {error.splitlines()[0]}"))  # fmt: skip
+            "The GPU has not enough memory for vLLM beside the policy. Use offload_optimizer true and offload_model true, which free the "
+            f"policy's memory first; or a vllm_gpu_memory_utilization below {cfg.vllm_gpu_memory_utilization}, or a vllm_max_num_seqs "
+            f"below {cfg.vllm_max_num_seqs}. Error of vLLM: {error.splitlines()[0]}"))  # fmt: skip
     if "Error in memory profiling" in error:
         return Problem(flags=["vllm_gpu_memory_utilization"], message=(
-            "another process gave back memory of this GPU while vLLM measured how much there is: let nothing else run on it while a run "
-            f"starts. vLLM says: {error.splitlines()[0]}"))  # fmt: skip
+            "Another process freed memory of this GPU while vLLM measured the free memory. Run nothing else on the GPU while a run "
+            f"starts. Error of vLLM: {error.splitlines()[0]}"))  # fmt: skip
     if "KV cache" in error or "cache blocks" in error:
         flag = "vllm_gpu_memory_utilization" if on_gpu else "vllm_kv_cache_memory_mb"
         return Problem(flags=[flag, "vllm_max_model_len"], message=(
             f"{flag} ({getattr(cfg, flag)}) leaves a KV cache that cannot hold one sequence of {max_model_len} tokens. Raise it, or lower "
-            f"max_completion_length or vllm_max_model_len. vLLM says: {error}"))  # fmt: skip
+            f"max_completion_length or vllm_max_model_len. Error of vLLM: {error}"))  # fmt: skip
     if "derived max_model_len" in error:
         found = re.search(r"max_position_embeddings=(\d+)", error)
         positions = found[1] if found else "fewer"
         return Problem(flags=["vllm_max_model_len", "max_completion_length"], message=(
-            f"prompt and completion may have {max_model_len} tokens together, but the model was made for {positions} positions. "
+            f"Prompt plus completion may have {max_model_len} tokens, but the model supports {positions} positions. "
             "Lower max_completion_length, max_prompt_length or vllm_max_model_len."))  # fmt: skip
     if cfg.vllm_engine_kwargs:
         given = ", ".join(f"{name}={value}" for name, value in cfg.vllm_engine_kwargs.items())
-        return Problem(flags=["vllm_engine_kwargs"], message=f"vLLM does not start with vllm_engine_kwargs {given}. It says: {error}")
+        return Problem(flags=["vllm_engine_kwargs"], message=f"vLLM does not start with vllm_engine_kwargs {given}. Error of vLLM: {error}")
     return None

@@ -144,10 +144,10 @@ class Table:
 
     def _stranger(self, name: str, tensor: torch.Tensor) -> str:
         if name not in self.copies:
-            return f"{name} was pushed to the rollout engine, but is not among the {len(self.copies)} weights of its first push."
+            return f"{name} was sent to the rollout engine, but is not among the {len(self.copies)} weights of its first update."
         if tuple(tensor.shape) != self.shapes[name]:
-            return f"{name} was pushed with shape {list(tensor.shape)}; at the first push it had {list(self.shapes[name])}."
-        return f"{name} was pushed to the rollout engine twice in one push."
+            return f"{name} was sent with shape {list(tensor.shape)}; in the first update it had {list(self.shapes[name])}."
+        return f"{name} was sent to the rollout engine twice in one update."
 
 
 # ---- how the table is learned --------------------------------------------------------------------------------------------------------
@@ -272,10 +272,10 @@ class WeightLayoutRecorder(TorchDispatchMode):
         found = {weight: seen for weight in sorted(weights) if (seen := self._seen.pop((module, weight), None)) is not None}
         for weight in sorted(weights):
             if weight not in found or not found[weight].covers_all_once():
-                return f"it was not seen where each part of {path}.{weight} comes from"
+                return f"the source of each part of {path}.{weight} is unknown"
         names = {name for seen in found.values() for name, _, _ in seen.copies}
         if lost := names - self._clones.keys():
-            return f"{min(lost)} becomes a part of {path} and of another layer"
+            return f"{min(lost)} is copied to {path} and to another layer"
         live = {weight: TensorForm.of(getattr(module, weight)) for weight in found}
         unit = Unit(
             module=module, loaded={weight: seen.form for weight, seen in found.items()}, live=live,
@@ -287,7 +287,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
             for name, to, part in seen.copies:
                 self._table.copies[name].append(Copy(len(self._table.units), weight, to, part))
         self._table.units.append(unit)
-        return "" if self._try(unit, names) else f"{path} has other bits when it is loaded without vLLM"
+        return "" if self._try(unit, names) else f"{path} differs when it is loaded without vLLM"
 
     def _is_packed(self, module: torch.nn.Module, weight: str) -> bool:
         return module in self.packed and weight in vllm_patches.PACKED_OF_EXPERTS

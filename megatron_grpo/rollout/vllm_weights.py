@@ -69,7 +69,7 @@ class WeightLoader:
                 missing = self._reload(worker, model, kept_whole(named))
                 vllm_patches.pack_experts(model.modules(), self.pack)
             vllm_patches.pack_heads(model, self.pack)
-        refuse_changed(worker, before, "the push", besides=self._loaded_buffers)
+        refuse_changed(worker, before, "The weight update", besides=self._loaded_buffers)
         return _unless_there(missing, has_tower, is_tower_there)
 
     def _learn(self, worker: Any, model: torch.nn.Module, named: Named, *, has_tower: bool, is_tower_there: bool) -> list[str]:
@@ -82,7 +82,7 @@ class WeightLoader:
             if table is not None:
                 self.tables[has_tower] = table
         if self.reason is not None:
-            logger.warning("Pushed weights go through vLLM's own reload, which is slower: %s.", self.reason)
+            logger.warning("Weight updates use vLLM's own reload, which is slower: %s.", self.reason)
         return missing
 
     def _reload(self, worker: Any, model: Any, named: Named) -> list[str]:
@@ -115,7 +115,7 @@ def refuse_changed(worker: Any, before: dict[str, torch.Tensor], what: str, *, b
         if name not in besides and (name not in before or name not in now or not is_bitwise_equal(before[name], now[name]))
     )  # fmt: skip
     if changed:
-        raise WeightSyncError(f"{what} changed {len(changed)} of the engine's tensors that are no weights: {', '.join(changed[:4])}.")
+        raise WeightSyncError(f"{what} changed {len(changed)} of the engine's tensors that are not weights: {', '.join(changed[:4])}.")
 
 
 def _reload(worker: Any, model: Any, named: Named) -> tuple[set[str], set[str]]:
@@ -155,7 +155,7 @@ def missing_sentence(missing: list[str]) -> str:
     Args:
         missing: Names of the weights that did not arrive.
     """
-    return f"left {len(missing)} of the engine's weights as they were: {', '.join(missing[:8])}{', ...' * (len(missing) > 8)}"
+    return f"did not change {len(missing)} of the engine's weights: {', '.join(missing[:8])}{', ...' * (len(missing) > 8)}"
 
 
 # ---- weights that vLLM copies past their loaders -------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def sampler_obstacle(architecture: str, *, on_gpu: bool) -> str | None:
     known = ModelRegistry.models.get(architecture)
     if known is not None and supports_lora(known.load_model_cls()):
         return None
-    return f"vLLM's {architecture} takes no adapters"
+    return f"vLLM's {architecture} does not support adapters"
 
 
 class AdapterSlot:
@@ -273,7 +273,7 @@ class AdapterSlot:
         with vllm_patches.trainer_untouched():
             (wrong,) = self._llm.collective_rpc(take_adapter, args=(self._number, update.config, update.tensors, self._modules))
         if wrong:
-            raise WeightSyncError(f"the adapter of version {update.version} did not arrive whole: {wrong}.")
+            raise WeightSyncError(f"The adapter of version {update.version} is incomplete: {wrong}.")
         self.request = adapter_request(self._number, update.version)
 
     def drop(self) -> None:
@@ -313,13 +313,13 @@ def take_adapter(
     tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
     sent = {module_of(name) for name in tensors}
     wrong = {
-        "came with one of their two matrices": {module for module in sent if not {module + A, module + B} <= tensors.keys()},
-        "have an adapter in this run and were not sent": set(modules) - sent,
-        "were sent and have no adapter in this run": sent - set(modules),
+        "arrived with one of their two matrices": {module for module in sent if not {module + A, module + B} <= tensors.keys()},
+        "have an adapter in this run but were not sent": set(modules) - sent,
+        "were sent but have no adapter in this run": sent - set(modules),
     }
     if not any(wrong.values()):
         ignored = sent - set(_receive(worker, number, config, tensors))
-        wrong = {"were ignored by vLLM, which has no such modules or gives them no adapter": ignored}
+        wrong = {"were ignored by vLLM, which has no such modules or does not support adapters on them": ignored}
     return "; ".join(f"{len(names)} modules {what} ({_some(names)})" for what, names in wrong.items() if names)
 
 

@@ -194,7 +194,7 @@ def test_no_older_adapter_answers_and_a_new_base_drops_the_adapter(model_path):
         # All weights anew, as after sleep_level 2: they drop the adapter, and the policy sends it after them.
         engine.take(WeightUpdate(kind="weights", version=NO_VERSION, tensors=policy.base()))
         assert engine.version == NO_VERSION and engine.has_base
-        with pytest.raises(WeightSyncError, match="holds no weights of a version"):
+        with pytest.raises(WeightSyncError, match="The rollout engine has no weights"):
             engine.generate(PROMPTS, SAMPLING, seed=1)
         np.testing.assert_allclose(engine.score(engine.probes()), untouched, atol=1e-5)
         engine.version, engine.has_base = NO_VERSION, False
@@ -204,7 +204,7 @@ def test_no_older_adapter_answers_and_a_new_base_drops_the_adapter(model_path):
         # Merged weights are no base of any adapter.
         engine.take(WeightUpdate(kind="merged", version=14, tensors=policy.merged()))
         assert check_weights(policy, engine, version=14).logp_difference_max < 1e-4 and not engine.has_base
-        with pytest.raises(WeightSyncError, match="without the base weights it belongs to"):
+        with pytest.raises(WeightSyncError, match="but has no base weights for it"):
             engine.take(WeightUpdate(kind="adapter", version=15, tensors=policy.adapter().items(), config=policy.config))
         assert give(16).num_tensors == stats.num_tensors
 
@@ -223,10 +223,10 @@ def test_modules_that_do_not_arrive_are_named(model_path):
         with pytest.raises(WeightSyncError, match=r"1 modules have an adapter in this run and were not sent \(model.layers.1.self_attn.v_"):
             offered(lambda name, tensor: None if "1.self_attn.v_proj" in name else (name, tensor))
         assert engine.version == NO_VERSION and engine.has_base
-        with pytest.raises(WeightSyncError, match=r"1 modules came with one of their two matrices \(model.layers.0.self_attn.o_proj\)"):
+        with pytest.raises(WeightSyncError, match=r"1 modules arrived with one of their two matrices \(model.layers.0.self_attn.o_proj\)"):
             offered(lambda name, tensor: None if name == "model.layers.0.self_attn.o_proj.lora_B.weight" else (name, tensor))
         # vLLM itself takes such names without a word, and samples as if they had not come.
-        with pytest.raises(WeightSyncError, match=r"2 modules have .* not sent .*; 2 modules were sent and have no adapter in this run"):
+        with pytest.raises(WeightSyncError, match=r"2 modules have .* not sent .*; 2 modules were sent but have no adapter in this run"):
             offered(lambda name, tensor: (name.replace("q_proj", "query"), tensor))
         engine._adapter._modules = frozenset(module.replace("q_proj", "query") for module in engine._adapter._modules)
         with pytest.raises(
@@ -245,7 +245,7 @@ def test_modules_that_do_not_arrive_are_named(model_path):
 
         plain = LoraSync(kind="merged", modules=policy.pushes.modules, slot_rank=0)
         policy.pushes = plain
-        with pytest.raises(WeightSyncError, match="was started without room for one"):
+        with pytest.raises(WeightSyncError, match="was started without LoRA support"):
             engine_for(policy, rank, world_size).take(WeightUpdate(kind="adapter", version=1, tensors=(), config={}))
 
     run_ranks(body, 1)

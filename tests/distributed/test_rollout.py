@@ -150,7 +150,7 @@ def test_lengths_that_cannot_fit_are_said_with_their_sum(model_path):
                 engine.generate(PROMPTS, SAMPLING, seed=0)
             assert all(len(probe.token_ids) == 23 for probe in engine.probes())  # shorter than a cache block: still scored
             assert all(len(scores) == 22 for scores in engine.score(engine.probes()))
-        with pytest.raises(ConfigError, match="may have 4096 tokens together, but the model was made for 2048 positions"):
+        with pytest.raises(ConfigError, match="may have 4096 tokens, but the model supports 2048 positions"):
             with engine_at(model_path, rank, world_size, max_model_len=4096):
                 pass
         with pytest.raises(
@@ -193,7 +193,7 @@ def test_ranks_of_one_engine_that_draw_different_tokens_are_caught(model_path):
             tokens = tokens_of(engine.generate(PROMPTS, SAMPLING, seed=1))
             engine._request_seed = lambda *args: None  # the cure, switched off
             short = SamplingSettings(n=2, max_completion_length=1, temperature=2.0)  # one token: ranks that drift apart for longer may hang
-            with pytest.raises(RuntimeError, match="ranks 0 to 1 share a vLLM engine but drew different tokens"):
+            with pytest.raises(RuntimeError, match="ranks 0 to 1 share a vLLM engine but sampled different tokens"):
                 engine.generate(PROMPTS, short, seed=1)
             return tokens
 
@@ -205,7 +205,7 @@ def test_ranks_that_ask_for_different_prompts_are_caught(model_path):
     def body(rank, world_size):
         with (
             engine_at(model_path, rank, world_size) as engine,
-            pytest.raises(RuntimeError, match="ranks asked the rollout engine for different"),
+            pytest.raises(RuntimeError, match="ranks called the rollout engine with different"),
         ):
             engine.generate(PROMPTS[rank:], SAMPLING, seed=1)
 
@@ -253,7 +253,7 @@ def test_what_is_passed_on_reaches_vllm(model_path):
             [found] = engine.generate(PROMPTS[:1], grammar, seed=1)[0].completions
             assert found.text.split() == ["12"] and found.finish_reason == "stop"
             braces = replace(SAMPLING, more={"structured_outputs": {"json_object": True}})
-            with pytest.raises(RunError, match="no word of the model's vocabulary may come next"):
+            with pytest.raises(RunError, match="no token of the model's vocabulary is allowed next"):
                 engine.generate(PROMPTS[:1], braces, seed=1)
             assert engine.generate(PROMPTS[:1], grammar, seed=1)[0].completions[0].text.split() == ["12"]
 

@@ -212,8 +212,8 @@ def test_pictures_that_are_kept_from_an_older_tower_show_in_probes_with_a_pictur
 
 
 def test_ids_that_are_expanded_twice_and_another_max_pixels_are_sentences(told):
-    assert "prompt 0 (data-set row 0): vLLM made" in told["traps"]["long ids"]
-    assert "another max_pixels or min_pixels" in told["traps"]["max_pixels"]
+    assert "prompt 0 (data-set row 0): vLLM has" in told["traps"]["long ids"]
+    assert "max_pixels, min_pixels or the image processor differs" in told["traps"]["max_pixels"]
 
 
 def test_another_image_processor_shows_in_log_probs_alone(told):

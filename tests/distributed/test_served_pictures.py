@@ -20,7 +20,7 @@ def test_a_server_is_sent_files_once_and_sees_what_the_trainer_sees(folder, tmp_
         assert max(told[name]) < MOST, (name, told[name])
     assert told["state"] == (2, 64 * 28**2)
     assert told["sent"] == [4, 0, 1], "each file once, and again where it was forgotten"
-    assert "vLLM made" in told["another size"] and "another max_pixels" in told["another size"]
+    assert "vLLM has" in told["another size"] and "max_pixels, min_pixels or the image processor differs" in told["another size"]
     assert told["damaged"].startswith("is none of BMP"), told["damaged"]
 
 

@@ -56,7 +56,7 @@ def test_modules_are_those_with_an_adapter_and_vllm_is_told_their_last_words():
 @pytest.mark.parametrize(
     ("shape", "on_gpu", "tuner", "reason"),
     [
-        (EXPERTS, False, {}, "vLLM adds adapters to experts with Triton alone, which a CPU has not"),
+        (EXPERTS, False, {}, "vLLM needs Triton for adapters on experts, which is not available on a CPU"),
         (EXPERTS, False, {"target_modules": ["linear_qkv"]}, None),
         (EXPERTS, True, {}, None),
         (EXPERTS, None, {}, None),
@@ -64,7 +64,7 @@ def test_modules_are_those_with_an_adapter_and_vllm_is_told_their_last_words():
         (EXPERTS, True, {"exclude_modules": ["experts.1.up_proj"]}, "on all three matrices of all experts of a layer"),
         (EXPERTS, True, {"rank_pattern": {r"experts\.1\.up_proj": 3}}, "one rank a matrix"),
         (EXPERTS, True, {"rank_pattern": {"up_proj": 3}}, None),
-        (LATENT, True, {}, "vLLM folds kv_b_proj into latent attention as it loads, and would leave its adapter out"),
+        (LATENT, True, {}, "vLLM merges kv_b_proj into latent attention when it loads a model, and would ignore its adapter"),
         (LATENT, True, {"exclude_modules": ["kv_b_proj"]}, None),
     ],
 )
@@ -75,12 +75,14 @@ def test_what_vllm_cannot_sample_with_is_merged_and_the_reason_told(shape, on_gp
         return
     (note,) = found.notes
     assert found.kind == "merged" and found.slot_rank == 0 and note.startswith("Note: the adapter is merged") and reason in note
-    with pytest.raises(ConfigError, match=f"vllm_enable_lora true: the adapter cannot be pushed alone, for .*{reason}"):
+    with pytest.raises(ConfigError, match=f"vllm_enable_lora true: the adapter cannot be synced separately: .*{reason}"):
         push_of(shape, on_gpu=on_gpu, vllm_enable_lora=True, **tuner)
 
 
 def test_sampler_has_a_say():
-    assert push_of(obstacle="it takes none").notes == ("Note: the adapter is merged into the weights for every push, for it takes none.",)
+    assert push_of(obstacle="it takes none").notes == (
+        "Note: the adapter is merged into the weights for every weight sync: it takes none.",
+    )
     with pytest.raises(ConfigError, match="for it takes none"):
         push_of(obstacle="it takes none", vllm_enable_lora=True)
 
@@ -89,7 +91,7 @@ def test_rank_above_vllms_is_said_with_the_rank(tmp_path):
     config = {"peft_type": "LORA", "r": 600, "lora_alpha": 8, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     (note,) = push_of(adapters=str(tmp_path)).notes
-    assert "vLLM has room for ranks up to 512, and the adapter's configuration names 600" in note
+    assert "vLLM supports ranks up to 512, but the adapter's configuration has 600" in note
 
 
 @pytest.mark.parametrize(

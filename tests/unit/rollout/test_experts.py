@@ -51,9 +51,9 @@ def test_the_layers_are_those_of_the_model():
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    (lambda e: None, "returned no experts for 8 tokens"),
-    (lambda e: e[:-1], r"experts of the form \(7, 2, 2\) for 8 tokens"),
-    (lambda e: e[:, :1], r"\(8, 1, 2\) for 8 tokens; 2 layers have experts"),
+    (lambda e: None, "returned no routed experts for 8 tokens"),
+    (lambda e: e[:-1], r"routed experts of shape \(7, 2, 2\) for 8 tokens"),
+    (lambda e: e[:, :1], r"\(8, 1, 2\) for 8 tokens; expected 2 layers"),
     (lambda e: np.where(e == 293, 300, e), r"token 3 of a sequence to experts \[3, 300\] in layer 1"),
     (lambda e: np.where(e == 7, 44, e), r"token 4 of a sequence to experts \[44, 44\] in layer 3"),
     (lambda e: np.where(e == 2, -1, e), r"token 2 of a sequence to experts \[-1, 292\] in layer 1"),
@@ -66,7 +66,7 @@ def test_what_no_token_can_have_taken_is_refused(change, words):
 
 
 def test_an_engine_that_tells_nothing_is_refused():
-    with pytest.raises(InvalidRoutingError, match="vLLM returned no experts"):
+    with pytest.raises(InvalidRoutingError, match="vLLM returned no routed experts"):
         LAYERS.read(None)
     with pytest.raises(InvalidRoutingError, match=r"\(7, 2, 2\), and the last layer with experts is 3"):
         LAYERS.read(RECORDED[:, :2])

@@ -55,7 +55,7 @@ def test_a_push_or_a_sleep_that_loses_a_buffer_is_refused():
     model.bias.fill_(1.0)
     refuse_changed(worker, before, "the push", besides={"bias"})
     model.table[3] = -3.0
-    with pytest.raises(WeightSyncError, match="sleep changed 2 of the engine's tensors that are no weights: bias, table"):
+    with pytest.raises(WeightSyncError, match="sleep changed 2 of the engine's tensors that are not weights: bias, table"):
         refuse_changed(worker, before, "sleep")
     del model.table
     with pytest.raises(WeightSyncError, match="table"):
@@ -79,7 +79,7 @@ SAID = {
     "csrc/cumem_allocator.cpp": ("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:139", "offload_model true", None),
     "v1/worker/gpu_worker.py": (
         "Error in memory profiling. Initial free memory 20.1 GiB, current free memory 21.0 GiB. This happens when other processes sharing",
-        "let nothing else run on it", None),
+        "Run nothing else on the GPU", None),
 }  # fmt: skip
 
 

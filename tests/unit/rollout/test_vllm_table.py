@@ -85,9 +85,9 @@ def test_what_did_not_come_is_named_and_the_next_push_is_whole(layer, table):
 @pytest.mark.parametrize(
     ("named", "sentence"),
     [
-        ([("extra", torch.ones(2))], "extra was pushed to the rollout engine, but is not among the 4 weights of its first push."),
-        ([("up", torch.ones(3, 2))], r"up was pushed with shape \[3, 2\]; at the first push it had \[2, 3\]."),
-        ([("up", torch.ones(2, 3))] * 2, "up was pushed to the rollout engine twice in one push."),
+        ([("extra", torch.ones(2))], "extra was sent to the rollout engine, but is not among the 4 weights of its first update."),
+        ([("up", torch.ones(3, 2))], r"up was sent with shape \[3, 2\]; in the first update it had \[2, 3\]."),
+        ([("up", torch.ones(2, 3))] * 2, "up was sent to the rollout engine twice in one update."),
     ],
 )
 def test_a_tensor_that_was_never_seen_is_refused_by_a_sentence(table, named, sentence):

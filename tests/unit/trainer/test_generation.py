@@ -31,7 +31,7 @@ def test_answers_that_have_come_in_are_taken_and_others_are_asked_now():
     generator, prompts = generator_of(engine), stream.take(6)
     generator.begin(prompts[:2])
     generator.begin(prompts[2:4])
-    with pytest.raises(WeightSyncError, match="version 5 was pushed to the scripted engine while it was answering"):
+    with pytest.raises(WeightSyncError, match="Version 5 was sent to the scripted engine while it was sampling"):
         pushed(engine, 5)
     assert generator.wait() and generator.wait()
     pushed(engine, 5)
