@@ -62,10 +62,10 @@ def load_rewards(config: Config, *, left_out: Collection[str] = ()) -> list[Rewa
     specs = config.rewards.reward_funcs
     problems: list[Problem] = []
     if not specs and not config.grpo.teacher_flag:  # training on a teacher needs no reward
-        problems.append(_problem(f"reward_funcs is empty. Built in are {', '.join(BUILT_IN)}; your own is path/to/file.py:function."))
+        problems.append(_problem(f"reward_funcs is empty. Built-in: {', '.join(BUILT_IN)}; or use your own path/to/file.py:function."))
     twice = sorted({spec for spec in specs if specs.count(spec) > 1})
     if twice:
-        problems.append(_problem(f"reward_funcs names {', '.join(twice)} more than once. A larger weight in reward_weights does the same."))
+        problems.append(_problem(f"reward_funcs names {', '.join(twice)} more than once. Use a larger weight in reward_weights instead."))
     loaded: dict[str, RewardFunction] = {}
     here = Path.cwd()
     names = dict(zip(specs, _names(specs)))
@@ -125,7 +125,7 @@ def check_columns(
                 has = f"has {', '.join(f'`{column}`' for column in columns)}" if columns else "has none besides the prompt"
                 problems.append(Problem(flags=("reward_funcs", flag), message=f"{needs}; {what} {has}."))
             elif lacking := without(names):
-                message = f"{needs}, and {lacking} lack it: write it there, null where it does not apply."
+                message = f"{needs}, but {lacking} lack it. Add it to these rows, as null where it does not apply."
                 problems.append(Problem(flags=("reward_funcs", flag), message=message))
     if problems:
         raise ConfigError(problems)
@@ -158,18 +158,18 @@ def _load(spec: str, name: str, config: Config, here: Path) -> RewardFunction:
         guess = f" Did you mean {nearest[0]}?" if nearest else ""
         if spec.endswith(".py"):
             guess = f" For a function of that file: {spec}:function."
-        raise _fail(f"There is no built-in reward {spec!r}.{guess} Built in are {', '.join(BUILT_IN)}.", nearest)
+        raise _fail(f"Unknown built-in reward {spec!r}.{guess} Built-in: {', '.join(BUILT_IN)}.", nearest)
     function = _named(spec, here)
     if inspect.isclass(function):
         function = _instance(function, spec)
     try:
         inspect.signature(function)
     except ValueError as error:  # some functions written in C
-        raise _fail(f"{spec} does not say which arguments it takes: {printable(error)}. Wrap it in a function of your own.") from error
+        raise _fail(f"{spec} has no inspectable signature: {printable(error)}. Wrap it in a function.") from error
     if unusable := positional_names(function):
-        raise _fail(f"{spec} takes {', '.join(unusable)} by place alone; a reward function gets its arguments by name. Remove the `/`.")
+        raise _fail(f"{spec} takes {', '.join(unusable)} by position only; rewards are called with arguments by name. Remove the `/`.")
     if accepted_names(function) == frozenset():
-        raise _fail(f"{spec} takes no arguments: a reward function takes `completions`, and what else it needs, by name.")
+        raise _fail(f"{spec} takes no arguments. A reward function takes `completions` and other columns that it needs by name.")
     return RewardFunction(name=name, function=function, timeout=settings.reward_timeout, on_error=settings.reward_on_error)
 
 
@@ -194,7 +194,7 @@ def user_object(spec: str, *, flag: str) -> Any:
         ConfigError: If the callable cannot be loaded.
     """
     if ":" not in spec:
-        message = f"{flag} ({spec}) is written path/to/file.py:name, or package.module:name."
+        message = f"{flag} ({spec}) must have the form path/to/file.py:name or package.module:name."
         raise ConfigError([Problem(flags=(flag,), message=message)])
     try:
         return _named(spec, Path.cwd())
@@ -206,7 +206,7 @@ def _instance(cls: type, spec: str) -> Callable[..., Any]:
     """Return an instance of a class with `__call__`, as Megatron-SWIFT's plugins are."""
     if not any("__call__" in vars(base) for base in cls.__mro__):  # every class is callable itself: that makes an instance
         raise _fail(f"{spec} is a class without `__call__`.")
-    return _users(shown_text(cls), f"{spec} is a class that cannot be made without arguments")
+    return _users(shown_text(cls), f"{spec} is a class that cannot be instantiated without arguments")
 
 
 def _users(call: Callable[[], Any], what: str) -> Any:
@@ -220,20 +220,20 @@ def _users(call: Callable[[], Any], what: str) -> Any:
         with contained(told):
             return call()
     except ExitRequestedError as error:
-        raise _fail(f"{what}: it asks the process to end with {printable(error)}.") from error
+        raise _fail(f"{what}: it tried to end the process with {printable(error)}.") from error
     except KeyboardInterrupt:  # Ctrl-C: the code's own is an ExitRequestedError
         raise
     except BaseException as error:
         raise _fail(f"{what}: {type(error).__name__}: {printable(error)}.") from error
     finally:
         for did in told:
-            _LOG.warning("%s %s as it was loaded; it was opened again.", what.partition(" ")[0], did)
+            _LOG.warning("%s %s when it was loaded; it was reopened.", what.partition(" ")[0], did)
 
 
 def _module_of_file(path: Path, here: Path) -> Any:
     path = path.expanduser()
     if not (here / path).is_file():
-        raise _fail(f"There is no file {str(path)!r} (looked in {here}).")
+        raise _fail(f"File {str(path)!r} does not exist in {here}.")
     path = (here / path).resolve()
     # One module per file for all settings that name it. Files next to it can be imported, after all installed packages.
     name = f"megatron_grpo_reward_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
@@ -246,8 +246,8 @@ def _module_of_file(path: Path, here: Path) -> Any:
     program = parsed(path)
     if line := trains_at_import(program):
         raise _fail(
-            f"{path} is a program that trains where it is imported (line {line}), so nothing of it is loaded. Put what trains under "
-            'if __name__ == "__main__":, or move the function to a file of its own.'
+            f"{path} starts training when it is imported (line {line}), so it is not loaded. Put the training code under "
+            'if __name__ == "__main__":, or move the function to another file.'
         )
     loader, module = spec.loader, importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs, so that dataclasses and pickles in it find their module
@@ -264,9 +264,7 @@ def _module_of_package(name: str, here: Path) -> Any:
     if str(here) not in sys.path:
         sys.path.append(str(here))  # as `python -m` would have it; the console command does not
     if not name or name.startswith("."):
-        raise _fail(
-            f"{name!r} before the colon names neither a file nor a module: write path/to/file.py:function or package.module:function."
-        )
+        raise _fail(f"{name!r} before the colon is neither a file nor a module. Use path/to/file.py:function or package.module:function.")
     return _users(lambda: importlib.import_module(name), f"module {name!r} cannot be imported")
 
 
@@ -277,7 +275,7 @@ def _no_such_function(where: str, module: Any, attribute: str) -> str:
         if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module.__name__
     ]
     if not own:
-        return f"{where} has no function {attribute!r}; it has no functions at all."
+        return f"{where} has no function {attribute!r}; it has no functions."
     nearest = difflib.get_close_matches(attribute, own, n=1)
     guess = f"Did you mean {nearest[0]}? " if nearest else ""
     return f"{where} has no function {attribute!r}. {guess}It has {', '.join(own)}."

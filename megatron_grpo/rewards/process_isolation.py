@@ -70,13 +70,13 @@ class contained:  # lower case because it is used as `with contained(...)`
             signal.signal(signal.SIGINT, signal.default_int_handler)
         for fd, copy in self._copies.items():
             if _open_again(fd, copy):
-                self.told.append(f"closed {_OUTPUTS[fd]}; it was opened again")
+                self.told.append(f"closed {_OUTPUTS[fd]}; it was reopened")
             os.close(copy)
         for name, (now, _) in _torch_settings().items():
             if name in self._torch and now != self._torch[name][0]:
                 before, change_to = self._torch[name]
                 change_to(before)
-                self.told.append(f"changed torch's {name} to {now}; it is {before} again")
+                self.told.append(f"changed torch's {name} to {now}; it was reset to {before}")
         if isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and not self._pressed):
             said = printable(error)
             raise ExitRequestedError(f"{type(error).__name__}{': ' * bool(said)}{said}") from error
@@ -233,7 +233,7 @@ def _result_before(end: float, future: Future[Any], should_cancel: Callable[[], 
 
 
 def _cancelled() -> CancelledError:
-    return CancelledError("what was being judged is given up")
+    return CancelledError("reward computation was cancelled")
 
 
 class EventLoop:

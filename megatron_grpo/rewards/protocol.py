@@ -99,12 +99,10 @@ class Watch:
         if self.batches < ENOUGH_BATCHES or self.rows < ENOUGH_ROWS:
             return None
         if not self.scored:
-            said = f"has given None for all {self.rows} completions so far"
-            return f"{said}: it takes no part in the run. Does it find the columns it looks for?"
+            said = f"has returned None for all {self.rows} completions so far"
+            return f"{said}, so it has no effect. Does it find the columns that it needs?"
         if self.scored >= ENOUGH_ROWS and self.lowest == self.highest:
-            return (
-                f"has given {self.lowest:g} for all {self.scored} completions that it judged so far: it teaches nothing while that is so."
-            )
+            return f"has returned {self.lowest:g} for all {self.scored} completions that it scored so far, so it has no effect."
         return None
 
 
@@ -219,7 +217,7 @@ def as_scores(returned: Any, count: int) -> list[Score | RowFailure] | RowFailur
     if hasattr(returned, "tolist"):  # a numpy array or a tensor
         returned = returned.tolist()
     if isinstance(returned, (str, bytes, Mapping)) or not isinstance(returned, Sequence):
-        return RowFailure(kind="type", reason=f"returned {describe_value(returned)} where a list of {count} numbers should be")
+        return RowFailure(kind="type", reason=f"returned {describe_value(returned)}, expected a list of {count} numbers,")
     if len(returned) != count:
         given = f"{len(returned)} value{'s' if len(returned) != 1 else ''}"
         return RowFailure(kind="count", reason=f"returned {given} for {count} completion{'s' if count != 1 else ''}")
@@ -234,7 +232,7 @@ def as_score(value: Any) -> Score | RowFailure:
         size = getattr(value, "numel", None)
         value = value.item() if (size() if callable(size) else value.size) == 1 else value
     if not isinstance(value, numbers.Real) and not type(value).__name__ == "bool":  # numpy's bool is registered as no number
-        return RowFailure(kind="type", reason=f"returned {describe_value(value)} where a number or None should be")
+        return RowFailure(kind="type", reason=f"returned {describe_value(value)}, expected a number or None,")
     try:
         score = float(value)
     except OverflowError:  # Python's integers have no end
@@ -242,5 +240,5 @@ def as_score(value: Any) -> Score | RowFailure:
     if not math.isfinite(score):
         return RowFailure(kind="not finite", reason=f"returned {score}")
     if abs(score) > LARGEST:
-        return RowFailure(kind="too large", reason=f"returned {score:g}, which is beyond {LARGEST:g} and cannot be averaged,")
+        return RowFailure(kind="too large", reason=f"returned {score:g}, which exceeds {LARGEST:g} and cannot be averaged,")
     return score

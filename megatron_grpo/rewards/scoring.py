@@ -131,11 +131,11 @@ def _outcome(function: RewardFunction, batch: RewardBatch, seconds: float, call)
     try:
         return as_scores(call(), len(batch))
     except RewardTimeoutError:
-        return RowFailure(kind="timeout", reason=f"did not answer within {seconds:g} s")
+        return RowFailure(kind="timeout", reason=f"did not return within {seconds:g} s")
     except (RunInterruptedError, RewardError, KeyboardInterrupt):
         raise
     except ExitRequestedError as error:
-        return RowFailure(kind="end", reason=f"asked the process to end with {printable(error)}{_where(error.__cause__ or error)}")
+        return RowFailure(kind="end", reason=f"tried to end the process with {printable(error)}{_where(error.__cause__ or error)}")
     except BaseException as error:  # noqa: BLE001 - the sandbox: any exception of the user's function is reported with its name
         return RowFailure(kind=type(error).__name__, reason=raised(error) + _where(error))
 

@@ -28,7 +28,7 @@ RUDE: dict[str, tuple[str, int, str | None]] = {
     "sends on to another host": ("302", OFTEN, "Redirects are not followed"),
     "answers without end": ("endless", OFTEN, "more than 4 MiB"),
     "never answers": ("silent", OFTEN, "llm_judge.*timed out"),
-    "dies": ("die", 1, "llm_judge.*could not be reached"),
+    "dies": ("die", 1, "llm_judge.*cannot be reached"),
 }
 
 

@@ -84,7 +84,7 @@ class Code:
 
 
 def _unusable(fault: str) -> RowFailure:
-    return RowFailure(kind="tests", reason=f"learns nothing from a test of this row, which {printable(fault)},")
+    return RowFailure(kind="tests", reason=f"cannot use a test of this row, which {printable(fault)},")
 
 
 def _called(test: str, entry_point: Any) -> str:
@@ -121,7 +121,7 @@ def read_tests(tests: Any) -> tuple[list[str], list[tuple[str, str]]]:
         return [], []
     if isinstance(tests, Mapping):
         if not {"inputs", "outputs"} <= set(tests):
-            raise ValueError(f"an object with {sorted(tests)}, where inputs and outputs should be")
+            raise ValueError(f"an object with {sorted(tests)}; expected inputs and outputs")
         if len(tests["inputs"]) != len(tests["outputs"]):
             raise ValueError(f"{len(tests['inputs'])} inputs and {len(tests['outputs'])} outputs")
         return [], [(str(given), str(expected)) for given, expected in zip(tests["inputs"], tests["outputs"])]
@@ -132,7 +132,7 @@ def read_tests(tests: Any) -> tuple[list[str], list[tuple[str, str]]]:
         elif isinstance(test, Mapping) and "output" in test:
             pairs.append((str(test.get("input") or ""), str(test["output"])))
         else:
-            raise ValueError(f"a test {test!r}, where a snippet or an object with input and output should be")
+            raise ValueError(f"a test {test!r}; expected a snippet, or an object with input and output")
     return snippets, pairs
 
 
@@ -153,9 +153,9 @@ def build_code(config: Config) -> Code:
 def _unheld(reason: str) -> Problem:
     if reason.endswith(NO_LANDLOCK):
         message = (
-            "Reward `code` cannot hold programs on this machine: its kernel has no Landlock (Linux 5.13 and later, where `landlock` is in "
-            "/sys/kernel/security/lsm), so a program could read every file that you can. code_without_landlock true runs them all the same."
+            "Reward `code` cannot sandbox programs on this machine: its kernel has no Landlock (Linux 5.13 and later with `landlock` in "
+            "/sys/kernel/security/lsm), so a program could read every file that you can. Use code_without_landlock true to run them anyway."
         )
         return Problem(flags=("reward_funcs", "code_without_landlock"), message=message, nearest={"code_without_landlock": [True]})
-    message = f"Reward `code` cannot hold programs on this machine: {reason}. It needs Linux with seccomp, on x86_64 or aarch64."
+    message = f"Reward `code` cannot sandbox programs on this machine: {reason}. It needs Linux with seccomp, on x86_64 or aarch64."
     return Problem(flags=("reward_funcs",), message=message)

@@ -80,7 +80,7 @@ class Key:
         return f"Bearer {self._secret}"
 
     def __reduce__(self) -> Any:
-        raise TypeError("a key is not written anywhere")
+        raise TypeError("a key cannot be serialized")
 
 
 def post_json(url: str, payload: Any, deadline: float, *, key: Key | None = None) -> Any:
@@ -100,7 +100,7 @@ def post_json(url: str, payload: Any, deadline: float, *, key: Key | None = None
     if key:
         request.add_unredirected_header("Authorization", key.header())
     opener = _opener(url, deadline)
-    pause, reason = _FIRST_PAUSE, "was not asked"
+    pause, reason = _FIRST_PAUSE, "was not contacted"
     while (left := deadline - time.monotonic()) > 0:
         try:
             with opener.open(request, timeout=left) as response:
@@ -111,12 +111,12 @@ def post_json(url: str, payload: Any, deadline: float, *, key: Key | None = None
             if error.code not in _WORTH_A_RETRY:
                 break
         except AnswerTooLongError:
-            reason = f"answered more than {_LONGEST >> 20} MiB"
+            reason = f"returned more than {_LONGEST >> 20} MiB"
             break
         except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
-            reason = f"could not be reached ({getattr(error, 'reason', None) or error})"
+            reason = f"cannot be reached ({getattr(error, 'reason', None) or error})"
         except (ValueError, RecursionError):
-            reason = f"answered something that is not JSON: {printable(content[:_READ].decode(errors='replace'), most=_SHOWN)}"
+            reason = f"returned a response that is not JSON: {printable(content[:_READ].decode(errors='replace'), most=_SHOWN)}"
             break
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
         pause = min(2 * pause, _LONGEST_PAUSE)
@@ -126,7 +126,7 @@ def post_json(url: str, payload: Any, deadline: float, *, key: Key | None = None
 def _refusal(error: urllib.error.HTTPError) -> str:
     if 300 <= error.code < 400:
         where = printable(error.headers.get("Location", "nowhere"))
-        return f"answered {error.code}: it sends us on to {where}. Redirects are not followed; give the address that answers"
+        return f"answered {error.code}: it redirects to {where}. Redirects are not followed; use the final address"
     try:
         said = printable(error.read(_READ).decode(errors="replace"), most=_SHOWN)
     except (OSError, http.client.HTTPException, AnswerTooLongError):
@@ -221,7 +221,7 @@ def warn_of_plain(url: str, flag: str, *, has_key: bool) -> None:
     if url.startswith("http://") and not is_local(url):
         what = "the key, prompts and completions" if has_key else "prompts and completions"
         host = urllib.parse.urlsplit(url).hostname
-        _LOG.warning("%s is http://: %s travel to %s unencrypted. Use https:// beyond a network that you trust.", flag, what, host)
+        _LOG.warning("%s is http://: %s are sent to %s unencrypted. Use https:// outside of a trusted network.", flag, what, host)
 
 
 def url_fault(url: str) -> str | None:
@@ -230,9 +230,9 @@ def url_fault(url: str) -> str | None:
         parts = urllib.parse.urlsplit(url)
         port_is_right = parts.port is None or parts.port > 0
     except ValueError:
-        return "is no address"
+        return "is not a valid address"
     if parts.username is not None or parts.password is not None:
-        return "holds a name or a password, which would be written to config.yaml; a key belongs into an environment variable"
+        return "contains a user name or a password, which would be written to config.yaml; put a key into an environment variable"
     if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_right:
-        return f"should begin with http:// or https:// and name a host; it is {url!r}"
+        return f"must begin with http:// or https:// and contain a host; got {url!r}"
     return None

@@ -47,7 +47,7 @@ def fault_of(test: str) -> str | None:
         if any(map(_holds, ast.walk(ast.parse(test)))):
             return None
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return f"is no Python ({type(error).__name__}: {error})"
+        return f"is not Python ({type(error).__name__}: {error})"
     return "compares nothing: it has no `assert`, and no call like self.assertEqual"
 
 
@@ -126,7 +126,7 @@ class ObjectLink:
             TypeError: In the process of the tests, if the object is not a function.
         """
         if self.is_tests and not isinstance(thing, (FunctionType, BuiltinFunctionType)):
-            self.unheld = f"gives the program an object of type {type(thing).__name__}, which stays in the process of the tests"
+            self.unheld = f"passes the program an object of type {type(thing).__name__}, which cannot leave the process of the tests"
             raise TypeError(self.unheld)
         self.given.append(thing)
         return len(self.given) - 1
@@ -134,7 +134,7 @@ class ObjectLink:
     def _do(self, operation: str, target: Any, arguments: tuple, named: dict) -> None:
         try:
             if self.is_tests and (operation != "__call__" or not any(target is one for one in self.given)):
-                raise TypeError("the functions of a test can be called, and no more")
+                raise TypeError("functions of a test can only be called")
             does = getattr(operator, operation, None) or getattr(builtins, operation.strip("_"), None) or getattr(type(target), operation)
             value = does(target, *arguments, **named)
             self._send("gave", value, arguments if value is None else ())  # a function that returns None may have changed its arguments
@@ -229,7 +229,7 @@ class _Distant:
         return self._link.ask("__getattr__", self, "__exit__")(None, None, None)
 
     def _compared(self, _: object = None) -> bool:
-        raise TypeError("an object of the program's own class is compared")
+        raise TypeError("objects of the program's own classes cannot be compared")
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _compared
     __array_interface__ = __array_struct__ = property(_compared)  # the program could set these to an address in this process
@@ -297,7 +297,7 @@ def _verdict(test: str, names: _Names, link: ObjectLink) -> bool | str:
         _run_defined([value for name, value in names.items() if before.get(name) is not value])
     except BaseException:  # noqa: BLE001 - a test that exits has not passed
         return link.unheld or False
-    return link.unheld or (names.held > 0 if link.calls else "asks the program for nothing: does it define functions that it never calls?")
+    return link.unheld or (names.held > 0 if link.calls else "does not use the program: does it define functions that it never calls?")
 
 
 def _run_defined(defined: list[Any]) -> None:

@@ -82,11 +82,11 @@ class LlmJudge:
         except (KeyError, IndexError, TypeError):
             verdict = answer
         if not isinstance(verdict, str | None):
-            raise UnansweredError(f"got an answer without choices[0].message.content from {self.url}: {printable(answer, most=200)}")
+            raise UnansweredError(f"got a response without choices[0].message.content from {self.url}: {printable(answer, most=200)}")
         score = read_score(verdict or "")
         if score is None:
             end = printable(verdict or "", most=1 << 20)[-200:]
-            raise UnansweredError(f"found no `Score: <number>` in the verdict {end!r}")
+            raise UnansweredError(f"found no `Score: <number>` in the response {end!r}")
         return min(1.0, max(0.0, score / self.settings.llm_judge_max_score))
 
 
@@ -118,15 +118,15 @@ def build_llm_judge(config: Config) -> LlmJudge:
     if settings.llm_judge_prompt is not None:
         path = Path(settings.llm_judge_prompt).expanduser()
         if not path.is_file():
-            problems.append(problem_with("llm_judge_prompt", f"llm_judge_prompt {str(path)!r} is no file."))
+            problems.append(problem_with("llm_judge_prompt", f"llm_judge_prompt {str(path)!r} is not a file."))
         else:
             prompt = path.read_text(encoding="utf-8")
             if "{completion}" not in prompt:
-                message = f"llm_judge_prompt {str(path)!r} has no {{completion}}: the judge would not see what it judges."
+                message = f"llm_judge_prompt {str(path)!r} has no {{completion}}, so the judge would not receive the completion."
                 problems.append(problem_with("llm_judge_prompt", message))
     key = os.environ.get(settings.llm_judge_api_key_env, "").strip()
     if not (key.isascii() and key.isprintable()) or " " in key:
-        message = f"The environment variable {settings.llm_judge_api_key_env} holds no key: a key is one word, without spaces or line ends."
+        message = f"The environment variable {settings.llm_judge_api_key_env} has no valid key: a key has no spaces or line ends."
         problems.append(problem_with("llm_judge_api_key_env", message))
     if problems or not url or not model:
         raise ConfigError(problems)

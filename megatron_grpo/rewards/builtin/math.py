@@ -81,7 +81,7 @@ class Math:
 def build_math(config: Config) -> Math:
     """Create the reward. Raises ConfigError if math-verify is not installed."""
     if find_spec("math_verify") is None:
-        message = "Reward `math` needs the extra `math`: pip install 'megatron-grpo[math]'. Reward `accuracy` compares as text, without it."
+        message = "Reward `math` needs the extra `math`: pip install 'megatron-grpo[math]'. Reward `accuracy` compares text without it."
         raise config_error("reward_funcs", message)
     settings = config.rewards
     return Math(needs=needed_columns(config), row_seconds=settings.math_timeout, batch_seconds=settings.reward_timeout)
@@ -201,7 +201,7 @@ class Child:
             readable, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
             if not readable:
                 self.close()
-                raise ChildDiedError(f"no answer within {seconds:g} s")
+                raise ChildDiedError(f"no result within {seconds:g} s")
             received = os.read(descriptor, 1 << 16)
             if not received:
                 self.close()

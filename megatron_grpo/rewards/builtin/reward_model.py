@@ -135,7 +135,7 @@ class RemoteClassifier:
         try:
             scores = self.shape.scores(answer)
         except (KeyError, TypeError, ValueError, IndexError):
-            raise UnansweredError(f"got an answer without scores from {self.url}: {printable(answer, most=200)}") from None
+            raise UnansweredError(f"got a response without scores from {self.url}: {printable(answer, most=200)}") from None
         if len(scores) != len(rows):
             raise UnansweredError(f"got {len(scores)} scores for {len(rows)} completions from {self.url}")
         return scores
@@ -153,7 +153,7 @@ def build_reward_model(config: Config) -> LocalClassifier | RemoteClassifier:
     settings = config.rewards
     model, url, problems = settings.reward_model, settings.reward_model_url, []
     if not model and not url:
-        message = "Reward `reward_model` needs reward_model (a sequence classifier to load) or reward_model_url (an endpoint to ask)."
+        message = "Reward `reward_model` needs reward_model (a sequence classifier) or reward_model_url (an endpoint)."
         problems.append(problem_with(("reward_model", "reward_model_url"), message))
     if url and (fault := url_fault(url)):
         message = f"reward_model_url {fault}."
@@ -179,11 +179,11 @@ def _unusable(path: str) -> list[Problem]:
         return [problem_with("reward_model", f"reward_model {path!r} cannot be loaded: {reason}")]
     if Path(path).is_dir() and not any(Path(path).glob("*.safetensors")):
         message = (
-            f"reward_model {path!r} has no weights as .safetensors. Other formats are pickles, which run code: save it as safetensors."
+            f"reward_model {path!r} has no .safetensors weights. Other formats are pickles, which can run code; save it as safetensors."
         )
         return [problem_with("reward_model", message)]
     if outputs != 1:
-        message = f"reward_model {path!r} has {outputs} outputs; a reward is one number, so it needs a classifier with num_labels 1."
+        message = f"reward_model {path!r} has {outputs} outputs. Use a classifier with num_labels 1."
         return [problem_with("reward_model", message)]
     return []
 

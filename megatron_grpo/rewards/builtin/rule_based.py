@@ -54,7 +54,7 @@ def build_format(config: Config) -> Callable[..., list[float]]:
     tags = config.rewards.format_tags
     bad = [tag for tag in tags if not re.fullmatch(r"[A-Za-z_][\w-]*", tag)]
     if bad or not tags or len(set(tags)) < len(tags):
-        message = f"format_tags {tags} should be different names without brackets, such as: think answer."
+        message = f"format_tags {tags} must be different names without brackets, such as: think answer."
         raise config_error("format_tags", message)
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     inside = [rf"<{re.escape(tag)}>.*?</{re.escape(tag)}>" for tag in tags]
@@ -77,7 +77,7 @@ def build_length(config: Config) -> Callable[..., list[float]]:
     """
     target, longest = config.rewards.length_target, config.rollout.max_completion_length
     if not 0 <= target <= longest:
-        message = f"length_target ({target}) should lie between 0 and max_completion_length ({longest}) tokens."
+        message = f"length_target ({target}) must be between 0 and max_completion_length ({longest}) tokens."
         raise ConfigError([Problem(flags=("length_target",), message=message, nearest={"length_target": [max(0, min(target, longest))]})])
     return lambda completion_ids, **columns: [-abs(len(token_ids) - target) / longest for token_ids in completion_ids]
 
@@ -95,14 +95,16 @@ def build_soft_overlong(config: Config) -> Callable[..., list[float]]:
     ramp = config.grpo.soft_cache_length
     problems = []
     if limit > longest:
-        message = f"soft_max_length ({limit}) exceeds max_completion_length ({longest}): no completion gets there. Use {longest} or less."
+        message = (
+            f"soft_max_length ({limit}) exceeds max_completion_length ({longest}), so no completion reaches it. Use {longest} or less."
+        )
         flags = ("soft_max_length", "max_completion_length")
         problems.append(Problem(flags=flags, message=message, nearest={"soft_max_length": [longest]}))
     if ramp is None or not 1 <= ramp <= limit:
         given = "is not given" if ramp is None else f"is {ramp}"
         usual = max(1, limit // 5)
         message = f"soft_overlong needs soft_cache_length, the width of its ramp, between 1 and soft_max_length ({limit}) tokens; it \
-{given}. A fifth of the limit, {usual}, is usual."
+        {given}. A common value is a fifth of the limit, {usual}."
         problems.append(Problem(flags=("soft_cache_length",), message=message, nearest={"soft_cache_length": [usual]}))
     if problems or ramp is None:
         raise ConfigError(problems)

@@ -163,7 +163,7 @@ def _crowded(folder: str) -> str:
 
     entries = (entry for _, directories, files in os.walk(folder, onerror=unlisted) for entry in (*directories, *files))
     is_full = next(islice(entries, _ENTRIES, None), None) is not None
-    return f"{_ENTRIES} files" if is_full else "directories nested deeper than a path is long" if too_deep else ""
+    return f"{_ENTRIES} files" if is_full else "directories nested deeper than the maximum path length" if too_deep else ""
 
 
 def why_unsafe(*, landlock: str = "must") -> str | None:
@@ -173,7 +173,7 @@ def why_unsafe(*, landlock: str = "must") -> str | None:
         landlock: See `run_program`.
     """
     if not Path("/proc/self/io").is_file():
-        return "this kernel does not count what a process writes (/proc/self/io)"
+        return "this kernel does not count the bytes that a process writes (/proc/self/io)"
     attempt = f"""
 import os, socket
 def refused(action):

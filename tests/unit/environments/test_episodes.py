@@ -182,7 +182,7 @@ def bare(x):
         ({"environment": "mine.py:Nothing"}, "environment: mine.py has no function 'Nothing'"),
         ({"environment": "mine.py:Mute"}, "environment mine.py:Mute has no `step`."),
         ({"environment": "mine.py:bare"}, "environment mine.py:bare is not an environment"),
-        ({"environment": "mine"}, "environment (mine) is written path/to/file.py:name, or package.module:name."),
+        ({"environment": "mine"}, "environment (mine) must have the form path/to/file.py:name or package.module:name."),
         ({"tools": ["mine.py:bare"]}, "tools: one of mine.py:bare has no schema: Cannot generate JSON schema for bare because it has no"),
         ({"tools": ["mine.py:bare", "mine.py:bare"]}, "names two functions of one name"),
     ],

@@ -127,7 +127,7 @@ def test_functions_that_no_call_could_use_are_no_tools():
 
     with pytest.raises(InvalidToolError, match="yields, and a tool returns"):
         tool_set({"yields": yields})
-    with pytest.raises(InvalidToolError, match="takes n by its place alone"):
+    with pytest.raises(InvalidToolError, match="takes n by position only"):
         tool_set({"unnamed": unnamed})
 
 

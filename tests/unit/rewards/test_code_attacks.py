@@ -206,7 +206,7 @@ open("x", "w").close()
 time.sleep(60)
 """
     outcome = run_program(program, as_main=True, seconds=60, memory_mb=512)
-    assert outcome.exceeded == "directories nested deeper than a path is long"
+    assert outcome.exceeded == "directories nested deeper than the maximum path length"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -404,10 +404,10 @@ def test_what_a_program_sends_changes_nothing_where_the_tests_are(program):
 def test_a_test_that_holds_nothing_is_named_and_is_never_a_score():
     always = "def f(*_): return True\ndef isclose(*_): return True\ndef check(*_): pass"
     for tests, why in [
-        (HUMANEVAL, "asks the program for nothing"), ("f(1)", "compares nothing"), ("import math", "compares nothing"),
-        (["assert f(1)", "assert f(1) =="], "is no Python"),
+        (HUMANEVAL, "does not use the program"), ("f(1)", "compares nothing"), ("import math", "compares nothing"),
+        (["assert f(1)", "assert f(1) =="], "is not Python"),
         ("class Own: pass\nassert f(Own()) == 1", "an object of type Own"),
-        ("def test_f(fixture): assert f(1)", "asks the program for nothing"),
+        ("def test_f(fixture): assert f(1)", "does not use the program"),
     ]:  # fmt: skip
         failure = code(always, tests)
         assert isinstance(failure, RowFailure) and why in failure.reason, (tests, failure)

@@ -98,7 +98,7 @@ def test_no_error_repeats_the_key_that_a_server_echoes(reply, caplog):
 def test_a_judge_prints_and_pickles_without_its_key():
     judge = judge_at("http://127.0.0.1:9").function
     assert KEY not in repr(vars(judge)) + str(vars(judge))
-    with pytest.raises(TypeError, match="a key is not written"):
+    with pytest.raises(TypeError, match="a key cannot be serialized"):
         pickle.dumps(judge)
 
 
@@ -116,12 +116,12 @@ OK = b"HTTP/1.1 200 OK\r\n"
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
-    [(endless(OK + b"\r\n", b"x" * 65536), "answered more than 4 MiB"),
-     (endless(OK + b"Transfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b"x" * 65536 + b"\r\n"), "answered more than 4 MiB"),
-     (endless(OK + b"Content-Length: 999999999999\r\n\r\n", b"x" * 65536), "answered more than 4 MiB"),
+    [(endless(OK + b"\r\n", b"x" * 65536), "returned more than 4 MiB"),
+     (endless(OK + b"Transfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b"x" * 65536 + b"\r\n"), "returned more than 4 MiB"),
+     (endless(OK + b"Content-Length: 999999999999\r\n\r\n", b"x" * 65536), "returned more than 4 MiB"),
      (endless(OK + b"\r\n", b"x", 0.05), "timed out"), (endless(b"HTTP/1.1 200 ", b"x", 0.05), "timed out"),
      (endless(OK, b"X-A: b\r\n", 0.05), "timed out"), (endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n", 0.02), "timed out"),
-     (endless(OK, b"X: " + b"y" * 65536), "could not be reached")],
+     (endless(OK, b"X: " + b"y" * 65536), "cannot be reached")],
 )  # fmt: skip
 def test_an_answer_is_bounded_in_bytes_and_in_time(answer, reason):
     started = time.monotonic()
@@ -157,7 +157,7 @@ def test_what_travels_unencrypted_beyond_this_machine_is_said(url, warns, caplog
     with caplog.at_level(logging.WARNING):
         judge_at(url)
         load("reward_model", reward_model_url=f"{url}/score")
-    assert ("the key, prompts and completions travel to" in caplog.text) == warns
+    assert ("the key, prompts and completions are sent to" in caplog.text) == warns
     assert ("reward_model_url is http://: prompts and completions" in caplog.text) == warns
     assert KEY not in caplog.text
 

@@ -84,7 +84,7 @@ def test_the_instruction_may_be_a_file_with_columns_in_it(tmp_path):
 def test_a_verdict_without_score_fails_its_row_only():
     with json_server(lambda path, request, headers: said("Score: 5" if "good" in str(request) else "hm")) as url:
         function = judge_at(url)
-        with pytest.raises(RewardError, match="`llm_judge` found no `Score: <number>` in the verdict 'hm' on row 1, completion 'bad'"):
+        with pytest.raises(RewardError, match="`llm_judge` found no `Score: <number>` in the response 'hm' on row 1, completion 'bad'"):
             score([function], batch(["good", "bad", "good"]))
         lenient = judge_at(url, reward_on_error="none")
         assert score([lenient], batch(["good", "bad", "good"])).rows == ((0.5,), (None,), (0.5,))
@@ -104,8 +104,8 @@ def test_an_overloaded_endpoint_is_asked_again():
 
 @pytest.mark.parametrize(
     ("reply", "reason"),
-    [((401, "no such key"), "answered 401 Unauthorized: no such key"), ((200, "<html>"), "answered something that is not JSON: <html>"),
-     ((200, {"error": "x"}), "got an answer without choices\\[0\\].message.content")],
+    [((401, "no such key"), "answered 401 Unauthorized: no such key"), ((200, "<html>"), "returned a response that is not JSON: <html>"),
+     ((200, {"error": "x"}), "got a response without choices\\[0\\].message.content")],
 )  # fmt: skip
 def test_a_refusal_is_repeated_in_the_error_and_not_asked_again(reply, reason):
     calls = []
@@ -122,7 +122,7 @@ def test_a_refusal_is_repeated_in_the_error_and_not_asked_again(reply, reason):
 
 def test_an_endpoint_that_is_not_there_fails_when_the_timeout_is_over():
     started = time.monotonic()
-    with pytest.raises(RewardError, match="http://127.0.0.1:9/v1/chat/completions could not be reached .*Connection refused"):
+    with pytest.raises(RewardError, match="http://127.0.0.1:9/v1/chat/completions cannot be reached .*Connection refused"):
         score([judge_at("http://127.0.0.1:9", reward_timeout=1.0)], batch(["c"]))
     assert time.monotonic() - started < 3
 
@@ -211,7 +211,7 @@ def test_texts_that_are_too_long_lose_their_beginning(classifier):
 def test_a_language_model_is_refused_as_a_classifier(tmp_path):
     from tests.tiny_models import write_tiny
 
-    with pytest.raises(ConfigError, match="has 2 outputs; a reward is one number"):
+    with pytest.raises(ConfigError, match="has 2 outputs. Use a classifier with num_labels 1"):
         load("reward_model", reward_model=str(write_tiny(tmp_path, "qwen3")))
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load("reward_model", reward_model=str(tmp_path / "nothing"))

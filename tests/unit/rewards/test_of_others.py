@@ -43,7 +43,7 @@ def test_a_file_that_trains_where_it_is_imported_is_known_by_its_line(text, line
 def test_a_program_is_not_run_for_its_reward(tmp_path):
     file, mark = tmp_path / "program.py", tmp_path / "ran"
     file.write_text(f"open({str(mark)!r}, 'w')\ndef right(completions): return [1.0]\n{MAIN}main()\n")
-    with pytest.raises(ConfigError, match=r"program that trains where it is imported \(line 7\).*a file of its own"):
+    with pytest.raises(ConfigError, match=r"starts training when it is imported \(line 7\).*another file"):
         load_rewards(Config().with_values({"reward_funcs": [f"{file}:right"]}))
     assert not mark.exists()
 

@@ -47,7 +47,7 @@ async def exits_later(completions):
 @pytest.mark.parametrize("function", [exits, exits_later])
 def test_a_function_that_exits_has_failed_and_the_run_knows_where(function):
     with pytest.raises(
-        RewardError, match=rf"`{function.__name__}` asked the process to end with SystemExit: 0 \(test_process_isolation.py line"
+        RewardError, match=rf"`{function.__name__}` tried to end the process with SystemExit: 0 \(test_process_isolation.py line"
     ):
         score([reward(function)], batch())
     assert score([reward(function, "none")], batch()).rows == ((None,), (None,))
@@ -59,7 +59,7 @@ def test_an_interrupt_of_its_own_is_a_failure_where_the_run_hears_signals_itself
 
     before = signal.signal(signal.SIGINT, lambda number, frame: None)  # as `run.signals` does
     try:
-        with pytest.raises(RewardError, match="asked the process to end with KeyboardInterrupt"):
+        with pytest.raises(RewardError, match="tried to end the process with KeyboardInterrupt"):
             score([reward(interrupts)], batch())
     finally:
         signal.signal(signal.SIGINT, before)
@@ -112,7 +112,7 @@ def test_output_that_a_function_closes_is_opened_again_and_said(how, tmp_path):
         print(scores.notices[0].message, len(scores.notices), flush=True)
     """)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "Reward `f` closed stdout; it was opened again. 1\n"
+    assert ended.stdout == "Reward `f` closed stdout; it was reopened. 1\n"
     assert (tmp_path / "a checkpoint").read_text() == ""
 
 
@@ -139,13 +139,13 @@ def test_what_a_function_changes_of_torch_is_changed_back_and_said(how, said):
 
 def test_a_file_that_exits_as_it_is_loaded_is_a_problem_with_that_file(tmp_path):
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
-    with pytest.raises(ConfigError, match=r"leaves.py cannot be loaded: it asks the process to end with SystemExit: 0\.$"):
+    with pytest.raises(ConfigError, match=r"leaves.py cannot be loaded: it tried to end the process with SystemExit: 0\.$"):
         load_rewards(Config().with_values({"reward_funcs": [f"{tmp_path}/leaves.py:f"]}))
 
 
 def test_a_class_that_cannot_be_made_is_a_problem_whatever_it_raises(tmp_path):
     (tmp_path / "plugin.py").write_text("class P:\n    def __init__(self): {}['key']\n    def __call__(self, completions): return []\n")
-    with pytest.raises(ConfigError, match="P is a class that cannot be made without arguments: KeyError: 'key'."):
+    with pytest.raises(ConfigError, match="P is a class that cannot be instantiated without arguments: KeyError: 'key'."):
         load_rewards(Config().with_values({"reward_funcs": [f"{tmp_path}/plugin.py:P"]}))
 
 

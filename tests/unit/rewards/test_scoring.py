@@ -104,7 +104,7 @@ def test_a_row_that_hangs_is_left_behind_and_the_others_are_scored(function):
         (miscounts, "Reward `miscounts` returned 15 values for 16 completions; called again for one row alone it returned 0 values for "
                     "1 completion, on row 9, completion 'bad'."),
         (returns_nan, "Reward `returns_nan` returned nan on row 9, completion 'bad'."),
-        (returns_text, "Reward `returns_text` returned the str 'high' where a number or None should be on row 9, completion 'bad'."),
+        (returns_text, "Reward `returns_text` returned the str 'high', expected a number or None, on row 9, completion 'bad'."),
     ],
 )  # fmt: skip
 def test_an_error_names_function_row_and_value(function, message):
@@ -117,7 +117,7 @@ def test_an_error_about_time_says_what_the_batch_and_what_the_row_was_given():
     with pytest.raises(RewardError) as error:
         score([reward(hangs, "raise", PATIENCE)], batch(2, rows=FEW))
     assert str(error.value) == (
-        "Reward `hangs` did not answer within 1.6 s, nor within 0.4 s when called for one row alone, on row 2, completion 'bad'."
+        "Reward `hangs` did not return within 1.6 s, nor within 0.4 s when called for one row alone, on row 2, completion 'bad'."
     )
 
 
@@ -152,7 +152,7 @@ def test_a_reward_that_is_too_large_to_be_averaged_is_refused():
         return [1e308] * len(completions)
 
     with pytest.raises(
-        RewardError, match=r"`huge` returned 1e\+308, which is beyond 1e\+30 and cannot be averaged, on all 16 rows; the first"
+        RewardError, match=r"`huge` returned 1e\+308, which exceeds 1e\+30 and cannot be averaged, on all 16 rows; the first"
     ):
         score([reward(huge, "raise", 60)], batch())
 
@@ -232,7 +232,7 @@ def test_the_users_own_alarm_does_not_clear_the_deadline():
         signal.alarm(0)
         time.sleep(1000)
 
-    with pytest.raises(RewardError, match="did not answer within 0.3 s"):
+    with pytest.raises(RewardError, match="did not return within 0.3 s"):
         score([reward(clears, "raise", 0.3)], batch(rows=1))
 
 

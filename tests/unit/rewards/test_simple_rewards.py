@@ -86,7 +86,7 @@ def test_format_tags_can_be_chosen():
 def test_length_falls_by_one_per_max_completion_length():
     assert built("length", max_completion_length=100)(completion_ids=[[], [0] * 25, [0] * 100]) == [0, -0.25, -1]
     assert built("length", max_completion_length=100, length_target=50)(completion_ids=[[], [0] * 50, [0] * 60]) == [-0.5, 0, -0.1]
-    with pytest.raises(ConfigError, match="length_target \\(300\\) should lie between 0 and max_completion_length \\(100\\)"):
+    with pytest.raises(ConfigError, match="length_target \\(300\\) must be between 0 and max_completion_length \\(100\\)"):
         built("length", max_completion_length=100, length_target=300)
 
 
@@ -106,7 +106,7 @@ def test_soft_overlong_equals_trls():
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({}, "needs soft_cache_length.*it is not given. A fifth of the limit, 20"),
+    [({}, "needs soft_cache_length.*it is not given. A common value is a fifth of the limit, 20"),
      ({"soft_cache_length": 0}, "it is 0"), ({"soft_cache_length": 200}, "it is 200"),
      ({"soft_cache_length": 10, "soft_max_length": 300}, "exceeds max_completion_length \\(100\\)")],
 )  # fmt: skip

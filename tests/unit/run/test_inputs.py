@@ -94,25 +94,27 @@ def run_in(at):
 BAD = {
     "no such model": (lambda good, at: {"model": "/no/such/model"}, "model (/no/such/model) does not exist."),
     "a model that is cut short": (lambda good, at: {"model": damaged(good, at)}, "it is damaged or was not downloaded completely."),
-    "no such reward file": (lambda good, at: {"reward_funcs": "gone.py:f"}, "There is no file 'gone.py'"),
+    "no such reward file": (lambda good, at: {"reward_funcs": "gone.py:f"}, "File 'gone.py' does not exist"),
     "no such reward function": (lambda good, at: {"reward_funcs": good["reward_funcs"] + "ly"}, "no function 'goodly'. Did you mean good?"),
-    "no such built-in": (lambda good, at: {"reward_funcs": "lenght"}, "There is no built-in reward 'lenght'. Did you mean length?"),
+    "no such built-in": (lambda good, at: {"reward_funcs": "lenght"}, "Unknown built-in reward 'lenght'. Did you mean length?"),
     "a file that exits": (
-        lambda good, at: {"reward_funcs": f"{write(at / 'leaves.py', 'import sys; sys.exit(0)')}:f"}, "to end with SystemExit: 0."),
+        lambda good, at: {"reward_funcs": f"{write(at / 'leaves.py', 'import sys; sys.exit(0)')}:f"},
+        "it tried to end the process with SystemExit: 0."),
     "a column that is missing": (
         lambda good, at: {"reward_funcs": good["reward_funcs"].replace("good", "wants")}, "needs the column `hint`; the data set"),
     "a column that rows lack": (
         lambda good, at: {"dataset": write(at / "d.jsonl", '{"prompt": "5"}\n{"prompt": "6", "answer": 1}\n{"prompt": "7"}\n')},
-        "Reward `good` needs the column `answer`, and 2 of 3 rows (d.jsonl line 1, d.jsonl line 3) lack it: write it there, null where"),
+        "Reward `good` needs the column `answer`, but 2 of 3 rows (d.jsonl line 1, d.jsonl line 3) lack it. Add it to these rows, as null"),
     "a column that rows of the first block lack": (
         lambda good, at: {"dataset": write(at / "d.jsonl", '{"prompt": "5"}\n{"prompt": "6", "answer": 1}\n{"prompt": "7"}\n'),
                           "streaming": "true", "shuffle_buffer_size": 2, "max_steps": 2, "max_prompt_length": 4},
-        "Reward `good` needs the column `answer`, and 1 of 2 rows (d.jsonl line 1) lack it"),
+        "Reward `good` needs the column `answer`, but 1 of 2 rows (d.jsonl line 1) lack it"),
     "weights for fewer functions": (lambda good, at: {"reward_weights": "1 2"}, "reward_weights has 2 values for 1 reward_funcs"),
     "no such data": (lambda good, at: {"dataset": str(at / "gone.jsonl")}, "gone.jsonl' does not exist."),
     "rows that are no prompts": (lambda good, at: {"dataset": write(at / "d.jsonl", '{"text": "a"}\n')}, "neither `prompt` nor `messages`"),
     "rows with images": (
-        lambda good, at: {"dataset": write(at / "d.jsonl", '{"prompt": "a", "images": ["b.png"]}\n')}, "which the model would not see"),
+        lambda good, at: {"dataset": write(at / "d.jsonl", '{"prompt": "a", "images": ["b.png"]}\n')},
+        "which would not be passed to the model"),
     "no held-out data": (lambda good, at: {"eval_dataset": str(at / "gone.jsonl")}, "eval_dataset"),
     "an unknown service": (lambda good, at: {"report_to": "tensorbord"}, "tensorbord"),
     "heads that vLLM cannot share": (
@@ -147,8 +149,8 @@ def test_a_column_of_null_is_there_and_one_of_several_that_a_function_takes_is_e
     assert refused(validate_run, good | {"dataset": data, "reward_funcs": "accuracy"}) == []
     data = write(tmp_path / "f.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "7"}]))
     assert refused(validate_run, good | {"dataset": data, "reward_funcs": "accuracy"}) == [
-        "Reward `accuracy` needs the column `answer` or `solution`, and 1 of 3 rows (f.jsonl line 3) lack it: write it there, null where "
-        "it does not apply."
+        "Reward `accuracy` needs the column `answer` or `solution`, but 1 of 3 rows (f.jsonl line 3) lack it. Add it to these rows, as "
+        "null where it does not apply."
     ]
 
 

@@ -129,7 +129,7 @@ def test_what_takes_too_long_is_given_up_on_all_ranks_where_the_run_is_to_stop()
         return said, time.monotonic() - began
 
     for said, seconds in run_ranks(rank_main, 2):
-        assert said == ["what was being judged is given up"] * 3 and seconds < 30
+        assert said == ["reward computation was cancelled"] * 3 and seconds < 30
 
 
 def warnings_of(caplog, function, batches):
@@ -148,7 +148,7 @@ def test_a_reward_that_never_applies_is_said_once(caplog):
 
     assert warnings_of(caplog, reward(never), 1) == []
     assert warnings_of(caplog, reward(never), 5) == [
-        "Reward `never` has given None for all 16 completions so far: it takes no part in the run. Does it find the columns it looks for?"
+        "Reward `never` has returned None for all 16 completions so far, so it has no effect. Does it find the columns that it needs?"
     ]
 
 
@@ -157,7 +157,7 @@ def test_a_reward_that_tells_nothing_apart_is_said_once(caplog):
         return [0.5] * len(completions)
 
     assert warnings_of(caplog, reward(constant), 5) == [
-        "Reward `constant` has given 0.5 for all 16 completions that it judged so far: it teaches nothing while that is so."
+        "Reward `constant` has returned 0.5 for all 16 completions that it scored so far, so it has no effect."
     ]
 
 
