@@ -178,8 +178,8 @@ def _kind_of(dataset: str, flag: str) -> Literal["saved", "files", "hub"]:
     if not path.parent.is_dir():
         raise config_error(flag, f"{flag} {str(path)!r} does not exist, and neither does its directory.")
     beside = sorted(file.name for file in path.parent.iterdir() if file.suffix in SUFFIXES)[:8]
-    there = f"Data files in its directory: {', '.join(beside)}." if beside else "Its directory has no data files."
-    raise config_error(flag, f"{flag} {str(path)!r} does not exist. {there}")
+    nearby = f"Data files in its directory: {', '.join(beside)}." if beside else "Its directory has no data files."
+    raise config_error(flag, f"{flag} {str(path)!r} does not exist. {nearby}")
 
 
 def plain_name(name: str) -> str:
@@ -307,13 +307,13 @@ def _read_as_parquet(name: str, flag: str) -> Iterator[None]:
         raise config_error(flag, f"{name} cannot be read as parquet: {printable(error, first_line)}") from error
 
 
-def _table(parquet: Any, file: Path, name: str, flag: str, room: int) -> Any:
+def _table(parquet: Any, file: Path, name: str, flag: str, limit: int) -> Any:
     """Read a parquet file as a table, limited by its size in memory.
 
     A column that repeats one value 10^9 times takes only a few bytes in the file, so the decoded size is counted.
 
     Args:
-        room: Limit in bytes.
+        limit: Limit in bytes.
     """
     import pyarrow
 
@@ -322,11 +322,11 @@ def _table(parquet: Any, file: Path, name: str, flag: str, room: int) -> Any:
     with parquet.ParquetFile(file) as source:
         for batch in source.iter_batches(batch_size=1024):
             taken += batch.nbytes
-            if taken > room:
+            if taken > limit:
                 read = sum(len(one) for one in batches)
                 raise config_error(flag, (
                     f"{name} ({file.stat().st_size:,} bytes) has {source.metadata.num_rows:,} rows; the first {read:,} already fill the "
-                    f"memory limit for one file: {room:,} bytes, half of the free memory. Split it into smaller data sets."
+                    f"memory limit for one file: {limit:,} bytes, half of the free memory. Split it into smaller data sets."
                 ))  # fmt: skip
             batches.append(batch)
         return pyarrow.Table.from_batches(batches, schema=source.schema_arrow)
@@ -343,8 +343,8 @@ def _rows_of_parquet(file: Path, name: str, flag: str, begin: int) -> Iterator[R
             row += source.metadata.row_group(groups.pop(0)).num_rows
         for batch in source.iter_batches(batch_size=BATCH, row_groups=groups) if groups else ():
             # A column that repeats one value takes only a few bytes in the file.
-            room = psutil.virtual_memory().available // 2
-            if batch.nbytes > room:
+            limit = psutil.virtual_memory().available // 2
+            if batch.nbytes > limit:
                 message = f"{name}: rows {row} to {row + len(batch)} take {batch.nbytes:,} bytes, more than half of the free memory."
                 raise config_error(flag, message)
             given = max(0, begin - row)

@@ -75,7 +75,7 @@ class ImageFile:
         Raises:
             ConfigError: If the file has changed since the run first read it, or cannot be read.
         """
-        with self.image_store.told_of(self.row, self.source):
+        with self.image_store.as_config_error(self.row, self.source):
             data = self.source.read()
             key = key_of(data, self.image_store.image_spec)
             if self._key and key != self._key:
@@ -91,7 +91,7 @@ class ImageFile:
         """
         found = self.image_store.cache.get(self.key)
         if found is None:
-            with self.image_store.told_of(self.row, self.source):
+            with self.image_store.as_config_error(self.row, self.source):
                 found = self.image_store.image_spec.patches(decoded(self.data()))
                 if len(found) != prod(self.grid):
                     raise ImageError(f"has {len(found)} patches, but its header declares {prod(self.grid)}")
@@ -154,14 +154,14 @@ class ImageStore:
         known = self._known.get((row, index))
         if known is None:
             name = given if isinstance(given, str) else "an image"
-            with self.told_of(row, ImageSource(str(name))):
+            with self.as_config_error(row, ImageSource(str(name))):
                 source = source_of(given, self.root)
                 known = ImageFile(self, row, index, source, self.image_spec.grid(*source.size()))
             self._known[row, index] = known
         return known
 
     @contextmanager
-    def told_of(self, row: int, source: ImageSource) -> Iterator[None]:
+    def as_config_error(self, row: int, source: ImageSource) -> Iterator[None]:
         """Convert ImageError in the `with` block to a ConfigError that names row and file.
 
         Args:

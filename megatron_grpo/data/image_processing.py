@@ -69,18 +69,18 @@ class ImageProcessorSpec:
         config = _read(Path(model_path) / "config.json")
         if not is_multimodal(config):
             return None
-        told = _read(Path(model_path) / _FILE)
-        size = told.get("size") or {}
+        processor = _read(Path(model_path) / _FILE)
+        size = processor.get("size") or {}
         vision = config["vision_config"]
-        settings = {name: told.get(name, default) for name, default in _SETTINGS.items()}
+        settings = {name: processor.get(name, default) for name, default in _SETTINGS.items()}
         for ours, theirs in (("patch_size", "patch_size"), ("merge_size", "spatial_merge_size"), ("temporal_patch_size",) * 2):
             if vision.get(theirs, settings[ours]) != settings[ours]:
                 raise _wrong(f"{_FILE} has {ours} {settings[ours]}, but config.json has {theirs} {vision[theirs]}", "model")
         found = cls(
             image_token=config["image_token_id"],
             around=(config["vision_start_token_id"], config["vision_end_token_id"]),
-            min_pixels=min_pixels or size.get("shortest_edge") or told.get("min_pixels") or _SMALLEST,
-            max_pixels=max_pixels or size.get("longest_edge") or told.get("max_pixels") or _LARGEST,
+            min_pixels=min_pixels or size.get("shortest_edge") or processor.get("min_pixels") or _SMALLEST,
+            max_pixels=max_pixels or size.get("longest_edge") or processor.get("max_pixels") or _LARGEST,
             settings=settings,
         )
         found._require_sense()
@@ -211,16 +211,16 @@ def image_spec_of(cfg: DataConfig, model_path: str | Path) -> ImageProcessorSpec
     return ImageProcessorSpec.of(model_path, min_pixels=bounds["min_pixels"], max_pixels=bounds["max_pixels"])
 
 
-def said_of_bounds(cfg: DataConfig) -> list[str]:
+def bound_notes(cfg: DataConfig) -> list[str]:
     """Return a sentence for each image size bound in the environment that differs from the setting, saying which one applies."""
-    said = []
+    notes = []
     for name, variable in VARIABLES.items():
         typed, found = getattr(cfg, name), os.environ.get(variable)
         if found is None or str(typed) == found:
             continue
         over = f"the environment variable {variable} ({found})"
-        said.append(f"{name} ({typed}) overrides {over}." if typed else f"{name} is not set; {over} applies.")
-    return said
+        notes.append(f"{name} ({typed}) overrides {over}." if typed else f"{name} is not set; {over} applies.")
+    return notes
 
 
 def _of_environment(variable: str) -> int | None:

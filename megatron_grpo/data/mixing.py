@@ -34,7 +34,7 @@ def read_sets(cfg: DataConfig, names: Sequence[str], *, flag: str, seed: int, pa
     Raises:
         ConfigError: If a data set cannot be read, or a count or ratio leaves no rows.
     """
-    read = [_drawn(name, cfg, flag=flag, seed=seed) for name in names]
+    read = [_read_set(name, cfg, flag=flag, seed=seed) for name in names]
     rows = read[0] if len(read) == 1 else Rows([(one, one.place) for one in read], _merged([len(one) for one in read], cfg))
     if part == "all" or not cfg.split_dataset_ratio:
         return rows
@@ -67,7 +67,7 @@ def _with_count(name: str) -> tuple[str, int | None]:
     return plain, None if plain == name else int(name.rpartition("#")[2])
 
 
-def _drawn(name: str, cfg: DataConfig, *, flag: str, seed: int) -> Rows:
+def _read_set(name: str, cfg: DataConfig, *, flag: str, seed: int) -> Rows:
     """Read a data set and select the number of rows in its name.
 
     `name#n` gives n rows: the whole set as often as it fits into n, and the remainder sampled (the first rows, if dataset_shuffle is
@@ -100,7 +100,7 @@ def _open_set(name: str, cfg: DataConfig, flag: str) -> Source:
         raise config_error(flag, f"{first.stands} is not a JSON object: {first.row}.")
     if cfg.columns:
         source = _renamed(source, names_here(first.row, cfg.columns, flag))
-    return source if count is None else _so_many(source, count)
+    return source if count is None else _limited(source, count)
 
 
 def names_here(first: Mapping[str, Any], columns: Mapping[str, str], flag: str) -> dict[str, str]:
@@ -135,7 +135,7 @@ def _renamed(source: Source, names: Mapping[str, str]) -> Source:
     return begin
 
 
-def _so_many(source: Source, count: int) -> Source:
+def _limited(source: Source, count: int) -> Source:
     """Limit a source to `count` rows. A position is [rows before it, position in the source]."""
 
     def begin(at: Any) -> Iterator[Read]:
@@ -145,14 +145,14 @@ def _so_many(source: Source, count: int) -> Source:
             read = next(reader, None)
             if read is None:
                 reader = source(None)
-                read = _there(next(reader, None))
+                read = _existing(next(reader, None))
             given += 1
             yield read._replace(after=[given, read.after])
 
     return begin
 
 
-def _there(read: Read | None) -> Read:
+def _existing(read: Read | None) -> Read:
     """Return a row that existed when its data set was last read.
 
     Raises:
@@ -205,7 +205,7 @@ def _mixed(sources: Sequence[Source], weights: Sequence[float], *, ends_with_fir
         empty = [None] * len(sources)
         counts, places, sizes = [list(one) for one in at or ([0] * len(sources), empty, empty)]
         readers = [source(place) for source, place in zip(sources, places, strict=True)]
-        ahead = [_there(next(reader, None)) for reader in readers]
+        ahead = [_existing(next(reader, None)) for reader in readers]
         while open_ones := left(counts, sizes):
             which = min(open_ones, key=lambda one: (counts[one] + 0.5) / shares[one])
             read, following = ahead[which], next(readers[which], None)
@@ -214,7 +214,7 @@ def _mixed(sources: Sequence[Source], weights: Sequence[float], *, ends_with_fir
             if following is None:
                 sizes[which] = sizes[which] or counts[which]
                 places[which], readers[which] = None, sources[which](None)
-                following = _there(next(readers[which], None))
+                following = _existing(next(readers[which], None))
             ahead[which] = following
             yield read._replace(after=[list(counts), list(places), list(sizes)])
 

@@ -176,8 +176,8 @@ class StreamedPrompts(PromptStream):
         nothing = PromptRows(rows=Rows([([], str)]), keep=np.empty(0, dtype=np.int64), longest_prompt=None)
         super().__init__(nothing, encode, seed=seed, shuffle=cfg.dataset_shuffle)
         self._source, self._look, self._size = source, look, max(1, cfg.shuffle_buffer_size)
-        self._ask: Ask = lambda told: [told]
-        self._going_on: tuple[Any, Iterator[Read]] | None = None  # (position, reader at that position)
+        self._ask: Ask = lambda gathered: [gathered]
+        self._reader_ahead: tuple[Any, Iterator[Read]] | None = None  # (position, reader at that position)
         self._held: dict[tuple[int, int], tuple[Mark, PromptRows]] = {}
         self._marks: list[Mark] = []
         while not self._marks or not self._marks[-1].num_prompts:
@@ -218,10 +218,10 @@ class StreamedPrompts(PromptStream):
         return super().take(count)
 
     def _agree(self, fault: str, mark: Mark) -> None:
-        told = self._ask((fault, mark.digest))
-        if faults := [one for one, _ in told if one]:
+        gathered = self._ask((fault, mark.digest))
+        if faults := [one for one, _ in gathered if one]:
             raise RowsError(f"{faults[0]} Fix these rows, or remove them without changing earlier rows, and run the same command again")
-        if len({digest for _, digest in told}) > 1:
+        if len({digest for _, digest in gathered}) > 1:
             where = f"dataset: {self._named(mark).lower()} differ between ranks."
             raise RowsError(f"{where} Copy the same files to every machine, and run the same command again")
 
@@ -277,7 +277,7 @@ class StreamedPrompts(PromptStream):
                 raise config_error(("dataset", "max_prompt_length"), message)
             epoch, block, begins = mark.epoch + 1, 0, mark.end
         read, after = self._read(mark.after)
-        rows = self._looked_at(read, block)
+        rows = self._checked(read, block)
         num_prompts = 0 if rows is None else len(rows)
         made = Mark(
             epoch=epoch, block=block, begin=mark.after, after=after, first=mark.end, num_prompts=num_prompts, num_rows=len(read),
@@ -296,12 +296,12 @@ class StreamedPrompts(PromptStream):
                 message = f"{self._named(mark)} of the data set have changed since this run read them. Restore them, or start a new run \
                 in another output_dir."
                 raise config_error("dataset", message)
-            rows = self._looked_at(read, mark.block)
+            rows = self._checked(read, mark.block)
             assert rows is not None and len(rows) == mark.num_prompts, "the same rows have been checked before"
             self._hold(mark, rows)
         return self._held[key][1]
 
-    def _looked_at(self, read: Sequence[Read], block: int) -> PromptRows | None:
+    def _checked(self, read: Sequence[Read], block: int) -> PromptRows | None:
         if not read:
             return None
         with _named(block * self._size, len(read), "dataset"):
@@ -309,12 +309,12 @@ class StreamedPrompts(PromptStream):
 
     def _read(self, begin: Any) -> tuple[list[Read], Any]:
         """Read one block from a position. Return its rows and the position after them, None at the end of the epoch."""
-        going_on, self._going_on = self._going_on, None
-        reader = going_on[1] if going_on is not None and going_on[0] == begin else self._source(begin)
+        reader_ahead, self._reader_ahead = self._reader_ahead, None
+        reader = reader_ahead[1] if reader_ahead is not None and reader_ahead[0] == begin else self._source(begin)
         read = list(islice(reader, self._size))
         after = read[-1].after if len(read) == self._size else None
         if after is not None:
-            self._going_on = (after, reader)
+            self._reader_ahead = (after, reader)
         return read, after
 
     def _hold(self, mark: Mark, rows: PromptRows) -> None:

@@ -24,14 +24,14 @@ class PlayedEpisodes:
     """Episodes played with one kind of scripted turn."""
 
     groups: Sequence[Group]
-    told: str  # summary in one line
+    summary: str  # in one line
     faults: list[str]  # errors of the environment
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> PlayedEpisodes:
         """Summarize episodes.
 
-        `told` reads `8 episodes, 3.0 turns; done 6, error 2; mean environment reward 0.5`. `faults` lists the three most frequent errors
+        `summary` reads `8 episodes, 3.0 turns; done 6, error 2; mean environment reward 0.5`. `faults` lists the three most frequent errors
         with their counts.
 
         Args:
@@ -45,7 +45,7 @@ class PlayedEpisodes:
         faults = Counter(record.numbers.fault for record in records if record.numbers.finish_reason in FAULTS)
         return cls(
             groups=groups,
-            told=f"{len(records)} episodes, {turns:.1f} turns; {how}; mean environment reward {given:.4g}",
+            summary=f"{len(records)} episodes, {turns:.1f} turns; {how}; mean environment reward {given:.4g}",
             faults=[f"{count} of {len(records)} episodes: {fault}" for fault, count in faults.most_common(3)],
         )
 
@@ -64,9 +64,9 @@ class _Scripted:
 
     def poll(self) -> list[tuple[Key, SampledTurn]]:
         asked, self._asked = self._asked, []
-        return [(key, self._drawn(self._texts[key[0]], most)) for key, most in asked]
+        return [(key, self._sampled_turn(self._texts[key[0]], most)) for key, most in asked]
 
-    def _drawn(self, text: str, most: int) -> SampledTurn:
+    def _sampled_turn(self, text: str, most: int) -> SampledTurn:
         template = self._stage.template
         tokens = [*template.tokenizer(text, add_special_tokens=False)["input_ids"], min(template.end_ids)]
         if template.tokenizer.eos_token_id is not None:

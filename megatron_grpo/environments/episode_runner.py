@@ -14,7 +14,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.data.chat import opening_of
 from megatron_grpo.environments.loading import template_of
 from megatron_grpo.environments.protocol import Environment, InvalidReplyError, Message, Turn, as_messages, as_step_output
-from megatron_grpo.environments.trajectory import ChatTemplate, History, Trajectory, untold
+from megatron_grpo.environments.trajectory import ChatTemplate, History, Trajectory, without_turns
 from megatron_grpo.environments.workers import CallResult, CallTimeoutError, Workers
 from megatron_grpo.rewards.process_isolation import ExitRequestedError
 from megatron_grpo.rollout.turns import Key, SampledTurn, TurnSampler
@@ -158,9 +158,9 @@ class EpisodeRunner:
                 return False
 
     @property
-    def told(self) -> list[str]:
+    def side_effects(self) -> list[str]:
         """Side effects of environments on this process; each entry completes a sentence about an environment."""
-        return self._workers.told
+        return self._workers.side_effects
 
     @property
     def is_over(self) -> bool:
@@ -202,15 +202,15 @@ class EpisodeRunner:
                 self._heard(episode, outcome.value)
         except CallTimeoutError:
             self._finish(episode, "timeout", f"{kind} did not return within {self.stage.timeout:g} s")
-        except InvalidReplyError as nonsense:
-            self._finish(episode, "nonsense", str(nonsense))
+        except InvalidReplyError as error:
+            self._finish(episode, "nonsense", str(error))
         except MemoryError:
             raise
         except ExitRequestedError as asked:
             self._finish(episode, "error", f"{kind} tried to end the process with {asked}")
         except BaseException as raised:  # noqa: BLE001 - user code, or a template that rejects its messages
-            said = printable(raised)
-            self._finish(episode, "error", f"{kind} raised {type(raised).__name__}{': ' * bool(said)}{said}")
+            text = printable(raised)
+            self._finish(episode, "error", f"{kind} raised {type(raised).__name__}{': ' * bool(text)}{text}")
 
     def _started(self, episode: _Episode, value: Any) -> None:
         is_own = value is not None and list(value) == list(episode.opening) if isinstance(value, (list, tuple)) else False
@@ -294,7 +294,7 @@ class EpisodeRunner:
 
 
 def _completion(episode: _Episode) -> Completion:
-    told = episode.transcript.finished() if episode.transcript is not None else untold(episode.prompt.token_ids)
+    trajectory = episode.transcript.finished() if episode.transcript is not None else without_turns(episode.prompt.token_ids)
     numbers = EpisodeNumbers(
         finish_reason=episode.finish_reason,
         num_turns=episode.num_turns,
@@ -305,13 +305,13 @@ def _completion(episode: _Episode) -> Completion:
     record = EpisodeRecord(
         numbers=numbers, messages=tuple(episode.messages), num_opening=episode.num_opening, turn_rewards=tuple(episode.rewards)
     )
-    length = len(told.sequence.token_ids)
+    length = len(trajectory.sequence.token_ids)
     return Completion(
-        sequence=told.sequence,
-        logprobs=told.logprobs,
+        sequence=trajectory.sequence,
+        logprobs=trajectory.logprobs,
         text=_turns(episode.messages[episode.num_opening :]),
         finish_reason=episode.finish_reason,
-        versions=told.versions or ((episode.version, length, length),),
+        versions=trajectory.versions or ((episode.version, length, length),),
         record=record,
     )
 
@@ -323,9 +323,9 @@ def _turns(messages: Sequence[Message], most: int = 20_000) -> str:
         messages: The messages.
         most: Limit for one message in characters.
     """
-    said = []
+    lines = []
     for message in messages:
         name, text = message.get("name"), message["content"]
         who = f"{message['role']} {name}" if name else message["role"]
-        said.append(f"[{who}] {text if len(text) <= most else f'{text[:most]} ... ({len(text):,} characters)'}")
-    return "\n".join(said)
+        lines.append(f"[{who}] {text if len(text) <= most else f'{text[:most]} ... ({len(text):,} characters)'}")
+    return "\n".join(lines)

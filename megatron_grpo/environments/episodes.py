@@ -98,7 +98,7 @@ class Episodes(PlayedSampler[EpisodeRunner]):
     def __init__(self, engine: TurnEngine, stage: EpisodeRunnerFactory):
         super().__init__(engine)
         self.stage = stage
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def new_player(self, prompts: Sequence[Prompt], sampling: SamplingSettings, *, seed: int) -> EpisodeRunner:
         return EpisodeRunner(self.stage, prompts, n=sampling.n, seed_of=partial(request_seed, seed, n=sampling.n))
@@ -106,6 +106,6 @@ class Episodes(PlayedSampler[EpisodeRunner]):
     def _drop(self) -> None:
         play = self._player
         super()._drop()
-        for did in {*play.told} - self._told if play is not None else ():
-            self._told.add(did)
-            logger.warning("The environment %s.", did)
+        for effect in {*play.side_effects} - self._reported if play is not None else ():
+            self._reported.add(effect)
+            logger.warning("The environment %s.", effect)

@@ -47,22 +47,22 @@ class TrlEnvironment(ToolEnvironment):
         self.functions = {name: validate_call(getattr(self._object, name)) for name in public_methods(type(self).theirs)}  # type: ignore[misc]  # set for each class
 
     def start(self, prompt: Sequence[Message]) -> Any:
-        def opening(said: Any) -> Sequence[Message]:
-            if said is None:
+        def opening(observation: Any) -> Sequence[Message]:
+            if observation is None:
                 return prompt
-            if not isinstance(said, str):
-                raise InvalidReplyError(f"reset returned {describe_value(said)}; expected a string or None")
-            return [*prompt[:-1], dict(prompt[-1], content=prompt[-1]["content"] + said)]
+            if not isinstance(observation, str):
+                raise InvalidReplyError(f"reset returned {describe_value(observation)}; expected a string or None")
+            return [*prompt[:-1], dict(prompt[-1], content=prompt[-1]["content"] + observation)]
 
         return _then(self._object.reset(prompt=prompt, **self.columns), opening)
 
     def step(self, turn: Turn) -> Any:
-        def judged(step: StepOutput) -> Any:
+        def scored(step: StepOutput) -> Any:
             if not (step.done or turn.is_last) or not hasattr(self._object, "get_reward"):
                 return step
             return _then(self._object.get_reward(), lambda reward: replace(step, reward=reward))
 
-        return _then(super().step(turn), judged)
+        return _then(super().step(turn), scored)
 
     def close(self) -> Any:
         return self._object.close() if hasattr(self._object, "close") else None

@@ -190,7 +190,7 @@ def look_at(template: ChatTemplate, environment: type[Environment], *, history: 
         turns = {"": _CALL if role == "tool" else "I say so.", " that thinks": _THOUGHT}
         if "think" not in str(template.tokenizer.chat_template):
             del turns[" that thinks"]
-        rewritten = [kind for kind, said in turns.items() if _rewrites(template, role, said, flag)]
+        rewritten = [kind for kind, text in turns.items() if _rewrites(template, role, text, flag)]
         if rewritten and history == "template":
             which = "a turn" if "" in rewritten else f"a turn{rewritten[0]}"
             notes.append(
@@ -200,13 +200,13 @@ def look_at(template: ChatTemplate, environment: type[Environment], *, history: 
     return [*notes, *_ends(template)]
 
 
-def _rewrites(template: ChatTemplate, role: str, said: str, flag: str) -> bool:
+def _rewrites(template: ChatTemplate, role: str, text: str, flag: str) -> bool:
     answer: Message = {"role": role, "content": _ANSWER, **({"name": "look"} if role == "tool" else {})}
     opened = template.render([_QUESTION])
     prefill = template.prefill([_QUESTION], opened)
-    said = said.removeprefix(prefill) if prefill else said
+    text = text.removeprefix(prefill) if prefill else text
     try:
-        full = template.render([_QUESTION, {"role": "assistant", "content": prefill + said}, answer])
+        full = template.render([_QUESTION, {"role": "assistant", "content": prefill + text}, answer])
     except Exception as error:  # a template may raise anything
         rejected = f"{flag}: the chat template rejects messages of role {role}, which the environment returns: {printable(error)}"
         raise config_error(flag, rejected) from error
@@ -216,13 +216,13 @@ def _rewrites(template: ChatTemplate, role: str, said: str, flag: str) -> bool:
             f"{flag}: the chat template drops messages of role {role}, so the model would not receive them. Use a tokenizer whose "
             "template supports this role, or an environment that answers as user.",
         )
-    return not full.startswith(opened + said)
+    return not full.startswith(opened + text)
 
 
 def _ends(template: ChatTemplate) -> Iterator[str]:
     """Yield a note if sampling does not stop at the token with which the template ends a turn."""
-    said = [_QUESTION, {"role": "assistant", "content": "I say so."}, {"role": "user", "content": _ANSWER}]
-    behind = template.render(said).partition("I say so.")[2].lstrip()
+    messages = [_QUESTION, {"role": "assistant", "content": "I say so."}, {"role": "user", "content": _ANSWER}]
+    behind = template.render(messages).partition("I say so.")[2].lstrip()
     marks = template.encode(behind, template.gradient_checks())
     if marks and marks[0] not in template.end_ids:
         mark = marks[0]

@@ -120,7 +120,7 @@ class RolloutFuncEngine:
             raise ValueError(f"{len(contexts)} contexts for {len(asked)} entries of prompts; expected one each")
         requests = self._requests(asked, contexts, self.max_completion_length if max_tokens is None else max_tokens)
         self._ask(requests)
-        return [self._told(request.sampled.result()) for request in requests]
+        return [self._sampled_tokens(request.sampled.result()) for request in requests]
 
     def _requests(self, asked: Sequence[CompletionRequest], contexts: Sequence[tuple[int, ...]], most: int) -> list[_Request]:
         requests = []
@@ -139,7 +139,7 @@ class RolloutFuncEngine:
             requests.append(_Request(key, ids, self._seed_of(one.number, one.generation, count), room))
         return requests
 
-    def _told(self, sampled: SampledTurn) -> SampledTokens:
+    def _sampled_tokens(self, sampled: SampledTurn) -> SampledTokens:
         text = self.tokenizer.decode(list(sampled.token_ids), skip_special_tokens=True)
         return SampledTokens(token_ids=sampled.token_ids, logprobs=sampled.logprobs, is_cut=sampled.is_cut, text=text)
 
@@ -310,5 +310,5 @@ class RolloutFuncSampler(PlayedSampler[RolloutFuncRunner]):
 
     def _check(self) -> None:
         problems = collectives.all_gather_object(self._player.problem if self._player is not None else None)
-        if said := [problem for problem in problems if problem is not None]:
-            raise RunError(f"rollout_func {self.own.name} {said[0]}")
+        if failed := [problem for problem in problems if problem is not None]:
+            raise RunError(f"rollout_func {self.own.name} {failed[0]}")

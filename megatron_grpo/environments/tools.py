@@ -74,11 +74,11 @@ def read_hermes(text: str) -> list[ToolCall]:
     Returns:
         The calls in order; a call that cannot be parsed has an `error`.
     """
-    said = _behind_thoughts(text)
-    if said is None:
+    answer = _behind_thoughts(text)
+    if answer is None:
         return [ToolCall(error="the call is inside a <think> without </think>")] if "<tool_call>" in text else []
-    calls = [_of_json(body) for body in _CALL.findall(said)]
-    if "<tool_call>" in _CALL.sub("", said):
+    calls = [_of_json(body) for body in _CALL.findall(answer)]
+    if "<tool_call>" in _CALL.sub("", answer):
         calls.append(ToolCall(error="a <tool_call> without </tool_call>"))
     return calls
 
@@ -92,8 +92,8 @@ def _behind_thoughts(text: str) -> str | None:
         of_calls = [hit.span(1) for hit in _CALL.finditer(text) if "</think>" in hit[1] and not _of_json(hit[1]).error]
         ends = [hit.end() for hit in re.finditer("</think>", text) if not any(begin <= hit.start() < end for begin, end in of_calls)]
         return text[ends[0] :] if ends else text
-    _, is_finished, said = text.partition("</think>")
-    return said if is_finished else None
+    _, is_finished, answer = text.partition("</think>")
+    return answer if is_finished else None
 
 
 def _of_json(body: str) -> ToolCall:
@@ -242,12 +242,12 @@ class ToolEnvironment(Environment):
 
     def _output(self, calls: Sequence[ToolCall], found: Sequence[tuple[Any, bool]]) -> StepOutput:
         """Build the output. An unknown tool name is replaced, since it is text of the model that a template would put into a header."""
-        told = [(*_as_text(value), has_failed) for value, has_failed in found]
+        outputs = [(*_as_text(value), has_failed) for value, has_failed in found]
         messages = [
             {"role": "tool", "name": call.name if call.name in self.functions else "unknown", "content": text}
-            for call, (text, *_) in zip(calls, told, strict=True)
+            for call, (text, *_) in zip(calls, outputs, strict=True)
         ]
-        return StepOutput(messages=messages, metrics={"tool_calls": len(calls), "tool_errors": sum(any(failed) for _, *failed in told)})
+        return StepOutput(messages=messages, metrics={"tool_calls": len(calls), "tool_errors": sum(any(failed) for _, *failed in outputs)})
 
     def _begin(self, call: ToolCall) -> tuple[Any, bool]:
         """Call a tool. Returns (its result or an error text, whether it failed)."""
@@ -258,17 +258,17 @@ class ToolEnvironment(Environment):
         try:
             return self.functions[call.name](**call.arguments), False
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the error is the answer to the model
-            return _told(error), True
+            return _error_text(error), True
 
 
 async def _outcome(value: Awaitable[Any]) -> tuple[Any, bool]:
     try:
         return await value, False
     except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
-        return _told(error), True
+        return _error_text(error), True
 
 
-def _told(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """Format an exception for the model: for pydantic all errors with their places, since its first line only counts them."""
     from pydantic import ValidationError
 
@@ -289,7 +289,7 @@ def _as_text(value: Any) -> tuple[str, bool]:
             except (TypeError, ValueError, RecursionError):  # unsupported keys, or a circular reference
                 value = str(value)
         except Exception as error:  # noqa: BLE001 - a user's object
-            value, failed = _told(error), True
+            value, failed = _error_text(error), True
     return value.encode("utf-8", "replace").decode("utf-8"), failed  # lone surrogates become "?"
 
 

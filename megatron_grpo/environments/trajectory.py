@@ -47,7 +47,7 @@ class Guards:
             messages: The messages. All their string values are treated, including names, which templates render too.
         """
         return [
-            {key: self._special.sub(self._character, said) if isinstance(said, str) else said for key, said in message.items()}
+            {key: self._special.sub(self._character, text) if isinstance(text, str) else text for key, text in message.items()}
             for message in messages
         ]
 
@@ -63,7 +63,7 @@ class Guards:
         Returns:
             (text, whether a guard stood for it) in order, with guards replaced by their texts.
         """
-        texts = {character: said for said, character in self._characters.items()}
+        texts = {character: text for text, character in self._characters.items()}
         found = re.split("([" + "".join(texts) + "])", text)
         return [(texts.get(piece, piece), piece in texts) for piece in found if piece]
 
@@ -221,7 +221,7 @@ class Trajectory:
         begun = self.messages.pop()["content"] if continues else None
         self._of_turns = template.prefill(self.messages, template.render(self.messages) if continues else self._shown)
         self._prefill = self._of_turns if begun is None else begun  # of the next turn
-        self._end, self._said = "", ""  # of the last turn
+        self._end, self._turn_text = "", ""  # of the last turn
         self._contexts = [_Context(template.encode(self._shown, self.gradient_checks) if token_ids is None else token_ids)]
         self.opening = tuple(self.ids)
         self.num_heard = 0  # tokens, each counted once
@@ -256,10 +256,10 @@ class Trajectory:
         before = self.ids[-1:]
         is_finished = bool(token_ids) and token_ids[-1] in self.template.end_ids
         self._end = self.template.decode(token_ids[-1:]) if is_finished else ""
-        self._said = self.template.decode_behind(before, token_ids[:-1] if is_finished else token_ids)
+        self._turn_text = self.template.decode_behind(before, token_ids[:-1] if is_finished else token_ids)
         self._contexts[-1].draw(token_ids, logprobs, version, sampling_mask)
-        self.messages.append({"role": "assistant", "content": self._prefill + self._said})
-        return self._said
+        self.messages.append({"role": "assistant", "content": self._prefill + self._turn_text})
+        return self._turn_text
 
     def add_messages(self, messages: Sequence[Message]) -> None:
         """Append messages of the environment, with the template's text around them and the next generation prompt.
@@ -270,7 +270,7 @@ class Trajectory:
         heard = self.gradient_checks.over(messages)
         self.messages += heard
         full = self.template.render(self.messages)
-        before = self._shown + self._said + self._end
+        before = self._shown + self._turn_text + self._end
         if full.startswith(before):
             self._go_on(full[len(before) :])
         else:
@@ -298,7 +298,7 @@ class Trajectory:
         """Return the concatenated contexts that have sampled tokens, or the opening if there are none."""
         parts = [(context, context.length) for context in self._contexts if context.length]
         if not parts:
-            return untold(self.opening)
+            return without_turns(self.opening)
         ids, mask, logprobs = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
         versions, starts = list[tuple[int, int, int]](), list[int]()
         for context, length in parts:
@@ -314,8 +314,8 @@ class Trajectory:
             ids.append(np.array(context.ids[:length], dtype=np.int64))
             mask.append(sampled)
             logprobs.append(values)
-        told = [sampling_mask for context, _ in parts for sampling_mask in context.sampling_mask]
-        sampling_mask = SamplingMask.joined(told) if told else None
+        masks = [sampling_mask for context, _ in parts for sampling_mask in context.sampling_mask]
+        sampling_mask = SamplingMask.joined(masks) if masks else None
         sequence = Scored(
             token_ids=np.concatenate(ids), mask=np.concatenate(mask), starts=tuple(starts),
             mask_offsets=None if sampling_mask is None else sampling_mask.at, mask_ids=None if sampling_mask is None else sampling_mask.ids,
@@ -323,7 +323,7 @@ class Trajectory:
         return TokenizedTrajectory(sequence=sequence, logprobs=np.concatenate(logprobs), versions=tuple(versions))
 
 
-def untold(opening: Sequence[int]) -> TokenizedTrajectory:
+def without_turns(opening: Sequence[int]) -> TokenizedTrajectory:
     """Return the trajectory of an episode without sampled tokens.
 
     Args:

@@ -55,7 +55,7 @@ class Workers:
 
     def __init__(self, *, concurrency: int, timeout: float):
         self.concurrency, self.timeout = concurrency, timeout
-        self.told: list[str] = []  # side effects of calls on the process; each entry completes a sentence
+        self.side_effects: list[str] = []  # of calls on the process; each entry completes a sentence
         self._waiting: deque[_Call] = deque()
         self._running: set[_Call] = set()
         self._ended: queue.SimpleQueue[tuple[_Call, CallResult]] = queue.SimpleQueue()
@@ -165,7 +165,7 @@ class Workers:
         value: Any = None
         raised, is_awaited = None, False
         try:
-            with contained(self.told):
+            with contained(self.side_effects):
                 value = call.work()
                 is_awaited = inspect.isawaitable(value)
         except BaseException as error:  # noqa: BLE001 - an exception of a user's environment ends its own episode alone
@@ -193,11 +193,11 @@ class Workers:
             try:
                 loop.run_forever()
             except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt leave run_forever
-                self.told.append(f"raised {type(error).__name__} in a background task")
+                self.side_effects.append(f"raised {type(error).__name__} in a background task")
 
     async def _awaited(self, call: _Call, value: Awaitable[Any]) -> None:
         try:
-            with contained(self.told):
+            with contained(self.side_effects):
                 found = await asyncio.wait_for(value, max(0.0, call.began + self.timeout - time.monotonic()))
         except BaseException as error:  # noqa: BLE001 - as above
             is_late = isinstance(error, (TimeoutError, asyncio.CancelledError)) and time.monotonic() >= call.began + self.timeout

@@ -59,7 +59,7 @@ def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tu
 
 def _adapter_room(shape: ModelShape, push: LoraSync, tp: int) -> int:
     """Return the elements that vLLM allocates on one rank for one adapter: in all modules with a targeted name, in every layer."""
-    total, words = 0, set(push.last_words)
+    total, words = 0, set(push.last_name_parts)
     for module in linear_modules(shape):
         if module.name.rsplit(".", 1)[1] in words:
             total += -(-module.inner // tp) + module.out if module.is_row else module.inner + -(-module.out // tp)

@@ -11,7 +11,7 @@ from megatron_grpo.batching.schedule import TrainingSchedule
 from megatron_grpo.config.optimizer import course_of, lost
 from megatron_grpo.config.rules import Rule, Rules, broken, settings_of
 from megatron_grpo.config.servers import addresses_of
-from megatron_grpo.data.image_processing import said_of_bounds
+from megatron_grpo.data.image_processing import bound_notes
 from megatron_grpo.grpo import validation as grpo_validation
 from megatron_grpo.planning.check import Checked
 from megatron_grpo.planning.sharing import wanted_micro_batches
@@ -47,7 +47,7 @@ def warnings_of(
     is_multimodal = shape is not None and shape.vision is not None
     return [
         *_dialect(checked), *checked.parsed.repeated, *of(OF_SIZES), *of(OF_A_RUN), *grpo_validation.warnings(cfg), *lost(cfg.optimizer),
-        *of(OF_ADAPTERS), *of(OF_THE_MACHINE), *(f"Note: {sentence}" for sentence in (said_of_bounds(cfg.data) if is_multimodal else ())),
+        *of(OF_ADAPTERS), *of(OF_THE_MACHINE), *(f"Note: {sentence}" for sentence in (bound_notes(cfg.data) if is_multimodal else ())),
     ]  # fmt: skip
 
 

@@ -215,9 +215,9 @@ def _users(call: Callable[[], Any], what: str) -> Any:
     Raises:
         ConfigError: If the call raises anything; the message begins with `what`.
     """
-    told: list[str] = []
+    side_effects: list[str] = []
     try:
-        with contained(told):
+        with contained(side_effects):
             return call()
     except ExitRequestedError as error:
         raise _fail(f"{what}: it tried to end the process with {printable(error)}.") from error
@@ -226,8 +226,8 @@ def _users(call: Callable[[], Any], what: str) -> Any:
     except BaseException as error:
         raise _fail(f"{what}: {type(error).__name__}: {printable(error)}.") from error
     finally:
-        for did in told:
-            _LOG.warning("%s %s when it was loaded; it was reopened.", what.partition(" ")[0], did)
+        for effect in side_effects:
+            _LOG.warning("%s %s when it was loaded; it was reopened.", what.partition(" ")[0], effect)
 
 
 def _module_of_file(path: Path, here: Path) -> Any:

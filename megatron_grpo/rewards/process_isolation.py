@@ -42,14 +42,14 @@ class contained:  # lower case because it is used as `with contained(...)`
     * If the code changed process-wide settings of torch that affect computation, they are restored.
 
     Args:
-        told: Receives what was closed or changed, each as the end of a sentence about the code.
+        side_effects: Receives what was closed or changed, each as the end of a sentence about the code.
 
     Raises:
         ExitRequestedError: If the code raised an exception that would end this process.
     """
 
-    def __init__(self, told: list[str]):
-        self.told = told
+    def __init__(self, side_effects: list[str]):
+        self.side_effects = side_effects
 
     def __enter__(self) -> contained:
         self._process = os.getpid()
@@ -70,16 +70,16 @@ class contained:  # lower case because it is used as `with contained(...)`
             signal.signal(signal.SIGINT, signal.default_int_handler)
         for fd, copy in self._copies.items():
             if _open_again(fd, copy):
-                self.told.append(f"closed {_OUTPUTS[fd]}; it was reopened")
+                self.side_effects.append(f"closed {_OUTPUTS[fd]}; it was reopened")
             os.close(copy)
         for name, (now, _) in _torch_settings().items():
             if name in self._torch and now != self._torch[name][0]:
                 before, change_to = self._torch[name]
                 change_to(before)
-                self.told.append(f"changed torch's {name} to {now}; it was reset to {before}")
+                self.side_effects.append(f"changed torch's {name} to {now}; it was reset to {before}")
         if isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and not self._pressed):
-            said = printable(error)
-            raise ExitRequestedError(f"{type(error).__name__}{': ' * bool(said)}{said}") from error
+            text = printable(error)
+            raise ExitRequestedError(f"{type(error).__name__}{': ' * bool(text)}{text}") from error
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._pressed = True

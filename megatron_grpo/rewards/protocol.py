@@ -99,8 +99,8 @@ class Watch:
         if self.batches < ENOUGH_BATCHES or self.rows < ENOUGH_ROWS:
             return None
         if not self.scored:
-            said = f"has returned None for all {self.rows} completions so far"
-            return f"{said}, so it has no effect. Does it find the columns that it needs?"
+            sentence = f"has returned None for all {self.rows} completions so far"
+            return f"{sentence}, so it has no effect. Does it find the columns that it needs?"
         if self.scored >= ENOUGH_ROWS and self.lowest == self.highest:
             return f"has returned {self.lowest:g} for all {self.scored} completions that it scored so far, so it has no effect."
         return None
@@ -156,8 +156,8 @@ class RewardFunction:
 
     def needs(self) -> list[Sequence[str]]:
         """Return the data columns that the function requires, each as a list of alternatives such as `answer` or `solution`."""
-        told: Sequence[Sequence[str]] = getattr(self.function, "needs", ()) or [(name,) for name in required_names(self.function)]
-        return [names for names in told if not GIVEN.intersection(names)]
+        columns: Sequence[Sequence[str]] = getattr(self.function, "needs", ()) or [(name,) for name in required_names(self.function)]
+        return [names for names in columns if not GIVEN.intersection(names)]
 
     def close(self) -> None:
         """Stop what the function keeps running, if it has a `close` method."""

@@ -65,10 +65,12 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch, should_cancel
     """
     if not len(batch):
         return RewardScores(rows=(), notices=())
-    told: list[list[str]] = [[] for _ in functions]
-    waiting = {place: _start(function, batch, told[place], should_cancel) for place, function in enumerate(functions) if function.is_async}
+    side_effects: list[list[str]] = [[] for _ in functions]
+    waiting = {
+        place: _start(function, batch, side_effects[place], should_cancel) for place, function in enumerate(functions) if function.is_async
+    }
     outcomes = {
-        place: _counted(_call(function, batch, told[place], should_cancel, function.timeout), batch)
+        place: _counted(_call(function, batch, side_effects[place], should_cancel, function.timeout), batch)
         for place, function in enumerate(functions)
         if place not in waiting
     }
@@ -76,8 +78,11 @@ def score(functions: Sequence[RewardFunction], batch: RewardBatch, should_cancel
     columns, errors, notices = [], [], []
     for place, function in enumerate(functions):
         outcome = outcomes[place]
-        rows = _search(function, batch, outcome, told[place], should_cancel) if isinstance(outcome, RowFailure) else outcome
-        notices += [Notice(function=function.name, kind=did, message=f"Reward `{function.name}` {did}.") for did in set(told[place])]
+        rows = _search(function, batch, outcome, side_effects[place], should_cancel) if isinstance(outcome, RowFailure) else outcome
+        notices += [
+            Notice(function=function.name, kind=effect, message=f"Reward `{function.name}` {effect}.")
+            for effect in set(side_effects[place])
+        ]
         failures = [(row, value) for row, value in enumerate(rows) if isinstance(value, RowFailure)]
         if failures and function.on_error == "raise":
             errors.append(_sentence(function, batch, failures))
@@ -97,30 +102,32 @@ def _counted(outcome: list[Score | RowFailure] | RowFailure, batch: RewardBatch)
 
 
 def _call(
-    function: RewardFunction, batch: RewardBatch, told: list[str], should_cancel: Callable[[], bool], seconds: float
+    function: RewardFunction, batch: RewardBatch, side_effects: list[str], should_cancel: Callable[[], bool], seconds: float
 ) -> list[Score | RowFailure] | RowFailure:
     """Call a function once on a batch. Return its scores, or the failure of the whole call.
 
     Args:
-        told: Receives descriptions of side effects.
+        side_effects: Receives descriptions of side effects.
         seconds: Timeout of this call.
     """
     if function.is_async:
-        return _start(function, batch, told, should_cancel, seconds)()
+        return _start(function, batch, side_effects, should_cancel, seconds)()
 
     def call():
-        with contained(told):
+        with contained(side_effects):
             return function.function(**function.arguments(batch))
 
     return _outcome(function, batch, seconds, lambda: call_before(seconds, call, should_cancel))
 
 
-def _start(function: RewardFunction, batch: RewardBatch, told: list[str], should_cancel: Callable[[], bool], seconds: float | None = None):
+def _start(
+    function: RewardFunction, batch: RewardBatch, side_effects: list[str], should_cancel: Callable[[], bool], seconds: float | None = None
+):
     """Start an asynchronous function. The returned callable waits for what `_call` would return."""
     limit = function.timeout if seconds is None else seconds
 
     async def call():
-        with contained(told):
+        with contained(side_effects):
             return await function.function(**function.arguments(batch))
 
     wait = _LOOP.start(call(), limit, should_cancel)
@@ -148,7 +155,7 @@ def _where(error: BaseException) -> str:
 
 
 def _search(
-    function: RewardFunction, batch: RewardBatch, failure: RowFailure, told: list[str], should_cancel: Callable[[], bool]
+    function: RewardFunction, batch: RewardBatch, failure: RowFailure, side_effects: list[str], should_cancel: Callable[[], bool]
 ) -> list[Score | RowFailure]:
     """Find the rows on which a function fails, by bisection, after the call on the whole batch failed.
 
@@ -166,7 +173,7 @@ def _search(
     while ranges and time.monotonic() < ends:
         first, end = ranges.popleft()
         share = max(min(_SHORTEST_CALL, function.timeout / 10), function.timeout * (end - first) / len(batch))
-        outcome = _call(function, batch.part(first, end), told, should_cancel, share)
+        outcome = _call(function, batch.part(first, end), side_effects, should_cancel, share)
         activity.advance(0)
         if not isinstance(outcome, RowFailure):
             found[first:end] = outcome

@@ -33,7 +33,7 @@ class LoraSync:
     notes: tuple[str, ...] = ()  # messages for the user
 
     @property
-    def last_words(self) -> list[str]:
+    def last_name_parts(self) -> list[str]:
         """Last components of the modules' names, with vLLM's name of the experts."""
         experts = ["experts"] if any(".experts." in name for name in self.modules) else []
         return sorted({name.rsplit(".", 1)[1] for name in self.modules} | {*experts})
@@ -66,8 +66,8 @@ def lora_sync(cfg: Config, shape: ModelShape, *, on_gpu: bool | None, sampler_ob
     if obstacle:
         notes.append(f"Note: the adapter is merged into the weights for every weight sync: {obstacle}.")
     if (cfg.rollout.vllm_dtype or cfg.model.torch_dtype) == "bfloat16":
-        way = "Use vllm_dtype float32" if obstacle else "Leave vllm_enable_lora out, or use vllm_dtype float32"
-        notes.append(f"WARNING: {MERGED_BFLOAT16} {way}.")
+        remedy = "Use vllm_dtype float32" if obstacle else "Leave vllm_enable_lora out, or use vllm_dtype float32"
+        notes.append(f"WARNING: {MERGED_BFLOAT16} {remedy}.")
     return LoraSync(kind="merged", modules=modules, slot_rank=0, notes=tuple(notes))
 
 

@@ -122,7 +122,7 @@ class ColocatedEngine:
                 disable_log_stats=True, **options,
             )  # fmt: skip
         collectives.barrier_with_timeout()  # a rank that compiles for the first time takes minutes more than the others
-        vllm_patches.tell_of_steps(llm)
+        vllm_patches.report_steps(llm)
         engine = cls(llm, rank=rank, world_size=world_size, tensor_parallel_size=tp, max_model_len=max_model_len,
                      sleep_level=cfg.sleep_level if on_gpu else 0, adapter=AdapterSlot(llm, room.modules) if room else None,
                      experts=experts)  # fmt: skip
@@ -176,7 +176,7 @@ class ColocatedEngine:
                     state = lead(player, turns, self.should_cancel, version=self.version)
                     turns.rest(state)
                 else:
-                    state, digest = follow(turns, lambda: self._tell(None), digest)
+                    state, digest = follow(turns, lambda: self._broadcast(None), digest)
                 collectives.barrier_with_timeout()
                 if (worst := collectives.all_reduce_max(state)) == GIVES_UP:
                     raise CancelledError
@@ -193,9 +193,9 @@ class ColocatedEngine:
         engine = self._llm.llm_engine
         if self._rank_in_engine or self._tensor_parallel_size == 1:
             return EngineTurns(engine, sampling, version=self.version, adapter=adapter)
-        return LeadingTurns(engine, sampling, self._tell, version=self.version, adapter=adapter)
+        return LeadingTurns(engine, sampling, self._broadcast, version=self.version, adapter=adapter)
 
-    def _tell(self, value: Any) -> Any:
+    def _broadcast(self, value: Any) -> Any:
         """Broadcast the value of the first rank of this engine to all of its ranks."""
         from vllm.distributed.parallel_state import get_tp_group
 
@@ -232,7 +232,7 @@ class ColocatedEngine:
         if missing:
             raise WeightSyncError(f"The weight sync of version {update.version} {missing_sentence(missing)}")
         if update.moves_tower:
-            self._forget_pictures()
+            self._clear_image_cache()
         self._has_tower = True
         if self._adapter is not None:
             self._adapter.drop()  # it belonged to the previous weights
@@ -290,7 +290,7 @@ class ColocatedEngine:
         if not self._llm.reset_prefix_cache():
             raise WeightSyncError("vLLM could not reset its prefix cache: a request is still running.")
 
-    def _forget_pictures(self) -> None:
+    def _clear_image_cache(self) -> None:
         # vLLM caches the old vision tower's outputs by image, and would reuse them.
         self._llm.llm_engine.reset_encoder_cache()
 

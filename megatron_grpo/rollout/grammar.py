@@ -36,15 +36,15 @@ def why_unreadable(bound: Mapping[str, Any]) -> str | None:
     Args:
         bound: Structured-output settings of valid form.
     """
-    said = []
+    messages = []
     for read in _readings(bound):
         try:
             read()
         except (RuntimeError, ValueError, TypeError, KeyError) as error:
-            said.append(_in_one_line(str(error)))
+            messages.append(_in_one_line(str(error)))
         else:
             return None
-    return said[0] if said else None
+    return messages[0] if messages else None
 
 
 def _readings(bound: Mapping[str, Any]) -> Iterator[Callable[[], Any]]:
@@ -85,8 +85,8 @@ def _guidance(kind: Literal["regex", "json_schema", "grammar"], text: str) -> No
         raise ValueError(wrong)
 
 
-def _in_one_line(said: str) -> str:
+def _in_one_line(text: str) -> str:
     """Return xgrammar's message without the source location at its start: "[12:30:01] /project/cpp/parser.cc:83: "."""
-    line = " ".join(said.split())
+    line = " ".join(text.split())
     head, _, rest = line.partition(": ")
     return (rest if head.startswith("[") and rest else line).rstrip(".")

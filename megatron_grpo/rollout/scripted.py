@@ -95,12 +95,12 @@ class ScriptedEngine:
     ) -> list[Group]:
         mine = prompts[collectives.rank() :: collectives.num_ranks()]
         return [
-            Group(prompt=prompt, completions=tuple(self._told(prompt, place, version) for place in range(sampling.n)))
+            Group(prompt=prompt, completions=tuple(self._completion(prompt, place, version) for place in range(sampling.n)))
             for prompt in mine
             if not should_cancel()
         ]
 
-    def _told(self, prompt: Prompt, place: int, version: int) -> Completion:
+    def _completion(self, prompt: Prompt, place: int, version: int) -> Completion:
         activity.advance(0)
         return self._answer(prompt, place, version)
 

@@ -148,7 +148,7 @@ class EngineTurns:
         if not self._keys:
             return []
         ended = [output for output in self._engine.step() if output.finished]
-        return [(self._keys.pop(output.request_id), self._drawn(output.outputs[0])) for output in ended]
+        return [(self._keys.pop(output.request_id), self._sampled_turn(output.outputs[0])) for output in ended]
 
     @property
     def num_running(self) -> int:
@@ -166,7 +166,7 @@ class EngineTurns:
         self._keys.clear()
         self._engine.abort_request(list(self._engine.output_processor.request_states), internal=True)
 
-    def _drawn(self, output: Any) -> SampledTurn:
+    def _sampled_turn(self, output: Any) -> SampledTurn:
         from megatron_grpo.rollout.vllm_requests import sampled
 
         logprobs, sampling_mask = sampled(output, self._sampling, self._vocab_size)
@@ -192,7 +192,7 @@ class LeadingTurns(EngineTurns):
 
     def __init__(self, engine: Any, sampling: SamplingSettings, broadcast: Callable[[Any], Any], *, version: int, adapter: Any = None):
         super().__init__(engine, sampling, version=version, adapter=adapter)
-        self._tell = broadcast
+        self._broadcast = broadcast
         self._joining: list[tuple[Key, tuple[int, ...], int, int]] = []
         self._digest = b""  # of the turns that finished in the last step
 
@@ -201,7 +201,7 @@ class LeadingTurns(EngineTurns):
 
     def poll(self) -> list[tuple[Key, SampledTurn]]:
         joining, self._joining = self._joining, []
-        self._tell((joining, self._digest))
+        self._broadcast((joining, self._digest))
         for key, token_ids, seed, max_tokens in joining:
             super().submit(key, token_ids, seed=seed, max_tokens=max_tokens)
         found = super().poll()
@@ -213,7 +213,7 @@ class LeadingTurns(EngineTurns):
         return len(self._keys) + len(self._joining)
 
     def rest(self, state: float) -> None:
-        self._tell(state)
+        self._broadcast(state)
 
 
 def follow(turns: EngineTurns, receive: Callable[[], Any], digest: bytes) -> tuple[float, bytes]:

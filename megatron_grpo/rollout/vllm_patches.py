@@ -240,7 +240,7 @@ class _Harmless(logging.Filter):
         return not str(record.msg).startswith(self.starts)
 
 
-def tell_of_steps(llm: Any) -> None:
+def report_steps(llm: Any) -> None:
     """Report each engine step as progress, with the completions that finished in it. vLLM itself reports nothing until all are done.
 
     Args:
@@ -249,12 +249,12 @@ def tell_of_steps(llm: Any) -> None:
     engine = llm.llm_engine
     step = engine.step
 
-    def told() -> list[Any]:
+    def reported_step() -> list[Any]:
         outputs = step()
         activity.advance(sum(len(one.outputs) for one in outputs if one.finished))
         return outputs
 
-    engine.step = told
+    engine.step = reported_step
 
 
 @contextlib.contextmanager

@@ -52,8 +52,8 @@ def take_logprobs_as_they_come() -> None:
             made.logprobs = []
             return made
 
-        def _update_sample_logprobs(self, told: Any) -> None:
-            all_ids, all_logprobs, *_ = told
+        def _update_sample_logprobs(self, logprobs_lists: Any) -> None:
+            all_ids, all_logprobs, *_ = logprobs_lists
             for row_ids, row in zip(all_ids, all_logprobs, strict=True):
                 self.cumulative_logprob += float(row[0])
                 if not self.num_logprobs:
@@ -124,9 +124,9 @@ def whole_or_cut(ids: np.ndarray, logprobs: np.ndarray, vocab_size: int) -> tupl
     is_left[:, 1:] &= ids[:, 1:] != ids[:, :1]  # the sampled token is in the first column already
     is_left[:, 0] = True
     of_cut = np.where(is_left, logprobs, -np.inf).astype(np.float64)
-    told = logprobs[:, 0] - np.where(is_cut, np.log(np.exp(of_cut).sum(axis=1)), 0.0)
+    normalized = logprobs[:, 0] - np.where(is_cut, np.log(np.exp(of_cut).sum(axis=1)), 0.0)
     at = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(is_left.sum(axis=1))])
-    return told.astype(np.float32), SamplingMask(at, ids[is_left].astype(np.int32))
+    return normalized.astype(np.float32), SamplingMask(at, ids[is_left].astype(np.int32))
 
 
 def sampled_logprobs(output: Any) -> list[float]:
@@ -140,7 +140,7 @@ def sampled_logprobs(output: Any) -> list[float]:
     """
     if output.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended a completion with finish_reason {output.finish_reason!r}")
-    logprobs = [float(of_words[0]) for _, of_words in output.logprobs]  # the sampled token comes first at each position
+    logprobs = [float(top_logprobs[0]) for _, top_logprobs in output.logprobs]  # the sampled token comes first at each position
     if len(logprobs) != len(output.token_ids):
         raise RuntimeError(f"vLLM returned {len(logprobs)} log-probs for {len(output.token_ids)} tokens")
     return logprobs
@@ -167,11 +167,11 @@ def sampled(output: Any, sampling: SamplingSettings, vocab_size: int) -> tuple[l
     if not sampling.returns_sampling_mask:
         return logprobs, None
     form = len(logprobs), 1 + num_asked(sampling.top_k, vocab_size)
-    ids, of_words = np.zeros(form, dtype=np.int32), np.full(form, -np.inf, dtype=np.float32)
+    ids, top_logprobs = np.zeros(form, dtype=np.int32), np.full(form, -np.inf, dtype=np.float32)
     for place, (left, values) in enumerate(output.logprobs):
-        ids[place, : len(left)], of_words[place, : len(left)] = left, values
-    told, sampling_mask = whole_or_cut(ids, of_words, vocab_size)
-    return told.tolist(), sampling_mask
+        ids[place, : len(left)], top_logprobs[place, : len(left)] = left, values
+    normalized, sampling_mask = whole_or_cut(ids, top_logprobs, vocab_size)
+    return normalized.tolist(), sampling_mask
 
 
 def scoring_requests(ids: Sequence[int]) -> list[tuple[Sequence[int], Any]]:
@@ -410,7 +410,7 @@ def gpu_options(cfg: RolloutConfig) -> dict[str, Any]:
 
 
 # Error messages of torch and vLLM when weights, warm-up or CUDA graphs find no memory.
-_NO_ROOM = ("CUDA out of memory", "CUDA error: out of memory", "CUDA Error: out of memory", "OutOfMemoryError")
+_OUT_OF_MEMORY = ("CUDA out of memory", "CUDA error: out of memory", "CUDA Error: out of memory", "OutOfMemoryError")
 
 
 def problem_of(cfg: RolloutConfig, max_model_len: int, on_gpu: bool, error: str) -> Problem | None:
@@ -431,7 +431,7 @@ def problem_of(cfg: RolloutConfig, max_model_len: int, on_gpu: bool, error: str)
             message=f"vllm_gpu_memory_utilization ({cfg.vllm_gpu_memory_utilization}): {free} on the GPU when vLLM starts after the "
             f"policy. Use {'less' if share is None else f'at most {share}'}, or offload_optimizer true and offload_model true, which free "
             "the policy's memory first.")  # fmt: skip
-    if any(sign in error for sign in _NO_ROOM):
+    if any(sign in error for sign in _OUT_OF_MEMORY):
         return Problem(flags=["vllm_gpu_memory_utilization", "vllm_max_num_seqs"], message=(
             "The GPU has not enough memory for vLLM beside the policy. Use offload_optimizer true and offload_model true, which free the "
             f"policy's memory first; or a vllm_gpu_memory_utilization below {cfg.vllm_gpu_memory_utilization}, or a vllm_max_num_seqs "

@@ -73,12 +73,12 @@ class WeightLoader:
         return _unless_there(missing, has_tower, is_tower_there)
 
     def _learn(self, worker: Any, model: torch.nn.Module, named: Named, *, has_tower: bool, is_tower_there: bool) -> list[str]:
-        lesson = WeightLayoutRecorder(model, self.pack)
-        with vllm_patches.layers_watched(lesson.layer), lesson:
-            missing = self._reload(worker, model, lesson.heard(named))
-        vllm_patches.pack_experts((module for module in model.modules() if module not in lesson.packed), self.pack)
+        recorder = WeightLayoutRecorder(model, self.pack)
+        with vllm_patches.layers_watched(recorder.layer), recorder:
+            missing = self._reload(worker, model, recorder.heard(named))
+        vllm_patches.pack_experts((module for module in model.modules() if module not in recorder.packed), self.pack)
         if not _unless_there(missing, has_tower, is_tower_there):
-            table, self.reason = lesson.outcome()
+            table, self.reason = recorder.outcome()
             if table is not None:
                 self.tables[has_tower] = table
         if self.reason is not None:
@@ -226,7 +226,7 @@ def lora_options(push: LoraSync) -> dict[str, Any]:
         "max_loras": 1,  # a new adapter evicts the old one; nothing is being sampled then
         "max_cpu_loras": 1,
         "max_lora_rank": push.slot_rank,
-        "lora_target_modules": push.last_words,
+        "lora_target_modules": push.last_name_parts,
     }
 
 

@@ -250,7 +250,7 @@ def _batches(
     said = {kind: [text or "" for text in texts] for kind, texts in kinds.items()}
     played = plug_ins.dry_run_environment(cfg, opened.environment, prompts, said, opened.tokenizer, opened.model_path)
     for kind, one in played.items():
-        found.episodes[kind] = one.told
+        found.episodes[kind] = one.summary
         found.wrong += [f"The environment, where the model says {kind}: {fault}." for fault in one.faults]
     batches = {kind: as_batch(one.groups) for kind, one in played.items()}
     return {kind: batch for kind, batch in batches.items() if len(batch)}

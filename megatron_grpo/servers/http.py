@@ -186,8 +186,8 @@ def _as_gone() -> Iterator[None]:
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         root = _root(error)
         if isinstance(root, ssl.SSLCertVerificationError):
-            who = f"its certificate is not trusted ({root.verify_message}); set vllm_server_ca to its CA"
-            raise ServerRefusedError(NOT_HTTP, who) from error
+            reason = f"its certificate is not trusted ({root.verify_message}); set vllm_server_ca to its CA"
+            raise ServerRefusedError(NOT_HTTP, reason) from error
         number = root.errno if isinstance(root, OSError) and not isinstance(root, ssl.SSLError) else None
         if number is not None and number > 0:  # asyncio's own message differs and includes the address
             raise ServerGoneError(f"[Errno {number}] {os.strerror(number)}") from error

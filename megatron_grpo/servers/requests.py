@@ -200,9 +200,9 @@ class Calls(ABC, Generic[Answered]):
 
     def _take(self, number: int, answer: Answered) -> None:
         self._router.take(number, answer)
-        self._tell()
+        self._notify()
 
-    def _tell(self, *_: object) -> None:
+    def _notify(self, *_: object) -> None:
         self._changed.set()
         self._changed.clear()
 
@@ -213,7 +213,7 @@ class Calls(ABC, Generic[Answered]):
     async def _ask(self, calls: Iterable[Awaitable[None]]) -> None:
         tasks = [asyncio.ensure_future(one) for one in calls]
         for task in tasks:
-            task.add_done_callback(self._tell)
+            task.add_done_callback(self._notify)
         try:
             while not self._is_over and not all([task.done() and task.result() is None for task in tasks]):  # raises a task's exception
                 await self._change()
@@ -236,7 +236,7 @@ class Calls(ABC, Generic[Answered]):
                 died = await servers.during(member, self._hear(member, chunk))
             finally:
                 self._router.ended(str(member), chunk, died=died)
-                self._tell()
+                self._notify()
 
 
 # ---- prompts

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from megatron_grpo.base.errors import keep_secret, printable
 from megatron_grpo.config.sampling_mask import MOST
 from megatron_grpo.servers import wire
-from megatron_grpo.servers.serve_engine import ServedEngine, WeightPushError
+from megatron_grpo.servers.serve_engine import ServedEngine, WeightUpdateError
 from megatron_grpo.servers.serve_state import ImageCache, Ownership, RequestRefusedError, ServerMetrics
 
 Done = TypeVar("Done")
@@ -110,8 +110,8 @@ class App:
             token: The bearer token.
             let_in: Called with the (host, port) of each client that has sent the token.
         """
-        asked = (self.state, self.metrics)
-        routes = [Route(f"/{route.__name__}", route, methods=["GET"]) for route in asked]
+        readable = (self.state, self.metrics)
+        routes = [Route(f"/{route.__name__}", route, methods=["GET"]) for route in readable]
         routes += [Route(f"/{route.__name__}", route, methods=["POST"]) for route in self.served()]
         known = (*_STATUS, self._engine.Dead, HTTPException, Exception)
         app = Starlette(routes=routes, exception_handlers={kind: _failed for kind in known})
@@ -159,9 +159,9 @@ class App:
         self.ownership.require(request.headers.get(wire.INCARNATION))
 
     def _state(self) -> Response:
-        return _json(self._told())
+        return _json(self._build_state())
 
-    def _told(self) -> wire.State:
+    def _build_state(self) -> wire.State:
         engine, own = self._engine, self.ownership
         return wire.State(
             boot=self._boot, version=own.version, has_base=own.has_base, owner=own.owner, running=self.running, model=self._model,
@@ -189,17 +189,19 @@ class App:
     async def weights(self, request: Request) -> Response:
         """Answer POST /weights: receive all weights over the link. Ends running requests."""
         self._require_owner(request)
-        push = await body_of(request, wire.WeightUpdateRequest)
-        is_base, has_base = push.kind == "weights", self.ownership.has_base
-        return await self._push(request, push.kind, lambda: self._engine.take_weights(push, has_base), push.version, is_base=is_base)
+        update = await body_of(request, wire.WeightUpdateRequest)
+        is_base, has_base = update.kind == "weights", self.ownership.has_base
+        return await self._update_weights(
+            request, update.kind, lambda: self._engine.take_weights(update, has_base), update.version, is_base=is_base
+        )
 
     async def adapter(self, request: Request) -> Response:
         """Answer POST /adapter: receive an adapter over the link. Ends running requests; refused without base weights of this owner."""
         self._require_owner(request)
-        push = await body_of(request, wire.AdapterUpdateRequest)
-        return await self._push(request, "adapter", lambda: self._engine.take_adapter(push), push.version, is_base=True)
+        update = await body_of(request, wire.AdapterUpdateRequest)
+        return await self._update_weights(request, "adapter", lambda: self._engine.take_adapter(update), update.version, is_base=True)
 
-    async def _push(
+    async def _update_weights(
         self, request: Request, kind: str, take: Callable[[], Awaitable[None]], version: int | None, *, is_base: bool
     ) -> Response:
         started = time.monotonic()
@@ -207,11 +209,11 @@ class App:
             self._require_owner(request)
             if kind == "adapter" and not self.ownership.has_base:
                 raise RequestRefusedError("this server has no base weights of this run; send them before an adapter")
-            weight_epoch = self.ownership.begin_push(keeps_base=kind == "adapter")
+            weight_epoch = self.ownership.begin_update(keeps_base=kind == "adapter")
             await self._end_weight_epoch()
             try:
                 await take()
-                self.ownership.end_push(weight_epoch, version, is_base=is_base)
+                self.ownership.end_update(weight_epoch, version, is_base=is_base)
             except Exception as error:
                 self._metrics.pushes.labels(kind=kind, outcome="failed").inc()
                 self._print_line(f"{kind} update failed: {printable(error, most=wire.LONGEST_REFUSAL)}")
@@ -229,17 +231,15 @@ class App:
     async def generate(self, request: Request) -> Response:
         """Answer POST /generate: stream one `wire.Answer` per request, in order of completion."""
         self._require_owner(request)
-        asked = await body_of(request, wire.Generate)
+        body = await body_of(request, wire.Generate)
         self._require_owner(request)
-        self.ownership.require_version(asked.version)
+        self.ownership.require_version(body.version)
 
         def works() -> Iterator[Coroutine[Any, Any, wire.Answer]]:
-            came = self._images.take(asked.image_data)
-            for place, one in enumerate(asked.requests):
+            came = self._images.take(body.image_data)
+            for place, one in enumerate(body.requests):
                 image_data = self._images.find([placed.key for placed in one.images], came)
-                yield self._engine.answer(
-                    one, asked.sampling, version=asked.version, place=place, image_data=image_data, bounds=asked.bounds
-                )
+                yield self._engine.answer(one, body.sampling, version=body.version, place=place, image_data=image_data, bounds=body.bounds)
 
         return self._streamed(works, lambda answer: "error" if answer.error is not None else "answered")
 
@@ -277,12 +277,12 @@ class App:
     async def score(self, request: Request) -> Response:
         """Answer POST /score with `wire.ScoreResponse`."""
         self._require_owner(request)
-        asked = await body_of(request, wire.Score)
+        body = await body_of(request, wire.Score)
         self._require_owner(request)
         version = self.ownership.version
         if version is None:
             raise RequestRefusedError("this server has no weights; update the weights first")
-        task, over = self._start(self._engine.score(asked)), self._over
+        task, over = self._start(self._engine.score(body)), self._over
         await _first([task, over])
         if over.done():
             raise RequestRefusedError("the weights or the owner changed during scoring")
@@ -334,24 +334,24 @@ class FrozenApp(App):
     def served(self) -> tuple[Callable[[Request], Awaitable[Response]], ...]:
         return (self.prompt_logprobs, *(_refused(route.__name__) for route in super().served()))
 
-    def _told(self) -> wire.State:
+    def _build_state(self) -> wire.State:
         own = dict(vocabulary=self._vocabulary, fingerprint=self._fingerprint, vocab_size=self._engine.vocab_size)
-        return structs.replace(super()._told(), is_frozen=True, **own)
+        return structs.replace(super()._build_state(), is_frozen=True, **own)
 
     def _require_owner(self, request: Request) -> None:
         """Accept every caller with the token, since a frozen server has no owner."""
 
     async def prompt_logprobs(self, request: Request) -> Response:
         """Answer POST /prompt_logprobs: stream one `wire.Scored` per sequence, in order of completion."""
-        asked = await body_of(request, wire.PromptLogprobs)
-        if fault := asked.fault(self._engine.max_model_len, self._engine.vocab_size):
+        body = await body_of(request, wire.PromptLogprobs)
+        if fault := body.fault(self._engine.max_model_len, self._engine.vocab_size):
             raise wire.MalformedMessageError(fault)
 
         async def scored(place: int) -> wire.Scored:
-            logprobs = await self._engine.prompt_logprobs(asked.sequences[place], place)
-            return wire.Scored(place=place, logprobs=np.array(logprobs[asked.first[place] - 1 :], np.float32))
+            logprobs = await self._engine.prompt_logprobs(body.sequences[place], place)
+            return wire.Scored(place=place, logprobs=np.array(logprobs[body.first[place] - 1 :], np.float32))
 
-        return self._streamed(lambda: map(scored, range(len(asked.sequences))), lambda line: "answered")
+        return self._streamed(lambda: map(scored, range(len(body.sequences))), lambda line: "answered")
 
 
 def _refused(name: str) -> Callable[[Request], Awaitable[Response]]:
@@ -392,7 +392,7 @@ def _error(status: int, sentence: str) -> Response:
 
 
 # ValueError: the body has the right form, but asks for something impossible.
-_STATUS: dict[type[Exception], int] = {RequestRefusedError: 409, wire.MalformedMessageError: 400, ValueError: 400, WeightPushError: 500}
+_STATUS: dict[type[Exception], int] = {RequestRefusedError: 409, wire.MalformedMessageError: 400, ValueError: 400, WeightUpdateError: 500}
 
 
 async def _failed(request: Request, error: Exception) -> Response:

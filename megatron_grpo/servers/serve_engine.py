@@ -28,7 +28,7 @@ ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 TOLD_WORKERS = "megatron_grpo.rollout.vllm_executor.OneCallExecutor"
 
 
-class WeightPushError(Exception):
+class WeightUpdateError(Exception):
     """The weights did not arrive, or not all of them. The message is a sentence."""
 
 
@@ -154,14 +154,14 @@ class ServedEngine:
         except ConfigError as error:
             return wire.Answer(key=request.key, error=str(error))
         sampled = tuple(
-            _drawn(one, *what, self._told(one, len(request.ids), place))
+            _sampled_completion(one, *what, self._routed_experts(one, len(request.ids), place))
             for place, (one, what) in enumerate(zip(output.outputs, draws, strict=True))
         )
         if any(spans != version for one in sampled for spans, _, _ in one.versions):
             raise RuntimeError(f"request {request.key} was not sampled entirely by version {version}")
         return wire.Answer(key=request.key, completions=sampled)
 
-    def _told(self, output: Any, opening: int, place: int) -> np.ndarray | None:
+    def _routed_experts(self, output: Any, opening: int, place: int) -> np.ndarray | None:
         return completion_routes(self._experts.read(output.routed_experts), opening, place) if self._experts is not None else None
 
     async def score(self, asked: wire.Score) -> tuple[tuple[float, ...], ...]:
@@ -247,7 +247,7 @@ class ServedEngine:
             join: Address, size and name of the link.
 
         Raises:
-            WeightPushError: A worker could not join.
+            WeightUpdateError: A worker could not join.
         """
         await self._all_workers("join_link", msgspec.structs.asdict(join))
 
@@ -259,7 +259,7 @@ class ServedEngine:
             has_base: Whether this owner has pushed all weights before; then the vision tower may be omitted.
 
         Raises:
-            WeightPushError: A worker did not receive all weights.
+            WeightUpdateError: A worker did not receive all weights.
         """
         self._adapter = None
         await self._take(push.version, "take_weights", push.link, push.moves_tower, has_base)
@@ -271,12 +271,12 @@ class ServedEngine:
             push: The push.
 
         Raises:
-            WeightPushError: A worker did not receive the adapter, or the server does not support adapters.
+            WeightUpdateError: A worker did not receive the adapter, or the server does not support adapters.
         """
         from megatron_grpo.rollout.vllm_weights import adapter_request
 
         if self._room is None:
-            raise WeightPushError(
+            raise WeightUpdateError(
                 "this server does not support adapters; start it with --tuner_type lora and the run's lora_rank and target_modules"
             )
         self._adapter = None
@@ -291,7 +291,7 @@ class ServedEngine:
             await self._all_workers(method, *args)
             await self._llm.update_weight_version(str(version))
             if not await self._llm.reset_prefix_cache():
-                raise WeightPushError("vLLM could not reset its prefix cache: a request is still running")
+                raise WeightUpdateError("vLLM could not reset its prefix cache: a request is still running")
             if self.limit_images:
                 await self._llm.reset_encoder_cache()  # image embeddings of the previous vision tower
         finally:
@@ -300,9 +300,9 @@ class ServedEngine:
     async def _all_workers(self, method: str, *args: Any) -> None:
         # Calls all engines and collects all answers: AsyncLLM.collective_rpc returns only those of the first engine.
         answers = await self._llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
-        said = {sentence for engine in answers for sentence in engine if sentence}
-        if said:
-            raise WeightPushError("; ".join(sorted(said)))
+        failures = {sentence for engine in answers for sentence in engine if sentence}
+        if failures:
+            raise WeightUpdateError("; ".join(sorted(failures)))
 
     # ---- health and shutdown
 
@@ -353,7 +353,9 @@ def _options(serving: Serving, room: LoraSync | None, *, on_gpu: bool) -> dict[s
     }
 
 
-def _drawn(output: Any, logprobs: list[float], sampling_mask: SamplingMask | None, experts: np.ndarray | None) -> wire.SampledCompletion:
+def _sampled_completion(
+    output: Any, logprobs: list[float], sampling_mask: SamplingMask | None, experts: np.ndarray | None
+) -> wire.SampledCompletion:
     return wire.SampledCompletion(
         logprobs=np.array(logprobs, np.float32),
         sampling_mask=sampling_mask,

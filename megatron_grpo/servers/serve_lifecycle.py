@@ -198,12 +198,12 @@ def now_and_then() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None
 
     Without file descriptors, accepting connections alone would log thousands of errors per second.
     """
-    said: dict[str, float] = {}
+    message: dict[str, float] = {}
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         what, now = str(context.get("message")), time.monotonic()
-        if now - said.get(what, -SILENCE) >= SILENCE:
-            said[what] = now
+        if now - message.get(what, -SILENCE) >= SILENCE:
+            message[what] = now
             loop.default_exception_handler(context)
 
     return handle
@@ -227,8 +227,8 @@ def take_port(cfg: ServeConfig) -> Listener:
             return _bound(cfg, shares=True)  # connections of an earlier server may stay in TIME_WAIT for a minute
     except OSError as error:
         use = " Use another port; 0 selects a free one." if error.errno == errno.EADDRINUSE else ""
-        said = f"Cannot listen on host {cfg.host}, port {cfg.port}: {error.strerror or error}.{use}"
-        raise config_error(("host", "port"), said) from error
+        message = f"Cannot listen on host {cfg.host}, port {cfg.port}: {error.strerror or error}.{use}"
+        raise config_error(("host", "port"), message) from error
 
 
 def _bound(cfg: ServeConfig, *, shares: bool) -> Listener:
@@ -314,12 +314,12 @@ def _progress(serving: Serving) -> Iterator[None]:
     rollout, begun, has_loaded = serving.cfg.rollout, time.monotonic(), threading.Event()
     what = f"loading {serving.model_path} ({serving.dtype}, TP {rollout.vllm_tensor_parallel_size})"
 
-    def tell() -> None:
+    def print_progress() -> None:
         while not has_loaded.wait(SAY_EVERY):
             _print_line(f"{what}: {time.monotonic() - begun:.0f} s")
 
     _print_line(what)
-    threading.Thread(target=tell, daemon=True).start()
+    threading.Thread(target=print_progress, daemon=True).start()
     try:
         yield
     finally:

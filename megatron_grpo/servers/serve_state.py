@@ -130,7 +130,7 @@ class Ownership:
         if weight_epoch == self.weight_epoch:
             self._heard = self._clock()
 
-    def begin_push(self, *, keeps_base: bool) -> int:
+    def begin_update(self, *, keeps_base: bool) -> int:
         """Begin a new tenure without a version, since weights change from the first byte of a push.
 
         Args:
@@ -144,7 +144,7 @@ class Ownership:
         self.has_base = has_base
         return self.weight_epoch
 
-    def end_push(self, weight_epoch: int, version: int | None, *, is_base: bool) -> int:
+    def end_update(self, weight_epoch: int, version: int | None, *, is_base: bool) -> int:
         """Record that a push is complete.
 
         Args:

@@ -134,7 +134,7 @@ class ServerEngine:
             broadcaster, tokenizer=tokenizer, vocab_size=shape.vocab_size, returns_experts=needs.returns_experts, image_spec=image_spec
         )
 
-    def _told(self, work: Callable[[WeightBroadcaster], Value]) -> Value:
+    def _run_on_rank_zero(self, work: Callable[[WeightBroadcaster], Value]) -> Value:
         """Execute `work` on rank 0, and return its result or raise its exception on every rank. Collective."""
         return collectives.run_on_rank_zero(lambda: work(cast(WeightBroadcaster, self._broadcaster)), REPORTED)
 
@@ -149,7 +149,7 @@ class ServerEngine:
             has_new = not all(member.is_proven for member in members)
             return dtype, min(state.max_model_len for state in states), all(state.has_base for state in states), has_new
 
-        self.dtype, self._max_model_len, self.has_base, has_new = self._told(gathered)
+        self.dtype, self._max_model_len, self.has_base, has_new = self._run_on_rank_zero(gathered)
         return has_new
 
     def take(self, update: WeightUpdate) -> None:
@@ -167,7 +167,7 @@ class ServerEngine:
             with CleanUp(use_up):
                 broadcaster.push(update)
 
-        self._told(push)
+        self._run_on_rank_zero(push)
         self.version = update.version
         self.has_base = self.has_base or update.kind == "weights"
 
@@ -176,7 +176,7 @@ class ServerEngine:
 
     def scores(self, sequences: Sequence[Scored]) -> Mapping[str, list[list[float]]]:
         found: dict[str, list[list[float]]] = {}  # of all servers on rank 0, empty on other ranks
-        self._told(lambda broadcaster: found.update(broadcaster.scores(sequences, self.version, self._image_spec)))
+        self._run_on_rank_zero(lambda broadcaster: found.update(broadcaster.scores(sequences, self.version, self._image_spec)))
         return found
 
     # ---- sampling
@@ -296,7 +296,7 @@ class ServerEngine:
                 )
             return count
 
-        if count := self._told(counted):
+        if count := self._run_on_rank_zero(counted):
             version, self.version, self.has_base = self.version, NO_VERSION, False
             raise WeightsLostError(f"No rollout server has the weights of version {version} any more, and {lost.format(count)}")
 

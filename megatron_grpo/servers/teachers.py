@@ -177,11 +177,11 @@ class TeacherServerGroup(ServerGroup):
 
     # ---- log-probs
 
-    def logprobs(self, asked: Sequence[TokensToScore]) -> list[np.ndarray]:
+    def logprobs(self, to_score: Sequence[TokensToScore]) -> list[np.ndarray]:
         """Compute the teacher's log-probs of sequences at temperature 1, on servers with free capacity.
 
         Args:
-            asked: The sequences.
+            to_score: The sequences.
 
         Returns:
             float32 [tokens from `first` on] of each sequence.
@@ -191,29 +191,29 @@ class TeacherServerGroup(ServerGroup):
             NoRolloutServerError: No server answered, or all that are alive have scored nothing for `timeout` seconds.
             CancelledError: The run is to stop.
         """
-        question = _Question(asked, timeout=self.timeout)
-        while not question.is_done:
-            before = question.num_answered
+        request = _ScoringRequest(to_score, timeout=self.timeout)
+        while not request.is_done:
+            before = request.num_answered
             self.gather()
-            question.ask(self)
-            if question.hangs and question.num_answered == before:
+            request.ask(self)
+            if request.hangs and request.num_answered == before:
                 raise NoRolloutServerError(
                     f"No teacher server has scored a sequence for {self.timeout:g} s (vllm_server_timeout): "
                     f"{named(list(self.members.values()))}"
                 )
-        return question.answers()
+        return request.answers()
 
 
-class _Question(Calls[np.ndarray]):
-    def __init__(self, asked: Sequence[TokensToScore], *, timeout: float):
+class _ScoringRequest(Calls[np.ndarray]):
+    def __init__(self, to_score: Sequence[TokensToScore], *, timeout: float):
         """Distribute sequences over the teacher's servers.
 
         Args:
-            asked: The sequences.
+            to_score: The sequences.
             timeout: Longest time in seconds in which a live server may score nothing.
         """
-        super().__init__(range(len(asked)))
-        self._asked, self._timeout = asked, timeout
+        super().__init__(range(len(to_score)))
+        self._to_score, self._timeout = to_score, timeout
         self.hangs = False  # True after a server has exceeded the timeout
 
     @property
@@ -225,20 +225,20 @@ class _Question(Calls[np.ndarray]):
         return len(self._router.answers)
 
     def answers(self) -> list[np.ndarray]:
-        return [self._router.answers[place] for place in range(len(self._asked))]
+        return [self._router.answers[place] for place in range(len(self._to_score))]
 
     def ask(self, teacher: TeacherServerGroup) -> None:
         """Wait until all is answered, or all servers that are used now are lost."""
         self._begin(teacher)
-        with activity.phase("computing teacher log-probs", total=len(self._asked), unit="completions") as phase:
+        with activity.phase("computing teacher log-probs", total=len(self._to_score), unit="completions") as phase:
             self._wait(phase, lambda: self.num_answered, teacher.should_cancel)
 
     def _of_deadly(self, numbers: Sequence[int]) -> str:
         return "A completion was in flight on three teacher servers when they died. See their logs."
 
     async def _hear(self, member: ServerHandle, chunk: Chunk) -> None:
-        asked = [self._asked[place] for place in chunk]
-        body = wire.PromptLogprobs(sequences=tuple(one.ids for one in asked), first=tuple(one.first for one in asked))
+        to_score = [self._to_score[place] for place in chunk]
+        body = wire.PromptLogprobs(sequences=tuple(one.ids for one in to_score), first=tuple(one.first for one in to_score))
         left, heard = set(chunk), time.monotonic()
 
         def stream(line: bytes) -> None:
@@ -252,7 +252,7 @@ class _Question(Calls[np.ndarray]):
             if not (found := wire.decode_line(wire.Scored, line)):
                 return
             place, logprobs = found.place, found.logprobs
-            if not 0 <= place < len(chunk) or len(logprobs) != len(asked[place].ids) - asked[place].first:
+            if not 0 <= place < len(chunk) or len(logprobs) != len(to_score[place].ids) - to_score[place].first:
                 raise wire.MalformedMessageError(f"it returned {len(logprobs)} log-probs for sequence {place} of {len(chunk)}")
             if not (np.isfinite(logprobs) & (logprobs <= LARGEST)).all():
                 raise RunError(f"The teacher ({member}) returned a log-prob that is positive or not finite.")

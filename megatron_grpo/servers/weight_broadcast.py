@@ -153,7 +153,7 @@ class WeightBroadcaster:
         if failed or link is None:
             if link is not None:
                 link.drop()
-            raise ReceiverChangedError(f"Cannot create the link to the rollout servers: {_said(failed) or broke}") from broke
+            raise ReceiverChangedError(f"Cannot create the link to the rollout servers: {_describe_failures(failed) or broke}") from broke
         self._link, self._linked = link, wanted
         return link
 
@@ -205,7 +205,7 @@ class WeightBroadcaster:
         is_anybody_lost = any(member.trouble is not None for member, _ in failed)
         self._failures = 0 if is_anybody_lost else self._failures + 1
         name = "a trial adapter" if update.version == NO_VERSION and update.kind != "weights" else f"version {update.version}"
-        sentence = f"The weight sync of {name} failed: {_said(failed) or error}"
+        sentence = f"The weight sync of {name} failed: {_describe_failures(failed) or error}"
         return WeightSyncError(sentence) if self._failures > 1 else ReceiverChangedError(sentence)
 
     def close(self) -> None:
@@ -231,5 +231,5 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def _said(failed: Sequence[tuple[ServerHandle, Exception]]) -> str:
+def _describe_failures(failed: Sequence[tuple[ServerHandle, Exception]]) -> str:
     return "; ".join(f"{member}: {error}" for member, error in failed)

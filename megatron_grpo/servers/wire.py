@@ -184,7 +184,7 @@ class SampledCompletion(Message, frozen=True, omit_defaults=True, eq=False):
     text: str
     reason: str  # finish reason: "stop" or "length"; the client rejects any other
     versions: tuple[tuple[int, int, int], ...]  # (weights version, begin, end) in tokens of the completion
-    experts: NDArray[np.int16] | None = None  # [tokens, MoE layers, k], as `experts.told` returns them
+    experts: NDArray[np.int16] | None = None  # [tokens, MoE layers, k], as `experts.completion_routes` returns them
     sampling_mask: SamplingMask | None = None  # tokens that sampling could choose from at each of the T positions
 
     def __post_init__(self) -> None:

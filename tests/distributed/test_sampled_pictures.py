@@ -122,7 +122,7 @@ def told(folder):
         found["by the table"] = worst(model, engine, prompts, seed=4)
         copied(named, model)
         found["another model"] = worst(model, engine, prompts, seed=5)
-        forget, engine._forget_pictures = engine._forget_pictures, lambda: None
+        forget, engine._clear_image_cache = engine._clear_image_cache, lambda: None
         push(named, 4, tower=True)
         found["stale pictures"] = worst(model, engine, prompts, seed=6)
         forget()

@@ -128,10 +128,10 @@ def _refusal(error: urllib.error.HTTPError) -> str:
         where = printable(error.headers.get("Location", "nowhere"))
         return f"answered {error.code}: it redirects to {where}. Redirects are not followed; use the final address"
     try:
-        said = printable(error.read(_READ).decode(errors="replace"), most=_SHOWN)
+        text = printable(error.read(_READ).decode(errors="replace"), most=_SHOWN)
     except (OSError, http.client.HTTPException, AnswerTooLongError):
-        said = ""
-    return f"answered {error.code} {error.reason}{': ' + said if said else ''}"
+        text = ""
+    return f"answered {error.code} {error.reason}{': ' + text if text else ''}"
 
 
 class AnswerTooLongError(Exception):

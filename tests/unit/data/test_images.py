@@ -17,7 +17,7 @@ from megatron_grpo.data import images
 from megatron_grpo.data.checks import check_for_episodes, check_images
 from megatron_grpo.data.files import Rows
 from megatron_grpo.data.image_dataset import ImageStore, expanded, num_places, num_tokens, places, shortened, shown_by, with_parts
-from megatron_grpo.data.image_processing import ImageProcessorSpec, PatchCache, image_spec_of, resized, said_of_bounds
+from megatron_grpo.data.image_processing import ImageProcessorSpec, PatchCache, bound_notes, image_spec_of, resized
 from megatron_grpo.data.images import ImageError, ImageSource, decoded, source_of
 from megatron_grpo.data.prompts import load_rows, open_stream
 from megatron_grpo.run.inputs import ValidatedInputs, rows_for_model_and_rewards
@@ -295,13 +295,13 @@ def test_a_flag_goes_before_the_environment_and_which_holds_is_said(tmp_path, mo
     monkeypatch.setenv("MAX_PIXELS", "50176")
     by_environment, by_flag = DataConfig(), DataConfig(max_pixels=100352)
     assert image_spec_of(by_environment, tmp_path).max_pixels == 50176 and image_spec_of(by_flag, tmp_path).max_pixels == 100352
-    assert said_of_bounds(by_environment) == ["max_pixels is not set; the environment variable MAX_PIXELS (50176) applies."]
-    assert said_of_bounds(by_flag) == ["max_pixels (100352) overrides the environment variable MAX_PIXELS (50176)."]
+    assert bound_notes(by_environment) == ["max_pixels is not set; the environment variable MAX_PIXELS (50176) applies."]
+    assert bound_notes(by_flag) == ["max_pixels (100352) overrides the environment variable MAX_PIXELS (50176)."]
     monkeypatch.setenv("MAX_PIXELS", "many")
     with pytest.raises(ConfigError, match=r"variable MAX_PIXELS \('many'\) is not a positive number"):
         image_spec_of(by_environment, tmp_path)
     monkeypatch.delenv("MAX_PIXELS")
-    assert image_spec_of(by_environment, tmp_path).max_pixels == 12845056 and said_of_bounds(by_flag) == []
+    assert image_spec_of(by_environment, tmp_path).max_pixels == 12845056 and bound_notes(by_flag) == []
     with pytest.raises(ConfigError, match=r"max_pixels \(500\) is less than the pixels of one image token: 28 x 28 = 784. Use 784"):
         image_spec_of(DataConfig(max_pixels=500), tmp_path)
     # Qwen2.5-VL's own file on the Hub has its bounds outside of `size`.

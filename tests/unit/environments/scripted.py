@@ -35,9 +35,9 @@ class Says:
 
     def poll(self) -> list[tuple[tuple[int, int], SampledTurn]]:
         open_, self._open = self._open, []
-        return [(key, self._drawn(key, most)) for key, most in open_]
+        return [(key, self._sampled_turn(key, most)) for key, most in open_]
 
-    def _drawn(self, key, most: int) -> SampledTurn:
+    def _sampled_turn(self, key, most: int) -> SampledTurn:
         turn = self.turns.get(key, 0)
         self.turns[key] = turn + 1
         tokens = [*self.tokenizer(self.text(key, turn), add_special_tokens=False)["input_ids"], *([END] if self.ends else [])]

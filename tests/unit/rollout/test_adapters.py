@@ -39,8 +39,8 @@ def test_modules_are_those_with_an_adapter_and_vllm_is_told_their_last_words():
     found = push_of(target_modules=["linear_qkv"], exclude_modules=["model.layers.0.self_attn.k_proj"])
     layers = DENSE.num_layers
     assert len(found.modules) == 3 * layers - 1 and "model.layers.1.self_attn.k_proj" in found.modules
-    assert found.last_words == ["k_proj", "q_proj", "v_proj"] and found.notes == ()
-    assert push_of(EXPERTS, on_gpu=True).last_words == [
+    assert found.last_name_parts == ["k_proj", "q_proj", "v_proj"] and found.notes == ()
+    assert push_of(EXPERTS, on_gpu=True).last_name_parts == [
         "down_proj",
         "experts",
         "gate_proj",
@@ -50,7 +50,7 @@ def test_modules_are_those_with_an_adapter_and_vllm_is_told_their_last_words():
         "up_proj",
         "v_proj",
     ]
-    assert "experts" not in push_of(LATENT, target_modules=["o_proj"]).last_words
+    assert "experts" not in push_of(LATENT, target_modules=["o_proj"]).last_name_parts
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def own(clock):
 
 def pushed(own: Ownership, incarnation: str = "1", version: int = 3) -> None:
     own.claim(Claim(run="mine", incarnation=incarnation))
-    own.end_push(own.begin_push(keeps_base=False), version, is_base=True)
+    own.end_update(own.begin_update(keeps_base=False), version, is_base=True)
 
 
 def test_a_server_that_started_holds_no_version_and_answers_nobody(own):
@@ -84,11 +84,11 @@ def test_a_claim_again_changes_nothing(own):
 
 def test_there_is_no_version_from_the_first_byte_of_a_push_to_its_end(own):
     pushed(own)
-    weight_epoch = own.begin_push(keeps_base=False)
+    weight_epoch = own.begin_update(keeps_base=False)
     with pytest.raises(RequestRefusedError):
         own.require_version(3)
     assert not own.has_base
-    own.end_push(weight_epoch, 4, is_base=False)  # merged weights
+    own.end_update(weight_epoch, 4, is_base=False)  # merged weights
     own.require_version(4)
     with pytest.raises(RequestRefusedError, match="has version 4, but version 3 was requested"):
         own.require_version(3)
@@ -97,32 +97,32 @@ def test_there_is_no_version_from_the_first_byte_of_a_push_to_its_end(own):
 
 def test_a_push_that_fails_leaves_no_version_and_an_adapter_that_fails_leaves_the_base(own):
     pushed(own)
-    own.begin_push(keeps_base=True)
+    own.begin_update(keeps_base=True)
     assert own.version is None and own.has_base
-    own.begin_push(keeps_base=False)
+    own.begin_update(keeps_base=False)
     assert own.version is None and not own.has_base
 
 
 def test_a_base_makes_no_version_before_its_adapter(own):
     own.claim(Claim(run="mine", incarnation="1"))
-    own.end_push(own.begin_push(keeps_base=False), None, is_base=True)
+    own.end_update(own.begin_update(keeps_base=False), None, is_base=True)
     assert own.version is None and own.has_base
-    own.end_push(own.begin_push(keeps_base=True), 7, is_base=True)
+    own.end_update(own.begin_update(keeps_base=True), 7, is_base=True)
     assert own.version == 7 and own.has_base
 
 
 @pytest.mark.parametrize("change", ["claim", "release", "push"])
 def test_a_push_that_ends_after_the_owner_changed_gives_the_new_one_no_version(own, change):
     pushed(own)
-    weight_epoch = own.begin_push(keeps_base=False)
+    weight_epoch = own.begin_update(keeps_base=False)
     if change == "claim":
         own.claim(Claim(run="mine", incarnation="2"))
     elif change == "release":
         own.release("1")
     else:
-        own.begin_push(keeps_base=False)
+        own.begin_update(keeps_base=False)
     with pytest.raises(RequestRefusedError, match="claimed again during the weight update"):
-        own.end_push(weight_epoch, 4, is_base=True)
+        own.end_update(weight_epoch, 4, is_base=True)
     assert own.version is None and not own.has_base
 
 
@@ -142,7 +142,7 @@ def test_a_stream_that_is_read_keeps_the_server_and_one_of_an_earlier_tenure_doe
         clock.now += LEASE_SECONDS - 1
         own.heard(old)
     assert own.owner == "mine"
-    own.begin_push(keeps_base=False)
+    own.begin_update(keeps_base=False)
     clock.now += LEASE_SECONDS - 1
     own.heard(old)
     clock.now += 1
