@@ -93,8 +93,8 @@ class App:
         self._shape, self._boot = shape, secrets.token_hex(8)
         self._images = ImageCache()
         self._changing = asyncio.Lock()  # serializes joins, pushes and the abort of an earlier owner's requests
-        self._work: set[asyncio.Task[Any]] = set()  # tasks of this tenure in the engine
-        self._over: asyncio.Future[None] = asyncio.Future()  # done when this tenure ends
+        self._work: set[asyncio.Task[Any]] = set()  # tasks of this weight epoch in the engine
+        self._over: asyncio.Future[None] = asyncio.Future()  # done when this weight epoch ends
         self._has_orphans = False
         metrics.watch(self)
 
@@ -308,7 +308,7 @@ class App:
             task.exception()  # marks the exception as retrieved: only the first failure is reported, and asyncio would log the others
 
     async def _end_weight_epoch(self) -> None:
-        """Cancel all work of the current tenure without answering it, and begin a new one."""
+        """Cancel all work of the current weight epoch without answering it, and begin a new one."""
         over, self._over = self._over, asyncio.Future()
         over.set_result(None)
         work = list(self._work)

@@ -24,16 +24,16 @@ class RequestRefusedError(Exception):
 class Ownership:
     """Owner of a server and version of its weights.
 
-    Every claim, release and push begins a new tenure: a period with one owner and one version of the weights. Requests of an earlier tenure
+    Every claim, release and push begins a new weight epoch: a period with one owner and one version of the weights. Requests of an earlier weight epoch
     are not answered.
 
     Args:
         clock: Returns the time in seconds.
 
     Attributes:
-        version: Version of the weights; None: no push has completed in this tenure.
+        version: Version of the weights; None: no push has completed in this weight epoch.
         has_base: Whether this owner has pushed weights that an adapter can be added to.
-        weight_epoch: Number of the tenure.
+        weight_epoch: Number of the weight epoch.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -131,13 +131,13 @@ class Ownership:
             self._heard = self._clock()
 
     def begin_update(self, *, keeps_base: bool) -> int:
-        """Begin a new tenure without a version, since weights change from the first byte of a push.
+        """Begin a new weight epoch without a version, since weights change from the first byte of a push.
 
         Args:
             keeps_base: Whether the base weights remain, as in the push of an adapter.
 
         Returns:
-            The number of the tenure, for `end_push`.
+            The number of the weight epoch, for `end_update`.
         """
         has_base = self.has_base and keeps_base
         self._forget()
@@ -148,7 +148,7 @@ class Ownership:
         """Record that a push is complete.
 
         Args:
-            weight_epoch: Result of `begin_push`.
+            weight_epoch: Result of `begin_update`.
             version: Version of the weights; None: base weights whose adapter follows.
             is_base: Whether an adapter can be added to the weights.
 

@@ -328,7 +328,7 @@ def test_a_rank_that_cannot_read_ends_all_ranks_at_the_same_place(tmp_path):
     with pytest.raises(RowsError, match="dataset: rows 0 to 3 differ between ranks"):
         stream.agree_by(lambda told: [told, ("", told[1] + 1)])
     stream = opened(write(tmp_path / "a.jsonl"), block=4)
-    stream._going_on = None  # as after a resume
+    stream._reader_ahead = None  # as after a resume
     Path(tmp_path / "a.jsonl").unlink()
     with pytest.raises(RowsError, match="No such file"):
         stream.take(5)
