@@ -53,7 +53,7 @@ class PlayedSampler(Generic[OnePlayer]):
             The groups that this rank scores.
 
         Raises:
-            WeightsLostError: The sampler lost its weights. Push weights and call it again.
+            WeightsLostError: The sampler lost its weights. Sync the weights and call it again.
         """
         asked = ([prompt.number for prompt in prompts], sampling, seed)
         if asked != self._asked:

@@ -49,7 +49,7 @@ class ColocatedEngine:
         tensor_parallel_size: Ranks that share one engine.
         max_model_len: Maximum length of prompt and completion together, in tokens.
         sleep_level: vLLM's sleep level between rollouts; 0 never sleeps.
-        adapter: Slot for the policy's adapter, if adapters are pushed alone.
+        adapter: Slot for the policy's adapter, if adapters are synced separately.
         experts: Expert layers of the model, if routing is returned with the completions.
     """
 
@@ -65,7 +65,7 @@ class ColocatedEngine:
         self._weights = WeightLoader()
         self.version, self.has_base = 0, True
         self._image_spec: ImageProcessorSpec | None = None  # of a vision-language model
-        self._has_tower = True  # its vision-tower weights are those of the trainer, also where they are not pushed
+        self._has_tower = True  # its vision-tower weights are those of the trainer, also where they are not synced
         self._asleep: set[str] = set()  # of "weights" and "kv_cache": vLLM's names for what sleep takes away
         self._buffers: list[Any] = []  # one entry per worker, as before the engine slept
         self.should_cancel: Callable[[], bool] = lambda: False
@@ -85,7 +85,7 @@ class ColocatedEngine:
             seed: Seed of the run.
             rank: Rank of this process among all ranks.
             world_size: Number of ranks.
-            lora: How adapters are pushed, if the run trains adapters.
+            lora: How adapters are synced, if the run trains adapters.
             experts: Expert layers of the model, if the trainer replays the routing.
             image_spec: Image processing of a vision-language model.
             max_images: Maximum number of images in a prompt.
@@ -283,7 +283,7 @@ class ColocatedEngine:
                 self._llm = None
                 gc.collect()
 
-    # A test switches these off, to show that the check after a push detects it.
+    # A test switches these off, to show that the check after a weight sync detects it.
 
     def _forget_prefixes(self) -> None:
         # vLLM keeps the KV cache of the old weights, and would continue it with the new ones.

@@ -343,7 +343,7 @@ def engine_options(
         trust_remote_code: Whether vLLM may run code of the checkpoint.
         image_spec: Image processing of a vision-language model.
         max_images: Maximum number of images in a prompt.
-        lora: How adapters are pushed, if they are pushed alone.
+        lora: How adapters are synced, if they are synced separately.
         returns_experts: Whether the engine returns expert routing.
         on_gpu: Whether the engine runs on a GPU.
     """

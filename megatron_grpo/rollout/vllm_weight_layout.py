@@ -1,6 +1,6 @@
-"""Table of where each pushed tensor belongs in a vLLM engine, learned from one reload by vLLM itself and used from then on.
+"""Table of where each synced tensor belongs in a vLLM engine, learned from one reload by vLLM itself and used from then on.
 
-For every tensor of every push, vLLM determines which part of which weight it becomes: 0.1 ms of Python and more for each. The result never
+For every tensor of every sync, vLLM determines which part of which weight it becomes: 0.1 ms of Python and more for each. The result never
 changes. So one layer-wise reload by vLLM is observed (`WeightLayoutRecorder`), and the resulting table is tested at once.
 """
 
@@ -54,12 +54,12 @@ class TensorForm:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy: part of a pushed tensor to part of a weight."""
+    """One copy: part of a synced tensor to part of a weight."""
 
     unit: int  # index of the unit in the table
     weight: str  # name of the weight in that unit
     to: Place
-    part: Place | None  # part of the pushed tensor, made contiguous; None: all of it
+    part: Place | None  # part of the synced tensor, made contiguous; None: all of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,18 +103,18 @@ class Unit:
 
 @dataclass(slots=True)
 class Table:
-    """Copies of a push, by names of pushed tensors: their shapes, and the copies to make of them; none where vLLM does not use a tensor."""
+    """Copies of a sync, by names of synced tensors: their shapes, and the copies to make of them; none where vLLM does not use a tensor."""
 
     units: list[Unit] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     copies: dict[str, list[Copy]] = field(default_factory=dict)
 
     def is_as_learnt(self) -> bool:
-        """Return whether the engine's weights have the recorded forms. Their addresses may change: they are read at every push."""
+        """Return whether the engine's weights have the recorded forms. Their addresses may change: they are read at every weight sync."""
         return all(unit.is_as_learnt() for unit in self.units)
 
     def load(self, named: Named, pack: Pack) -> list[str]:
-        """Copy pushed tensors into the engine; return the names that did not arrive.
+        """Copy synced tensors into the engine; return the names that did not arrive.
 
         Holds no tensor, except those of one unit with packed weights if tensors arrive in order.
 
@@ -177,7 +177,7 @@ class _Seen:
 class WeightLayoutRecorder(TorchDispatchMode):
     """Records the copies into the engine's weights while it is the current dispatch mode.
 
-    Every pushed tensor is cloned, so that the source address of a copy identifies its name. The clones of a layer are dropped once its
+    Every synced tensor is cloned, so that the source address of a copy identifies its name. The clones of a layer are dropped once its
     copies have been tested.
 
     Args:
@@ -201,7 +201,7 @@ class WeightLayoutRecorder(TorchDispatchMode):
         self._seen: dict[tuple[torch.nn.Module, str], _Seen] = {}
 
     def heard(self, named: Named) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield clones of the pushed tensors, and record their names and shapes.
+        """Yield clones of the synced tensors, and record their names and shapes.
 
         Args:
             named: (name, tensor) pairs.

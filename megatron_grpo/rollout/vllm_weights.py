@@ -1,8 +1,8 @@
 """Load weights and adapters into a vLLM engine, in this process or in a server. Written for vLLM 0.32.
 
-The first push goes through vLLM's layer-wise reload and is recorded: which part of which tensor becomes which part of which weight. As soon
+The first sync goes through vLLM's layer-wise reload and is recorded: which part of which tensor becomes which part of which weight. As soon
 as vLLM has loaded a layer, the same tensors are written into it again by the record, and must leave the same bits. If they do in all
-layers, later pushes use that table (`vllm_weight_layout`). If not, or where a layer is quantized, the reload stays, and a warning states
+layers, later syncs use that table (`vllm_weight_layout`). If not, or where a layer is quantized, the reload stays, and a warning states
 the reason.
 """
 
@@ -27,23 +27,23 @@ TOWER = "visual."  # prefix of the names of vision-tower weights in vLLM
 
 
 class WeightLoader:
-    """Loads pushed weights into one engine, in the process that holds its weights. Keeps the table from push to push."""
+    """Loads synced weights into one engine, in the process that holds its weights. Keeps the table from sync to sync."""
 
     def __init__(self) -> None:
-        self.tables: dict[bool, Table] = {}  # by whether the push contains the vision tower
+        self.tables: dict[bool, Table] = {}  # by whether the weight sync contains the vision tower
         self.reason: str | None = None  # why there can be no table
         self._loaded_buffers: set[str] = set()  # buffers that are weights, by vLLM's names
         self.pack: Pack = vllm_patches.pack
 
     @property
     def table(self) -> Table | None:
-        """Table of pushes without a vision tower."""
+        """Table of weight syncs without a vision tower."""
         return self.tables.get(False)
 
     def load(self, worker: Any, named: Named, *, has_tower: bool = False, is_tower_there: bool = False) -> list[str]:
         """Replace all weights of a vLLM worker; return the names of those that did not arrive.
 
-        After an error the engine holds the weights of no version, and accepts the next push.
+        After an error the engine holds the weights of no version, and accepts the next weight sync.
 
         Args:
             worker: vLLM's worker.
@@ -52,7 +52,7 @@ class WeightLoader:
             is_tower_there: If not, whether the engine has the vision tower already, so that it need not arrive.
 
         Raises:
-            WeightSyncError: A tensor does not match the first push, or a buffer changed.
+            WeightSyncError: A tensor does not match the first weight sync, or a buffer changed.
         """
         from vllm.config import set_current_vllm_config
 
@@ -144,13 +144,13 @@ def _reload(worker: Any, model: Any, named: Named) -> tuple[set[str], set[str]]:
 
 
 def _unless_there(missing: list[str], has_tower: bool, is_tower_there: bool) -> list[str]:
-    """Return the missing names without those that a push without a vision tower leaves unchanged, under vLLM's or the file's names."""
+    """Return the missing names without those that a sync without a vision tower leaves unchanged, under vLLM's or the file's names."""
     left_out = is_tower_there and not has_tower
     return [name for name in missing if not (left_out and name.removeprefix("model.").startswith(TOWER))]
 
 
 def missing_sentence(missing: list[str]) -> str:
-    """Return the end of a sentence about a push that did not contain all weights.
+    """Return the end of a sentence about a weight sync that did not contain all weights.
 
     Args:
         missing: Names of the weights that did not arrive.
@@ -215,18 +215,18 @@ def kept_whole(named: Named) -> Iterator[tuple[str, torch.Tensor]]:
 # ---- the adapter that an engine samples with: one at a time, from memory, each under a new name --------------------------------------
 
 
-def lora_options(push: LoraSync) -> dict[str, Any]:
+def lora_options(lora: LoraSync) -> dict[str, Any]:
     """Return the arguments of a vLLM engine with room for one adapter, on the modules that have one and no others.
 
     Args:
-        push: How adapters are pushed.
+        lora: How adapters are synced.
     """
     return {
         "enable_lora": True,
         "max_loras": 1,  # a new adapter evicts the old one; nothing is being sampled then
         "max_cpu_loras": 1,
-        "max_lora_rank": push.slot_rank,
-        "lora_target_modules": push.last_name_parts,
+        "max_lora_rank": lora.slot_rank,
+        "lora_target_modules": lora.last_name_parts,
     }
 
 

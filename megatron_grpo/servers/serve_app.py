@@ -92,7 +92,7 @@ class App:
         self._engine, self._model, self._metrics, self._tells_metrics, self._print_line = engine, model, metrics, tells_metrics, print_line
         self._shape, self._boot = shape, secrets.token_hex(8)
         self._images = ImageCache()
-        self._changing = asyncio.Lock()  # serializes joins, pushes and the abort of an earlier owner's requests
+        self._changing = asyncio.Lock()  # serializes joins, weight syncs and the abort of an earlier owner's requests
         self._work: set[asyncio.Task[Any]] = set()  # tasks of this weight epoch in the engine
         self._over: asyncio.Future[None] = asyncio.Future()  # done when this weight epoch ends
         self._has_orphans = False

@@ -129,7 +129,7 @@ class ServedEngine:
             The completions, or an error of the request, or the keys of missing images.
 
         Raises:
-            RuntimeError: Tokens were sampled by another version, since weights were pushed meanwhile.
+            RuntimeError: Tokens were sampled by another version, since weights were synced meanwhile.
         """
         if fault := wire.fault_of(request, self.max_model_len):
             return wire.Answer(key=request.key, error=fault)
@@ -251,24 +251,24 @@ class ServedEngine:
         """
         await self._all_workers("join_link", msgspec.structs.asdict(join))
 
-    async def take_weights(self, push: wire.WeightUpdateRequest, has_base: bool = False) -> None:
+    async def take_weights(self, update: wire.WeightUpdateRequest, has_base: bool = False) -> None:
         """Receive all weights on every worker. Earlier adapters are removed.
 
         Args:
-            push: The push.
-            has_base: Whether this owner has pushed all weights before; then the vision tower may be omitted.
+            update: The request.
+            has_base: Whether this owner has synced all weights before; then the vision tower may be omitted.
 
         Raises:
             WeightUpdateError: A worker did not receive all weights.
         """
         self._adapter = None
-        await self._take(push.version, "take_weights", push.link, push.moves_tower, has_base)
+        await self._take(update.version, "take_weights", update.link, update.moves_tower, has_base)
 
-    async def take_adapter(self, push: wire.AdapterUpdateRequest) -> None:
+    async def take_adapter(self, update: wire.AdapterUpdateRequest) -> None:
         """Receive an adapter on every worker, and use it for all following requests.
 
         Args:
-            push: The push.
+            update: The request.
 
         Raises:
             WeightUpdateError: A worker did not receive the adapter, or the server does not support adapters.
@@ -281,11 +281,11 @@ class ServedEngine:
             )
         self._adapter = None
         self._num_adapters += 1
-        await self._take(push.version, "take_adapter", push.link, self._num_adapters, push.config, list(push.modules))
-        self._adapter = adapter_request(self._num_adapters, push.version)
+        await self._take(update.version, "take_adapter", update.link, self._num_adapters, update.config, list(update.modules))
+        self._adapter = adapter_request(self._num_adapters, update.version)
 
     async def _take(self, version: int | None, method: str, *args: Any) -> None:
-        # The owner has no running requests during a push; any others are orphans and are aborted. The prefix cache is cleared.
+        # The owner has no running requests during a weight sync; any others are orphans and are aborted. The prefix cache is cleared.
         await self._llm.pause_generation(mode="abort")
         try:
             await self._all_workers(method, *args)
@@ -321,14 +321,14 @@ class ServedEngine:
 
 
 def _room(serving: Serving, *, on_gpu: bool) -> LoraSync | None:
-    """Return the adapter capacity if a run with these settings pushes adapters alone, else None."""
+    """Return the adapter capacity if a run with these settings syncs adapters separately, else None."""
     if serving.cfg.tuner.tuner_type != "lora" or serving.cfg.serve.frozen:
         return None
     from megatron_grpo.rollout.vllm_weights import sampler_obstacle
 
     obstacle = sampler_obstacle(serving.shape.architecture, on_gpu=on_gpu)
-    push = lora_sync(serving.cfg, serving.shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
-    return push if push is not None and push.kind == "adapter" else None
+    lora = lora_sync(serving.cfg, serving.shape, on_gpu=on_gpu, sampler_obstacle=obstacle)
+    return lora if lora is not None and lora.kind == "adapter" else None
 
 
 def _options(serving: Serving, room: LoraSync | None, *, on_gpu: bool) -> dict[str, Any]:

@@ -24,15 +24,15 @@ class RequestRefusedError(Exception):
 class Ownership:
     """Owner of a server and version of its weights.
 
-    Every claim, release and push begins a new weight epoch: a period with one owner and one version of the weights. Requests of an earlier weight epoch
-    are not answered.
+    Every claim, release and weight sync begins a new weight epoch: a period with one owner and one version of the weights. Requests of an
+    earlier one are not answered.
 
     Args:
         clock: Returns the time in seconds.
 
     Attributes:
-        version: Version of the weights; None: no push has completed in this weight epoch.
-        has_base: Whether this owner has pushed weights that an adapter can be added to.
+        version: Version of the weights; None: no weight sync has completed in this weight epoch.
+        has_base: Whether this owner has synced weights that an adapter can be added to.
         weight_epoch: Number of the weight epoch.
     """
 
@@ -131,10 +131,10 @@ class Ownership:
             self._heard = self._clock()
 
     def begin_update(self, *, keeps_base: bool) -> int:
-        """Begin a new weight epoch without a version, since weights change from the first byte of a push.
+        """Begin a new weight epoch without a version, since weights change from the first byte of a weight sync.
 
         Args:
-            keeps_base: Whether the base weights remain, as in the push of an adapter.
+            keeps_base: Whether the base weights remain, as in the weight sync of an adapter.
 
         Returns:
             The number of the weight epoch, for `end_update`.
@@ -145,7 +145,7 @@ class Ownership:
         return self.weight_epoch
 
     def end_update(self, weight_epoch: int, version: int | None, *, is_base: bool) -> int:
-        """Record that a push is complete.
+        """Record that a weight sync is complete.
 
         Args:
             weight_epoch: Result of `begin_update`.
@@ -153,7 +153,7 @@ class Ownership:
             is_base: Whether an adapter can be added to the weights.
 
         Raises:
-            RequestRefusedError: The server was claimed or released during the push.
+            RequestRefusedError: The server was claimed or released during the weight sync.
         """
         if weight_epoch != self.weight_epoch:
             raise RequestRefusedError("the server was claimed again during the weight update, and has no weights")

@@ -1,7 +1,7 @@
 """Rollout servers of a run, as rank 0 tracks them: which answer, which it owns, and which it waits for.
 
 A run owns a server from its claim on. Periodic requests renew the lease, also while the main thread trains, because a training step may
-take longer than the lease. A server that fails is dropped, and claimed again before the next push. The module does not import torch.
+take longer than the lease. A server that fails is dropped, and claimed again before the next weight sync. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ServerHandle:
     trouble: str | None = "not contacted yet"  # why the server is not used; None: it is used
     is_silent: bool = False  # it accepts connections but does not answer; only heartbeats try it again, since each call would time out
     times_claimed: int = 0  # claims by this process
-    is_proven: bool = False  # it has completed a push of this run since its start
+    is_proven: bool = False  # it has completed a weight sync of this run since its start
     image_keys: set[str] = field(default_factory=set)  # keys of the images that it was sent since its start
 
     def __str__(self) -> str:
@@ -71,8 +71,8 @@ class ServerRequirements:
     """Requirements that a rollout server must meet for this run."""
 
     max_model_len: int  # prompt plus completion, in tokens
-    shape: Mapping[str, Any] = field(default_factory=dict)  # `flat` of the model that is pushed; {}: not compared
-    adapter_rank: int = 0  # LoRA rank that it must support; 0: no adapters are pushed
+    shape: Mapping[str, Any] = field(default_factory=dict)  # `flat` of the model that is synced; {}: not compared
+    adapter_rank: int = 0  # LoRA rank that it must support; 0: no adapters are synced
     returns_experts: bool = False  # completions must include the experts that their tokens were routed to
     limit_images: int = 0  # images per prompt
     max_pixels: int = 0  # per image
@@ -139,7 +139,7 @@ def needs_of(
         cfg: The settings.
         shape: Shape of the policy.
         longest_prompt: Length of the longest prompt in tokens.
-        lora: How adapters are pushed; None: full weights.
+        lora: How adapters are synced; None: full weights.
         image_spec: Image processor of a vision-language model; None: text only.
         max_images: Largest number of images in a prompt.
     """
@@ -272,7 +272,7 @@ class ServerGroup(ABC):
         Args:
             member: The server.
             why: The exception of the call.
-            since: `times_claimed` of the server when the call began. A failure from before the last claim is ignored: the push after a
+            since: `times_claimed` of the server when the call began. A failure from before the last claim is ignored: the sync after a
                 claim ends all requests on the server.
 
         Returns:
@@ -368,7 +368,7 @@ class TrainingServerGroup(ServerGroup):
         member.state, member.trouble, member.times_claimed = state, problem, member.times_claimed + 1
 
     async def _claimed(self, member: ServerHandle) -> wire.State:
-        """Claim a server. Raises RunError if another process of this run owns it: two copies of a run must not push alternately."""
+        """Claim a server. Raises RunError if another process of this run owns it: two copies of a run must not sync weights alternately."""
         server = member.server
         try:
             if member.state is not None:

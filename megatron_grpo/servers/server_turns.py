@@ -99,7 +99,7 @@ class ServerTurns:
         waiting = [key for key in self._open if key not in self._flying]
         members = {str(member): member for member in self._server_group.used}
         if not members:
-            # A server may still answer other calls after one has failed, and a push would end them.
+            # A server may still answer other calls after one has failed, and a weight sync would end them.
             if waiting and not self._flying and not self._found:
                 raise NoServerError
             return

@@ -109,7 +109,7 @@ class ServerEngine:
             output_dir: Output directory of the run; the name of the run is stored there.
             needs: Requirements that each server must meet.
             device: Device of rank 0 from which weights are sent.
-            lora: How adapters are pushed; None: full weights are trained.
+            lora: How adapters are synced; None: full weights are trained.
             image_spec: Image processor of a vision-language model; None: text only.
             trust_remote_code: Whether code of the model repository may run.
 
@@ -162,12 +162,12 @@ class ServerEngine:
         if self._broadcaster is None:
             use_up()  # yields no tensors here, but the stream is collective: this rank may have to send its shards
 
-        def push(broadcaster: WeightBroadcaster) -> None:
+        def sync(broadcaster: WeightBroadcaster) -> None:
             # The stream is consumed to its end before an error is raised: other ranks send it, and would wait for this rank.
             with CleanUp(use_up):
                 broadcaster.push(update)
 
-        self._run_on_rank_zero(push)
+        self._run_on_rank_zero(sync)
         self.version = update.version
         self.has_base = self.has_base or update.kind == "weights"
 
@@ -206,7 +206,7 @@ class ServerEngine:
             The groups that this rank scores.
 
         Raises:
-            WeightsLostError: No server with the weights is left. Push weights, and call it again with the same player from `begin`.
+            WeightsLostError: No server with the weights is left. Sync the weights, and call it again with the same player from `begin`.
             CancelledError: The run is to stop.
         """
         self.require_weights()
@@ -252,7 +252,7 @@ class ServerEngine:
         """Check that the servers have weights of a version.
 
         Raises:
-            WeightSyncError: A weight push failed, or there was none.
+            WeightSyncError: A weight sync failed, or there was none.
         """
         if self.version == NO_VERSION:
             raise WeightSyncError("The rollout servers have no weights: a weight update failed. Sync the weights first.")
@@ -324,7 +324,7 @@ class ServerGenerationFuture:
         """Wait for all answers and return the groups that this rank scores. Collective.
 
         Raises:
-            WeightsLostError: No server with the weights is left. Push weights and call it again.
+            WeightsLostError: No server with the weights is left. Sync the weights and call it again.
         """
         if self._was_heard:  # an earlier call ended with WeightsLostError
             self._engine.require_weights()

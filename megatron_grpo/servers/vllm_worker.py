@@ -54,12 +54,12 @@ class WeightTransferWorker:
             self.linked = None
 
     def take_weights(self: Any, link: str, has_tower: bool = False, is_tower_there: bool = False) -> str:
-        """Receive all weights of the next push and remove all adapters.
+        """Receive all weights of the next weight sync and remove all adapters.
 
         Args:
             link: Name of the link.
-            has_tower: Whether the push contains the vision tower.
-            is_tower_there: Whether an earlier push contained it; see `WeightLoader.load`.
+            has_tower: Whether the weight sync contains the vision tower.
+            is_tower_there: Whether an earlier weight sync contained it; see `WeightLoader.load`.
         """
         self.loader = self.loader or WeightLoader()
         try:
@@ -73,11 +73,11 @@ class WeightTransferWorker:
         return missing_sentence(missing) if missing else ""
 
     def take_adapter(self: Any, link: str, number: int, config: Mapping[str, Any], modules: Collection[str]) -> str:
-        """Receive the adapter of the next push.
+        """Receive the adapter of the next weight sync.
 
         Args:
             link: Name of the link.
-            number: ID of the adapter in vLLM, new for each push.
+            number: ID of the adapter in vLLM, new for each weight sync.
             config: PEFT's adapter configuration.
             modules: Hugging Face names of the modules that have an adapter in this run.
         """

@@ -60,8 +60,8 @@ class WeightBroadcaster:
             update: The update. An exception of its `tensors` generator is raised unchanged.
 
         Raises:
-            ReceiverChangedError: The push failed, and may succeed if it is repeated.
-            WeightSyncError: The push failed twice in a row although no server was lost.
+            ReceiverChangedError: The weight sync failed, and may succeed if it is repeated.
+            WeightSyncError: The weight sync failed twice in a row although no server was lost.
         """
         members = self._members()
         link = self._link_of(members)
@@ -72,7 +72,7 @@ class WeightBroadcaster:
             self.drop()  # the link may be out of step; closing it also notifies the remaining members at once
             raise self._broken(update, self._settle(calls, self.link_seconds), error) from error
         except BaseException:
-            self._settle(calls, self.link_seconds)  # the tensors failed, not the link: the servers were notified, and end the push first
+            self._settle(calls, self.link_seconds)  # the tensors failed, not the link: the servers were notified, and end the sync first
             raise
         if failed := self._settle(calls, FINISH_SECONDS):
             self.drop()
@@ -167,7 +167,7 @@ class WeightBroadcaster:
             raise ReceiverChangedError(f"{member} cannot be reached: {error}") from error
 
     def drop(self) -> None:
-        """Close the link; the next push builds a new one."""
+        """Close the link; the next weight sync builds a new one."""
         if self._link is not None:
             self._link.drop()
             self._link = None
@@ -201,7 +201,7 @@ class WeightBroadcaster:
         return failed
 
     def _broken(self, update: WeightUpdate, failed: list[tuple[ServerHandle, Exception]], error: LinkError | None = None) -> Exception:
-        """Return the exception for a failed push."""
+        """Return the exception for a failed weight sync."""
         is_anybody_lost = any(member.trouble is not None for member, _ in failed)
         self._failures = 0 if is_anybody_lost else self._failures + 1
         name = "a trial adapter" if update.version == NO_VERSION and update.kind != "weights" else f"version {update.version}"

@@ -26,11 +26,11 @@ Named = tuple[str, torch.Tensor]
 
 
 class LinkError(RuntimeError):
-    """A push failed. After TransferCancelledError the link is usable; after any other LinkError it is closed."""
+    """A weight sync failed. After TransferCancelledError the link is usable; after any other LinkError it is closed."""
 
 
 class TransferCancelledError(LinkError):
-    """The trainer cancelled a push before its end."""
+    """The trainer cancelled a weight sync before its end."""
 
 
 class _Mark(IntEnum):
@@ -201,12 +201,12 @@ class WeightReceiverWorker(_Link):
         super().__init__(store, name=name, rank=rank, world=world, near=near, seconds=seconds, device=device)
 
     def receive(self) -> Iterator[Named]:
-        """Yield the (name, tensor) pairs of one push.
+        """Yield the (name, tensor) pairs of one weight sync.
 
         The tensors may be kept, since no memory is reused. Iterate to the end: closing the generator early closes the link.
 
         Raises:
-            TransferCancelledError: The trainer cancelled the push; the link stays usable.
+            TransferCancelledError: The trainer cancelled the weight sync; the link stays usable.
             LinkError: The link broke, or fewer tensors arrived than were sent.
         """
         is_whole = False

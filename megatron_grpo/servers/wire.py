@@ -71,7 +71,7 @@ class WeightUpdateRequest(Message, frozen=True):
 
 
 class AdapterUpdateRequest(Message, frozen=True):
-    """Body of POST /adapter: the server receives an adapter for the base weights that this owner has pushed."""
+    """Body of POST /adapter: the server receives an adapter for the base weights that this owner has synced."""
 
     version: int
     link: str  # name of the link
@@ -155,8 +155,8 @@ class State(Message, frozen=True):
     """Response to GET /state, and to POST /claim, /release, /weights and /adapter."""
 
     boot: str  # random name that changes with every start of the server
-    version: int | None  # of the weights; None: no push has completed, or the last one failed
-    has_base: bool  # this owner has pushed base weights for an adapter
+    version: int | None  # of the weights; None: no weight sync has completed, or the last one failed
+    has_base: bool  # this owner has synced base weights for an adapter
     owner: str | None  # the run that owns the server
     running: int  # requests in the engine
     model: str  # path of the model
@@ -170,7 +170,7 @@ class State(Message, frozen=True):
     limit_images: int = 0  # images per prompt; 0: text only
     max_pixels: int = 0  # per image
     max_mask_size: int = 0  # largest top_k for which it returns the sampling mask
-    is_frozen: bool = False  # it accepts no claim and no push, and answers /prompt_logprobs to every client with the token
+    is_frozen: bool = False  # it accepts no claim and no weight sync, and answers /prompt_logprobs to every client with the token
     vocabulary: str = ""  # of a frozen server's tokenizer: `data.chat.vocabulary_of`
     fingerprint: str = ""  # of a frozen server's model: its configuration and weights
     vocab_size: int = 0  # of a frozen server's model: token ids below it have log-probs
