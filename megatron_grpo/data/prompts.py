@@ -194,7 +194,7 @@ class PromptStream:
             if state.get(name, False) != now.get(name, False):
                 was, found = value.format(state.get(name, False)), value.format(now.get(name, False))
                 message = f"The checkpoint was written with {flag} {was}, but this run has {found}, so it would not continue with the \
-                remaining prompts of that run. Use {was}, or start a new run in another output_dir."
+remaining prompts of that run. Use {was}, or start a new run in another output_dir."
                 problems.append(Problem(flags=(flag,), message=message))
         return problems or self._of_other_rows(state)
 
@@ -202,7 +202,7 @@ class PromptStream:
         if state["fingerprint"] == self._fingerprint():
             return []
         message = f"The data set has the same number of rows as at the checkpoint ({len(self)}), but their content differs. Restore it, \
-        or start a new run in another output_dir."
+or start a new run in another output_dir."
         return [Problem(flags=("dataset",), message=message)]
 
     def row_of(self, number: int) -> int:

@@ -294,7 +294,7 @@ class StreamedPrompts(PromptStream):
             read, _ = self._read(mark.begin)
             if len(read) != mark.num_rows or _digest(read) != mark.digest:
                 message = f"{self._named(mark)} of the data set have changed since this run read them. Restore them, or start a new run \
-                in another output_dir."
+in another output_dir."
                 raise config_error("dataset", message)
             rows = self._checked(read, mark.block)
             assert rows is not None and len(rows) == mark.num_prompts, "the same rows have been checked before"

@@ -104,7 +104,7 @@ def build_soft_overlong(config: Config) -> Callable[..., list[float]]:
         given = "is not given" if ramp is None else f"is {ramp}"
         usual = max(1, limit // 5)
         message = f"soft_overlong needs soft_cache_length, the width of its ramp, between 1 and soft_max_length ({limit}) tokens; it \
-        {given}. A common value is a fifth of the limit, {usual}."
+{given}. A common value is a fifth of the limit, {usual}."
         problems.append(Problem(flags=("soft_cache_length",), message=message, nearest={"soft_cache_length": [usual]}))
     if problems or ramp is None:
         raise ConfigError(problems)

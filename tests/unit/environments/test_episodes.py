@@ -184,7 +184,7 @@ def bare(x):
         ({"environment": "mine.py:bare"}, "environment mine.py:bare is not an environment"),
         ({"environment": "mine"}, "environment (mine) must have the form path/to/file.py:name or package.module:name."),
         ({"tools": ["mine.py:bare"]}, "tools: one of mine.py:bare has no schema: Cannot generate JSON schema for bare because it has no"),
-        ({"tools": ["mine.py:bare", "mine.py:bare"]}, "names two functions of one name"),
+        ({"tools": ["mine.py:bare", "mine.py:bare"]}, "names two functions with the same name"),
     ],
 )
 def test_what_is_no_environment_and_no_tool_is_said_before_anything_loads(tmp_path, monkeypatch, values, sentence):
@@ -216,8 +216,8 @@ def test_a_template_that_shows_no_tool_is_refused_and_one_that_rewrites_is_told(
     blind = TEMPLATE.replace("message.content + '\\n</tool_response>", "'</tool_response>")
     refuses = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endfor %}" + TEMPLATE
     for source, sentence in (
-        (blind, "shows nothing of a message of role tool"),
-        (refuses, "refuses a message of role tool.*no tools here"),
+        (blind, "the chat template drops messages of role tool"),
+        (refuses, "rejects messages of role tool.*no tools here"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             look(source, type("T", (ToolEnvironment,), {"tools": [{}]}))

@@ -125,7 +125,7 @@ def test_functions_that_no_call_could_use_are_no_tools():
         """
         return str(n)
 
-    with pytest.raises(InvalidToolError, match="yields, and a tool returns"):
+    with pytest.raises(InvalidToolError, match="is a generator; a tool must return"):
         tool_set({"yields": yields})
     with pytest.raises(InvalidToolError, match="takes n by position only"):
         tool_set({"unnamed": unnamed})

@@ -293,7 +293,7 @@ def test_a_run_that_is_given_up_leaves_no_call_waiting():
 
 def test_pictures_are_refused():
     describe_value = replace(prompts(1)[0], images=((0, None),))
-    with pytest.raises(RunError, match="rollout_func does not go with pictures"):
+    with pytest.raises(RunError, match="rollout_func does not support images"):
         rollouts(plain).generate([describe_value], SAMPLING, seed=5)
 
 
@@ -301,7 +301,7 @@ def test_pictures_are_refused():
     ("body", "says"),
     [
         ("def f(prompts, sampler): pass", None),
-        ("def f(prompts): pass", "is called as f(prompts, sampler), which it does not take"),
+        ("def f(prompts): pass", "must accept the call f(prompts, sampler)"),
         ("async def f(prompts, sampler): pass", "a coroutine or a generator"),
         ("def f(prompts, sampler): yield 1", "a coroutine or a generator"),
         ("class f: pass", "is not a function"),

@@ -210,4 +210,4 @@ def test_vllms_parsers_read_calls_and_what_they_cannot_read_is_answered_with_an_
     call = ("product", {"a": 1, "b": 2}, "")
     assert found[0] == found[3] == [call] and found[2] == []
     assert found[1] == [("", {}, "the call cannot be read")] and found[4][0][2]
-    assert "does not support this model's tokenizer" in refused[0] and "there is none of this name" in refused[1]
+    assert "does not support this model's tokenizer" in refused[0] and "Unsupported tool_call_parser" in refused[1]

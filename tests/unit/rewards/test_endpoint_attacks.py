@@ -173,7 +173,7 @@ def test_a_key_with_a_line_end_is_used_without_it_and_one_of_two_lines_is_refuse
         monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\n")
         assert judge_at(url).function(prompts=["p"], completions=["c"]) == [1.0]
         monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\r\nX-Injected: 1")
-        with pytest.raises(ConfigError, match="OPENAI_API_KEY holds no key") as caught:
+        with pytest.raises(ConfigError, match="OPENAI_API_KEY has no valid key") as caught:
             judge_at(url)
     assert seen == [f"Bearer {KEY}"] and KEY not in str(caught.value)
 

@@ -119,9 +119,9 @@ def test_output_that_a_function_closes_is_opened_again_and_said(how, tmp_path):
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("set_default_dtype(torch.float64)", "default dtype to torch.float64; it is torch.float32 again"),
-        ("set_default_device('meta')", "default device to meta; it is cpu again"),
-        ("set_num_threads(7)", "number of threads to 7; it is 3 again"),
+        ("set_default_dtype(torch.float64)", "default dtype to torch.float64; it was reset to torch.float32"),
+        ("set_default_device('meta')", "default device to meta; it was reset to cpu"),
+        ("set_num_threads(7)", "number of threads to 7; it was reset to 3"),
     ],
     ids=["dtype", "device", "threads"],
 )

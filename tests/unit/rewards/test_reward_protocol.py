@@ -52,7 +52,8 @@ def test_what_is_no_number_is_a_failure_that_shows_the_value(value, kind, reason
 @pytest.mark.parametrize(
     ("returned", "reason"),
     [([1.0], "returned 1 value for 2 completions"), (1.0, "returned the float 1.0, expected a list of 2 numbers,"),
-     (None, "returned the NoneType None where a list"), ("12", "returned the str '12' where a list"), ({0: 1, 1: 2}, "returned the dict")],
+     (None, "returned the NoneType None, expected a list"),
+     ("12", "returned the str '12', expected a list"), ({0: 1, 1: 2}, "returned the dict")],
 )  # fmt: skip
 def test_what_is_no_list_of_the_right_length_is_a_failure_of_the_call(returned, reason):
     failure = as_scores(returned, 2)
