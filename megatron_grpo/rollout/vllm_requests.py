@@ -433,8 +433,8 @@ def problem_of(cfg: RolloutConfig, max_model_len: int, on_gpu: bool, error: str)
             "the policy's memory first.")  # fmt: skip
     if any(sign in error for sign in _OUT_OF_MEMORY):
         return Problem(flags=["vllm_gpu_memory_utilization", "vllm_max_num_seqs"], message=(
-            "The GPU has not enough memory for vLLM beside the policy. Use offload_optimizer true and offload_model true, which free the "
-            f"policy's memory first; or a vllm_gpu_memory_utilization below {cfg.vllm_gpu_memory_utilization}, or a vllm_max_num_seqs "
+            "The GPU does not have enough memory for vLLM and the policy. Use offload_optimizer true and offload_model true, which free "
+            f"the policy's memory first; or a vllm_gpu_memory_utilization below {cfg.vllm_gpu_memory_utilization}, or a vllm_max_num_seqs "
             f"below {cfg.vllm_max_num_seqs}. Error of vLLM: {error.splitlines()[0]}"))  # fmt: skip
     if "Error in memory profiling" in error:
         return Problem(flags=["vllm_gpu_memory_utilization"], message=(

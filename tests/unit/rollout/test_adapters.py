@@ -62,7 +62,7 @@ def test_modules_are_those_with_an_adapter_and_vllm_is_told_their_last_words():
         (EXPERTS, None, {}, None),
         (EXPERTS, True, {"target_modules": ["gate_proj", "down_proj"]}, "on all three matrices of all experts of a layer"),
         (EXPERTS, True, {"exclude_modules": ["experts.1.up_proj"]}, "on all three matrices of all experts of a layer"),
-        (EXPERTS, True, {"rank_pattern": {r"experts\.1\.up_proj": 3}}, "one rank a matrix"),
+        (EXPERTS, True, {"rank_pattern": {r"experts\.1\.up_proj": 3}}, "one rank per matrix"),
         (EXPERTS, True, {"rank_pattern": {"up_proj": 3}}, None),
         (LATENT, True, {}, "vLLM merges kv_b_proj into latent attention when it loads a model, and would ignore its adapter"),
         (LATENT, True, {"exclude_modules": ["kv_b_proj"]}, None),
@@ -83,7 +83,7 @@ def test_sampler_has_a_say():
     assert push_of(obstacle="it takes none").notes == (
         "Note: the adapter is merged into the weights for every weight sync: it takes none.",
     )
-    with pytest.raises(ConfigError, match="for it takes none"):
+    with pytest.raises(ConfigError, match="cannot be synced separately: it takes none"):
         push_of(obstacle="it takes none", vllm_enable_lora=True)
 
 

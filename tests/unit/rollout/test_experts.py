@@ -68,5 +68,5 @@ def test_what_no_token_can_have_taken_is_refused(change, words):
 def test_an_engine_that_tells_nothing_is_refused():
     with pytest.raises(InvalidRoutingError, match="vLLM returned no routed experts"):
         LAYERS.read(None)
-    with pytest.raises(InvalidRoutingError, match=r"\(7, 2, 2\), and the last layer with experts is 3"):
+    with pytest.raises(InvalidRoutingError, match=r"\(7, 2, 2\), but the last layer with experts is 3"):
         LAYERS.read(RECORDED[:, :2])

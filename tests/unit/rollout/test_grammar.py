@@ -40,11 +40,11 @@ def test_what_can_be_read_is_what_vllm_reads(bound, why):
 def test_training_and_evaluation_are_asked_by_the_names_that_were_typed():
     values = {"vllm_structured_outputs_regex": "(a", "eval_generation_kwargs": {"structured_outputs": {"json": {"type": "objec"}}}}
     first, second = unreadable(Config().with_values(values))
-    assert first.message.startswith("vllm_structured_outputs_regex ((a) cannot be drawn by: Regex parsing error") and first.flags == (
-        "vllm_structured_outputs_regex",
-    )
+    assert first.message.startswith(
+        "vllm_structured_outputs_regex ((a) cannot be used for sampling: Regex parsing error"
+    ) and first.flags == ("vllm_structured_outputs_regex",)
     assert second.message == (
-        "eval_generation_kwargs: structured_outputs json ({'type': 'objec'}) cannot be drawn by: Unsupported type \"objec\"."
+        "eval_generation_kwargs: structured_outputs json ({'type': 'objec'}) cannot be used for sampling: Unsupported type \"objec\"."
     )
     assert unreadable(Config()) == []
 

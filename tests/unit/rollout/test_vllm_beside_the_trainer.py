@@ -74,7 +74,7 @@ SAID = {
         "available KV cache memory (0.2 GiB).", "cannot hold one sequence of 4096 tokens", None),
     "v1/worker/gpu_model_runner.py": (
         "CUDA out of memory occurred when warming up sampler with 1024 dummy requests. Please try lowering `max_num_seqs` or "
-        "`gpu_memory_utilization` when initializing the engine.", "no room for vLLM beside the policy", None),
+        "`gpu_memory_utilization` when initializing the engine.", "not have enough memory for vLLM and the policy", None),
     "torch": ("CUDA out of memory. Tried to allocate 594.00 MiB. GPU 0 has a total capacity of 79.11 GiB", "offload_optimizer true", None),
     "csrc/cumem_allocator.cpp": ("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:139", "offload_model true", None),
     "v1/worker/gpu_worker.py": (
