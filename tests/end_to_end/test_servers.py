@@ -292,7 +292,7 @@ def test_a_tensor_that_is_wrong_is_seen_by_the_scores_and_one_of_another_shape_b
         link.send(((n, t[:-1] if "layers.0.mlp.up_proj" in n else t) for n, t in weights(models[1]) * 40), 2000)
     assert refusal(told.answer)[0] == 500 and plain.state().version is None
     status, says = refusal(lambda: plain.call("/weights", wire.WeightUpdateRequest(version=2, link=link.name)))
-    assert status == 500 and "is gone" in says
+    assert status == 500 and "is closed" in says
     push(trainer.link(plain), weights(models[1]), plain, version=2)
     assert gap_of_scores(plain, load_tiny(models[1])) < 1e-4
 
