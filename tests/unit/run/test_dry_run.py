@@ -128,7 +128,7 @@ def test_a_column_that_rows_lack_is_wrong_with_the_rows(folder, dry_run):
     (folder / "gap.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, found = dry_run("right", more=f"--dataset {folder}/gap.jsonl")
     assert code == 1 and found["wrong"][0].startswith(
-        "Reward `right` needs the column `answer`, and 1 of 8 rows (gap.jsonl line 3) lack it"
+        "Reward `right` needs the column `answer`, but 1 of 8 rows (gap.jsonl line 3) lack it"
     )
 
 
