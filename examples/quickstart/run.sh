@@ -10,15 +10,16 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 here=examples/quickstart output=output/quickstart
 source examples/steps.sh
 
-echo "[quickstart] 1/4 environment"
+echo "[quickstart] 1/5 environment"
 install plot
 
-echo "[quickstart] 2/4 data and model"
+echo "[quickstart] 2/5 data and model"
 python $here/make_data.py
 python tools/make_tiny_model.py
 
-train "$here/config.yaml $here/reward.py $here/model/made_by.json" "[quickstart] 3/4" "$@"
+train "$here/config.yaml $here/reward.py $here/model/made_by.json" "[quickstart] 3/5" "$@"
 
-echo "[quickstart] 4/4 verdict"
+echo "[quickstart] 5/5 verdict"
+echo "[quickstart] 4/5 report"
 python -m megatron_grpo report $output
 python $here/verdict.py $output
