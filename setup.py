@@ -42,6 +42,7 @@ EXTRAS = {
     "swanlab": ["swanlab"],
     "mlflow": ["mlflow"],
     "trackio": ["trackio", "pandas"],
+    "api": ["cloudpickle"],
     # trl: our mathematics is held against its own functions; peft: adapters are. cloudpickle: tests send functions to forked ranks.
     # playwright: tests of `report` drive the system's chromium with it.
     # jupytext and what follows it: tests execute the notebooks.

@@ -5,10 +5,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megatron_grpo.api.score import score as score
+    from megatron_grpo.api.trainer import GRPOTrainer as GRPOTrainer
+    from megatron_grpo.api.trainer import RunResult as RunResult
+    from megatron_grpo.api.trainer import plan as plan
     from megatron_grpo.config.grpo_config import GRPOConfig as GRPOConfig
 
 __version__ = "0.1.0"
-_API = {"GRPOConfig": "config.grpo_config"}  # module of each public name, imported when it is first used
+# Module of each public name, imported when it is first used.
+_API = {"GRPOConfig": "config.grpo_config", "GRPOTrainer": "api.trainer", "RunResult": "api.trainer", "plan": "api.trainer",
+        "score": "api.score"}  # fmt: skip
 __all__ = [*_API]
 
 

@@ -11,7 +11,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -356,28 +356,47 @@ def main(argv: Sequence[str] | None = None, **parts: Any) -> int:
         print(__version__)
         return EXIT_DONE
     try:
-        return _run(argv[0], list(argv[1:]), parts)
-    except _ConfigShown:
+        return run(argv[0], list(argv[1:]), parts)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the one place that catches every error
+        return exit_code(error)
+
+
+def exit_code(error: BaseException) -> int:
+    """Report an error that ended a command, and return the exit code. Call it while the error is handled.
+
+    Args:
+        error: What `run` raised.
+    """
+    if isinstance(error, _ConfigShown):
         return EXIT_DONE
-    except KeyboardInterrupt:
+    if isinstance(error, KeyboardInterrupt):
         return 128 + 2
-    except BrokenPipeError:  # `plan | head`: the reader has seen enough; a training run that loses its reader is a RunError
+    if isinstance(error, BrokenPipeError):  # `plan | head`; a training run that loses its reader is a RunError
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the one place that reports every error and picks its exit code
-        if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
-            return EXIT_DONE  # rich exits like this, after it has redirected standard output
-        from megatron_grpo.run.failures import report
+    if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+        return EXIT_DONE  # rich exits like this, after it has redirected standard output
+    from megatron_grpo.run.failures import report
 
-        code = report(error)
-        if isinstance(error, ConfigError) and launcher.read().has_other_machines:
-            from megatron_grpo.parallel.state import report_failure
+    code = report(error)
+    if isinstance(error, ConfigError) and launcher.read().has_other_machines:
+        from megatron_grpo.parallel.state import report_failure
 
-            report_failure(error)
-        return code
+        report_failure(error)
+    return code
 
 
-def _run(command: str, words: list[str], parts: dict[str, Any]) -> int:
+def run(command: str, words: list[str], parts: Mapping[str, Any]) -> int:
+    """Run one command in this process and return its exit code.
+
+    Args:
+        command: Name of the command.
+        words: Its arguments.
+        parts: Custom components for `train`.
+
+    Raises:
+        ConfigError: If the command or its settings are wrong. Whatever else ends a command is raised too; see `exit_code`.
+    """
     if command in FORMER_COMMANDS:
         note_renamed(command, FORMER_COMMANDS[command])
         command = FORMER_COMMANDS[command]

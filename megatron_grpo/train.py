@@ -54,6 +54,13 @@ class StopRequest(Protocol):
             all_gather: Gathers a value from all ranks.
         """
 
+    def request(self, why: str) -> None:
+        """Request a stop. One rank alone may call it.
+
+        Args:
+            why: End of the sentence "stopped by ...".
+        """
+
 
 class StepCallback(Protocol):
     """Observer of training steps. It may end the run, and it saves steps that are worth inspecting."""

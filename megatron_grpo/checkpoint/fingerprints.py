@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo import __version__, installed_version
+from megatron_grpo.base import given
 from megatron_grpo.base.errors import Problem
 from megatron_grpo.checkpoint.manifest import MANIFEST
 from megatron_grpo.checkpoint.resume_compatibility import FLAGS
@@ -87,7 +88,9 @@ def content_of(cfg: Config, *, model_path: Path | None = None, rows: Any = None,
         found["data set"] = rows.described(SHOWN)
     sources = {f"reward {spec}": spec for spec in cfg.rewards.reward_funcs} | {"rollout_func": cfg.rollout.rollout_func or ""}
     for name, spec in sources.items():
-        if (source := _source(spec)) is not None:
+        if given.is_given(spec):
+            found |= {name: of_object} if (of_object := given.fingerprint(spec)) else {}
+        elif (source := _source(spec)) is not None:
             found[name] = _of_files([source])
     if cfg.rewards.llm_judge_prompt and Path(cfg.rewards.llm_judge_prompt).is_file():
         found["text of llm_judge_prompt"] = _of_files([Path(cfg.rewards.llm_judge_prompt)])

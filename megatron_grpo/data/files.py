@@ -16,6 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from megatron_grpo.base import given
 from megatron_grpo.base.errors import config_error, first_line, printable
 from megatron_grpo.data.hub import SUFFIXES, from_hub, is_path, saved_by_datasets
 
@@ -110,7 +111,7 @@ def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> R
     """Read all rows of a data set.
 
     Args:
-        dataset: A .jsonl, .json or .parquet file, a directory of them, or a Hub name (`name` or `name:subset`).
+        dataset: A .jsonl, .json or .parquet file, a directory of them, a Hub name (`name` or `name:subset`), or `python:name`.
         split: Split of a Hub data set. In a directory with files named after it, only those are read.
         flag: Setting that names the data set, for error messages.
 
@@ -119,7 +120,9 @@ def read_rows(dataset: str, *, split: str = "train", flag: str = "dataset") -> R
             rows.
     """
     kind = _kind_of(dataset, flag)
-    if kind == "files":
+    if kind == "object":
+        rows = Rows([(given.get(dataset, flag), by_row(_own_name(dataset)))])
+    elif kind == "files":
         rows = Rows([_read_file(file, name, flag) for file, name in _files_of(Path(dataset), split, flag)])
     else:
         found = saved_by_datasets(dataset, flag) if kind == "saved" else from_hub(dataset, split, flag)
@@ -141,6 +144,8 @@ def open_source(dataset: str, split: str, flag: str) -> Source:
         ConfigError: If the path does not exist, or a file cannot be streamed.
     """
     kind = _kind_of(dataset, flag)
+    if kind == "object":
+        return _mapped(_own_name(dataset), given.get(dataset, flag))
     if kind == "hub":
         return _hub(dataset, lambda: from_hub(dataset, split, flag, streaming=True), flag)
     if kind == "saved":
@@ -160,8 +165,8 @@ def behind_each_other(sources: Sequence[Source]) -> Source:
     return begin
 
 
-def _kind_of(dataset: str, flag: str) -> Literal["saved", "files", "hub"]:
-    """Determine the kind of a data set: a directory of `datasets.save_to_disk`, files, or the Hub.
+def _kind_of(dataset: str, flag: str) -> Literal["object", "saved", "files", "hub"]:
+    """Determine the kind of a data set: rows of a Python program, a directory of `datasets.save_to_disk`, files, or the Hub.
 
     Raises:
         ConfigError: If a path does not exist.
@@ -169,6 +174,8 @@ def _kind_of(dataset: str, flag: str) -> Literal["saved", "files", "hub"]:
     path = Path(dataset)
     if not dataset:
         raise config_error(flag, f"{flag} is missing. Use a .jsonl, .json or .parquet file, a directory, or a Hugging Face Hub name.")
+    if given.is_given(dataset):
+        return "object"
     if path.is_dir() and (path / "state.json").is_file():
         return "saved"
     if path.exists():
@@ -186,6 +193,10 @@ def plain_name(name: str) -> str:
     """Return a data set name without its `#count` suffix."""
     plain, _, count = name.rpartition("#")
     return plain if plain and count.isdigit() and not Path(name).exists() else name
+
+
+def _own_name(dataset: str) -> str:
+    return dataset.removeprefix(given.PREFIX)
 
 
 def _files_of(path: Path, split: str, flag: str) -> list[tuple[Path, str]]:

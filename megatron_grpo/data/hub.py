@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.base import given
 from megatron_grpo.base.errors import config_error, first_line, printable
 
 SUFFIXES = (".jsonl", ".json", ".parquet")  # of data set files
@@ -13,8 +14,10 @@ _FETCHED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoke
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name can only be a local path, existing or not. A Hub name is `name` or `owner/name`."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name.partition("#")[0]).suffix in SUFFIXES
+    """Return whether a name can only be local, existing or not: a path, or an object of a program. A Hub name is `name` or `owner/name`."""
+    return (
+        given.is_given(name) or name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name.partition("#")[0]).suffix in SUFFIXES
+    )
 
 
 def find_model(name: str, *, flag: str = "model", with_code: bool = False) -> Path:

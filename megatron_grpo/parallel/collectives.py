@@ -58,6 +58,11 @@ def has_job() -> bool:
     return dist.is_initialized()
 
 
+def is_current(group: Group) -> bool:
+    """Return whether a process group belongs to the job of this process, and not to one that has ended."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """A machine of the job.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.base.files import write_whole
+from megatron_grpo.base.html import table
 from megatron_grpo.batching.schedule import TrainingSchedule
 from megatron_grpo.config.servers import CALLS, FROM_FILE, addresses_of, chunk_size
 from megatron_grpo.planning.check import Checked, check_parsed
@@ -96,6 +97,19 @@ class Plan:
             "native_flags": native_flags(cfg, sizes),
             "warnings": [*self.warnings, *defaults_of(self.checked)],
         }
+
+    def _repr_html_(self) -> str:
+        """Return a small table for notebooks; `plan` in a terminal prints everything."""
+        sizes = self.checked.sizes
+        rows: dict[str, Any] = {
+            "optimizer steps": "unknown" if self.schedule.num_steps is None else self.schedule.num_steps,
+            "prompts": "unknown" if self.num_prompts is None else self.num_prompts,
+            "ranks": sizes.layout.world_size,
+            "completions per micro-step, optimizer step, rollout": f"{sizes.micro_batch_size * sizes.layout.dp_size}, "
+            f"{sizes.global_batch_size}, {sizes.generation_batch_size}",
+        }
+        rows |= {"not checked": "; ".join(self.not_checked)} if self.not_checked else {}
+        return table("Plan", rows | {f"warning {number}": one for number, one in enumerate(self.warnings, 1)})
 
     def as_json(self) -> str:
         """Return the complete JSON object in compact form, with a final newline."""

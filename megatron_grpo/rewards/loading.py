@@ -23,7 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_grpo.base.errors import ConfigError, Problem, printable
+from megatron_grpo.base import given
+from megatron_grpo.base.errors import ConfigError, Problem, describe_value, printable
 from megatron_grpo.config.config import Config
 from megatron_grpo.rewards.process_isolation import ExitRequestedError, contained
 from megatron_grpo.rewards.protocol import RewardFunction, accepted_names, positional_names, text_of
@@ -88,8 +89,8 @@ def may_be_here(spec: str) -> bool:
         spec: An entry of `--reward_funcs`.
     """
     where, colon, _ = spec.rpartition(":")
-    if not colon:
-        return True  # a built-in name, or a typing error
+    if not colon or given.is_given(spec):
+        return True  # a built-in name, or a typing error; or an object of the program
     return Path(where).expanduser().is_file() if where.endswith(".py") else importlib.util.find_spec(where.partition(".")[0]) is not None
 
 
@@ -174,7 +175,12 @@ def _load(spec: str, name: str, config: Config, here: Path) -> RewardFunction:
 
 
 def _named(spec: str, here: Path) -> Any:
-    """Return the callable that `path/to/file.py:name` or `package.module:name` refers to. Raises ConfigError."""
+    """Return the callable that `path/to/file.py:name`, `package.module:name` or `python:name` refers to. Raises ConfigError."""
+    if given.is_given(spec):
+        found = given.get(spec, "reward_funcs")
+        if not callable(found):
+            raise _fail(f"{spec} is {describe_value(found)}, which cannot be called. Pass a function.")
+        return found
     where, _, attribute = spec.rpartition(":")
     module = _module_of_file(Path(where), here) if where.endswith(".py") else _module_of_package(where, here)
     found = getattr(module, attribute, None)

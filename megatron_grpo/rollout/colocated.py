@@ -100,6 +100,7 @@ class ColocatedEngine:
         from vllm import LLM
 
         vllm_patches.apply_patches(on_gpu=on_gpu)
+        vllm_patches.forget_ended_groups()
         vllm_requests.take_logprobs_as_they_come()
         patch()
         tp = cfg.vllm_tensor_parallel_size

@@ -24,6 +24,7 @@ import torch
 
 from megatron_grpo.base import activity, launcher
 from megatron_grpo.base.errors import CancelledError
+from megatron_grpo.parallel import collectives
 
 # Warnings without a consequence, by logger; all other warnings of vLLM are shown. The filters are on these loggers and not on a handler,
 # because vLLM replaces its handlers whenever it builds an engine.
@@ -278,6 +279,19 @@ def trainer_untouched() -> Iterator[None]:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
         _set_environment(kept)
+
+
+def forget_ended_groups() -> None:
+    """Make vLLM create its process groups anew if those that it holds belong to an earlier run of this process, whose job has ended."""
+    from vllm.distributed import parallel_state
+
+    world = parallel_state._WORLD
+    if world is None or collectives.is_current(world.device_group):
+        return
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, parallel_state.GroupCoordinator):
+            setattr(parallel_state, name, None)
+    parallel_state._NODE_COUNT = None
 
 
 def _set_environment(values: Mapping[str, str | None]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_grpo.base import given
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import flag_of, sets_of
 from megatron_grpo.config.read import COMMAND_LINE
@@ -96,7 +97,14 @@ def user_code(cfg: Config) -> list[tuple[str, str, str]]:
     """Return (part, setting, file:name) for all user code that validation imports."""
     turns = [("environment", "environment", cfg.turns.environment), *(("environment", "tools", spec) for spec in cfg.turns.tools)]
     code = [*(("reward", "reward_funcs", spec) for spec in cfg.rewards.reward_funcs), *turns]
-    return [(part, flag, spec) for part, flag, spec in (*code, ("rollout_func",) * 2 + (cfg.rollout.rollout_func,)) if spec and ":" in spec]
+    return [
+        (part, flag, spec) for part, flag, spec in (*code, ("rollout_func",) * 2 + (cfg.rollout.rollout_func,)) if spec and _is_file(spec)
+    ]
+
+
+def _is_file(spec: str) -> bool:
+    """Return whether an entry names a function of a file or module, not a built-in and not an object of a program."""
+    return ":" in spec and not given.is_given(spec)
 
 
 def _not_loaded(cfg: Config, flag: str, spec: str) -> str:
@@ -116,4 +124,4 @@ def _is_guest(cfg: Config, name: str) -> bool:
 def _is_elsewhere(cfg: Config, name: str, value: str | None) -> bool:
     if not value:
         return False
-    return not Path(value).exists() and (_is_guest(cfg, name) or not is_path(value))
+    return not given.is_given(value) and not Path(value).exists() and (_is_guest(cfg, name) or not is_path(value))

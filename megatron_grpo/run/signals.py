@@ -129,6 +129,14 @@ class StopSignal:
         self.asked = next(asked for asked in all_gather(self.asked) if asked is not None)
         return self.asked.why
 
+    def request(self, why: str) -> None:
+        """Request a stop from inside the program. One rank alone may call it.
+
+        Args:
+            why: End of the sentence "stopped by ...".
+        """
+        self._take(StopReason(why), is_final=True)
+
     def restore(self) -> None:
         """Restore the signal handlers that were installed before."""
         self._pid = -1

@@ -12,11 +12,11 @@ import megatron_grpo
 
 PACKAGE = Path(megatron_grpo.__file__).parent
 MOST_LINES, MOST_PARAMETERS = 60, 8
-MOST_CODE, MOST_FILES = 37_994, 278  # of the whole package, as they are: whoever makes it smaller writes the new figures
+MOST_CODE, MOST_FILES = 38_693, 287  # of the whole package, as they are: whoever makes it smaller writes the new figures
 
 # What is longer, or takes more, and why it stays so.
 LONG_FUNCTIONS: dict[str, str] = {}
-WIDE_CONSTRUCTORS: dict[str, str] = {}
+WIDE_CONSTRUCTORS = {"api.trainer.GRPOTrainer": "TRL's arguments, in TRL's order"}
 
 
 def functions_in(source: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:

@@ -5,6 +5,7 @@ These modules alone choose between implementations, and they alone may import in
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,6 +42,10 @@ class AnalysisHooks(Protocol):
         """Make vLLM's outputs depend on its inputs alone (batch invariance). Call it before an engine is built."""
 
 
+# (optimizer step, metrics by name) -> whether the run is to save and stop.
+Listener = Callable[[int, Mapping[str, Any]], bool]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyParts:
     """Custom parts of a policy, which replace those that the settings name.
@@ -61,7 +66,9 @@ class Parts(PolicyParts):
     Args:
         analysis: Functions of the `analysis` package that the run calls.
         engine: Factory of the sampling engine. It replaces the one that `vllm_mode` names.
+        listener: Called on rank 0 with the metrics of every optimizer step and evaluation.
     """
 
     analysis: AnalysisHooks
     engine: MakeEngine | None = None
+    listener: Listener | None = None

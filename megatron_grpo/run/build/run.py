@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_grpo import train
 from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.checkpoint.best import Best
 from megatron_grpo.checkpoint.saving import Checkpoints
 from megatron_grpo.config.config import Config, GrpoConfig
 from megatron_grpo.config.evaluation import describe_rules, how_evaluated, most_of, score_of
@@ -27,7 +29,7 @@ from megatron_grpo.policy.memory_offload import Role
 from megatron_grpo.policy.policy import Policy
 from megatron_grpo.policy.validation import sampler_problems
 from megatron_grpo.rollout.engine import Sampler, SamplingSettings, WeightReceiver
-from megatron_grpo.run.build import AnalysisHooks, Parts
+from megatron_grpo.run.build import AnalysisHooks, Listener, Parts
 from megatron_grpo.run.build.engines import (
     ENGINES,
     answering,
@@ -86,7 +88,7 @@ def build_run(
         inputs.rewards, cfg.rewards.reward_weights, should_cancel=stop.should_cancel, most_failed_episodes=cfg.turns.max_failed_episodes
     )
     timers = Timers()
-    heard = checkpoints.best.record if checkpoints.best else None
+    heard = partial(_hear, checkpoints.best, parts.listener, stop)
     # Opened before any model loads: a tracking service that is not installed is an error.
     logger = build_metrics_logger(made, reward_manager, parallel, timers, heard=heard)
     logger.metrics.open()
@@ -104,6 +106,14 @@ def build_run(
     except BaseException:
         logger.close(summary=False)
         raise
+
+
+def _hear(best: Best | None, listener: Listener | None, stop: train.StopRequest, step: int, numbers: Mapping[str, Any]) -> None:
+    """Pass the metrics of a step or an evaluation to what compares checkpoints and to the listener, which may ask for a stop."""
+    if best is not None:
+        best.record(step, numbers)
+    if listener is not None and listener(step, numbers):
+        stop.request("a callback")
 
 
 def put_together(

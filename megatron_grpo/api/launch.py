@@ -1,0 +1,250 @@
+"""Start the ranks of a run as processes, wait for them, print their output, and end them all.
+
+One `Popen` per rank. `fork` hangs or fails in a program that has used torch, and `spawn` runs the user's script again in each rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_grpo.api.rank import LAUNCH, METRICS, OBJECTS
+from megatron_grpo.base import given, launcher
+from megatron_grpo.base.errors import EXIT_INTERRUPTED, ConfigError, RunError, printable
+
+RANK = "megatron_grpo.api.rank"  # the program of each rank
+STARTED = ".started"  # in output_dir: one folder for each program that is running ranks
+SECONDS_BETWEEN_LOOKS = 0.2
+SECONDS_TO_END = 30.0  # that the other ranks have once one has failed
+_COLOURS = ("FORCE_COLOR", "CLICOLOR_FORCE")  # set by Jupyter: a live line would be redrawn into the pipe
+Listen = Callable[[int, Mapping[str, Any]], bool]
+
+
+@contextlib.contextmanager
+def launch_folder(output_dir: Path) -> Iterator[Path]:
+    """Create the folder through which the program and its ranks exchange files, and remove it at the end.
+
+    Folders of programs that have been killed are removed too.
+
+    Args:
+        output_dir: Output directory of the run.
+    """
+    started = output_dir / STARTED
+    host = socket.gethostname()
+    for old in started.glob(f"{host}.*"):
+        if not psutil.pid_exists(int(old.name.rpartition(".")[2])):
+            shutil.rmtree(old, ignore_errors=True)
+    folder = started / f"{host}.{os.getpid()}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, mode=0o700)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another program is running ranks, or output_dir holds a run
+            started.rmdir()
+
+
+def write_launch(folder: Path, command: str, words: Sequence[str], objects: Mapping[str, Any], *, listens: bool) -> None:
+    """Write what the ranks need.
+
+    Args:
+        folder: The launch folder.
+        command: Command of `megatron-grpo`.
+        words: Its arguments.
+        objects: Objects of the program, by name.
+        listens: Whether rank 0 writes metrics for callbacks.
+
+    Raises:
+        ConfigError: If an object cannot be pickled, or cloudpickle is not installed.
+    """
+    try:
+        import cloudpickle
+    except ImportError as error:
+        raise ConfigError("Starting ranks from a Python program needs cloudpickle: pip install 'megatron-grpo[api]'.") from error
+    try:
+        pickled = cloudpickle.dumps(dict(objects))
+    except Exception as error:
+        name = next((name for name, value in objects.items() if not _is_picklable(value)), "an object")
+        reason = f"{type(error).__name__}: {printable(error)}"
+        raise ConfigError(f"{name} cannot be sent to the ranks ({reason}). Create what it holds inside the function.") from error
+    launch = {
+        "command": command, "words": list(words), "path": sys.path, "argv": sys.argv, "listens": listens,
+        "fingerprints": {name: given.fingerprint(name) for name in objects},
+    }  # fmt: skip
+    (folder / LAUNCH).write_bytes(pickle.dumps(launch))
+    (folder / OBJECTS).write_bytes(pickled)
+
+
+def _is_picklable(value: Any) -> bool:
+    import cloudpickle
+
+    try:
+        cloudpickle.dumps(value)
+    except Exception:  # noqa: BLE001 - whatever the pickling of a user's object raises
+        return False
+    return True
+
+
+class RankProcesses:
+    """The processes of one job on this machine, from their start to the end of the last one.
+
+    Args:
+        folder: The launch folder.
+        number: Number of ranks.
+        listen: Called with metrics as rank 0 writes them; true asks the run to stop.
+        echo: Whether to print what the ranks print.
+    """
+
+    def __init__(self, folder: Path, number: int, *, listen: Listen | None, echo: bool):
+        self.folder, self.number, self.listen, self.echo = folder, number, listen, echo
+        # RankProcesses write to a terminal themselves. Elsewhere, in a notebook above all, this thread prints their lines.
+        self._inherits = echo and sys.__stdout__ is not None and sys.stdout is sys.__stdout__ and sys.__stdout__.isatty()
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._processes: list[subprocess.Popen] = []
+        self._is_stopping, self._read = False, 0
+        self._first_failed: int | None = None
+        self._failed_at = float("inf")
+
+    def run(self) -> int:
+        """Start the ranks and wait in this thread, whose end would end them.
+
+        Returns:
+            0, or 3 if the run was asked to stop and is saved.
+
+        Raises:
+            KeyboardInterrupt: After Ctrl-C, once the ranks have saved.
+            RunError: If a rank ended without a reason. Otherwise the exception that ended the first rank.
+        """
+        interrupted, readers = False, []
+        try:
+            port = _free_port()
+            for rank in range(self.number):
+                self._processes.append(self._start(rank, port))
+            readers = [] if self._inherits else [self._reader(one) for one in self._processes]
+            while None in [one.poll() for one in self._processes]:  # each is polled: `_look` reads their exit codes
+                try:
+                    self._look()
+                except KeyboardInterrupt:  # once: the ranks save and exit; twice: they are killed
+                    if interrupted:
+                        raise
+                    interrupted = True
+                    self._signal(signal.SIGINT)
+        finally:
+            self._signal(signal.SIGKILL)
+            for one in self._processes:
+                one.wait()
+            for reader in readers:
+                reader.join(5)
+            self._print()
+        self._hear()
+        codes = [one.returncode for one in self._processes]
+        if interrupted:
+            raise KeyboardInterrupt(f"the run was interrupted; exit codes of its ranks: {', '.join(map(str, codes))}")
+        return self._outcome(codes)
+
+    def _outcome(self, codes: Sequence[int]) -> int:
+        if EXIT_INTERRUPTED in codes and {*codes} <= {0, EXIT_INTERRUPTED}:
+            return EXIT_INTERRUPTED
+        errors = sorted(self.folder.glob("error.*.pkl"), key=lambda path: path.stat().st_mtime_ns)
+        if errors:
+            raise pickle.loads(errors[0].read_bytes())
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            rank = failed[0] if self._first_failed is None else self._first_failed  # the others may have been killed here
+            raise RunError(f"rank {rank} ended with exit code {codes[rank]} without a reason. Its output says more.")
+        return 0
+
+    def _start(self, rank: int, port: int) -> subprocess.Popen:
+        attempt = self.folder / "attempt_0" / str(rank)
+        attempt.mkdir(parents=True)
+        env = dict(os.environ)
+        launcher.forget(env)
+        env |= launcher.environment_of(rank, world_size=self.number, port=port)
+        env |= {"PYTHONUNBUFFERED": "1", "TORCHELASTIC_ERROR_FILE": str(attempt / "error.json")}  # a shared message is printed once
+        env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it
+        package = str(Path(__file__).parents[2])
+        env["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        for name in () if self._inherits else _COLOURS:
+            env.pop(name, None)
+        output: dict[str, Any] = {} if self._inherits else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        # A session of their own keeps a Ctrl-C of the terminal from reaching ranks whose output is piped; `run` forwards it.
+        return subprocess.Popen(
+            [sys.executable, "-m", RANK, str(self.folder)],
+            env=env, stdin=subprocess.DEVNULL, start_new_session=not self._inherits, **output,
+        )  # fmt: skip
+
+    def _reader(self, process: subprocess.Popen) -> threading.Thread:
+        def read() -> None:
+            assert process.stdout is not None
+            for line in process.stdout:
+                self._lines.put(line)
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        return thread
+
+    def _look(self) -> None:
+        """Wait a moment, print and call back, and end the other ranks some time after one has failed."""
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+        self._print()
+        self._hear()
+        failed = [rank for rank, one in enumerate(self._processes) if one.returncode]
+        if failed:
+            if self._first_failed is None:
+                self._first_failed, self._failed_at = failed[0], time.monotonic()
+            if time.monotonic() - self._failed_at > SECONDS_TO_END:
+                self._signal(signal.SIGKILL)
+
+    def _print(self) -> None:
+        """Print the lines so far, in this thread: a notebook shows the output of another thread below a later cell."""
+        while not self._lines.empty():
+            line = self._lines.get()
+            if self.echo:
+                print(line.decode(errors="replace"), end="", flush=True)
+
+    def _hear(self) -> None:
+        """Call back with the metrics that rank 0 has written since the last call."""
+        if self.listen is None:
+            return
+        lines = read_lines(self.folder / METRICS)
+        for one in lines[self._read :]:
+            self._read += 1
+            if self.listen(one["step"], one["numbers"]) and not self._is_stopping:
+                self._is_stopping = True
+                self._signal(signal.SIGTERM)
+
+    def _signal(self, number: int) -> None:
+        for one in self._processes:
+            if one.poll() is None:
+                one.send_signal(number)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a .jsonl file; a last line that is still being written is left out."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

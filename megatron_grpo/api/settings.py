@@ -1,0 +1,89 @@
+"""Settings of a Python program as a configuration file: of our GRPOConfig, of TRL's, or of a mapping."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_grpo.base.errors import config_error
+from megatron_grpo.config.grpo_config import GRPOConfig
+
+SOURCE = "GRPOConfig"  # name of the file: messages say `micro_batch_size (GRPOConfig)`
+# Fields that TRL's and transformers' __post_init__ overwrite, so that their values do not show what was passed.
+_DERIVED = ("accelerator_config", "dataloader_pin_memory", "debug", "disable_tqdm", "generation_batch_size", "logging_dir",
+            "pad_to_multiple_of")  # fmt: skip
+
+
+def explicit_settings(args: Any) -> dict[str, Any]:
+    """Return the settings that a user passed, by name.
+
+    Args:
+        args: A GRPOConfig of megatron_grpo or of TRL, a mapping of names to values, or None.
+
+    Raises:
+        ConfigError: If it is something else.
+    """
+    if args is None:
+        return {}
+    if isinstance(args, GRPOConfig):
+        return dict(args.explicit)
+    if isinstance(args, Mapping):
+        return dict(args)
+    if any(base.__module__.startswith("trl.") and base.__name__ == "GRPOConfig" for base in type(args).__mro__):
+        return {"dialect": "trl"} | _of_trl(args)
+    raise config_error("args", f"args is a {type(args).__name__}: pass a GRPOConfig of megatron_grpo or of TRL, or a mapping.")
+
+
+def _of_trl(args: Any) -> dict[str, Any]:
+    """Return the fields of TRL's GRPOConfig that differ from their defaults.
+
+    They are compared with the defaults of the fields: an instance of defaults alone cannot be made on a CPU, where bf16 is refused.
+    """
+    found = {one.name: getattr(args, one.name) for one in fields(args) if one.init and one.name not in _DERIVED}
+    found = {one.name: found[one.name] for one in fields(args) if one.name in found and found[one.name] != _default(one)}
+    if found.get("bf16"):  # the default: true unless fp16 is
+        del found["bf16"]
+    if found.get("report_to") == []:
+        del found["report_to"]
+    if found.get("steps_per_generation") == args.gradient_accumulation_steps:  # as it is derived if neither size is passed
+        del found["steps_per_generation"]
+    return found
+
+
+def _default(one: Field) -> Any:
+    return one.default_factory() if one.default_factory is not MISSING else one.default
+
+
+def write_settings(folder: Path, settings: Mapping[str, Any]) -> list[str]:
+    """Write settings as a YAML file and return the command line that names it.
+
+    Args:
+        folder: Folder of the file.
+        settings: Values by name.
+    """
+    import yaml
+
+    path = folder / SOURCE
+    path.write_text(yaml.safe_dump({name: _plain(value, name) for name, value in settings.items()}, sort_keys=False), encoding="utf-8")
+    return ["--config", str(path)]
+
+
+def _plain(value: Any, name: str) -> Any:
+    """Return a value as YAML can hold it."""
+    if isinstance(value, enum.Enum):
+        return _plain(value.value, name)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one, name) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one, name) for one in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "item"):  # a number of NumPy or torch
+        return value.item()
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    raise config_error(name, f"{name} is a {type(value).__name__}, which a setting cannot be: pass text, numbers, lists or dicts of them.")

@@ -1,0 +1,304 @@
+"""`GRPOTrainer`, `RunResult` and `plan`: a run as a Python program describes it."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_grpo.api import launch
+from megatron_grpo.api.callbacks import Callbacks
+from megatron_grpo.api.settings import explicit_settings, write_settings
+from megatron_grpo.base import given, launcher
+from megatron_grpo.base.errors import EXIT_DONE, RunInterruptedError, config_error
+from megatron_grpo.base.html import table
+
+if TYPE_CHECKING:
+    from megatron_grpo.config.parsed import Parsed
+    from megatron_grpo.planning.command import Plan
+
+Function = str | Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """Result of a run.
+
+    Args:
+        output_dir: Directory of all its files.
+        step: Number of optimizer steps done.
+        finished: False if the run was asked to stop and saved (time limit, callback, SIGTERM). `train` then continues it.
+        history: Metrics of every optimizer step, as in metrics.jsonl.
+        evaluations: Scores of every evaluation, as in evaluations.jsonl.
+    """
+
+    output_dir: Path
+    step: int
+    finished: bool
+    history: list[dict[str, Any]] = field(repr=False)
+    evaluations: list[dict[str, Any]] = field(repr=False)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Metrics of the last optimizer step."""
+        return self.history[-1] if self.history else {}
+
+    @property
+    def model(self) -> Path:
+        """Folder of the exported model, for transformers and vLLM."""
+        return self.output_dir / "hf"
+
+    def _repr_html_(self) -> str:
+        rewards = [one["reward"] for one in self.history if one.get("reward") is not None]
+        rows: dict[str, Any] = {"optimizer steps": self.step, "finished": self.finished, "output_dir": self.output_dir}
+        rows |= {"reward, first to last step": f"{rewards[0]:.4g} to {rewards[-1]:.4g}"} if rewards else {}
+        rows |= {"tokens": self.metrics["num_tokens"]} if "num_tokens" in self.metrics else {}
+        return table("Run", rows | {"evaluations": len(self.evaluations)})
+
+
+class GRPOTrainer:
+    """Trains a model with GRPO. The first five arguments are TRL's, in TRL's order.
+
+    In a process of torchrun this process is a rank. Otherwise `train` starts `nproc_per_node` ranks as processes, waits for them and
+    returns. The ranks get copies of all objects: what a reward function appends to a list of the program is lost. Use callbacks to see in
+    the program what happens; they are called in this process (under torchrun on rank 0).
+
+    Args:
+        model: Hugging Face checkpoint: a directory or a Hub name.
+        reward_funcs: One reward function or several: callables with TRL's signature, or names as for `--reward_funcs`.
+        args: Settings: `megatron_grpo.GRPOConfig`, TRL's GRPOConfig, or a mapping of names to values.
+        train_dataset: A path or Hub name, a list of dicts, a `datasets.Dataset`, or another sequence of mappings.
+        eval_dataset: One held-out set, or several as a dict by name; each as `train_dataset`.
+        environment: Environment class, or its name as for `--environment`.
+        tools: Functions that the model can call, or names.
+        rollout_func: Function that generates completions, or its name.
+        callbacks: Objects with methods of `transformers.TrainerCallback`; docs/python_api.md lists which are called.
+        nproc_per_node: Number of ranks that `train` starts. Default: the number of visible GPUs, else the product of the tensor, pipeline
+            and context parallel sizes.
+        echo: Whether to print what the ranks print.
+
+    Raises:
+        ConfigError: If a data set is not a sequence of mappings, or a callback has no supported method.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        reward_funcs: Function | Sequence[Function] | None = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        environment: Any = None,
+        tools: Sequence[Function] | None = None,
+        rollout_func: Function | None = None,
+        callbacks: Sequence[Any] = (),
+        nproc_per_node: int | None = None,
+        echo: bool = True,
+    ):
+        self.args, self.nproc_per_node, self.echo = args, nproc_per_node, echo
+        self._callbacks = Callbacks(callbacks, args)
+        self.objects: dict[str, Any] = {}  # by the names that settings have for them
+        self._own: dict[str, Any] = {}  # settings that the other arguments imply
+        if model is not None:
+            self._own["model"] = os.fspath(model)
+        if train_dataset is not None:
+            self._own["dataset"] = self._rows(train_dataset, "train_dataset")
+        if isinstance(eval_dataset, Mapping):
+            self._own["eval_datasets"] = {name: self._rows(one, f"eval_dataset_{name}") for name, one in eval_dataset.items()}
+        elif eval_dataset is not None:
+            self._own["eval_dataset"] = self._rows(eval_dataset, "eval_dataset")
+        if reward_funcs is not None:
+            several = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else reward_funcs
+            self._own["reward_funcs"] = [self._name(one, f"reward_{number}") for number, one in enumerate(several)]
+        if tools is not None:
+            self._own["tools"] = [self._name(one, f"tool_{number}") for number, one in enumerate(tools)]
+        for name, value in (("environment", environment), ("rollout_func", rollout_func)):
+            if value is not None:
+                self._own[name] = self._name(value, name)
+
+    def train(self) -> RunResult:
+        """Train, and return the result. A run in `output_dir` that is not finished is continued.
+
+        Raises:
+            ConfigError: If settings or inputs are wrong; nothing was started.
+            RewardError: If a reward function failed.
+            RunError: If the run failed for a reason outside the program.
+            KeyboardInterrupt: After Ctrl-C, once the run is saved.
+        """
+        launched, number = launcher.read(), self._num_ranks()
+        calls = bool(self._callbacks.callbacks) and launched.rank == 0
+        if calls or not launched.is_launched:  # problems are found here, before any rank imports anything
+            self._callbacks.begin(self.plan().schedule.num_steps or 0)
+        code = self._run_here("train", self._settings()) if launched.is_launched else self._launch("train", self._settings(), number)
+        if calls:
+            self._callbacks.end()
+        history = launch.read_lines(self.output_dir / "metrics.jsonl")
+        return RunResult(
+            output_dir=self.output_dir, step=history[-1]["step"] if history else 0, finished=code == EXIT_DONE, history=history,
+            evaluations=launch.read_lines(self.output_dir / "evaluations.jsonl"),
+        )  # fmt: skip
+
+    def evaluate(self, **settings: Any) -> list[dict[str, Any]]:
+        """Evaluate on the held-out sets and return one dict per set: the newest checkpoint of the run, or the model if there is none.
+
+        Args:
+            settings: Settings that differ from those of the run. `output_dir` is `<output_dir>-eval` unless it is among them.
+        """
+        own = {**self._settings(), "output_dir": f"{self.output_dir}-eval"}
+        own.pop("overwrite_output_dir", None)
+        if (newest := self._newest_checkpoint()) is not None:
+            own["resume"] = str(newest)
+        asked = {**own, **settings}
+        path = Path(asked["output_dir"]) / "evaluations.jsonl"
+        before = len(launch.read_lines(path))
+        if launcher.read().is_launched:
+            self._run_here("eval", asked)
+        else:
+            self._launch("eval", asked, self._num_ranks())
+        return launch.read_lines(path)[before:]
+
+    def save_model(self, output_dir: str | Path) -> Path:
+        """Copy the exported model to a folder, for transformers and vLLM.
+
+        Raises:
+            ConfigError: If the run has exported no model yet.
+        """
+        exported = self.output_dir / "hf"
+        if not exported.is_dir():
+            raise config_error("output_dir", f"{exported} does not exist: call train first, and leave export_hf true.")
+        shutil.copytree(exported, output_dir, dirs_exist_ok=True)
+        return Path(output_dir)
+
+    def plan(self) -> Plan:
+        """Check settings and inputs and return the plan: schedule, memory, cost and warnings. Nothing is started.
+
+        Raises:
+            ConfigError: With all problems.
+        """
+        from megatron_grpo.run.validate import validate_run
+
+        given.provide(self.objects)
+        return validate_run(self.parsed(self._num_ranks()))
+
+    @property
+    def output_dir(self) -> Path:
+        """Output directory of the run."""
+        return Path(self.parsed().config.run.output_dir).absolute()
+
+    # ---- settings
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the explicit settings of the run. They are read again for each call, so an assignment to `args` counts."""
+        return {**explicit_settings(self.args), **self._own}
+
+    def parsed(self, world_size: int | None = None) -> Parsed:
+        """Return the parsed settings, with the problems found in them.
+
+        Args:
+            world_size: Number of ranks; None if it is not known.
+        """
+        from megatron_grpo.compat import DIALECTS
+        from megatron_grpo.config import parse
+
+        with _words(self._settings()) as words:
+            return parse(words, launcher_world_size=world_size, dialects=DIALECTS)
+
+    def _num_ranks(self) -> int:
+        launched = launcher.read()
+        if launched.is_launched:
+            return launched.world_size
+        parallel = (config := self.parsed().config).parallel
+        if self.nproc_per_node or config.sources.get("world_size") != "default":
+            return self.nproc_per_node or parallel.world_size or 1
+        sizes = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size)
+        return _num_gpus() or math.prod(sizes)
+
+    def _rows(self, value: Any, name: str) -> str:
+        if isinstance(value, (str, os.PathLike)):
+            return os.fspath(value)
+        if isinstance(value, Mapping) or not hasattr(value, "__len__") or not hasattr(value, "__getitem__"):
+            message = f"{name} is a {type(value).__name__}: pass a path or Hub name, a list of dicts, or a datasets.Dataset. To stream, "
+            raise config_error(name, message + "pass a path or Hub name and streaming=True.")
+        if len(value) and not isinstance(value[0], Mapping):
+            raise config_error(name, f"{name}: its first row is a {type(value[0]).__name__}. Each row is a dict of columns.")
+        return self._name(value, name)
+
+    def _name(self, value: Any, name: str) -> str:
+        """Return the text that stands for a value in the settings; an object is kept under that name."""
+        if isinstance(value, (str, os.PathLike)):
+            return os.fspath(value)
+        own = getattr(value, "__name__", "")
+        name = own if own.isidentifier() and own not in self.objects else name
+        self.objects[name] = value
+        return given.PREFIX + name
+
+    def _newest_checkpoint(self) -> Path | None:
+        from megatron_grpo.checkpoint.manifest import Folder
+
+        folder = Folder(self.output_dir / "checkpoints")
+        return next((folder.directory(one.step) for one in folder.candidates() if not isinstance(one, str)), None)
+
+    # ---- running
+
+    def _run_here(self, command: str, settings: Mapping[str, Any]) -> int:
+        """Run a command in this process, which is a rank, and return its exit code."""
+        from megatron_grpo import cli
+
+        given.provide(self.objects)
+        listens = command == "train" and self._callbacks.callbacks
+        with _words(settings) as words:
+            try:
+                return cli.run(command, words, {"listener": self._callbacks.listen} if listens else {})
+            except RunInterruptedError as error:
+                from megatron_grpo.parallel import state
+
+                state.stop()  # so that a later call can join a job again
+                return cli.exit_code(error)
+
+    def _launch(self, command: str, settings: Mapping[str, Any], number: int) -> int:
+        given.provide(self.objects)  # fingerprints are taken here, where sources of notebooks can be read
+        listens = command == "train" and bool(self._callbacks.callbacks)
+        with launch.launch_folder(self.output_dir) as folder:
+            words = write_settings(folder, settings)
+            launch.write_launch(folder, command, words, self.objects, listens=listens)
+            return launch.RankProcesses(folder, number, listen=self._callbacks.listen if listens else None, echo=self.echo).run()
+
+
+def plan(args: Any = None, **parts: Any) -> Plan:
+    """Return the plan of a run: `GRPOTrainer(args=args, **parts).plan()`.
+
+    Args:
+        args: Settings of the run.
+        parts: Further arguments of `GRPOTrainer`.
+
+    Raises:
+        ConfigError: With all problems of settings and inputs.
+    """
+    return GRPOTrainer(args=args, **parts).plan()
+
+
+@contextmanager
+def _words(settings: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield a command line that names a file with these settings."""
+    with tempfile.TemporaryDirectory(prefix="megatron_grpo.") as folder:
+        yield write_settings(Path(folder), settings)
+
+
+def _num_gpus() -> int:
+    """Return the number of visible GPUs without importing torch, which would create a CUDA context in the program."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([one for one in visible.split(",") if one.strip() and one.strip() != "-1"])
+    try:
+        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return len([line for line in found.splitlines() if line.startswith("GPU ")])

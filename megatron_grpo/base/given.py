@@ -1,0 +1,91 @@
+"""Objects that a Python program passes to a run, under the names that settings have for them, such as `python:correct`.
+
+Settings remain text, so config.yaml, plans and messages do not change; only the object behind such a name comes from here.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Mapping
+from types import CodeType
+from typing import Any
+
+from megatron_grpo.base.errors import ConfigError, problem_with
+
+PREFIX = "python:"
+_PLAIN = (str, bytes, int, float, bool, type(None), tuple)
+_objects: dict[str, Any] = {}
+_fingerprints: dict[str, str] = {}
+
+
+def provide(objects: Mapping[str, Any], fingerprints: Mapping[str, str] | None = None) -> None:
+    """Make `python:NAME` refer to these objects in this process.
+
+    Args:
+        objects: Objects by name. An earlier object of the same name is replaced.
+        fingerprints: Fingerprints by name, taken where the sources can be read; None computes them here.
+    """
+    _objects.update(objects)
+    _fingerprints.update(fingerprints if fingerprints is not None else {name: fingerprint_of(one) for name, one in objects.items()})
+
+
+def is_given(spec: object) -> bool:
+    """Return whether a value of a setting refers to an object of a Python program."""
+    return isinstance(spec, str) and spec.startswith(PREFIX)
+
+
+def get(spec: str, flag: str) -> Any:
+    """Return the object that a setting refers to.
+
+    Args:
+        spec: `python:NAME`.
+        flag: Name of the setting, for the error message.
+
+    Raises:
+        ConfigError: If no program of this process provided it, for example because config.yaml is used on a command line.
+    """
+    name = spec.removeprefix(PREFIX)
+    if name not in _objects:
+        message = f"{flag}: {spec} is an object of a Python program. Start that program again, or name a file."
+        raise ConfigError([problem_with(flag, message)])
+    return _objects[name]
+
+
+def fingerprint(spec: str) -> str | None:
+    """Return the fingerprint of the code that a setting refers to; None if this process has no such object."""
+    return _fingerprints.get(spec.removeprefix(PREFIX))
+
+
+def fingerprint_of(value: Any) -> str:
+    """Return a fingerprint of the code of a function, class or callable object, equal in all processes.
+
+    It covers the source, or the bytecode if there is no source, and those values in closures, in the globals that the code reads and in
+    attributes of an object that are plain (text, numbers, tuples of them).
+    """
+    if isinstance(value, functools.partial):
+        held = repr([one for one in (*value.args, *sorted(value.keywords.items())) if isinstance(one, _PLAIN)])
+        return _digest(fingerprint_of(value.func), held)
+    function = inspect.unwrap(value) if callable(value) else value
+    code = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+    try:
+        text = inspect.getsource(code)
+    except (OSError, TypeError):
+        text = _bytecode(code.__code__) if inspect.isfunction(code) else f"{code.__module__}.{code.__qualname__}"
+    values = dict(getattr(function, "__dict__", {})) if not inspect.isclass(function) else {}
+    if inspect.isfunction(function):
+        read = inspect.getclosurevars(function)
+        values |= {**read.globals, **read.nonlocals}
+    plain = sorted((name, repr(one)) for name, one in values.items() if isinstance(one, _PLAIN))
+    return _digest(text, repr(plain))
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256(repr(texts).encode()).hexdigest()[:12]
+
+
+def _bytecode(code: CodeType) -> str:
+    """Return the instructions, names and constants of a function, without addresses in memory."""
+    constants = [_bytecode(one) if isinstance(one, CodeType) else repr(one) for one in code.co_consts]
+    return repr((code.co_code, code.co_names, constants))

@@ -1,0 +1,43 @@
+"""A run from a Python program is the run of the command line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_grpo import GRPOConfig, GRPOTrainer
+from tests.end_to_end.runs import records, train, write_inputs
+from tests.ranks import run_ranks
+
+SIZES = {"torch_dtype": "float32", "num_generations": 4, "global_batch_size": 16, "micro_batch_size": 4, "max_completion_length": 8,
+         "lr": 1e-3, "vllm_kv_cache_memory_mb": 64, "max_steps": 2}  # fmt: skip
+
+
+class Steps:
+    def __init__(self):
+        self.seen = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.seen.append((state.global_step, logs["reward"]))
+
+
+def without_times(path):
+    return [{name: value for name, value in line.items() if "time/" not in name and name != "tokens_per_second"} for line in records(path)]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_metrics_are_those_of_the_command_line(tmp_path, number):
+    flags = write_inputs(tmp_path)
+    run_ranks(train, number, [*flags, "--max_steps", "2", "--output_dir", str(tmp_path / "command")], timeout=300)
+    rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
+
+    def even(completion_ids, **columns):
+        return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+    steps = Steps()
+    args = GRPOConfig(output_dir=str(tmp_path / "program"), **SIZES)
+    result = GRPOTrainer(tmp_path / "model", even, args, rows, callbacks=[steps], nproc_per_node=number).train()
+    assert without_times(tmp_path / "program/metrics.jsonl") == without_times(tmp_path / "command/metrics.jsonl")
+    assert result.finished and result.step == 2 and (result.model / "model.safetensors").is_file()
+    assert steps.seen == [(line["step"], line["reward"]) for line in result.history]

@@ -1,0 +1,12 @@
+"""A rank without a model, for tests of `api.launch`: `python -m tests.stub_rank FOLDER`. The object `act` is what it does."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    sys.exit(pickle.loads((folder / "objects.pkl").read_bytes())["act"](folder, int(os.environ["RANK"])))

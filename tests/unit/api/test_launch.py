@@ -1,0 +1,185 @@
+"""RankProcesses that a program starts: their output, signals, failures and end."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from megatron_grpo.api import launch
+from megatron_grpo.base.errors import ConfigError, RunError
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Runs a function of (launch folder, rank) as the ranks of a job."""
+    monkeypatch.setattr(launch, "RANK", "tests.stub_rank")
+
+    def start(act, number=2, *, listen=None, echo=True):
+        with launch.launch_folder(tmp_path / "out") as folder:
+            launch.write_launch(folder, "train", [], {"act": act}, listens=listen is not None)
+            return launch.RankProcesses(folder, number, listen=listen, echo=echo).run()
+
+    return start
+
+
+def saves_on(number):
+    """What a rank does that is asked to stop: it exits with 3."""
+
+    def act(folder, rank):
+        signal.signal(number, lambda *_: sys.exit(3))
+        (folder / f"ready.{rank}").touch()
+        while True:
+            time.sleep(0.01)
+
+    return act
+
+
+def test_each_rank_has_its_place_and_the_program_path(run):
+    def act(folder, rank):
+        (folder.parents[1] / f"rank{rank}").write_text(f"{os.environ['LOCAL_RANK']} of {os.environ['WORLD_SIZE']}")
+        return 0
+
+    assert run(act) == 0
+
+
+def test_lines_are_printed_by_the_calling_thread_and_without_colours(run, monkeypatch):
+    """Jupyter sets FORCE_COLOR, and shows what another thread prints below a later cell."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("CLICOLOR_FORCE", "1")
+    written = []
+
+    class Notebook:
+        def write(self, text):
+            written.append((text, threading.get_ident()))
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(sys, "stdout", Notebook())
+
+    def act(folder, rank):
+        print(rank, os.environ.get("FORCE_COLOR"), os.environ.get("CLICOLOR_FORCE"), flush=True)
+        return 0
+
+    found = []
+    thread = threading.Thread(target=lambda: found.append((run(act), threading.get_ident())))
+    thread.start()
+    thread.join()
+    [(code, ident)] = found
+    assert code == 0 and sorted(text for text, _ in written if text) == ["0 None None\n", "1 None None\n"]
+    assert {number for _, number in written} == {ident}
+
+
+def test_a_reward_changes_its_copy_and_not_the_list_of_the_program(run):
+    calls = []
+
+    def act(folder, rank):
+        calls.append(rank)
+        return 0 if calls == [rank] else 1
+
+    assert run(act) == 0 and calls == []
+
+
+def test_metrics_are_heard_in_the_program_and_a_request_stops_the_ranks(run):
+    heard = []
+
+    def act(folder, rank):
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+        if rank == 0:
+            with (folder / "metrics.jsonl").open("a") as stream:
+                stream.writelines(json.dumps({"step": step, "numbers": {"reward": step / 2}}) + "\n" for step in (1, 2))
+        while True:
+            time.sleep(0.01)
+
+    def listen(step, numbers):
+        heard.append((step, numbers))
+        return step == 2
+
+    assert run(act, listen=listen) == 3 and heard == [(1, {"reward": 0.5}), (2, {"reward": 1.0})]
+
+
+def test_ctrl_c_lets_the_ranks_save_and_is_raised_in_the_program(run, tmp_path):
+    def interrupt():
+        while len([*tmp_path.glob("out/.started/*/ready.*")]) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt, match="exit codes of its ranks: 3, 3"):
+        run(saves_on(signal.SIGINT))
+
+
+def test_the_program_raises_what_the_first_rank_raised_and_ends_the_others(run, monkeypatch):
+    monkeypatch.setattr(launch, "SECONDS_TO_END", 0.1)
+
+    def act(folder, rank):
+        if rank == 1:
+            (folder / "error.1.pkl").write_bytes(pickle.dumps(ConfigError("lr is wrong.")))
+            return 2
+        time.sleep(600)
+
+    with pytest.raises(ConfigError, match="lr is wrong."):
+        run(act)
+    with pytest.raises(RunError, match="rank 1 ended with exit code 9 without a reason"):
+        run(lambda folder, rank: 9 if rank else time.sleep(600))
+
+
+def test_what_cannot_be_pickled_is_named_and_nothing_is_started(run):
+    lock = threading.Lock()
+
+    def act(folder, rank):
+        with lock:
+            return 0
+
+    with pytest.raises(ConfigError, match="act cannot be sent to the ranks \\(TypeError: cannot pickle '_thread.lock' object\\). Create"):
+        run(act)
+
+
+def test_a_function_of_a_module_beside_the_script_is_found(run, tmp_path, monkeypatch):
+    (tmp_path / "beside_the_script.py").write_text("def act(folder, rank):\n    return 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(launch, "RANK", "megatron_grpo.api.rank")
+    from beside_the_script import act
+
+    with pytest.raises(ConfigError, match="'none' is not a command"), launch.launch_folder(tmp_path / "out") as folder:
+        launch.write_launch(folder, "none", [], {"act": act}, listens=False)
+        launch.RankProcesses(folder, 1, listen=None, echo=False).run()
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from megatron_grpo.api import launch
+
+class Slow:
+    def __reduce__(self):
+        return time.sleep, (600,)
+
+with launch.launch_folder(Path(sys.argv[1])) as folder:
+    launch.write_launch(folder, "train", [], {"slow": Slow()}, listens=False)
+    launch.RankProcesses(folder, 2, listen=None, echo=True).run()
+"""
+
+
+def test_ranks_end_with_a_program_that_is_killed_and_the_next_one_removes_its_folder(tmp_path):
+    program = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)])
+    parent = psutil.Process(program.pid)
+    while len(ranks := parent.children(recursive=True)) < 4:  # two ranks, each with its supervisor
+        assert program.poll() is None
+        time.sleep(0.05)
+    program.kill()
+    program.wait()
+    assert psutil.wait_procs(ranks, timeout=60)[1] == []
+    assert [*tmp_path.glob(".started/*")]
+    with launch.launch_folder(tmp_path) as folder:
+        assert [*tmp_path.glob(".started/*")] == [folder]
+    assert not [*tmp_path.iterdir()]

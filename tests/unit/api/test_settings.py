@@ -1,0 +1,81 @@
+"""What reaches a run of our GRPOConfig, of TRL's, and of a mapping."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_grpo import GRPOConfig
+from megatron_grpo.api.settings import explicit_settings, write_settings
+from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.compat import DIALECTS
+from megatron_grpo.config import parse
+
+
+def parsed(args, tmp_path):
+    return parse(write_settings(tmp_path, explicit_settings(args)), dialects=DIALECTS)
+
+
+def test_values_of_other_types_are_written_as_yaml_has_them(tmp_path):
+    args = {"output_dir": Path("out"), "lr": np.float32(0.5), "stop": ("a", "b"), "columns": {"question": "prompt"}, "max_steps": None}
+    found = parsed(args, tmp_path)
+    assert not found.problems
+    config = found.config
+    assert (config.run.output_dir, config.optimizer.lr, config.rollout.stop) == ("out", 0.5, ["a", "b"])
+    assert config.data.columns == {"question": "prompt"}
+
+
+def test_a_function_is_no_setting(tmp_path):
+    with pytest.raises(ConfigError, match="reward_funcs is a function, which a setting cannot be"):
+        write_settings(tmp_path, {"reward_funcs": test_an_empty_list_is_not_true})
+    with pytest.raises(ConfigError, match="args is a int: pass a GRPOConfig"):
+        explicit_settings(3)
+
+
+def test_an_explicit_default_counts_and_messages_name_the_source(tmp_path):
+    found = parsed(GRPOConfig(lr=1e-6, num_generations="many"), tmp_path)
+    assert found.config.sources["lr"] == "GRPOConfig" and found.config.sources["seed"] == "default"
+    assert [str(one) for one in found.problems] == ["num_generations (GRPOConfig) needs a whole number, not 'many'."]
+
+
+@pytest.mark.parametrize("name", ["sequence_parallel", "bf16"])
+def test_an_empty_list_is_not_true(name, tmp_path):
+    [problem] = parsed({name: []}, tmp_path).problems
+    assert f"{name} (GRPOConfig) needs a value" in str(problem)
+
+
+def of_trl(**settings):
+    """A stand-in with what TRL's __post_init__ does to the fields; the class itself needs torch."""
+
+    @dataclasses.dataclass
+    class GRPOConfig:
+        learning_rate: float = 1e-6
+        max_steps: int = -1
+        bf16: bool | None = None
+        debug: str | list = ""
+        disable_tqdm: bool | None = None
+        report_to: str | list = "none"
+        gradient_accumulation_steps: int = 1
+        steps_per_generation: int | None = None
+        generation_batch_size: int | None = None
+        lr_scheduler_kwargs: dict = dataclasses.field(default_factory=dict)
+
+        def __post_init__(self):
+            self.debug, self.disable_tqdm, self.report_to = [], False, []
+            self.bf16 = True if self.bf16 is None else self.bf16
+            self.steps_per_generation = self.steps_per_generation or self.gradient_accumulation_steps
+            self.generation_batch_size = 8 * self.steps_per_generation
+
+    GRPOConfig.__module__ = "trl.trainer.grpo_config"
+    return explicit_settings(GRPOConfig(**settings))
+
+
+def test_of_trls_config_what_was_passed_is_taken_and_nothing_that_it_derives():
+    assert of_trl() == {"dialect": "trl"}
+    assert of_trl(learning_rate=3e-4, max_steps=5) == {"dialect": "trl", "learning_rate": 3e-4, "max_steps": 5}
+    assert of_trl(bf16=False) == {"dialect": "trl", "bf16": False}
+    assert of_trl(gradient_accumulation_steps=4) == {"dialect": "trl", "gradient_accumulation_steps": 4}
+    assert of_trl(gradient_accumulation_steps=4, steps_per_generation=2)["steps_per_generation"] == 2

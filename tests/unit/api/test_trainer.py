@@ -1,0 +1,117 @@
+"""`GRPOTrainer` and `plan`, as far as no rank is started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import megatron_grpo
+from megatron_grpo import GRPOConfig, GRPOTrainer, plan
+from megatron_grpo.api import launch, trainer
+from megatron_grpo.api.trainer import RunResult
+from megatron_grpo.base.errors import ConfigError
+from tests.end_to_end.runs import write_inputs
+
+ROWS = [{"prompt": "4 5 6", "answer": "x"}] * 40
+
+
+def even(completion_ids, **columns):
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    return folder / "model"
+
+
+def settings(tmp_path, **more):
+    sizes = {"num_generations": 4, "global_batch_size": 16, "micro_batch_size": 4, "max_completion_length": 8, "max_steps": 3}
+    return GRPOConfig(torch_dtype="float32", output_dir=str(tmp_path / "out"), **(sizes | more))
+
+
+def test_a_plan_is_made_of_objects(model, tmp_path):
+    made = GRPOTrainer(model, even, settings(tmp_path), ROWS, {"held": ROWS[:4]}, nproc_per_node=2).plan()
+    assert (made.schedule.num_steps, made.num_prompts, made.checked.sizes.layout.world_size) == (3, 40, 2)
+    assert made.checked.config.rewards.reward_funcs == ["python:even"]
+    assert made.checked.config.eval.eval_datasets == {"held": "python:eval_dataset_held"}
+    page = made._repr_html_()
+    assert "<td>optimizer steps</td><td>3</td>" in page
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dataset_of_datasets_is_read(model, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list(ROWS)
+    assert plan(settings(tmp_path), model=model, reward_funcs=[even], train_dataset=rows).num_prompts == 40
+
+
+def test_an_assignment_after_the_trainer_was_made_counts(model, tmp_path):
+    args = settings(tmp_path)
+    made = GRPOTrainer(model, even, args, ROWS)
+    args.learning_rate = 3e-4
+    assert made.parsed().config.optimizer.lr == 3e-4
+
+
+def test_mistakes_are_found_before_anything_is_started(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "RankProcesses", None)
+    with pytest.raises(ConfigError, match="micro_batch_size"):
+        GRPOTrainer(model, even, settings(tmp_path, micro_batch_size=7), ROWS).train()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        (iter(ROWS), "train_dataset is a list_iterator: pass a path or Hub name, a list of dicts"),
+        ([["a"]], "train_dataset: its first row is a list. Each row is a dict"),
+        ({"train": ROWS}, "train_dataset is a dict"),
+    ],
+)
+def test_what_is_no_data_set_is_refused(rows, why):
+    with pytest.raises(ConfigError, match=why):
+        GRPOTrainer("m", even, None, rows)
+
+
+def test_the_number_of_ranks(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    of = lambda number=None, **args: GRPOTrainer("m", even, args, nproc_per_node=number)._num_ranks()  # noqa: E731
+    assert [of(), of(3), of(world_size=4), of(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)] == [1, 3, 4, 4]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert of() == 2 and trainer._num_gpus() == 2
+
+
+def test_functions_of_one_name_have_two_names_and_words_stay_words():
+    one, two = (lambda completions: [0.0]), (lambda completions: [1.0])
+    made = GRPOTrainer("m", [one, two, even, "accuracy"], None, "data.jsonl", rollout_func="a.py:b")
+    found = made._settings()
+    assert found["reward_funcs"] == ["python:reward_0", "python:reward_1", "python:even", "accuracy"]
+    assert (found["dataset"], found["rollout_func"]) == ("data.jsonl", "a.py:b") and made.objects["reward_1"] is two
+
+
+def test_a_model_is_copied_once_it_is_exported(tmp_path):
+    made = GRPOTrainer("m", even, {"output_dir": str(tmp_path / "out")})
+    with pytest.raises(ConfigError, match="hf does not exist: call train first"):
+        made.save_model(tmp_path / "copy")
+    (tmp_path / "out/hf").mkdir(parents=True)
+    (tmp_path / "out/hf/config.json").write_text("{}")
+    assert (made.save_model(tmp_path / "copy") / "config.json").is_file()
+
+
+def test_a_result_is_a_small_table(tmp_path):
+    history = [{"step": 1, "reward": 0.25, "num_tokens": 8}, {"step": 2, "reward": 0.5, "num_tokens": 1600}]
+    result = RunResult(output_dir=tmp_path, step=2, finished=True, history=history, evaluations=[])
+    assert "<td>0.25 to 0.5</td>" in result._repr_html_() and "<td>1,600</td>" in result._repr_html_()
+    assert result.metrics == history[-1] and result.model == tmp_path / "hf"
+    assert "optimizer steps" in RunResult(output_dir=tmp_path, step=0, finished=False, history=[], evaluations=[])._repr_html_()
+
+
+def test_public_names_are_listed_and_come_without_torch():
+    assert {"GRPOConfig", "GRPOTrainer", "RunResult", "plan", "score"} <= {*dir(megatron_grpo)}
+    code = "import sys; from megatron_grpo import GRPOTrainer, plan, score; print({'torch', 'transformers'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
