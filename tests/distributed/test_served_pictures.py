@@ -98,7 +98,7 @@ def body(rank, world_size, folder, address_file, out):  # noqa: F811
         strange = wire.PlacedImage(key="who", place=0, tokens=4)
         bounds = wire.Bounds(min_pixels=784, max_pixels=50176)
         asked = wire.Generate(
-            version=2, sampling=wire.Sampling(), images=(wire.ImageData(key="bad", data=b"hello"),), bounds=bounds,
+            version=2, sampling=wire.Sampling(), image_data=(wire.ImageData(key="bad", data=b"hello"),), bounds=bounds,
             requests=(wire.Request(key="1", ids=(5,) * 6, seed=0, n=1, max_tokens=2, images=(images,)),
                       wire.Request(key="2", ids=(5,) * 6, seed=0, n=1, max_tokens=2, images=(strange,))),
         )  # fmt: skip

@@ -68,11 +68,11 @@ class Uniform:
 
 
 class NotTheSecond:
-    """A guard that refuses the gradient of the second step."""
+    """A gradient check that refuses the gradient of the second step."""
 
     def allows(self, gradient):
         return gradient.step + 1 != 2
 
 
 def train(flags, sampler):
-    return cli.main(["train", *flags], engine=lambda cfg, inputs, parallel: sampler, reference=Uniform, guard=NotTheSecond())
+    return cli.main(["train", *flags], engine=lambda cfg, inputs, parallel: sampler, reference=Uniform, gradient_check=NotTheSecond())

@@ -64,7 +64,7 @@ def train(rank, world_size, flags, killed_after=None):
         with torch.no_grad():
             few = logits_of(model, images).float()[-1 - len(drawn) : -1].gather(1, torch.from_numpy(words))
         kept = SamplingMask(3 * np.arange(len(drawn) + 1), words.ravel().astype(np.int32))
-        return make_completion(prompt.token_ids, drawn.tolist(), few.log_softmax(-1)[:, 0].tolist(), text=str(drawn), ended="stop",
+        return make_completion(prompt.token_ids, drawn.tolist(), few.log_softmax(-1)[:, 0].tolist(), text=str(drawn), finish_reason="stop",
                         version=version, sampling_mask=kept, images=prompt.images)  # fmt: skip
 
     def kill():

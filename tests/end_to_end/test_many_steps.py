@@ -97,7 +97,7 @@ def train_with_longer_answers_at_each_version(rank: int, world_size: int, flags:
 
     def answer(prompt, place, version):
         ids = [4 + place] * (version + 1)
-        return make_completion(prompt.token_ids, ids, [-1.0] * len(ids), text="", ended="stop", version=version)
+        return make_completion(prompt.token_ids, ids, [-1.0] * len(ids), text="", finish_reason="stop", version=version)
 
     return main(["train", "--verify_weight_push", "false", *flags], engine=lambda *_: ScriptedEngine(answer))
 
