@@ -446,7 +446,7 @@ OF_ROW_AND_SAMPLE = ("rollout", "row", "prompt_number", "version", "on_policy_ve
 class TrainingRow:
     """Numbers and flags of a row that waits to be trained, known to every rank.
 
-    The `Sample` itself is held by all model-parallel ranks of one data-parallel rank, its home.
+    The `Sample` itself is held by all model-parallel ranks of one data-parallel rank, `dp_rank`.
     """
 
     rollout: int
@@ -490,7 +490,7 @@ class TrainingRow:
 class Rollout:
     """Rows of one rollout of the training schedule.
 
-    `rows` is the same on every rank; `samples` are those whose home this rank is.
+    `rows` is the same on every rank; `samples` are those that this data-parallel rank holds.
     """
 
     number: int

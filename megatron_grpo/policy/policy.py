@@ -432,7 +432,7 @@ class Policy:
     def on_device(self, part: Part) -> AbstractContextManager[None]:
         """Keep what the block needs in the device's memory.
 
-        The policy computes only inside such a block, unless it was never asked to make room. A save that continues in the background needs
+        The policy computes only inside such a block, unless nothing was ever offloaded. A save that continues in the background needs
         its block until its last byte has been copied.
 
         Args:

@@ -1,4 +1,4 @@
-"""Models that do not train: references for the KL term, and a policy whose weights are only pushed to a sampler.
+"""Models that do not train: references for the KL term, and a policy whose weights are only synced to a sampler.
 
 `build` chooses the reference.
 """
@@ -93,7 +93,7 @@ class SyncedReference(FrozenReference):
 
 
 class FrozenPolicy:
-    """Model that does not train and can be pushed to a sampler; an implementation of `sync.PushedPolicy`.
+    """Model that does not train and can be synced to a sampler, like `Policy`.
 
     Every method is collective.
 
@@ -101,7 +101,7 @@ class FrozenPolicy:
         chunks: This stage's model chunks.
         scorer: Scorer of the model.
         exchange: Conversion between this rank's shards and Hugging Face tensors.
-        adapters: Adapters beside the chunks, pushed merged into the weights; None if there are none.
+        adapters: Adapters of the chunks, synced merged into the weights; None if there are none.
     """
 
     def __init__(self, chunks: SequenceOf[Any], scorer: ModelScorer, exchange: MegatronToHF, adapters: Adapters | None):
@@ -119,7 +119,7 @@ class FrozenPolicy:
             yield WeightUpdate(kind="merged", version=version, tensors=merged)
 
     def trial(self) -> AbstractContextManager[None]:
-        """Return a context that yields None: the pushed weights are scored as they are."""
+        """Return a context that yields None: the synced weights are scored as they are."""
         return nullcontext(None)
 
     def on_device(self, part: str) -> AbstractContextManager[None]:

@@ -125,7 +125,7 @@ class KlPenalty:
             rows: The rows of a rollout.
 
         Returns:
-            (penalty of every row, on every rank; log p, float32 [T], of the rows whose home this rank is).
+            (penalty of every row, on every rank; log p, float32 [T], of the rows that this data-parallel rank holds).
         """
         cut, parallel = self.policy.cut, self.policy.parallel
         with self.policy.on_device("reference"):
@@ -151,7 +151,7 @@ class Teacher(Protocol):
             rows: The rows of a rollout.
 
         Returns:
-            Log p of each masked token given those before it in its context, float32 [T], 0 elsewhere; of the rows whose home this rank is.
+            Log p of each masked token given those before it in its context, float32 [T], 0 elsewhere; of the rows on this DP rank.
         """
 
 
@@ -328,7 +328,7 @@ class Rollouts:
         """Send the rows of a rollout to their homes. Collective.
 
         Returns:
-            The rows, and the completions whose home this rank is.
+            The rows, and the completions that this data-parallel rank holds.
         """
         group_size = len(kept[0].rewards)
         lengths = {

@@ -1,6 +1,6 @@
 """Buffer of the rows that wait to be trained, by (rollout, row).
 
-Every rank has the same `rows`: integers and flags. A sample is held by all model-parallel ranks of one data-parallel rank, its home, and is
+Every rank has the same `rows`: integers and flags. A sample is held by all model-parallel ranks of its data-parallel rank, and is
 sent only when another data-parallel rank scores or trains it.
 """
 
@@ -43,7 +43,7 @@ class PlacedRows:
 
     lengths: Mapping[RowKey, SequenceLengths]
     dp_ranks: Mapping[RowKey, int]  # data-parallel ranks
-    sequences: Mapping[RowKey, Any]  # of the rows whose home this rank is
+    sequences: Mapping[RowKey, Any]  # of the rows that this data-parallel rank holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,7 @@ def local_samples(items: Mapping[RowKey, Any], now: Mapping[RowKey, int], dp_ran
         parallel: The parallel layout.
 
     Returns:
-        The items of the rows whose home this rank is.
+        The items of the rows that this data-parallel rank holds.
     """
     return _send_to_dp_ranks(items, now, {key: {dp_ranks[key]} for key in now}, parallel)
 
@@ -188,7 +188,7 @@ def _send_to_dp_ranks(
 ) -> dict:
     """Send each row's item to every data-parallel rank that needs it.
 
-    The first rank of its home sends it; items that are already in place are not sent.
+    The first rank of its model-parallel group sends it; items that are already in place are not sent.
     """
     kept = {key: items[key] for key, needing in wanted.items() if parallel.dp_rank in needing and dp_ranks[key] == parallel.dp_rank}
     if all(needing <= {dp_ranks[key]} for key, needing in wanted.items()):
@@ -207,7 +207,7 @@ class SampleBuffer:
     parallel: ParallelState
     cut: BatchPartitioner
     rows: Mapping[RowKey, TrainingRow] = field(default_factory=dict)
-    samples: Mapping[RowKey, Sample] = field(default_factory=dict)  # samples whose home this rank is
+    samples: Mapping[RowKey, Sample] = field(default_factory=dict)  # samples that this data-parallel rank holds
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -384,11 +384,11 @@ class SampleBuffer:
         return [key for key in self.rows if (key[0], key[1] // size) in wanted]
 
     def _with_dp_ranks(self, dp_ranks: Mapping[RowKey, int], held: Mapping[RowKey, Sample]) -> SampleBuffer:
-        """Return the buffer with new homes for some rows.
+        """Return the buffer with new data-parallel ranks for some rows.
 
         Args:
             dp_ranks: New data-parallel rank of each row that moves.
-            held: Their samples, if this rank is the new home.
+            held: Their samples, if they move to this rank.
         """
         rows = {
             key: replace(row, dp_rank=dp_ranks[key]) if dp_ranks.get(key, row.dp_rank) != row.dp_rank else row

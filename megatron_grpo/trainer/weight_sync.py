@@ -141,7 +141,7 @@ class WeightSyncManager:
     def _check_adapter(self) -> None:
         """Verify with a trial adapter that the engine applies adapters.
 
-        Afterwards the engine has no version, so the policy itself is pushed; unless there is no adapter to try.
+        Afterwards the engine has no version, so the weights are synced next; unless there is no adapter to try.
         """
         with self.policy.trial() as update:
             if update is None:
