@@ -104,10 +104,10 @@ def test_the_table_of_defaults_is_true(dialect):
 @pytest.mark.parametrize(
     ("dialect", "words", "said"),
     [
-        ("swift", "--loss_type real --rollout_importance_sampling_mode token_mask", "which has none"),
+        ("swift", "--loss_type real --rollout_importance_sampling_mode token_mask", "applies to single tokens, but loss_type real"),
         ("swift", "--vllm_mode server --vllm_data_parallel_size 2", "vllm_data_parallel_size (2): engines of a rollout server"),
         ("swift", "--tuner_type lora_llm", "tuner_type cannot be 'lora_llm': it trains a vision tower"),
-        ("swift", "--tuner_type lora --modules_to_save embed_tokens", "modules_to_save (embed_tokens): full layers would train"),
+        ("swift", "--tuner_type lora --modules_to_save embed_tokens", "modules_to_save (embed_tokens): whole layers would train"),
         ("swift", "--tuner_type lora --lora_bias all", "lora_bias (all): a bias beside a frozen weight gets no gradient"),
         ("swift", "--tuner_type lora --init_weights pissa", "init_weights (pissa): A begins uniform and B zero"),
         ("swift", "--tuner_type lora --use_dora true", "use_dora (true): its scale is the norm of base and adapter together"),
@@ -138,8 +138,8 @@ def test_the_table_of_defaults_is_true(dialect):
         ("swift", "--advantage_estimator rloo --scale_rewards group", "divides by a std"),
         ("swift", "--some_new_flag 1", "Nor is it a Megatron-SWIFT name"),
         ("trl", "--use_peft --use_dora", "use_dora (true): its scale is the norm"),
-        ("trl", "--use_peft --lora_modules_to_save lm_head", "lora_modules_to_save (lm_head): full layers would train"),
-        ("trl", "--use_peft --lora_target_parameters experts", "adapters are supported on linear layers only"),
+        ("trl", "--use_peft --lora_modules_to_save lm_head", "lora_modules_to_save (lm_head): whole layers would train"),
+        ("trl", "--use_peft --lora_target_parameters experts", "adapters are on linear layers"),
         ("trl", "--use_vllm false", "sampling is by vLLM alone"),
         ("skyrl", "--run_engines_locally false", "servers are started beside a run (megatron-grpo serve)"),
         ("trl", "--loss_type vespo --vllm_importance_sampling_mode sequence_mask", "would be counted once per token"),
