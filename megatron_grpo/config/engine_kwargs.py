@@ -52,11 +52,11 @@ class Options:
         """
         if (self.fields and name not in self.fields) or name.startswith("_"):
             close = close_to(name, [field for field in self.fields if not field.startswith("_")], limit=1)
-            return f"no field of {self.what}{f'. Did you mean {close[0]}?' if close else '.'}"
+            return f"unknown field of {self.what}{f'. Did you mean {close[0]}?' if close else '.'}"
         if name in self.refused:
             return f"refused: {self.refused[name]}."
         if self.may is not None and name not in self.may:
-            return f"refused: {self.otherwise}. What may be given: {', '.join(sorted(self.may))}."
+            return f"refused: {self.otherwise}. Supported: {', '.join(sorted(self.may))}."
         wrong = misfit(self.fields.get(name, ""), value)
         return f"{wrong} in {self.what}, not {value!r}." if wrong else None
 
@@ -122,7 +122,7 @@ def _refused(c: SimpleNamespace) -> Iterator[dict[str, Any]]:
     for flag in FLAGS:
         for name, value in getattr(c, flag).items():
             if own := options(flag).here.get(name):
-                yield {"flags": f"{flag} {own}", "flag": flag, "why": f"{name} is the setting {own} here. Give it there."}
+                yield {"flags": f"{flag} {own}", "flag": flag, "why": f"{name} is the setting {own}. Use that setting."}
             elif wrong := options(flag).wrong(name, value):
                 yield {"flags": flag, "flag": flag, "why": f"{name} is {wrong}"}
 
@@ -138,11 +138,11 @@ PASSED_ON = (
     Rule(
         "chat_template_kwargs",
         lambda c: (taken := [name for name in c.chat_template_kwargs if name in _TEMPLATE_OWN]) and {"taken": ", ".join(taken)},
-        "chat_template_kwargs: {taken} is set here for each prompt. Leave it out.",
+        "chat_template_kwargs: {taken} is set by this package for each prompt. Omit it.",
     ),
     Rule(
         "enable_thinking chat_template_kwargs",
         _thinks_twice,
-        "enable_thinking ({thinks}) and chat_template_kwargs enable_thinking={other} differ. Keep one of them.",
+        "enable_thinking ({thinks}) and chat_template_kwargs enable_thinking={other} differ. Use one of them.",
     ),
 )

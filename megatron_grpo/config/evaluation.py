@@ -247,54 +247,54 @@ def _steps_apart(c: SimpleNamespace) -> dict[str, Any] | None:
 # fmt: off
 EVALUATION = (
     Rule("eval_steps eval_dataset eval_datasets", lambda c: c.eval_steps and not sets_of(c.cfg),
-         "eval_steps ({eval_steps}) needs an eval_dataset, or eval_datasets name=path, to evaluate on.", {"eval_steps": [0]}),
+         "eval_steps ({eval_steps}) requires held-out prompts. Set eval_dataset, or eval_datasets name=path.", {"eval_steps": [0]}),
     Rule("eval_reward reward_funcs", _unknown_reward,
-         "eval_reward ({eval_reward}) is none of the reward_funcs ({told}).", lambda c: c.near),
+         "eval_reward ({eval_reward}) is not in reward_funcs ({told}).", lambda c: c.near),
     Rule("eval_dataset reward_funcs", lambda c: c.cfg.grpo.teacher_flag and sets_of(c.cfg) and not c.reward_funcs,
-         "an evaluation scores completions by reward_funcs, and there are none. Name one: with reward_weights 0 it is only watched."),
+         "an evaluation requires reward_funcs to score completions. Set one; with reward_weights 0 it does not affect training."),
     Rule("num_generations_eval eval_temperature", lambda c: c.eval_temperature == 0 and (c.num_generations_eval or 1) > 1,
-         "num_generations_eval ({num_generations_eval}) with eval_temperature 0 would be {num_generations_eval} times the same completion. "
-         "Use num_generations_eval 1, or an eval_temperature above 0.",
+         "num_generations_eval ({num_generations_eval}) with eval_temperature 0 would generate the same completion {num_generations_eval} "
+         "times. Use num_generations_eval 1, or an eval_temperature above 0.",
          lambda c: {"num_generations_eval": [1], "eval_temperature": [c.temperature]}),
     Rule("{name} eval_temperature", lambda c: c.eval_temperature == 0 and [
             one for one in changed(c, "eval_top_p", "eval_top_k", "eval_min_p") if one["value"]],
-         "{name} ({value}) does nothing with eval_temperature 0, which is greedy. Leave it out."),
+         "{name} ({value}) has no effect with eval_temperature 0 (greedy sampling). Omit it."),
     Rule("eval_max_completion_length {own}", _own_limit,
-         "eval_max_completion_length ({eval_max_completion_length}) does not go with {own}, which has one limit for training and "
-         "evaluation, max_completion_length ({max_completion_length}). Leave it out.",
+         "eval_max_completion_length ({eval_max_completion_length}) is not supported with {own}, which uses max_completion_length "
+         "({max_completion_length}) for training and evaluation. Omit it.",
          lambda c: {"eval_max_completion_length": [c.max_completion_length]}),
     Rule("split_dataset_ratio eval_dataset", lambda c: c.eval_dataset and c.split_dataset_ratio,
-         "split_dataset_ratio ({split_dataset_ratio}) and eval_dataset ({eval_dataset}) both say what is held out. Keep one of them, or "
-         "name sets in eval_datasets.", {"split_dataset_ratio": [0.0]}),
+         "split_dataset_ratio ({split_dataset_ratio}) and eval_dataset ({eval_dataset}) both define the held-out set. Use one of them, or "
+         "eval_datasets.", {"split_dataset_ratio": [0.0]}),
     Rule("eval_datasets", lambda c: [{"name": name} for name in c.eval_datasets if not _NAME.fullmatch(name)],
-         "eval_datasets: {name!r} cannot name a set: files and metrics are named after it. Use letters, digits, _ . and -."),
+         "eval_datasets: {name!r} is not a valid name of a set: files and metrics contain it. Use letters, digits, _ . and -."),
     Rule("eval_datasets eval_dataset", lambda c: ALONE in c.eval_datasets and (c.eval_dataset or c.split_dataset_ratio)
-         and {"flag": flag_of(ALONE, c.cfg)}, "eval_datasets: eval is the name of {flag}'s own set. Use another name."),
+         and {"flag": flag_of(ALONE, c.cfg)}, "eval_datasets: the name eval is reserved for the set of {flag}. Use another name."),
 )
 
 BEST = (
     Rule("greater_is_better metric_for_best_model", lambda c: c.metric_for_best_model is None and c.greater_is_better is not None
          and {"said": str(c.greater_is_better).lower()},
-         "greater_is_better ({said}) does nothing without metric_for_best_model. Leave it out."),
+         "greater_is_better ({said}) has no effect without metric_for_best_model. Omit it."),
     Rule("load_best_model_at_end metric_for_best_model", lambda c: c.metric_for_best_model is None and c.load_best_model_at_end,
-         "load_best_model_at_end true exports the best checkpoint, and nothing says which is best. Give metric_for_best_model.",
+         "load_best_model_at_end true requires metric_for_best_model, which selects the checkpoint. Set it.",
          {"load_best_model_at_end": [False]}),
     Rule("load_best_model_at_end export_hf",
          lambda c: c.metric_for_best_model is not None and c.load_best_model_at_end and not c.export_hf,
-         "load_best_model_at_end true is about what export_hf writes, which is false. Use export_hf true, or leave it out.",
+         "load_best_model_at_end true has no effect with export_hf false. Use export_hf true, or omit it.",
          {"export_hf": [True]}),
     (
         Rule("metric_for_best_model eval_dataset", lambda c: _asked_set(c) and not sets_of(c.cfg),
-             "metric_for_best_model ({metric_for_best_model}) is of held-out prompts, and there is no eval_dataset. Give one, or use "
+             "metric_for_best_model ({metric_for_best_model}) requires held-out prompts, and eval_dataset is not set. Set it, or use "
              "reward.", {"metric_for_best_model": ["reward"]}),
         Rule("metric_for_best_model", _never_told,
-             "metric_for_best_model ({metric_for_best_model}) is nothing that this run tells. It is one of: {told}.", lambda c: c.near),
+             "metric_for_best_model ({metric_for_best_model}) is not a metric of this run. Supported: {told}.", lambda c: c.near),
         Rule("metric_for_best_model save_steps eval_steps", _steps_apart,
-             "metric_for_best_model ({metric_for_best_model}) compares checkpoints that were evaluated, so save_steps ({save_steps}) must "
-             "be a multiple of eval_steps ({eval_steps}), and neither 0.", lambda c: c.near),
+             "metric_for_best_model ({metric_for_best_model}) compares evaluated checkpoints, so save_steps ({save_steps}) must be a "
+             "multiple of eval_steps ({eval_steps}), and both above 0.", lambda c: c.near),
         Rule("metric_for_best_model save_steps",
              lambda c: c.metric_for_best_model is not None and not c.save_steps and not c.save_interval_seconds,
-             "metric_for_best_model ({metric_for_best_model}) chooses among checkpoints, and save_steps 0 writes one alone. Give "
+             "metric_for_best_model ({metric_for_best_model}) selects among several checkpoints, and save_steps 0 writes only one. Set "
              "save_steps."),
     ),
 )

@@ -69,8 +69,8 @@ def length_problems(cfg: OptimizerConfig, num_steps: int | None) -> list[Problem
     if cfg.lr_wsd_decay_iters <= room:
         return []
     message = (
-        f"lr_wsd_decay_iters ({cfg.lr_wsd_decay_iters}) is more than what the warm-up leaves: {course.decay} - {course.warmup} = {room} "
-        f"optimizer steps. Use {room} or less."
+        f"lr_wsd_decay_iters ({cfg.lr_wsd_decay_iters}) exceeds the steps that remain after the warm-up: {course.decay} - {course.warmup} "
+        f"= {room} optimizer steps. Use {room} or less."
     )
     return [Problem(flags=("lr_wsd_decay_iters",), message=message, nearest={"lr_wsd_decay_iters": [room]})]
 
@@ -83,14 +83,14 @@ def lost(opt: OptimizerConfig) -> Iterator[str]:
         # The worst case is the smallest number above a power of two, 1 + 2 half.
         if moves <= half / (1 + 2 * half):
             yield (
-                f"{name}_dtype {dtype} with {beta} {getattr(opt, beta):g}: a step lets an average fall by {moves:.3g} of itself at most, "
-                f"and {dtype} rounds by up to {half / (1 + 2 * half):.3g}, so that once it is high it may never fall again. Use fp32, or"
-                f" {beta} below {1 - half / (1 + 2 * half):.3g}."
+                f"{name}_dtype {dtype} with {beta} {getattr(opt, beta):g}: a step decreases the average by at most {moves:.3g} of its "
+                f"value, but {dtype} rounds by up to {half / (1 + 2 * half):.3g}, so a high average may never decrease. Use fp32, or "
+                f"{beta} below {1 - half / (1 + 2 * half):.3g}."
             )
     if opt.main_params_dtype == "fp16" and opt.lr > 0:
         yield (
-            f"main_params_dtype fp16 with lr {opt.lr:g}: a step of Adam moves a weight by about lr, and fp16 rounds a weight w by up to "
-            f"w / 2,048, so that weights above {opt.lr * 2048:.3g} mostly stay as they are, whatever their gradient says. Use fp32."
+            f"main_params_dtype fp16 with lr {opt.lr:g}: a step of Adam changes a weight by about lr, but fp16 rounds a weight w by up to "
+            f"w / 2,048, so weights above {opt.lr * 2048:.3g} mostly do not change. Use fp32."
         )
 
 

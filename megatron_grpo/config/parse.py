@@ -70,7 +70,7 @@ def parse(argv: Sequence[str], *, launcher_world_size: int | None = None, dialec
     own = ("config", "print_config", "help")  # flags of the program, not settings
     files = [path for entry in typed_entries if entry.name == "config" for path in entry.raw]
     if any(entry.name == "config" and not entry.raw for entry in typed_entries):
-        problems.append(Problem(flags=("config",), message="config needs the name of a file."))
+        problems.append(Problem(flags=("config",), message="config requires the name of a file."))
     entries: list[TypedSetting] = []
     for path in files:
         file_entries, file_problems = read_file(path, dialects.read_program if dialects else None)
@@ -158,14 +158,14 @@ class _Builder:
         earlier = self.seen.get(key)
         if earlier and earlier[1] != value and (earlier[0] != typed or source != COMMAND_LINE):
             message = (
-                f"{earlier[0]} ({format_value(earlier[1])}) and {typed} ({format_value(value)}) set the same setting. Keep one of them."
+                f"{earlier[0]} ({format_value(earlier[1])}) and {typed} ({format_value(value)}) set the same setting. Use one of them."
             )
             if earlier[0] == typed:
-                message = f"{typed} stands twice in {source} ({format_value(earlier[1])}, {format_value(value)}). Keep one of them."
+                message = f"{typed} is set twice in {source} ({format_value(earlier[1])}, {format_value(value)}). Keep one of them."
             self.parsed.problems.append(Problem(flags=(earlier[0], typed), message=message))
         elif earlier and earlier[1] != value:  # scripts that forward "$@" rely on this
             self.parsed.repeated.append(
-                f"{typed} stands twice on the command line ({format_value(earlier[1])}, {format_value(value)}): the last is used."
+                f"{typed} is set twice on the command line ({format_value(earlier[1])}, {format_value(value)}): the last value is used."
             )
         self.seen[key] = (typed, value)
         if setting.name == "dataset" and self.sources.get("further_datasets", source) != source:  # they belong to a file
@@ -210,8 +210,7 @@ class _Builder:
                     Problem(
                         flags=(name,),
                         nearest={name: [launcher]},
-                        message=f"{name} ({asked}) differs from the number of ranks that the launcher started ({launcher}). "
-                        f"Leave {name} out.",
+                        message=f"{name} ({asked}) differs from the number of ranks started by the launcher ({launcher}). Omit {name}.",
                     )
                 )
                 self.parsed.unreadable.add("world_size")
@@ -231,7 +230,7 @@ class _Builder:
             self.parsed.problems.append(
                 Problem(
                     flags=(way, typed),
-                    message=f"{way} ({str(said).lower()}) means {typed} {value}, which is {other}. Keep one of them.",
+                    message=f"{way} ({str(said).lower()}) means {typed} {value}, but {typed} is {other}. Use one of them.",
                     nearest={typed: [value]},
                 )
             )

@@ -61,8 +61,8 @@ def read_words(words: Sequence[str], *, source: str = COMMAND_LINE, lenient: boo
             if equals:
                 current = None
         elif _REMOVED.fullmatch(word):
-            said = f"{word} takes a name out of a file of theirs, which is not read here. Leave it out"
-            problems.append(Problem(flags=(word,), message=f"{said}, and give what follows from it."))
+            said = f"{word} removes a name from a configuration file of that system, which is not read here. Omit it"
+            problems.append(Problem(flags=(word,), message=f"{said}, and set the resulting values."))
         elif "." in word.partition("=")[0] and _ASSIGNMENT.match(word) and not (current is not None and not current):
             name, _, value = word.lstrip("+").partition("=")
             entries.append(TypedSetting(name=canonical(name), raw=[value], source=source))
@@ -71,7 +71,7 @@ def read_words(words: Sequence[str], *, source: str = COMMAND_LINE, lenient: boo
             current.append(word)
         elif not lenient:
             after = f" after {entries[-1].name}" if entries else ""
-            problems.append(Problem(flags=(word,), message=f"{word!r}{after} belongs to no flag. A flag begins with two dashes."))
+            problems.append(Problem(flags=(word,), message=f"{word!r}{after} does not belong to a flag. Flags begin with two dashes."))
     return entries, problems
 
 
@@ -119,12 +119,12 @@ def read_yaml(text: str, *, source: str) -> tuple[list[TypedSetting], list[Probl
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         place = f" line {where.line + 1}" if where else ""
-        return [], [Problem(flags=("config",), message=f"{source}{place} is not YAML: {getattr(error, 'problem', error)}.")]
+        return [], [Problem(flags=("config",), message=f"{source}{place} is not valid YAML: {getattr(error, 'problem', error)}.")]
     if data is None:
         return [], []
     if not isinstance(data, dict):
-        return [], [Problem(flags=("config",), message=f"{source} must hold `name: value` lines, not a {type(data).__name__}.")]
-    problems = [Problem(flags=(key,), message=f"{key} stands twice in {source}. Keep one of them.") for key in _repeated(root)]
+        return [], [Problem(flags=("config",), message=f"{source} must contain `name: value` lines, not a {type(data).__name__}.")]
+    problems = [Problem(flags=(key,), message=f"{key} is set twice in {source}. Use one of them.") for key in _repeated(root)]
     groups = {setting.group for setting in table().values()}
     entries: list[TypedSetting] = []
 
@@ -163,7 +163,7 @@ def spread(entry: TypedSetting) -> list[TypedSetting]:
     try:
         values = read_value(Setting(name=name, kind="Any", is_map=True), entry.raw)
         if unknown := [one for one in values if not _is_key(one, name)]:
-            raise InvalidValueError(f"has no {unknown[0]}: its keys are {', '.join(keys()[name])}")
+            raise InvalidValueError(f"has no key {unknown[0]}. Supported: {', '.join(keys()[name])}")
     except InvalidValueError as bad:
         return [replace(entry, raw=bad)]
     return [replace(entry, name=one, raw=value) for one, value in values.items()]

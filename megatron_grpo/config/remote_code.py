@@ -55,7 +55,7 @@ def warning_of(folder: Path) -> str | None:
     files = files_that_run(folder)
     if not files:
         return None
-    return f"{FLAG}: {_listed(files)} of {folder} {'runs' if len(files) == 1 else 'run'} as you do. Read {_it(files)} first."
+    return f"{FLAG}: {_listed(files)} of {folder} {'runs' if len(files) == 1 else 'run'} with your permissions. Read {_it(files)} first."
 
 
 def _not_trusted(folder: Path, flag: str) -> Problem | None:
@@ -65,8 +65,8 @@ def _not_trusted(folder: Path, flag: str) -> Problem | None:
         return None
     files = files_that_run(folder) or sorted(set(found.values()))
     message = (
-        f"{flag}: {' and '.join(found)} of {folder} {'is' if len(found) == 1 else 'are'} code of its own ({_listed(files)}), which is not "
-        f"run. Read {_it(files)}; if you trust {_it(files)}, give {FLAG} true."
+        f"{flag}: {' and '.join(found)} of {folder} {'is' if len(found) == 1 else 'are'} custom code ({_listed(files)}), which is not run. "
+        f"Read {_it(files)}; if you trust {_it(files)}, give {FLAG} true."
     )
     return Problem(flags=(flag, FLAG), message=message)
 

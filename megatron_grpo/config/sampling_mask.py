@@ -61,17 +61,17 @@ def fault(bound: Any) -> str | None:
     if not isinstance(bound, Mapping):
         return 'is an object such as {"regex": "[0-9]+"}' + f", not {bound!r}"
     if engine := [name for name in bound if name in OF_THE_ENGINE]:
-        return f"has {engine[0]}, which vLLM does not read there. Its engine has it: vllm_engine_kwargs structured_outputs_config"
+        return f"has {engine[0]}, which vLLM does not read there. Use vllm_engine_kwargs structured_outputs_config"
     if unknown := [name for name in bound if name not in KINDS]:
-        return f"has no {unknown[0]}. It has one of {', '.join(KINDS)}"
+        return f"has no key {unknown[0]}. Supported: {', '.join(KINDS)}"
     given = [name for name in KINDS if bound.get(name) is not None]
     if len(given) != 1:
-        return f"has one of {', '.join(KINDS)}, and here are {' and '.join(given) or 'none of them'}"
+        return f"requires exactly one of {', '.join(KINDS)}; it has {' and '.join(given) or 'none'}"
     value = bound[given[0]]
     is_right = type(value) in KINDS[given[0]] and bool(value)
     if isinstance(value, list):
         is_right = is_right and all(isinstance(one, str) and one for one in value)
-    return None if is_right else f"has {value!r} as {given[0]}. Give {' or '.join(_FORMS[form] for form in KINDS[given[0]])}, not empty"
+    return None if is_right else f"has {value!r} as {given[0]}. Use {' or '.join(_FORMS[form] for form in KINDS[given[0]])}, not empty"
 
 
 def is_cut(rollout: RolloutConfig) -> bool:
@@ -111,28 +111,27 @@ def _cut(c: SimpleNamespace) -> dict[str, Any] | None:
 GRAMMAR = (
     Rule("vllm_structured_outputs_regex generation_kwargs",
          lambda c: c.vllm_structured_outputs_regex is not None and c.generation_kwargs.get(FIELD) is not None,
-         "vllm_structured_outputs_regex and generation_kwargs structured_outputs both say what completions are bounded by. Keep one of "
-         "them."),
+         "vllm_structured_outputs_regex and generation_kwargs structured_outputs both constrain completions. Use one of them."),
     Rule("{flag}", _faults, "{flag}: structured_outputs {wrong}."),
 )
 
 # Rules of training. Evaluations may sample from any distribution, and recorded rows have been sampled already.
 SAMPLING_MASK = (
     Rule("top_k", lambda c: c.top_k > MOST,
-         f"top_k ({{top_k}}) is more than {MOST}: the ids of the words that it leaves travel with every token, for the trainer's softmax "
-         f"runs over them. Use {MOST}, or 0, which draws from all words.", {"top_k": [MOST, 0]}),
+         f"top_k ({{top_k}}) is more than {MOST}: the IDs of the remaining tokens are stored with every sampled token, because the "
+         f"trainer's softmax is over them. Use {MOST}, or 0 (off).", {"top_k": [MOST, 0]}),
     Rule("top_k", lambda c: c.top_k == 1,
-         "top_k (1) leaves the likeliest word alone, whose log-prob is then 0 whatever the weights are: nothing would train. Use "
-         f"{USUAL}, or 0, which draws from all words.", {"top_k": [USUAL, 0]}),
+         f"top_k (1) keeps only the most likely token, whose log-prob is then always 0, so nothing would train. Use {USUAL}, or 0 (off).",
+         {"top_k": [USUAL, 0]}),
     Rule("min_p", lambda c: c.min_p == 1,
-         "min_p (1) leaves the likeliest word alone, whose log-prob is then 0 whatever the weights are: nothing would train. Use less.",
+         "min_p (1) keeps only the most likely token, whose log-prob is then always 0, so nothing would train. Use a smaller value.",
          {"min_p": [0.0]}),
     Rule("{flag} rollout_func", lambda c: c.rollout_func is not None and _cut(c),
-         "{cuts} does not go with rollout_func: nobody knows which request drew which of the tokens that it returns, so not which words "
-         "were left for each. Leave {them} out."),
+         "{cuts} is not supported with rollout_func: the requests that sampled the returned tokens are unknown, and with them the sampling "
+         "masks. Omit {them}."),
 )
 
 NOTE = Rule("", lambda c: not c.top_k and _cut(c),
-            f"Note: {{cuts}} without top_k draws among the {MOST} likeliest words (top_k {MOST}): the ids of the words that are left "
-            "travel with every token, for the trainer's softmax runs over them. Less likely words are never drawn in training.")
+            f"Note: {{cuts}} without top_k implies top_k {MOST}: the IDs of the remaining tokens are stored with every sampled token, "
+            "because the trainer's softmax is over them. Less likely tokens are never sampled in training.")
 # fmt: on

@@ -62,9 +62,9 @@ class Address:
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("is no address like http://host:8000")
+            raise ValueError("is not a URL of the form http://host:8000")
         if parts.path.strip("/") or parts.query or parts.username:
-            raise ValueError("has more in it than scheme, host and port")
+            raise ValueError("contains more than scheme, host and port")
         return cls(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80), parts.scheme == "https")
 
 
@@ -151,7 +151,7 @@ def read_private(path: Path, flag: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise config_error(flag, f"{flag} ({path}) cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}.") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise config_error(flag, f"{flag} ({path}) can be read by others (mode {mode:o}). Say `chmod 600 {path}`.")
+        raise config_error(flag, f"{flag} ({path}) is readable by other users (mode {mode:o}). Run `chmod 600 {path}`.")
     return held
 
 
@@ -174,8 +174,8 @@ def read_token(cfg: RolloutConfig, environment: Mapping[str, str] = os.environ) 
             return token
         path = str(default_token_file(environment))
         if not Path(path).exists():
-            raise config_error(flag, f"servers that sample or teach answer to nobody without their token: set the variable "
-                               f"{TOKEN_VARIABLE}, or name the file in which they keep it with {flag}.")  # fmt: skip
+            raise config_error(flag, f"rollout and teacher servers require a token. Set the variable {TOKEN_VARIABLE}, or set {flag} to "
+                                     "the file that contains it.")  # fmt: skip
     token = read_private(Path(path), flag)
     if not token:
         raise config_error(flag, f"{flag} ({path}) is empty.")
@@ -247,38 +247,38 @@ def _spoken_to_plainly(c: SimpleNamespace) -> dict[str, Any] | None:
 # fmt: off
 SERVERS = (
     Rule("teacher_model teacher_model_server", lambda c: c.teacher_model and c.teacher_model_server,
-         "teacher_model ({teacher_model}) is held in the training ranks, and teacher_model_server says that servers hold the teacher. Keep "
-         "one of them."),
+         "teacher_model ({teacher_model}), a teacher in the training ranks, and teacher_model_server, a teacher on servers, cannot be "
+         "combined. Use one of them."),
     Rule("offload_teacher_model", lambda c: c.offload_teacher_model and not c.teacher_model,
-         "offload_teacher_model moves the teacher_model of the training ranks, and there is none. Leave it out.",
+         "offload_teacher_model requires teacher_model, which is not set. Omit it.",
          {"offload_teacher_model": [False]}),
     (
         Rule("teacher_model_server", _wrong_teacher, "teacher_model_server: {error}."),
         Rule("teacher_model_server vllm_server_host", _both,
-             "{address} is named as a rollout server, which takes the run's weights, and as the teacher's, which keeps its own. Start the "
-             "teacher at another port (megatron-grpo serve --frozen true)."),
+             "{address} is both a rollout server, whose weights the run updates, and a teacher server, whose weights are fixed. Start the "
+             "teacher on another port (megatron-grpo serve --frozen true)."),
     ),
     Rule("{flags} vllm_mode", _idle,
-         "{named} says where rollout servers are, and vllm_mode ({vllm_mode}) samples inside the training ranks. Use vllm_mode server, or "
-         "leave it out.", {"vllm_mode": ["server"]}),
+         "{named} sets addresses of rollout servers, but vllm_mode ({vllm_mode}) samples inside the training ranks. Use vllm_mode server, "
+         "or omit it.", {"vllm_mode": ["server"]}),
     Rule("vllm_server_host vllm_mode", lambda c: c.vllm_mode == "server" and not c.vllm_server_host and not c.vllm_server_base_url,
-         "vllm_mode server needs servers: name them with vllm_server_host (and vllm_server_port), or vllm_server_base_url."),
+         "vllm_mode server requires rollout servers. Set vllm_server_host (and vllm_server_port), or vllm_server_base_url."),
     (
         Rule("vllm_server_port vllm_server_host", lambda c: c.vllm_mode == "server" and len(_hosts(c)) > 1
              and len(c.vllm_server_port) not in (1, len(_hosts(c))) and {"ports": len(c.vllm_server_port), "hosts": len(_hosts(c))},
-             "vllm_server_port has {ports} ports for {hosts} hosts: one for all of them, or one each."),
+             "vllm_server_port has {ports} ports for {hosts} hosts. Set one port for all hosts, or one per host."),
         Rule("vllm_server_base_url vllm_server_host", lambda c: c.vllm_mode == "server" and (wrong := _known(c)[1]) and {"wrong": wrong},
              "servers: {wrong}."),
         Rule("vllm_server_host", lambda c: c.vllm_mode == "server"
              and (wrong := [url for url in _hosts(c) if "/" in url or url.count(":") == 1]) and {"wrong": ", ".join(wrong)},
-             "vllm_server_host ({wrong}) is a host alone: its port goes to vllm_server_port."),
+             "vllm_server_host ({wrong}) must be a host without a port. Set the port with vllm_server_port."),
     ),
     Rule("vllm_server_ca vllm_server_base_url", lambda c: c.vllm_mode == "server" and _spoken_to_plainly(c),
-         "vllm_server_ca vouches for servers that are spoken to by https, and {plain} is not. Use https://."),
+         "vllm_server_ca requires https, and {plain} does not use it. Use https://."),
     Rule("{flags}", _of_the_engine,
-         "{said}: with vllm_mode server the engine is the server's, which is started with {them} (megatron-grpo serve). Leave {them} out.",
+         "{said}: no effect with vllm_mode server. Pass {them} to `megatron-grpo serve`, and omit {them} here.",
          lambda c: c.near),
     Rule("vllm_server_ca", lambda c: c.vllm_mode == "server" and c.vllm_server_ca is not None and not Path(c.vllm_server_ca).is_file(),
-         "vllm_server_ca ({vllm_server_ca}) is not a file. It holds certificates as PEM."),
+         "vllm_server_ca ({vllm_server_ca}) is not a file. Expected a file with certificates (PEM)."),
 )
 # fmt: on

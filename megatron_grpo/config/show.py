@@ -121,8 +121,8 @@ def _contains(setting: Setting, word: str) -> bool:
 
 def _unknown(name: str, known: Set[str]) -> Problem:
     close = close_to(name, sorted(known - former_names().keys()))
-    hint = f"Did you mean {' or '.join(close)}?" if close else f"The sections are: {', '.join(_titles())}."
-    return Problem(flags=(), message=f"--help: {name!r} is no setting and no section. {hint}")
+    hint = f"Did you mean {' or '.join(close)}?" if close else f"Sections: {', '.join(_titles())}."
+    return Problem(flags=(), message=f"--help: {name!r} is not a setting or section. {hint}")
 
 
 def _by_section(settings: Sequence[Setting]) -> list[str]:

@@ -19,27 +19,27 @@ from megatron_grpo.config.field import Setting
 # Groups of rarely used settings, each under one name that `--help` lists once: (topic, prefixes of the names of its keys). A key is a
 # setting like any other, with its own flag.
 MAPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "recompute_kwargs": ("how activation recompute is cut", ("recompute_method", "recompute_num_", "recompute_modules", "vit_gradient_")),
+    "recompute_kwargs": ("activation recompute: layers and modules", ("recompute_method", "recompute_num_", "recompute_modules", "vit_gradient_")),
     "lora_kwargs": ("LoRA beyond rank, alpha and targets", ("lora_dropout", "use_rslora", "lora_dtype", "target_regex", "exclude_modules",
                                                             "rank_pattern", "alpha_pattern")),
-    "freeze_kwargs": ("what does not train with tuner_type full", ("freeze_", "trainable_")),
+    "freeze_kwargs": ("frozen weights with tuner_type full", ("freeze_", "trainable_")),
     "pipeline_kwargs": ("uneven pipeline stages", ("decoder_", "account_for_", "pipeline_model_parallel_layout", "microbatch_group_")),
-    "kernel_kwargs": ("Megatron-Core's kernels and exchanges", ("cp_comm_", "moe_permute_", "moe_shared_", "moe_enable_")),
+    "kernel_kwargs": ("kernels and communication of Megatron-Core", ("cp_comm_", "moe_permute_", "moe_shared_", "moe_enable_")),
     "image_kwargs": ("pictures", ("data_root", "max_pixels", "min_pixels", "limit_images")),
-    "server_kwargs": ("how servers are spoken to", ("vllm_server_port", "vllm_server_timeout", "vllm_server_ca", "vllm_server_token_")),
+    "server_kwargs": ("connection to servers", ("vllm_server_port", "vllm_server_timeout", "vllm_server_ca", "vllm_server_token_")),
     "turn_kwargs": ("episodes beyond max_turns", ("turn_", "environment_timeout", "max_environment_", "max_failed_", "tool_call_")),
-    "reward_kwargs": ("what single built-in rewards take", ("accuracy_", "length_target", "cosine_", "repetition_", "code_", "reward_model",
+    "reward_kwargs": ("options of built-in rewards", ("accuracy_", "length_target", "cosine_", "repetition_", "code_", "reward_model",
                                                             "llm_judge_", "reward_concurrency")),
-    "loss_kwargs": ("what a single loss_type takes", ("sapo_", "vespo_", "fipo_", "real_")),
-    "entropy_kwargs": ("an entropy bonus that adapts", ("use_adaptive_entropy", "entropy_coef_", "entropy_target")),
+    "loss_kwargs": ("options of one loss_type", ("sapo_", "vespo_", "fipo_", "real_")),
+    "entropy_kwargs": ("adaptive entropy bonus", ("use_adaptive_entropy", "entropy_coef_", "entropy_target")),
     "schedule_kwargs": ("learning rate and weight decay over the run", ("lr_decay_iters", "lr_wsd_", "lr_warmup_init",
                                                                         "weight_decay_incr_", "start_weight_", "end_weight_")),
-    "skip_kwargs": ("optimizer steps that are skipped", ("skip_grad_", "max_skipped_")),
+    "skip_kwargs": ("skipped optimizer steps", ("skip_grad_", "max_skipped_")),
     "optimizer_dtypes": ("gradients and optimizer state below float32", ("use_precision_", "main_grads_", "main_params_", "exp_avg_")),
-    "debug_kwargs": ("what is kept and compared for whoever looks for a fault", ("record_rows", "check_replicas", "debug_dump_")),
-    "stop_kwargs": ("when a run stops by itself", ("stop_drain_", "stop_after_", "stop_before_", "requeue")),
+    "debug_kwargs": ("dumps and checks for debugging", ("record_rows", "check_replicas", "debug_dump_")),
+    "stop_kwargs": ("time limits of a run", ("stop_drain_", "stop_after_", "stop_before_", "requeue")),
     "hub_kwargs": ("upload to the Hugging Face Hub", ("push_to_hub", "hub_")),
-    "eval_sampling": ("how held-out prompts are answered", ("eval_temperature", "eval_top_", "eval_min_p", "eval_max_", "eval_generation_",
+    "eval_sampling": ("sampling of held-out prompts", ("eval_temperature", "eval_top_", "eval_min_p", "eval_max_", "eval_generation_",
                                                             "eval_seed")),
 }  # fmt: skip
 TRUE, FALSE, NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
@@ -130,21 +130,19 @@ def read_value(setting: Setting, raw: Any) -> Any:
         if words in ([None], ["none"]) and "none" not in setting.choices and setting.default != ["none"]:
             words = []
         if "" in words:
-            raise InvalidValueError(
-                f"has an empty word among {len(words)}: leave it out" if len(words) > 1 else "is given an empty word: leave it out"
-            )
+            raise InvalidValueError(f"has an empty value among {len(words)}. Remove it" if len(words) > 1 else "is empty. Omit it")
         return [_scalar(setting, word) for word in words]
     if not words and setting.kind == "bool" and raw != ():
         return True
     if len(words) != 1:
         given = " ".join(map(str, words))
-        raise InvalidValueError(f"takes one value, not {len(words)} ({given})" if words else "needs a value")
+        raise InvalidValueError(f"takes one value, but got {len(words)} ({given})" if words else "requires a value")
     word = words[0]
     if word is None or (isinstance(word, str) and word.lower() in NONE and word not in setting.choices):
         if setting.optional:
             return None
         if word is None or setting.kind != "str":
-            raise InvalidValueError(f"cannot be none: it needs {_article(setting)}")
+            raise InvalidValueError(f"cannot be none. Expected {_article(setting)}")
     return _scalar(setting, word)
 
 
@@ -158,15 +156,15 @@ def _map(setting: Setting, words: Sequence[Any]) -> dict[str, Any]:
             try:
                 word = json.loads(word)
             except ValueError as error:
-                raise InvalidValueError(f"is not JSON: {error}") from error
+                raise InvalidValueError(f"is not valid JSON: {error}") from error
         if not isinstance(word, dict):
             # Values (paths) may contain "=", and so may names (patterns), depending on the kind.
             name, equals, value = str(word).partition("=") if setting.kind in ("str", "Any") else str(word).rpartition("=")
             if not equals or not name:
-                raise InvalidValueError(f"needs name=value, or a mapping as JSON, not {word!r}")
+                raise InvalidValueError(f"requires name=value, or a JSON object, not {word!r}")
             word = {name: _as_json(value) if setting.kind == "Any" else value}
         if twice := found.keys() & word.keys():
-            raise InvalidValueError(f"names {', '.join(sorted(map(str, twice)))} more than once")
+            raise InvalidValueError(f"sets {', '.join(sorted(map(str, twice)))} more than once")
         found.update({str(name): value if setting.kind == "Any" else _scalar(setting, value) for name, value in word.items()})
     return found
 
@@ -185,23 +183,23 @@ def _article(setting: Setting) -> str:
 
 def _scalar(setting: Setting, word: Any) -> Any:
     if isinstance(word, (dict, list, tuple)) or word is None:
-        raise InvalidValueError(f"needs {_article(setting)}, not {word!r}")
+        raise InvalidValueError(f"must be {_article(setting)}, not {word!r}")
     text = ("true" if word else "false") if isinstance(word, bool) else str(word).strip()
     if setting.kind == "bool":
         if text.lower() in TRUE:
             return True
         if text.lower() in FALSE:
             return False
-        raise InvalidValueError(f"needs true or false, not {text!r}", [True, False])
+        raise InvalidValueError(f"must be true or false, not {text!r}", [True, False])
     if setting.kind in ("int", "float"):
         return _number(setting, word, text)
     if not text and setting.default != "" and setting.name != "system":
-        raise InvalidValueError("is given an empty word: leave it out, or name what is meant")
+        raise InvalidValueError("is empty. Omit it, or set a value")
     if text in setting.refused:
-        raise InvalidValueError(f"cannot be {text!r}: {setting.refused[text]}. It is one of: {', '.join(setting.choices)}")
+        raise InvalidValueError(f"cannot be {text!r}: {setting.refused[text]}. Supported: {', '.join(setting.choices)}")
     if setting.choices and text not in setting.choices:
         close = close_to(text, setting.choices)
-        raise InvalidValueError(f"cannot be {text!r}. It is one of: {', '.join(setting.choices)}", close)
+        raise InvalidValueError(f"cannot be {text!r}. Supported: {', '.join(setting.choices)}", close)
     return _text_or_file(text) if setting.name == "system" else text
 
 
@@ -210,18 +208,18 @@ def _text_or_file(text: str) -> str:
     if not text.endswith(".txt"):
         if os.path.isfile(text):
             raise InvalidValueError(
-                f"({text}) is the name of a file, and would be said as it stands: a file is read where its name ends in .txt"
+                f"({text}) is the name of a file, but would be used as the text itself: only files whose names end in .txt are read"
             )
         return text
     try:
         return read_text(text)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise InvalidValueError(f"({text}) names a file, for it ends in .txt, which cannot be read: {reason}") from None
+        raise InvalidValueError(f"({text}) cannot be read as a text file: {reason}") from None
 
 
 def _number(setting: Setting, word: Any, text: str) -> int | float:
-    bad = InvalidValueError(f"needs {_article(setting)}, not {text!r}")
+    bad = InvalidValueError(f"must be {_article(setting)}, not {text!r}")
     if isinstance(word, bool):
         raise bad
     try:

@@ -14,9 +14,10 @@ from megatron_grpo.config.rules import Rule, broken, changed, given, settings_of
 
 # Modules that have adapters in other systems, by their names there and in Megatron.
 NO_ADAPTER: Mapping[str, str] = {
-    **dict.fromkeys(("all-router", "router", "gate"), "Megatron-Core's router is no linear layer, and vLLM has none on routers"),
+    **dict.fromkeys(("all-router", "router", "gate"), "Megatron-Core's router is not a linear layer, and vLLM does not support adapters on "
+                                                      "routers"),
     **dict.fromkeys(("all-embedding", "embed_tokens", "word_embeddings", "embedding"), "vLLM does not sample from adapters on embeddings"),
-    **dict.fromkeys(("lm_head", "output_layer"), "log-probs are computed from the head as it is"),
+    **dict.fromkeys(("lm_head", "output_layer"), "log-probs are computed without adapters on the head"),
 }  # fmt: skip
 _TOWER = ("freeze_vit", "freeze_aligner")
 _OF_FULL = ("freeze_llm", "freeze_parameters", "freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex")
@@ -81,13 +82,13 @@ def _of_rate(rate: str, freeze: str) -> tuple[Rule, Rule]:
         Rule(
             f"{rate} {freeze}",
             lambda c: getattr(c, rate) is not None and getattr(c, freeze) and c.tuner_type == "full",
-            f"{rate} ({{{rate}}}) does nothing while {freeze} is true. Use {freeze} false, or leave {rate} out.",
+            f"{rate} ({{{rate}}}) has no effect with {freeze} true. Use {freeze} false, or omit {rate}.",
             {freeze: [False], rate: ["none"]},
         ),
         Rule(
             rate,
             lambda c: getattr(c, rate) is not None and c.tuner_type == "lora",
-            f"{rate} ({{{rate}}}) does nothing: with tuner_type lora adapters of the text model train. Leave {rate} out.",
+            f"{rate} ({{{rate}}}) has no effect with tuner_type lora, which trains adapters of the text model only. Omit {rate}.",
             {rate: ["none"]},
         ),
     )
@@ -101,39 +102,39 @@ PATTERNS = (
 TARGETS = (
     Rule("target_regex target_modules", lambda c: c.target_regex is not None and changed(c, "target_modules")
          and _listed(c, ("target_regex", "target_modules")),
-         "{told} both say which layers have an adapter. Keep one of them.", {"target_regex": ["none"]}),
+         "{told} both select the layers with an adapter. Use one of them.", {"target_regex": ["none"]}),
     Rule("target_modules", lambda c: [{"name": name, "why": NO_ADAPTER[end]} for name in c.target_modules
          if (end := name.rpartition(".")[2]) in NO_ADAPTER],
-         "target_modules: an adapter on {name} is not there: {why}. all-linear means every linear layer of attention and MLPs."),
+         "target_modules: adapters on {name} are not supported: {why}. Use all-linear, or names of linear layers of attention and MLPs."),
 )
 
 _FULL = (
     Rule("tuner_type {names}", _of_lora,
-         "{told}: {these} of tuner_type lora, and tuner_type is full. Add tuner_type lora, or leave {them} out.",
+         "{told}: only supported with tuner_type lora; tuner_type is full. Add tuner_type lora, or omit {them}.",
          {"tuner_type": ["lora"]}),
     Rule("{names}", _thawed,
-         "{told} takes weights out of what freeze_parameters freezes, and nothing is frozen: all weights train. Freeze the rest, for "
-         "example with freeze_parameters model lm_head."),
+         "{told}: no effect, because no weights are frozen. Freeze the others, for example with freeze_parameters model lm_head."),
 )
 
 _LORA = (
     Rule("{names} tuner_type", _moved_tower,
-         "{told} with LoRA: the tower's weights are not in the adapter that is pushed. Use {use}, or tuner_type full.",
+         "{told}: not supported with tuner_type lora; the adapter that is synced to vLLM has no weights of the vision tower. Use {use}, or "
+         "tuner_type full.",
          lambda c: {**c.near, "tuner_type": ["full"]}),
     Rule("tuner_type {names}", lambda c: _listed(c, _changed(c, *_OF_FULL)),
-         "{told}: this is of tuner_type full, and tuner_type is lora, which freezes every weight of the model and trains adapters. Leave "
-         "it out; exclude_modules names layers without an adapter.", {"tuner_type": ["full"]}),
+         "{told}: only supported with tuner_type full; tuner_type lora freezes all weights of the model and trains adapters. Omit it; to "
+         "leave out layers, use exclude_modules.", {"tuner_type": ["full"]}),
     *TARGETS,
     Rule("lora_dtype torch_dtype", lambda c: c.lora_dtype is not None and c.lora_dtype != c.torch_dtype,
-         "lora_dtype ({lora_dtype}) differs from torch_dtype ({torch_dtype}): adapters have the dtype of the model, so that vLLM samples "
-         "with the very values that the trainer computes with; the optimizer keeps float32. Leave lora_dtype out.",
+         "lora_dtype ({lora_dtype}) differs from torch_dtype ({torch_dtype}): adapters have the dtype of the model, so that vLLM and the "
+         "trainer compute with the same values; the optimizer keeps float32. Omit lora_dtype.",
          lambda c: {"lora_dtype": ["none", c.torch_dtype], "torch_dtype": [c.lora_dtype]}),
     Rule("merge_lora export_hf", lambda c: c.merge_lora and not c.export_hf,
-         "merge_lora says what export_hf writes, and export_hf is false. Leave merge_lora out, or use export_hf true.",
+         "merge_lora has no effect with export_hf false. Omit merge_lora, or use export_hf true.",
          {"merge_lora": [False], "export_hf": [True]}),
     Rule("ref_adapters beta", lambda c: c.ref_adapters is not None and c.beta == 0,
-         "ref_adapters ({ref_adapters}) is the reference of the KL, and with beta 0 there is none. Give a beta above 0, for example 0.04, "
-         "or leave it out.", {"ref_adapters": ["none"]}),
+         "ref_adapters ({ref_adapters}) is the reference of the KL term, which is disabled with beta 0. Use a beta above 0, for example "
+         "0.04, or omit it.", {"ref_adapters": ["none"]}),
 )
 # fmt: on
 

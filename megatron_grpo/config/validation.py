@@ -103,7 +103,7 @@ def _uncounted(c: SimpleNamespace) -> dict[str, Any] | None:
     if not c.streaming or c.max_steps is not None:
         return None
     epochs, rows, group = c.num_train_epochs, c.global_batch_size, c.num_generations
-    told = f": each step trains {rows} / {group} = {rows / group:g} prompts, so that max_steps 1000 is {1000 * rows / group:,.0f} of them" \
+    told = f": each step trains {rows} / {group} = {rows / group:g} prompts, so max_steps 1000 trains {1000 * rows / group:,.0f} prompts" \
         if rows and group else ""  # fmt: skip
     return {"epochs": "an epoch" if epochs is None else f"num_train_epochs ({epochs:g})", "told": told}
 
@@ -126,118 +126,120 @@ def _of_a_server(c: SimpleNamespace) -> list[dict[str, Any]]:
 RANGE = Rule("{name}", lambda c: list(_out_of_range(c)), "{typed} ({value}) must be {must}.{use}", lambda c: c.near)
 
 SECRET = Rule("{name}", lambda c: [{**_typed(c, name), "held": held} for name, held in secrets_in(c.cfg)],
-              "{typed} seems to hold {held}. Settings are written to config.yaml and to tracking services; a secret belongs into an "
-              "environment variable.")
+              "{typed} seems to hold {held}. Settings are written to config.yaml and to tracking services. Put secrets into an environment "
+              "variable.")
 
 TRAINING = (
     Rule("moe_aux_loss_coeff", lambda c: c.moe_aux_loss_coeff != 0,
-         "moe_aux_loss_coeff ({moe_aux_loss_coeff}) must be 0: the load-balancing loss is computed per micro-batch, so that the gradient "
-         "would depend on how a batch is cut. Use moe_z_loss_coeff, or 0.", {"moe_aux_loss_coeff": [0.0]}),
+         "moe_aux_loss_coeff ({moe_aux_loss_coeff}) must be 0: the load-balancing loss is computed per micro-batch, so the gradient would "
+         "depend on the micro-batch size. Use 0, or moe_z_loss_coeff.", {"moe_aux_loss_coeff": [0.0]}),
     Rule("{name} recompute_granularity", lambda c: c.recompute_granularity != "full" and [
             {**one, "which": c.recompute_granularity or "not given"} for one in changed(c, "recompute_method", "recompute_num_layers")],
-         "{name} ({value}) belongs to recompute_granularity full, which is {which}. Leave it out, or use recompute_granularity full."),
+         "{name} ({value}) requires recompute_granularity full; recompute_granularity is {which}. Omit {name}, or use "
+         "recompute_granularity full."),
     Rule("recompute_granularity", lambda c: c.recompute_granularity == "full"
          and (missing := [name for name in ("recompute_method", "recompute_num_layers") if getattr(c, name) is None])
          and {"missing": " and ".join(missing)},
-         "recompute_granularity full needs {missing}, for example recompute_method uniform and recompute_num_layers 1."),
+         "recompute_granularity full requires {missing}, for example recompute_method uniform and recompute_num_layers 1."),
     Rule("overlap_param_gather overlap_grad_reduce use_distributed_optimizer",
          lambda c: c.overlap_param_gather and not (c.use_distributed_optimizer and c.overlap_grad_reduce),
-         "overlap_param_gather needs overlap_grad_reduce true and use_distributed_optimizer true: it is the second half of the same "
-         "exchange.", {"overlap_param_gather": [False]}),
+         "overlap_param_gather requires overlap_grad_reduce true and use_distributed_optimizer true.", {"overlap_param_gather": [False]}),
     # the dtypes of gradients and optimizer state
     Rule("{other} use_precision_aware_optimizer", lambda c: not c.use_precision_aware_optimizer and _narrow(c),
-         "{told} without use_precision_aware_optimizer true: all would be kept in float32. Add it, or use fp32.",
+         "{told}: only supported with use_precision_aware_optimizer true. Add it, or use fp32.",
          lambda c: {"use_precision_aware_optimizer": [True], **c.fp32}),
     Rule("use_precision_aware_optimizer use_distributed_optimizer",
          lambda c: c.use_precision_aware_optimizer and not c.use_distributed_optimizer,
-         "use_precision_aware_optimizer true needs use_distributed_optimizer true: Megatron-Core has it with that optimizer alone.",
+         "use_precision_aware_optimizer true requires use_distributed_optimizer true in Megatron-Core.",
          {"use_distributed_optimizer": [True], "use_precision_aware_optimizer": [False]}),
     Rule("{other} optimizer_cpu_offload", lambda c: c.use_precision_aware_optimizer and c.optimizer_cpu_offload and _narrow(c),
-         "{told} with optimizer_cpu_offload true: Megatron-Core's optimizer on the host keeps float32. Use fp32, or optimizer_cpu_offload "
-         "false.", lambda c: {"optimizer_cpu_offload": [False], **c.fp32}),
+         "{told}: not supported with optimizer_cpu_offload true: Megatron-Core's optimizer on the host keeps float32. Use fp32, or "
+         "optimizer_cpu_offload false.", lambda c: {"optimizer_cpu_offload": [False], **c.fp32}),
     Rule("{other} torch_dtype", lambda c: c.use_precision_aware_optimizer and c.torch_dtype == "float32" and _narrow(c, DTYPES[:2]),
-         "{told} with torch_dtype float32: such weights have float32 gradients and are the optimizer's own. Use fp32, or torch_dtype "
-         "bfloat16.", lambda c: {"torch_dtype": ["bfloat16"], **c.fp32}),
+         "{told}: not supported with torch_dtype float32: gradients are float32, and the optimizer updates the weights themselves. Use "
+         "fp32, or torch_dtype bfloat16.", lambda c: {"torch_dtype": ["bfloat16"], **c.fp32}),
     # the learning rate and weight decay over a run
     Rule("min_lr lr", lambda c: c.min_lr > c.lr, "min_lr ({min_lr}) must not be above lr ({lr}).",
          lambda c: {"min_lr": [c.lr], "lr": [c.min_lr]}),
     Rule("lr_warmup_init lr", lambda c: c.lr_warmup_init > c.lr,
          "lr_warmup_init ({lr_warmup_init}) must not be above lr ({lr}): the warm-up rises to it.", lambda c: {"lr_warmup_init": [c.lr]}),
     Rule("lr_warmup_iters lr_warmup_fraction", lambda c: c.lr_warmup_iters and c.lr_warmup_fraction is not None,
-         "lr_warmup_iters ({lr_warmup_iters}) and lr_warmup_fraction ({lr_warmup_fraction}) both say how long the warm-up is. Keep one of "
+         "lr_warmup_iters ({lr_warmup_iters}) and lr_warmup_fraction ({lr_warmup_fraction}) both set the length of the warm-up. Use one of "
          "them.", {"lr_warmup_iters": [0], "lr_warmup_fraction": ["none"]}),
     Rule("lr_decay_style lr_wsd_decay_iters", lambda c: c.lr_decay_style == "WSD" and c.lr_wsd_decay_iters is None,
-         "lr_decay_style WSD needs lr_wsd_decay_iters: the optimizer steps of its last part, in which the learning rate falls."),
+         "lr_decay_style WSD requires lr_wsd_decay_iters, the number of optimizer steps of the decay at the end."),
     Rule("{name} lr_decay_style",
          lambda c: c.lr_decay_style != "WSD" and changed(c, "lr_wsd_decay_iters", "lr_wsd_decay_style"),
-         "{name} ({value}) belongs to lr_decay_style WSD, which is {lr_decay_style}.", {"lr_decay_style": ["WSD"]}),
+         "{name} ({value}) requires lr_decay_style WSD; lr_decay_style is {lr_decay_style}.", {"lr_decay_style": ["WSD"]}),
     Rule("lr_decay_iters lr_decay_style", lambda c: c.lr_decay_style == "constant" and c.lr_decay_iters is not None,
-         "lr_decay_iters ({lr_decay_iters}) does nothing with lr_decay_style constant. Leave it out."),
+         "lr_decay_iters ({lr_decay_iters}) has no effect with lr_decay_style constant. Omit it."),
     (
         Rule("start_weight_decay end_weight_decay weight_decay_incr_style", lambda c: c.weight_decay_incr_style == "constant"
              and (c.start_weight_decay is not None or c.end_weight_decay is not None),
-             "start_weight_decay and end_weight_decay belong to weight_decay_incr_style linear or cosine; constant is weight_decay.",
+             "start_weight_decay and end_weight_decay require weight_decay_incr_style linear or cosine. For a constant one use "
+             "weight_decay.",
              {"weight_decay_incr_style": ["linear", "cosine"]}),
         Rule("weight_decay_incr_style start_weight_decay end_weight_decay", lambda c: c.weight_decay_incr_style != "constant"
              and (c.start_weight_decay is None or c.end_weight_decay is None),
-             "weight_decay_incr_style {weight_decay_incr_style} needs start_weight_decay and end_weight_decay.",
+             "weight_decay_incr_style {weight_decay_incr_style} requires start_weight_decay and end_weight_decay.",
              {"weight_decay_incr_style": ["constant"]}),
         Rule("weight_decay weight_decay_incr_style", lambda c: c.weight_decay_incr_style != "constant" and c.weight_decay,
-             "weight_decay ({weight_decay}) is not used beside start_weight_decay and end_weight_decay. Leave it out.",
+             "weight_decay ({weight_decay}) has no effect with start_weight_decay and end_weight_decay. Omit it.",
              {"weight_decay": [0.0]}),
         Rule("end_weight_decay start_weight_decay", lambda c: c.weight_decay_incr_style != "constant"
              and c.end_weight_decay < c.start_weight_decay,
-             "end_weight_decay ({end_weight_decay}) must not be below start_weight_decay ({start_weight_decay}): Megatron-Core's weight "
-             "decay rises.", lambda c: {"end_weight_decay": [c.start_weight_decay]}),
+             "end_weight_decay ({end_weight_decay}) must not be below start_weight_decay ({start_weight_decay}): Megatron-Core only "
+             "increases weight decay.", lambda c: {"end_weight_decay": [c.start_weight_decay]}),
     ),
 )
 
 SAMPLING = (
     # asynchronous rollouts
     Rule("async_rollout_depth", lambda c: c.async_rollout_depth > 1,
-         "async_rollout_depth ({async_rollout_depth}) must be 0 or 1: further ahead, weights would be pushed while prompts are being "
-         "answered, and a completion would be drawn by two versions of them. Use 1.", {"async_rollout_depth": [1]}),
+         "async_rollout_depth ({async_rollout_depth}) must be 0 or 1: with a larger depth, weights would be synced during generation, and "
+         "one completion would come from two weight versions. Use 1.", {"async_rollout_depth": [1]}),
     Rule("async_rollout_depth vllm_mode", lambda c: c.async_rollout_depth <= 1 and c.async_rollout_depth and c.vllm_mode != "server",
-         "async_rollout_depth {async_rollout_depth} needs vllm_mode server: a colocated engine samples only while training waits. Use "
-         "async_rollout_depth 0, or start servers and name them.", {"async_rollout_depth": [0]}),
+         "async_rollout_depth {async_rollout_depth} requires vllm_mode server: a colocated engine cannot sample during training. Use "
+         "async_rollout_depth 0, or rollout servers.", {"async_rollout_depth": [0]}),
     Rule("async_rollout_depth rollout_importance_sampling_mode old_logprobs", lambda c: c.async_rollout_depth <= 1 and c.async_rollout_depth
          and c.old_logprobs != "rollout" and c.rollout_importance_sampling_mode == "none",
-         "async_rollout_depth {async_rollout_depth} trains on what older weights sampled, old log-probs are those of the weights that are "
-         "there when a rollout comes in, and with rollout_importance_sampling_mode none nothing corrects for the difference. Use "
-         "rollout_importance_sampling_mode token_truncate, or old_logprobs rollout (the ratio is then against the sampler itself).",
+         "async_rollout_depth {async_rollout_depth} trains on completions of older weights, and old log-probs are those of the weights "
+         "when the rollout arrives; with rollout_importance_sampling_mode none nothing corrects for the difference. Use "
+         "rollout_importance_sampling_mode token_truncate, or old_logprobs rollout (ratio to the sampler's log-probs).",
          {"rollout_importance_sampling_mode": ["token_truncate"], "old_logprobs": ["rollout"]}),
     # environments and tools
-    Rule("{names}", _answered_once, "{told}: a prompt gets one answer without an environment or tools. Give one, or leave it out."),
+    Rule("{names}", _answered_once, "{told}: only used with an environment or tools; without them an episode has one turn. Set "
+                                    "--environment or --tools, or omit it."),
     Rule("reward_funcs environment", lambda c: not c.plays and REWARD in c.reward_funcs,
-         "reward_funcs environment needs an environment, which gives it: --environment."),
+         "reward_funcs environment requires an environment that returns rewards. Set --environment."),
     Rule("tool_call_parser tools", lambda c: c.plays and c.tool_call_parser != "hermes" and not c.tools,
-         "tool_call_parser ({tool_call_parser}) reads calls of --tools, and there are none: an environment of your own reads the model's "
-         "text itself. Leave it out.", {"tool_call_parser": ["hermes"]}),
+         "tool_call_parser ({tool_call_parser}) parses calls of --tools, which is not set; an environment parses the model's text itself. "
+         "Omit it, or set --tools.", {"tool_call_parser": ["hermes"]}),
     Rule("reward_funcs environment", lambda c: c.plays and REWARD in c.reward_funcs and c.environment is None,
-         "reward_funcs environment is what the environment gives turn by turn, and --tools alone give no reward. Name a function that "
-         "judges the episode."),
+         "reward_funcs environment uses the rewards that an environment returns per turn, and --tools alone returns none. Use a reward "
+         "function that scores the episode."),
     Rule("async_rollout_depth {player}", lambda c: c.plays and c.async_rollout_depth,
-         "async_rollout_depth {async_rollout_depth} does not go with environments and tools: they would run in the trainer's own process "
-         "while it trains, and hold it up. Use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
+         "async_rollout_depth {async_rollout_depth} is not supported with environments and tools: they would run in the trainer's process "
+         "during training and slow it down. Use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
     Rule("router_replay_mode {player}", lambda c: c.plays and c.router_replay_mode == "R3",
-         "router_replay_mode R3 does not go with environments and tools: the experts of an episode's turns come from several requests, and "
-         "are not put together. Use R2, or disabled.", {"router_replay_mode": ["R2", "disabled"]}),
+         "router_replay_mode R3 is not supported with environments and tools: the expert choices of an episode come from several requests, "
+         "which are not merged. Use R2, or disabled.", {"router_replay_mode": ["R2", "disabled"]}),
     Rule("truncation_strategy {player}", lambda c: c.plays and c.truncation_strategy == "left" and c.max_prompt_length is not None,
-         "truncation_strategy left does not go with environments and tools: it cuts the beginning of a prompt, which the chat template "
-         "shows again where it rewrites earlier turns. Use delete, or raise.", {"truncation_strategy": ["delete", "raise"]}),
+         "truncation_strategy left is not supported with environments and tools: it removes the beginning of a prompt, which the chat "
+         "template renders again when it rewrites earlier turns. Use delete, or raise.", {"truncation_strategy": ["delete", "raise"]}),
     # the user's rollout function
     Rule("rollout_func_timeout rollout_func", lambda c: c.rollout_func is None and "rollout_func_timeout" in c.cfg.typed
          and changed(c, "rollout_func_timeout"),
-         "rollout_func_timeout ({rollout_func_timeout:g}) needs a rollout_func. Give one, or leave it out."),
+         "rollout_func_timeout ({rollout_func_timeout:g}) requires rollout_func. Set it, or omit rollout_func_timeout."),
     Rule("rollout_func {player}", lambda c: c.rollout_func is not None and c.plays,
-         "rollout_func and {player} both say how a completion comes about. Use {player} alone, or let the function do it.",
+         "rollout_func and {player} cannot be combined: both define how completions are generated. Use one of them.",
          {"rollout_func": ["none"]}),
     Rule("async_rollout_depth rollout_func", lambda c: c.rollout_func is not None and c.async_rollout_depth,
-         "async_rollout_depth {async_rollout_depth} does not go with rollout_func: the function would run in the trainer's own process "
-         "while it trains, and hold it up. Use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
+         "async_rollout_depth {async_rollout_depth} is not supported with rollout_func: the function would run in the trainer's process "
+         "during training and slow it down. Use async_rollout_depth 0.", {"async_rollout_depth": [0]}),
     Rule("router_replay_mode rollout_func", lambda c: c.rollout_func is not None and c.router_replay_mode == "R3",
-         "router_replay_mode R3 does not go with rollout_func: nobody knows which request drew which of the tokens that it returns. Use "
-         "R2, or disabled.", {"router_replay_mode": ["R2", "disabled"]}),
+         "router_replay_mode R3 is not supported with rollout_func: the requests that sampled the returned tokens are unknown. Use R2, or "
+         "disabled.", {"router_replay_mode": ["R2", "disabled"]}),
 )
 
 LENGTHS_AND_REWARDS = (
@@ -246,68 +248,68 @@ LENGTHS_AND_REWARDS = (
          "{longest}.", lambda c: {"vllm_max_model_len": [c.longest]}),
     Rule("reward_weights reward_funcs", lambda c: c.reward_weights and len(c.reward_weights) != len(c.reward_funcs)
          and {"weights": len(c.reward_weights), "functions": len(c.reward_funcs)},
-         "reward_weights has {weights} values for {functions} reward_funcs: one each, or none at all."),
+         "reward_weights has {weights} values for {functions} reward_funcs. Set one weight per function, or omit it."),
 )
 
 DATA_AND_FILES = (
     # mixtures
     (
         Rule("interleave_prob dataset", lambda c: len(c.interleave_prob) == 1 and not c.further_datasets and c.dataset,
-             "interleave_prob weighs several data sets against each other, and there is one. Leave it out, or name more in dataset.",
+             "interleave_prob requires several data sets, and dataset has one. Omit it, or add data sets.",
              {"interleave_prob": []}),
         Rule("interleave_prob dataset", lambda c: c.interleave_prob and len(c.interleave_prob) != 1 + len(c.further_datasets)
              and {"weights": len(c.interleave_prob), "sets": 1 + len(c.further_datasets)},
-             "interleave_prob has {weights} weights for {sets} data sets: one each, or none."),
+             "interleave_prob has {weights} weights for {sets} data sets. Set one weight per data set, or omit it."),
     ),
     Rule("stopping_strategy interleave_prob", lambda c: not c.interleave_prob and c.stopping_strategy != "first_exhausted",
-         "stopping_strategy ({stopping_strategy}) says where a mixture by interleave_prob ends, and there are no weights.",
+         "stopping_strategy ({stopping_strategy}) requires interleave_prob, which is not set.",
          {"stopping_strategy": ["first_exhausted"]}),
     Rule("further_datasets dataset", lambda c: c.further_datasets and not c.dataset,
-         "further_datasets come after dataset, which is not given."),
-    Rule("columns", lambda c: len(set(c.columns.values())) < len(c.columns), "columns: two columns cannot get one name."),
+         "further_datasets requires dataset, which is not set."),
+    Rule("columns", lambda c: len(set(c.columns.values())) < len(c.columns), "columns: two columns cannot have the same new name."),
     # streamed data sets
     Rule("shuffle_buffer_size streaming", lambda c: not c.streaming and given(c, "shuffle_buffer_size"),
-         "shuffle_buffer_size ({value}) does nothing without streaming true. Give that, or leave it out.", {"streaming": [True]}),
+         "shuffle_buffer_size ({value}) has no effect without streaming true. Set it, or omit shuffle_buffer_size.", {"streaming": [True]}),
     Rule("max_steps streaming", _uncounted,
-         "streaming reads rows as the run goes, so nobody knows how many optimizer steps {epochs} is. Give max_steps{told}.",
+         "streaming reads rows during the run, so the number of optimizer steps in {epochs} is unknown. Set max_steps{told}.",
          {"streaming": [False]}),
     Rule("dataset_drop_last streaming", lambda c: c.streaming and c.dataset_drop_last,
-         "streaming does not know where an epoch ends before it does, so steps and rollouts go on into the next one. Leave "
-         "dataset_drop_last out.", {"dataset_drop_last": [False], "streaming": [False]}),
+         "streaming cannot detect the end of an epoch in advance, so rollouts continue into the next epoch. Omit dataset_drop_last.",
+         {"dataset_drop_last": [False], "streaming": [False]}),
     Rule("max_prompt_length streaming", lambda c: c.streaming and c.max_prompt_length is None,
-         "streaming reads rows as the run goes, and the sampler is made for the longest prompt before the first one comes. Give "
-         "max_prompt_length; truncation_strategy says what becomes of longer ones.", {"streaming": [False]}),
+         "streaming requires max_prompt_length: rows are read during the run, and the sampler is created before, for the longest prompt. "
+         "truncation_strategy handles longer prompts.", {"streaming": [False]}),
     Rule("split_dataset_ratio streaming", lambda c: c.streaming and c.split_dataset_ratio,
-         "split_dataset_ratio ({split_dataset_ratio:g}) is a share of all rows, and streaming does not know how many there are. Name rows "
-         "that are held out in eval_dataset.", {"split_dataset_ratio": [0.0], "streaming": [False]}),
+         "split_dataset_ratio ({split_dataset_ratio:g}) is a share of all rows, whose number is unknown with streaming. Use eval_dataset.",
+         {"split_dataset_ratio": [0.0], "streaming": [False]}),
     # files that a run writes
     Rule("max_shard_size", lambda c: bytes_of(c.max_shard_size) is None,
          "max_shard_size ({max_shard_size}) is a size above 0, such as 5GB, 500MB or 2GiB."),
     Rule("{name} push_to_hub", lambda c: not c.push_to_hub and changed(c, "hub_model_id", "hub_private_repo"),
-         "{name} ({value}) does nothing without push_to_hub true. Give that, or leave it out.", {"push_to_hub": [True]}),
+         "{name} ({value}) has no effect without push_to_hub true. Set it, or omit {name}.", {"push_to_hub": [True]}),
     Rule("push_to_hub export_hf", lambda c: c.push_to_hub and not c.export_hf,
-         "push_to_hub true uploads what export_hf writes, which is false. Use export_hf true.",
+         "push_to_hub true requires export_hf true, whose export it uploads; export_hf is false. Use export_hf true.",
          {"export_hf": [True], "push_to_hub": [False]}),
     Rule("{name} check_replicas", lambda c: not c.check_replicas and given(c, "check_replicas_interval", "check_replicas_action"),
-         "{name} ({value}) does nothing without check_replicas true. Give that, or leave it out.", {"check_replicas": [True]}),
+         "{name} ({value}) has no effect without check_replicas true. Set it, or omit {name}.", {"check_replicas": [True]}),
     Rule("debug_dump_weights_gb debug_dump_steps", lambda c: c.debug_dump_steps == 0 and given(c, "debug_dump_weights_gb"),
-         "debug_dump_weights_gb ({value:g}) does nothing with debug_dump_steps 0. Use debug_dump_steps 1, or leave it out.",
+         "debug_dump_weights_gb ({value:g}) has no effect with debug_dump_steps 0. Use debug_dump_steps 1, or omit it.",
          {"debug_dump_steps": [1]}),
     Rule("lengths", lambda c: c.lengths and not Path(c.lengths).is_file(),
-         "lengths: {lengths} is not a file. It holds a prompt and a completion length a line."),
+         "lengths: {lengths} is not a file. Expected a file with a prompt and a completion length per line."),
     Rule("png", _undrawable, "png: {wrong}"),
 )
 
 BEGINNING = (
     Rule("finetune mcore_model", lambda c: c.finetune and not c.mcore_model,
-         "finetune true begins with the weights of a checkpoint, and none is named. Give mcore_model, or leave it out."),
+         "finetune true requires a checkpoint to start from. Set mcore_model, or omit finetune."),
     Rule("mcore_model tuner_type", lambda c: c.mcore_model and c.tuner_type == "lora",
-         "mcore_model ({mcore_model}) holds whole weights, and tuner_type lora trains adapters beside model's. Give what `megatron-grpo "
-         "export` writes of it as model; of an adapter's checkpoint, as adapters."),
+         "mcore_model ({mcore_model}) is not supported with tuner_type lora. Convert the checkpoint with `megatron-grpo export`; pass the "
+         "result as model, or as adapters if it is the checkpoint of an adapter."),
     Rule("{name} resume", lambda c: c.resume in ("auto", "never") and [{"name": name, "what": what} for name, what in (
             ("no_load_optim", "its optimizer"), ("no_load_rng", "its random generators")) if getattr(c, name)],
-         "{name} true goes on from a checkpoint without {what}, and resume names none. Give its path, or leave {name} out.",
+         "{name} true resumes from a checkpoint without {what}, and resume is not a checkpoint. Set resume to its path, or omit {name}.",
          lambda c: {c.name: [False]}),
-    Rule("{name}", _of_a_server, "{typed} is read by `megatron-grpo serve` alone, and changes nothing in a run. Leave it out."),
+    Rule("{name}", _of_a_server, "{typed} is used by `megatron-grpo serve` only and has no effect here. Omit it."),
 )
 # fmt: on

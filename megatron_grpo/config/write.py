@@ -87,14 +87,14 @@ def _held(name: str, value: Any, environ: Mapping[str, str]) -> str | None:
     texts += map(str, value.values()) if isinstance(value, dict) else []
     if name == _ENV:
         is_name = not texts or value in environ or _VARIABLE.fullmatch(value)
-        return None if is_name else "something that is no name of an environment variable; a key itself does not belong here"
+        return None if is_name else "something other than the name of an environment variable"
     for text in texts:
         if _PASSWORD.search(text):
-            return "an address with a name or a password in it"
+            return "an address with a user name or password"
         if _KEY.search(text):
             return "a key"
         if name.endswith("_url") and _has_key(text):
-            return "an address with a key in it"
+            return "an address with a key"
     return None
 
 

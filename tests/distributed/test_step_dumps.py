@@ -100,7 +100,7 @@ SPOILED = {
     "a number in words": (other_setting("beta", "much"), [], "of the step dump's settings, beta needs a number"),
     "a list for a number": (other_setting("num_generations", [1, 2]), [], "of the step dump's settings, num_generations takes one value"),
     "no rows of the timetable": (changed(micro_steps=[]), [], "its step has no rows"),
-    "a former name": (other_setting("exclude_dead_groups", "much"), [], "exclude_zero_std_groups needs true or false, not 'much'"),
+    "a former name": (other_setting("exclude_dead_groups", "much"), [], "exclude_zero_std_groups must be true or false, not 'much'"),
     "other micro-steps": (changed(micro_steps=[{"rows": [0, 1]}]), [], "step_dump.json cannot be read"),
     "a cut file of rows": (cut("rows/rank_00000.npz"), [], "rows/rank_00000.npz cannot be read"),
     "a cut forward": (cut("forward/rank_00000.npz"), [], "forward/rank_00000.npz cannot be read"),

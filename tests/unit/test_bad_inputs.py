@@ -45,4 +45,4 @@ def test_a_flag_that_stands_twice_on_the_command_line_is_used_as_it_stood_last_a
     """As a shell script that ends in "$@" needs it; in a file it is refused."""
     words = [word for name, value in good.items() for word in (f"--{name}", value)]
     told = bad_inputs.run("plan", [*words, "--lr", "1e-6", "--lr", "2e-6"], {}, tmp_path)
-    assert told.code == 0 and "lr stands twice on the command line (1e-06, 2e-06): the last is used." in " ".join(told.stdout.split())
+    assert told.code == 0 and "lr is set twice on the command line (1e-06, 2e-06): the last value is used." in " ".join(told.stdout.split())

@@ -69,9 +69,9 @@ def test_finetune_says_which_of_the_two_is_meant(words, begins, resume):
     ("words", "said"),
     [
         ("--finetune true", "and none is named"),
-        ("--no_load_optim true", "goes on from a checkpoint without its optimizer, and resume names none"),
-        ("--no_load_rng true --mcore_model x", "without its random generators, and resume names none"),
-        ("--mcore_model x --tuner_type lora", "tuner_type lora trains adapters beside model's"),
+        ("--no_load_optim true", "resumes from a checkpoint without its optimizer, and resume is not a checkpoint"),
+        ("--no_load_rng true --mcore_model x", "without its random generators, and resume is not a checkpoint"),
+        ("--mcore_model x --tuner_type lora", "is not supported with tuner_type lora"),
     ],
 )
 def test_what_names_no_beginning_is_refused(words, said):

@@ -148,7 +148,7 @@ def test_a_script_that_starts_another_one_is_that_one_with_its_own_words_last(tm
     assert not parsed.problems
     cfg = parsed.config
     assert (cfg.run.seed, cfg.optimizer.lr, cfg.batch.micro_batch_size) == (7, 0.25, 2)
-    assert parsed.repeated == ["lr stands twice in run.sh: the last is used."]
+    assert parsed.repeated == ["lr is set twice in run.sh: the last value is used."]
     script.write_text("bash nowhere.sh --lr 0.25")
     assert "run.sh: it starts nowhere.sh, which is not there" in parse(["--config", str(script)], dialects=DIALECTS).problems[0].message
     script.write_text("bash run.sh --lr 0.25")

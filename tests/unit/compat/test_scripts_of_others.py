@@ -363,7 +363,7 @@ def test_what_a_name_means_there_happens_here(dialect, words, values):
         ("skyrl", "trainer.algorithm.temperature=0.7", "differs from sampling_params.temperature (1.0)"),
         ("trl", '--model_init_kwargs {"revision":"x"}', "model_init_kwargs (revision)"),
         ("verl", "trainer.resume_mode=resume_path trainer.resume_from_path=x", "resume_from_path (x): checkpoints of another system"),
-        ("verl", "~data.train_files", "takes a name out of a file of theirs"),
+        ("verl", "~data.train_files", "removes a name from a configuration file of that system"),
         ("trl", "--save_steps 0.05", "save_steps (0.05) is a share of the run in TRL"),
         ("trl", '--lr_scheduler_kwargs {"num_cycles":2}', "lr_scheduler_kwargs (num_cycles) of linear"),
         ("verl", f"{ACTOR}some_new_name=1", "Nor is it a verl name that is known here"),

@@ -54,7 +54,8 @@ def test_async_generate_says_the_same(plan, dialect):
     versions = [(row["rollout"], row["sampled_by_version"]) for row in found["timetable"]]
     assert dict(versions) == {0: 0, 1: 0}
     code, found = plan(f"--async_generate true --async_rollout_depth 0 {CORRECTED} {dialect}")
-    assert code == 2 and "async_generate (true) means async_rollout_depth 1, which is 0. Keep one of them." in found["errors"][0]["message"]
+    message = "async_generate (true) means async_rollout_depth 1, but async_rollout_depth is 0. Use one of them."
+    assert code == 2 and message in found["errors"][0]["message"]
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,14 @@ def test_the_name_and_its_direction(words, metric, greater):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--greater_is_better true", "does nothing without metric_for_best_model"),
-        ("--save_steps 5 --metric_for_best_model rewrad", "is nothing that this run tells. It is one of: reward,"),
-        ("--save_steps 5 --metric_for_best_model kl", "is nothing that this run tells"),
+        ("--greater_is_better true", "has no effect without metric_for_best_model"),
+        ("--save_steps 5 --metric_for_best_model rewrad", "is not a metric of this run. Supported: reward,"),
+        ("--save_steps 5 --metric_for_best_model kl", "is not a metric of this run"),
         ("--save_steps 5 --metric_for_best_model eval", "there is no eval_dataset"),
-        (f"{EVAL} --metric_for_best_model eval/pass@3", "is nothing that this run tells. It is one of: eval, eval/mean@1, eval/pass@1"),
+        (f"{EVAL} --metric_for_best_model eval/pass@3", "is not a metric of this run. Supported: eval, eval/mean@1, eval/pass@1"),
         ("--eval_dataset x --eval_steps 4 --save_steps 10 --metric_for_best_model eval", "must be a multiple of eval_steps (4)"),
         ("--eval_dataset x --eval_steps 4 --metric_for_best_model eval", "save_steps (0) must be a multiple"),
-        ("--metric_for_best_model reward", "save_steps 0 writes one alone"),
+        ("--metric_for_best_model reward", "save_steps 0 writes only one"),
     ],
 )
 def test_what_could_not_be_compared_is_refused(words, said):

@@ -47,17 +47,17 @@ def said(**values) -> list[str]:
         ("generation_kwargs", {"min_p": 0.1}, "is the setting min_p here"),
         ("generation_kwargs", {"structured_outputs": {"regex": "a"}}, None),
         ("generation_kwargs", {"structured_outputs": "a"}, "is an object such as"),
-        ("generation_kwargs", {"structured_outputs": {"regexp": "a"}}, "structured_outputs has no regexp. It has one"),
-        ("generation_kwargs", {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "and here are regex and choice"),
+        ("generation_kwargs", {"structured_outputs": {"regexp": "a"}}, "structured_outputs has no key regexp. Supported"),
+        ("generation_kwargs", {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "it has regex and choice"),
         ("generation_kwargs", {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "vllm_engine_kwargs structured"),
         ("generation_kwargs", {"structured_outputs": {"choice": ["b", ""]}}, "Give a list of strings, not empty"),
         ("vllm_structured_outputs_regex", "", "has '' as regex. Give a string, not empty"),
-        ("eval_generation_kwargs", {"structured_outputs": {}}, "and here are none of them"),
+        ("eval_generation_kwargs", {"structured_outputs": {}}, "it has none"),
         ("generation_kwargs", {"logprobs": 3}, "how answers come is arranged here"),
         ("generation_kwargs", {"ignore_eoss": True}, "Did you mean ignore_eos?"),
         ("eval_generation_kwargs", {"presence_penalty": 0.5, "structured_outputs": {"regex": "a"}, "min_tokens": 2}, None),
         ("eval_generation_kwargs", {"temperature": 0.5}, "is the setting eval_temperature here"),
-        ("chat_template_kwargs", {"add_generation_prompt": False}, "is set here for each prompt"),
+        ("chat_template_kwargs", {"add_generation_prompt": False}, "is set by this package for each prompt"),
     ],
 )  # fmt: skip
 def test_a_word_passes_or_is_refused_by_its_name(flag, given, sentence):
@@ -132,9 +132,9 @@ def test_an_evaluation_draws_as_training_does_unless_it_says_otherwise():
     assert drawn(bounded.with_values(own)).more == {"min_tokens": 2}
     greedy = drawn(cfg.with_values({"eval_temperature": 0.0}))
     assert (greedy.n, greedy.top_p, greedy.top_k, greedy.min_p) == (1, 1.0, 0, 0.0)
-    assert any("eval_top_k (5) does nothing with eval_temperature 0" in one for one in said(eval_temperature=0.0, eval_top_k=5))
+    assert any("eval_top_k (5) has no effect with eval_temperature 0" in one for one in said(eval_temperature=0.0, eval_top_k=5))
     [sentence] = said(**held_out, eval_max_completion_length=300, rollout_func="a.py:f")
-    assert "eval_max_completion_length (300) does not go with rollout_func" in sentence
+    assert "eval_max_completion_length (300) is not supported with rollout_func" in sentence
 
 
 def test_a_reference_of_its_own_needs_a_kl_and_is_named_once():

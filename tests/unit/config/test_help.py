@@ -94,8 +94,8 @@ def test_help_search_finds_names_aliases_and_words_of_the_help(capsys, searched,
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--help", "lora_rnk"], "'lora_rnk' is no setting and no section. Did you mean lora_rank"),
-        (["--help", "zzz"], "The sections are: model, tuner,"),
+        (["--help", "lora_rnk"], "'lora_rnk' is not a setting or section. Did you mean lora_rank"),
+        (["--help", "zzz"], "Sections: model, tuner,"),
         (["--help-search", "zzz"], "No setting has 'zzz' in its name, aliases or help."),
         (["--help-search"], "--help-search needs a word"),
     ],

@@ -84,11 +84,11 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path):
     for part in (
         "mirco_batch_size in run.yaml is not a setting. Did you mean micro_batch_size?",
         "lr (run.yaml) needs a number, not 'slow'",
-        "lr stands twice in run.yaml",
+        "lr is set twice in run.yaml",
         "Did you mean num_generations",
         "top_q is not a setting",
-        "seed takes one value, not 2 (x stray)",
-        "seed takes one value, not 2 (1 2)",
+        "seed takes one value, but got 2 (x stray)",
+        "seed takes one value, but got 2 (1 2)",
     ):
         assert part in text, part
 
@@ -97,11 +97,11 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path):
     ("argv", "part"),
     [
         (["--seed", "1.5"], "seed needs a whole number, not '1.5'"),
-        (["--seed"], "seed needs a value"),
+        (["--seed"], "seed requires a value"),
         (["--lr", "nan"], "lr needs a number"),
         (["--seed", "none"], "seed cannot be none"),
         (["--tuner_type", "dora"], "dora"),
-        (["--config"], "config needs the name of a file"),
+        (["--config"], "config requires the name of a file"),
         (["--config", "/nowhere/x.yaml"], "cannot be read"),
         (["--lr", "1", "--learning_rate", "2"], "set the same setting"),
         (["x"], "belongs to no flag"),
@@ -274,8 +274,8 @@ def test_a_map_is_a_section_of_a_file_with_or_without_its_group(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--loss_kwargs", "lr=1"], "loss_kwargs has no lr: its keys are sapo_temperature_pos,"),
-        (["--loss_kwargs", "real_tau"], "loss_kwargs needs name=value, or a mapping as JSON, not 'real_tau'."),
+        (["--loss_kwargs", "lr=1"], "loss_kwargs has no key lr. Supported: sapo_temperature_pos,"),
+        (["--loss_kwargs", "real_tau"], "loss_kwargs requires name=value, or a JSON object, not 'real_tau'."),
         (["--loss_kwargs", "real_tau=warm"], "real_tau needs a number, not 'warm'."),
         (["--loss_kwargs.lr", "1"], "loss_kwargs.lr is not a setting."),
         (["--loss_kwargs", "real_tau=1", "--real_tau", "2"], None),
@@ -284,4 +284,4 @@ def test_a_map_is_a_section_of_a_file_with_or_without_its_group(tmp_path):
 def test_what_a_map_cannot_say_is_refused_in_its_words(words, says):
     parsed = parse(words)
     assert [says in problem.message for problem in parsed.problems] == ([True] if says else [])
-    assert says or parsed.repeated == ["real_tau stands twice on the command line (1.0, 2.0): the last is used."]
+    assert says or parsed.repeated == ["real_tau is set twice on the command line (1.0, 2.0): the last value is used."]

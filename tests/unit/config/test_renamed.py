@@ -70,7 +70,7 @@ def test_no_before_a_former_name_is_false():
 
 def test_two_names_of_one_setting_must_not_have_two_values():
     (problem,) = parse(["--capsules", "1", "--debug_dump_steps", "2"]).problems
-    assert problem.message == "capsules (1) and debug_dump_steps (2) set the same setting. Keep one of them."
+    assert problem.message == "capsules (1) and debug_dump_steps (2) set the same setting. Use one of them."
 
 
 def test_a_note_is_printed_once_a_run(capsys, tmp_path):

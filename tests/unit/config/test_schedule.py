@@ -77,15 +77,16 @@ def test_rates_and_weight_decay_follow_their_formulas_at_every_step():
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"lr_decay_style": "WSD"}, "lr_decay_style WSD needs lr_wsd_decay_iters"),
-        ({"lr_wsd_decay_iters": 5}, "lr_wsd_decay_iters (5) belongs to lr_decay_style WSD, which is constant"),
-        ({"lr_wsd_decay_style": "linear", "lr_decay_style": "cosine"}, "belongs to lr_decay_style WSD, which is cosine"),
+        ({"lr_decay_style": "WSD"}, "lr_decay_style WSD requires lr_wsd_decay_iters"),
+        ({"lr_wsd_decay_iters": 5}, "lr_wsd_decay_iters (5) requires lr_decay_style WSD; lr_decay_style is constant"),
+        ({"lr_wsd_decay_style": "linear", "lr_decay_style": "cosine"}, "requires lr_decay_style WSD; lr_decay_style is cosine"),
         ({"lr_decay_iters": 5}, "lr_decay_iters (5) does nothing with lr_decay_style constant"),
         ({"lr_warmup_init": 1.0}, "lr_warmup_init (1.0) must not be above lr"),
-        ({"end_weight_decay": 0.1}, "belong to weight_decay_incr_style linear or cosine"),
-        ({"weight_decay_incr_style": "linear", "start_weight_decay": 0.1}, "needs start_weight_decay and end_weight_decay"),
-        ({"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.0}, "weight decay rises"),
-        ({"weight_decay_incr_style": "cosine", "start_weight_decay": 0, "end_weight_decay": 1, "weight_decay": 0.3}, "not used beside"),
+        ({"end_weight_decay": 0.1}, "require weight_decay_incr_style linear or cosine"),
+        ({"weight_decay_incr_style": "linear", "start_weight_decay": 0.1}, "requires start_weight_decay and end_weight_decay"),
+        ({"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.0}, "only increases weight decay"),
+        ({"weight_decay_incr_style": "cosine", "start_weight_decay": 0, "end_weight_decay": 1, "weight_decay": 0.3},
+         "weight_decay (0.3) has no effect with"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_one_sentence(values, sentence):

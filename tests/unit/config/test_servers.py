@@ -45,18 +45,18 @@ def test_files_of_addresses_are_read_anew_each_time_and_need_not_be_there_yet(tm
     assert addresses_of(named) == [Address("a", 1), Address("b", 2), Address("c", 3, is_https=True)]
     (tmp_path / "one").unlink()
     (tmp_path / "many" / "x").write_text("b:2")
-    with pytest.raises(ValueError, match=r"many/x, line 1: 'b:2' is no address like http://host:8000"):
+    with pytest.raises(ValueError, match=r"many/x, line 1: 'b:2' is not a URL of the form http://host:8000"):
         addresses_of(named)
 
 
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        (dict(vllm_server_base_url=["http://a:8000/v1"]), "http://a:8000/v1|has more in it than scheme, host and port"),
-        (dict(vllm_server_host=["a:8000"]), "(a:8000) is a host alone: its port goes to vllm_server_port"),
-        (dict(vllm_server_host=["http://a"]), "(http://a) is a host alone"),
+        (dict(vllm_server_base_url=["http://a:8000/v1"]), "http://a:8000/v1|contains more than scheme, host and port"),
+        (dict(vllm_server_host=["a:8000"]), "(a:8000) must be a host without a port. Set the port with vllm_server_port"),
+        (dict(vllm_server_host=["http://a"]), "(http://a) must be a host without a port"),
         (dict(vllm_server_host=["a"], vllm_server_ca="/nowhere"), "vllm_server_ca (/nowhere) is not a file"),
-        (dict(vllm_server_base_url=["http://a:1"], vllm_server_ca="/nowhere"), "http://a:1 is not. Use https://"),
+        (dict(vllm_server_base_url=["http://a:1"], vllm_server_ca="/nowhere"), "http://a:1 does not use it. Use https://"),
         (dict(vllm_server_host=["a"], vllm_server_port=[0]), "vllm_server_port ([0]) must be at least 1 and at most 65535 each"),
     ],
 )  # fmt: skip
@@ -85,7 +85,7 @@ def test_the_token_is_in_a_file_for_its_owner_or_in_the_variable_and_never_print
     assert read_token(servers(), environment) == "secret of a server"
     for mode in (0o640, 0o604):
         file.chmod(mode)
-        with pytest.raises(ConfigError, match=rf"can be read by others \(mode {mode:o}\). Say `chmod 600") as error:
+        with pytest.raises(ConfigError, match=rf"is readable by other users \(mode {mode:o}\). Run `chmod 600") as error:
             read_token(servers(token_file=str(file)), environment)
         assert "secret" not in str(error.value)
     for path, why in ((tmp_path / "none", "cannot be read"), (tmp_path, "cannot be read")):

@@ -100,10 +100,10 @@ def test_words_behind_dataset_are_further_ones(sets):
     ("values", "sentence"),
     [
         ({"interleave_prob": [0.5, 0.5]}, "has 2 weights for 1 data sets"),
-        ({"interleave_prob": [1.0], "dataset": "a"}, "and there is one. Leave it out"),
+        ({"interleave_prob": [1.0], "dataset": "a"}, "and dataset has one. Omit it"),
         ({"stopping_strategy": "all_exhausted"}, "there are no weights"),
-        ({"columns": {"a": "prompt", "b": "prompt"}}, "cannot get one name"),
-        ({"split_dataset_ratio": 0.1, "eval_dataset": "y"}, "both say what is held out"),
+        ({"columns": {"a": "prompt", "b": "prompt"}}, "cannot have the same new name"),
+        ({"split_dataset_ratio": 0.1, "eval_dataset": "y"}, "both define the held-out set"),
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(values, sentence):

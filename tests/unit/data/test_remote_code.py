@@ -93,7 +93,7 @@ def test_a_tokenizer_of_its_own_is_refused_and_its_code_does_not_run(model, mark
         load_tokenizer(str(model))
     [problem] = caught.value.problems
     assert problem.message == (
-        f"model: the tokenizer of {model} is code of its own (tokenization_mine.py, configuration_mine.py and helper_of_mine.py), which is "
+        f"model: the tokenizer of {model} is custom code (tokenization_mine.py, configuration_mine.py and helper_of_mine.py), which is "
         "not run. Read them; if you trust them, give trust_remote_code true."
     )
     assert not mark.exists()
@@ -106,7 +106,8 @@ def test_trusted_code_runs_after_it_was_named(model, plain, mark, caplog):
     assert sorted(set(mark.read_text().split())) == ["configuration", "tokenizer"]
     [told] = [record.getMessage() for record in caplog.records if record.name.startswith("megatron_grpo")]
     assert told == (
-        f"trust_remote_code: tokenization_mine.py, configuration_mine.py and helper_of_mine.py of {model} run as you do. Read them first."
+        f"trust_remote_code: tokenization_mine.py, configuration_mine.py and helper_of_mine.py of {model} run with your permissions. Read "
+        "them first."
     )
 
 
@@ -123,7 +124,7 @@ def test_a_configuration_that_nobody_else_has_is_refused_where_vllm_would_fail(m
     change(model / "config.json", model_type="kimi_k2")  # transformers has none, vLLM has
     assert said(model, is_trusted=False) == ""
     change(model / "config.json", model_type="mine")
-    assert said(model, is_trusted=False).startswith(f"model: the configuration of {model} is code of its own")
+    assert said(model, is_trusted=False).startswith(f"model: the configuration of {model} is custom code")
 
 
 def test_code_that_is_in_another_repository_or_missing_is_said_and_nothing_is_fetched(model, mark):
@@ -239,7 +240,7 @@ def test_mismatch_runs_its_code_where_it_is_trusted_and_is_refused_where_not(mod
         return code, " ".join((out.getvalue() + said.getvalue()).split())
 
     [(code, said)] = run_ranks(body, 1)
-    assert code == 2 and "is code of its own (tokenization_mine.py" in said and "trust_remote_code true" in said and not mark.exists()
+    assert code == 2 and "is custom code (tokenization_mine.py" in said and "trust_remote_code true" in said and not mark.exists()
     [(code, said)] = run_ranks(body, 1, "--trust_remote_code", "true", timeout=200)
     assert code == 0 and "tokenizer" in mark.read_text().split(), said
 

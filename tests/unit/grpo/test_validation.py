@@ -117,13 +117,17 @@ def test_warned_about(settings, says):
 @pytest.mark.parametrize(
     ("rollout", "says", "nearest"),
     [
-        ({"top_k": 257}, "top_k (257) is more than 256: the ids of the words that it leaves travel with every token", {"top_k": [256, 0]}),
+        (
+            {"top_k": 257},
+            "top_k (257) is more than 256: the IDs of the remaining tokens are stored with every sampled token",
+            {"top_k": [256, 0]},
+        ),
         ({"top_p": 0.9}, None, {}),
         ({"min_p": 0.1}, None, {}),
         ({"vllm_structured_outputs_regex": "a+"}, None, {}),
-        ({"min_p": 0.1, "top_k": 4, "rollout_func": "a.py:f"}, "top_k 4 and min_p 0.1 does not go with rollout_func", {}),
-        ({"top_k": 1}, "top_k (1) leaves the likeliest word alone", {"top_k": [64, 0]}),
-        ({"top_k": 5, "min_p": 1.0}, "min_p (1) leaves the likeliest word alone", {"min_p": [0.0]}),
+        ({"min_p": 0.1, "top_k": 4, "rollout_func": "a.py:f"}, "top_k 4 and min_p 0.1 is not supported with rollout_func", {}),
+        ({"top_k": 1}, "top_k (1) keeps only the most likely token", {"top_k": [64, 0]}),
+        ({"top_k": 5, "min_p": 1.0}, "min_p (1) keeps only the most likely token", {"min_p": [0.0]}),
         ({"min_p": 0.1, "top_k": 256, "top_p": 0.9}, None, {}),
     ],
 )
@@ -144,7 +148,7 @@ def test_what_is_left_of_the_vocabulary_must_be_able_to_travel(rollout, says, ne
 def test_a_cut_without_top_k_comes_with_the_largest_and_that_is_said(rollout, said):
     cfg = RolloutConfig(**rollout)
     (warning,) = validation.warnings(Config(rollout=cfg))
-    assert warning.startswith(f"Note: {said} without top_k draws among the 256 likeliest words (top_k 256)")
+    assert warning.startswith(f"Note: {said} without top_k implies top_k 256")
     asked = SamplingSettings.of(cfg, num_generations=2)
     assert (asked.top_k, asked.top_p, asked.min_p, asked.returns_sampling_mask) == (256, cfg.top_p, cfg.min_p, True)
     assert SamplingSettings.of(RolloutConfig(), num_generations=2).top_k == 0

@@ -126,7 +126,7 @@ def test_with_streaming_a_rollout_goes_on_into_the_next_epoch_and_that_is_said()
     assert not made.checked.config.data.dataset_drop_last
     assert any(warning.startswith("streaming: TRL leaves out what does not fill a rollout") for warning in made.warnings)
     said = refusal("--streaming true --max_prompt_length 9 --max_steps 5 --dataset_drop_last true", 8)
-    assert "Leave dataset_drop_last out" in said
+    assert "Omit dataset_drop_last" in said
 
 
 # ---- the others --------------------------------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def test_nothing_is_asked_where_nobody_asked_for_it(hub, folders):
     [
         ({"hub_model_id": "a/b"}, "hub_model_id (a/b) does nothing without push_to_hub true"),
         ({"hub_private_repo": False}, "hub_private_repo (False) does nothing without push_to_hub true"),
-        ({"push_to_hub": True, "export_hf": False}, "push_to_hub true uploads what export_hf writes"),
+        ({"push_to_hub": True, "export_hf": False}, "push_to_hub true requires export_hf true"),
     ],
 )
 def test_settings_that_do_nothing_are_refused(values, sentence):

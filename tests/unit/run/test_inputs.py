@@ -124,7 +124,7 @@ BAD = {
     "a file that no run wrote": (lambda good, at: {"output_dir": write(at / "config.yaml", "{}").parent},
                                  "config.yaml was not written by `train`, which would replace it"),
     "an empty list in a file": (lambda good, at: {"config": write(at / "c.yaml", "sequence_parallel: []")},
-                                "sequence_parallel (c.yaml) needs a value"),
+                                "sequence_parallel (c.yaml) requires a value"),
     "two ways to begin": (lambda good, at: {"overwrite_output_dir": "true", "resume": str(at)}, "Leave one of them out."),
     "a zero among it all": (lambda good, at: {"micro_batch_size": 0, "dataset": "gone.jsonl", "reward_funcs": "lenght"},
                             "micro_batch_size must be at least 1, not 0"),

@@ -81,8 +81,7 @@ def test_code_in_the_models_folder_runs_in_an_engine_that_was_told_so(home, mode
     told |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
     (own / "tokenizer_config.json").write_text(json.dumps(told))
     assert problems("--model", str(own)) == [
-        f"model: the tokenizer of {own} is code of its own (mine.py), which is not run. Read it; if you trust it, give trust_remote_code "
-        "true."
+        f"model: the tokenizer of {own} is custom code (mine.py), which is not run. Read it; if you trust it, give trust_remote_code true."
     ]
     trusts = [_options(check_serving(parse(["--model", str(path), *words])), None, on_gpu=False)["trust_remote_code"]
               for path, words in ((model, []), (own, ["--trust_remote_code", "true"]))]  # fmt: skip
@@ -102,7 +101,7 @@ def test_train_is_not_told_in_vain_where_to_listen():
     from megatron_grpo.config.validation import validate
 
     said = [str(problem) for problem in validate(parse(["--port", "9"]).config)]
-    assert any("port is read by `megatron-grpo serve` alone" in line for line in said)
+    assert any("port is used by `megatron-grpo serve` only" in line for line in said)
 
 
 def test_a_token_is_made_once_for_its_owner_alone_and_found_again(home):
@@ -135,9 +134,15 @@ def test_the_variable_is_the_token_where_no_file_is_named(home, monkeypatch):
 
 
 @pytest.mark.parametrize(("token", "mode", "says"), [
+<<<<<<< HEAD
     (GOOD, 0o644, "can be read by others (mode 644). Say `chmod 600"),
     (GOOD, 0o660, "can be read by others"), ("short", 0o600, "at least 16"),
     ("", 0o600, "has 0 characters"), ("a token with spaces in it", 0o600, "without spaces"),
+=======
+    (GOOD, 0o644, "is readable by other users (mode 644). Run `chmod 600"),
+    (GOOD, 0o660, "is readable by other users"), ("short", 0o600, "at least 16"),
+    ("", 0o600, "holds 0 characters"), ("a token with spaces in it", 0o600, "without spaces"),
+>>>>>>> 54535340 (Messages of config/ say the problem, the values and the remedy)
     ("ein-Schlüssel-mit-ü-drin", 0o600, "at least 16"),
     ("two-lines-of-token\nsecond-line", 0o600, "at least 16"),
 ])  # fmt: skip
