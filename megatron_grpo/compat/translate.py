@@ -119,7 +119,7 @@ class Translation:
         if entry.name == "$other":
             self.notes.append(f"{entry.source}: the flags of its last command are read, not those of {entry.raw[0]}.")
         elif entry.name == "$twice":
-            self.repeated.append(f"{entry.raw[0]} stands twice in {entry.source}: the last is used.")
+            self.repeated.append(f"{entry.raw[0]} is set twice in {entry.source}: the last value is used.")
         elif entry.name in ("$NPROC_PER_NODE", "$NNODES") and entry.raw[0].isdigit():
             self._launcher[entry.name] = (entry.source, int(entry.raw[0]))
 

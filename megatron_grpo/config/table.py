@@ -19,7 +19,8 @@ from megatron_grpo.config.field import Setting
 # Groups of rarely used settings, each under one name that `--help` lists once: (topic, prefixes of the names of its keys). A key is a
 # setting like any other, with its own flag.
 MAPS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "recompute_kwargs": ("activation recompute: layers and modules", ("recompute_method", "recompute_num_", "recompute_modules", "vit_gradient_")),
+    "recompute_kwargs": ("activation recompute: layers and modules", ("recompute_method",
+                         "recompute_num_", "recompute_modules", "vit_gradient_")),
     "lora_kwargs": ("LoRA beyond rank, alpha and targets", ("lora_dropout", "use_rslora", "lora_dtype", "target_regex", "exclude_modules",
                                                             "rank_pattern", "alpha_pattern")),
     "freeze_kwargs": ("frozen weights with tuner_type full", ("freeze_", "trainable_")),

@@ -17,7 +17,7 @@ from megatron_grpo.weights.lora import LoraSettings, linear_modules
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.stored import adapter_problems
 
-_SEES = "false, of a model that sees"
+_SEES = "false (vision-language model)"
 _TARGETS = ("target_modules", "target_regex", "exclude_modules")
 
 
@@ -123,8 +123,11 @@ def _contradictions(cfg: Config, found: LoraSettings, shape: ModelShape | None) 
     values = _settings_of(found)
     typed = [name for name in values if name in cfg.typed and name not in _TARGETS and getattr(cfg.tuner, name) != values[name]]
     for name in typed:
-        message = f"{name} ({format_value(getattr(cfg.tuner, name))}) differs from that of adapters ({format_value(values[name])} in \
-{cfg.tuner.adapters}), which the run begins with and continues. Leave {name} out."
+        message = (
+            f"{name} ({format_value(getattr(cfg.tuner, name))}) differs from that of adapters ({format_value(values[name])} in "
+            f"\
+{cfg.tuner.adapters}), from which the run starts. Omit {name}."
+        )
         yield Problem(flags=(name, "adapters"), message=message)
     targets = [name for name in _TARGETS if name in cfg.typed]
     if targets and shape and are_names_readable(cfg):
@@ -133,8 +136,8 @@ def _contradictions(cfg: Config, found: LoraSettings, shape: ModelShape | None) 
             said = ", ".join(f"{name} ({format_value(getattr(cfg.tuner, name))})" for name in targets)
             yield Problem(
                 flags=(*targets, "adapters"),
-                message=f"{said} asks for adapters on {_ends(asked)}, and adapters ({cfg.tuner.adapters}), which the run begins with and "
-                f"continues, has them on {_ends(there)}. Leave {' and '.join(targets)} out.",
+                message=f"{said} selects {_ends(asked)}, but adapters ({cfg.tuner.adapters}), from which the run starts, has "
+                f"{_ends(there)}. Omit {' and '.join(targets)}.",
             )
 
 

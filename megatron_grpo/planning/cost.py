@@ -221,10 +221,10 @@ def _flops(
         "assumptions": [
             f"every sequence has {prompt} + {completion} tokens ("
             + ("the mean of the file of lengths)" if lengths else "the longest that the settings allow)"),
-            "but log-probs and training: as one optimizer step is packed (`sharing`), alignment in linear layers included; the last token "
-            "of a sequence is not computed",
-            "matrix products alone, 2 FLOPs each; causal attention at half of its square; "
-            f"a backward is {whole.backward / whole.forward:.3g} forwards",
+            "except log-probs and training: packed as in one optimizer step (`sharing`), including alignment in linear layers; the last "
+            "token of a sequence is not computed",
+            "matrix products only, 2 FLOPs per multiply-add; causal attention at half of the full square; a backward pass costs "
+            f"{whole.backward / whole.forward:.3g} forward passes",
             "per rollout, over all ranks; the output layer at completion positions only",
             "rollout: prompts are computed once per group" if shares_prompts else "rollout: prompts are computed once per completion",
         ],

@@ -190,8 +190,8 @@ def legend(sizes: BatchSizes) -> list[str]:
     return [
         f"cells     prompts of the {per_cell} that a rank trains ({sizes.num_generations} make a group)",
         "stale     optimizer steps between sampling and training; · is on-policy",
-        "old log-probs: own forward - of this very step, nothing to do; forward-only - an",
-        "  extra pass by the weights there are when a rollout comes in; kept - from the",
+        "old log-probs: own forward - from this step's forward pass; forward-only - an",
+        "  extra pass with the weights when the rollout arrives; kept - from the",
         "  slice's first training forward; sampler's - vLLM's own (old_logprobs rollout)",
     ]
 

@@ -108,18 +108,18 @@ class ImageFacts:
     def told(self) -> Iterator[str]:
         """Yield lines for the report."""
         yield (
-            f"a picture has {self.tokens_per_image_mean:,.0f} tokens on average, at most {self.tokens_per_image_max:,} "
-            f"({self.side} x {self.side} pixels each, max_pixels {self.max_pixels:,}); a prompt shows up to {self.max_images}"
+            f"an image has {self.tokens_per_image_mean:,.0f} tokens on average, at most {self.tokens_per_image_max:,} ({self.side} x "
+            f"{self.side} pixels each, max_pixels {self.max_pixels:,}); a prompt has up to {self.max_images}"
         )
         about = "about " if self.text_is_estimated else ""
-        why = f"; its text is taken as {CHARACTERS_OF_A_TOKEN} characters a token" if self.text_is_estimated else ""
+        why = f"; its text is estimated at {CHARACTERS_OF_A_TOKEN} characters per token" if self.text_is_estimated else ""
         yield (
-            f"a prompt has {self.image_tokens_per_prompt_mean:,.0f} picture tokens on average, {about}{self.share:.0%} of it, and at most "
+            f"a prompt has {self.image_tokens_per_prompt_mean:,.0f} image tokens on average, {about}{self.share:.0%} of it, and at most "
             f"{self.image_tokens_per_prompt_max:,}{why}"
         )
         yield (
             f"patches of a micro-batch: up to {self.patches_bytes_of_micro_batch / 1e6:,.1f} MB in float32 on each rank of the first stage "
-            f"({self.rows_looked_at:,} rows were looked at, {self.rows_with_images:,} of them with pictures)"
+            f"({self.rows_looked_at:,} rows examined, {self.rows_with_images:,} of them with images)"
         )
 
     def warnings(self) -> Iterator[str]:
@@ -127,8 +127,8 @@ class ImageFacts:
         if self.tokens_per_image_max > MANY_TOKENS:
             bound = 1280 * self.side**2
             yield (
-                f"The largest picture has {self.tokens_per_image_max:,} tokens, which every completion of its prompt attends to. "
-                f"--max_pixels {bound} makes it at most 1,280."
+                f"The largest image has {self.tokens_per_image_max:,} tokens, to which every completion of its prompt attends. "
+                f"--max_pixels {bound} limits it to 1,280."
             )
 
 
@@ -152,6 +152,6 @@ def learns_nothing(cfg: Config, shape: ModelShape) -> Iterator[str]:
     if trains_tower(cfg.tuner, shape):
         thawed = " and ".join(f"{name} false" for name in ("freeze_vit", "freeze_aligner") if not getattr(cfg.tuner, name))
         yield (
-            f"no prompt of {cfg.data.dataset} shows a picture, so the vision tower ({thawed or 'trainable_parameters'}) learns nothing: "
-            "its gradient is zero, and it has the memory of what trains."
+            f"no prompt of {cfg.data.dataset} has an image, so the vision tower ({thawed or 'trainable_parameters'}) is not trained: its "
+            "gradient is zero, but it takes the memory of trained weights."
         )

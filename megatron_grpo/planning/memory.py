@@ -24,7 +24,7 @@ from megatron_grpo.planning.token_counts import Lengths, sequence_tokens
 from megatron_grpo.weights.buckets import MIB
 from megatron_grpo.weights.shape import ModelShape
 
-TOWER = "vision tower: on the first stage, whole on each rank; activations as if every token of a prompt were a picture's"
+TOWER = "vision tower: on the first stage, complete on each rank; activations as if every prompt token were an image token"
 LINK = 50e9  # bytes per second between a GPU and its host, in each direction: PCIe 5.0 x16
 UNCOUNTED = 6e9  # bytes that `auto` reserves for what the estimates omit: CUDA context, NCCL buffers, CUDA graphs, fragmentation
 MOST_TOKENS = 2**20  # upper limit of the search for a micro-batch size, in tokens on one rank
@@ -84,18 +84,18 @@ def decide(cfg: Config, peak: Callable[[Offload], int], gpu: int | None) -> Offl
     ]
     first = ways[0]
     if cfg.rollout.vllm_mode != "colocate":
-        return Offload(model=False, optimizer=False, why="the sampler has memory of its own")
+        return Offload(model=False, optimizer=False, why="the sampler has separate memory")
     if len(ways) == 1:
-        return replace(first, why="as it is set")
+        return replace(first, why="as configured")
     if gpu is None:
-        return replace(first, why="auto asks the GPU how much memory it has; gpu_memory_gb says it here")
+        return replace(first, why="auto depends on the memory of the GPU; set gpu_memory_gb")
     peaks = {way: peak(way) for way in ways}
     chosen = next((way for way in ways if peaks[way] + UNCOUNTED <= gpu), None) or min(ways, key=lambda way: peaks[way])
-    verdict = "" if peaks[chosen] + UNCOUNTED <= gpu else ", which do not fit whatever is given away"
+    verdict = "" if peaks[chosen] + UNCOUNTED <= gpu else ", which does not fit even with offloading"
     needed = (
         f"{peaks[first] / 1e9:.1f} GB" if chosen is first else f"{peaks[first] / 1e9:.1f} GB without it, {peaks[chosen] / 1e9:.1f} with it"
     )
-    return replace(chosen, why=f"of {gpu / 1e9:g} GB: {needed}, and {UNCOUNTED / 1e9:g} that are not counted{verdict}")
+    return replace(chosen, why=f"of {gpu / 1e9:g} GB: {needed}, plus {UNCOUNTED / 1e9:g} GB that is not counted{verdict}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,36 +356,32 @@ def _assumptions(cfg: Config, tuning: Tuning, prompt: int, completion: int, leng
     where = (
         f"the longest of {cfg.plan.lengths}"
         if lengths
-        else f"max_prompt_length {'given' if cfg.data.max_prompt_length else 'not given, taken as ' + str(prompt)}, max_completion_length"
+        else f"max_prompt_length {'set' if cfg.data.max_prompt_length else 'not set, assumed ' + str(prompt)}, max_completion_length"
     )
-    kv = "what vllm_gpu_memory_utilization leaves beside its weights" if cfg.plan.gpu_memory_gb else "all its sequences at full length"
+    kv = "the rest of vllm_gpu_memory_utilization after its weights" if cfg.plan.gpu_memory_gb else "all its sequences at full length"
     sleeping = {
-        0: "vLLM keeps its memory while training",
-        1: "vLLM's weights wait on the host while training",
-        2: "vLLM drops its weights while training",
+        0: "vLLM keeps its memory during training",
+        1: "vLLM's weights are on the host during training",
+        2: "vLLM drops its weights during training",
     }
     reference = []
     if tuning.adapter_size and cfg.grpo.beta > 0 and not cfg.grpo.ref_model:
-        what = (
-            f"other matrices in its adapters' places ({cfg.tuner.ref_adapters or cfg.tuner.adapters})"
-            if tuning.reference_rank
-            else "adapters off"
-        )
+        what = f"the reference adapter ({cfg.tuner.ref_adapters or cfg.tuner.adapters})" if tuning.reference_rank else "adapters off"
         reference = [f"reference: the same model with {what}"]
     scaled = {"fp16", "fp8"} & {cfg.optimizer.main_params_dtype, cfg.optimizer.exp_avg_dtype, cfg.optimizer.exp_avg_sq_dtype}
-    scales = [f"scales of {' and '.join(sorted(scaled))}, 4 bytes for {BLOCK:,} numbers, not counted"] if scaled else []
+    scales = [f"scales of {' and '.join(sorted(scaled))}, 4 bytes per {BLOCK:,} numbers, not counted"] if scaled else []
     return [
-        "weights and gradients are exact, the optimizer's state is a rank's equal share; alignment and Adam's step counters not counted",
+        "weights and gradients are exact; optimizer state is an equal share per rank; alignment and Adam's step counters are not counted",
         *scales,
         *reference,
         f"every sequence has {prompt} + {completion} tokens ({where})",
-        "activations: flash attention, fused norms, no dropout; what a layer's backward needs, for the micro-batches in flight",
+        "activations: flash attention, fused norms, no dropout; saved for the backward pass of all micro-batches in flight",
         f"logits: {cfg.model.logprob_chunk_size} positions at a time in float32, and their gradient",
         *([] if cfg.rollout.vllm_mode == "server" else [f"KV cache: {kv}"]),
-        f"weight push: two buckets of {bucket_bytes(cfg) // MIB} MiB (weight_sync_bucket_mb), or the largest parameter; "
-        "what vLLM keeps until a layer is complete is not counted",
-        "vLLM is on servers, and holds nothing here"
+        f"weight sync: two buckets of {bucket_bytes(cfg) // MIB} MiB (weight_sync_bucket_mb), or the largest parameter; vLLM's buffers for "
+        "incomplete layers are not counted",
+        "vLLM is on rollout servers and takes no memory here"
         if cfg.rollout.vllm_mode == "server"
         else sleeping[cfg.rollout.sleep_level] + f" (sleep_level {cfg.rollout.sleep_level})",
-        "not counted: CUDA context, NCCL buffers, CUDA graphs, fragmentation (commonly 3 to 6 GB a GPU)",
+        "not counted: CUDA context, NCCL buffers, CUDA graphs, fragmentation (typically 3 to 6 GB per GPU)",
     ]

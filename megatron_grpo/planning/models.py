@@ -51,7 +51,7 @@ def read_shape(model: str) -> tuple[ModelShape | None, list[Problem]]:
     except (OSError, ValueError) as error:
         return None, [problem_with("model", f"model: {file} is not valid JSON: {error}.")]
     if not isinstance(config, dict):
-        return None, [problem_with("model", f"model: {file} does not hold a model's configuration.")]
+        return None, [problem_with("model", f"model: {file} is not a model configuration.")]
     return _shape(_with_architecture(config))
 
 
@@ -161,8 +161,8 @@ def teacher_problems(cfg: Config, student: ModelShape | None, teacher: ModelShap
     name, own = cfg.grpo.teacher_model, config_of_teacher(cfg, teacher, student)
     if student is not None and teacher.vocab_size < student.vocab_size:
         message = (
-            f"teacher_model ({name}) knows {teacher.vocab_size} token ids, and the policy draws from {student.vocab_size}: it has no "
-            "log-prob for the last ones. A teacher is of the policy's family, with the same vocabulary."
+            f"teacher_model ({name}) has {teacher.vocab_size} token IDs, fewer than the policy ({student.vocab_size}). Use a teacher with "
+            "the policy's vocabulary."
         )
         yield problem_with((FLAG, "model"), message)
     said = {problem.message for problem in _against(cfg, student)} if student is not None else set()

@@ -119,7 +119,7 @@ def _sections(made: Plan, width: int, *, is_short: bool) -> Iterator[tuple[str, 
         if cfg.plan.dialect:
             yield "the same in native flags", [_to_paste(native_flags(cfg, sizes), width)]
     if made.checked.parsed.defaults:
-        yield f"defaults that differ in {cfg.plan.dialect}, and were not typed", [_defaults(made)]
+        yield f"defaults that differ in {cfg.plan.dialect}, not set by you", [_defaults(made)]
 
 
 def _defaults(made: Plan) -> Line:
@@ -175,13 +175,13 @@ def _size_rows(made: Plan) -> Iterator[tuple[str, str, str]]:
     yield "forward-only", f"{old['slices_recomputed']}", f"of {old['slices_total']} slices{who}"
     if sizes.async_rollout_depth:
         (mean, most), (without, _) = staleness(sizes), staleness(replace(sizes, async_rollout_depth=0))
-        why = f"optimizer steps on average, at most {most}, between sampling and training; {without:.3g} if training waited"
+        why = f"optimizer steps on average, at most {most}, between sampling and training; {without:.3g} without async rollouts"
         yield "one rollout ahead", f"{mean:.3g}", why
     is_shared, _, why = str(made.sharing).partition(": ")
     yield "shared prompts", is_shared, why
     if sizes.layout.pp > 1:
         m = made.cost["sharing"]["micro_batches_of_rank_shared"] if made.cost else a
-        why = f"= (pp - 1) / (vpp x m + pp - 1), pp {sizes.layout.pp}, vpp {sizes.layout.vpp or 1}, m {m} micro-batches a rank"
+        why = f"= (pp - 1) / (vpp x m + pp - 1), pp {sizes.layout.pp}, vpp {sizes.layout.vpp or 1}, m {m} micro-batches per rank"
         yield "pipeline bubble", f"{made.bubble:.1%}", why
 
 
@@ -194,11 +194,11 @@ def _memory(memory: dict[str, Any], cost: dict[str, Any]) -> Iterator[Line]:
         fits = memory["peak_bytes"] <= memory["gpu_memory_bytes"]
         cache = f"; the KV cache does NOT hold one sequence of {memory['longest_sequence']:,} tokens" * (fits > memory["fits"])
         peak, gpu = gigabytes(memory["peak_bytes"]), gigabytes(memory["gpu_memory_bytes"])
-        said = f"the peak, {peak} GB, {'fits in' if fits else 'does NOT fit in'} {gpu} GB{cache}"
+        said = f"peak {peak} GB {'fits in' if fits else 'does NOT fit in'} {gpu} GB{cache}"
         yield said, "green" if memory["fits"] else "bold red"
     if saved := max(stage["activations_saved_bytes"] for stage in memory["stages"]):
         yield (
-            f"each prompt once: a micro-batch has {memory['tokens_per_micro_batch']:,} tokens on a rank in place of "
+            f"shared prefixes: a micro-batch has {memory['tokens_per_micro_batch']:,} tokens on a rank instead of "
             f"{memory['tokens_per_micro_batch_apart']:,}, which saves {gigabytes(saved)} GB of activations"
         )
     yield from ((f"  {assumption}", "dim") for assumption in [*describe_tower(memory), *memory["assumptions"]])
@@ -235,25 +235,25 @@ def describe_tower(memory: dict[str, Any]) -> list[str]:
         return []
     tower, here = memory["tower"], memory["stages"][0]["num_layers"]
     layers, first = tower["outweighs"]["layers"], tower["outweighs"]["first"]
-    even = "" if first in (None, here) else f": stages are most even with decoder_first_pipeline_num_layers {first}, which is {here} now"
+    even = "" if first in (None, here) else f": stages are most balanced with decoder_first_pipeline_num_layers {first} (now {here})"
     return [
         f"vision tower, on stage 0: {tower['parameters'] / 1e9:.2f} B parameters ({tower['trainable_parameters'] / 1e9:.2f} B train), "
         f"{gigabytes(tower['static_bytes'])} GB, and {gigabytes(tower['activations_bytes'])} GB for up to "
-        f"{tower['patches_per_micro_batch']:,} patches; as much as {layers:g} layers{even}"
+        f"{tower['patches_per_micro_batch']:,} patches; equivalent to {layers:g} layers{even}"
     ]
 
 
 def _beside_the_policy(memory: dict[str, Any]) -> Iterator[Line]:
     sampler = memory["sampler"]
     if not sampler["weights_bytes"]:
-        yield "vLLM: on rollout servers, nothing here"
+        yield "vLLM: on rollout servers, no memory here"
     else:
-        adapters = f"room for an adapter {gigabytes(sampler['adapters_bytes'])} GB, " if sampler["adapters_bytes"] else ""
+        adapters = f"adapter {gigabytes(sampler['adapters_bytes'])} GB, " if sampler["adapters_bytes"] else ""
         cache = f"KV cache {gigabytes(sampler['kv_cache_bytes'])} GB ({sampler['kv_cache_tokens']:,} tokens)"
         yield f"vLLM: weights {gigabytes(sampler['weights_bytes'])} GB, {adapters}{cache}"
         yield describe_offload(memory["offload"])
     if staged := memory["staged_bytes"]:
-        yield f"async_save: the host holds {gigabytes(staged)} GB for a rank, its share of a checkpoint"
+        yield f"async_save: {gigabytes(staged)} GB of host memory per rank, its share of a checkpoint"
 
 
 def describe_offload(offload: dict[str, Any]) -> str:
@@ -267,10 +267,10 @@ def describe_offload(offload: dict[str, Any]) -> str:
     given = [name for name in ("model", "optimizer") if offload[name]]
     said = " and ".join(f"offload_{name}" for name in given or ("model", "optimizer"))
     freed, host, seconds = (offload[("" if given else "most_") + name] for name in ("freed_bytes", "host_bytes", "seconds_per_rollout"))
-    does = "frees" if given else "if they were on, they would free"
+    does = "frees" if given else "enabled, they would free"
     return (
-        f"{said} {'on' if given else 'off'} ({offload['why']}): {does} {gigabytes(freed)} GB of a rank while vLLM samples; the host holds "
-        f"{gigabytes(host)} GB for the rank then, and the way there and back takes {seconds:.2g} s a rollout at {LINK / 1e9:g} GB/s"
+        f"{said} {'on' if given else 'off'} ({offload['why']}): {does} {gigabytes(freed)} GB per rank during sampling; they take "
+        f"{gigabytes(host)} GB of host memory per rank, and the transfers take {seconds:.2g} s per rollout at {LINK / 1e9:g} GB/s"
     )
 
 
@@ -280,18 +280,21 @@ def _cost(cost: dict[str, Any]) -> Iterator[Line]:
         for phase, flops in cost["flops_per_rollout"].items():
             if flops:
                 yield f"{phase.replace('_', ' '):<20}{flops / 1e12:>14,.2f} TFLOP {flops / total:>5.0%}"
-        once = f", and {gigabytes(cost['base_push_bytes'])} GB once, before the first" if cost["base_push_bytes"] else ""
-        yield f"{'weight push':<20}{gigabytes(cost['weight_push_bytes']):>14} GB{once}"
+        once = f", and {gigabytes(cost['base_push_bytes'])} GB once, before the first sync" if cost["base_push_bytes"] else ""
+        yield f"{'weight sync':<20}{gigabytes(cost['weight_push_bytes']):>14} GB{once}"
         calls, buckets = cost["weight_push_collectives"], cost["weight_push_buckets"]
         received = f"the busiest rank receives {gigabytes(cost['weight_push_received_bytes'])} GB"
         yield f"{'':<20}{calls:>14,} collectives of {buckets:,} bucket{'s' * (buckets != 1)}; {received}"
         yield f"{'checkpoint':<20}{gigabytes(cost['checkpoint_bytes']):>14} GB"
-        kinds = ("experts", "replayed experts", "a rollout", "a token"), ("kept", "kept words", "a rollout at most", "a drawn token")
+        kinds = (
+            ("experts", "replayed experts", "per rollout", "per token"),
+            ("kept", "sampling masks", "per rollout at most", "per sampled token"),
+        )
         for part, name, a_rollout, a_token in kinds:
             if found := cost.get(part):
                 yield (
                     f"{name:<20}{gigabytes(found['bytes_of_rollout']):>14} GB {a_rollout}, {found['bytes_of_token']:,} bytes {a_token}; "
-                    f"in a checkpoint up to {gigabytes(found['checkpoint_bytes'])} GB besides"
+                    f"adds up to {gigabytes(found['checkpoint_bytes'])} GB to a checkpoint"
                 )
         yield from ((f"  {assumption}", "dim") for assumption in cost["assumptions"])
     yield from _sharing(cost["sharing"])
@@ -308,23 +311,23 @@ def _sharing(sharing: dict[str, Any]) -> Iterator[Line]:
     step = f"an optimizer step computes {apart:,} tokens in {sharing['micro_batches_apart']:,} micro-batches"
     if sharing["shares"]:
         step += (
-            f" with a prompt for every completion, and {shared:,} ({1 - shared / apart:.1%} fewer) in {sharing['micro_batches_shared']:,} "
-            f"with each prompt once: {sharing['groups']:,} groups in {sharing['pieces']:,} pieces"
+            f" with a copy of the prompt per completion, and {shared:,} ({1 - shared / apart:.1%} fewer) in "
+            f"{sharing['micro_batches_shared']:,} with shared prefixes: {sharing['groups']:,} groups in {sharing['pieces']:,} pieces"
         )
         if sharing["bubble_apart"]:
-            step += f"; pipeline stages wait {sharing['bubble_apart']:.1%} and {sharing['bubble_shared']:.1%} of it"
+            step += f"; pipeline bubble {sharing['bubble_apart']:.1%} and {sharing['bubble_shared']:.1%}"
     yield step
     if sharing["shares"] and "flops_apart" in sharing:
         before, after = (sum(sharing[f"flops_{way}"].values()) for way in ("apart", "shared"))
         yield (
-            f"log-probs and training of a rollout: {before / 1e12:,.2f} TFLOP with a prompt for every completion, {after / 1e12:,.2f} "
-            f"({1 - after / before:.1%} fewer) with each prompt once"
+            f"log-probs and training of a rollout: {before / 1e12:,.2f} TFLOP with a copy of the prompt per completion, "
+            f"{after / 1e12:,.2f} ({1 - after / before:.1%} fewer) with shared prefixes"
         )
     if budget := sharing["budget"]:
-        bubble = f", pipeline stages would wait {budget['bubble']:.1%}" if budget["bubble"] else ""
+        bubble = f", pipeline bubble {budget['bubble']:.1%}" if budget["bubble"] else ""
         yield (
-            f"max_tokens_per_micro_batch {budget['max_tokens_per_micro_batch']} would do ({budget['why']}): {budget['tokens']:,} tokens in "
-            f"{budget['micro_batches_of_rank']:,} micro-batches a rank{bubble}"
+            f"max_tokens_per_micro_batch {budget['max_tokens_per_micro_batch']} is sufficient ({budget['why']}): {budget['tokens']:,} "
+            f"tokens in {budget['micro_batches_of_rank']:,} micro-batches per rank{bubble}"
         )
 
 
@@ -368,12 +371,12 @@ def describe_servers(servers: dict[str, Any], push_bytes: int | None) -> list[st
         push_bytes: Bytes of one weight sync; None if the model is unknown.
     """
     some = ", ".join(servers["addresses"][:4]) + (", ..." if len(servers["addresses"]) > 4 else "")
-    files = f"{' and ' if some else ''}whoever writes to {', '.join(servers['files'])}" if servers["files"] else ""
+    files = f"{' and ' if some else ''}servers that register in {', '.join(servers['files'])}" if servers["files"] else ""
     lines = [
-        f"{servers['num_servers'] or 'no'} rollout server{'s' * (servers['num_servers'] != 1)} named: {some}{files}",
-        f"each is asked {servers['prompts_per_call']} prompts a call, {servers['calls_per_server']} calls at a time (if it decodes "
-        f"{servers['max_num_seqs']} sequences together, its default)",
+        f"{servers['num_servers'] or 'no'} rollout server{'s' * (servers['num_servers'] != 1)}: {some}{files}",
+        f"each gets {servers['prompts_per_call']} prompts per request, {servers['calls_per_server']} requests at a time (if it decodes "
+        f"{servers['max_num_seqs']} sequences together, the default)",
     ]
     sent = f"{push_bytes / 1e9:.3g} GB, " if push_bytes is not None else ""
-    lines.append(f"a push is {sent}gathered to rank 0, which sends each byte once for all workers of all servers")
+    lines.append(f"a weight sync is {sent}gathered on rank 0, which sends each byte once to the workers of all servers")
     return lines

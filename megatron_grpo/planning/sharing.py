@@ -22,7 +22,7 @@ FLAG = "max_tokens_per_micro_batch"
 TRIES = 4  # maximum packings in the search for a budget that leaves enough micro-batches
 LEAST_SAVING = 1 / 16  # of a group's tokens; on a CPU, sharing that saved less was slower than recomputing them
 
-_PLAIN = "attention with parents is plain matrix products, and every score of a part exists at one time"
+_PLAIN = "attention with shared prefixes uses plain matrix products, and all scores of a sequence are in memory at once"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +60,14 @@ def decide(cfg: Config, shape: ModelShape | None, *, has_gpu: bool | None = None
         return Sharing(min_saving_ratio=None, why="share_prefix false")
     if cfg.batch.share_prefix == "true":
         kernel = _kernel(has_gpu, f"{_PLAIN}: {lacks}" if lacks else None)
-        return Sharing(min_saving_ratio=0.0, why="share_prefix true, wherever a token is saved" + kernel)
+        return Sharing(min_saving_ratio=0.0, why="share_prefix true: all groups that save at least one token" + kernel)
     reason = sharing_obstacle(cfg, shape) or _nothing_to_gain(cfg)
     if reason is None and lacks and (has_gpu or cfg.plan.gpu_memory_gb):
-        reason = f"{lacks}; share_prefix true takes plain matrix products"
+        reason = f"{lacks}; share_prefix true uses plain matrix products"
     if reason is not None:
         return Sharing(min_saving_ratio=None, why=reason)
-    why = "each group in which 1/16 of the tokens or more need not be computed again"
-    return Sharing(min_saving_ratio=LEAST_SAVING, why=why + _kernel(has_gpu, f"it would be off: {lacks}" if lacks else None))
+    why = "groups for which it saves at least 1/16 of the tokens"
+    return Sharing(min_saving_ratio=LEAST_SAVING, why=why + _kernel(has_gpu, f"it is disabled: {lacks}" if lacks else None))
 
 
 def _kernel(has_gpu: bool | None, otherwise: str | None) -> str:
@@ -79,15 +79,15 @@ def _kernel(has_gpu: bool | None, otherwise: str | None) -> str:
     if has_gpu is False:
         return ""
     condition = "" if otherwise or has_gpu else ", of compute capability 8.0 or more,"
-    return f". On {'this' if has_gpu else 'a'} GPU{condition} {otherwise or 'attention with parents is flash attention'}"
+    return f". On {'this' if has_gpu else 'a'} GPU{condition} {otherwise or 'attention with shared prefixes uses flash attention'}"
 
 
 def _nothing_to_gain(cfg: Config) -> str | None:
     batch = cfg.batch
     if batch.num_generations == 1:
-        return "num_generations 1 has one completion a prompt"
+        return "num_generations 1: one completion per prompt"
     if batch.micro_batch_size == 1 and batch.max_tokens_per_micro_batch is None:
-        return "micro_batch_size 1 puts no two completions together; max_tokens_per_micro_batch would"
+        return "micro_batch_size 1: one completion per micro-batch; use max_tokens_per_micro_batch"
     if cfg.plan.lengths:
         from megatron_grpo.planning.token_counts import lengths_of, read_lengths
 
@@ -131,20 +131,20 @@ def suggest_budget(
     if given:
         budget, found, why = given, step.shared, None
     else:
-        budget, why = largest_group(step), "the least that holds a whole group, its prompt once and all its completions"
+        budget, why = largest_group(step), "the smallest that fits a whole group: its prompt once and all completions"
         if memory and memory["gpu_memory_bytes"]:
-            grain, why = step.cut.alignment.grain, "the most whose activations fit in gpu_memory_gb"
+            grain, why = step.cut.alignment.grain, "the largest whose activations fit in gpu_memory_gb"
             budget = memory["most_tokens_per_micro_batch"] * step.sizes.layout.cp // grain * grain
         if not budget:
             return None
         found = step.with_budget(budget, saving)
         if step.micro_batches_of_rank(found) == step.cut.multiple and found.largest < budget:
-            budget, why = found.largest, "all that a rank computes in an optimizer step"
+            budget, why = found.largest, "all tokens of a rank in an optimizer step"
     # Fewer than the pipeline needs, and fewer than without sharing.
     is_short = step.micro_batches_of_rank(found) < min(wanted_micro_batches(step.sizes), step.micro_batches_of_rank(step.apart))
     if is_short and (smaller := budget_for_pipeline(step, found, saving)):
         budget, found = smaller
-        why = f"at least {wanted_micro_batches(step.sizes)} micro-batches a rank, 4 (pp - 1) / vpp, keep the pipeline busy"
+        why = f"at least {wanted_micro_batches(step.sizes)} micro-batches per rank, 4 (pp - 1) / vpp, keep the pipeline busy"
     if why is None:
         return None
     return {

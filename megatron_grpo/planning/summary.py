@@ -198,12 +198,12 @@ def as_long_as_there(checked: Checked, rows: int | None) -> tuple[Checked, list[
     cfg, run, system = checked.config, checked.config.run, checked.parsed.system
     steps, notes = system.length(cfg, checked.sizes, rows) if system else (None, [])
     if rows is None and cfg.data.dataset_drop_last:
-        notes.append("Note: where an epoch ends is not known without num_prompts or a dataset; the timetable is that of one long epoch.")
+        notes.append("Note: the length of an epoch is unknown without num_prompts or a dataset; the schedule is that of one long epoch.")
     if system is None or steps in (None, run.max_steps):
         return checked, notes
     epochs = run.num_train_epochs or 1
     notes.append(f"Note: {epochs:g} epochs of {rows} prompts are {steps} optimizer steps in {system.title}: max_steps {steps}.")
-    source = {"max_steps": f"{system.title}'s reading of {rows} prompts"}
+    source = {"max_steps": f"{system.title}'s rule for {rows} prompts"}
     return replace(checked, config=cfg.with_values({"max_steps": steps, "num_train_epochs": None}, sources=source)), notes
 
 
@@ -221,12 +221,17 @@ def epoch_problems(checked: Checked, schedule: TrainingSchedule) -> list[Problem
     last, pp = last_micro_steps(schedule), sizes.layout.pp
     if rows and (not schedule.prompts_per_epoch or cfg.run.max_steps == 0):
         flags = ("dataset" if cfg.data.dataset else "num_prompts", "dataset_drop_last")
-        message = f"Nothing would be trained: the data set has {rows} prompts, a rollout takes {sizes.num_rollout_prompts}, and what does \
-not fill one is left out of an epoch. Use a smaller rollout, or more rows; or dataset_drop_last false with max_steps."
+        message = (
+            f"Nothing would be trained: the data set has {rows} prompts, a rollout takes {sizes.num_rollout_prompts}, and an epoch drops "
+            "prompts that do not fill a rollout. Use a smaller rollout, more rows, or dataset_drop_last false with max_steps."
+        )
     elif sizes.layout.vpp and last % pp and schedule.whole_epoch and schedule.whole_epoch[1] <= (schedule.num_steps or 0):
         flags = ("dataset_drop_last", "virtual_pipeline_model_parallel_size")
-        message = f"With dataset_drop_last the last optimizer step of an epoch has {last} micro-steps, and the interleaved schedule needs \
-a multiple of pipeline_model_parallel_size ({pp}). Use dataset_drop_last false, or a rollout of whole optimizer steps."
+        message = (
+            f"With dataset_drop_last the last optimizer step of an epoch has {last} micro-steps, but the interleaved pipeline "
+            f"schedule requires a multiple of pipeline_model_parallel_size ({pp}). Use dataset_drop_last false, or a rollout of whole "
+            "optimizer steps."
+        )
     else:
         return []
     return [in_typed_names(cfg, Problem(flags=flags, message=message))]
@@ -271,9 +276,9 @@ def describe_epoch(epochs: dict[str, Any], checked: Checked) -> str:
     return (
         f"optimizer steps of {epochs['prompts']} prompts"
         + f", the last with {short} of {a} micro-steps" * (short < a)
-        + f"; {left} prompts fill no rollout and are left out{of_order}" * (left > 0)
+        + f"; {left} prompts do not fill a rollout and are dropped{of_order}" * (left > 0)
         + f"; epochs end in steps {', '.join(str(end - 1) for end in ends[:5])}{', ...' * (len(ends) > 5)}" * (len(ends) > 0)
-        + ", sooner by what dynamic_sample draws besides" * (checked.config.grpo.dynamic_sample and len(ends) > 0)
+        + ", or earlier because of dynamic_sample" * (checked.config.grpo.dynamic_sample and len(ends) > 0)
     )
 
 

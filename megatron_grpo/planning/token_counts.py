@@ -58,11 +58,11 @@ def read_lengths(path: str) -> Lengths:
         lines = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
         raise config_error(
             "lengths",
-            f"lengths: {len(bad)} line{'s' if len(bad) > 1 else ''} of {path} do not hold a prompt and a completion length in tokens: "
+            f"lengths: {len(bad)} line{'s' if len(bad) > 1 else ''} of {path} are not a prompt length and a completion length in tokens: "
             f"line {lines}.",
         )
     if not pairs:
-        raise config_error("lengths", f"lengths: {path} holds no lengths.")
+        raise config_error("lengths", f"lengths: {path} contains no lengths.")
     return pairs
 
 

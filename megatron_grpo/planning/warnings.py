@@ -58,8 +58,8 @@ def _dialect(checked: Checked) -> Iterator[str]:
     yield from parsed.system.explain(checked.sizes, cfg.run.max_steps)
     yield from parsed.notes
     for source, names in parsed.aside.items():
-        why = "as they are set, they change neither what is sampled nor what is trained here"
-        yield f"Note: names of {source} were set aside, for {why}: {', '.join(names)}."
+        why = "with these values they affect neither sampling nor training here"
+        yield f"Note: ignored settings of {source} ({why}): {', '.join(names)}."
 
 
 def defaults_of(checked: Checked) -> list[str]:
@@ -68,7 +68,7 @@ def defaults_of(checked: Checked) -> list[str]:
     Args:
         checked: Validated configuration.
     """
-    return [f"{row.name} is {row.ours} by default here and {row.theirs} there; {row.used} is used." for row in checked.parsed.defaults]
+    return [f"{row.name} defaults to {row.ours} here and to {row.theirs} there; {row.used} is used." for row in checked.parsed.defaults]
 
 
 # ---- conditions of the rules: the values that a sentence needs; None or empty if the rule does not apply --------------------------------
@@ -91,7 +91,12 @@ def _ahead(c: SimpleNamespace) -> dict[str, Any] | None:
     if not c.sizes.async_rollout_depth or each <= 1:
         return None
     mean, most = staleness(c.sizes)
-    return {"each": each, "mean": mean, "most": most, "of_own_step": f"; with save_steps a multiple of {each} by those of its own step"}
+    return {
+        "each": each,
+        "mean": mean,
+        "most": most,
+        "of_own_step": f"; with save_steps a multiple of {each}, by the weights of its own step",
+    }
 
 
 def _idle(c: SimpleNamespace) -> dict[str, Any] | None:
@@ -114,10 +119,10 @@ def _fewer_micro_batches(c: SimpleNamespace) -> dict[str, Any] | None:
         return None
     smaller = c.sharing["budget"]
     way = (
-        f"a smaller max_tokens_per_micro_batch ({smaller['max_tokens_per_micro_batch']} in place of {c.max_tokens_per_micro_batch}), which "
-        f"leaves {smaller['micro_batches_of_rank']} and a wait of {smaller['bubble']:.0%}"
+        f"a smaller max_tokens_per_micro_batch ({smaller['max_tokens_per_micro_batch']} instead of {c.max_tokens_per_micro_batch}), which "
+        f"gives {smaller['micro_batches_of_rank']} micro-batches and a bubble of {smaller['bubble']:.0%}"
         if smaller
-        else f"a larger global_batch_size: its rows are too few for {wanted} micro-batches a rank"
+        else f"a larger global_batch_size: it has too few rows for {wanted} micro-batches per rank"
     )
     return found | {"way": way}
 
@@ -191,7 +196,7 @@ def _of_pictures(c: SimpleNamespace) -> dict[str, Any] | None:
     if c.shape is None or c.shape.vision is not None:
         return None
     typed = [name for name in ("data_root", "max_pixels", "min_pixels", "limit_images") if getattr(c, name) is not None]
-    return {"typed": " and ".join(typed), "do": "do" if len(typed) > 1 else "does"} if typed else None
+    return {"typed": " and ".join(typed), "do": "have" if len(typed) > 1 else "has"} if typed else None
 
 
 def _is_of_swift(c: SimpleNamespace) -> bool:
@@ -205,98 +210,99 @@ def _is_of_swift(c: SimpleNamespace) -> bool:
 OF_SIZES: Rules = (
     Rule("global_batch_size num_generations", lambda c: c.sizes.global_batch_size % c.sizes.num_generations,
          "A prompt's group is split over optimizer steps: global_batch_size ({sizes.global_batch_size}) / num_generations "
-         "({sizes.num_generations}) = {sizes.num_train_prompts:g} prompts. Its advantages are still computed over the whole group; use a "
+         "({sizes.num_generations}) = {sizes.num_train_prompts:g} prompts. Advantages are still computed over the whole group. Use a "
          "multiple of {sizes.num_generations} to train groups together."),
     (
         Rule("old_logprobs", lambda c: c.worst > 0 and c.sizes.old_logprobs == "rollout" and not c.corrected,
-             "old_logprobs rollout takes the sampler's own log-probs for stale rows, without a correction for the mismatch between sampler "
-             "and trainer. Consider --rollout_importance_sampling_mode token_truncate."),
+             "old_logprobs rollout uses the sampler's log-probs for stale rows, without a correction for the mismatch between sampler and "
+             "trainer. Consider --rollout_importance_sampling_mode token_truncate."),
         Rule("old_logprobs", lambda c: c.worst == 0 and c.sizes.old_logprobs == "rollout",
-             "old_logprobs rollout changes nothing: no row of this run is stale when it is trained, and a fresh row takes its ratio "
-             "against the weights themselves. Rows become stale with steps_per_generation or num_iterations above 1."),
+             "old_logprobs rollout has no effect: all rows of this run are trained on-policy, where the ratio is to the current weights. "
+             "Rows become stale with steps_per_generation or num_iterations above 1."),
         Rule("router_replay_mode", lambda c: c.worst == 0 and c.router_replay_mode == "R2",
-             "router_replay_mode R2 changes nothing: no row of this run is stale when it is trained, and a fresh row's own choice of "
-             "experts is the one that would be replayed. Rows become stale with steps_per_generation or num_iterations above 1."),
+             "router_replay_mode R2 has no effect: all rows of this run are trained on-policy, where the replayed experts are the current "
+             "choice. Rows become stale with steps_per_generation or num_iterations above 1."),
         Rule("steps_per_generation", lambda c: c.worst > 0 and not c.corrected and {"s": "s" * (c.worst > 1)},
-             "Rows are up to {worst} optimizer step{s} stale, and nothing but the clip corrects for it. Consider "
+             "Rows are up to {worst} optimizer step{s} stale, and only clipping corrects for it. Consider "
              "--rollout_importance_sampling_mode token_truncate, or a rollout of one optimizer step (steps_per_generation 1, "
              "num_iterations 1)."),
     ),
     Rule("async_rollout_depth", _ahead,
-         "One rollout ahead, rows are up to {most} optimizer steps stale when they are trained ({mean:.3g} on average), since a rollout is "
-         "trained for {each:g} of them. A rollout of one optimizer step (steps_per_generation 1, num_iterations 1) is 1 step stale."),
+         "With async_rollout_depth 1, rows are up to {most} optimizer steps stale when they are trained ({mean:.3g} on average), because a "
+         "rollout is trained for {each:g} steps. With rollouts of one optimizer step (steps_per_generation 1, num_iterations 1) rows are 1 "
+         "step stale."),
     Rule("async_rollout_depth kl_in_reward",
          lambda c: c.kl_in_reward and (found := _ahead(c)) and found | {"rest": found["of_own_step"] * isinstance(found["each"], int)},
-         "Note: a checkpoint between two sampling steps takes in the rollout that is being sampled, and its KL in the reward is then "
-         "measured by the weights of that moment{rest}."),
+         "Note: a checkpoint between two sampling steps includes the rollout that is being sampled, and its KL in the reward is then "
+         "computed with the weights at that time{rest}."),
     Rule("generation_batch_size vllm_tensor_parallel_size", _idle,
          "{idle} of {layout.world_size} ranks are idle while sampling: a rollout has {sizes.num_rollout_prompts} prompts for {engines} "
          "engines. Raise generation_batch_size, or vllm_tensor_parallel_size."),
     (
         Rule("max_tokens_per_micro_batch", _fewer_micro_batches,
-             "With each prompt computed once a rank has {m} micro-batches in place of {sharing[micro_batches_of_rank_apart]}, and pipeline "
-             "stages wait {fraction:.0%} of a training step in place of {sharing[bubble_apart]:.0%}: (pp - 1) / (vpp x m + pp - 1) = "
-             "{waits} / ({vpp} x {m} + {waits}). Use {way}."),
+             "With shared prefixes a rank has {m} micro-batches instead of {sharing[micro_batches_of_rank_apart]}, and the pipeline bubble "
+             "is {fraction:.0%} of a training step instead of {sharing[bubble_apart]:.0%}: (pp - 1) / (vpp x m + pp - 1) = {waits} / "
+             "({vpp} x {m} + {waits}). Use {way}."),
         Rule("micro_batch_size", _long_waits,
-             "Pipeline stages wait {fraction:.0%} of a training step: (pp - 1) / (vpp x {name} + pp - 1) = {waits} / ({vpp} x {m} + "
-             "{waits}). Use more micro-steps (a larger global_batch_size or a smaller {smaller}), fewer stages, or interleaved ones."),
+             "The pipeline bubble is {fraction:.0%} of a training step: (pp - 1) / (vpp x {name} + pp - 1) = {waits} / ({vpp} x {m} + "
+             "{waits}). Use more micro-steps (a larger global_batch_size or a smaller {smaller}), fewer stages, or interleaved stages."),
     ),
     (
         Rule("generation_batch_size", lambda c: _is_of_swift(c) and c.sizes.num_rollout_prompts % c.sizes.dp_size,
-             "Megatron-SWIFT would refuse this configuration: its code wants generation_batch_size / num_generations "
-             "({sizes.num_rollout_prompts}) to be a multiple of dp_size ({sizes.dp_size}). Nothing here needs that."),
+             "Megatron-SWIFT rejects this configuration: its code requires generation_batch_size / num_generations "
+             "({sizes.num_rollout_prompts}) to be a multiple of dp_size ({sizes.dp_size}). This package does not."),
         Rule("generation_batch_size", lambda c: _is_of_swift(c) and (each := c.sizes.num_rollout_prompts // c.sizes.dp_size)
              % c.sizes.micro_batch_size and {"each": each},
-             "Megatron-SWIFT would refuse this configuration: its code wants generation_batch_size / num_generations / dp_size ({each}) "
-             "to be a multiple of micro_batch_size ({sizes.micro_batch_size}). Nothing here needs that."),
+             "Megatron-SWIFT rejects this configuration: its code requires generation_batch_size / num_generations / dp_size ({each}) to "
+             "be a multiple of micro_batch_size ({sizes.micro_batch_size}). This package does not."),
     ),
     Rule("global_batch_size", lambda c: _is_of_swift(c)
          and c.sizes.global_batch_size % (c.sizes.num_generations * c.sizes.dp_size * c.sizes.micro_batch_size),
-         "Note: the Megatron-SWIFT guide asks that global_batch_size / num_generations / dp_size ({sizes.num_prompts_per_dp_group:g}) be a "
-         "multiple of micro_batch_size ({sizes.micro_batch_size}). Its code does not check this, and nothing here needs it."),
+         "Note: the Megatron-SWIFT guide requires global_batch_size / num_generations / dp_size ({sizes.num_prompts_per_dp_group:g}) to be "
+         "a multiple of micro_batch_size ({sizes.micro_batch_size}). Neither its code nor this package does."),
 )
 OF_A_RUN: Rules = (
     Rule("sync_ref_model", lambda c: c.sync_ref_model and c.steps is not None and c.steps < c.ref_model_sync_steps,
-         "sync_ref_model never moves the reference: ref_model_sync_steps ({ref_model_sync_steps}) is more than the run's {steps} optimizer "
-         "steps."),
+         "sync_ref_model never updates the reference: ref_model_sync_steps ({ref_model_sync_steps}) exceeds the {steps} optimizer steps of "
+         "the run."),
     Rule("lr_warmup_fraction", _warmup,
-         "The learning rate never reaches lr ({lr:g}): the warm-up takes {warmup} optimizer steps, and the run {steps}."),
+         "The learning rate never reaches lr ({lr:g}): the warm-up takes {warmup} optimizer steps, and the run has {steps}."),
     Rule("max_steps num_train_epochs", lambda c: c.max_steps is not None and c.num_train_epochs is not None,
-         "max_steps ({max_steps}) decides the length of the run; num_train_epochs ({num_train_epochs:g}) is not used."),
+         "max_steps ({max_steps}) sets the length of the run; num_train_epochs ({num_train_epochs:g}) is ignored."),
     Rule("plan_rollouts", _shown_beyond_the_end,
-         "The run ends after {steps} optimizer step{s}: later rows of the timetable, of the {plan_rollouts} rollouts shown, are not "
-         "reached."),
+         "The run ends after {steps} optimizer step{s}: it does not reach all of the {plan_rollouts} rollouts shown in the schedule."),
 )
 OF_ADAPTERS: Rules = (
     Rule("lr tuner_type", lambda c: c.tuner_type == "lora" and c.cfg.sources.get("lr", "default") == "default",
-         "Note: lr is its default, {lr:g}, which suits the training of all weights. Adapters commonly take ten times as much or more: "
+         "Note: lr has its default, {lr:g}, which is meant for training all weights. Adapters typically need at least ten times as much: "
          "Megatron-SWIFT's defaults are 1e-5 for all weights and 1e-4 for LoRA."),
     Rule("vllm_enable_lora", _notes_of_push, "{note}"),
     Rule("sleep_level", lambda c: c.tuner_type == "lora" and c.sleep_level == 2 and c.push and c.push.kind == "adapter",
-         "sleep_level 2 drops vLLM's copy of the base, so each push sends the whole model before the adapter. sleep_level 1 keeps it."),
+         "sleep_level 2 drops vLLM's copy of the base model, so each weight sync sends the whole model before the adapter. Use sleep_level "
+         "1 to keep it."),
     Rule("target_modules", _unread_by_peft, "{lost}"),
 )
 OF_THE_MACHINE: Rules = (
     Rule("vllm_server_host", _in_the_clear,
-         "Prompts, completions and the token travel in the clear to {them}: use https (megatron-grpo serve --ssl_certfile, and "
-         "vllm_server_ca here) where others can listen. Weights travel in the clear in any case."),
+         "Prompts, completions and the token are sent unencrypted to {them}. On a shared network use https (megatron-grpo serve "
+         "--ssl_certfile, and vllm_server_ca here). Weights are always sent unencrypted."),
     Rule("vllm_gpu_memory_utilization", lambda c: (found := _peak(c)) and not found["is_over"],
-         "vllm_gpu_memory_utilization leaves a KV cache of {memory[sampler][kv_cache_tokens]:,} tokens beside vLLM's weights, and a "
-         "sequence has {memory[longest_sequence]:,}."),
+         "vllm_gpu_memory_utilization leaves a KV cache of {memory[sampler][kv_cache_tokens]:,} tokens after vLLM's weights, but a "
+         "sequence has up to {memory[longest_sequence]:,}."),
     Rule("gpu_memory_gb", lambda c: (found := _peak(c)) and found["is_over"] and found,
          "The estimated peak ({peak:.1f} GB, pipeline stage {memory[peak_stage]}, {memory[peak_phase]}) does not fit in gpu_memory_gb "
          "({gpu:g})."),
-    Rule("gpu_memory_gb", _ways_to_fit, "What would fit: {changes}: the peak would be {peak:.1f} GB ({phase})."),
+    Rule("gpu_memory_gb", _ways_to_fit, "These settings would fit: {changes}; peak {peak:.1f} GB ({phase})."),
     Rule("gpu_memory_gb", _nothing_fits,
-         "Nothing that was tried makes it fit: {room}full recompute, layouts of twice and four times the parts."),
+         "None of the tried changes makes it fit: {room}full recompute, and two and four times the parallel size."),
     Rule("offload_model offload_optimizer", _nobody_to_make_room_for,
-         "{asked} true: no sampler shares these GPUs (vllm_mode {vllm_mode}), so nothing is given away."),
+         "{asked} true has no effect: no sampler shares these GPUs (vllm_mode {vllm_mode})."),
     Rule("rank_heartbeat_timeout distributed_timeout_minutes",
          lambda c: c.layout.world_size > 1 and (limit := 60 * c.distributed_timeout_minutes) <= c.rank_heartbeat_timeout
          and {"limit": limit},
-         "A rank that hangs would not be named: rank_heartbeat_timeout ({rank_heartbeat_timeout:g} s) is no shorter than "
-         "distributed_timeout_minutes ({distributed_timeout_minutes:g} = {limit:g} s), after which a collective ends the run, and names a "
-         "rank only if it is stopped."),
-    Rule("max_pixels", _of_pictures, "{typed} {do} nothing: {shape.architecture} is a model of text and sees no pictures."),
+         "A hanging rank would not be identified: rank_heartbeat_timeout ({rank_heartbeat_timeout:g} s) is not shorter than "
+         "distributed_timeout_minutes ({distributed_timeout_minutes:g} = {limit:g} s), after which a collective ends the run and "
+         "identifies a rank only if it is stopped."),
+    Rule("max_pixels", _of_pictures, "{typed} {do} no effect: {shape.architecture} is a text-only model."),
 )
 # fmt: on

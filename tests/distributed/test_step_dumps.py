@@ -97,7 +97,7 @@ SPOILED = {
     "not an object": (lambda path: (path / "step_dump.json").write_text("[]"), [], "has format None; this version reads format 1"),
     "no settings": (changed(settings="gone"), [], "no whole step dump: step_dump.json cannot be read (KeyError: 'settings')"),
     "a loss that is none": (other_setting("loss_type", "grqo"), [], "of the step dump's settings, loss_type cannot be 'grqo'"),
-    "a number in words": (other_setting("beta", "much"), [], "of the step dump's settings, beta needs a number"),
+    "a number in words": (other_setting("beta", "much"), [], "of the step dump's settings, beta must be a number"),
     "a list for a number": (other_setting("num_generations", [1, 2]), [], "of the step dump's settings, num_generations takes one value"),
     "no rows of the timetable": (changed(micro_steps=[]), [], "its step has no rows"),
     "a former name": (other_setting("exclude_dead_groups", "much"), [], "exclude_zero_std_groups must be true or false, not 'much'"),

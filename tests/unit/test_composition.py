@@ -105,7 +105,7 @@ def test_replay_is_planned_with_its_bytes_and_r2_without_stale_rows_is_told(ask)
         }  # fmt: skip
         assert not any("changes nothing" in said for said in found["warnings"])
     code, found = ask("Qwen3MoeForCausalLM", "--router_replay_mode R2", tuner="")
-    assert code == 0 and any("router_replay_mode R2 changes nothing" in said for said in found["warnings"])
+    assert code == 0 and any("router_replay_mode R2 has no effect" in said for said in found["warnings"])
     assert "experts" not in ask("Qwen3MoeForCausalLM", "", tuner="")[1]["cost"]
 
 
@@ -205,12 +205,14 @@ def test_with_servers_a_rank_has_no_engine_and_a_push_goes_to_rank_0(ask, archit
     assert found["servers"]["addresses"] == ["http://a:8000", "http://b:8000"] and found["servers"]["pushed_by"] == "rank 0"
     assert found["cost"]["weight_push_collectives"] == 0 and found["cost"]["weight_push_bytes"] == inside["cost"]["weight_push_bytes"]
     assert not [said for said in found["warnings"] if "idle while sampling" in said]
-    assert [said for said in found["warnings"] if "travel in the clear to http://a:8000, http://b:8000" in said]
+    assert [said for said in found["warnings"] if "are sent unencrypted to http://a:8000, http://b:8000" in said]
 
 
 def test_with_servers_nothing_makes_room(ask):
     code, found = ask("Qwen3ForCausalLM", f"{SERVERS} --offload_model true")
-    assert code == 0 and [said for said in found["warnings"] if said.startswith("offload_model true: no sampler shares these GPUs")]
+    assert code == 0 and [
+        said for said in found["warnings"] if said.startswith("offload_model true has no effect: no sampler shares these GPUs")
+    ]
 
 
 def test_plan_says_what_peft_would_drop(ask):

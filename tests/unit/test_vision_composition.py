@@ -87,7 +87,7 @@ def test_plan_prints_the_tower(tmp_path, capsys):
     assert main(["plan", *sizes, "--model", str(config), "--max_prompt_length", "4096", "--freeze_vit", "false"]) == 0
     said = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "vision tower, on stage 0: 0.68 B parameters (0.63 B train)" in said
-    assert re.search(r"as much as [\d.]+ layers: stages are most even with decoder_first_pipeline_num_layers \d+, which is 14 now", said)
+    assert re.search(r"as much as [\d.]+ layers: stages are most balanced with decoder_first_pipeline_num_layers \d+ (now 14)", said)
 
 
 def test_a_push_without_a_frozen_tower_is_smaller_by_it(ask):
@@ -109,7 +109,7 @@ def test_a_tower_that_would_learn_nothing_is_told(tmp_path, capsys):
         sizes = "--global_batch_size 8 --num_generations 4 --micro_batch_size 4 --max_completion_length 64"
         words = f"--model {path} --dataset {data} --freeze_aligner {freezes} {sizes}"
         assert main(["plan", "--json", *words.split()]) == 0
-        said[freezes] = [line for line in json.loads(capsys.readouterr().out)["warnings"] if "shows a picture" in line]
+        said[freezes] = [line for line in json.loads(capsys.readouterr().out)["warnings"] if "has an image" in line]
     assert said["true"] == [] and len(said["false"]) == 1
     assert "the vision tower (freeze_aligner false) learns nothing" in said["false"][0]
 
@@ -140,4 +140,4 @@ def test_a_tower_trains_where_the_program_of_a_script_trains_it(tmp_path, dialec
     assert told == ([] if is_frozen else ["false"])
     unknown = check([*argv, "--model", "nobody/has-this"]) if not words else None
     if unknown and dialect != "swift":
-        assert [row.used for row in unknown.parsed.defaults if row.name == "freeze_vit"] == ["false, of a model that sees"]
+        assert [row.used for row in unknown.parsed.defaults if row.name == "freeze_vit"] == ["false (vision-language model)"]

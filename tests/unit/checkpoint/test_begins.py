@@ -68,7 +68,7 @@ def test_finetune_says_which_of_the_two_is_meant(words, begins, resume):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--finetune true", "and none is named"),
+        ("--finetune true", "finetune true requires a checkpoint to start from"),
         ("--no_load_optim true", "resumes from a checkpoint without its optimizer, and resume is not a checkpoint"),
         ("--no_load_rng true --mcore_model x", "without its random generators, and resume is not a checkpoint"),
         ("--mcore_model x --tuner_type lora", "is not supported with tuner_type lora"),

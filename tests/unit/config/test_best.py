@@ -35,7 +35,7 @@ def test_the_name_and_its_direction(words, metric, greater):
         ("--greater_is_better true", "has no effect without metric_for_best_model"),
         ("--save_steps 5 --metric_for_best_model rewrad", "is not a metric of this run. Supported: reward,"),
         ("--save_steps 5 --metric_for_best_model kl", "is not a metric of this run"),
-        ("--save_steps 5 --metric_for_best_model eval", "there is no eval_dataset"),
+        ("--save_steps 5 --metric_for_best_model eval", "requires held-out prompts, and eval_dataset is not set"),
         (f"{EVAL} --metric_for_best_model eval/pass@3", "is not a metric of this run. Supported: eval, eval/mean@1, eval/pass@1"),
         ("--eval_dataset x --eval_steps 4 --save_steps 10 --metric_for_best_model eval", "must be a multiple of eval_steps (4)"),
         ("--eval_dataset x --eval_steps 4 --metric_for_best_model eval", "save_steps (0) must be a multiple"),

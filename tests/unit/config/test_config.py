@@ -78,4 +78,4 @@ def test_every_default_is_inside_its_own_range():
 @pytest.mark.parametrize("word", ["inf", "-inf", "nan", "1e999"])
 def test_a_number_is_finite(word):
     (problem,) = parse(["--lr", word]).problems
-    assert f"lr needs a number, not '{word}'" in problem.message
+    assert f"lr must be a number, not '{word}'" in problem.message

@@ -83,7 +83,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path):
     text = "\n".join(map(str, found))
     for part in (
         "mirco_batch_size in run.yaml is not a setting. Did you mean micro_batch_size?",
-        "lr (run.yaml) needs a number, not 'slow'",
+        "lr (run.yaml) must be a number, not 'slow'",
         "lr is set twice in run.yaml",
         "Did you mean num_generations",
         "top_q is not a setting",
@@ -96,15 +96,15 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
-        (["--seed", "1.5"], "seed needs a whole number, not '1.5'"),
+        (["--seed", "1.5"], "seed must be a whole number, not '1.5'"),
         (["--seed"], "seed requires a value"),
-        (["--lr", "nan"], "lr needs a number"),
+        (["--lr", "nan"], "lr must be a number"),
         (["--seed", "none"], "seed cannot be none"),
         (["--tuner_type", "dora"], "dora"),
         (["--config"], "config requires the name of a file"),
         (["--config", "/nowhere/x.yaml"], "cannot be read"),
         (["--lr", "1", "--learning_rate", "2"], "set the same setting"),
-        (["x"], "belongs to no flag"),
+        (["x"], "does not belong to a flag"),
     ],
 )
 def test_mistakes_are_named(argv, part):
@@ -225,7 +225,7 @@ def test_a_system_prompt_may_be_a_text_file_and_another_files_name_is_no_text(tm
     (tmp_path / "prompt.md").write_text("Think first.")
     assert parse(["--system", "prompt.txt"]).config.data.system == "Think first.\n"
     assert parse(["--system", "Think."]).config.data.system == "Think."
-    for name, said in (("prompt.md", "is the name of a file"), ("absent.txt", "which cannot be read: No such file")):
+    for name, said in (("prompt.md", "is the name of a file"), ("absent.txt", "cannot be read as a text file: No such file")):
         (problem,) = parse(["--system", name]).problems
         assert said in problem.message
 
@@ -276,7 +276,7 @@ def test_a_map_is_a_section_of_a_file_with_or_without_its_group(tmp_path):
     [
         (["--loss_kwargs", "lr=1"], "loss_kwargs has no key lr. Supported: sapo_temperature_pos,"),
         (["--loss_kwargs", "real_tau"], "loss_kwargs requires name=value, or a JSON object, not 'real_tau'."),
-        (["--loss_kwargs", "real_tau=warm"], "real_tau needs a number, not 'warm'."),
+        (["--loss_kwargs", "real_tau=warm"], "real_tau must be a number, not 'warm'."),
         (["--loss_kwargs.lr", "1"], "loss_kwargs.lr is not a setting."),
         (["--loss_kwargs", "real_tau=1", "--real_tau", "2"], None),
     ],

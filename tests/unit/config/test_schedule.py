@@ -80,7 +80,7 @@ def test_rates_and_weight_decay_follow_their_formulas_at_every_step():
         ({"lr_decay_style": "WSD"}, "lr_decay_style WSD requires lr_wsd_decay_iters"),
         ({"lr_wsd_decay_iters": 5}, "lr_wsd_decay_iters (5) requires lr_decay_style WSD; lr_decay_style is constant"),
         ({"lr_wsd_decay_style": "linear", "lr_decay_style": "cosine"}, "requires lr_decay_style WSD; lr_decay_style is cosine"),
-        ({"lr_decay_iters": 5}, "lr_decay_iters (5) does nothing with lr_decay_style constant"),
+        ({"lr_decay_iters": 5}, "lr_decay_iters (5) has no effect with lr_decay_style constant"),
         ({"lr_warmup_init": 1.0}, "lr_warmup_init (1.0) must not be above lr"),
         ({"end_weight_decay": 0.1}, "require weight_decay_incr_style linear or cosine"),
         ({"weight_decay_incr_style": "linear", "start_weight_decay": 0.1}, "requires start_weight_decay and end_weight_decay"),

@@ -76,7 +76,7 @@ def test_the_token_is_in_a_file_for_its_owner_or_in_the_variable_and_never_print
     assert read_token(servers(token_file=str(file)), environment) == "secret of the file"
     assert read_token(servers(), environment) == "secret of the variable"
     del environment["MEGATRON_GRPO_TOKEN"]
-    with pytest.raises(ConfigError, match="set the variable MEGATRON_GRPO_TOKEN"):
+    with pytest.raises(ConfigError, match="Set the variable MEGATRON_GRPO_TOKEN"):
         read_token(servers(), environment)
     (tmp_path / "megatron-grpo").mkdir()
     made = tmp_path / "megatron-grpo" / "token"

@@ -55,7 +55,7 @@ def test_a_pattern_is_shown_as_it_may_be_typed(capsys):
         ("--tuner_type lora --trainable_parameters_regex norm", "trainable_parameters_regex (norm): only supported with tuner_type full"),
         ("--tuner_type lora --lora_dtype bfloat16 --torch_dtype float32", "lora_dtype (bfloat16) differs from torch_dtype (float32)"),
         ("--tuner_type lora --target_modules all-linear all-embedding", "vLLM does not sample from adapters on embeddings"),
-        ("--tuner_type lora --target_modules mlp.gate", "an adapter on mlp.gate is not there"),
+        ("--tuner_type lora --target_modules mlp.gate", "adapters on mlp.gate are not supported"),
         ("--tuner_type lora --alpha_pattern (=3", "alpha_pattern (() is not a regular expression"),
         ("--trainable_parameters model.norm", "no effect, because no weights are frozen"),
         ("--dialect swift --lora_alpha 32", "lora_alpha (32.0): only supported with tuner_type lora"),

@@ -101,7 +101,7 @@ def test_words_behind_dataset_are_further_ones(sets):
     [
         ({"interleave_prob": [0.5, 0.5]}, "has 2 weights for 1 data sets"),
         ({"interleave_prob": [1.0], "dataset": "a"}, "and dataset has one. Omit it"),
-        ({"stopping_strategy": "all_exhausted"}, "there are no weights"),
+        ({"stopping_strategy": "all_exhausted"}, "requires interleave_prob, which is not set"),
         ({"columns": {"a": "prompt", "b": "prompt"}}, "cannot have the same new name"),
         ({"split_dataset_ratio": 0.1, "eval_dataset": "y"}, "both define the held-out set"),
     ],

@@ -108,7 +108,7 @@ def test_what_trl_drops_is_said_and_shown():
     said = " ".join(told.getvalue().split())
     assert "9 optimizer steps, 12 rollouts over 9 prompts" in said
     assert (
-        "3 optimizer steps of 8 prompts, the last with 2 of 3 micro-steps; 1 prompts fill no rollout and are left out; epochs end in"
+        "3 optimizer steps of 8 prompts, the last with 2 of 3 micro-steps; 1 prompts do not fill a rollout and are dropped; epochs end in"
         in said
     )
     assert "steps 2, 5, 8" in said and "left out, always the last ones" not in said
@@ -250,7 +250,7 @@ def test_the_last_step_of_an_epoch_is_refused_where_interleaved_stages_cannot_ta
     words = "--world_size 2 --pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2 --num_generations 2 "
     words += "--micro_batch_size 2 --global_batch_size 8 --generation_batch_size 6 --allow_unaligned_generation true "
     said = refusal(f"{words} --dataset_drop_last true", 9)
-    assert "has 1 micro-steps, and the interleaved schedule needs a multiple of pipeline_model_parallel_size (2)" in said
+    assert "has 1 micro-steps, but the interleaved pipeline schedule requires a multiple of pipeline_model_parallel_size (2)" in said
     planned(words, 9)
     planned(f"{words} --dataset_drop_last true --max_steps 2", 9)  # which does not come to it
     words += "--dataset_drop_last true"
@@ -259,7 +259,7 @@ def test_the_last_step_of_an_epoch_is_refused_where_interleaved_stages_cannot_ta
 
 def test_a_plan_without_a_data_set_says_that_it_does_not_know_where_epochs_end():
     words = "--global_batch_size 8 --num_generations 2 --max_steps 4 --dataset_drop_last true"
-    assert ["where an epoch ends is not known" in " ".join(planned(words, rows).warnings) for rows in (None, 16)] == [True, False]
+    assert ["the length of an epoch is unknown" in " ".join(planned(words, rows).warnings) for rows in (None, 16)] == [True, False]
 
 
 def test_where_epochs_go_on_it_is_shown_in_which_steps_they_end():

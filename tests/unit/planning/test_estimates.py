@@ -141,8 +141,8 @@ def test_what_is_worth_knowing_of_adapters_is_said(made):
     def said(*argv):
         return " ".join(made("--tuner_type", "lora", *argv).warnings)
 
-    assert "lr is its default" in said() and "lr is its default" not in said("--lr", 1e-6)
-    assert "lr is its default" not in " ".join(made().warnings)
+    assert "lr has its default" in said() and "lr has its default" not in said("--lr", 1e-6)
+    assert "lr has its default" not in " ".join(made().warnings)
     merged = ["--vllm_enable_lora", "false"]
     assert "98 % of the first step" in said(*merged) and "98 %" not in said() + said(*merged, "--vllm_dtype", "float32")
     assert "lora_dropout 0.1" in said("--lora_dropout", 0.1)

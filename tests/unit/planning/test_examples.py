@@ -110,4 +110,4 @@ def test_the_example_that_sees_fits_and_its_pictures_are_planned(tmp_path, capsy
     assert found["images"]["patches_bytes_of_micro_batch"] == 1222 * 4 * 1176 * 4
     assert main(["plan", "--json", *map(str, words), "--max_pixels", "12845056"]) == 0
     said = " ".join(json.loads(capsys.readouterr().out)["warnings"])
-    assert "The largest picture has 10,549 tokens" in said and "--max_pixels 1003520 makes it at most 1,280" in said
+    assert "The largest image has 10,549 tokens" in said and "--max_pixels 1003520 limits it to 1,280" in said

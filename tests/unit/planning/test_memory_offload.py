@@ -97,15 +97,15 @@ def test_auto_is_on_where_the_run_does_not_fit_otherwise_with_room_for_what_is_n
     found = decide(Config().with_values({"offload_model": model, "offload_optimizer": optimizer}), peak, gpu and gpu * 10**9)
     assert (found.model, found.optimizer) == chosen
     if gpu is None:
-        assert "gpu_memory_gb says it" in found.why
+        assert "set gpu_memory_gb" in found.why
     elif "auto" in (model, optimizer):
         assert f"of {gpu} GB" in found.why and "6 that are not counted" in found.why
-        assert ("do not fit whatever" in found.why) == (gpu == 30)
+        assert ("does not fit even with" in found.why) == (gpu == 30)
 
 
 def test_what_is_not_on_is_told_with_what_it_would_free(memory):
     found = describe_offload(memory()["offload"])
-    assert found.startswith("offload_model and offload_optimizer off (auto asks") and "if they were on, they would free" in found
+    assert found.startswith("offload_model and offload_optimizer off (auto asks") and "enabled, they would free" in found
     assert describe_offload(memory("--offload_optimizer", "true", "--offload_model", "false")["offload"]).startswith(
         "offload_optimizer on (as"
     )
@@ -114,7 +114,7 @@ def test_what_is_not_on_is_told_with_what_it_would_free(memory):
 def test_what_would_fit_does(memory):
     tight = ["--gpu_memory_gb", 80, "--vllm_gpu_memory_utilization", 0.6, "--tensor_model_parallel_size", 2]
     found = memory(*tight)
-    assert found["fits"] is False and found["offload"]["why"].endswith("do not fit whatever is given away")
+    assert found["fits"] is False and found["offload"]["why"].endswith("does not fit even with offloading")
     assert [way["settings"] for way in found["would_fit"]][0] == {"sleep_level": 1}
     for way in found["would_fit"]:
         argv = [str(word).lower() for name, value in way["settings"].items() for word in (f"--{name}", value)]
@@ -138,7 +138,7 @@ def test_adapters_let_the_base_sleep_on_the_host_and_dropping_it_is_said_to_cost
 
     assert plan().checked.config.rollout.sleep_level == 1
     assert plan("--sleep_level", 0).checked.config.rollout.sleep_level == 0
-    said = "each push sends the whole model before the adapter"
+    said = "each weight sync sends the whole model before the adapter"
     assert said in " ".join(plan("--sleep_level", 2).warnings) and said not in " ".join(plan().warnings)
 
 
@@ -157,4 +157,4 @@ def test_the_plan_for_people_says_it_all(tmp_path, capsys):
     words = ["--gpu_memory_gb", "80", "--vllm_gpu_memory_utilization", "0.7", "--tensor_model_parallel_size", "2"]
     assert main(["plan", "--model", str(tmp_path / "config.json"), *EIGHT, *words]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "What would fit: sleep_level 1: the peak would be" in out and "s a rollout at 50 GB/s" in out
+    assert "These settings would fit: sleep_level 1; peak" in out and "s per rollout at 50 GB/s" in out

@@ -248,15 +248,15 @@ def test_foreign_files_are_translated_and_what_changes_nothing_is_listed(capsys,
     ("argv", "part"),
     [
         (["--num_generations", 4, "--global_batch_size", 6, "--steps_per_generation", 2], "group is split over optimizer steps"),
-        (["--steps_per_generation", 2], "nothing but the clip corrects"),
+        (["--steps_per_generation", 2], "only clipping corrects"),
         (["--steps_per_generation", 2, "--old_logprobs", "rollout"], "without a correction"),
         (["--world_size", 8], "6 of 8 ranks are idle while sampling"),
-        (["--world_size", 4, "--pipeline_model_parallel_size", 4, "--micro_batch_size", 4], "Pipeline stages wait 43%"),
-        (["--world_size", 16], "Megatron-SWIFT would refuse this configuration"),
-        (["--micro_batch_size", 2, "--num_generations", 16], "Megatron-SWIFT would refuse this configuration"),
+        (["--world_size", 4, "--pipeline_model_parallel_size", 4, "--micro_batch_size", 4], "The pipeline bubble is 43%"),
+        (["--world_size", 16], "Megatron-SWIFT rejects this configuration"),
+        (["--micro_batch_size", 2, "--num_generations", 16], "Megatron-SWIFT rejects this configuration"),
         (["--micro_batch_size", 4, "--global_batch_size", 16, "--steps_per_generation", 2], "Note: the Megatron-SWIFT guide"),
         (["--max_steps", 1], "ends after 1 optimizer step"),
-        (["--dialect", "swift-megatron"], "beta is 0.0 by default here and 0.04 there; 0.04 is used"),
+        (["--dialect", "swift-megatron"], "beta defaults to 0.0 here and to 0.04 there; 0.04 is used"),
         (["--max_steps", 9, "--num_train_epochs", 1], "num_train_epochs (1) is not used"),
         (["--max_steps", 9, "--beta", 0.1, "--sync_ref_model", "true"], "(512) is more than the run's 9 optimizer steps"),
     ],
@@ -318,8 +318,8 @@ def test_old_logprobs_rollout_that_changes_nothing_is_said(capsys, sizes, max_st
     argv = [*sizes.split(), "--old_logprobs", "rollout", "--max_steps", max_steps, "--global_batch_size", 16, "--plan_rollouts", 9]
     found = native(capsys, *argv)
     stale = [row["staleness"] for row in found["timetable"] if row["optimizer_step"] < max_steps and row["staleness"]]
-    assert any("old_logprobs rollout changes nothing" in warning for warning in found["warnings"]) == (not stale)
-    assert any("takes the sampler's own log-probs for stale rows" in warning for warning in found["warnings"]) == bool(stale)
+    assert any("old_logprobs rollout has no effect" in warning for warning in found["warnings"]) == (not stale)
+    assert any("uses the sampler's log-probs for stale rows" in warning for warning in found["warnings"]) == bool(stale)
 
 
 def test_the_figure_marks_stale_rows_and_brackets_steps_and_rollouts():

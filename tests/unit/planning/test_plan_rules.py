@@ -392,7 +392,7 @@ def test_a_size_of_zero_hides_no_other_mistake(zero):
 def test_a_watchdog_that_would_come_after_the_collectives_own_timeout_is_told(words, warned, capsys):
     sizes = "--world_size 2 --global_batch_size 16 --micro_batch_size 1 --num_generations 8"
     assert main(["plan", "--json", *sizes.split(), *words.split()]) == 0
-    told = [said for said in json.loads(capsys.readouterr().out)["warnings"] if said.startswith("A rank that hangs would not be named")]
+    told = [said for said in json.loads(capsys.readouterr().out)["warnings"] if said.startswith("A hanging rank would not be identified")]
     assert bool(told) == warned
     if warned:
-        assert "rank_heartbeat_timeout (300 s) is no shorter than distributed_timeout_minutes (5 = 300 s)" in told[0]
+        assert "rank_heartbeat_timeout (300 s) is not shorter than distributed_timeout_minutes (5 = 300 s)" in told[0]

@@ -50,7 +50,7 @@ def test_packing_is_that_of_the_run(made):
 
 @pytest.mark.parametrize(("lengths", "argv", "why"), [
     (GROUPS, ["--share_prefix", "false"], "share_prefix false"),
-    (GROUPS, [], "micro_batch_size 1 puts no two completions together"),
+    (GROUPS, [], "micro_batch_size 1: one completion per micro-batch"),
     ("2 101\n" * 8, ["--micro_batch_size", 4], "1.5% of the tokens could be saved, less than 1/16"),
     (GROUPS, ["--micro_batch_size", 4, "--tuner_type", "lora", "--lora_dropout", "0.1"], "lora_dropout (0.1)"),
 ])  # fmt: skip
@@ -131,7 +131,7 @@ def test_without_a_gpu_the_budget_is_the_least_that_holds_a_whole_group(made, mo
     assert (again["tokens_shared"], again["pieces"], again["budget"]) == (400, 2, None)
     assert made(GROUPS, *model, BUDGET, 199).cost["sharing"]["pieces"] > 2
     print_report(plan)
-    assert "max_tokens_per_micro_batch 204 would do (the least that holds a whole group" in capsys.readouterr().out
+    assert "max_tokens_per_micro_batch 204 is sufficient (the smallest that fits a whole group" in capsys.readouterr().out
     cp = ["--world_size", 2, "--context_parallel_size", 2]  # each segment is a multiple of 4
     assert made(GROUPS, *model, *cp).cost["sharing"]["budget"]["max_tokens_per_micro_batch"] == 100 + 12 + 24 + 32 + 44
 
@@ -149,7 +149,7 @@ def test_with_a_gpu_the_budget_is_the_most_that_fits(made, model):
     tight = made(groups, *model, "--gpu_memory_gb", 0.0003, "--sleep_level", 1, "--share_prefix", "true", *step)
     assert tight.cost["sharing"]["budget"] is None, "a sequence of 200 tokens does not fit alone"
     roomy = made(GROUPS, *model, "--gpu_memory_gb", 80, "--share_prefix", "true").cost["sharing"]["budget"]
-    assert roomy["max_tokens_per_micro_batch"] == 400 and "all that a rank computes" in roomy["why"]
+    assert roomy["max_tokens_per_micro_batch"] == 400 and "all tokens of a rank" in roomy["why"]
 
 
 @pytest.mark.parametrize("argv", [["--share_prefix", "false"], ["--tuner_type", "lora", "--lora_dropout", "0.1"]])
@@ -167,18 +167,18 @@ def test_a_larger_bubble_than_without_sharing_is_said_with_a_budget_that_keeps_t
     assert (apart, shared) == (9, 4)  # 8000 tokens in whole sequences, and 3200: five groups of 200 in 1000
     assert (found["bubble_apart"], found["bubble_shared"]) == (3 / 12, 3 / 7)
     assert plan.rest()["pipeline"]["bubble_fraction"] == 3 / 7
-    [said] = [warning for warning in plan.warnings if "pipeline stages wait" in warning.lower()]
+    [said] = [warning for warning in plan.warnings if "pipeline bubble" in warning.lower()]
     budget = found["budget"]["max_tokens_per_micro_batch"]
-    assert "4 micro-batches in place of 9" in said and f"({budget} in place of 1000)" in said and "43% of a training step" in said
+    assert "4 micro-batches instead of 9" in said and f"({budget} instead of 1000)" in said and "43% of a training step" in said
     again = made(GROUPS, *model, *PP4, BUDGET, budget)
     assert again.cost["sharing"]["micro_batches_of_rank_shared"] >= 12
-    assert not [warning for warning in again.warnings if "pipeline stages wait" in warning.lower()]
+    assert not [warning for warning in again.warnings if "pipeline bubble" in warning.lower()]
 
 
 def test_rows_too_few_for_the_pipeline_are_said(made, model):
     few = ["--world_size", 4, "--pipeline_model_parallel_size", 4, "--global_batch_size", 8]
-    [said] = [warning for warning in made(GROUPS, *model, *few, BUDGET, 500).warnings if "pipeline stages wait" in warning.lower()]
-    assert "a larger global_batch_size: its rows are too few for 12 micro-batches a rank" in said
+    [said] = [warning for warning in made(GROUPS, *model, *few, BUDGET, 500).warnings if "pipeline bubble" in warning.lower()]
+    assert "a larger global_batch_size: it has too few rows for 12 micro-batches per rank" in said
 
 
 @pytest.mark.parametrize(("pp", "vpp", "wanted"), [(1, None, 1), (2, None, 4), (4, None, 12), (2, 2, 2), (4, 2, 8), (4, 3, 4)])
@@ -191,11 +191,11 @@ def test_the_kernel_of_a_gpu_is_named_where_the_machine_is_a_gpu_or_not_known():
     true = Config().with_values({"share_prefix": "true", "micro_batch_size": 4})
     auto = true.with_values({"share_prefix": "auto"})
     for cfg in (true, auto):
-        assert "On this GPU attention with parents is flash attention" in str(decide(cfg, None, has_gpu=True))
-        assert "On a GPU, of compute capability 8.0 or more, attention with parents is flash attention" in str(decide(cfg, None))
+        assert "On this GPU attention with shared prefixes uses flash attention" in str(decide(cfg, None, has_gpu=True))
+        assert "On a GPU, of compute capability 8.0 or more, attention with shared prefixes uses flash attention" in str(decide(cfg, None))
         assert "GPU" not in str(decide(cfg, None, has_gpu=False))
     lacks = "flash attention needs a GPU of compute capability 8.0, this one has 7.5"
-    assert "attention with parents is plain matrix products" in str(decide(true, None, has_gpu=True, gpu_lacks=lacks))
+    assert "attention with shared prefixes uses plain matrix products" in str(decide(true, None, has_gpu=True, gpu_lacks=lacks))
     assert lacks in str(decide(true, None, has_gpu=True, gpu_lacks=lacks))
     off = decide(auto, None, has_gpu=True, gpu_lacks=lacks)
     assert off.min_saving_ratio is None and lacks in off.why
@@ -205,7 +205,7 @@ def test_the_kernel_of_a_gpu_is_named_where_the_machine_is_a_gpu_or_not_known():
 def test_what_flash_attention_does_not_take_is_said_before_there_is_a_gpu():
     single = Config().with_values({"torch_dtype": "float32", "micro_batch_size": 4})
     said = "flash attention supports bfloat16 and float16, not float32"
-    assert decide(single, None).min_saving_ratio == LEAST_SAVING and f"On a GPU it would be off: {said}" in str(decide(single, None))
+    assert decide(single, None).min_saving_ratio == LEAST_SAVING and f"On a GPU it is disabled: {said}" in str(decide(single, None))
     planned = decide(single.with_values({"gpu_memory_gb": 80}), None)
     assert planned.min_saving_ratio is None and said in planned.why
 

@@ -107,8 +107,8 @@ def test_nothing_is_asked_where_nobody_asked_for_it(hub, folders):
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"hub_model_id": "a/b"}, "hub_model_id (a/b) does nothing without push_to_hub true"),
-        ({"hub_private_repo": False}, "hub_private_repo (False) does nothing without push_to_hub true"),
+        ({"hub_model_id": "a/b"}, "hub_model_id (a/b) has no effect without push_to_hub true"),
+        ({"hub_private_repo": False}, "hub_private_repo (False) has no effect without push_to_hub true"),
         ({"push_to_hub": True, "export_hf": False}, "push_to_hub true requires export_hf true"),
     ],
 )
