@@ -99,13 +99,13 @@ def test_auto_is_on_where_the_run_does_not_fit_otherwise_with_room_for_what_is_n
     if gpu is None:
         assert "set gpu_memory_gb" in found.why
     elif "auto" in (model, optimizer):
-        assert f"of {gpu} GB" in found.why and "6 that are not counted" in found.why
+        assert f"of {gpu} GB" in found.why and "plus 6 GB that is not counted" in found.why
         assert ("does not fit even with" in found.why) == (gpu == 30)
 
 
 def test_what_is_not_on_is_told_with_what_it_would_free(memory):
     found = describe_offload(memory()["offload"])
-    assert found.startswith("offload_model and offload_optimizer off (auto asks") and "enabled, they would free" in found
+    assert found.startswith("offload_model and offload_optimizer off (auto depends") and "enabled, they would free" in found
     assert describe_offload(memory("--offload_optimizer", "true", "--offload_model", "false")["offload"]).startswith(
         "offload_optimizer on (as"
     )

@@ -241,7 +241,7 @@ def test_foreign_files_are_translated_and_what_changes_nothing_is_listed(capsys,
     )
     found = native(capsys, "--dialect", "skyrl", "--config", skyrl, "--world_size", 4, "trainer.policy_mini_batch_size=16")
     assert (found["batch"]["generation_batch_size"], found["batch"]["global_batch_size"]) == (256, 64)
-    assert any("trainer.placement.colocate_all" in warning and "set aside" in warning for warning in found["warnings"])
+    assert any("trainer.placement.colocate_all" in warning and "ignored settings" in warning for warning in found["warnings"])
 
 
 @pytest.mark.parametrize(
@@ -257,8 +257,8 @@ def test_foreign_files_are_translated_and_what_changes_nothing_is_listed(capsys,
         (["--micro_batch_size", 4, "--global_batch_size", 16, "--steps_per_generation", 2], "Note: the Megatron-SWIFT guide"),
         (["--max_steps", 1], "ends after 1 optimizer step"),
         (["--dialect", "swift-megatron"], "beta defaults to 0.0 here and to 0.04 there; 0.04 is used"),
-        (["--max_steps", 9, "--num_train_epochs", 1], "num_train_epochs (1) is not used"),
-        (["--max_steps", 9, "--beta", 0.1, "--sync_ref_model", "true"], "(512) is more than the run's 9 optimizer steps"),
+        (["--max_steps", 9, "--num_train_epochs", 1], "num_train_epochs (1) is ignored"),
+        (["--max_steps", 9, "--beta", 0.1, "--sync_ref_model", "true"], "(512) exceeds the 9 optimizer steps of the run"),
     ],
 )
 def test_what_is_legal_but_probably_not_meant_is_said(capsys, argv, part):
@@ -392,7 +392,7 @@ def test_the_share_that_trains_is_a_number_that_people_read(some, told):
 def test_a_warm_up_as_long_as_the_run_is_said(capsys):
     said = "The learning rate never reaches lr"
     assert main(["plan", "--max_steps", "4", "--lr_warmup_iters", "4"]) == 0
-    assert f"{said} (1e-06): the warm-up takes 4 optimizer steps, and the run 4." in " ".join(capsys.readouterr().out.split())
+    assert f"{said} (1e-06): the warm-up takes 4 optimizer steps, and the run has 4." in " ".join(capsys.readouterr().out.split())
     assert main(["plan", "--max_steps", "5", "--lr_warmup_iters", "4"]) == 0
     assert said not in " ".join(capsys.readouterr().out.split())
 

@@ -45,7 +45,7 @@ def plan(tmp_path):
         ([EP, "4"], EXPERTS, "the teacher's 6 experts must be a multiple of expert_model_parallel_size (4): 6 = 1 x 4 + 2"),
         ([EP, "2"], DEEP, "must be 1: neither the model nor the teacher has experts"),
         ([TP, "2"], EXPERTS, "a mixture-of-experts teacher with tensor_model_parallel_size (2) scores with sequence_parallel true only"),
-        ([], dict(vocab_size=9), "knows 9 token ids, and the policy draws from 10: it has no log-prob for the last ones"),
+        ([], dict(vocab_size=9), "has 9 token IDs, fewer than the policy (10)"),
         ([], dict(max_position_embeddings=64), "teacher_model: sequences of up to 257 tokens are longer than the model's max_position"),
         ([], dict(architectures=["BertModel"]), "teacher_model: "),
     ],

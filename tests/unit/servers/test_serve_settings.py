@@ -50,7 +50,7 @@ def test_everything_that_is_wrong_is_said_at_once_and_no_token_is_made(model, ho
                     "--token_file", str(home / "token"))  # fmt: skip
     for part in ("surprise is not a setting", "lr is a setting of `train` that `serve` does not read",
                  "port (70000) must be at least 0 and at most 65535. Use 65535", "data_parallel_size (0) must be at least 1. Use 1",
-                 "vllm_engine_kwargs: max_num_seqs is the setting vllm_max_num_seqs here",
+                 "vllm_engine_kwargs: max_num_seqs is the setting vllm_max_num_seqs. Use that setting.",
                  "vllm_gpu_memory_utilization (2.0) must be above 0 and at most 1", "not.pem) cannot be used",
                  "address_file (/nowhere/at/all): /nowhere/at is not a writable directory", "vllm_tensor_parallel_size (3): ",
                  "999 tokens are longer than the model's max_position_embeddings (256)"):  # fmt: skip
