@@ -49,7 +49,7 @@ def test_the_kl_is_measured_against_the_reference(run):
 
 def test_the_step_that_the_guard_refuses_changes_no_weight_and_is_told(run):
     _, found = run
-    assert "optimizer step 2 is skipped: the gradient was refused" in found[0][1] and found[0][1].count("was refused") == 1
+    assert "optimizer step 2 is skipped: the gradient was rejected" in found[0][1] and found[0][1].count("was rejected") == 1
     for _, _, held in found:
         assert sorted(held) == [1, 2, 3]
         differs = {(a, b): any(not np.array_equal(held[a][name], held[b][name]) for name in held[a]) for a, b in ((1, 2), (2, 3))}
