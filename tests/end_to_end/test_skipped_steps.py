@@ -131,7 +131,7 @@ def test_so_many_in_a_row_end_the_run_with_the_last_good_checkpoint_named_from_w
     assert [code for code, _ in found] == [1, 1]
     good = out / "checkpoints/iter_0000003"
     told = "".join(said for _, said in found)
-    assert told.count("3 optimizer steps in a row were skipped (max_skipped_steps 3), and the run ends") == 1
+    assert told.count("3 optimizer steps in a row were skipped (max_skipped_steps 3); the run stops") == 1
     assert f"The last good checkpoint is {good}; continue with --resume {good}." in told
     assert sorted(path.name for path in out.glob("checkpoints/iter_*")) == [good.name, "iter_0000006"]
     assert len(records(out / "metrics.jsonl")) == 7
