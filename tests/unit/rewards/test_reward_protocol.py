@@ -140,17 +140,8 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path):
     with pytest.raises(ConfigError) as error:
         load("mth", f"{tmp_path}/broken.py:f", f"{tmp_path}/gone.py:f", "no.such.module:f", "length", "length")
     text = "\n".join(problem.message for problem in error.value.problems)
-<<<<<<< HEAD
-<<<<<<< HEAD
     for part in ("names length more than once", "'mth'", "ZeroDivisionError: division by zero",
                  "does not exist in", "No module named 'no'"):  # fmt: skip
-=======
-    for part in ("sets length more than once", "'mth'", "ZeroDivisionError: division by zero",
-=======
-    for part in ("names length more than once", "'mth'", "ZeroDivisionError: division by zero",
->>>>>>> 2ddb29a3 (Messages of planning/ in plain technical English: plan's lines, warnings and errors)
-                 "There is no file", "No module named 'no'"):  # fmt: skip
->>>>>>> 54535340 (Messages of config/ say the problem, the values and the remedy)
         assert part in text
 
 

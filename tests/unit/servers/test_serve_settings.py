@@ -134,15 +134,9 @@ def test_the_variable_is_the_token_where_no_file_is_named(home, monkeypatch):
 
 
 @pytest.mark.parametrize(("token", "mode", "says"), [
-<<<<<<< HEAD
-    (GOOD, 0o644, "can be read by others (mode 644). Say `chmod 600"),
-    (GOOD, 0o660, "can be read by others"), ("short", 0o600, "at least 16"),
-    ("", 0o600, "has 0 characters"), ("a token with spaces in it", 0o600, "without spaces"),
-=======
     (GOOD, 0o644, "is readable by other users (mode 644). Run `chmod 600"),
     (GOOD, 0o660, "is readable by other users"), ("short", 0o600, "at least 16"),
-    ("", 0o600, "holds 0 characters"), ("a token with spaces in it", 0o600, "without spaces"),
->>>>>>> 54535340 (Messages of config/ say the problem, the values and the remedy)
+    ("", 0o600, "has 0 characters"), ("a token with spaces in it", 0o600, "without spaces"),
     ("ein-Schlüssel-mit-ü-drin", 0o600, "at least 16"),
     ("two-lines-of-token\nsecond-line", 0o600, "at least 16"),
 ])  # fmt: skip
