@@ -38,13 +38,13 @@ def test_a_function_is_no_setting(tmp_path):
 def test_an_explicit_default_counts_and_messages_name_the_source(tmp_path):
     found = parsed(GRPOConfig(lr=1e-6, num_generations="many"), tmp_path)
     assert found.config.sources["lr"] == "GRPOConfig" and found.config.sources["seed"] == "default"
-    assert [str(one) for one in found.problems] == ["num_generations (GRPOConfig) needs a whole number, not 'many'."]
+    assert [str(one) for one in found.problems] == ["num_generations (GRPOConfig) must be a whole number, not 'many'."]
 
 
 @pytest.mark.parametrize("name", ["sequence_parallel", "bf16"])
 def test_an_empty_list_is_not_true(name, tmp_path):
     [problem] = parsed({name: []}, tmp_path).problems
-    assert f"{name} (GRPOConfig) needs a value" in str(problem)
+    assert f"{name} (GRPOConfig) requires a value" in str(problem)
 
 
 def of_trl(**settings):
