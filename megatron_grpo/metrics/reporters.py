@@ -135,6 +135,9 @@ def trackio(begin: Begin) -> WandbReporter:
     """Start Trackio, with its database in output_dir/trackio (or TRACKIO_DIR), or in a Space of the Hub (TRACKIO_SPACE_ID)."""
     own = str((begin.output_dir / "trackio").absolute())
     os.environ.setdefault("TRACKIO_DIR", own)  # read once, when trackio is imported; its default is a folder in the user's cache
+    if is_installed("matplotlib"):
+        # Trackio compares values with this module's classes and drops them while another thread, which draws plots, still imports it.
+        import matplotlib.figure  # noqa: F401
 
     def as_table(service: Any, table: Table) -> Any:
         import pandas
