@@ -67,7 +67,7 @@ def test_async_generate_says_the_same(plan, dialect):
 )  # fmt: skip
 def test_plan_says_how_stale_rows_become(plan, sizes, mean, most):
     code, found = plan(f"--async_rollout_depth 1 {CORRECTED} {sizes}")
-    [said] = [warning for warning in found["warnings"] if warning.startswith("One rollout ahead")]
+    [said] = [warning for warning in found["warnings"] if warning.startswith("With async_rollout_depth 1, rows")]
     assert code == 0 and f"up to {most} optimizer steps stale when they are trained ({mean:g} on average)" in said
     assert max(row["staleness"] for row in found["timetable"]) == most
 
