@@ -19,7 +19,7 @@ python tools/make_tiny_model.py
 
 train "$here/config.yaml $here/reward.py $here/model/made_by.json" "[quickstart] 3/5" "$@"
 
-echo "[quickstart] 5/5 verdict"
 echo "[quickstart] 4/5 report"
-python -m megatron_grpo report $output
+python -m megatron_grpo report $output || failed "the report was not written"
+echo "[quickstart] 5/5 verdict"
 python $here/verdict.py $output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from megatron_grpo import GRPOConfig, GRPOTrainer
 from tests.end_to_end.runs import records, train, write_inputs
 from tests.ranks import run_ranks
 
+ROOT = Path(__file__).parents[2]
 SIZES = {"torch_dtype": "float32", "num_generations": 4, "global_batch_size": 16, "micro_batch_size": 4, "max_completion_length": 8,
          "lr": 1e-3, "vllm_kv_cache_memory_mb": 64, "max_steps": 2}  # fmt: skip
 
@@ -41,3 +43,20 @@ def test_metrics_are_those_of_the_command_line(tmp_path, number):
     assert without_times(tmp_path / "program/metrics.jsonl") == without_times(tmp_path / "command/metrics.jsonl")
     assert result.finished and result.step == 2 and (result.model / "model.safetensors").is_file()
     assert steps.seen == [(line["step"], line["reward"]) for line in result.history]
+
+
+def test_the_notebook_trains_from_a_cell_and_draws(tmp_path, monkeypatch):
+    jupytext = pytest.importorskip("jupytext", reason="jupytext is not installed (pip install 'megatron-grpo[dev]')")
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed (pip install 'megatron-grpo[dev]')")
+    write_inputs(tmp_path)
+    (tmp_path / "data").mkdir()
+    for name in ("train", "test"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text((tmp_path / "data.jsonl").read_text())
+    for variable, value in {"QUICKSTART": tmp_path, "OUTPUT_DIR": tmp_path / "out", "STEPS": "2", "PYTHONPATH": ROOT}.items():
+        monkeypatch.setenv(variable, str(value))
+    source = (ROOT / "examples/notebooks/training.py").read_text()
+    assert "float(text == right)" in source  # a model that was never trained is never right, and equal rewards train nothing
+    notebook = jupytext.reads(source.replace("float(text == right)", "float(len(text))"), fmt="py:percent")
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert "step 2, reward" in json.dumps(notebook.cells), "the callback's figure"
+    assert [line["step"] for line in records(tmp_path / "out/metrics.jsonl")] == [1, 2]

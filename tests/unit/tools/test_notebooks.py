@@ -62,7 +62,7 @@ def execute(name, monkeypatch, folder, **environment):
 
 
 def test_every_notebook_is_executed_here():
-    assert {path.name for path in NOTEBOOKS.glob("*.py")} == {"reading_a_run.py"}
+    assert {path.name for path in NOTEBOOKS.glob("*.py")} == {"comparing_rewards.py", "reading_a_run.py", "training.py"}
 
 
 def test_reading_a_run_shows_rewards_times_and_answers_before_and_after(run, tmp_path, monkeypatch):
@@ -76,3 +76,19 @@ def test_reading_a_run_shows_rewards_times_and_answers_before_and_after(run, tmp
 def test_reading_a_run_ends_in_an_error_where_trainer_and_sampler_differ(run, tmp_path, monkeypatch):
     with pytest.raises(nbclient.exceptions.CellExecutionError, match="the largest difference is 0.00012 nats"):
         execute("reading_a_run.py", monkeypatch, tmp_path, RUN=run, BOUND=1e-4)
+
+
+def test_comparing_rewards_shows_groups_without_a_signal_and_advantages(tmp_path, monkeypatch):
+    import pandas
+
+    answers = [("7", "7", "7", "7"), ("5", "15", "25", "4"), ("9", "9", "8", "8")]  # to 3+4=, 7+8= and 4+5=
+    rows = [
+        {"prompt_number": number, "prompt": prompt, "completion": text}
+        for number, (prompt, texts) in enumerate(zip(("3+4=", "7+8=", "4+5="), answers, strict=True))
+        for text in texts
+    ]
+    (tmp_path / "completions").mkdir()
+    pandas.DataFrame(rows).to_parquet(tmp_path / "completions" / "step_000001.parquet")
+    text, _ = execute("comparing_rewards.py", monkeypatch, tmp_path, RUN=tmp_path)
+    assert re.search(r"correct +0.333333\nlast_digit +0.333333", text), "the first group alone has equal rewards"
+    assert "last digit right" in text
