@@ -35,7 +35,7 @@ def no_token(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """Refuse a Hub token. The message does not repeat the secret."""
     if " ".join(words).lower() in OFF:
         return {}
-    raise InvalidValueError("is a secret, and settings are written to files: the environment variable HF_TOKEN holds it")
+    raise InvalidValueError("is a secret, and settings are written to files. Use the environment variable HF_TOKEN")
 
 
 def listed(words: Sequence[str]) -> list[str]:
@@ -60,9 +60,7 @@ def best(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         return {"metric_for_best_model": f"eval/{re.split('[.:]', by_function[1])[-1]}"}
     if asked in _LENGTHS:
         return {"metric_for_best_model": f"eval/{asked.partition('/')[2]}"}
-    raise InvalidValueError(
-        f"({name}) is nothing that an evaluation tells here. Use eval_reward, eval_rewards/NAME/mean, eval_{_LENGTHS[0]}"
-    )
+    raise InvalidValueError(f"({name}) is not a metric of an evaluation here. Use eval_reward, eval_rewards/NAME/mean, eval_{_LENGTHS[0]}")
 
 
 def datasets(words: Sequence[str], given: Given) -> Mapping[str, Any]:
@@ -83,7 +81,7 @@ def betas(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """Read Adam's two betas."""
     found = [part for word in words for part in listed([word])]
     if len(found) != 2:
-        raise InvalidValueError(f"needs two numbers, not {' '.join(words)!r}")
+        raise InvalidValueError(f"requires two numbers, not {' '.join(words)!r}")
     return {"adam_beta1": found[0], "adam_beta2": found[1]}
 
 
@@ -96,7 +94,9 @@ def own_rewards(what: str) -> Reader:
 
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         if not given.get("reward_funcs"):
-            raise InvalidValueError(f"({' '.join(words)}) is {what}, and not there: rewards come from reward_funcs. Add --reward_funcs")
+            raise InvalidValueError(
+                f"({' '.join(words)}) is {what}, which is not supported: rewards come from reward_funcs. Add --reward_funcs"
+            )
         return {}
 
     return read
@@ -116,7 +116,7 @@ def of_pictures(values: Mapping[str, Any], *, title: str, says: str) -> Iterator
         return
     if thawed := {name: False for name in ("freeze_vit", "freeze_aligner") if name not in values}:
         said = " and ".join(f"{name} false" for name in thawed)
-        yield Change(values=thawed, note=f"{says}: {title} trains the tower of a model that sees where nobody says otherwise: {said}.")
+        yield Change(values=thawed, note=f"{says}: {title} trains the vision tower by default: {said}.")
 
 
 def idle_schedule(values: Mapping[str, Any], given: Given, *, style: str) -> Iterator[Change]:
@@ -130,7 +130,7 @@ def idle_schedule(values: Mapping[str, Any], given: Given, *, style: str) -> Ite
     style = values.get("lr_decay_style", style)
     of = {"lr_decay_iters": style != "constant", "lr_wsd_decay_iters": style == "WSD", "lr_wsd_decay_style": style == "WSD"}
     if found := [name for name, is_read in of.items() if not is_read and values.get(name) is not None]:
-        note = f"{' and '.join(found)} {'do' if len(found) > 1 else 'does'} nothing with lr_decay_style {style}, here as there."
+        note = f"{' and '.join(found)} {'do' if len(found) > 1 else 'does'} nothing with lr_decay_style {style}, in both systems."
         yield Change(values=dict.fromkeys(found), note=note)
 
 
@@ -171,15 +171,15 @@ def of_vllm(values: Mapping[str, Any], given: Given, *, prefix: str, apart: Sequ
     flow = _FLOW.sub(r"\1: ", given.text(prefix, "{}"))
     whole_of_it = {} if flow.lower() in OFF else yaml.safe_load(flow)
     if not isinstance(whole_of_it, dict):
-        raise InvalidValueError(f"{prefix} ({given.text(prefix, '')}) needs a mapping, such as {{max_model_len: 4096}}")
+        raise InvalidValueError(f"{prefix} ({given.text(prefix, '')}) requires a mapping, such as {{max_model_len: 4096}}")
     names = [name for name in given if name.startswith(f"{prefix}.") and name not in apart]
     words = {**whole_of_it, **{name.removeprefix(f"{prefix}."): yaml.safe_load(" ".join(given[name])) for name in names}}
     ours = {_OF_THE_ENGINE[name]: value for name, value in words.items() if name in _OF_THE_ENGINE and value is not None}
     if clash := [name for name, value in ours.items() if values.get(name, value) != value]:
-        raise InvalidValueError(f"{prefix} says {clash[0]} {ours[clash[0]]}, which is {values[clash[0]]} elsewhere. Keep one of them")
+        raise InvalidValueError(f"{prefix} sets {clash[0]} to {ours[clash[0]]}, but it is {values[clash[0]]} elsewhere. Use one of them")
     more = _nested({name: value for name, value in words.items() if name not in _OF_THE_ENGINE and value is not None})
     if ours or more:
-        note = f"{prefix} is handed to vLLM's EngineArgs: {', '.join([*ours, *(['vllm_engine_kwargs'] if more else [])])}."
+        note = f"{prefix} is passed to vLLM's EngineArgs: {', '.join([*ours, *(['vllm_engine_kwargs'] if more else [])])}."
         yield Change(values=ours | ({"vllm_engine_kwargs": {**values.get("vllm_engine_kwargs", {}), **more}} if more else {}), note=note)
 
 
@@ -193,7 +193,7 @@ def template(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     except yaml.YAMLError:
         found = None
     if not isinstance(found, dict):
-        raise InvalidValueError(f"needs a mapping, such as {{enable_thinking: false}}, not {text!r}")
+        raise InvalidValueError(f"requires a mapping, such as {{enable_thinking: false}}, not {text!r}")
     return {"chat_template_kwargs": found} if found else {}
 
 
@@ -204,7 +204,7 @@ def of_template(values: Mapping[str, Any], given: Given, *, prefix: str) -> Iter
     names = [name for name in given if name.startswith(f"{prefix}.") and not name.endswith(".enable_thinking")]
     if words := {name.removeprefix(f"{prefix}."): yaml.safe_load(" ".join(given[name])) for name in names}:
         yield Change(values={"chat_template_kwargs": {**values.get("chat_template_kwargs", {}), **words}},
-                     note=f"{prefix} is handed to the chat template: chat_template_kwargs.")  # fmt: skip
+                     note=f"{prefix} is passed to the chat template: chat_template_kwargs.")  # fmt: skip
 
 
 def adapted(given: Given, section: str) -> dict[str, list[str]]:
@@ -228,7 +228,7 @@ def soft_overlong(values: Mapping[str, Any], longest: int, buffer: int, name: st
     found: dict[str, Any] = {"soft_max_length": longest, "soft_cache_length": buffer}
     if values.get("reward_funcs") and "soft_overlong" not in values["reward_funcs"]:
         found["reward_funcs"] = [*values["reward_funcs"], "soft_overlong"]
-    yield Change(values=found, note=f"{name} is the reward soft_overlong, beside what reward_funcs names.")
+    yield Change(values=found, note=f"{name} is the reward soft_overlong, in addition to reward_funcs.")
 
 
 def in_steps(values: Mapping[str, Any], per_rollout: int, names: Mapping[str, str]) -> Iterator[Change]:
@@ -244,7 +244,7 @@ def in_steps(values: Mapping[str, Any], per_rollout: int, names: Mapping[str, st
         said = ", ".join(f"{names[name]} {count} is {name} {count * per_rollout}" for name, count in found.items())
         yield Change(
             values={name: count * per_rollout for name, count in found.items()},
-            note=f"One step of theirs is one rollout, and {per_rollout} optimizer steps here: {said}.",
+            note=f"One step of that system is one rollout, which is {per_rollout} optimizer steps here: {said}.",
         )
 
 
@@ -252,7 +252,7 @@ def loggers(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """Read the list of experiment trackers. The console and files are always written, so they are dropped."""
     found = [name.lower() for word in words for name in listed([word]) if name.lower() not in ("console", "file", *OFF)]
     if unknown := [name for name in found if name not in SERVICES]:
-        raise InvalidValueError(f"({', '.join(unknown)}) is not there. There are: {', '.join(SERVICES)}")
+        raise InvalidValueError(f"({', '.join(unknown)}) is not supported. Supported: {', '.join(SERVICES)}")
     return {"report_to": found} if found else {}
 
 
@@ -277,9 +277,9 @@ def asked_once(values: Mapping[str, Any], **how: float) -> Iterator[Change]:
             cuts = ("eval_top_p", "eval_top_k", "eval_min_p")
             idle = [name for name in cuts if values.get(name)]
             if idle:
-                yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} does nothing at temperature 0, here as there.")
+                yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} has no effect at temperature 0, in both systems.")
             if (values.get("num_generations_eval") or 1) > 1:
-                said = f"{values['num_generations_eval']} greedy answers to a prompt are one answer: num_generations_eval 1."
+                said = f"{values['num_generations_eval']} greedy completions of a prompt are identical: num_generations_eval 1."
                 yield Change(values={"num_generations_eval": 1}, note=said)
             found = {name: value for name, value in found.items() if name not in cuts}
         yield Change(values={name: value for name, value in found.items() if name not in values})
@@ -312,9 +312,9 @@ def layout(values: Mapping[str, Any], expert: str, *, shards_norms_by_itself: st
         note = f"{shards_norms_by_itself} shards norms over tensor-parallel ranks by itself: sequence_parallel true."
         yield Change(values={"sequence_parallel": True}, note=note)
     if values.get("sequence_parallel") and tensor == 1:
-        yield Change(values={"sequence_parallel": None}, note="sequence_parallel does nothing without tensor parallelism, here as there.")
+        yield Change(values={"sequence_parallel": None}, note="sequence_parallel has no effect without TP, in both systems.")
     if values.get("fp8_format") and "fp8_recipe" not in values:
-        yield Change(note="fp8_recipe is delayed in Megatron-Core where nobody says it, which is not there: it is tensorwise here.")
+        yield Change(note="fp8_recipe defaults to delayed in Megatron-Core, which is not supported: it is tensorwise here.")
     if "expert_tensor_parallel_size" not in values:
         yield Change(values={"expert_tensor_parallel_size": tensor if expert in ("none", "null") else int(expert)})
 
@@ -329,7 +329,7 @@ def idle(given: Given, defaults: Mapping[str, str], *, without: str) -> Iterator
     """
     found = [name for name, default in defaults.items() if given.text(name, default).lower() != default]
     if found:
-        yield Change(note=f"{' and '.join(found)} {'do' if len(found) > 1 else 'does'} nothing without {without}, here as there.")
+        yield Change(note=f"{' and '.join(found)} {'do' if len(found) > 1 else 'does'} nothing without {without}, in both systems.")
 
 
 def of_servers(values: Mapping[str, Any], *, program: str) -> Iterator[Change]:
@@ -341,9 +341,9 @@ def of_servers(values: Mapping[str, Any], *, program: str) -> Iterator[Change]:
     """
     if values.get("vllm_mode") != "server":
         return
-    yield Change(note=f"vllm_mode server: start servers with `megatron-grpo serve`, for those of `{program}` speak another way.")
+    yield Change(note=f"vllm_mode server: start servers with `megatron-grpo serve`; servers of `{program}` use another protocol.")
     if found := [name for name in OF_THE_ENGINE if name in values]:
-        note = f"{', '.join(found)}: the engine is the server's, so give {'them' if len(found) > 1 else 'it'} to `megatron-grpo serve`."
+        note = f"{', '.join(found)}: settings of the server's engine; pass {'them' if len(found) > 1 else 'it'} to `megatron-grpo serve`."
         yield Change(values=dict.fromkeys(found), note=note)
 
 
@@ -351,13 +351,16 @@ def of_the_hub(values: Mapping[str, Any]) -> Iterator[Change]:
     """Drop Hub settings without push_to_hub; transformers ignores them too."""
     idle = [name for name in ("hub_model_id", "hub_private_repo") if name in values] if not values.get("push_to_hub") else []
     if idle:
-        yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} does nothing without push_to_hub, here as there.")
+        yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} has no effect without push_to_hub, in both systems.")
 
 
 def drops_last(values: Mapping[str, Any], *, title: str) -> Iterator[Change]:
     """Set dataset_drop_last, for a system whose epochs end with their last complete rollout."""
     if values.get("streaming"):
-        note = f"streaming: {title} leaves out what does not fill a rollout where an epoch ends; here a rollout goes on into the next one."
+        note = (
+            f"streaming: {title} drops prompts that do not fill a rollout at the end of an epoch; here a rollout continues into the "
+            "next epoch."
+        )
         yield Change(note=note)
     elif "dataset_drop_last" not in values:
         yield Change(values={"dataset_drop_last": True}, untyped=("drop_last", "true"))
@@ -368,5 +371,5 @@ def not_left(values: Mapping[str, Any], title: str) -> Iterator[Change]:
     if (values.get("environment") or values.get("tools")) and "truncation_strategy" not in values and "max_prompt_length" in values:
         yield Change(
             values={"truncation_strategy": "delete"},
-            note=f"{title} cuts longer prompts on the left, which does not go with environments and tools: truncation_strategy delete.",
+            note=f"{title} cuts longer prompts on the left, not supported with environments and tools: truncation_strategy delete.",
         )

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from megatron_grpo.config.config import Config, RunConfig
 
 _OF_SWIFT = (
-    "It rounds a run of epochs down to optimizer steps, and ends it with the first step of a rollout that they do not fill: so it is \
-here where the number of rows is known (num_prompts). What differs: rows of an epoch that do not fill micro_batch_size x dp_size are left \
-out there, and drawn here."
+    "It rounds a run of epochs down to optimizer steps, and ends it with the first step of a rollout that they do not fill: this is done \
+here if the number of rows is known (num_prompts). What differs: rows of an epoch that do not fill micro_batch_size x dp_size are dropped \
+there, and used here."
 )
 
 
@@ -27,17 +27,16 @@ def explain(dialect: str, foreign: Mapping[str, int], sizes: BatchSizes, max_ste
         if sizes.num_iterations == 1
         else f"{steps * sizes.num_iterations:g} optimizer steps ({sizes.num_iterations} passes of {steps:g})"
     )
-    same = f"Your old setup took {times} per rollout of {sizes.generation_batch_size} completions; so does this one"
+    same = f"Your old setup took {times} per rollout of {sizes.generation_batch_size} completions; so does this configuration"
     if dialect in ("trl", "ms-swift"):
         w, title = sizes.micro_steps_per_rollout, {"trl": "TRL"}.get(dialect, dialect)
         yield (
-            f"{same}. {title} counts steps_per_generation in micro-steps: {w} micro-steps / gradient_accumulation_steps {a} = "
-            f"{steps:g}, which is "
-            "what steps_per_generation means here."
+            f"{same}. {title} counts steps_per_generation in micro-steps: {w} micro-steps / gradient_accumulation_steps {a} = {steps:g}, "
+            "which is steps_per_generation here."
         )
         yield (
-            f"What differs from {title}: it shuffles samples after generation, so that a prompt's group is spread over several "
-            "steps; here groups stay together."
+            f"What differs from {title}: it shuffles samples after generation, so the group of a prompt is spread over several steps; here "
+            "groups stay together."
         )
     elif dialect in ("skyrl", "skyrl-doc"):
         mini, n, rollout = foreign["policy_mini_batch_size"], sizes.num_generations, sizes.generation_batch_size
@@ -58,14 +57,14 @@ def explain(dialect: str, foreign: Mapping[str, int], sizes: BatchSizes, max_ste
             "one rollout."
         )
         yield (
-            "What differs from verl: it computes old log-probs of every rollout in a pass of its own; here a pass is made just for what is "
-            "first trained by other weights than sampled it."
+            "What differs from verl: it computes old log-probs of every rollout in a separate pass; here only of rows that are stale when "
+            "they are first trained."
         )
     elif dialect == "slime":
         yield (
             f"{same}. slime counts global_batch_size in samples, as here, and rollout_batch_size in prompts: {sizes.num_rollout_prompts} x "
-            f"{sizes.num_generations} = {sizes.generation_batch_size} completions. One step of num_rollout is one rollout; an epoch is "
-            "as many as its rows fill, here too where their number is known (num_prompts)."
+            f"{sizes.num_generations} = {sizes.generation_batch_size} completions. One step of num_rollout is one rollout; an epoch has as "
+            "many rollouts as its rows fill, here too if their number is known (num_prompts)."
         )
     elif dialect == "swift-megatron":
         yield f"{same}: names and meanings of the sizes are Megatron-SWIFT's. {_OF_SWIFT}"
@@ -92,7 +91,7 @@ def length_there(dialect: str, cfg: Config, sizes: BatchSizes, rows: int | None)
         (optimizer steps, or None if they are counted as here; notes on differences).
     """
     of_epochs = dialect in ("verl", "skyrl", "skyrl-doc") and cfg.data.dataset_drop_last
-    said = "What differs: what dynamic_sample draws besides shortens an epoch there, and a run of epochs; here it draws on."
+    said = "What differs: prompts that dynamic_sample samples in addition shorten an epoch there, but not here."
     notes = [said] if of_epochs and cfg.grpo.dynamic_sample else []
     return None if rows is None else _steps_there(dialect, cfg.run, sizes, rows, of_epochs), notes
 

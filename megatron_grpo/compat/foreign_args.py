@@ -37,7 +37,7 @@ class Given(dict[str, list[str]]):
         """
         text = self.text(name, str(otherwise))
         if not text.isdigit():
-            raise InvalidValueError(f"{name} needs a whole number, not {text!r}")
+            raise InvalidValueError(f"{name} must be a whole number, not {text!r}")
         return int(text)
 
 
@@ -90,7 +90,7 @@ class ForeignArg:
             said = [f"`{word}`" for word in asked] + [f"`{one}` is given" for one in self.instead]
             unless = f" (unless {' or '.join(said)})" if said else ""
             return f"refused{unless}: {self.lacks}"
-        return f"set aside: {self.why or NOTHING}"
+        return f"ignored: {self.why or NOTHING}"
 
     def refuses(self, words: Sequence[str], given: Mapping[str, Sequence[str]]) -> bool:
         """Return whether these words ask for something unsupported.
@@ -106,7 +106,7 @@ class ForeignArg:
 
 UNKNOWN = "\x01"  # marks a word whose value cannot be determined from a script
 OFF = ("none", "null", "false", "", "[]", "{}")  # values that ask for nothing
-NOTHING = "nothing that is sampled or trained depends on it"
+NOTHING = "it affects neither sampling nor training"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

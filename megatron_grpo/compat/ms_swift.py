@@ -19,10 +19,10 @@ def _settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     kind = given.text("deepspeed", "none")
     if kind not in (*_DEEPSPEED, *OFF):
         there = ", ".join(_DEEPSPEED)
-        raise InvalidValueError(f"deepspeed ({kind}) is a file that is not read: {sentence('SHARDED_ELSEWHERE')}. There are: {there}")
+        raise InvalidValueError(f"deepspeed ({kind}) is a file that is not read: {sentence('SHARDED_ELSEWHERE')}. Supported: {there}")
     if kind not in ("zero0", *OFF):
         note = f"deepspeed {kind}: optimizer state is sharded here (use_distributed_optimizer, optimizer_cpu_offload for the host), and a "
-        yield Change(note=f"{note}rank holds weights whole but for tensor_model_parallel_size and its like.")
+        yield Change(note=f"{note}rank holds complete weights, except with tensor_model_parallel_size and other model parallelism.")
     if "tuner_type" not in values:
         yield Change(values={"tuner_type": "lora"}, untyped=("tuner_type", "lora"))
     if values.get("tuner_type", "lora") == "lora":

@@ -46,7 +46,7 @@ def read_python(text: str, *, source: str, path: str = "") -> tuple[list[TypedSe
     configs = [call for call in calls if _name(call.func) == "GRPOConfig"]
     if len(configs) != 1:
         found = f"{source} builds {len(configs) or 'no'} GRPOConfig"
-        return [], [_problem(f"{found}. Name a file that builds one, or give its values as flags.")]
+        return [], [_problem(f"{found}. Use a file that builds one, or pass its values as flags.")]
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     reader = _Reader(source, path or source, known, {node.name for node in ast.walk(tree) if isinstance(node, kinds)})
     reader.take(configs[0], None)
@@ -62,7 +62,9 @@ def read_python(text: str, *, source: str, path: str = "") -> tuple[list[TypedSe
         and reader.value(given.get("peft_config", ast.Constant(None))) is not None
     ):
         said = ast.unparse(given["peft_config"])
-        reader.problems.append(_problem(f"{source}: GRPOTrainer's peft_config ({said}) cannot be known. Write a LoraConfig in the file."))
+        reader.problems.append(
+            _problem(f"{source}: GRPOTrainer's peft_config ({said}) cannot be determined. Write a LoraConfig in the file.")
+        )
     return reader.entries, reader.problems
 
 
@@ -79,7 +81,9 @@ class _Reader:
         if names is None and (call.args or any(word.arg is None for word in call.keywords)):
             said = ", ".join(ast.unparse(word) for word in [*call.args, *(word.value for word in call.keywords if word.arg is None)])
             self.problems.append(
-                _problem(f"{self.source}: GRPOConfig is given {said}, which cannot be known without running it. Write names.")
+                _problem(
+                    f"{self.source}: GRPOConfig gets {said}, which cannot be determined without running the file. Write keyword arguments."
+                )
             )
         for word in call.keywords:
             name = word.arg if names is None else names.get(word.arg or "")
@@ -95,7 +99,7 @@ class _Reader:
         value, said = self.value(word.value), _NOTHING.get(word.arg or "", ())
         if value is not None and value != [] and said is not None and value != said:
             what = f"{_name(call.func)}'s {word.arg or '**'} ({ast.unparse(word.value)})"
-            self.problems.append(_problem(f"{self.source}: {what} is not read here, and may change what is trained. Take it out."))
+            self.problems.append(_problem(f"{self.source}: {what} is not read here and may change the training. Remove it."))
 
     def value(self, node: ast.expr) -> Any:
         """Return a literal; file:name for a function or class of this file; the data set's name for load_dataset."""

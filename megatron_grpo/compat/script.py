@@ -106,8 +106,8 @@ class _Shell:
                 self.scripts.append(words)
         elif _FLAG.match(words[0]):
             self.problem(
-                f"{self.source}: a shell ends the command before {words[0]}, because the line above it does not end in a backslash "
-                "(a space after the backslash, or a comment between two lines, ends it too). Mend that line."
+                f"{self.source}: a shell ends the command before {words[0]}, because the line above it does not end in a backslash (a "
+                "space after the backslash, or a comment between two lines, ends it too). Fix that line."
             )
         else:
             self.found += [behind] if (behind := _without_launcher(words, self.variables)) else []
@@ -219,11 +219,11 @@ def read_shell(text: str, *, source: str, directory: str | Path = ".", arguments
             rest = last[last.index(name) + 1 :]
             read = read_shell(inner, source=Path(name).name, directory=folder, arguments=rest, nested=nested + 1)
             return replace(read, problems=[*shell.problems, *read.problems])
-        shell.problem(f"{source}: it starts {plain(name)}, which is not there. Name that script as config, and give its flags beside it.")
+        shell.problem(f"{source}: it starts {plain(name)}, which does not exist. Pass that script as config, together with its flags.")
     stray = [word for before, word in zip(last, last[1:]) if _may_hold_flags(before, word)]
     if stray:
-        where = f", for it sources {', '.join(shell.missing)}, not there" if shell.missing else ""
-        shell.problem(f"{source}: {', '.join(map(plain, stray))} cannot be known from the script{where}. Write its flags out.")
+        where = f", because it sources {', '.join(shell.missing)}, which does not exist" if shell.missing else ""
+        shell.problem(f"{source}: {', '.join(map(plain, stray))} cannot be determined from the script{where}. Write its flags explicitly.")
     return Script(
         words=[word.replace(_PLAIN_DOLLAR, "$") for word in last if word not in stray],
         variables={name: plain(value) for name, value in shell.variables.items()},
@@ -386,13 +386,13 @@ def read_script(text: str, *, source: str, directory: Path = Path(".")) -> tuple
     entries: list[TypedSetting] = []
     last: dict[str, TypedSetting] = {}
     if not typed and not problems:
-        problems.append(Problem(flags=("config",), message=f"{source} starts nothing with flags that could be read here."))
+        problems.append(Problem(flags=("config",), message=f"{source} contains no command with flags that can be read."))
     for entry in typed:
         if entry.name == "config" and entry.raw and UNKNOWN not in entry.raw[0] and text_of_file(entry.raw[0], directory)[0] is not None:
             more, wrong = read_file(str(text_of_file(entry.raw[0], directory)[1] / Path(entry.raw[0]).name), read_program)
             entries, problems = entries + more, problems + wrong
         elif entry.name == "config":
-            problems.append(Problem(flags=("config",), message=f"{source}: config {' '.join(entry.raw)} is not there. Name that file too."))
+            problems.append(Problem(flags=("config",), message=f"{source}: config {' '.join(entry.raw)} does not exist. Pass it too."))
         else:
             if last.get(entry.name, entry).raw != entry.raw:
                 entries.append(TypedSetting(name="$twice", raw=[entry.name], source=source))

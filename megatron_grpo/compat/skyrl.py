@@ -48,7 +48,7 @@ def ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """Return world_size as nodes times GPUs per node."""
     numbers = [(given.get(f"placement.policy_{name}") or ["1"])[0] for name in ("num_nodes", "num_gpus_per_node")]
     if not all(number.isdigit() for number in numbers):
-        raise InvalidValueError(f"needs a whole number, not {' '.join(words)!r}")
+        raise InvalidValueError(f"must be a whole number, not {' '.join(words)!r}")
     return {"world_size": int(numbers[0]) * int(numbers[1])}
 
 
@@ -90,15 +90,15 @@ def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         by, longest = given.whole(f"{_ALGORITHM}max_seq_len", 0), given.whole("sampling_params.max_generate_length", 1024)
         if by != longest:
             raise InvalidValueError(
-                f"algorithm.loss_reduction (seq_mean_token_sum_norm) divides by algorithm.max_seq_len ({by or 'unsaid'}), and dr_grpo by "
-                f"max_completion_length ({longest}). Give algorithm.max_seq_len {longest}, or loss_type dr_grpo"
+                f"algorithm.loss_reduction (seq_mean_token_sum_norm) divides by algorithm.max_seq_len ({by or 'not set'}), and dr_grpo by "
+                f"max_completion_length ({longest}). Use algorithm.max_seq_len {longest}, or loss_type dr_grpo"
             )
     elif f"{_ALGORITHM}max_seq_len" in given:
-        yield Change(note="max_seq_len does nothing without loss_reduction seq_mean_token_sum_norm, here as there.")
+        yield Change(note="max_seq_len has no effect without loss_reduction seq_mean_token_sum_norm, in both systems.")
     if loss is None:
         raise InvalidValueError(
-            f"algorithm.policy_loss_type ({kind}) with algorithm.loss_reduction ({reduction}) is not there. "
-            f"There are: {', '.join(f'{a} with {b}' for a, b in _LOSSES)}"
+            f"algorithm.policy_loss_type ({kind}) with algorithm.loss_reduction ({reduction}) is not supported. Supported: "
+            f"{', '.join(f'{a} with {b}' for a, b in _LOSSES)}"
         )
     if kind == "dual_clip":
         loss = {**loss, "delta": given.number(f"{_ALGORITHM}clip_ratio_c", 3.0)}
@@ -137,20 +137,20 @@ def _layout(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     strategy = given.text("strategy", "")
     if strategy in ("fsdp", "fsdp2"):
         unread = [name for name in _OF_MEGATRON if values.get(name, 1) not in (1, False)]
-        said = f" {' and '.join(unread)} {'are' if len(unread) > 1 else 'is'} not read with it, there as here." if unread else ""
+        said = f" {' and '.join(unread)} {'are' if len(unread) > 1 else 'is'} not read with it, in both systems." if unread else ""
         ulysses = given.whole("policy.sequence_parallel_size", 1)
         if ulysses > 1:
-            said += " sequence_parallel_size is context_parallel_size: attention goes round a ring here, not over heads."
+            said += " sequence_parallel_size is context_parallel_size: ring attention here, not attention parallel over heads."
         yield Change(
             values={**dict.fromkeys(unread), "context_parallel_size": ulysses},
-            note=f"strategy {strategy} shards weights over all ranks. Here a rank holds them whole but for tensor_model_parallel_size, "
-            f"pipeline_model_parallel_size and expert_model_parallel_size.{said}",
+            note=f"strategy {strategy} shards weights over all ranks. Here a rank holds complete weights, except with "
+            f"tensor_model_parallel_size, pipeline_model_parallel_size and expert_model_parallel_size.{said}",
         )
         values = {name: value for name, value in values.items() if name not in unread}
     elif strategy not in ("", "megatron"):
-        raise InvalidValueError(f"trainer.strategy ({strategy}) is not there. There are: megatron, fsdp, fsdp2")
+        raise InvalidValueError(f"trainer.strategy ({strategy}) is not supported. Supported: megatron, fsdp, fsdp2")
     elif given.text("policy.sequence_parallel_size", "1") != "1":
-        raise InvalidValueError("policy.sequence_parallel_size cuts sequences with FSDP alone, in SkyRL too: give context_parallel_size")
+        raise InvalidValueError("policy.sequence_parallel_size splits sequences only with FSDP, in SkyRL too. Use context_parallel_size")
     if not given.is_true("gradient_checkpointing", "true"):
         yield Change(values=dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers")))
     yield from layout(values, given.text(f"{_POLICY}expert_tensor_parallel_size", "none"), shards_norms_by_itself="SkyRL")
@@ -170,19 +170,19 @@ def _asked(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     longest, bound = given.text("max_prompt_length", "512"), given.text("max_input_length", "")
     if {"environment", "tools"} & set(given):
         if bound:
-            yield Change(note="max_input_length bounds what goes into each turn in SkyRL; here max_completion_length is of the "
-                                         "whole episode after its prompt, the environment's words included.")  # fmt: skip
+            yield Change(note="max_input_length limits the input of each turn in SkyRL; here max_completion_length limits the whole "
+                              "episode after its prompt, including tokens of the environment.")  # fmt: skip
     elif bound not in ("", longest) and given.text("max_turns", "1") == "1":  # SkyRL refuses this too for a single turn
         raise InvalidValueError(
-            f"max_input_length ({bound}) differs from max_prompt_length ({longest}), which bounds what "
-            f"goes in. In one turn they are one number, in SkyRL too: give generator.max_input_length {longest}"
+            f"max_input_length ({bound}) differs from max_prompt_length ({longest}), which limits the input. With one turn both are the "
+            f"same, in SkyRL too. Use generator.max_input_length {longest}"
         )
     if "truncation_strategy" not in values:
         yield Change(values={"truncation_strategy": "delete"}, untyped=("longer prompts", "dropped"))
     if given.is_true("vision_language_generator"):
         yield from of_pictures(values, title="SkyRL", says="vision_language_generator")
     for name, of, why in (
-        ("ref.model.path", "policy.model.path", "the reference is the model as it was at the start"),
+        ("ref.model.path", "policy.model.path", "the reference is the model at the start"),
         (f"{_ALGORITHM}temperature", "sampling_params.temperature", "log-probs are those of the sampling temperature"),
     ):
         theirs, ours = given.text(name, "none"), given.text(of, "1.0" if "temperature" in of else "")
@@ -191,14 +191,14 @@ def _asked(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     stop, eval_stop = (listed(given.get(f"{name}sampling_params.stop", ())) for name in ("", "eval_"))
     if eval_stop not in ([], ["none"], ["null"], stop):
         raise InvalidValueError(
-            f"eval_sampling_params.stop ({' '.join(eval_stop)}) differs from sampling_params.stop, which is of both here"
+            f"eval_sampling_params.stop ({' '.join(eval_stop)}) differs from sampling_params.stop, which applies to both here"
         )
     yield from of_template(values, given, prefix="chat_template_kwargs")
     yield from of_vllm(values, given, prefix=f"{_ENGINE}engine_init_kwargs")
     yield from of_vllm(values, given, prefix="engine_init_kwargs")
     yield from asked_once(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0, eval_min_p=0.0)
     if values.get("eval_steps") and not holds_out(values):
-        yield Change(values={"eval_steps": None}, note=f"eval_interval ({values['eval_steps']}) does nothing without data.val_data.")
+        yield Change(values={"eval_steps": None}, note=f"eval_interval ({values['eval_steps']}) has no effect without data.val_data.")
 
 
 def _steps(values: Mapping[str, Any], given: Given, *, in_prompts: bool) -> Iterator[Change]:
@@ -220,7 +220,7 @@ def _correction(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         cap = float(given.text(f"{section}{level}_tis_ratio_clip_high", "2.0" if level == "token" else "5.0"))
         yield Change(values={"rollout_importance_sampling_mode": f"{level}_truncate", "rollout_importance_sampling_threshold": cap})
     elif level not in ("none", "null"):
-        raise InvalidValueError(f"{section}tis_ratio_type ({level}) is not there. It is token or sequence")
+        raise InvalidValueError(f"{section}tis_ratio_type ({level}) is not supported. Supported: token, sequence")
     elif given.is_true(f"{_ALGORITHM}use_tis"):
         cap = given.number(f"{_ALGORITHM}tis_imp_ratio_cap", 2.0)
         yield Change(values={"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_threshold": cap})
@@ -240,13 +240,13 @@ def _lora(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     yield Change(values={name: value for name, value in found.items() if name not in values})
     if given.text(f"{_POLICY}lora_config.lora_type", "lora") == "lora":
         yield Change(
-            note="SkyRL's lora_type lora has one matrix A for q, k and v, and one for gate and up; here each has its own, as in PEFT "
-            "and in its canonical_lora.",
+            note="SkyRL's lora_type lora has one matrix A for q, k and v, and one for gate and up; here each has a separate one, as in "
+            "PEFT and in its canonical_lora.",
         )
     if given.is_true(f"{_POLICY}lora_config.merge_lora", "true"):
         yield Change(
-            note="SkyRL's lora_config.merge_lora true pushes merged weights to vLLM, where bfloat16 rounds most of the first updates away. "
-            "Here it gets the adapter; vllm_enable_lora false pushes merged weights.",
+            note="SkyRL's lora_config.merge_lora true syncs merged weights to vLLM, where bfloat16 rounds away most of the first updates. "
+            "Here the adapter is synced; vllm_enable_lora false syncs merged weights.",
         )
 
 

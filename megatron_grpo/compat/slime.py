@@ -33,9 +33,7 @@ def ranks(words: Sequence[str], given: Given) -> Mapping[str, Any]:
 
 def _whole_files(words: Sequence[str]) -> None:
     if parts := [word for word in words if re.search(r"@\[.*\]$", word)]:
-        raise InvalidValueError(
-            f"({' '.join(parts)}) takes a part of a file; rows of files are used whole. Write that part to a file of its own"
-        )
+        raise InvalidValueError(f"({' '.join(parts)}) selects a part of a file, which is not supported. Write that part to a separate file")
 
 
 def prompts(words: Sequence[str], given: Given) -> Mapping[str, Any]:
@@ -60,7 +58,7 @@ def held_out(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     if len(words) == 1:
         return {"eval_dataset": words[0]}
     if len(words) % 2:
-        raise InvalidValueError(f"({' '.join(words)}) needs a name and a path for each set")
+        raise InvalidValueError(f"({' '.join(words)}) requires a name and a path for each set")
     return {"eval_datasets": dict(zip(words[::2], words[1::2]))}
 
 
@@ -70,7 +68,7 @@ def judge(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         return {}
     if list(words) == ["math"]:
         return {"reward_funcs": ["math"]}
-    return own_rewards("a judge of slime")(words, given)
+    return own_rewards("a reward model of slime")(words, given)
 
 
 def services(words: Sequence[str], given: Given) -> Mapping[str, Any]:
@@ -91,7 +89,7 @@ def pictures(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     except ValueError:
         raise InvalidValueError(f'needs a mapping as JSON, such as {{"image": "images"}}, not {" ".join(words)!r}') from None
     if others := [kind for kind in found if kind != "image"]:
-        raise InvalidValueError(f"({', '.join(others)}): of what models see and hear pictures alone are there")
+        raise InvalidValueError(f"({', '.join(others)}): images are the only supported modality")
     return {} if found.get("image", "images") == "images" else {"columns": {found["image"]: "images"}}
 
 
@@ -99,7 +97,7 @@ def environment(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     """Read environment variables of the ranks; quantization-aware training is refused."""
     if re.search(r"OPEN_TRAINING_INT4_FAKE_QAT_FLAG\W+1", " ".join(words)):
         raise InvalidValueError(
-            f"sets OPEN_TRAINING_INT4_FAKE_QAT_FLAG, with which slime trains as if weights were INT4: {sentence('QUANTIZED')}"
+            f"sets OPEN_TRAINING_INT4_FAKE_QAT_FLAG, with which slime simulates INT4 weights in training: {sentence('QUANTIZED')}"
         )
     return {}
 
@@ -124,16 +122,16 @@ def _rest(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     yield from _teacher(values, given)
     yield from layout(values, given.text("expert_tensor_parallel_size", "none"))
     if not given.is_true("colocate"):
-        note = "slime samples on GPUs of their own without colocate: here that is vllm_mode server, beside `megatron-grpo serve`."
+        note = "without colocate slime samples on separate GPUs: vllm_mode server here, with `megatron-grpo serve`."
         yield Change(note=note)
     if given.text("rollout_seed", given.text("seed", "")) != given.text("seed", given.text("rollout_seed", "")):
-        yield Change(note=f"seed {given.text('seed', '')} is of prompts and sampling too: rollout_seed is not read.")
+        yield Change(note=f"seed {given.text('seed', '')} is also the seed of prompts and sampling: rollout_seed is not read.")
     if "apply_chat_template" in given:
-        yield Change(note="apply_chat_template: a prompt that is a string is taken as it stands here; write it as chat messages.")
+        yield Change(note="apply_chat_template: a string prompt is used without a template here; write it as chat messages.")
     if "multimodal_keys" in given:
         yield from of_pictures(values, title="slime", says="multimodal_keys")
     if values.get("eval_steps") and not holds_out(values):
-        yield Change(values={"eval_steps": None}, note="eval_interval does nothing without eval_prompt_data.")
+        yield Change(values={"eval_steps": None}, note="eval_interval has no effect without eval_prompt_data.")
     yield from asked_once(values, eval_temperature=values.get("temperature", 1.0))
 
 
@@ -161,11 +159,11 @@ def _sizes(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     names = {"max_steps": "num_rollout", "save_steps": "save_interval", "eval_steps": "eval_interval"}
     yield from in_steps(values, max(1, prompts * n // batch), names)
     if "max_steps" in values and "num_train_epochs" in values:
-        yield Change(values={"num_train_epochs": None}, note="num_rollout decides: slime does not read num_epoch where both are given.")
+        yield Change(values={"num_train_epochs": None}, note="num_rollout takes precedence: slime ignores num_epoch if both are set.")
     if given.is_true("use_dynamic_batch_size"):
         tokens = given.whole("max_tokens_per_gpu", 0) * values.get("context_parallel_size", 1)
         if not tokens:
-            raise InvalidValueError("use_dynamic_batch_size needs max_tokens_per_gpu, in slime too")
+            raise InvalidValueError("use_dynamic_batch_size requires max_tokens_per_gpu, in slime too")
         note = f"use_dynamic_batch_size: micro-batches of up to {tokens} tokens, and micro_batch_size is not read."
         yield Change(values={"max_tokens_per_micro_batch": tokens, "micro_batch_size": 1}, note=note)
     if "over_sampling_batch_size" in given and prompts:
@@ -173,7 +171,7 @@ def _sizes(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if "dynamic_sampling_filter_path" in given:
         path = given.text("dynamic_sampling_filter_path", "")
         if not path.endswith("check_reward_nonzero_std"):
-            raise InvalidValueError(f"dynamic_sampling_filter_path ({path}) is not there: {sentence('PLUGIN_PATHS')}")
+            raise InvalidValueError(f"dynamic_sampling_filter_path ({path}) is not supported: {sentence('PLUGIN_PATHS')}")
         yield Change(values={"dynamic_sample": True}, note="dynamic_sampling_filter_path check_reward_nonzero_std is dynamic_sample.")
 
 
@@ -187,12 +185,12 @@ def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     elif kind == "cispo":
         if values.get("epsilon", 0.2) < 1 or average != "dapo":
             raise InvalidValueError(
-                "advantage_estimator (cispo) bounds the ratio from below by 1 - eps_clip, and is a mean over tokens here, without "
+                "advantage_estimator (cispo) has the lower bound 1 - eps_clip of the ratio in slime; here it is a mean over tokens without "
                 "a lower bound. Use eps_clip 1.0 and calculate_per_token_loss"
             )
         found = {"loss_type": "cispo", "epsilon_high": 1 + high, "epsilon": None}
     elif kind != "grpo":
-        raise InvalidValueError(f"advantage_estimator ({kind}) is not there. There are: grpo, gspo, cispo")
+        raise InvalidValueError(f"advantage_estimator ({kind}) is not supported. Supported: grpo, gspo, cispo")
     said = ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
     yield Change(
         values=found, note=f"advantage_estimator {kind}, averaged by {'token' if average == 'dapo' else 'sample'}, is {said} here."
@@ -205,7 +203,7 @@ def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         return
     beta, kind = given.number("kl_loss_coef", 0), given.text("kl_loss_type", "k1")
     if kind not in _KL:
-        raise InvalidValueError(f"kl_loss_type ({kind}) is not there. There are: {', '.join(_KL)}")
+        raise InvalidValueError(f"kl_loss_type ({kind}) is not supported. Supported: {', '.join(_KL)}")
     if beta:
         yield Change(
             values={"beta": beta, "kl_estimator": _KL[kind]}, note=f"kl_loss_coef {beta:g} of {kind} is beta with {_KL[kind]} here."
@@ -227,13 +225,12 @@ def _teacher(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     kind, where = given.text("opd_type", "none"), given.text("opd_teacher_load", "none")
     if kind != "megatron":
         raise InvalidValueError(
-            f"opd_type ({kind}): an SGLang server is no teacher here. Start megatron-grpo serve --frozen true --model TEACHER, and name it "
-            "with teacher_model_server"
+            f"opd_type ({kind}): SGLang servers are not supported as teachers. Start megatron-grpo serve --frozen true --model TEACHER, "
+            "and pass its URL as teacher_model_server"
         )
     if not (Path(where) / "config.json").is_file():
         raise InvalidValueError(
-            f"opd_teacher_load ({where}) is a checkpoint of Megatron-LM. Name the Hugging Face checkpoint that it was made of with "
-            "teacher_model"
+            f"opd_teacher_load ({where}) is a checkpoint of Megatron-LM. Pass the original Hugging Face checkpoint as teacher_model"
         )
     yield Change(values={"teacher_model": where}, note="opd_teacher_load with opd_type megatron is teacher_model.")
 

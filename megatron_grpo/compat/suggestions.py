@@ -45,20 +45,20 @@ def _from_tables(name: str, dialects: Mapping[str, Dialect], hidden: Collection[
         return f" {sentence if is_setting else sentence[0].upper() + sentence[1:]}"
     if (ours := by_name("same_as").get(name)) and ours not in hidden:
         counted = ", and counts completions: prompts times num_generations" if name in COUNTED_IN_PROMPTS else ""
-        return f" Here it is called {ours}{counted}."
+        return f" The name here is {ours}{counted}."
     for dialect in dialects.values():
         row = dialect.row(name)[1]
         if row is None:
             continue
         if row.native:
-            return f" {dialect.title}'s {name} is called {row.native} here." if row.native != name else ""
+            return f" {dialect.title}'s {name} is {row.native} here." if row.native != name else ""
         if row.hint:
-            return f" {dialect.title}'s {name} is said here with {row.hint.replace('`', '')}."
+            return f" {dialect.title}'s {name} is set here with {row.hint.replace('`', '')}."
         if row.lacks:
-            return f" It is {dialect.title}'s: {row.lacks}. Leave it out."
+            return f" It is a {dialect.title} setting: {row.lacks}. Omit it."
         if row.read is None:
             why = f" ({row.why})" if row.why and row.why != NOTHING else ""
-            return f" It is {dialect.title}'s and changes nothing that is sampled or trained here{why}. Leave it out."
+            return f" It is a {dialect.title} setting that affects neither sampling nor training here{why}. Omit it."
     return ""
 
 
@@ -70,8 +70,8 @@ def _alike(name: str, last: str, hidden: Collection[str]) -> str:
     if last != name and last in known:
         section, groups = name.rpartition(".")[0], sorted({setting.group for setting in table().values()})
         if section in groups or hidden:  # or of a dialect, which has other sections
-            return f" {last} is a setting: on the command line, say --{last}."
-        return f" {last} is a setting, but {section} is not a section; the sections are: {', '.join(groups)}."
+            return f" {last} is a setting: on the command line, use --{last}."
+        return f" {last} is a setting, but {section} is not a section. Sections: {', '.join(groups)}."
     close = close_to(last, [*known, "config", "print_config"], limit=1, cutoff=ALIKE)
     return f" Did you mean {close[0]}?" if close else LIST
 
@@ -103,12 +103,12 @@ def problems_of_unknown(found: Mapping[str, Sequence[str]], dialect: Dialect | N
             other, known = reads
             what = "This command line" if source == COMMAND_LINE else source
             some = ", ".join(known[:4]) + (f" and {len(known) - 4} more" if len(known) > 4 else "")
-            message = f"{what} reads as a {other.title} file ({some}): add `--dialect {other.name}`."
+            message = f"{what} looks like a {other.title} file ({some}). Add `--dialect {other.name}`."
             yield Problem(flags=tuple(known), message=message)
         hints = {name: _hint(name, dialect, dialects) for name in unknown if not reads or name not in reads[1]}
         if dialect and len(alike := [name for name, hint in hints.items() if LIST in hint]) > 1:
-            message = f"{', '.join(alike)}{where} are neither settings nor {dialect.title} names that are known here, so they may \
-change what is trained."
+            message = f"{', '.join(alike)}{where} are neither settings nor known {dialect.title} names, so they may \
+change the training."
             yield Problem(flags=tuple(alike), message=message)
             hints = {name: hint for name, hint in hints.items() if name not in alike}
         for name, hint in hints.items():
@@ -120,6 +120,6 @@ def _hint(name: str, dialect: Dialect | None, dialects: Mapping[str, Dialect]) -
         return remedy(name, dialects)
     sizes = list(dialect.settings)
     if sizes and close_to(name, [*sizes, *dialect.hides], limit=1, cutoff=ALIKE):
-        return f" In the {dialect.name} dialect the batch sizes are: {', '.join(sizes)}."
+        return f" Batch sizes in the {dialect.name} dialect: {', '.join(sizes)}."
     found = remedy(name, dialects, hidden=dialect.hides)
-    return f"{found} Nor is it a {dialect.title} name that is known here, so it may change what is trained."
+    return f"{found} It is not a known {dialect.title} name either, so it may change the training."

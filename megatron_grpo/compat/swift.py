@@ -38,11 +38,11 @@ def reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     unread = [word for word in words if word not in (*_REWARDS, *_ONLY_OURS, *of_plugins) and ":" not in word]
     if unread:
         plugins = given.get("external_plugins", ())
-        where = f"no file of external_plugins ({', '.join(plugins)}) that can be read here registers it as orms['{unread[0]}'] = Class. "
+        where = f"no file of external_plugins ({', '.join(plugins)}) that can be read registers it as orms['{unread[0]}'] = Class. "
         raise InvalidValueError(
-            f"({', '.join(unread)}) is a reward function of Megatron-SWIFT or of a plugin of its own, and not there: "
-            f"{where if plugins else ''}Name a function or a class as {(*plugins, 'path/to/file.py')[0]}:name; {', '.join(_REWARDS)} "
-            "are translated"
+            f"({', '.join(unread)}) is a reward function of Megatron-SWIFT or of a plugin, and is not available here: "
+            f"{where if plugins else ''}Use a function or a class as {(*plugins, 'path/to/file.py')[0]}:name; {', '.join(_REWARDS)} are "
+            "translated"
         )
     return {"reward_funcs": [of_plugins.get(word, _REWARDS.get(word, word)) for word in words]}
 
@@ -60,12 +60,10 @@ def dataset(native: str) -> Reader:
 
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         if len(words) != 1 and native != "dataset":
-            raise InvalidValueError(f"({' '.join(words)}) names {len(words)} data sets; give each a name in eval_datasets")
+            raise InvalidValueError(f"({' '.join(words)}) has {len(words)} data sets. Use eval_datasets, with a name for each")
         names = [one if Path(one).exists() else one.removeprefix("hf::").removeprefix("HF::") for one in words]
         if strange := [one for one in names if ":" in one and not Path(one).exists() and not re.match(r"[^:/]+/[^:/]+:[^:/]+$", one)]:
-            raise InvalidValueError(
-                f"({strange[0]}) names another hub; a file, a directory, or a Hub name (owner/name:subset) is taken here"
-            )
+            raise InvalidValueError(f"({strange[0]}) is on another hub. Use a file, a directory, or a Hub name (owner/name:subset)")
         return {native: names[0]} | ({"further_datasets": names[1:]} if names[1:] else {})
 
     return read
@@ -76,7 +74,7 @@ def one_adapter(native: str) -> Reader:
 
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         if len(words) != 1:
-            raise InvalidValueError(f"({' '.join(words)}) names {len(words)} adapters; one is trained, and one is the reference")
+            raise InvalidValueError(f"({' '.join(words)}) has {len(words)} adapters. One adapter is trained, and one is the reference")
         return {native: words[0]}
 
     return read
@@ -87,7 +85,7 @@ def minutes(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     try:
         return {"distributed_timeout_minutes": float(words[0]) / 60}
     except (ValueError, IndexError):
-        raise InvalidValueError(f"needs seconds, not {' '.join(words)!r}") from None
+        raise InvalidValueError(f"must be a number of seconds, not {' '.join(words)!r}") from None
 
 
 def columns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
@@ -101,7 +99,7 @@ def columns(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     except ValueError:
         raise InvalidValueError(f'needs a mapping as JSON, such as {{"question": "query"}}, not {text!r}') from None
     if "history" in found.values():
-        raise InvalidValueError("(history): earlier turns of a conversation stand in a column messages here")
+        raise InvalidValueError("(history): earlier turns of a conversation must be in a column messages here")
     return {"columns": {theirs: "prompt" if name == "query" else name for theirs, name in found.items()}}
 
 
@@ -122,7 +120,7 @@ def _of_a_class(words: Sequence[str], what: str) -> Mapping[str, Any]:
     (name,) = words
     if ":" not in name:
         raise InvalidValueError(
-            f"({name}) is {what} that Megatron-SWIFT knows by name, and not there. Name a class as path/to/file.py:Class"
+            f"({name}) is {what} registered in Megatron-SWIFT, which is not available here. Use a class as path/to/file.py:Class"
         )
     return {"environment": name}
 
@@ -157,44 +155,44 @@ def of_turns(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if not (values.get("environment") or values.get("tools")):
         if list(given.get("use_gym_env", ())) == ["true"] and not {"gym_env", "multi_turn_scheduler"} & set(given):
             raise InvalidValueError(
-                "use_gym_env (true) rewards what an environment says, and none is named: give gym_env path/to/file.py:Class. "
-                "What a row says of it (env_config) is not read"
+                "use_gym_env (true) uses rewards of an environment, which is not set. Use gym_env path/to/file.py:Class. The column "
+                "env_config of rows is not read"
             )
         return
     if list(given.get("use_gym_env", ())) == ["true"] and "environment" not in values.get("reward_funcs", ()):
         yield Change(
             values={"reward_funcs": [*values.get("reward_funcs", ()), "environment"]},
-            note="use_gym_env true: what the environment gives is a reward, the built-in `environment`.",
+            note="use_gym_env true: the environment's rewards are the built-in reward `environment`.",
         )
     if "completion_length_limit_scope" not in given:
         yield Change(
-            note="max_completion_length is of one turn in Megatron-SWIFT (completion_length_limit_scope per_round) where nobody says it. "
-            "Here it is of the whole episode after its prompt, the environment's words included.",
+            note="max_completion_length limits one turn in Megatron-SWIFT by default (completion_length_limit_scope per_round). Here it "
+            "limits the whole episode after its prompt, including tokens of the environment.",
         )
     if "max_turns" not in values:
-        yield Change(note="max_turns is without a limit in Megatron-SWIFT where nobody says it, and 8 here.")
+        yield Change(note="max_turns is unlimited by default in Megatron-SWIFT, and 8 here.")
     yield from not_left(values, "Megatron-SWIFT")
 
 
 def _settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """Yield the changes specific to the Megatron trainer."""
     if "max_steps" in values and "num_train_epochs" in values and values.get("streaming"):
-        yield Change(values={"num_train_epochs": None}, note="train_iters decides: Megatron-SWIFT does not read epochs with streaming.")
+        yield Change(values={"num_train_epochs": None}, note="train_iters takes precedence: Megatron-SWIFT ignores epochs with streaming.")
     elif "max_steps" in values and "num_train_epochs" in values:
         yield Change(
             values={"max_steps": None},
-            note=f"num_train_epochs ({values['num_train_epochs']:g}) decides the length of the run: Megatron-SWIFT works train_iters "
-            f"({values['max_steps']}) out anew where both are given.",
+            note=f"num_train_epochs ({values['num_train_epochs']:g}) sets the length of the run: Megatron-SWIFT recomputes train_iters "
+            f"({values['max_steps']}) if both are set.",
         )
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
         yield Change(values={"sequence_parallel": None}, note="sequence_parallel does nothing without tensor parallelism, here as there.")
     yield from idle_schedule(values, given, style="cosine")
     if values.get("weight_decay_incr_style", "constant") != "constant" and "start_weight_decay" in values:
-        note = "weight_decay is not read beside start_weight_decay and end_weight_decay, here as there."
+        note = "weight_decay has no effect with start_weight_decay and end_weight_decay, in both systems."
         yield Change(values={"weight_decay": 0.0}, note=note)
     idle = [name for name in ("no_load_optim", "no_load_rng") if values.get(name)]
     if idle and values.get("finetune", True):
-        note = f"{' and '.join(idle)} does nothing unless finetune is false, here as there: a run begins without them anyway."
+        note = f"{' and '.join(idle)} has no effect unless finetune is false, in both systems: a new run starts without them."
         yield Change(values=dict.fromkeys(idle), note=note)
     yield from _tuner(values)
 
@@ -202,20 +200,20 @@ def _settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 def _of_both(values: Mapping[str, Any], given: Given, *, tuner: str) -> Iterator[Change]:
     """Yield the changes common to both trainers: rows, evaluation, servers, and the loss. `tuner`: default tuner_type."""
     if values.get("shuffle_buffer_size") and not values.get("streaming"):
-        yield Change(values={"shuffle_buffer_size": None}, note="shuffle_buffer_size does nothing without streaming, here as there.")
+        yield Change(values={"shuffle_buffer_size": None}, note="shuffle_buffer_size has no effect without streaming, in both systems.")
     if values.get("interleave_prob") and not values.get("further_datasets"):
-        yield Change(values={"interleave_prob": None}, note="interleave_prob does nothing with one dataset, here as there.")
+        yield Change(values={"interleave_prob": None}, note="interleave_prob has no effect with one dataset, in both systems.")
     if values.get("eval_steps") and not holds_out(values):
         yield Change(
             values={"eval_steps": None},
-            note=f"eval_steps ({values['eval_steps']}) does nothing without a val_dataset or a split_dataset_ratio, here as there.",
+            note=f"eval_steps ({values['eval_steps']}) has no effect without val_dataset or split_dataset_ratio, in both systems.",
         )
     room, asked = values.get("vllm_max_model_len"), values.get("max_prompt_length", 0) + values.get("max_completion_length", 512)
     if room and room < asked and values.get("vllm_mode") != "server" and not values.get("environment"):
-        note = f"vllm_max_model_len ({room}) cuts completions short in ms-swift; here it is max_length + max_completion_length, {asked}."
+        note = f"vllm_max_model_len ({room}) truncates completions in ms-swift; here it is max_length + max_completion_length, {asked}."
         yield Change(values={"vllm_max_model_len": asked}, note=note)
     if values.get("vllm_enable_lora") is False and values.get("tuner_type", tuner) == "full":
-        yield Change(values={"vllm_enable_lora": None}, note="vllm_enable_lora does nothing with tuner_type full, here as there.")
+        yield Change(values={"vllm_enable_lora": None}, note="vllm_enable_lora has no effect with tuner_type full, in both systems.")
     yield from of_servers(values, program="swift rollout")
     yield from of_the_hub(values)
     if holds_out(values):  # by the request_config of training
@@ -229,24 +227,26 @@ def _loss(values: Mapping[str, Any]) -> Iterator[Change]:
     """Yield the changes for the loss, its corrections and a teacher."""
     mode = values.get("rollout_importance_sampling_mode", "none")
     if mode.startswith("sequence_"):
-        rest = " It then weighs each token by its own ratio; here all tokens carry the sequence's." if mode == "sequence_mask" else ""
+        rest = (
+            " It then weights each token by its own ratio; here tokens have the ratio of the sequence." if mode == "sequence_mask" else ""
+        )
         yield Change(
             values={"rollout_is_geometric": True},
-            note=f"rollout_importance_sampling_mode {mode} takes the geometric mean over a sequence in Megatron-SWIFT: "
-            f"rollout_is_geometric true.{rest}",
+            note=f"rollout_importance_sampling_mode {mode} uses the geometric mean over a sequence in Megatron-SWIFT: rollout_is_geometric "
+            f"true.{rest}",
         )
     if values.get("loss_type") == "cispo" and values.get("epsilon_high") is None:
         yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
     if values.get("loss_type") == "real":
         yield Change(
-            note="loss_type real: a completion of just its group's mean reward is wrong in Megatron-SWIFT; here it is on neither side. "
-            "A group may lie in several micro-batches.",
+            note="loss_type real: a completion whose reward equals its group's mean counts as wrong in Megatron-SWIFT; here it counts on "
+            "neither side. A group may be in several micro-batches.",
         )
     if values.get("teacher_model_server"):
-        said = "is a server of `megatron-grpo serve --frozen true` here, of vLLM's or its own API there"
+        said = "must be a server of `megatron-grpo serve --frozen true` here; Megatron-SWIFT uses vLLM's or its own API"
         yield Change(note=f"teacher_model_server {said}.")
     elif "teacher_kl_coef" in values and not values.get("teacher_model"):
-        yield Change(values={"teacher_kl_coef": None}, note="teacher_kl_coef does nothing without a teacher, here as there.")
+        yield Change(values={"teacher_kl_coef": None}, note="teacher_kl_coef has no effect without a teacher, in both systems.")
     if "repetition" in values.get("reward_funcs", ()):
         yield Change(note="The reward repetition counts n-grams of tokens here, of words in Megatron-SWIFT.")
 
@@ -255,34 +255,35 @@ def _tuner(values: Mapping[str, Any]) -> Iterator[Change]:
     """Yield the changes for LoRA: its defaults, and tuner_type lora if only an adapter is given."""
     given = [name for name in ("adapters", "ref_adapters") if values.get(name)]
     if values.get("tuner_type", "full") != "lora" and given:
-        yield Change(
-            values={"tuner_type": "lora"}, note=f"{' and '.join(given)}: Megatron-SWIFT makes this tuner_type lora; so is done here."
-        )
+        yield Change(values={"tuner_type": "lora"}, note=f"{' and '.join(given)}: as in Megatron-SWIFT, this implies tuner_type lora.")
     elif values.get("tuner_type", "full") != "lora":
         if "merge_lora" in values:
-            yield Change(values={"merge_lora": None}, note="merge_lora does nothing with tuner_type full, here as there.")
+            yield Change(values={"merge_lora": None}, note="merge_lora has no effect with tuner_type full, in both systems.")
         if any(values.get(f"{name}{end}") for name in ("freeze_parameters", "trainable_parameters") for end in ("", "_regex")):
-            said = "compared with Hugging Face's names here, with those of Megatron's modules there, which count layers by pipeline stage"
+            said = (
+                "matched against Hugging Face names here; Megatron-SWIFT matches names of Megatron's modules, which count layers by "
+                "pipeline stage"
+            )
             yield Change(note=f"freeze_parameters and trainable_parameters, and their _regex, are {said}.")
         return
     yield from adapter(values)
     if "merge_lora" not in values and values.get("export_hf", True):
         yield Change(values={"merge_lora": True}, untyped=("merge_lora", "true"))
-    yield Change(note="Megatron-SWIFT has one matrix A for q, k and v, and one for gate and up; here each has its own, as in PEFT.")
+    yield Change(note="Megatron-SWIFT has one matrix A for q, k and v, and one for gate and up; here each has a separate one, as in PEFT.")
 
 
 def adapter(values: Mapping[str, Any]) -> Iterator[Change]:
     """Apply Megatron-SWIFT's LoRA defaults."""
     if values.get("target_regex") and "target_modules" in values:
-        yield Change(values={"target_modules": None}, note="target_regex goes before target_modules in Megatron-SWIFT; so is done here.")
+        yield Change(values={"target_modules": None}, note="target_regex takes precedence over target_modules, as in Megatron-SWIFT.")
     if "lr" not in values:
         yield Change(values={"lr": 1e-4}, untyped=("lr", "0.0001"))
     if "lora_dropout" not in values:
         yield Change(values={"lora_dropout": 0.05}, untyped=("lora_dropout", "0.05"))
     if "vllm_enable_lora" not in values:
         yield Change(
-            note="vllm_enable_lora is false in Megatron-SWIFT where nobody says it: vLLM gets merged weights, and bfloat16 rounds most of "
-            "the first updates away. Here it gets the adapter.",
+            note="vllm_enable_lora defaults to false in Megatron-SWIFT: vLLM gets merged weights, and bfloat16 rounds away most of the "
+            "first updates. Here it gets the adapter.",
         )
 
 
@@ -301,7 +302,8 @@ def _advantages(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         yield Change(values=to, note=f"advantage_estimator reinforce_plus_plus of Megatron-SWIFT is {said} here.")
     elif estimator == "rloo" and scale not in (None, "none"):
         raise InvalidValueError(
-            f"advantage_estimator rloo with scale_rewards {scale} divides by a std; rloo is not scaled here. Use scale_rewards none"
+            f"advantage_estimator rloo with scale_rewards {scale} divides by a standard deviation; rloo is not scaled here. Use "
+            "scale_rewards none"
         )
 
 

@@ -92,7 +92,7 @@ class Translation:
             except InvalidValueError as bad:
                 yield TypedSetting(name=entry.name, raw=bad, source=entry.source)
             except (TypeError, ValueError, KeyError, AttributeError):
-                strange = InvalidValueError(f"({' '.join(words)}) has another form than its system gives it")
+                strange = InvalidValueError(f"({' '.join(words)}) does not have the format of its system")
                 yield TypedSetting(name=entry.name, raw=strange, source=entry.source)
         elif row.refuses(words, self.given):
             self._lacking.setdefault(row.lacks, []).append((entry.name, " ".join(words)))
@@ -109,7 +109,7 @@ class Translation:
         setting = names().get(row.native if row else entry.name)
         is_label = setting is not None and setting.name in _LABELS or row is not None and row.is_label
         if is_label and entry.name not in self.said:
-            self.notes.append(f"{entry.source}: {entry.name} {' '.join(unknown)} cannot be known from the script, and is left out.")
+            self.notes.append(f"{entry.source}: {entry.name} {' '.join(unknown)} cannot be determined from the script and is ignored.")
         elif entry.name not in self.said:
             self._unknowable.setdefault(entry.source, []).append((entry.name, f"{entry.name} {' '.join(unknown)}"))
         return True
@@ -127,7 +127,9 @@ class Translation:
         """Yield problems for values that the script does not determine."""
         for source, found in self._unknowable.items():
             it = found[0][0] if len(found) == 1 else "them"
-            message = f"{source}: {', '.join(said for _, said in found)} cannot be known from the script. Give {it} on the command line."
+            message = (
+                f"{source}: {', '.join(said for _, said in found)} cannot be determined from the script. Pass {it} on the command line."
+            )
             yield Problem(flags=tuple(name for name, _ in found), message=message)
 
     def lacking(self) -> Iterator[Problem]:
@@ -177,7 +179,7 @@ class Translation:
                             self.counts[name] = value
                         else:
                             values[name] = table()[name].default if value is None else value
-                            sources[name] = f"{dialect.title}'s reading"
+                            sources[name] = f"{dialect.title}'s rule"
                     self._told(change)
             except OtherTaskError as bad:
                 self.tasks.add(str(bad))

@@ -28,7 +28,7 @@ _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recomp
 def _is_on(words: Sequence[str]) -> bool:
     word = (words[0] if words else "true").lower()
     if word not in (*TRUE, *FALSE):
-        raise InvalidValueError(f"needs true or false, not {word!r}")
+        raise InvalidValueError(f"must be true or false, not {word!r}")
     return word in TRUE
 
 
@@ -57,7 +57,7 @@ def reward_funcs(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     unread = [word for word in words if word not in (*_REWARDS, *BUILT_IN_REWARDS) and not {".", ":"} & set(word)]
     if unread:
         raise InvalidValueError(
-            f"({', '.join(unread)}) is a reward function of TRL that is not there. Name a function as path/to/file.py:function or "
+            f"({', '.join(unread)}) is a reward function of TRL that is not available here. Use a function as path/to/file.py:function or "
             f"package.module:function; {', '.join(_REWARDS)} are translated"
         )
     found: dict[str, Any] = {"reward_funcs": [_REWARDS.get(word, word if ":" in word else ":".join(word.rsplit(".", 1))) for word in words]}
@@ -87,7 +87,7 @@ def of_model(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     ours = {"torch_dtype": "torch_dtype", "dtype": "torch_dtype", "trust_remote_code": "trust_remote_code"}
     if others := [name for name in found if name not in (*ours, *_IDLE_OF_MODEL)]:
         raise InvalidValueError(
-            f"({', '.join(others)}): the model is read as its config.json says; dtype and trust_remote_code are translated"
+            f"({', '.join(others)}): only dtype and trust_remote_code are translated; everything else comes from the model's config.json"
         )
     return {ours[name]: format_value(value) for name, value in found.items() if name in ours}
 
@@ -102,7 +102,9 @@ def steps(name: str) -> Reader:
 
     def read(words: Sequence[str], given: Given) -> Mapping[str, Any]:
         if re.fullmatch(r"0?\.\d+", " ".join(words)):
-            raise InvalidValueError(f"({' '.join(words)}) is a share of the run in TRL, and here a number of optimizer steps. Give that")
+            raise InvalidValueError(
+                f"({' '.join(words)}) is a share of the run in TRL, and a number of optimizer steps here. Use a number of steps"
+            )
         return {name: list(words)}
 
     return read
@@ -120,7 +122,7 @@ def lowest_lr(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     style = " ".join(given.get("lr_scheduler_type", ["linear"]))
     if others := [name for name in found if name not in ("min_lr", "min_lr_rate") or style != "cosine_with_min_lr"]:
         raise InvalidValueError(
-            f"lr_scheduler_kwargs ({', '.join(others)}) of {style}: min_lr and min_lr_rate of cosine_with_min_lr are translated"
+            f"lr_scheduler_kwargs ({', '.join(others)}) of {style}: only min_lr and min_lr_rate of cosine_with_min_lr are translated"
         )
     lr = float(values.get("lr", 1e-6))
     lowest = float(found["min_lr"]) if found.get("min_lr") else lr * float(found.get("min_lr_rate") or 0)
@@ -133,7 +135,7 @@ def iterations(words: Sequence[str], given: Given) -> Mapping[str, Any]:
     try:
         return {"max_turns": int(words[0]) + 1}
     except (ValueError, IndexError):
-        raise InvalidValueError(f"needs a number of rounds of tool calls, not {' '.join(words)!r}") from None
+        raise InvalidValueError(f"must be a number of rounds of tool calls, not {' '.join(words)!r}") from None
 
 
 def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
@@ -146,24 +148,22 @@ def settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         yield Change(values=as_in_training(values, 1.0, given.whole("num_generations", 8)))
     plays = values.get("environment") or values.get("tools")
     if "max_prompt_length" in values and "truncation_strategy" not in values and not plays:
-        yield Change(
-            values={"truncation_strategy": "left"}, note="max_prompt_length: TRL cuts longer prompts on the left; so is done here."
-        )
+        yield Change(values={"truncation_strategy": "left"}, note="max_prompt_length: longer prompts are cut on the left, as in TRL.")
     if given.text("save_strategy", "steps").lower() in ("no", *OFF):
         yield Change(values={"save_steps": 0}, note="save_strategy no: save_steps 0.")
     off = given.get("eval_strategy", given.get("evaluation_strategy", ["no"])) == ["no"]
     if values.get("eval_steps") and (off or not holds_out(values)):
-        why = "eval_strategy is no" if off else "there is no eval_dataset"
-        yield Change(values={"eval_steps": None}, note=f"eval_steps ({values['eval_steps']}) does nothing: {why}.")
+        why = "eval_strategy is no" if off else "eval_dataset is not set"
+        yield Change(values={"eval_steps": None}, note=f"eval_steps ({values['eval_steps']}) has no effect: {why}.")
     if values.get("loss_type") == "cispo" and values.get("epsilon_high") is None:
         yield Change(values={"epsilon_high": values.get("epsilon", 0.2)})
     if not off and holds_out(values) and not values.get("eval_steps"):
         yield Change(values={"eval_steps": values.get("logging_steps", 10)}, untyped=("eval_steps", "logging_steps"))
     idle = [name for name in ADAPTIVE if name in values] if not values.get("use_adaptive_entropy") else []
     if idle:
-        yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} does nothing without use_adaptive_entropy, here as there.")
+        yield Change(values=dict.fromkeys(idle), note=f"{' and '.join(idle)} has no effect without use_adaptive_entropy, in both systems.")
     if values.get("use_adaptive_entropy") and values.get("top_entropy_quantile", 1.0) < 1:
-        note = "entropy_target is held against the mean over all trained tokens here; TRL's is over those of top_entropy_quantile."
+        note = "entropy_target is compared with the mean over all trained tokens here; in TRL over those of top_entropy_quantile."
         yield Change(note=note)
     if values.get("tuner_type") == "lora":
         yield from _peft(values)
@@ -186,7 +186,7 @@ def of_turns(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     """Yield the changes for multi-turn runs."""
     if values.get("environment") or values.get("tools"):
         if "max_turns" not in values:
-            yield Change(note="max_tool_calling_iterations is without a limit in TRL where nobody says it; max_turns is 8 here.")
+            yield Change(note="max_tool_calling_iterations is unlimited by default in TRL; max_turns is 8 here.")
         yield from not_left(values, "TRL")
 
 

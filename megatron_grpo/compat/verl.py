@@ -107,7 +107,7 @@ _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3"
 def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     mode, average = given.text("actor.policy_loss.loss_mode", "vanilla"), given.text("actor.loss_agg_mode", "token-mean")
     if average not in _AVERAGED:
-        raise InvalidValueError(f"actor.loss_agg_mode ({average}) is not there. There are: {', '.join(_AVERAGED)}")
+        raise InvalidValueError(f"actor.loss_agg_mode ({average}) is not supported. Supported: {', '.join(_AVERAGED)}")
     high = given.number("actor.clip_ratio_high", 0.2)
     found: dict[str, Any] = {"loss_type": _AVERAGED[average], "epsilon_high": high}
     if mode == "vanilla":
@@ -119,12 +119,12 @@ def _loss(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     elif mode == "cispo":
         if average != "token-mean" or values.get("epsilon", 0.2) < 1:
             raise InvalidValueError(
-                "actor.policy_loss.loss_mode (cispo) bounds the ratio from below by 1 - clip_ratio_low, and is a mean over tokens here: "
-                "there is no lower bound here. Use clip_ratio_low 1 and loss_agg_mode token-mean"
+                "actor.policy_loss.loss_mode (cispo) has the lower bound 1 - clip_ratio_low of the ratio in verl; here it is a mean over "
+                "tokens without a lower bound. Use clip_ratio_low 1 and loss_agg_mode token-mean"
             )
         found = {"loss_type": "cispo", "epsilon_high": 1 + high, "epsilon": None}
     else:
-        raise InvalidValueError(f"actor.policy_loss.loss_mode ({mode}) is not there. There are: vanilla, gspo, sapo, cispo")
+        raise InvalidValueError(f"actor.policy_loss.loss_mode ({mode}) is not supported. Supported: vanilla, gspo, sapo, cispo")
     typed = {"actor.policy_loss.loss_mode", "actor.loss_agg_mode"} & set(given)
     said = ", ".join(f"{name} {value}" for name, value in found.items() if value is not None)
     yield Change(
@@ -156,7 +156,7 @@ def _kl(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     name = "algorithm.kl_penalty" if in_reward else "actor.kl_loss_type"
     kind = given.text(name, "kl" if in_reward else "low_var_kl")
     if kind not in _KL or (in_reward and _KL[kind] != "k1"):
-        raise InvalidValueError(f"{name} ({kind}) is not there. There are: {'kl' if in_reward else ', '.join(_KL)}")
+        raise InvalidValueError(f"{name} ({kind}) is not supported. Supported: {'kl' if in_reward else ', '.join(_KL)}")
     beta = reward if in_reward else loss
     found = {"beta": beta, "kl_in_reward": in_reward} | ({} if in_reward else {"kl_estimator": _KL[kind]})
     yield Change(values=found, note=f"{name} {kind} with its coefficient is beta {beta:g}, {'in the reward' if in_reward else _KL[kind]}.")
@@ -169,8 +169,8 @@ def _advantages(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if name == "gae":
         raise OtherTaskError(f"algorithm.adv_estimator (gae): {sentence('CRITIC')}")
     if name not in _ESTIMATORS:
-        own = f". verl whitens over tokens; advantage_estimator {name} does so over completions" if name in _OVER_TOKENS else ""
-        raise InvalidValueError(f"algorithm.adv_estimator ({name}) is not there. There are: {', '.join(_ESTIMATORS)}{own}")
+        own = f". verl whitens over tokens; advantage_estimator {name} whitens over completions" if name in _OVER_TOKENS else ""
+        raise InvalidValueError(f"algorithm.adv_estimator ({name}) is not supported. Supported: {', '.join(_ESTIMATORS)}{own}")
     if _ESTIMATORS[name]:
         yield Change(values=_ESTIMATORS[name])
 
@@ -180,7 +180,7 @@ def _correction(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if level in ("token", "sequence"):
         yield Change(values={"rollout_importance_sampling_mode": f"{level}_truncate"})
     elif level not in ("none", "null"):
-        raise InvalidValueError(f"algorithm.rollout_correction.rollout_is ({level}) is not there. It is token or sequence")
+        raise InvalidValueError(f"algorithm.rollout_correction.rollout_is ({level}) is not supported. Supported: token, sequence")
 
 
 def _packing(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
@@ -193,9 +193,9 @@ def _packing(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         each = given.whole("actor.ppo_micro_batch_size", 1) // max(1, ranks)
         if not each:
             raise InvalidValueError(
-                f"actor.ppo_micro_batch_size ({of_all}) is divided by the data-parallel size, and {ranks} is more than that"
+                f"actor.ppo_micro_batch_size ({of_all}) is divided by the data-parallel size, which is larger ({ranks})"
             )
-        note = f"ppo_micro_batch_size {of_all} is of all {ranks} data-parallel ranks: ppo_micro_batch_size_per_gpu {each}."
+        note = f"ppo_micro_batch_size {of_all} is for all {ranks} data-parallel ranks: ppo_micro_batch_size_per_gpu {each}."
         yield Change(values={"ppo_micro_batch_size_per_gpu": each}, note=note)
     if not given.is_true("actor.use_dynamic_bsz"):
         return
@@ -211,15 +211,15 @@ def _packing(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
 def _layout(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     yield from layout(values, given.text("actor.megatron.expert_tensor_parallel_size", "none"), shards_norms_by_itself="verl")
     if "actor.ulysses_sequence_parallel_size" in given and values.get("context_parallel_size", 1) > 1:
-        yield Change(note="ulysses_sequence_parallel_size is context_parallel_size: attention goes round a ring here, not over heads.")
+        yield Change(note="ulysses_sequence_parallel_size is context_parallel_size: ring attention, not attention parallel over heads.")
     megatron = any(name.startswith("actor.megatron.") for name in given) or "megatron" in (
         given.text("config_name", "") + given.text("actor.strategy", "")
     )
     if megatron:
         return
     yield Change(
-        note="Of these names none is of verl's Megatron workers: they shard weights over all ranks with FSDP. Here a rank holds them whole "
-        "but for tensor_model_parallel_size, pipeline_model_parallel_size and expert_model_parallel_size.",
+        note="None of these names is of verl's Megatron workers: FSDP workers shard weights over all ranks. Here a rank holds complete "
+        "weights, except with tensor_model_parallel_size, pipeline_model_parallel_size and expert_model_parallel_size.",
     )
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if given.is_true("model.enable_gradient_checkpointing", "true") and not set(recompute) & set(values):
@@ -233,7 +233,7 @@ def _data(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     if given.is_true("filter_overlong_prompts"):
         strategy = "delete"
     if strategy is None:
-        raise InvalidValueError(f"data.truncation ({how}) is not there. There are: error, left")
+        raise InvalidValueError(f"data.truncation ({how}) is not supported. Supported: error, left")
     if "truncation_strategy" not in values and strategy != "raise":
         yield Change(values={"truncation_strategy": strategy})
     buffer = "reward_model.reward_kwargs.overlong_buffer_cfg."
@@ -244,7 +244,7 @@ def _data(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
         yield from of_pictures(values, title="verl", says="image_key")
     yield from asked_once(values, eval_temperature=0.0, eval_top_p=1.0, eval_top_k=0)
     if values.get("eval_steps") and not holds_out(values):
-        yield Change(values={"eval_steps": None}, note="trainer.test_freq does nothing without data.val_files.")
+        yield Change(values={"eval_steps": None}, note="trainer.test_freq has no effect without data.val_files.")
 
 
 def _schedule(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
@@ -255,8 +255,8 @@ def _schedule(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
     prompts = given.whole("gen_batch_size", given.whole("train_batch_size", 1024))
     if prompts != given.whole("train_batch_size", 1024):
         raise InvalidValueError(
-            f"data.gen_batch_size ({prompts}) is what verl's loader draws for one rollout, in place of train_batch_size "
-            f"({given.whole('train_batch_size', 1024)}): give it as train_batch_size, and leave gen_batch_size out"
+            f"data.gen_batch_size ({prompts}) is the number of prompts that verl loads for one rollout, instead of train_batch_size "
+            f"({given.whole('train_batch_size', 1024)}). Set it as train_batch_size, and omit gen_batch_size"
         )
     rollouts = given.whole("train_batch_size", 1024) // max(
         1, given.whole("actor.ppo_mini_batch_size", given.whole("ppo_mini_batch_size", 256))

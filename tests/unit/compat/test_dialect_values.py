@@ -131,7 +131,7 @@ def test_names_that_are_read_together(dialect, words, found):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--policy.optimizer_config.adam_betas 0.8", "needs two numbers, not '0.8'"),
+        ("--policy.optimizer_config.adam_betas 0.8", "requires two numbers, not '0.8'"),
     ],
 )
 def test_what_skyrl_would_not_take_is_refused(words, says):
@@ -155,7 +155,7 @@ def test_what_skyrl_would_not_take_is_refused(words, says):
 def test_names_of_services_and_of_the_hub(dialect, words, found):
     parsed = parse(["--dialect", dialect, *words.split()], dialects=DIALECTS)
     assert parsed.problems == [] and values(parsed.config, found) == found
-    assert ("does nothing without push_to_hub" in " ".join(parsed.notes)) == ("hub_model_id" in found and not found["push_to_hub"])
+    assert ("has no effect without push_to_hub" in " ".join(parsed.notes)) == ("hub_model_id" in found and not found["push_to_hub"])
 
 
 def test_a_kl_that_was_typed_is_no_default():
@@ -189,4 +189,4 @@ def test_turns_mean_what_they_mean_there(dialect, words, wanted):
 
 def test_a_limit_of_length_that_is_of_a_turn_there_is_said():
     notes = " ".join(parse(["--dialect", "swift", "--gym_env", "e.py:E"], dialects=DIALECTS).notes)
-    assert "completion_length_limit_scope per_round" in notes and "max_turns is without a limit" in notes
+    assert "completion_length_limit_scope per_round" in notes and "max_turns is unlimited by default" in notes

@@ -108,35 +108,35 @@ def test_the_table_of_defaults_is_true(dialect):
         ("swift", "--vllm_mode server --vllm_data_parallel_size 2", "vllm_data_parallel_size (2): engines of a rollout server"),
         ("swift", "--tuner_type lora_llm", "tuner_type cannot be 'lora_llm': it trains a vision tower"),
         ("swift", "--tuner_type lora --modules_to_save embed_tokens", "modules_to_save (embed_tokens): whole layers would train"),
-        ("swift", "--tuner_type lora --lora_bias all", "lora_bias (all): a bias beside a frozen weight gets no gradient"),
-        ("swift", "--tuner_type lora --init_weights pissa", "init_weights (pissa): A begins uniform and B zero"),
+        ("swift", "--tuner_type lora --lora_bias all", "lora_bias (all): the bias of a frozen weight gets no gradient"),
+        ("swift", "--tuner_type lora --init_weights pissa", "init_weights (pissa): A is initialised uniformly and B with zeros"),
         ("swift", "--tuner_type lora --use_dora true", "use_dora (true): its scale is the norm of base and adapter together"),
-        ("swift", "--adapters a b", "adapters (a b) names 2 adapters; one is trained"),
-        ("swift", "--mcore_adapter a", "mcore_adapter (a): adapters of its own format are not read"),
-        ("swift", "--tuner_type vera --vera_rank 8", "vera_rank (8): of adapters LoRA alone is there"),
-        ("swift", "--use_galore true --galore_rank 8", "use_galore (true), galore_rank (8): what trains is chosen once"),
+        ("swift", "--adapters a b", "adapters (a b) has 2 adapters. One adapter is trained"),
+        ("swift", "--mcore_adapter a", "mcore_adapter (a): adapters in its format are not read"),
+        ("swift", "--tuner_type vera --vera_rank 8", "vera_rank (8): LoRA is the only supported adapter"),
+        ("swift", "--use_galore true --galore_rank 8", "use_galore (true), galore_rank (8): the trained weights are fixed"),
         ("swift", "--freeze_parameters_ratio 0.5", "freeze_parameters_ratio (0.5): it counts the parameters of one rank"),
-        ("swift", "--multi_turn_scheduler math_tip_trick", "(math_tip_trick) is a scheduler that Megatron-SWIFT knows by name"),
-        ("swift", "--gym_env my_env --multi_turn_scheduler gym_scheduler", "(my_env) is an environment that Megatron-SWIFT knows by name"),
+        ("swift", "--multi_turn_scheduler math_tip_trick", "(math_tip_trick) is a scheduler registered in Megatron-SWIFT"),
+        ("swift", "--gym_env my_env --multi_turn_scheduler gym_scheduler", "(my_env) is an environment registered in Megatron-SWIFT"),
         ("swift", "--completion_length_limit_scope per_round", "max_completion_length is of the whole episode here"),
         ("swift", "--agent_template react", "agent_template (react): tools are shown by the model's own chat template"),
-        ("swift", "--external_plugins plugin.py", "external_plugins (plugin.py): of plugin files reward functions alone"),
+        ("swift", "--external_plugins plugin.py", "external_plugins (plugin.py): only reward functions are loaded"),
         ("swift", "--reward_funcs my_orm --external_plugins plugin.py", "(my_orm) is a reward function of Megatron-SWIFT"),
         ("swift", "--val_dataset a.jsonl b.jsonl", "names 2 data sets"),
-        ("swift", "--dataset ms::org/name", "names another hub"),
+        ("swift", "--dataset ms::org/name", "is on another hub"),
         ("swift", "--system /nowhere/prompt.txt", "cannot be read as a text file"),
         ("swift", "--teacher_adapters x", "teacher_adapters (x): distillation: one teacher for all rows"),
-        ("swift", "--gkd_logits_topk 8", "a teacher is asked for its log-prob of each drawn token"),
+        ("swift", "--gkd_logits_topk 8", "a teacher returns the log-prob of each sampled token only"),
         ("swift", "--temperature 1.0 --teacher_model_server [{}]", "'[{}]' is not a URL of the form http://host:8000"),
-        ("slime", "--use_opd --opd_type sglang", "an SGLang server is no teacher here"),
+        ("slime", "--use_opd --opd_type sglang", "SGLang servers are not supported as teachers"),
         ("slime", "--use_opd --opd_type megatron --opd_teacher_load /t", "(/t) is a checkpoint of Megatron-LM"),
-        ("swift", "--moe_expert_capacity_factor 2", "a capacity that drops some"),
+        ("swift", "--moe_expert_capacity_factor 2", "a capacity that drops tokens"),
         ("swift", "--fp4_format e2m1", "fp4"),
-        ("swift", "--use_gym_env true", "use_gym_env (true) rewards what an environment says, and none is named"),
+        ("swift", "--use_gym_env true", "use_gym_env (true) uses rewards of an environment, which is not set"),
         ("swift", "--optimizer muon", "the optimizer is AdamW"),
         ("swift", "--rlhf_type dpo", "only GRPO"),
         ("swift", "--advantage_estimator rloo --scale_rewards group", "divides by a std"),
-        ("swift", "--some_new_flag 1", "Nor is it a Megatron-SWIFT name"),
+        ("swift", "--some_new_flag 1", "It is not a known Megatron-SWIFT name either"),
         ("trl", "--use_peft --use_dora", "use_dora (true): its scale is the norm"),
         ("trl", "--use_peft --lora_modules_to_save lm_head", "lora_modules_to_save (lm_head): whole layers would train"),
         ("trl", "--use_peft --lora_target_parameters experts", "adapters are on linear layers"),
@@ -145,20 +145,20 @@ def test_the_table_of_defaults_is_true(dialect):
         ("trl", "--loss_type vespo --vllm_importance_sampling_mode sequence_mask", "would be counted once per token"),
         ("trl", "--optim adafactor", "the optimizer is AdamW"),
         ("trl", "--deepspeed zero3.json", "Megatron shards"),
-        ("trl", "--repetition_penalty 1.1", "training log-probs are of the logits alone"),
+        ("trl", "--repetition_penalty 1.1", "training log-probs depend on the logits only"),
         ("trl", "--reward_funcs think_format_reward", "(think_format_reward) is a reward function of TRL"),
         ("trl", "--save_strategy epoch", "counted in optimizer steps"),
-        ("trl", "--metric_for_best_model loss", "(loss) is nothing that an evaluation tells here"),
+        ("trl", "--metric_for_best_model loss", "(loss) is not a metric of an evaluation here"),
         ("trl", "--load_best_model_at_end true", "requires metric_for_best_model, which selects the checkpoint"),
-        ("skyrl", "trainer.policy.model.lora.rank=8 trainer.policy.model.lora.init_method=zero", "(zero): A begins uniform"),
+        ("skyrl", "trainer.policy.model.lora.rank=8 trainer.policy.model.lora.init_method=zero", "(zero): A is initialised uniformly"),
         ("skyrl", "trainer.algorithm.advantage_estimator=gae", "advantage_estimator (gae)"),
         ("skyrl", "trainer.algorithm.policy_loss_type=clip_cov", "policy_loss_type (clip_cov)"),
         ("skyrl", "trainer.algorithm.loss_reduction=prompt_mean", "loss_reduction (prompt_mean)"),
         ("skyrl", "trainer.placement.colocate_all=false", "servers are started beside a run"),
-        ("skyrl", "trainer.fully_async.enabled=true", "not pushed into running requests"),
+        ("skyrl", "trainer.fully_async.enabled=true", "not synced during requests"),
         ("skyrl", "generator.max_turns=4", "multi-turn"),
         ("skyrl", "environment.env_class=gsm8k", "rewards come from reward_funcs"),
-        ("skyrl", "trainer.strategy=deepspeed", "trainer.strategy (deepspeed) is not there. There are: megatron, fsdp, fsdp2"),
+        ("skyrl", "trainer.strategy=deepspeed", "trainer.strategy (deepspeed) is not supported. Supported: megatron, fsdp, fsdp2"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_refused_by_name_and_feature(dialect, words, said):
@@ -330,7 +330,7 @@ def test_metrics_go_where_the_script_says(dialect, words, services):
 
 def test_a_tracker_that_is_not_there_is_said_and_one_that_the_script_leaves_open_is_left_out(tmp_path):
     (message,) = [p.message for p in parse(["--dialect", "verl", "trainer.logger=[console,clearml]"], dialects=DIALECTS).problems]
-    assert "(clearml) is not there. There are: tensorboard, wandb" in message
+    assert "(clearml) is not supported. Supported: tensorboard, wandb" in message
     script = tmp_path / "run.sh"
     script.write_text("python main.py trainer.logger=$LOGGER trainer.policy.model.path=m")
     left_open = parse(["--dialect", "skyrl", "--config", str(script)], dialects=DIALECTS)
@@ -383,7 +383,7 @@ def test_every_name_of_theirs_stands_in_its_own_section(dialect, system):
 
 def test_auto_find_batch_size_is_refused_for_what_it_is():
     message = refused("trl", "--per_device_train_batch_size", "8", "--auto_find_batch_size", "true")
-    assert "batch sizes are as they are given" in message and "save_steps" not in message
+    assert "batch sizes are not adapted" in message and "save_steps" not in message
 
 
 def test_rules_of_megatron_swift_are_told_to_nobody_who_comes_from_elsewhere(capsys):

@@ -19,7 +19,7 @@ CS336 = "--train_batch_size 16 --gradient_accumulation_steps 4 --group_size 8"
     ("words", "says"),
     [
         ("--rollout_batch_size 32", ["took 2 optimizer steps per rollout of 32 completions"]),
-        ("", ["took 1 optimizer step per rollout of 16 completions; so does this one"]),
+        ("", ["took 1 optimizer step per rollout of 16 completions; so does this configuration"]),
         ("--rollout_batch_size 32 --epochs_per_rollout_batch 3", ["took 6 optimizer steps (3 passes of 2) per rollout of 32"]),
         (
             "--rollout_batch_size 32 --epochs_per_rollout_batch 3 --n_grpo_steps 12",
@@ -59,6 +59,6 @@ def test_skyrl_and_its_guide_read_the_mini_batch_in_two_ways():
 def test_megatron_swift_means_the_same():
     found = told("swift", "--global_batch_size 16 --num_generations 8 --steps_per_generation 2")
     assert found.startswith(
-        "Your old setup took 2 optimizer steps per rollout of 32 completions; so does this one: names and meanings of the sizes are "
-        "Megatron-SWIFT's. It rounds a run of epochs down to optimizer steps"
+        "Your old setup took 2 optimizer steps per rollout of 32 completions; so does this configuration: names and meanings of the sizes "
+        "are Megatron-SWIFT's. It rounds a run of epochs down to optimizer steps"
     )

@@ -63,10 +63,10 @@ def test_other_rows_than_the_training_split_of_a_name_are_not_known(data):
 @pytest.mark.parametrize(
     ("config", "trainer", "more", "sentence"),
     [
-        ("**words", "", "", "GRPOConfig is given words, which cannot be known"),
+        ("**words", "", "", "GRPOConfig gets words, which cannot be determined"),
         ("", "callbacks=[Stop()]", "", "GRPOTrainer's callbacks ([Stop()]) is not read here"),
         ("", "", "LoraConfig(r=4, bias='all')", "LoraConfig's bias ('all') is not read here"),
-        ("", "peft_config=get_peft_config(a)", "", "GRPOTrainer's peft_config (get_peft_config(a)) cannot be known"),
+        ("", "peft_config=get_peft_config(a)", "", "GRPOTrainer's peft_config (get_peft_config(a)) cannot be determined"),
         ("", "", "GRPOConfig()", "builds 2 GRPOConfig"),
         ("", "", "def", "line 9 is not Python"),
     ],

@@ -62,16 +62,16 @@ def test_words_are_those_of_a_shell(text, words):
     [
         ("run --reward_funcs math \\ \n  --b 2\n", "a shell ends the command before --b"),
         ("run --seed 1 \\\n  # --b 2 \\\n  --c 3\n", "a shell ends the command before --c"),
-        ("run --model $NOWHERE_SET_7", "$NOWHERE_SET_7 cannot be known from the script"),
-        ('run "${ARGS[@]}" --seed 1', "${ARGS[@]} cannot be known"),
-        ("run --seed 1 $ARGS_OF_NOBODY", "$ARGS_OF_NOBODY cannot be known"),
-        ("run --seed $(date +%s)", "seed $(date +%s) cannot be known"),
-        ("run --model '/a b'`hostname`", "`hostname` cannot be known"),
+        ("run --model $NOWHERE_SET_7", "$NOWHERE_SET_7 cannot be determined from the script"),
+        ('run "${ARGS[@]}" --seed 1', "${ARGS[@]} cannot be determined"),
+        ("run --seed 1 $ARGS_OF_NOBODY", "$ARGS_OF_NOBODY cannot be determined"),
+        ("run --seed $(date +%s)", "seed $(date +%s) cannot be determined"),
+        ("run --model '/a b'`hostname`", "`hostname` cannot be determined"),
         ("run --a 'x", "cannot be read as a shell script: No closing quotation"),
-        ("N=1\nif true; then N=2; fi\nrun --seed $N", "seed $N cannot be known"),
-        ("for N in 1 2; do M=$N; done\nrun --seed $M", "seed $M cannot be known"),
-        ("run --seed $((1 + NOBODY_KNOWS))", "seed $((1 + NOBODY_KNOWS)) cannot be known"),
-        ("source nowhere.sh\nrun ${ARGS[@]} --seed 1", "for it sources nowhere.sh, not there"),
+        ("N=1\nif true; then N=2; fi\nrun --seed $N", "seed $N cannot be determined"),
+        ("for N in 1 2; do M=$N; done\nrun --seed $M", "seed $M cannot be determined"),
+        ("run --seed $((1 + NOBODY_KNOWS))", "seed $((1 + NOBODY_KNOWS)) cannot be determined"),
+        ("source nowhere.sh\nrun ${ARGS[@]} --seed 1", "because it sources nowhere.sh, which does not exist"),
     ],
 )
 def test_what_cannot_be_known_is_said(text, said, tmp_path):
@@ -150,9 +150,9 @@ def test_a_script_that_starts_another_one_is_that_one_with_its_own_words_last(tm
     assert (cfg.run.seed, cfg.optimizer.lr, cfg.batch.micro_batch_size) == (7, 0.25, 2)
     assert parsed.repeated == ["lr is set twice in run.sh: the last value is used."]
     script.write_text("bash nowhere.sh --lr 0.25")
-    assert "run.sh: it starts nowhere.sh, which is not there" in parse(["--config", str(script)], dialects=DIALECTS).problems[0].message
+    assert "run.sh: it starts nowhere.sh, which does not exist" in parse(["--config", str(script)], dialects=DIALECTS).problems[0].message
     script.write_text("bash run.sh --lr 0.25")
-    assert "it starts run.sh, which is not there" in parse(["--config", str(script)], dialects=DIALECTS).problems[0].message
+    assert "it starts run.sh, which does not exist" in parse(["--config", str(script)], dialects=DIALECTS).problems[0].message
 
 
 def test_a_file_that_a_script_names_as_config_is_read_before_its_words(tmp_path):
@@ -162,14 +162,14 @@ def test_a_file_that_a_script_names_as_config_is_read_before_its_words(tmp_path)
     parsed = parse(["--config", str(script)], dialects=DIALECTS)
     assert not parsed.problems and (parsed.config.optimizer.lr, parsed.config.run.seed) == (0.5, 8)
     script.write_text("t.py --config nowhere.yaml --seed 8")
-    assert "config nowhere.yaml is not there" in parse(["--config", str(script)], dialects=DIALECTS).problems[0].message
+    assert "config nowhere.yaml does not exist" in parse(["--config", str(script)], dialects=DIALECTS).problems[0].message
 
 
 def test_a_script_without_a_flag_is_no_run_of_defaults(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("echo nothing\ncd /tmp\n")
     assert [problem.message for problem in parse(["--config", str(script)], dialects=DIALECTS).problems] == [
-        "run.sh starts nothing with flags that could be read here."
+        "run.sh contains no command with flags that can be read."
     ]
 
 
@@ -178,10 +178,10 @@ def test_a_name_of_a_run_that_cannot_be_known_is_left_out(tmp_path):
     script.write_text("run --run_name a-$(date +%s) --lr 0.5 --seed $(x) --model $NOWHERE_7")
     parsed = parse(["--config", str(script)], dialects=DIALECTS)
     assert parsed.config.run.run_name is None and parsed.notes == [
-        "run.sh: run_name a-$(date +%s) cannot be known from the script, and is left out."
+        "run.sh: run_name a-$(date +%s) cannot be determined from the script and is ignored."
     ]
     assert [problem.message for problem in parsed.problems] == [
-        "run.sh: seed $(x), model $NOWHERE_7 cannot be known from the script. Give them on the command line."
+        "run.sh: seed $(x), model $NOWHERE_7 cannot be determined from the script. Pass them on the command line."
     ]
 
 

@@ -58,14 +58,14 @@ SWIFT = {
     "multi_turn/frozen_lake": (
         "--gym_env frozen_lake --multi_turn_scheduler gym_scheduler --use_gym_env true "
         "--external_plugins examples/megatron/grpo/multi_turn/frozen_lake_plugin.py",
-        "(frozen_lake) is an environment that Megatron-SWIFT knows by name",
+        "(frozen_lake) is an environment registered in Megatron-SWIFT",
     ),
     "multi_turn/frozen_lake_server": (
         "--external_plugins frozen_lake_plugin.py",
-        "(frozen_lake_plugin.py): of plugin files",
+        "(frozen_lake_plugin.py): only reward functions",
     ),
-    "rlhf/dpo/dense": ("--rlhf_type dpo", "only GRPO on a causal language model"),
-    "rlhf/gkd/dense": ("--rlhf_type gkd", "only GRPO on a causal language model"),
+    "rlhf/dpo/dense": ("--rlhf_type dpo", "only GRPO on causal language models"),
+    "rlhf/gkd/dense": ("--rlhf_type gkd", "only GRPO on causal language models"),
 }
 
 # examples/grpo_trainer of verl. A mini-batch is ppo_mini_batch_size x n completions (megatron_workers.py:354, fsdp_workers.py:241), dp is
@@ -127,8 +127,8 @@ SLIME = {
                         "--expert-model-parallel-size 32 --expert-tensor-parallel-size 1 --decoder-last-pipeline-num-layers 13 "
                         f"--micro-batch-size 1 {DYNAMIC} 16384", (128, 1, 1, 256, 1024, 8)),
     "run-mimo-7B-rl-eagle": ("--mtp-num-layers 1 --enable-mtp-training", "multi-token prediction heads are not trained"),
-    "run-qwen3-4B, its judge": ("--rm-type deepscaler", "(deepscaler) is a judge of slime"),
-    "run-qwen3-4B-base-sft": ("--loss-type sft_loss", "only GRPO on a causal language model"),
+    "run-qwen3-4B, its judge": ("--rm-type deepscaler", "(deepscaler) is a reward model of slime"),
+    "run-qwen3-4B-base-sft": ("--loss-type sft_loss", "only GRPO on causal language models"),
     "run-glm5-744B-A40B": ("--allgather-cp", "context parallelism is zigzag"),
 }  # fmt: skip
 
@@ -168,8 +168,8 @@ SKYRL = {
         "trainer.policy.megatron_config.expert_tensor_parallel_size=1 generator.inference_engine.engine_init_kwargs.max_model_len=12000 "
         "trainer.algorithm.overlong_buffer_len=512 trainer.algorithm.overlong_buffer_penalty_factor=1.0 --reward_funcs math",
         (16, 4, 2, 512, 8192, 16)),
-    "clip_cov": ("trainer.algorithm.policy_loss_type=clip_cov", "(clip_cov) with algorithm.loss_reduction (token_mean) is not there"),
-    "fully_async": ("trainer.fully_async.enabled=true", "weights are not pushed into running requests"),
+    "clip_cov": ("trainer.algorithm.policy_loss_type=clip_cov", "(clip_cov) with algorithm.loss_reduction (token_mean) is not supported"),
+    "fully_async": ("trainer.fully_async.enabled=true", "weights are not synced during requests"),
 }  # fmt: skip
 # More of verl: examples/tuning and verl/experimental.
 VERL |= {
@@ -188,8 +188,8 @@ VERL |= {
         "algorithm.rollout_correction.rollout_is_threshold=null "
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL_AND_PIECEWISE", (8, 8, 1, 16, 32, 2)),
     "ppo_trainer": ("algorithm.adv_estimator=gae critic.enable=True actor_rollout_ref.rollout.n=1", "there is no critic"),
-    "fully_async": ("async_training.partial_rollout=True data.train_batch_size=0 rollout.nnodes=2", "weights are not pushed into running"),
-    "one_step_off": ("rollout.nnodes=1 rollout.n_gpus_per_node=2", "rollouts on GPUs of their own are vllm_mode server"),
+    "fully_async": ("async_training.partial_rollout=True data.train_batch_size=0 rollout.nnodes=2", "weights are not synced during requests"),
+    "one_step_off": ("rollout.nnodes=1 rollout.n_gpus_per_node=2", "sampling on separate GPUs is vllm_mode server"),
 }  # fmt: skip
 CASES = [
     pytest.param(dialect, words, outcome, id=f"{dialect}-{name}")
@@ -340,25 +340,25 @@ def test_what_a_name_means_there_happens_here(dialect, words, values):
 @pytest.mark.parametrize(
     ("dialect", "words", "said"),
     [
-        ("verl", f"{ACTOR}policy_loss.loss_mode=clip_cov", "loss_mode (clip_cov) is not there. There are: vanilla, gspo, sapo, cispo"),
+        ("verl", f"{ACTOR}policy_loss.loss_mode=clip_cov", "loss_mode (clip_cov) is not supported. Supported: vanilla, gspo, sapo, cispo"),
         ("verl", f"{ACTOR}policy_loss.loss_mode=cispo", "Use clip_ratio_low 1 and loss_agg_mode token-mean"),
         ("verl", "algorithm.adv_estimator=gae", "adv_estimator (gae): there is no critic"),
-        ("verl", f"{ACTOR}ppo_micro_batch_size=4", "divided by the data-parallel size, and 8 is more than that"),
-        ("verl", "data.gen_batch_size=2048", "give it as train_batch_size, and leave gen_batch_size out"),
-        ("skyrl", "generator.max_input_length=1024", "In one turn they are one number, in SkyRL too"),
-        ("skyrl", "trainer.policy.sequence_parallel_size=2 trainer.strategy=megatron", "with FSDP alone, in SkyRL too"),
+        ("verl", f"{ACTOR}ppo_micro_batch_size=4", "divided by the data-parallel size, which is larger (8)"),
+        ("verl", "data.gen_batch_size=2048", "Set it as train_batch_size, and omit gen_batch_size"),
+        ("skyrl", "generator.max_input_length=1024", "With one turn both are the same, in SkyRL too"),
+        ("skyrl", "trainer.policy.sequence_parallel_size=2 trainer.strategy=megatron", "only with FSDP, in SkyRL too"),
         ("skyrl", "trainer.algorithm.loss_reduction=seq_mean_token_sum_norm trainer.algorithm.max_seq_len=1536",
          "divides by algorithm.max_seq_len (1536), and dr_grpo by max_completion_length (1024). Give algorithm.max_seq_len 1024"),
         ("skyrl", f"{KWARGS}exp_avg_dtype=int8", "exp_avg_dtype cannot be 'int8'"),
         ("skyrl", "trainer.placement.colocate_all=false --vllm_mode colocate", "named with vllm_mode server"),
         ("slime", "--debug-rollout-only", "`eval` samples without training"),
-        ("slime", '--train-env-vars {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG":"1"}', "trains as if weights were INT4"),
+        ("slime", '--train-env-vars {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG":"1"}', "simulates INT4 weights in training"),
         ("verl", "actor_rollout_ref.model.lora.freeze_language_model=False", "what has no adapter does not train"),
         ("verl", "algorithm.adv_estimator=reinforce_plus_plus", "verl whitens over tokens"),
         ("skyrl", "generator.eval_sampling_params.stop=['a']", "differs from sampling_params.stop"),
         ("slime", '--multimodal-keys {"audio":"sound"}', "(audio): of what models see and hear pictures alone"),
-        ("slime", "--prompt-data a.jsonl@[0:16]", "takes a part of a file"),
-        ("slime", "--eval-prompt-data a a.jsonl@[0:16]", "takes a part of a file"),
+        ("slime", "--prompt-data a.jsonl@[0:16]", "selects a part of a file"),
+        ("slime", "--eval-prompt-data a a.jsonl@[0:16]", "selects a part of a file"),
         ("skyrl", "trainer.policy.model.path=x trainer.ref.model.path=y", "ref.model.path (y) differs from policy.model.path (x)"),
         ("skyrl", "trainer.algorithm.temperature=0.7", "differs from sampling_params.temperature (1.0)"),
         ("trl", '--model_init_kwargs {"revision":"x"}', "model_init_kwargs (revision)"),
@@ -366,14 +366,14 @@ def test_what_a_name_means_there_happens_here(dialect, words, values):
         ("verl", "~data.train_files", "removes a name from a configuration file of that system"),
         ("trl", "--save_steps 0.05", "save_steps (0.05) is a share of the run in TRL"),
         ("trl", '--lr_scheduler_kwargs {"num_cycles":2}', "lr_scheduler_kwargs (num_cycles) of linear"),
-        ("verl", f"{ACTOR}some_new_name=1", "Nor is it a verl name that is known here"),
-        ("slime", "--advantage-estimator ppo", "advantage_estimator (ppo) is not there"),
+        ("verl", f"{ACTOR}some_new_name=1", "It is not a known verl name either"),
+        ("slime", "--advantage-estimator ppo", "advantage_estimator (ppo) is not supported"),
         ("slime", "--rollout-batch-size 32 --n-samples-per-prompt 8 --num-steps-per-rollout 3", "num_steps_per_rollout (3) does not "
                                                                                                 "divide"),
         ("slime", "--rollout-batch-size 32 --n-samples-per-prompt 8 --num-steps-per-rollout 2 --global-batch-size 256",
          "global_batch_size (256) is not 32 x 8 / num_steps_per_rollout (2) = 128"),
         ("slime", "--use-dynamic-batch-size", "needs max_tokens_per_gpu"),
-        ("slime", "--partial-rollout", "weights are not pushed into running requests"),
+        ("slime", "--partial-rollout", "weights are not synced during requests"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_said(dialect, words, said):

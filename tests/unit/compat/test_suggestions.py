@@ -22,16 +22,16 @@ def said(*words: str) -> list[str]:
         ("use_peft", "tuner_type lora"),
         ("use_dora", "vLLM cannot sample from it"),
         ("modules_to_save", "whole layers would train"),
-        ("use_vllm", "always by vLLM"),
+        ("use_vllm", "always uses vLLM"),
         ("per_device_train_batch_size", "called micro_batch_size"),
         ("dataset_name", "called dataset here"),
         ("dataloader_num_workers", "changes nothing"),
         ("freeze_parameters_ratio", "counts the parameters of one rank"),
         ("vllm_group_port", "changes nothing"),
-        ("multi_turn_scheduler", "is said here with environment"),
+        ("multi_turn_scheduler", "is set here with environment"),
         ("external_plugins", "path/to/file.py:function"),
         ("move_model_batches", "changes nothing"),
-        ("actor_rollout_ref.actor.megatron.param_offload", "said here with offload_model true"),
+        ("actor_rollout_ref.actor.megatron.param_offload", "set here with offload_model true"),
         ("deepspeed", "Megatron shards"),
         ("max_new_tokens", "called max_completion_length"),
         ("max_length", "called max_prompt_length"),
@@ -50,15 +50,15 @@ def said(*words: str) -> list[str]:
         ("actor_rollout_ref.model.path", "called model here"),
         ("data.train_batch_size", "called generation_batch_size, and counts completions"),
         ("epsilon_low", "called epsilon."),
-        ("num_workers", "by the ranks themselves"),
+        ("num_workers", "the ranks read the data"),
         ("eval_iters", "eval_num_prompts"),
         ("enable_gradient_checkpointing", "recompute_granularity full"),
         ("reward_plugin", "called reward_funcs"),
         ("optimizer.lr", "say --lr"),
-        ("algorithm.adv_estimator", "said here with advantage_estimator"),
-        ("data.train_files", "said here with dataset"),
+        ("algorithm.adv_estimator", "set here with advantage_estimator"),
+        ("data.train_files", "set here with dataset"),
         ("trainer.total_epochs", "called num_train_epochs"),
-        ("trainer.n_gpus_per_node", "said here with world_size, which is nodes times GPUs"),
+        ("trainer.n_gpus_per_node", "set here with world_size, which is nodes times GPUs"),
         ("trainer.policy.optimizer_config.lr", "called lr here"),
         ("save_freq", "called save_steps"),
         ("mirco_batch_size", "Did you mean micro_batch_size?"),
@@ -92,7 +92,7 @@ def test_a_file_full_of_another_systems_names_is_one_mistake_with_one_remedy(tmp
     script = tmp_path / "run.sh"
     script.write_text(text)
     (message,) = said("--config", str(script))
-    assert message.startswith(f"run.sh reads as {says} (") and "add `--dialect " in message
+    assert message.startswith(f"run.sh looks like {says} (") and "Add `--dialect " in message
 
 
 def test_names_that_no_system_knows_are_still_named_beside_it(tmp_path):

@@ -124,7 +124,7 @@ def test_with_streaming_a_rollout_goes_on_into_the_next_epoch_and_that_is_said()
     words = "--dialect trl --num_generations 8 --dataset_streaming true --max_prompt_length 9 --max_steps 5"
     made = planned(words, None)
     assert not made.checked.config.data.dataset_drop_last
-    assert any(warning.startswith("streaming: TRL leaves out what does not fill a rollout") for warning in made.warnings)
+    assert any(warning.startswith("streaming: TRL drops prompts that do not fill a rollout") for warning in made.warnings)
     said = refusal("--streaming true --max_prompt_length 9 --max_steps 5 --dataset_drop_last true", 8)
     assert "Omit dataset_drop_last" in said
 
@@ -214,7 +214,7 @@ def test_megatron_swift_leaves_out_what_does_not_fill_its_samplers_micro_batches
     made = planned(words, 45)
     assert made.schedule.num_steps == swift(45, 8, 4, 2, 3, unit=4) == 33
     said = " ".join(made.warnings)
-    assert "rows of an epoch that do not fill micro_batch_size x dp_size are left out there, and drawn here" in said
+    assert "rows of an epoch that do not fill micro_batch_size x dp_size are dropped there, and used here" in said
     assert "3 epochs of 45 prompts are 33 optimizer steps in Megatron-SWIFT: max_steps 33." in said
     assert planned(words, None).schedule.num_steps is None
 
@@ -241,7 +241,7 @@ def test_a_data_set_that_fills_no_rollout_is_refused_where_it_trains_nothing_or_
 def test_what_dynamic_sampling_draws_besides_is_said_to_shorten_epochs_there():
     words = words_of("verl", 16, 8, 2, 2)
     assert any(
-        "what dynamic_sample draws besides shortens an epoch there" in one for one in planned(f"{words} --dynamic_sample", 45).warnings
+        "prompts that dynamic_sample samples in addition shorten an epoch there" in one for one in planned(f"{words} --dynamic_sample", 45).warnings
     )
     assert not any("draws besides" in one for one in planned(words, 45).warnings)
 

@@ -96,10 +96,10 @@ def test_rewards_of_a_plugin_are_loaded_by_their_names_and_judge_text(tmp_path, 
     [
         (
             "--reward_funcs unheard --external_plugins plugin.py",
-            "no file of external_plugins (plugin.py) that can be read here",
+            "no file of external_plugins (plugin.py) that can be read registers",
         ),
         ("--reward_funcs plugin.py:Starts --external_plugins plugin.py", None),
-        ("--reward_funcs accuracy --external_plugins plugin.py", "of plugin files reward functions alone are loaded"),
+        ("--reward_funcs accuracy --external_plugins plugin.py", "only reward functions are loaded from plugin files"),
     ],
 )
 def test_a_plugin_takes_one_round(words, said):
