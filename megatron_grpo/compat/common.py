@@ -130,7 +130,7 @@ def idle_schedule(values: Mapping[str, Any], given: Given, *, style: str) -> Ite
     style = values.get("lr_decay_style", style)
     of = {"lr_decay_iters": style != "constant", "lr_wsd_decay_iters": style == "WSD", "lr_wsd_decay_style": style == "WSD"}
     if found := [name for name, is_read in of.items() if not is_read and values.get(name) is not None]:
-        note = f"{' and '.join(found)} {'do' if len(found) > 1 else 'does'} nothing with lr_decay_style {style}, in both systems."
+        note = f"{' and '.join(found)} {'have' if len(found) > 1 else 'has'} no effect with lr_decay_style {style}, in both systems."
         yield Change(values=dict.fromkeys(found), note=note)
 
 
@@ -329,7 +329,7 @@ def idle(given: Given, defaults: Mapping[str, str], *, without: str) -> Iterator
     """
     found = [name for name, default in defaults.items() if given.text(name, default).lower() != default]
     if found:
-        yield Change(note=f"{' and '.join(found)} {'do' if len(found) > 1 else 'does'} nothing without {without}, in both systems.")
+        yield Change(note=f"{' and '.join(found)} {'have' if len(found) > 1 else 'has'} no effect without {without}, in both systems.")
 
 
 def of_servers(values: Mapping[str, Any], *, program: str) -> Iterator[Change]:
