@@ -185,7 +185,7 @@ def _settle(values: Mapping[str, Any], given: Given) -> Iterator[Change]:
             f"({values['max_steps']}) if both are set.",
         )
     if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
-        yield Change(values={"sequence_parallel": None}, note="sequence_parallel does nothing without tensor parallelism, here as there.")
+        yield Change(values={"sequence_parallel": None}, note="sequence_parallel has no effect without TP, in both systems.")
     yield from idle_schedule(values, given, style="cosine")
     if values.get("weight_decay_incr_style", "constant") != "constant" and "start_weight_decay" in values:
         note = "weight_decay has no effect with start_weight_decay and end_weight_decay, in both systems."

@@ -188,7 +188,7 @@ VERL |= {
         "algorithm.rollout_correction.rollout_is_threshold=null "
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL_AND_PIECEWISE", (8, 8, 1, 16, 32, 2)),
     "ppo_trainer": ("algorithm.adv_estimator=gae critic.enable=True actor_rollout_ref.rollout.n=1", "there is no critic"),
-    "fully_async": ("async_training.partial_rollout=True data.train_batch_size=0 rollout.nnodes=2", "weights are not synced during requests"),
+    "fully_async": ("async_training.partial_rollout=True data.train_batch_size=0 rollout.nnodes=2", "not synced during requests"),
     "one_step_off": ("rollout.nnodes=1 rollout.n_gpus_per_node=2", "sampling on separate GPUs is vllm_mode server"),
 }  # fmt: skip
 CASES = [
