@@ -90,7 +90,7 @@ class ForeignArg:
             said = [f"`{word}`" for word in asked] + [f"`{one}` is given" for one in self.instead]
             unless = f" (unless {' or '.join(said)})" if said else ""
             return f"refused{unless}: {self.lacks}"
-        return f"ignored: {self.why or NOTHING}"
+        return f"set aside: {self.why or NOTHING}"
 
     def refuses(self, words: Sequence[str], given: Mapping[str, Sequence[str]]) -> bool:
         """Return whether these words ask for something unsupported.

@@ -45,13 +45,13 @@ def _from_tables(name: str, dialects: Mapping[str, Dialect], hidden: Collection[
         return f" {sentence if is_setting else sentence[0].upper() + sentence[1:]}"
     if (ours := by_name("same_as").get(name)) and ours not in hidden:
         counted = ", and counts completions: prompts times num_generations" if name in COUNTED_IN_PROMPTS else ""
-        return f" The name here is {ours}{counted}."
+        return f" Here it is called {ours}{counted}."
     for dialect in dialects.values():
         row = dialect.row(name)[1]
         if row is None:
             continue
         if row.native:
-            return f" {dialect.title}'s {name} is {row.native} here." if row.native != name else ""
+            return f" {dialect.title}'s {name} is called {row.native} here." if row.native != name else ""
         if row.hint:
             return f" {dialect.title}'s {name} is set here with {row.hint.replace('`', '')}."
         if row.lacks:

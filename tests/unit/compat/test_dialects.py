@@ -53,7 +53,7 @@ def test_a_megatron_swift_script_is_understood_in_full(tmp_path):
     assert (cfg.rewards.reward_funcs, cfg.data.max_prompt_length, cfg.rollout.top_k) == (["math", "format"], 512, 0)
     assert (cfg.run.max_steps, cfg.run.num_train_epochs, cfg.eval.eval_steps) == (None, 1.0, 0), "its epochs decide; no val_dataset"
     assert not cfg.parallel.sequence_parallel, "without tensor parallelism it is off there too"
-    assert "num_train_epochs (1) decides" in " ".join(parsed.notes)
+    assert "num_train_epochs (1) sets the length" in " ".join(parsed.notes)
     assert (cfg.rollout.offload_model, cfg.rollout.offload_optimizer) == ("true", "auto"), "the same names, and only memory"
     assert set(parsed.aside["grpo.sh"]) >= {"no_save_optim", "dataloader_num_workers", "attention_backend"}
     assert not set(parsed.aside["grpo.sh"]) & {"reward_funcs", "lr", "epsilon", "top_k", "max_length"}
@@ -105,9 +105,9 @@ def test_the_table_of_defaults_is_true(dialect):
     ("dialect", "words", "said"),
     [
         ("swift", "--loss_type real --rollout_importance_sampling_mode token_mask", "applies to single tokens, but loss_type real"),
-        ("swift", "--vllm_mode server --vllm_data_parallel_size 2", "vllm_data_parallel_size (2): engines of a rollout server"),
+        ("swift", "--vllm_mode server --vllm_data_parallel_size 2", "vllm_data_parallel_size (2): several engines per rollout server"),
         ("swift", "--tuner_type lora_llm", "tuner_type cannot be 'lora_llm': it trains a vision tower"),
-        ("swift", "--tuner_type lora --modules_to_save embed_tokens", "modules_to_save (embed_tokens): whole layers would train"),
+        ("swift", "--tuner_type lora --modules_to_save embed_tokens", "modules_to_save (embed_tokens): it trains whole layers"),
         ("swift", "--tuner_type lora --lora_bias all", "lora_bias (all): the bias of a frozen weight gets no gradient"),
         ("swift", "--tuner_type lora --init_weights pissa", "init_weights (pissa): A is initialised uniformly and B with zeros"),
         ("swift", "--tuner_type lora --use_dora true", "use_dora (true): its scale is the norm of base and adapter together"),
@@ -122,7 +122,7 @@ def test_the_table_of_defaults_is_true(dialect):
         ("swift", "--agent_template react", "agent_template (react): tools are shown by the model's own chat template"),
         ("swift", "--external_plugins plugin.py", "external_plugins (plugin.py): only reward functions are loaded"),
         ("swift", "--reward_funcs my_orm --external_plugins plugin.py", "(my_orm) is a reward function of Megatron-SWIFT"),
-        ("swift", "--val_dataset a.jsonl b.jsonl", "names 2 data sets"),
+        ("swift", "--val_dataset a.jsonl b.jsonl", "has 2 data sets"),
         ("swift", "--dataset ms::org/name", "is on another hub"),
         ("swift", "--system /nowhere/prompt.txt", "cannot be read as a text file"),
         ("swift", "--teacher_adapters x", "teacher_adapters (x): distillation: one teacher for all rows"),
@@ -135,10 +135,10 @@ def test_the_table_of_defaults_is_true(dialect):
         ("swift", "--use_gym_env true", "use_gym_env (true) uses rewards of an environment, which is not set"),
         ("swift", "--optimizer muon", "the optimizer is AdamW"),
         ("swift", "--rlhf_type dpo", "only GRPO"),
-        ("swift", "--advantage_estimator rloo --scale_rewards group", "divides by a std"),
+        ("swift", "--advantage_estimator rloo --scale_rewards group", "divides by a standard deviation"),
         ("swift", "--some_new_flag 1", "It is not a known Megatron-SWIFT name either"),
         ("trl", "--use_peft --use_dora", "use_dora (true): its scale is the norm"),
-        ("trl", "--use_peft --lora_modules_to_save lm_head", "lora_modules_to_save (lm_head): whole layers would train"),
+        ("trl", "--use_peft --lora_modules_to_save lm_head", "lora_modules_to_save (lm_head): it trains whole layers"),
         ("trl", "--use_peft --lora_target_parameters experts", "adapters are on linear layers"),
         ("trl", "--use_vllm false", "sampling is by vLLM alone"),
         ("skyrl", "--run_engines_locally false", "servers are started beside a run (megatron-grpo serve)"),
@@ -147,7 +147,7 @@ def test_the_table_of_defaults_is_true(dialect):
         ("trl", "--deepspeed zero3.json", "Megatron shards"),
         ("trl", "--repetition_penalty 1.1", "training log-probs depend on the logits only"),
         ("trl", "--reward_funcs think_format_reward", "(think_format_reward) is a reward function of TRL"),
-        ("trl", "--save_strategy epoch", "counted in optimizer steps"),
+        ("trl", "--save_strategy epoch", "intervals of saving and evaluation are in optimizer steps"),
         ("trl", "--metric_for_best_model loss", "(loss) is not a metric of an evaluation here"),
         ("trl", "--load_best_model_at_end true", "requires metric_for_best_model, which selects the checkpoint"),
         ("skyrl", "trainer.policy.model.lora.rank=8 trainer.policy.model.lora.init_method=zero", "(zero): A is initialised uniformly"),
@@ -276,7 +276,7 @@ def test_a_budget_of_tokens_is_among_the_native_flags(capsys):
 @pytest.mark.parametrize(
     ("dialect", "words", "said"),
     [
-        ("slime", "--tis_clip_low 0.5 --kl_loss_type k2", ["tis_clip_low has no effect without use_tis", "kl_loss_type does nothing"]),
+        ("slime", "--tis_clip_low 0.5 --kl_loss_type k2", ["tis_clip_low has no effect without use_tis", "kl_loss_type has no effect"]),
         ("slime", "--use_tis --tis_clip_low 0.5", []),
         ("verl", "actor_rollout_ref.actor.kl_loss_coef=0.01", ["actor.kl_loss_coef has no effect without actor.use_kl_loss"]),
         ("verl", "actor_rollout_ref.actor.kl_loss_coef=0.001", []),

@@ -348,7 +348,7 @@ def test_what_a_name_means_there_happens_here(dialect, words, values):
         ("skyrl", "generator.max_input_length=1024", "With one turn both are the same, in SkyRL too"),
         ("skyrl", "trainer.policy.sequence_parallel_size=2 trainer.strategy=megatron", "only with FSDP, in SkyRL too"),
         ("skyrl", "trainer.algorithm.loss_reduction=seq_mean_token_sum_norm trainer.algorithm.max_seq_len=1536",
-         "divides by algorithm.max_seq_len (1536), and dr_grpo by max_completion_length (1024). Give algorithm.max_seq_len 1024"),
+         "divides by algorithm.max_seq_len (1536), and dr_grpo by max_completion_length (1024). Use algorithm.max_seq_len 1024"),
         ("skyrl", f"{KWARGS}exp_avg_dtype=int8", "exp_avg_dtype cannot be 'int8'"),
         ("skyrl", "trainer.placement.colocate_all=false --vllm_mode colocate", "named with vllm_mode server"),
         ("slime", "--debug-rollout-only", "`eval` samples without training"),
@@ -356,7 +356,7 @@ def test_what_a_name_means_there_happens_here(dialect, words, values):
         ("verl", "actor_rollout_ref.model.lora.freeze_language_model=False", "what has no adapter does not train"),
         ("verl", "algorithm.adv_estimator=reinforce_plus_plus", "verl whitens over tokens"),
         ("skyrl", "generator.eval_sampling_params.stop=['a']", "differs from sampling_params.stop"),
-        ("slime", '--multimodal-keys {"audio":"sound"}', "(audio): of what models see and hear pictures alone"),
+        ("slime", '--multimodal-keys {"audio":"sound"}', "(audio): images are the only supported modality"),
         ("slime", "--prompt-data a.jsonl@[0:16]", "selects a part of a file"),
         ("slime", "--eval-prompt-data a a.jsonl@[0:16]", "selects a part of a file"),
         ("skyrl", "trainer.policy.model.path=x trainer.ref.model.path=y", "ref.model.path (y) differs from policy.model.path (x)"),
@@ -372,7 +372,7 @@ def test_what_a_name_means_there_happens_here(dialect, words, values):
                                                                                                 "divide"),
         ("slime", "--rollout-batch-size 32 --n-samples-per-prompt 8 --num-steps-per-rollout 2 --global-batch-size 256",
          "global_batch_size (256) is not 32 x 8 / num_steps_per_rollout (2) = 128"),
-        ("slime", "--use-dynamic-batch-size", "needs max_tokens_per_gpu"),
+        ("slime", "--use-dynamic-batch-size", "requires max_tokens_per_gpu"),
         ("slime", "--partial-rollout", "weights are not synced during requests"),
     ],
 )  # fmt: skip
@@ -417,7 +417,7 @@ def test_names_that_nobody_knows_are_one_sentence(capsys):
     with pytest.raises(ConfigError) as error:
         check(["--dialect", "skyrl", "harbor.zzqa=1", "harbor.zzqb=2"])
     (problem,) = error.value.problems
-    assert problem.message.startswith("harbor.zzqa, harbor.zzqb are neither settings nor SkyRL names")
+    assert problem.message.startswith("harbor.zzqa, harbor.zzqb are neither settings nor known SkyRL names")
 
 
 def test_a_script_that_trains_quantised_by_a_variable_is_refused(tmp_path):
