@@ -50,7 +50,7 @@ def said(*words: str) -> list[str]:
         ("actor_rollout_ref.model.path", "called model here"),
         ("data.train_batch_size", "called generation_batch_size, and counts completions"),
         ("epsilon_low", "called epsilon."),
-        ("num_workers", "the ranks read the data"),
+        ("num_workers", "ranks read the data"),
         ("eval_iters", "eval_num_prompts"),
         ("enable_gradient_checkpointing", "recompute_granularity full"),
         ("reward_plugin", "called reward_funcs"),
