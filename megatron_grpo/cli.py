@@ -318,14 +318,12 @@ def _problems_of_process(command: str) -> Iterator[Problem]:
     try:
         os.getcwd()
     except FileNotFoundError:
-        yield Problem(flags=(), message="the directory that this command was started in has been removed. Start it in another one.")
+        yield Problem(flags=(), message="the working directory of this command has been removed. Start it in another directory.")
     if command not in ("serve", "doctor", "completion"):
         yield from launcher.read().problems
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if command in ("train", "eval", "serve") and 0 <= files < LEAST_FILES:
-        message = (
-            f"this process may have {files} files open, and {command} needs more. Say `ulimit -n {max(most, 65536)}` before the command."
-        )
+        message = f"the limit of open files is {files}, and {command} needs more. Run `ulimit -n {max(most, 65536)}` before the command."
         yield Problem(flags=(), message=message)
 
 
@@ -404,7 +402,7 @@ def run(command: str, words: list[str], parts: Mapping[str, Any]) -> int:
         from megatron_grpo.config.table import close_to
 
         close = close_to(command, list(COMMANDS), limit=1)
-        hint = f"Did you mean {close[0]}?" if close else f"The commands are: {', '.join(COMMANDS)}."
+        hint = f"Did you mean {close[0]}?" if close else f"Commands: {', '.join(COMMANDS)}."
         raise ConfigError(f"{command!r} is not a command. {hint}")
     if any(word in ("-h", "--help") for word in words):
         from megatron_grpo.config.show import print_help
@@ -417,7 +415,7 @@ def run(command: str, words: list[str], parts: Mapping[str, Any]) -> int:
         print_matching(words[1:])
         return EXIT_DONE
     if sys.platform != "linux" and command not in ("plan", "init", "completion"):
-        raise ConfigError(f"{command} needs Linux, and this is {sys.platform}: here `plan` alone runs (docs/dependencies.md).")
+        raise ConfigError(f"{command} requires Linux; this is {sys.platform}, where only `plan`, `init` and `completion` run (docs/dependencies.md).")
     if problems := list(_problems_of_process(command)):
         raise ConfigError(problems)
     if launcher.read().by_torchrun:

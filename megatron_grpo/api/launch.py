@@ -27,7 +27,7 @@ from megatron_grpo.api.rank import LAUNCH, METRICS, OBJECTS
 from megatron_grpo.base import given, launcher
 from megatron_grpo.base.errors import EXIT_INTERRUPTED, ConfigError, RunError, printable
 
-RANK = "megatron_grpo.api.rank"  # the program of each rank
+RANK_MODULE = "megatron_grpo.api.rank"  # the program of each rank
 STARTED = ".started"  # in output_dir: one folder for each program that is running ranks
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_TO_END = 30.0  # that the other ranks have once one has failed
@@ -175,8 +175,8 @@ class RankProcesses:
         attempt.mkdir(parents=True)
         env = dict(os.environ)
         launcher.forget(env)
-        env |= launcher.environment_of(rank, world_size=self.number, port=port)
-        env |= {"PYTHONUNBUFFERED": "1", "TORCHELASTIC_ERROR_FILE": str(attempt / "error.json")}  # a shared message is printed once
+        env |= launcher.environment_of(rank, world_size=self.number, port=port, error_file=attempt / "error.json")
+        env["PYTHONUNBUFFERED"] = "1"
         env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it
         package = str(Path(__file__).parents[2])
         env["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -185,7 +185,7 @@ class RankProcesses:
         output: dict[str, Any] = {} if self._inherits else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         # A session of their own keeps a Ctrl-C of the terminal from reaching ranks whose output is piped; `run` forwards it.
         return subprocess.Popen(
-            [sys.executable, "-m", RANK, str(self.folder)],
+            [sys.executable, "-m", RANK_MODULE, str(self.folder)],
             env=env, stdin=subprocess.DEVNULL, start_new_session=not self._inherits, **output,
         )  # fmt: skip
 

@@ -15,10 +15,10 @@ WORDS = {
     "reward": "judging",
     "old_logprobs": "scoring for old log-probs",
     "ref_logprobs": "scoring by the reference",
-    "teacher": "asking the teacher",
+    "teacher": "scoring by the teacher",
     "train": "training",
-    "weight_sync": "pushing weights",
-    "offload": "moving weights",
+    "weight_sync": "syncing weights",
+    "offload": "offloading weights",
     "eval": "evaluating",
     "checkpoint": "saving",
 }

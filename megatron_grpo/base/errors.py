@@ -108,7 +108,7 @@ class CancelledError(RunInterruptedError):
     Raised on every rank; the state of the run is saved before it ends.
     """
 
-    def __init__(self, message: str = "what was being sampled is given up"):
+    def __init__(self, message: str = "sampling was cancelled"):
         super().__init__(message)
 
 

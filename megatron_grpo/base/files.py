@@ -103,14 +103,14 @@ def why_not_replaced(folder: Path) -> str | None:
     """
     if not folder.exists() or (folder.is_dir() and ("files" in mark_of(folder) or not any(folder.iterdir()))):
         return None
-    what = f"holds {min(os.listdir(folder))}, which no export of this program wrote" if folder.is_dir() else "is a file"
-    return f"output_dir: {folder} {what}; it is left alone. Name another directory."
+    what = f"holds {min(os.listdir(folder))}, which is not from an export of this program" if folder.is_dir() else "is a file"
+    return f"output_dir: {folder} {what}; it is not overwritten. Use another directory."
 
 
 def why_not_drawn(path: Path) -> str | None:
     """Return the reason not to write a plot to this file, or None. Only a plot that this program wrote is replaced."""
     is_ours = not path.exists() or (path.is_file() and PAINTER.encode() in path.read_bytes())
-    return None if is_ours else f"{path} is there, and is no picture that this program drew; it is left alone. Name another file."
+    return None if is_ours else f"{path} exists and was not drawn by this program; it is not overwritten. Use another file."
 
 
 @contextmanager

@@ -109,7 +109,7 @@ def read(env: Mapping[str, str] | None = None) -> Launched:
     alone = Launched(report_file=report_file, ended=ended, error_file=Path(error_file) if error_file else None)
     if "RANK" not in env:
         wrong = [f"{name} is {env[name]!r}" for name in _NUMBERS if env.get(name) and not (_is_count(env[name]) and int(env[name]))]
-        message = f"The environment says how many processes there are, but {'; '.join(wrong)}. Unset it, or start the job with torchrun."
+        message = f"The environment sets the number of processes, but {'; '.join(wrong)}. Unset it, or start the job with torchrun."
         return replace(alone, problems=(Problem(flags=(), message=message),)) if wrong else alone
     numbers, wrong = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}, []
     for name in ("RANK", "WORLD_SIZE", *numbers):
@@ -146,16 +146,18 @@ def _shared_file(env: Mapping[str, str]) -> Path | None:
     return None
 
 
-def environment_of(rank: int, *, world_size: int, port: int) -> dict[str, str]:
+def environment_of(rank: int, *, world_size: int, port: int, error_file: Path | None = None) -> dict[str, str]:
     """Return the environment variables of one rank of a job on this machine alone.
 
     Args:
         rank: The rank.
         world_size: Number of ranks.
         port: A free port, for the store of rank 0.
+        error_file: File for the error of this rank, as torchrun has one. Ranks that fail alike then print the message once.
     """
     ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
-    return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    more = {} if error_file is None else {"TORCHELASTIC_ERROR_FILE": str(error_file)}
+    return {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
 
 
 def number_asked_for(env: Mapping[str, str] | None = None) -> tuple[str, int] | None:
@@ -210,8 +212,8 @@ def not_launched_problem(asked: str, world_size: int, argv: Sequence[str]) -> Pr
         argv: The user's arguments.
     """
     message = (
-        f"{asked} means {world_size} processes, and this one was started without a launcher: "
-        f"alone it would train 1/{world_size} of each batch. Start all of them with\n    {torchrun_line(argv, world_size)}"
+        f"{asked} means {world_size} processes, and this one was started without a launcher: alone it would train on 1/{world_size} of "
+        f"each batch. Start all processes with\n    {torchrun_line(argv, world_size)}"
     )
     return Problem(flags=(asked.split(" ")[0],), message=message)
 
@@ -275,8 +277,8 @@ def forget(environment: MutableMapping[str, str]) -> None:
 # ---- torchrun --max-restarts restarts a job however it ended: where a restart cannot help, the new attempt ends at once, without imports
 
 _WHY = {
-    EXIT_CONFIG: "what was refused is refused again with the same number of processes",
-    EXIT_INTERRUPTED: "the run was asked to stop, and is saved: the same command continues it",
+    EXIT_CONFIG: "the same configuration would be rejected again with the same number of processes",
+    EXIT_INTERRUPTED: "the run was stopped by request and saved: the same command resumes it",
 }
 
 

@@ -90,7 +90,7 @@ def asked_for(parsed: Parsed) -> Config:
         problems.append(problem_with("output_dir", "eval needs --output_dir."))
     elif there := [name for name in _OF_A_RUN if (Path(cfg.run.output_dir) / name).exists()]:
         out = cfg.run.output_dir
-        message = f"output_dir ({out}) holds a run ({', '.join(there)}), whose evaluations are its own. Use another one: {out}-eval."
+        message = f"output_dir ({out}) contains a training run ({', '.join(there)}). Use another directory: {out}-eval."
         problems.append(problem_with("output_dir", message))
     elif wrong := overwrite_obstacle(Path(cfg.run.output_dir), _EVAL, ("evaluations.jsonl", "evaluations")):
         problems.append(problem_with("output_dir", f"output_dir: {wrong}"))
@@ -99,7 +99,7 @@ def asked_for(parsed: Parsed) -> Config:
     elif cfg.tuner.adapters:
         cfg = with_adapter(cfg.with_values({"tuner_type": "lora"})) if Path(cfg.tuner.adapters).is_dir() else cfg
     if not problems and not sets_of(cfg):
-        message = "eval needs something to ask: --eval_datasets name=path ..., or --eval_dataset path."
+        message = "eval requires held-out prompts: --eval_datasets name=path ..., or --eval_dataset path."
         problems.append(problem_with("eval_datasets", message))
     if problems := [*problems, *validate(cfg.with_values({"eval_steps": 0}), parsed.unreadable)]:
         raise ConfigError(problems)

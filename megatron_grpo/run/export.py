@@ -162,7 +162,9 @@ def merge_adapter(model: str | Path, adapter: str | Path, out: str | Path) -> No
     weights = WeightMap.for_shape(shape, padded_vocab_size=shape.vocab_size)
     names = weights.expected_hf_names()
     if names != weights.stored_names():
-        raise ConfigError(f"model: {shape.architecture} keeps the experts of a layer in one tensor, into which no adapter is merged here.")
+        raise ConfigError(
+            f"model: {shape.architecture} has the experts of a layer in one tensor, into which merging an adapter is not supported."
+        )
     with HfWriter(out, model, expected=names) as write:
         for name in sorted(names):
             write(name, read(name))
@@ -241,12 +243,14 @@ def _repository(cfg: Config, suffix: str) -> str:
     name = (cfg.run.hub_model_id or Path(cfg.run.output_dir).absolute().name) + suffix
     keep_secret(token := get_token())
     if not token:
-        raise config_error(_OF_THE_HUB, "push_to_hub true needs a token that may write: set HF_TOKEN, or log in with `hf auth login`.")
+        raise config_error(
+            _OF_THE_HUB, "push_to_hub true requires a token with write access: set HF_TOKEN, or log in with `hf auth login`."
+        )
     try:
         return create_repo(name, private=cfg.run.hub_private_repo, exist_ok=True).repo_id
     except Exception as error:  # HTTP errors, an invalid name, no network
         reason = printable(error, first_line) or type(error).__name__
-        raise config_error(_OF_THE_HUB, f"push_to_hub: the repository {name} can neither be made nor used: {reason}") from error
+        raise config_error(_OF_THE_HUB, f"push_to_hub: the repository {name} can neither be created nor used: {reason}") from error
 
 
 # ---- `megatron-grpo export`: a checkpoint of any layout, or an adapter and its base -----------------------------------------------------

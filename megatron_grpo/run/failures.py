@@ -68,7 +68,7 @@ def print_error(text: str) -> None:
             note(text)
             print(text, file=sys.stderr, flush=True)
         else:
-            note("This rank ends for the same reason as the first one.", seconds_later=1)
+            note("This rank ends for the same reason as the first failed rank.", seconds_later=1)
 
 
 def describe_error(error: BaseException) -> tuple[str | None, int]:
@@ -89,10 +89,10 @@ def describe_error(error: BaseException) -> tuple[str | None, int]:
     if isinstance(error, RunError):
         return f"{PREFIX}{error}", EXIT_CRASH
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG and error.filename:
-        return f"{PREFIX}{str(error.filename)[:80]!r}... is no path: a name in it is longer than a file's can be (255 bytes).", EXIT_CONFIG
+        return f"{PREFIX}{str(error.filename)[:80]!r}... is not a valid path: it contains a name longer than 255 bytes.", EXIT_CONFIG
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if package in ("torch", "megatron", "transformers", "safetensors", "vllm") and find_spec(package) is None:
-        remedy = "On GPUs: pip install 'megatron-grpo[vllm]'; on CPUs: tools/install.sh of a clone. `plan` does without."
+        remedy = "On GPUs: pip install 'megatron-grpo[vllm]'; on CPUs: tools/install.sh of a clone. `plan` does not need it."
         return f"{PREFIX}this command needs {package}, which is not installed. {remedy}", EXIT_CONFIG
     if isinstance(error, SystemExit):
         return f"{PREFIX}something called sys.exit({error.code!r}) before the run was done.{_where(error)}", EXIT_CRASH
@@ -189,10 +189,10 @@ def _gpu_sentence(error: BaseException) -> str | None:
     doing, remedy = next((doing, remedy) for place, doing, remedy in _ON_GPU if re.search(place, where))
     wanted = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
     free = re.search(r"of which ([\d.]+ \w+) is free", str(error))
-    facts = f" ({wanted[1]} were asked for{f', {free[1]} are free' if free else ''})" if wanted else ""
+    facts = f" ({wanted[1]} requested{f', {free[1]} free' if free else ''})" if wanted else ""
     return (
-        f"the GPU has no memory left while {doing}{facts}. What takes less: {remedy}. `plan --gpu_memory_gb` says what is "
-        f"needed and what would fit. The same command resumes from the last checkpoint.{where}"
+        f"the GPU has no memory left while {doing}{facts}. To reduce memory: {remedy}. `plan --gpu_memory_gb` estimates what is needed and "
+        f"what would fit. The same command resumes from the last checkpoint.{where}"
     )
 
 
@@ -222,7 +222,9 @@ def machine_sentence(error: BaseException) -> str | None:
         return f"{what} cannot be written or read: {os.strerror(number)}.{where}"
     if number in (errno.EMFILE, errno.ENFILE):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return f"this process may have {soft} files open, and needs more. Say `ulimit -n {max(hard, 65536)}` before the command.{where}"
+        return (
+            f"the limit of open files is {soft}, and this process needs more. Run `ulimit -n {max(hard, 65536)}` before the command.{where}"
+        )
     if number == errno.ENOMEM:
         return f"no memory, or no thread, is left for this process: {_memory()}.{where}"
     if number in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST):

@@ -190,7 +190,7 @@ def image_spec(cfg: Config, found: ValidatedInputs) -> None:
 def _refuse_word(name: str, flags: Sequence[str]) -> None:
     """Raise ConfigError if `name` is neither an existing path nor of the form of a Hub name."""
     if "/" not in name and not Path(name).exists():
-        raise config_error(flags, f"{flags[0]} ({name}) is neither a directory here nor a Hub name, which is owner/name.")
+        raise config_error(flags, f"{flags[0]} ({name}) is neither a local directory nor a Hub name (owner/name).")
 
 
 def reference(cfg: Config, found: ValidatedInputs) -> None:
@@ -209,10 +209,10 @@ def reference(cfg: Config, found: ValidatedInputs) -> None:
     if shape is not None and theirs != shape:
         other = [f.name for f in fields(ModelShape) if getattr(theirs, f.name) != getattr(shape, f.name)]
         told = ", ".join(f"{name} {getattr(theirs, name)} (model: {getattr(shape, name)})" for name in other)
-        message = f"ref_model ({name}) is not of the model's shape: {told}. A reference is held in the model's own layout."
+        message = f"ref_model ({name}) does not have the model's architecture: {told}. The reference uses the model's layout."
         raise config_error(flags, message)
     if found.model_path is not None and vocabulary_fingerprint(path) not in (None, vocabulary_fingerprint(found.model_path)):
-        raise config_error(flags, f"ref_model ({name}) has another vocabulary than the model: the same token ids would be other words.")
+        raise config_error(flags, f"ref_model ({name}) has a different vocabulary from the model. Use a reference with the same token IDs.")
     found.ref_model_path = path
 
 
@@ -235,8 +235,8 @@ def teacher_model(cfg: Config, found: ValidatedInputs) -> None:
     own = found.tokenizer
     if own is not None and vocabulary_of(load_tokenizer(str(path), trust_remote_code=trusts, flag=flag)) != vocabulary_of(own):
         message = (
-            f"teacher_model ({name}) has a tokenizer with other words than the policy's: the same token ids would be other text. A teacher "
-            "is of the policy's family, with the same vocabulary."
+            f"teacher_model ({name}) has a tokenizer that differs from the policy's: the same token IDs would be different text. Use a "
+            "teacher with the policy's vocabulary."
         )
         raise config_error((flag, "model"), message)
     found.teacher_path = path
@@ -259,7 +259,7 @@ def template(cfg: Config, found: ValidatedInputs) -> None:
     assert found.environment is not None
     flag = "environment" if cfg.turns.environment else "tools"
     if not getattr(found.tokenizer, "chat_template", None):
-        message = f"{flag}: the model's tokenizer has no chat template (a base model?), and turns are written by one. Use a chat model."
+        message = f"{flag}: the model's tokenizer has no chat template (a base model?), which turns require. Use a chat model."
         raise config_error((flag, "model"), message)
     found.notes = plug_ins.notes_of_template(cfg, found.environment, found.tokenizer, found.model_path)
 
@@ -360,9 +360,9 @@ def rows_for_model_and_rewards(cfg: Config, found: ValidatedInputs) -> Problems:
 def _blind(cfg: Config) -> Iterator[str]:
     """Yield reasons why settings exclude images."""
     if cfg.rollout.rollout_func is not None:
-        yield "rollout_func does not go with them: what it returns has no place for pictures"
+        yield "rollout_func does not support them: its return value cannot contain images"
     if flag := cfg.grpo.teacher_flag:
-        yield f"{flag} does not go with them: a teacher is shown text alone"
+        yield f"{flag} does not support them: a teacher gets text only"
 
 
 def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, flag: str) -> None:
@@ -383,7 +383,7 @@ def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, f
         return
     names, of_episodes = rows.column_names(), _EPISODE_COLUMNS if cfg.turns.plays else ()
     if both := [name for name in names if name in of_episodes]:
-        message = f"{flag} has the column {', '.join(both)}, and rewards get that name of an episode. Give the column another one."
+        message = f"{flag} has the column {', '.join(both)}, a name that is reserved for values of episodes in rewards. Rename the column."
         raise config_error(flag, message)
     without = lambda wanted: "" if set(wanted).intersection(of_episodes) else rows.without(wanted)  # noqa: E731
     check_columns(rewards, (*names, *of_episodes), flag=flag, without=without)

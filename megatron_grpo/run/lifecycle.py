@@ -110,7 +110,7 @@ def reported(peers: Peers, watchdog: Watchdog | None) -> Iterator[None]:
         if lost:
             raise RunError(lost) from error
         if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):  # rich converts it to SystemExit
-            raise RunError("whoever read the output of this command has gone (a closed pipe).") from error
+            raise RunError("the reader of this command's output closed the pipe.") from error
         raise
     peers.report_done()
 
@@ -205,7 +205,7 @@ def train_and_export(
         if parallel.is_rank_zero:
             check_output_dir(Path(cfg.run.output_dir))
         if nothing := collectives.broadcast_object(run.logger.metrics.learnt.nothing(progress.step)):
-            raise RunError(f"{nothing} {_WHERE_TO_LOOK} All else that a run writes is in {Path(cfg.run.output_dir).resolve()}.")
+            raise RunError(f"{nothing} {_WHERE_TO_LOOK} Other files of the run are in {Path(cfg.run.output_dir).resolve()}.")
     except RunInterruptedError:
         clean_up.add(run.logger.close)
         raise
@@ -219,7 +219,7 @@ def best_of(run: train.Run) -> Path | None:
     """Return the best checkpoint and log it; None without a metric to compare, or without a value of it. Collective."""
     best, found = run.checkpoints.best, None
     if best is not None and collectives.rank() == 0:
-        run.logger.metrics.print_line(best.describe() or "No checkpoint has a number to be best by.")
+        run.logger.metrics.print_line(best.describe() or "No checkpoint has a value of metric_for_best_model.")
         found = best.folder.directory(best.step) if best.step is not None else None
     return collectives.broadcast_object(found)
 

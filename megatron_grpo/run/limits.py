@@ -94,15 +94,15 @@ def problems_with_limits(cfg: Config, env: Mapping[str, str] = os.environ) -> li
         near = int(seconds / 10)
         problems.append(Problem(
             flags=(name,), nearest={name: [near]},
-            message=f"{name} ({lead:g}) is all of the {seconds:g} s that Slurm gives job {job.number}: the run would stop before its "
-                    f"first step. Use {near}, or ask for more time (--time)."))  # fmt: skip
+            message=f"{name} ({lead:g}) is not less than the {seconds:g} s of Slurm job {job.number}: the run would stop before its first "
+                    f"step. Use {near}, or request more time (--time)."))  # fmt: skip
     if cfg.run.requeue:
         name = cfg.typed.get("requeue", "requeue")
         if job is None:
-            message = f"{name} true puts a Slurm job back into the queue, and this is none (SLURM_JOB_ID is not set). Leave it out here."
+            message = f"{name} true requeues a Slurm job, and this is not a Slurm job (SLURM_JOB_ID is not set). Omit it."
             problems.append(Problem(flags=(name,), message=message))
         elif shutil.which("scontrol") is None:
-            message = f"{name} true needs scontrol, which is not found here. Put it on PATH, or leave {name} out."
+            message = f"{name} true requires scontrol, which was not found. Add it to PATH, or omit {name}."
             problems.append(Problem(flags=(name,), message=message))
     return problems
 
@@ -121,11 +121,11 @@ def requeue(env: Mapping[str, str] = os.environ) -> str:
     try:
         asked = subprocess.run(["scontrol", "requeue", job.number], capture_output=True, text=True, timeout=REQUEUE_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"job {job.number} could not be put back into the queue: {error}"
+        return f"job {job.number} could not be requeued: {error}"
     if asked.returncode:
         reason = " ".join(asked.stderr.split()) or f"scontrol requeue ended with {asked.returncode}"
-        return f"job {job.number} could not be put back into the queue: {reason}"
-    return f"job {job.number} is back in the queue"
+        return f"job {job.number} could not be requeued: {reason}"
+    return f"job {job.number} is requeued"
 
 
 def age_of(pid: int) -> float:

@@ -52,14 +52,16 @@ class OutputLock:
         """
         path = Path(output_dir) / NAME
         if (out := path.parent).is_symlink() and not out.exists():
-            raise _refusal(f"output_dir ({out}) is a link to {os.readlink(out)}, which is not there. Remove the link, or make its target.")
+            raise _refusal(
+                f"output_dir ({out}) is a link to {os.readlink(out)}, which does not exist. Remove the link, or create its target."
+            )
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except FileExistsError:
-            raise _refusal(f"output_dir ({output_dir}) is a file. Name a folder, or one that does not exist yet.") from None
+            raise _refusal(f"output_dir ({output_dir}) is a file. Use a directory, or a path that does not exist yet.") from None
         except OSError as error:
-            raise _refusal(f"output_dir ({output_dir}) cannot be written: {error.strerror}. Name another one.") from error
+            raise _refusal(f"output_dir ({output_dir}) cannot be written: {error.strerror}. Use another directory.") from error
         try:
             _lock(handle, path)
             owner = _owner(handle)
@@ -71,7 +73,7 @@ class OutputLock:
             raise
         except OSError as error:
             os.close(handle)
-            raise _refusal(f"output_dir ({output_dir}) cannot be written: {error.strerror}. Name another one.") from error
+            raise _refusal(f"output_dir ({output_dir}) cannot be written: {error.strerror}. Use another directory.") from error
         return cls(path, handle)
 
     def release(self) -> None:
@@ -101,14 +103,14 @@ def _lock(handle: int, path: Path) -> None:
         alive = Process(mine.host, mine.machine, owner.get("pid", 0), owner.get("started_ticks", "")).death() is None
         if owner.get("machine") == mine.machine and alive:
             raise _held(path, owner) from None
-        logger.warning("%s: this file system has no locks (%s), so two runs here could not be told apart", path, error.strerror)
+        logger.warning("%s: this file system has no locks (%s), so a second run in this directory cannot be detected", path, error.strerror)
 
 
 def _held(path: Path, owner: dict[str, Any]) -> ConfigError:
-    who = "another run, which has just begun"
+    who = "another run, which has just started"
     if owner:
         who = f"another run: pid {owner['pid']} on {owner['host']}, since {owner['started']}"
-    return _refusal(f"output_dir ({path.parent}) is in use by {who}. Wait for its end, stop it, or name another output_dir.")
+    return _refusal(f"output_dir ({path.parent}) is in use by {who}. Wait for its end, stop it, or use another output_dir.")
 
 
 def _refusal(message: str) -> ConfigError:

@@ -56,7 +56,7 @@ def whole_checkpoint(directory: Path) -> Manifest:
     """
     manifest = read_manifest(directory)
     if isinstance(manifest, str):
-        raise config_error("resume", f"resume: {manifest}. Name a directory such as OUTPUT_DIR/checkpoints/iter_0000100.")
+        raise config_error("resume", f"resume: {manifest}. Use a directory such as OUTPUT_DIR/checkpoints/iter_0000100.")
     if faults := damage(directory, manifest.files):
         raise config_error("resume", f"resume: {directory} is damaged: {join_faults(faults)}.")
     return manifest
@@ -96,7 +96,9 @@ def layout_of(cfg: Config, shape: ModelShape) -> tuple[Layout, list[Problem]]:
     ranks = math.prod((layout.tp, layout.pp, layout.cp))
     problems = layout_problems(shape, tp=layout.tp, ep=layout.ep, etp=layout.etp)
     if layout.world_size % ranks:
-        message = f"{layout.world_size} ranks cannot hold copies of a model that is cut over {ranks}. Start a multiple of {ranks}."
+        message = (
+            f"{layout.world_size} ranks cannot hold copies of a model that is sharded over {ranks} ranks. Start a multiple of {ranks}."
+        )
         problems.append(problem_with("world_size", message))
     return layout, problems
 
@@ -129,7 +131,7 @@ def begin_with(chunks: Sequence[Any], path: str | Path) -> None:
     try:
         load_weights(chunks, directory)
     except CheckpointError as error:
-        message = f"mcore_model: {directory} is undamaged but does not fit this model: {error}. Give the model that it was trained from."
+        message = f"mcore_model: {directory} is undamaged but does not match this model: {error}. Use the model from which it was trained."
         raise config_error("mcore_model", message) from error
 
 

@@ -43,7 +43,7 @@ def heard_before_the_run() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        when = "the run had ended" if activity.step else "nothing was trained yet"
+        when = "the run had ended" if activity.step else "no step had been trained"
         stopped = RunInterruptedError(f"stopped by {signal.Signals(number).name}; {when}")
         stopped.is_final = number != signal.SIGTERM
         note(f"{stopped}", seconds_later=1)  # torchrun may send it because another rank has failed: that rank's reason must come first

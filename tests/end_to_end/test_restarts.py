@@ -97,7 +97,7 @@ def test_a_job_that_is_refused_is_not_started_again_in_earnest(tmp_path):
     assert ended.returncode == 1
     before = ended.stderr.partition("Traceback")[0]
     assert before.count("global_batch_size (12)") == 1 and "Use " in before
-    assert ended.stderr.count("what was refused is refused again with the same number of processes") >= 3
+    assert ended.stderr.count("the same configuration would be rejected again with the same number of processes") >= 3
 
 
 LAUNCHER = """

@@ -75,6 +75,6 @@ def test_a_job_whose_time_is_up_is_queued_again_and_ends_as_if_nothing_had_been(
     finally:
         slurm.close()
     said = log.read_text()
-    assert "stopped by SIGUSR1, and what was being sampled is given up; saved after optimizer step" in said
+    assert "stopped by SIGUSR1, and sampling was cancelled; saved after optimizer step" in said
     assert said.count("Resuming from") == 1
     assert told(out) == undisturbed

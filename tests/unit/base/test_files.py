@@ -67,7 +67,7 @@ def test_a_directory_that_was_not_written_here_is_left_alone_whatever_is_in_it(t
     (tmp_path / "config.json").write_text("mine")
     if is_run:
         mark(tmp_path, "train", saved=3)
-    with pytest.raises(FileExistsError, match="holds config.json, which no export of this program wrote; it is left alone"):
+    with pytest.raises(FileExistsError, match="holds config.json, which is not from an export of this program; it is not overwritten"):
         written(tmp_path, "config.json")
     assert (tmp_path / "config.json").read_text() == "mine"
 
@@ -100,9 +100,9 @@ def test_a_picture_takes_the_place_of_its_like_and_of_nothing_else(tmp_path, suf
     theirs, ours = tmp_path / f"theirs.{suffix}", tmp_path / f"ours.{suffix}"
     Figure().savefig(theirs)
     draw_png(make_plan(check_parsed(parse(["--max_steps", "2"]))).schedule, 2, str(ours))
-    assert "no picture that this program drew" in (why_not_drawn(theirs) or "") and why_not_drawn(ours) is None
+    assert "was not drawn by this program" in (why_not_drawn(theirs) or "") and why_not_drawn(ours) is None
     [problem] = parse_problems(["--png", str(theirs)])
-    assert "theirs" in problem and "left alone" in problem
+    assert "theirs" in problem and "not overwritten" in problem
 
 
 def parse_problems(words) -> list[str]:

@@ -49,7 +49,7 @@ def test_a_process_that_nobody_launched_is_rank_0_of_1():
         ({"WORLD_SIZE": "4²"}, "WORLD_SIZE is '4²'"),
         ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE is 'two'"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'"),
-        ({"RANK": None, "WORLD_SIZE": "abc"}, "how many processes there are, but WORLD_SIZE is 'abc'"),
+        ({"RANK": None, "WORLD_SIZE": "abc"}, "sets the number of processes, but WORLD_SIZE is 'abc'"),
         ({"RANK": None, "SLURM_NTASKS": "-2"}, "SLURM_NTASKS is '-2'"),
         ({"RANK": None, "NPROC_PER_NODE": "gpu", "NNODES": "0"}, "NPROC_PER_NODE is 'gpu'; NNODES is '0'"),
     ],
@@ -97,7 +97,7 @@ def test_a_directory_that_has_been_removed_is_a_sentence(monkeypatch, capsys, tm
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert main(["plan", "--world_size", "1"]) == 2
-    assert "the directory that this command was started in has been removed" in capsys.readouterr().err
+    assert "the working directory of this command has been removed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("files", [16, 24, 100])
@@ -105,7 +105,7 @@ def test_too_few_files_are_refused_before_anything_is_imported(files):
     line = f"ulimit -n {files}; exec {sys.executable} -m megatron_grpo train"
     ended = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
-    assert f"this process may have {files} files open, and train needs more. Say `ulimit -n " in ended.stderr
+    assert f"the limit of open files is {files}, and train needs more. Run `ulimit -n " in ended.stderr
 
 
 def test_one_process_that_was_meant_to_be_one_is_not_refused(monkeypatch, capsys):

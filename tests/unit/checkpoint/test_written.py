@@ -110,7 +110,7 @@ def test_a_folder_that_is_a_link_is_emptied_and_stays_a_link(tmp_path):
 def test_an_hf_that_no_run_wrote_is_refused_before_the_run_and_not_at_its_end(tmp_path):
     claim(tmp_path)
     put(tmp_path / "hf" / "config.json")
-    assert "which no export of this program wrote" in refusal(tmp_path)
+    assert "which is not from an export of this program" in refusal(tmp_path)
 
 
 def test_the_exports_of_a_version_without_marks_are_taken_over(tmp_path):

@@ -541,7 +541,7 @@ def test_a_phase_that_raises_is_left_and_what_it_counted_is_not_the_outer_ones()
 
 def test_a_block_of_the_clock_is_a_phase():
     with Timers()("weight_sync"):
-        assert describe_phase() == "pushing weights"
+        assert describe_phase() == "syncing weights"
 
 
 def test_a_pipe_hears_now_and_then_of_a_phase_that_lasts(tmp_path, monkeypatch):

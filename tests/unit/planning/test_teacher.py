@@ -104,4 +104,4 @@ def test_a_plan_takes_a_teacher_of_which_only_the_configuration_is_here(plan, tm
     assert main(["plan", "--json", *both]) == 0
     assert json.loads(capsys.readouterr().out)["memory"]["stages"][0]["teacher_bytes"] > 0
     assert main(["plan", *both[:2], "--teacher_model", "nowhere"]) == 2
-    assert "teacher_model (nowhere) is neither a directory here nor a Hub name" in " ".join(capsys.readouterr().err.split())
+    assert "teacher_model (nowhere) is neither a local directory nor a Hub name" in " ".join(capsys.readouterr().err.split())

@@ -98,8 +98,8 @@ def test_a_bug_keeps_its_traceback_and_torchrun_gets_it(tmp_path, monkeypatch, c
         (RuntimeError("unable to write to file </torch_1>: No space left on device (28)"), "no space is left"),
         (OSError(errno.EROFS, "Read-only file system", "/x"), "/x cannot be written or read: Read-only file system"),
         (OSError(errno.EACCES, "Permission denied", "/x"), "/x cannot be written or read: Permission denied"),
-        (OSError(errno.EMFILE, "Too many open files"), "Say `ulimit -n"),
-        (RuntimeError("pipe failed: Too many open files"), "Say `ulimit -n"),
+        (OSError(errno.EMFILE, "Too many open files"), "Run `ulimit -n"),
+        (RuntimeError("pipe failed: Too many open files"), "Run `ulimit -n"),
         (FileExistsError(errno.EEXIST, "File exists", "/x/hf"), "/x/hf is in the way"),
         (OSError(errno.ENOSPC, "No space left on device", "/dev/shm/nccl-1"), "docker run --shm-size"),
         (MemoryError(), "no memory, or no thread, is left for this process: it holds "),
@@ -124,7 +124,7 @@ ALLOCATOR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total c
 
 
 @pytest.mark.parametrize(("file", "error", "words"), [
-    ("policy/passes.py", OutOfMemoryError(ALLOCATOR), "while training (2.00 GiB were asked for, 1.25 GiB are free)"),
+    ("policy/passes.py", OutOfMemoryError(ALLOCATOR), "while training (2.00 GiB requested, 1.25 GiB free)"),
     ("policy/hf_export.py", OutOfMemoryError(ALLOCATOR), "weight_sync_bucket_mb"),
     ("rollout/vllm_weights.py", OutOfMemoryError(ALLOCATOR), "weight_sync_bucket_mb"),
     ("rollout/colocated.py", RuntimeError("CUDA Error: out of memory at csrc/cumem_allocator.cpp:139"), "vllm_gpu_memory_utilization"),

@@ -86,11 +86,11 @@ def test_a_push_that_fails_keeps_the_export_and_says_how_to_push_it_again(hub, f
     ("settings", "environment", "sentence"),
     [
         ({}, {"HF_TOKEN": "", "HF_TOKEN_PATH": "/nowhere"}, "set HF_TOKEN"),
-        ({}, {"HF_TOKEN": "hf_other"}, "can neither be made nor used: "),
-        ({"hub_model_id": "somebody/else"}, {}, "somebody/else can neither be made nor used: 403"),
-        ({"hub_model_id": "no name/at all/"}, {}, "can neither be made nor used: "),
-        ({}, {"HF_ENDPOINT": "http://127.0.0.1:9"}, "can neither be made nor used: "),
-        ({}, {"HF_HUB_OFFLINE": "1"}, "can neither be made nor used: "),
+        ({}, {"HF_TOKEN": "hf_other"}, "can neither be created nor used: "),
+        ({"hub_model_id": "somebody/else"}, {}, "somebody/else can neither be created nor used: 403"),
+        ({"hub_model_id": "no name/at all/"}, {}, "can neither be created nor used: "),
+        ({}, {"HF_ENDPOINT": "http://127.0.0.1:9"}, "can neither be created nor used: "),
+        ({}, {"HF_HUB_OFFLINE": "1"}, "can neither be created nor used: "),
     ],
 )
 def test_what_cannot_be_pushed_to_is_refused_before_anything_is_trained(hub, folders, monkeypatch, settings, environment, sentence):

@@ -204,7 +204,7 @@ def test_a_plan_with_everything_named_imports_no_torch(good):
 
 def test_a_word_that_names_no_reference_is_refused_and_a_repository_is_left_to_the_run(capsys):
     words = ["plan", "--beta", "0.1", "--global_batch_size", "8", "--num_generations", "4", "--ref_model"]
-    assert main([*words, "nowhere"]) == 2 and "ref_model (nowhere) is neither a directory here nor a Hub name" in capsys.readouterr().err
+    assert main([*words, "nowhere"]) == 2 and "ref_model (nowhere) is neither a local directory nor a Hub name" in capsys.readouterr().err
     assert main([*words, "owner/name"]) == 0 and "owner/name is not on" in " ".join(capsys.readouterr().out.split())
 
 

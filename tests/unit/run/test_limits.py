@@ -46,10 +46,10 @@ def test_a_slurm_that_does_not_say_when_the_job_ends_is_no_limit():
         (
             ("--stop_before_end_seconds", "700"),
             job(600, 600),
-            "(700) is all of the 600 s that Slurm gives job 7: .* Use 60, or ask for more",
+            "(700) is not less than the 600 s of Slurm job 7: .* Use 60, or request more",
         ),
-        (("--requeue", "true"), {}, "requeue true puts a Slurm job back into the queue, and this is none"),
-        (("--requeue", "true"), {"SLURM_JOB_ID": "7"}, "requeue true needs scontrol, which is not found here"),
+        (("--requeue", "true"), {}, "requeue true requeues a Slurm job, and this is not a Slurm job"),
+        (("--requeue", "true"), {"SLURM_JOB_ID": "7"}, "requeue true requires scontrol, which was not found"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(monkeypatch, tmp_path, flags, env, said):
@@ -63,13 +63,13 @@ def test_what_cannot_work_is_refused_before_anything_starts(monkeypatch, tmp_pat
 
 def test_requeueing_says_what_slurm_says(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert "could not be put back into the queue" in requeue({"SLURM_JOB_ID": "7"})
+    assert "could not be requeued" in requeue({"SLURM_JOB_ID": "7"})
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/asked\n[ $2 = 7 ] || {{ echo "Invalid job id specified" >&2; exit 1; }}\n')
     scontrol.chmod(0o755)
-    assert requeue({"SLURM_JOB_ID": "7"}) == "job 7 is back in the queue"
+    assert requeue({"SLURM_JOB_ID": "7"}) == "job 7 is requeued"
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
-    assert requeue({"SLURM_JOB_ID": "8"}) == "job 8 could not be put back into the queue: Invalid job id specified"
+    assert requeue({"SLURM_JOB_ID": "8"}) == "job 8 could not be requeued: Invalid job id specified"
 
 
 def test_the_age_of_a_process():

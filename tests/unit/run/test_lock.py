@@ -94,7 +94,7 @@ def test_what_a_dead_run_on_another_host_left_is_said_and_taken_over(tmp_path, c
 
 def test_an_output_dir_that_is_a_link_to_nothing_is_refused_and_stays(tmp_path):
     (tmp_path / "out").symlink_to(tmp_path / "nowhere" / "it")
-    with pytest.raises(ConfigError, match=r"out\) is a link to \S+/nowhere/it, which is not there\. Remove the link"):
+    with pytest.raises(ConfigError, match=r"out\) is a link to \S+/nowhere/it, which does not exist\. Remove the link"):
         OutputLock.take(tmp_path / "out")
     assert (tmp_path / "out").is_symlink() and not (tmp_path / "nowhere").exists()
 

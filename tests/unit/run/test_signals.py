@@ -67,7 +67,7 @@ def test_a_run_that_is_asked_to_stop_while_it_imports_says_so_and_leaves_as_one_
         time.sleep(0.01)
     process.send_signal(number)
     told = process.communicate(timeout=10)[1]
-    assert (process.returncode, told) == (3, f"megatron-grpo: stopped by {number.name}; nothing was trained yet\n")
+    assert (process.returncode, told) == (3, f"megatron-grpo: stopped by {number.name}; no step had been trained\n")
 
 
 def is_alive(pid: int) -> bool:

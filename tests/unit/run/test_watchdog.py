@@ -300,7 +300,7 @@ def test_a_rank_that_hangs_is_named_and_its_job_ends(ends, name):
         assert what.__name__ in (folder / name / f"watchdog/rank_{which:05d}.txt").read_text()
         assert "File " in (folder / name / f"watchdog/rank_{rank:05d}.txt").read_text()
     assert sum(log.count("hangs in optimizer step 4") for log in logs) == 1, logs
-    phases = {"reward": "judging", "rollout": "sampling", "train": "training", "weight_sync": "pushing weights"}
+    phases = {"reward": "judging", "rollout": "sampling", "train": "training", "weight_sync": "syncing weights"}
     assert f"in optimizer step 4, {phases[phase]} 0 of 8 things, at " in report.splitlines()[0]
     if which == 1:
         assert "The others wait for it (1 training, in " in report
