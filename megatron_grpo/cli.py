@@ -415,7 +415,8 @@ def run(command: str, words: list[str], parts: Mapping[str, Any]) -> int:
         print_matching(words[1:])
         return EXIT_DONE
     if sys.platform != "linux" and command not in ("plan", "init", "completion"):
-        raise ConfigError(f"{command} requires Linux; this is {sys.platform}, where only `plan`, `init` and `completion` run (docs/dependencies.md).")
+        only = "only `plan`, `init` and `completion` run (docs/dependencies.md)"
+        raise ConfigError(f"{command} requires Linux; this is {sys.platform}, where {only}.")
     if problems := list(_problems_of_process(command)):
         raise ConfigError(problems)
     if launcher.read().by_torchrun:

@@ -21,7 +21,7 @@ from megatron_grpo.base.errors import ConfigError, RunError
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     """Runs a function of (launch folder, rank) as the ranks of a job."""
-    monkeypatch.setattr(launch, "RANK", "tests.stub_rank")
+    monkeypatch.setattr(launch, "RANK_MODULE", "tests.stub_rank")
 
     def start(act, number=2, *, listen=None, echo=True):
         with launch.launch_folder(tmp_path / "out") as folder:
@@ -147,7 +147,7 @@ def test_what_cannot_be_pickled_is_named_and_nothing_is_started(run):
 def test_a_function_of_a_module_beside_the_script_is_found(run, tmp_path, monkeypatch):
     (tmp_path / "beside_the_script.py").write_text("def act(folder, rank):\n    return 0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(launch, "RANK", "megatron_grpo.api.rank")
+    monkeypatch.setattr(launch, "RANK_MODULE", "megatron_grpo.api.rank")
     from beside_the_script import act
 
     with pytest.raises(ConfigError, match="'none' is not a command"), launch.launch_folder(tmp_path / "out") as folder:
