@@ -33,4 +33,4 @@ trainer = GRPOTrainer(
     nproc_per_node=2,
 )
 result = trainer.train()
-print(f"held-out reward {result.evaluations[0]['reward']:.3f} -> {result.evaluations[-1]['reward']:.3f}; model in {result.model}")
+print(f"held-out accuracy {result.evaluations[0]['correct']:.3f} -> {result.evaluations[-1]['correct']:.3f}; model in {result.model}")

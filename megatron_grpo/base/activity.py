@@ -12,7 +12,7 @@ from contextlib import contextmanager
 # The blocks of a run's timers, and other long phases, as shown to users.
 WORDS = {
     "rollout": "sampling",
-    "reward": "judging",
+    "reward": "scoring rewards",
     "old_logprobs": "scoring for old log-probs",
     "ref_logprobs": "scoring by the reference",
     "teacher": "scoring by the teacher",

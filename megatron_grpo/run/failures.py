@@ -169,7 +169,7 @@ _NO_ROOM_ON_GPU = re.compile(r"CUDA ([Ee]rror: )?out of memory|CUBLAS_STATUS_ALL
 # (modules of this package, activity, settings that need less memory); the innermost module that the error passed decides.
 _ON_GPU = (
     ("rollout/vllm_weights|rollout/vllm_weight_layout|policy/hf_export|trainer/weight_sync.py",
-     "pushing weights", "a lower weight_sync_bucket_mb, offload_model true and offload_optimizer true, or sleep_level 2"),
+     "syncing weights", "a lower weight_sync_bucket_mb, offload_model true and offload_optimizer true, or sleep_level 2"),
     ("rollout/|analysis/vllm_|servers/vllm_worker",
      "sampling or starting vLLM", "a lower vllm_gpu_memory_utilization, vllm_max_num_seqs or vllm_max_model_len, "
      "offload_optimizer true and offload_model true"),

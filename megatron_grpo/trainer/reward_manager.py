@@ -61,7 +61,7 @@ class RewardManager:
         try:
             # A call of one function may take its whole timeout without reporting progress.
             pause = max((function.timeout for function in self.functions), default=0.0)
-            with activity.phase("judging", total=len(batch) * len(self.functions), unit="scores", pause=pause, is_alone=True):
+            with activity.phase("scoring rewards", total=len(batch) * len(self.functions), unit="scores", pause=pause, is_alone=True):
                 local = score(self.functions, batch, self._should_cancel)
         except (RewardError, CancelledError) as error:
             local = error

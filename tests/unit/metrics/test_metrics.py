@@ -553,7 +553,7 @@ def test_a_pipe_hears_now_and_then_of_a_phase_that_lasts(tmp_path, monkeypatch):
         wait_until(lambda: told_by(metrics).count("loading weights 0 of 8 tensors") >= 2)
     metrics.start(Progress(step=3))
     with activity.phase("reward"):
-        wait_until(lambda: "step 3/9  judging" in told_by(metrics))
+        wait_until(lambda: "step 3/9  scoring rewards" in told_by(metrics))
     metrics.close()
     told = told_by(metrics)
     time.sleep(0.2)  # in which it would have told four times

@@ -123,10 +123,10 @@ def test_the_culprit_is_the_one_that_the_others_wait_for(accounts, named):
 
 
 def test_what_is_said_names_rank_host_step_phase_and_place():
-    silent = account(is_silent=True, waits="", state="it is stopped (SIGSTOP or SIGTSTP)", where="reward.py line 3, f", words="judging")
+    silent = account(is_silent=True, waits="", state="it is stopped (SIGSTOP or SIGTSTP)", where="reward.py line 3, f", words="scoring rewards")
     text = verdict({0: WAITS, 1: silent, 2: WAITS}, {0: "a", 1: "b", 2: "b"}, 300.0)
     assert text.splitlines() == [
-        "rank 1 on b hangs in optimizer step 5, judging, at reward.py line 3, f: it is stopped (SIGSTOP or SIGTSTP).",
+        "rank 1 on b hangs in optimizer step 5, scoring rewards, at reward.py line 3, f: it is stopped (SIGSTOP or SIGTSTP).",
         "  The others wait for it (2 training 3 of 8 micro-batches, in all_reduce).",
         "  That has lasted for rank_heartbeat_timeout (300 s), so the run ends.",
     ]
@@ -300,7 +300,7 @@ def test_a_rank_that_hangs_is_named_and_its_job_ends(ends, name):
         assert what.__name__ in (folder / name / f"watchdog/rank_{which:05d}.txt").read_text()
         assert "File " in (folder / name / f"watchdog/rank_{rank:05d}.txt").read_text()
     assert sum(log.count("hangs in optimizer step 4") for log in logs) == 1, logs
-    phases = {"reward": "judging", "rollout": "sampling", "train": "training", "weight_sync": "syncing weights"}
+    phases = {"reward": "scoring rewards", "rollout": "sampling", "train": "training", "weight_sync": "syncing weights"}
     assert f"in optimizer step 4, {phases[phase]} 0 of 8 things, at " in report.splitlines()[0]
     if which == 1:
         assert "The others wait for it (1 training, in " in report
