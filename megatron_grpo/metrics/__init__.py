@@ -214,6 +214,7 @@ class Metrics:
         if self._started:
             self._started = False
             self._summarize(summary, spent)
+        self._display.close()
         self._events.close()
 
     def _summarize(self, summary: bool, spent: TimeSummary | None) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -114,7 +115,7 @@ class Display:
     def _write_now(self) -> None:
         if self._now is not None and not self._closed.is_set() and time.monotonic() - self._wrote_now >= 1.0:
             self._wrote_now = time.monotonic()
-            with self._courtesy(NOW):
+            with self._courtesy(NOW), suppress(FileNotFoundError):  # the folder was removed: what needs it reports that
                 write_whole(self._now, json.dumps({"time": time.time(), "step": self._step, "phase": describe_phase()}) + "\n")
 
     def _draw(self) -> None:
@@ -150,7 +151,7 @@ class Display:
             self.console.print(escape(text), soft_wrap=True, highlight=False)
 
     def stop(self) -> None:
-        """Stop drawing and restore logging."""
+        """Stop drawing. Warnings are still printed."""
         with self._lock:
             self._closed.set()
             if self._now is not None:
@@ -159,6 +160,10 @@ class Display:
             if self._live:
                 self._live.stop()
                 self._live = None
+
+    def close(self) -> None:
+        """Stop drawing and restore logging."""
+        self.stop()
         if self._handler:
             logging.getLogger("megatron_grpo").removeHandler(self._handler)
             self._handler = None

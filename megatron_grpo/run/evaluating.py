@@ -71,7 +71,7 @@ def run_eval(parsed: Parsed, bitwise_parity: Callable[[], None]) -> int:
             clean_up.add(display.stop)
         step, evaluated = evaluate(cfg, looked, parallel, clean_up, bitwise_parity)
         if display is not None:
-            display.stop()
+            display.close()
             _tell(cfg, display, step, evaluated)
     return EXIT_DONE
 

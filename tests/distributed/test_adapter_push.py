@@ -220,7 +220,7 @@ def test_modules_that_do_not_arrive_are_named(model_path):
             named = dict(change(name, tensor) for name, tensor in policy.adapter().items() if change(name, tensor))
             engine.take(WeightUpdate(kind="adapter", version=1, tensors=named.items(), config=policy.config))
 
-        with pytest.raises(WeightSyncError, match=r"1 modules have an adapter in this run and were not sent \(model.layers.1.self_attn.v_"):
+        with pytest.raises(WeightSyncError, match=r"1 modules have an adapter in this run but were not sent \(model.layers.1.self_attn.v_"):
             offered(lambda name, tensor: None if "1.self_attn.v_proj" in name else (name, tensor))
         assert engine.version == NO_VERSION and engine.has_base
         with pytest.raises(WeightSyncError, match=r"1 modules arrived with one of their two matrices \(model.layers.0.self_attn.o_proj\)"):

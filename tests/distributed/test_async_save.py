@@ -122,7 +122,7 @@ def test_writing_that_fails_beside_the_steps_ends_all_ranks_and_leaves_the_older
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         keeper.save(Progress(step=2), Waiting(), policy, Prompts())
-        said = "step 2 failed and was removed.*complete one is of step 1.*rank 1: OSError.*File too large"
+        said = "step 2 failed and was removed.*complete checkpoint is of step 1.*rank 1: OSError.*File too large"
         with pytest.raises(CheckpointError, match=said):
             if told_by == "finish":
                 keeper.finish()

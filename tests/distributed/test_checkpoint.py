@@ -480,7 +480,7 @@ def test_a_rank_that_cannot_write_stops_all_ranks_and_leaves_the_older_checkpoin
         if rank == 1:  # the kernel then says "File too large", where a full disk says "No space left on device"
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-        said = "step 2 failed and was removed.*complete one is of step 1.*rank 1: OSError.*File too large"
+        said = "step 2 failed and was removed.*complete checkpoint is of step 1.*rank 1: OSError.*File too large"
         with pytest.raises(CheckpointError, match=said):
             keeper.save(Progress(step=2), Waiting(), policy, Prompts())
 

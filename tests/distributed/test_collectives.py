@@ -31,7 +31,7 @@ def test_a_sum_in_place_refuses_what_only_a_copy_of_would_get_it():
         from megatron_grpo.parallel import collectives
 
         grad = torch.arange(6.0).reshape(2, 3) * (rank + 1)
-        with pytest.raises(ValueError, match=r"shape \(3, 2\) and strides \(1, 3\) is not contiguous"):
+        with pytest.raises(ValueError, match=r"expected a contiguous tensor, got shape \(3, 2\) with strides \(1, 3\)"):
             collectives.add_(grad.t(), None)
         return collectives.add_(grad, None).tolist(), collectives.max_(torch.tensor([float(rank)]), None).item()
 

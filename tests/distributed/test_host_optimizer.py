@@ -112,5 +112,5 @@ def test_what_layers_keep_beside_their_weights_is_neither_saved_nor_missed():
     _load_weights(Layer(2, 2), described, everything=True)
     with pytest.raises(ValueError, match="lacks .'bias'."):
         _load_weights(Layer(2, 2), {"weight": described["weight"]}, everything=True)
-    with pytest.raises(ValueError, match="has .'more'. besides"):
+    with pytest.raises(ValueError, match="has unexpected .'more'."):
         _load_weights(Layer(2, 2), described | {"more": torch.ones(1)}, everything=True)

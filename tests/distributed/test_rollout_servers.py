@@ -414,7 +414,7 @@ def push_wrong_tensors(rank, world, path, named, out):
         with pytest.raises(WeightSyncError, match=rf"The weight sync of version 1 failed: http://127.0.0.1:\d+: .*{norm}.*; http://"):
             weight_sync.sync_weights(1)
         changed(lambda tensors: ((name, tensor * 2 if name == norm else tensor) for name, tensor in tensors))
-        with pytest.raises(WeightSyncError, match=r"\n  http://127.0.0.1:\d+: max .*\n  http://.*\n  every engine is wrong"):
+        with pytest.raises(WeightSyncError, match=r"\n  http://127.0.0.1:\d+: max .*\n  http://.*\n  All engines differ"):
             weight_sync.sync_weights(2)
         engine.take = take
         assert weight_sync.sync_weights(3).logp_difference_max < 1e-4

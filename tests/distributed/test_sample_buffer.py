@@ -166,7 +166,9 @@ def test_what_a_group_begins_with_takes_the_experts_of_its_first_row_wherever_th
 def test_what_contradicts_the_timetable_is_an_error():
     def body(rank, world_size):
         pending, cut = start(rank, world_size)
-        with pytest.raises(ValueError, match="row 0 of rollout 0 was sampled by version 0 .* its rollout come in at version -1"):
+        with pytest.raises(
+            ValueError, match="row 0 of rollout 0 was sampled by version 0 .* the training schedule collects its rollout at version -1"
+        ):
             pending.batch(step(3, (0,), cut, staleness=4), token_weight_fn=token_weight_fn)
         early = dataclasses.replace(pending, rows={key: dataclasses.replace(row, on_policy_version=1) for key, row in pending.rows.items()})
         with pytest.raises(ValueError, match="by version 0 and is on-policy at 1; the training schedule"):

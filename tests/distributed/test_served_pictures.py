@@ -21,7 +21,7 @@ def test_a_server_is_sent_files_once_and_sees_what_the_trainer_sees(folder, tmp_
     assert told["state"] == (2, 64 * 28**2)
     assert told["sent"] == [4, 0, 1], "each file once, and again where it was forgotten"
     assert "vLLM has" in told["another size"] and "max_pixels, min_pixels or the image processor differs" in told["another size"]
-    assert told["damaged"].startswith("is none of BMP"), told["damaged"]
+    assert told["damaged"].startswith("is not a BMP"), told["damaged"]
 
 
 def body(rank, world_size, folder, address_file, out):  # noqa: F811

@@ -175,7 +175,7 @@ def test_a_checkpoint_of_an_older_format_continues_as_the_code_that_wrote_it_did
     told = results[0][1]
     assert "iter_0000004: 4 of 6 optimizer steps done, 12 sampled completions pending." in told
     assert f"It has format {written}, written by an earlier version; the next checkpoint has format 3." in told
-    assert "  max_steps  4 -> 6" in told and ("is not checked" in told) == (written == 1)
+    assert "  max_steps  4 -> 6" in told and ("are not detected" in told) == (written == 1)
     found = records(tmp_path / case / "metrics.jsonl")
     assert [step["step"] for step in found] == [5, 6]
     for step, wanted in zip(found, expected, strict=True):

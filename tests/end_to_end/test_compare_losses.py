@@ -108,7 +108,7 @@ def test_a_variants_step_is_that_of_a_run_with_its_settings(run, found, tmp_path
         (["--variant", "global_batch_size=3"], "whole groups of 2 of the 8 rows"),
         (["--variant", "staleness=7"], "needs a checkpoint of the run so many steps later. There is: 1, 2, 3"),
         (["--variant", "vespo"], "needs name=value"),
-        (["--variant", "loss_type=vespo delta=4"], "loss_type vespo has none"),
+        (["--variant", "loss_type=vespo delta=4"], "loss_type vespo does not have"),
         (["--step", "9"], "step 9 has no recorded rows; 1, 2, 3 have"),
     ],
 )

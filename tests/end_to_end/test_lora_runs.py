@@ -60,7 +60,7 @@ def said(rank: int, world_size: int, flags: list[str]) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (["--lora_rank", "8"], "lora_rank is 8, and was 4"),
+        (["--lora_rank", "8"], "lora_rank is 8, but was 4"),
         (["--lora_alpha", "16"], "the same matrices would be a different adapter"),
         (["--tuner_type", "full", "--lora_rank", "8"], "tuner_type"),
         (["--target_modules", "q_proj"], "target_modules"),

@@ -163,7 +163,7 @@ def test_a_checkpoint_without_a_moving_reference_is_not_taken_for_one_with(whole
     fixed = [*inputs, *UNALIGNED, "--beta", "0.1"]
     assert run_ranks(scripted.train, 1, [*fixed, "--output_dir", str(tmp_path), "--max_steps", "1"]) == [0]
     [(code, said)] = run_ranks(refused, 1, [*inputs, *UNALIGNED, *MOVING, "--output_dir", str(tmp_path)])
-    assert code == 2 and "sync_ref_model is true, and was false" in said and "1 problem" in said
+    assert code == 2 and "sync_ref_model is true, but was false" in said and "1 problem" in said
 
 
 def test_a_reference_that_has_moved_is_not_forgotten(whole, inputs, tmp_path):
@@ -171,7 +171,7 @@ def test_a_reference_that_has_moved_is_not_forgotten(whole, inputs, tmp_path):
     out, _ = whole
     fixed = [*inputs, *UNALIGNED, "--beta", "0.1", "--resume", str(out / "checkpoints" / "iter_0000003")]
     [(code, said)] = run_ranks(refused, 1, [*fixed, "--output_dir", str(tmp_path)])
-    assert code == 2 and "sync_ref_model is false, and was true" in said and "1 problem" in said
+    assert code == 2 and "sync_ref_model is false, but was true" in said and "1 problem" in said
 
 
 @pytest.mark.parametrize("case", ["two steps per rollout, two passes", "rollouts that straddle steps", "epochs that end with a short step"])

@@ -118,7 +118,7 @@ def test_a_bad_row_ends_the_run_saved_and_once_it_is_mended_the_run_goes_on_bit_
     assert [code for code, _ in results] == [1, 1]
     told = "".join(text for _, text in results)
     assert told.count("dataset, rows 10 to 14, which streaming reads together: 1 line(s) are not JSON objects: data.jsonl line 13: ") == 1
-    assert f"start the same command again; saved after optimizer step 2 in {tmp_path / 'out'}" in told
+    assert f"run the same command again; saved after optimizer step 2 in {tmp_path / 'out'}" in told
     assert [step["step"] for step in records(tmp_path / "out" / "metrics.jsonl")] == [1, 2], "ten good rows are two steps of four"
 
     data.write_text("".join(good))

@@ -84,7 +84,9 @@ def test_it_scores_as_transformers_does_and_refuses_everything_else(teacher):
     ):  # fmt: skip
         assert "this server is frozen" in said(path, body) and path in said(path, body)
     assert "at most 63 (max_model_len - 1) tokens" in said(ROUTE, wire.PromptLogprobs(sequences=(tuple([5] * 64),), first=(1,)), 400)
-    assert "token id 128 is not among the 128" in said(ROUTE, wire.PromptLogprobs(sequences=((5, 128),), first=(1,)), 400)
+    assert "token id 128 is outside the vocabulary of the teacher's model (128)" in said(
+        ROUTE, wire.PromptLogprobs(sequences=((5, 128),), first=(1,)), 400
+    )
     connection, answer = server.request("POST", ROUTE, b"{}", headers={})
     assert answer.status == 401
     connection.close()

@@ -107,7 +107,15 @@ def test_metrics_are_heard_in_the_program_and_a_request_stops_the_ranks(run):
     assert run(act, listen=listen) == 3 and heard == [(1, {"reward": 0.5}), (2, {"reward": 1.0})]
 
 
-def test_ctrl_c_lets_the_ranks_save_and_is_raised_in_the_program(run, tmp_path):
+@pytest.fixture
+def default_sigint():
+    """SIGINT raises KeyboardInterrupt, also where the tests run in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_lets_the_ranks_save_and_is_raised_in_the_program(run, tmp_path, default_sigint):
     def interrupt():
         while len([*tmp_path.glob("out/.started/*/ready.*")]) < 2:
             time.sleep(0.01)

@@ -96,6 +96,6 @@ def test_code_in_a_model_folder_does_not_run(tokenizer, tmp_path, standard):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.EvilConfig"}}))
     what = "the configuration" if standard else "the tokenizer and the configuration"
-    with pytest.raises(ConfigError, match=rf"{what} of .* code of its own \(evil.py\), which is not run"):
+    with pytest.raises(ConfigError, match=rf"{what} of .* custom code \(evil.py\), which is not run"):
         load_tokenizer(str(tmp_path))
     assert not proof.exists()

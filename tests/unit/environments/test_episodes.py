@@ -109,7 +109,10 @@ def test_a_run_whose_episodes_fail_ends_with_the_most_frequent_sentence():
     check_failures(verdicts("done", "error"), 0.5)
     check_failures(verdicts("done", "done"), 0.0)
     check_failures([], 0.5)
-    with pytest.raises(EnvironmentFailuresError, match="2 of 3 episodes of a rollout failed by their environment's fault .* alike: it did"):
+    with pytest.raises(
+        EnvironmentFailuresError,
+        match=r"2 of 3 episodes of a rollout failed because of an environment error .* the most frequent error \(2 times\): it did",
+    ):
         check_failures(verdicts("error", "timeout", "done"), 0.5)
     with pytest.raises(EnvironmentFailuresError, match="2 of 2"):
         check_failures(verdicts("error", "nonsense"), 1.0)

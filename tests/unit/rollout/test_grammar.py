@@ -52,7 +52,7 @@ def test_training_and_evaluation_are_asked_by_the_names_that_were_typed():
 def test_a_teacher_does_not_go_with_a_bound_and_other_names_mean_the_setting():
     values = {"teacher_model_server": ["http://t:1"], "vllm_structured_outputs_regex": "a", "top_k": 5}
     said = [problem.message for problem in validation.problems(Config().with_values(values))]
-    assert sum("with vllm_structured_outputs_regex tokens are drawn from the words that a grammar leaves." in one for one in said) == 1
+    assert sum("with vllm_structured_outputs_regex tokens are sampled from those that a grammar allows." in one for one in said) == 1
     for words in (
         "--vllm_guided_decoding_regex a",
         "--dialect swift --structured_outputs_regex a",

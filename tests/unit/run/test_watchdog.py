@@ -123,7 +123,8 @@ def test_the_culprit_is_the_one_that_the_others_wait_for(accounts, named):
 
 
 def test_what_is_said_names_rank_host_step_phase_and_place():
-    silent = account(is_silent=True, waits="", state="it is stopped (SIGSTOP or SIGTSTP)", where="reward.py line 3, f", words="scoring rewards")
+    stopped = "it is stopped (SIGSTOP or SIGTSTP)"
+    silent = account(is_silent=True, waits="", state=stopped, where="reward.py line 3, f", words="scoring rewards")
     text = verdict({0: WAITS, 1: silent, 2: WAITS}, {0: "a", 1: "b", 2: "b"}, 300.0)
     assert text.splitlines() == [
         "rank 1 on b hangs in optimizer step 5, scoring rewards, at reward.py line 3, f: it is stopped (SIGSTOP or SIGTSTP).",
