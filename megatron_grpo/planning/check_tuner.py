@@ -36,7 +36,7 @@ def with_tower(parsed: Parsed, shape: ModelShape | None) -> Parsed:
     cfg, system = parsed.config, parsed.system
     if system is None or not system.trains_tower or cfg.tuner.tuner_type == "lora":
         return parsed
-    theirs, read = f"{system.title}'s default", f"{system.title}'s reading"
+    theirs, read = f"{system.title}'s default", f"{system.title}'s rule"
     unsaid = [name for name in ("freeze_vit", "freeze_aligner") if cfg.sources.get(name, "default") in ("default", theirs, read)]
     if shape is None:
         unknown = [name for name in unsaid if cfg.sources.get(name, "default") == "default"]

@@ -230,7 +230,7 @@ def test_foreign_files_are_translated_and_what_changes_nothing_is_listed(capsys,
     )
     found = native(capsys, "--dialect", "trl", "--config", trl, "--num_processes", 2)
     assert found["batch"]["generation_batch_size"] == 16
-    assert any("eval_steps (100) does nothing" in warning for warning in found["warnings"])
+    assert any("eval_steps (100) has no effect" in warning for warning in found["warnings"])
     for flags in ("--lr 1e-06", "--rollout_importance_sampling_mode token_truncate", "--recompute_granularity full", "--loss_type dapo"):
         assert flags in found["native_flags"]
     assert "max_steps" not in found["native_flags"]
@@ -409,7 +409,7 @@ def test_a_terminal_that_knows_ascii_alone_gets_a_plan(monkeypatch):
 def test_a_path_that_is_too_long_for_a_file_is_a_sentence(capsys, flag):
     assert main(["plan", f"--{flag}", "./" + "a" * 300 + (".py:f" if flag == "reward_funcs" else "")]) == 2
     told = capsys.readouterr().err
-    assert "longer than a file's can be (255 bytes)" in told and "Traceback" not in told
+    assert "it contains a name longer than 255 bytes" in told and "Traceback" not in told
 
 
 @pytest.mark.parametrize(

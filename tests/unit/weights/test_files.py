@@ -118,7 +118,7 @@ def test_a_directory_that_is_not_a_checkpoint_is_never_replaced(tmp_path):
     source = write_checkpoint("llama", tmp_path / "source")
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("years")
-    with pytest.raises(ConfigError, match="left alone"):
+    with pytest.raises(ConfigError, match="not overwritten"):
         copy_weights(HfReader(source), tmp_path / "home", source)
     assert (tmp_path / "home" / "thesis.txt").read_text() == "years"
 
