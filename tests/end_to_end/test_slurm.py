@@ -68,7 +68,7 @@ def test_a_job_whose_time_is_up_is_queued_again_and_ends_as_if_nothing_had_been(
         wait_for(lambda: list(pace.glob("waits.*")) or slurm.ended(job), "a rollout that waits")
         assert not slurm.ended(job), log.read_text()[-4000:]
         slurm.send(job, signal.SIGUSR1)
-        wait_for(lambda: "is back in the queue" in log.read_text(), "the end of the first part")
+        wait_for(lambda: "is requeued" in log.read_text(), "the end of the first part")
         (pace / "sampling").unlink()
         how = wait_for(lambda: slurm.ended(job), "the end of the job")
         assert how == "COMPLETED", log.read_text()[-4000:]

@@ -158,7 +158,7 @@ def test_another_vocabulary_is_refused_before_a_model_loads(folder, named, teach
     flags = write_inputs(folder / "other", vocab=120)
     for words, sentence in (
         (named, "whose vocabulary differs from the policy's"),
-        (["--teacher_model", str(teacher[1])], "has a tokenizer with other words than the policy's"),
+        (["--teacher_model", str(teacher[1])], "has a tokenizer that differs from the policy's"),
     ):
         [said] = run_ranks(refused, 1, [*flags, *words, "--output_dir", str(folder / "none")], env=ASKS)
         assert sentence in said and not (folder / "none" / "metrics.jsonl").exists()
