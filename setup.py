@@ -47,6 +47,7 @@ EXTRAS = {
     # playwright: tests of `report` drive the system's chromium with it.
     # jupytext and what follows it: tests execute the notebooks.
     "dev": [
+        "build",
         "pytest>=8",
         "pytest-xdist>=3.6",
         "hypothesis",
@@ -74,12 +75,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["megatron_grpo", "megatron_grpo.*"]),
-    package_data={
-        "megatron_grpo.weights": ["*.json"],
-        "megatron_grpo.compat": ["*.yaml"],
-        "megatron_grpo.metrics": ["*.yaml"],
-        "megatron_grpo.analysis": ["page/*"],
-    },
+    package_data={"megatron_grpo": ["**/*.json", "**/*.yaml", "analysis/page/*"]},
     python_requires=">=3.11",
     classifiers=["Operating System :: POSIX :: Linux", "Programming Language :: Python :: 3.11", "Programming Language :: Python :: 3.12"],
     install_requires=REQUIRED,

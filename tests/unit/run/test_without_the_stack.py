@@ -31,11 +31,9 @@ def required(system: str) -> set[str]:
     return {one.name for one in asked if one.marker is None or one.marker.evaluate({"sys_platform": system})}
 
 
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory):
-    """A Python that has what pip installs on a Mac; but psutil, which only parquet files ask for, lacks too."""
-    site = tmp_path_factory.mktemp("site")
-    names, seen = required("darwin") - {"psutil"}, set()
+def link_distributions(site: Path, names: set[str]) -> None:
+    """Makes distributions that are installed here, and those that they need, importable from a folder."""
+    seen: set[str] = set()
     while names:
         seen.add(name := names.pop())
         package = metadata.distribution(name)
@@ -44,6 +42,13 @@ def bare(tmp_path_factory):
         for top in {file.parts[0] for file in package.files or []} - {".."}:
             if not (site / top).exists():
                 (site / top).symlink_to(package.locate_file(top))
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """A Python that has what pip installs on a Mac; but psutil, which only parquet files ask for, lacks too."""
+    site = tmp_path_factory.mktemp("site")
+    link_distributions(site, required("darwin") - {"psutil"})
 
     def run(*words: str) -> tuple[int, str]:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
