@@ -105,7 +105,7 @@ def unsummed(name: str):
 def log_probs_off(by: float, *, ranks: tuple[int, ...] = (1,)):
     @contextlib.contextmanager
     def wrap(policy, rank):
-        from megatron_grpo.policy.step_loss import StepLoss
+        from megatron_grpo.policy.passes import StepLoss
 
         loss = StepLoss.__call__
 

@@ -24,7 +24,7 @@ from megatron_grpo.config.optimizer import OF_THE_OPTIMIZER
 from megatron_grpo.config.table import InvalidValueError, Setting, in_current_names, read_value, table
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.parallel import collectives, state
-from megatron_grpo.policy.bad_gradient_search import wrong_rows
+from megatron_grpo.policy.gradient_check import wrong_rows
 from megatron_grpo.policy.policy import Policy, SummedGradient
 from megatron_grpo.run.build import PolicyParts
 from megatron_grpo.run.build.output import start_parallel

@@ -21,7 +21,7 @@ from megatron_grpo.base.errors import EXIT_DONE, RunInterruptedError, config_err
 from megatron_grpo.base.html import table
 
 if TYPE_CHECKING:
-    from megatron_grpo.config.parsed import Parsed
+    from megatron_grpo.config.parse import Parsed
     from megatron_grpo.planning.command import Plan
 
 Function = str | Callable[..., Any]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-from megatron_grpo.batching.messages import Messages, remainder
 from megatron_grpo.batching.sizes import (
     ACCUMULATION,
     CP,
@@ -25,11 +24,13 @@ from megatron_grpo.batching.sizes import (
     WORLD,
     Derived,
     Fraction,
+    Messages,
     Model,
     SizeRule,
     TypedSizes,
     cross,
     derive,
+    remainder,
 )
 from megatron_grpo.batching.stages import ACCOUNTS, counted_layers
 from megatron_grpo.config.config import Origin

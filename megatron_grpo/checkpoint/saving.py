@@ -25,13 +25,12 @@ from megatron_grpo.base.cleanup import begun
 from megatron_grpo.base.errors import ConfigError, config_error
 from megatron_grpo.base.files import mark, written_whole
 from megatron_grpo.checkpoint import rng_state
-from megatron_grpo.checkpoint.best import Best
 from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, errors_on_all_ranks, read_sharded
 from megatron_grpo.checkpoint.manifest import CONFIG, Folder, Manifest, damage, facts
 from megatron_grpo.checkpoint.resume import OURS, Candidate, Resume, join_faults, unusable
 from megatron_grpo.checkpoint.resume_compatibility import Difference
 from megatron_grpo.checkpoint.samples import file_of, files_of_samples, read_samples
-from megatron_grpo.checkpoint.written import RUN
+from megatron_grpo.checkpoint.written import RUN, Best
 from megatron_grpo.parallel import collectives
 from megatron_grpo.types import Progress
 

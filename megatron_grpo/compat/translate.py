@@ -12,7 +12,7 @@ from megatron_grpo.compat.explain import explain, length_there
 from megatron_grpo.compat.foreign_args import UNKNOWN, Change, Dialect, ForeignArg, Given, OtherTaskError
 from megatron_grpo.compat.script import plain
 from megatron_grpo.config.config import Origin
-from megatron_grpo.config.parsed import ForeignDefault, System
+from megatron_grpo.config.parse import ForeignDefault, System
 from megatron_grpo.config.read import TypedSetting, format_value, words_of
 from megatron_grpo.config.table import InvalidValueError, names, read_value, table
 

@@ -22,8 +22,7 @@ from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data.chat import Raw
 from megatron_grpo.data.files import NAMED_ROWS, Rows, plain_name
 from megatron_grpo.data.image_dataset import COLUMNS, ImageStore, num_places, shown_by
-from megatron_grpo.data.image_processing import ImageProcessorSpec
-from megatron_grpo.data.images import require_pillow
+from megatron_grpo.data.image_processing import ImageProcessorSpec, require_pillow
 from megatron_grpo.data.tokens import TokenTable
 from megatron_grpo.types import Image
 

@@ -20,8 +20,7 @@ from weakref import WeakValueDictionary
 
 from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.data.files import NAMED_ROWS, Rows
-from megatron_grpo.data.image_processing import Grid, ImageProcessorSpec, PatchCache
-from megatron_grpo.data.images import ImageError, ImageSource, decoded, source_of
+from megatron_grpo.data.image_processing import Grid, ImageError, ImageProcessorSpec, ImageSource, PatchCache, decoded, source_of
 
 if TYPE_CHECKING:
     import numpy as np

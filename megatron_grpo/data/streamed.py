@@ -28,8 +28,7 @@ from megatron_grpo.data.chat import PromptEncoder
 from megatron_grpo.data.checks import Encode, PromptRows
 from megatron_grpo.data.files import NAMED_ROWS, Read, Rows, Source
 from megatron_grpo.data.image_processing import ImageProcessorSpec
-from megatron_grpo.data.mixing import open_sets, permutation
-from megatron_grpo.data.prompts import PromptStream, load_rows, names_of, open_stream
+from megatron_grpo.data.prompts import PromptStream, load_rows, names_of, open_sets, open_stream, permutation
 from megatron_grpo.types import Image, Prompt
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import RunError, raised
-from megatron_grpo.environments.episodes import PlayedSampler
+from megatron_grpo.environments.episode_runner import PlayedSampler
 from megatron_grpo.environments.rollout_func_output import CompletionRequest, InvalidRolloutOutputError, Limits, asked_of, completions_of
 from megatron_grpo.parallel import collectives
 from megatron_grpo.rollout.engine import SamplingSettings

@@ -15,11 +15,20 @@ import numpy as np
 import torch
 
 from megatron_grpo.config.config import GrpoConfig
-from megatron_grpo.grpo import objectives, ratios
+from megatron_grpo.grpo import objectives
 from megatron_grpo.grpo.entropy import AdaptiveEntropy
 from megatron_grpo.grpo.metrics import LossLogs, clip_extremes, clip_logs, mismatch_logs, teacher_logs
-from megatron_grpo.grpo.objectives import Labels, Objective, PerToken, Tokens
-from megatron_grpo.grpo.ratios import Importance, RolloutCorrection, Sequences, SumOverContext, whole_sequences
+from megatron_grpo.grpo.objectives import (
+    Importance,
+    Labels,
+    Objective,
+    PerToken,
+    RolloutCorrection,
+    Sequences,
+    SumOverContext,
+    Tokens,
+    whole_sequences,
+)
 
 # CISPO bounds the ratio itself; clipping at 1 + 0.2 style values there would flatten every weight.
 CISPO_EPSILON_HIGH = 5.0
@@ -180,11 +189,11 @@ class GrpoLoss:
 
     token_weights: Callable[..., TokenWeights]  # the function with all arguments bound but those of the batch
     temperature: float
-    ratio: ratios.Ratio
+    ratio: objectives.Ratio
     objective: Objective
     sequence_clip: bool  # a clip decision, or a logged weight, is one per sequence and is counted once per sequence
     corrects_inside: bool  # the objective includes the rollout correction, so it is not applied as a factor as well
-    kl: ratios.KlEstimator
+    kl: objectives.KlEstimator
     beta: float  # of the KL term in the loss; 0 where the KL is in the reward
     use_bias_correction_kl: bool
     teacher_kl_coef: float  # 0 without a teacher
@@ -217,11 +226,11 @@ class GrpoLoss:
                 exclude_zero_std_groups=cfg.exclude_zero_std_groups,
             ),
             temperature=temperature,
-            ratio=ratios.RATIOS[cfg.importance_sampling_level],
+            ratio=objectives.RATIOS[cfg.importance_sampling_level],
             objective=OBJECTIVES[cfg.loss_type](cfg),
             sequence_clip=cfg.importance_sampling_level != "token" or cfg.loss_type == "vespo",
             corrects_inside=cfg.loss_type == "vespo",
-            kl=ratios.KL_ESTIMATORS[cfg.kl_estimator],
+            kl=objectives.KL_ESTIMATORS[cfg.kl_estimator],
             beta=0.0 if cfg.kl_in_reward else cfg.beta,
             use_bias_correction_kl=cfg.use_bias_correction_kl and not cfg.kl_in_reward,
             teacher_kl_coef=cfg.teacher_kl_coef if cfg.teacher_flag else 0.0,
@@ -281,7 +290,7 @@ class GrpoLoss:
             ref_logprobs: [C], log-probs of the reference; required if `needs_reference`.
             entropy_threshold: Result of `entropy.entropy_threshold`, in nats; required if `needs_entropy_threshold`.
             entropy_coef: Entropy coefficient of this step, if it is adaptive.
-            sum_over_context: See `ratios.SumOverContext`.
+            sum_over_context: See `objectives.SumOverContext`.
 
         Returns:
             The loss (0-d float64, to be summed, never averaged) and its logs.
@@ -330,9 +339,9 @@ class GrpoLoss:
         u, advantages, sampler_logprobs = tensors.token_weights.double(), tensors.advantages.double(), tensors.sampler_logprobs.double()
         of_teacher = None
         if self.teacher_kl_coef and tensors.teacher_logprobs is not None:
-            of_teacher = ratios.teacher_log_ratio(tensors.teacher_logprobs.double(), old_logprobs)
+            of_teacher = objectives.teacher_log_ratio(tensors.teacher_logprobs.double(), old_logprobs)
             advantages = advantages + self.teacher_kl_coef * of_teacher
-        mismatch = ratios.log_rho(old_logprobs, sampler_logprobs)
+        mismatch = objectives.log_rho(old_logprobs, sampler_logprobs)
         importance = self.correction(mismatch, sequences) if self.correction is not None else None
         correction = None if importance is None else importance.factors
         ratio = self.ratio(logprobs, old_logprobs, sequences)
@@ -343,7 +352,7 @@ class GrpoLoss:
         # c: factors that are constants of the gradient and of every denominator.
         factor = torch.ones_like(constant) if correction is None or self.corrects_inside else correction
         if self.off_policy_delta is not None:
-            factor = factor * ratios.off_policy_mask(
+            factor = factor * objectives.off_policy_mask(
                 self.off_policy_delta, logprobs=constant, old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs,
                 advantages=advantages, sequences=sequences,
             )  # fmt: skip
@@ -374,7 +383,7 @@ class GrpoLoss:
 def _correction(cfg: GrpoConfig) -> RolloutCorrection | None:
     if cfg.rollout_importance_sampling_mode == "none":
         return None
-    return ratios.rollout_correction(
+    return objectives.rollout_correction(
         cfg.rollout_importance_sampling_mode,
         lowest=cfg.rollout_importance_sampling_min or 0.0,
         highest=cfg.rollout_importance_sampling_threshold,

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_grpo.grpo.objectives import PerToken
-from megatron_grpo.grpo.ratios import Importance, SumOverContext, bounded
+from megatron_grpo.grpo.objectives import Importance, PerToken, SumOverContext, bounded
 
 LARGEST_EXPONENT = 709.0  # exp of a little more is too large for float64
 

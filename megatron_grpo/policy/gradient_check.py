@@ -1,15 +1,25 @@
-"""Gradient checks: decide before the optimizer acts whether a gradient may be used, and count the refused ones."""
+"""Gradient checks: decide before the optimizer acts whether a gradient may be used, and find the rows that produced a refused one.
+
+The search costs as much as the step did, so it runs only after a refused gradient.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from megatron_grpo.types import RowKey
+import numpy as np
+import torch
+
+from megatron_grpo.parallel import collectives
+from megatron_grpo.parallel.state import ParallelState
+from megatron_grpo.policy.optimizer import own_norm
+from megatron_grpo.types import RowKey, TrainingMicroBatch
 
 WINDOW = 128  # gradient norms in the running median
 FEWEST = 16  # norms that the median needs
@@ -190,3 +200,179 @@ def _describe(culprit: BadMicroBatch, places: Places) -> str:
 def _several(noun: str, numbers: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, numbers[:SHOWN])) + (", ..." if len(numbers) > SHOWN else "")
     return f"{noun}{'s' if len(numbers) > 1 else ''} {shown}"
+
+
+MOST = 8  # micro-batches that a rank reports, and that the result lists
+# Micro-batch -> its log-probs, float32 [C], on ranks of the last stage; None elsewhere. Leaves its gradient in the buffers.
+RunAlone = Callable[[TrainingMicroBatch], "np.ndarray | None"]
+Rows = tuple[tuple[RowKey, ...], str]  # rows, and which of their values is not finite
+
+
+def ranks_not_finite(own: torch.Tensor) -> tuple[int, ...]:
+    """Return the ranks whose own gradient was not finite. Collective.
+
+    Args:
+        own: Norm of this rank's own gradient.
+    """
+    return tuple(rank for rank, is_finite in enumerate(collectives.all_gather_object(math.isfinite(float(own)))) if not is_finite)
+
+
+def weights_not_finite(chunks: Sequence[torch.nn.Module]) -> tuple[tuple[int, str], ...]:
+    """Return (rank, its first parameter that is not finite) of every rank that has one. Collective.
+
+    Args:
+        chunks: Model chunks of this stage.
+    """
+    named = ((name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters())
+    mine = next((name for name, parameter in named if not bool(torch.isfinite(parameter.detach()).all())), None)
+    return tuple((rank, name) for rank, name in enumerate(collectives.all_gather_object(mine)) if name is not None)
+
+
+def search(
+    wrapped: Sequence[Any],
+    micro_batches: Sequence[TrainingMicroBatch],
+    run_alone: RunAlone,
+    parallel: ParallelState,
+    *,
+    references: Sequence[np.ndarray],
+    finite: bool,
+) -> tuple[tuple[BadMicroBatch, ...], int]:
+    """Run every micro-batch alone, without sums over ranks, and return those that produce such a gradient. Collective.
+
+    The gradient buffers are left with arbitrary contents.
+
+    Args:
+        wrapped: The chunks in DDP.
+        micro_batches: The micro-batches of this data-parallel rank.
+        run_alone: Runs forward and backward of one micro-batch.
+        parallel: The layout and the process groups of this rank.
+        references: The reference's log-probs by micro-batch, float32 [C]; empty without a reference.
+        finite: True if the refused gradient was finite: then the micro-batch with the largest gradient is returned. Otherwise those whose
+            gradient is not finite, at most MOST.
+
+    Returns:
+        The micro-batches found, the same on every rank; and the number of further ones that ranks reported.
+    """
+    mine: list[_Told] = []
+    rows: dict[int, Rows] = {}  # by micro-batch of this data-parallel rank, on ranks of the last stage
+    for micro, logprobs in each_alone(wrapped, micro_batches, run_alone):
+        if logprobs is not None:
+            rows[micro.number] = wrong_rows(micro, logprobs, references[micro.number] if references else None)
+        is_wrong = bool(rows.get(micro.number, ((), ""))[1])
+        norm, dense = float(own_norm(wrapped)), float(own_norm(wrapped, with_experts=False))
+        if finite or is_wrong or not math.isfinite(norm):
+            told = norm if math.isfinite(norm) else math.inf
+            mine.append(_Told(told, micro.number, finite or is_wrong or not math.isfinite(dense)))
+    worst = sorted(mine, key=lambda told: -told.norm)[: 1 if finite else MOST]
+    found = _together(collectives.all_gather_object((parallel.dp_rank, worst)))
+    named = sorted(found, key=lambda place: -max(told.norm for told, _ in found[place]))[: 1 if finite else MOST]
+    speaks = {(parallel.dp_rank, number): of for number, of in rows.items()} if parallel.reports_its_rows else {}
+    asked = collectives.all_gather_object({place: speaks[place] for place in named if place in speaks})
+    of_place = {place: of for part in asked for place, of in part.items()}
+    culprits = (_culprit(found[place], *of_place[place]) for place in sorted(named, key=lambda place: (place[1], place[0])))
+    return tuple(culprits), 0 if finite else len(found) - len(named)
+
+
+def each_alone(
+    wrapped: Sequence[Any], micro_batches: Sequence[TrainingMicroBatch], run_alone: RunAlone
+) -> Iterator[tuple[TrainingMicroBatch, np.ndarray | None]]:
+    """Yield every micro-batch with its log-probs, while its own gradient is in the buffers, not summed over ranks.
+
+    Args:
+        wrapped: The chunks in DDP.
+        micro_batches: The micro-batches of this data-parallel rank.
+        run_alone: Runs forward and backward of one micro-batch.
+
+    Yields:
+        The micro-batch; and its log-probs, float32 [C], on ranks of the last stage, None elsewhere.
+    """
+    for micro in micro_batches:
+        for chunk in wrapped:
+            chunk.zero_grad_buffer()
+        with _unsummed(wrapped):
+            logprobs = run_alone(micro)
+        yield micro, logprobs
+
+
+class _Told(NamedTuple):
+    """Report of one rank about one micro-batch.
+
+    Attributes:
+        norm: Norm of this rank's part of its gradient; infinite if it is not finite.
+        micro_batch: Index of the micro-batch on its data-parallel rank.
+        is_own: Whether something is wrong besides the gradients of experts, to which tokens of other ranks contribute.
+    """
+
+    norm: float
+    micro_batch: int
+    is_own: bool
+
+
+def _together(told: Sequence[tuple[int, list[_Told]]]) -> dict[tuple[int, int], list[tuple[_Told, int]]]:
+    """Group the reports by micro-batch.
+
+    Args:
+        told: (data-parallel rank, its reports), by rank.
+
+    Returns:
+        {(data-parallel rank, micro-batch): [(report, reporting rank)]}. If some rank reports `is_own` of a micro-batch index, reports about
+        that index without `is_own` are left out.
+    """
+    origins = {one.micro_batch for _, its in told for one in its if one.is_own}
+    found: dict[tuple[int, int], list[tuple[_Told, int]]] = {}
+    for rank, (share, its) in enumerate(told):
+        for one in its:
+            if one.is_own or one.micro_batch not in origins:
+                found.setdefault((share, one.micro_batch), []).append((one, rank))
+    return found
+
+
+def _culprit(told: Sequence[tuple[_Told, int]], rows: tuple[RowKey, ...], what: str) -> BadMicroBatch:
+    norm = max(one.norm for one, _ in told)
+    ranks = tuple(rank for one, rank in told if one.norm == norm)  # where it is finite, one has the largest part
+    return BadMicroBatch(micro_batch=told[0][0].micro_batch, ranks=ranks, norm=norm, rows=rows, what=what)
+
+
+def wrong_rows(micro: TrainingMicroBatch, logprobs: np.ndarray, reference: np.ndarray | None) -> Rows:
+    """Return the rows with a value that is not finite, and the name of that value; all rows and "" if all values are finite.
+
+    NaN is allowed where it means that there is no value, as in old, teacher and sampler log-probs.
+
+    Args:
+        micro: The micro-batch.
+        logprobs: The policy's log-probs, float32 [C].
+        reference: The reference's log-probs, float32 [C]; None without a reference.
+    """
+    numbers = {
+        "the policy's log-probs": logprobs,
+        "the reference's log-probs": reference,
+        "advantages": micro.advantages,
+        "token weights": micro.token_weights,
+        "old log-probs": np.where(np.isnan(micro.old_logprobs), 0.0, micro.old_logprobs),
+        "the teacher's log-probs": np.where(np.isnan(micro.teacher_logprobs), 0.0, micro.teacher_logprobs),
+        "the sampler's log-probs": np.where(np.isnan(micro.sampler_logprobs), 0.0, micro.sampler_logprobs),
+    }
+    wrong = {name: ~np.isfinite(values) for name, values in numbers.items() if values is not None}
+    names = [name for name, places in wrong.items() if places.any()]
+    if not names:
+        return micro.rows, ""
+    places = np.unique(micro.sequence[np.any([wrong[name] for name in names], axis=0)])
+    return tuple(micro.rows[place] for place in places.tolist()), " and ".join(names)
+
+
+@contextmanager
+def _unsummed(wrapped: Sequence[Any]) -> Iterator[None]:
+    """Keep each rank's own gradient inside the block: no gradient is summed over ranks, neither during a pass nor after it."""
+    config = wrapped[0].config
+    names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
+    before = {name: getattr(config, name) for name in names}
+    with ExitStack() as stack:
+        for chunk in wrapped:
+            stack.enter_context(chunk.no_sync())
+        for name in names:
+            setattr(config, name, nullcontext if name == "no_sync_func" else None)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(config, name, value)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron_grpo.batching.images import num_tokens
-from megatron_grpo.parallel.context import gathered_places, held_tokens
+from megatron_grpo.batching.collate import num_tokens
+from megatron_grpo.parallel.layout import gathered_places, held_tokens
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.parallel.vocab import VocabMask
 from megatron_grpo.policy.kernels import Rotation

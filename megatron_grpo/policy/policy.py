@@ -25,15 +25,15 @@ from megatron_grpo.grpo.metrics import combine, finish
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.layout import sequence_alignment
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.policy import bad_gradient_search, passes, sharded_state
+from megatron_grpo.policy import gradient_check as checks
+from megatron_grpo.policy import passes, sharded_state
 from megatron_grpo.policy.gradient_check import Gradient, GradientCheck, SkipCounter, SkippedStep
 from megatron_grpo.policy.hf_export import MegatronToHF
 from megatron_grpo.policy.memory_offload import Part, PolicyOffloader, Role, tensors_of
 from megatron_grpo.policy.optimizer import Trainable, gradient_norm, own_norm, reload_main_params
-from megatron_grpo.policy.passes import ModelScorer
+from megatron_grpo.policy.passes import ModelScorer, StepLoss
 from megatron_grpo.policy.reference import Reference
 from megatron_grpo.policy.router import routers
-from megatron_grpo.policy.step_loss import StepLoss
 from megatron_grpo.types import GlobalBatch, RowKey, TrainingMicroBatch
 from megatron_grpo.weights.buckets import NO_VERSION, WeightUpdate
 from megatron_grpo.weights.vision_towers import MEGATRON as TOWER
@@ -260,14 +260,14 @@ class Policy:
         """
         why = getattr(self.gradient_check, "reason", None) or f"the gradient was rejected (norm {norm:.4g})"
         finite = math.isfinite(norm)
-        ranks = () if finite else bad_gradient_search.ranks_not_finite(own)
-        weights = () if finite else bad_gradient_search.weights_not_finite(self.chunks)
-        found, more = ((), 0) if weights else bad_gradient_search.search(
+        ranks = () if finite else checks.ranks_not_finite(own)
+        weights = () if finite else checks.weights_not_finite(self.chunks)
+        found, more = ((), 0) if weights else checks.search(
             self.wrapped, loss.batch.micro_batches, self._run_alone(loss), self.parallel, references=loss.reference, finite=finite
         )  # fmt: skip
         return SkippedStep(why=why, skips=self.skips, ranks=ranks, weights=weights, culprits=found, more=more)
 
-    def _run_alone(self, loss: StepLoss) -> bad_gradient_search.RunAlone:
+    def _run_alone(self, loss: StepLoss) -> checks.RunAlone:
         def run_alone(micro: TrainingMicroBatch) -> np.ndarray | None:
             kept = passes.train(self.wrapped, [micro] * self.cut.multiple, loss, self.parallel, self.scorer.router_pass())
             return kept[0][2] if kept else None
@@ -287,7 +287,7 @@ class Policy:
             adds on this rank.
         """
         alone = self._run_alone(StepLoss(self.loss, batch, self.scorer, self._references(batch), self.entropy))
-        for micro, logprobs in bad_gradient_search.each_alone(self.wrapped, batch.micro_batches, alone):
+        for micro, logprobs in checks.each_alone(self.wrapped, batch.micro_batches, alone):
             yield micro, logprobs, float(own_norm(self.wrapped))
 
     def gradient_check_state(self) -> dict[str, Any]:

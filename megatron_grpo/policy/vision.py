@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_grpo.batching.images import num_tokens
+from megatron_grpo.batching.collate import num_tokens
 from megatron_grpo.policy.packed_batch import LocalBatch, LocalImages
 from megatron_grpo.types import Image
 from megatron_grpo.weights.families import FAMILIES

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_grpo.data.image_dataset import key_of
-from megatron_grpo.data.images import decoded
+from megatron_grpo.data.image_processing import decoded
 from megatron_grpo.types import Sequence, make_sequence
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from megatron_grpo.base.errors import ConfigError, Problem
 from megatron_grpo.config.config import RolloutConfig
 from megatron_grpo.config.sampling_mask import FIELD, MOST
 from megatron_grpo.data.image_dataset import num_tokens, shortened
-from megatron_grpo.data.image_processing import ImageProcessorSpec
-from megatron_grpo.data.images import decoded
+from megatron_grpo.data.image_processing import ImageProcessorSpec, decoded
 from megatron_grpo.rollout.adapters import LoraSync
 from megatron_grpo.rollout.engine import SamplingSettings
 from megatron_grpo.types import Image, SamplingMask

@@ -21,7 +21,7 @@ from megatron_grpo.metrics.display import Display
 from megatron_grpo.metrics.evaluations import Evaluated, Evaluations, describe
 from megatron_grpo.parallel import state
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.planning.check_tuner import tuner_problems, with_adapter
+from megatron_grpo.planning.check import tuner_problems, with_adapter
 from megatron_grpo.policy.reference import FrozenPolicy
 from megatron_grpo.rewards.loading import close_rewards
 from megatron_grpo.run.build.engines import ENGINES, answering

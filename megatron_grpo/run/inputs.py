@@ -17,11 +17,11 @@ from megatron_grpo.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.config import remote_code
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.evaluation import flag_of, longest_completion, sets_of
+from megatron_grpo.config.sampling_mask import unreadable
 from megatron_grpo.data.chat import load_tokenizer, unread_options, vocabulary_of
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.rewards.loading import check_columns, close_rewards, load_rewards
 from megatron_grpo.rewards.protocol import RewardFunction
-from megatron_grpo.rollout.grammar import unreadable
 from megatron_grpo.run.build import plug_ins
 from megatron_grpo.weights.layout_validation import length_problems
 from megatron_grpo.weights.shape import ModelShape, read_config

@@ -24,13 +24,12 @@ from megatron_grpo.planning.command import Plan
 from megatron_grpo.planning.report import print_report
 from megatron_grpo.rewards.loading import close_rewards
 from megatron_grpo.run.build import Parts
-from megatron_grpo.run.build.output import start_parallel
+from megatron_grpo.run.build.output import OutputLock, start_parallel
 from megatron_grpo.run.build.run import build_run
 from megatron_grpo.run.export import export_model, merged_folder, open_repositories, push_to_hub
 from megatron_grpo.run.failures import PREFIX, print_error
 from megatron_grpo.run.inputs import ValidatedInputs
 from megatron_grpo.run.limits import age_of, limits_of, requeue
-from megatron_grpo.run.lock import OutputLock
 from megatron_grpo.run.opened import load_weights
 from megatron_grpo.run.peers import Peers, Process
 from megatron_grpo.run.signals import StopSignal

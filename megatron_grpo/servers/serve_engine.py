@@ -11,8 +11,7 @@ import msgspec
 import numpy as np
 
 from megatron_grpo.base.errors import ConfigError, config_error
-from megatron_grpo.data.image_processing import ImageProcessorSpec
-from megatron_grpo.data.images import decoded
+from megatron_grpo.data.image_processing import ImageProcessorSpec, decoded
 from megatron_grpo.rollout import vllm_patches, vllm_requests
 from megatron_grpo.rollout.adapters import LoraSync, lora_sync
 from megatron_grpo.rollout.engine import SamplingSettings

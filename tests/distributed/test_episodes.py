@@ -209,7 +209,7 @@ def _as_rendered(tokenizer, tokens, mask, record) -> int:
 
 def test_every_token_of_every_episode_is_accounted_for_whatever_environments_do(model_path):
     def body(rank, world_size):
-        from megatron_grpo.environments.episodes import Episodes
+        from megatron_grpo.environments.episode_runner import Episodes
 
         model = load_tiny(model_path)
         with engine_at(model_path, rank, world_size) as engine:
@@ -251,7 +251,7 @@ def test_every_token_of_every_episode_is_accounted_for_whatever_environments_do(
 
 def test_a_loop_that_a_coroutine_holds_and_one_row_that_begins_in_two_ways(model_path):
     def body(rank, world_size):
-        from megatron_grpo.environments.episodes import Episodes
+        from megatron_grpo.environments.episode_runner import Episodes
 
         with engine_at(model_path, rank, world_size) as engine:
             [held] = Episodes(engine, stage(HoldsTheLoop)).generate(prompts(1), SAMPLING, seed=1)
@@ -284,7 +284,7 @@ class Delayed(Environment):
 
 def test_one_rank_two_engines_and_one_engine_of_two_ranks_play_the_same_episodes(model_path):
     def body(rank, world_size, tp):
-        from megatron_grpo.environments.episodes import Episodes
+        from megatron_grpo.environments.episode_runner import Episodes
 
         with engine_at(model_path, rank, world_size, tp=tp) as engine:
             return drawn(Episodes(engine, stage(Delayed, template=DROPS)).generate(prompts(5, DROPS), SAMPLING, seed=3))

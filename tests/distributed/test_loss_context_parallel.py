@@ -11,8 +11,7 @@ import torch
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo.loss import OBJECTIVES, GrpoLoss
 from megatron_grpo.grpo.metrics import finish
-from megatron_grpo.grpo.objectives import Labels
-from megatron_grpo.grpo.ratios import RATIOS
+from megatron_grpo.grpo.objectives import RATIOS, Labels
 from tests.ranks import run_ranks
 from tests.reference.packing import MAX_COMPLETION_LENGTH, labels_of, pack, random_batch, token_weight_fn
 

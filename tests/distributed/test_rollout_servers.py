@@ -211,8 +211,7 @@ ENDS = tuple(range(4, 128, 3))
 
 def play_on(engine):
     """A sampler of episodes over this engine; its environment says the number of the turn."""
-    from megatron_grpo.environments.episode_runner import EpisodeRunnerFactory
-    from megatron_grpo.environments.episodes import Episodes
+    from megatron_grpo.environments.episode_runner import EpisodeRunnerFactory, Episodes
     from megatron_grpo.environments.protocol import Environment
     from megatron_grpo.environments.trajectory import ChatTemplate
     from tests.tiny_models import word_tokenizer

@@ -61,7 +61,7 @@ def lose_the_softmax_of_tokens_that_another_shard_owns(policy):
 
 
 def divide_by_the_number_of_micro_batches(policy):
-    from megatron_grpo.policy.step_loss import StepLoss
+    from megatron_grpo.policy.passes import StepLoss
 
     real = StepLoss.__call__
 
@@ -73,7 +73,7 @@ def divide_by_the_number_of_micro_batches(policy):
 
 
 def average_over_context_parallel_ranks(policy):
-    from megatron_grpo.policy.step_loss import StepLoss
+    from megatron_grpo.policy.passes import StepLoss
 
     real = StepLoss.__call__
 

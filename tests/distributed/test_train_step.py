@@ -63,7 +63,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_leaves_weights_and_moments
     layout = cases.LAYOUTS[name]
 
     def body(rank, world):
-        from megatron_grpo.policy.step_loss import StepLoss
+        from megatron_grpo.policy.passes import StepLoss
 
         policy = cases.build(dense, cases.settings(**layout.settings), world)
         policy.train_step(cases.batch_of(policy, batches[0], 0))

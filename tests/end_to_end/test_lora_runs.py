@@ -138,7 +138,10 @@ def test_an_export_that_the_hub_does_not_take_is_there_and_ends_with_the_command
         ([], "export needs --output_dir"),
         (["--output_dir", "OUT"], "export needs --resume CHECKPOINT"),
         (["--output_dir", "OUT", "--resume", "OUT"], "manifest.json is missing"),
-        (["--output_dir", "BASE", "--resume", "CKPT"], "holds config.json, which is not from an export of this program; it is not overwritten"),
+        (
+            ["--output_dir", "BASE", "--resume", "CKPT"],
+            "holds config.json, which is not from an export of this program; it is not overwritten",
+        ),
         (["--output_dir", "OUT", "--resume", "CKPT", "--tensor_model_parallel_size", "2"], "Start a multiple of 2"),
         (["--output_dir", "OUT", "--resume", "CKPT", "--tensor_model_parallel_size", "3"], "tensor_model_parallel_size"),
     ],

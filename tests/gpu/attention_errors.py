@@ -10,7 +10,7 @@ import json
 import numpy as np
 import torch
 
-from megatron_grpo.parallel.context import held_tokens
+from megatron_grpo.parallel.layout import held_tokens
 from megatron_grpo.policy import attention
 from megatron_grpo.policy.packed_batch import packed_stream
 from megatron_grpo.types import Segment

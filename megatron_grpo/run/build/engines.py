@@ -165,8 +165,7 @@ def answering(cfg: Config, inputs: ValidatedInputs, sampler: Engine) -> Sampler:
         from megatron_grpo.environments.rollout_func import RolloutFuncSampler
 
         return RolloutFuncSampler(engine, own_rollout(cfg, inputs, inputs.rollout_func, tokenizer, max_model_len=max_model_len))
-    from megatron_grpo.environments.episode_runner import EpisodeRunnerFactory
-    from megatron_grpo.environments.episodes import Episodes
+    from megatron_grpo.environments.episode_runner import EpisodeRunnerFactory, Episodes
 
     assert inputs.environment is not None
     return Episodes(

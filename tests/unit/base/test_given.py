@@ -13,7 +13,7 @@ from megatron_grpo.config import resolve
 from megatron_grpo.data.files import open_source, read_rows
 from megatron_grpo.data.hub import is_path
 from megatron_grpo.rewards.loading import load_rewards
-from megatron_grpo.run.left_out import user_code
+from megatron_grpo.run.validate import user_code
 
 
 @pytest.fixture(autouse=True)

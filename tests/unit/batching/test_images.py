@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_grpo.batching.collate import collate
-from megatron_grpo.batching.images import grid_of, positions
+from megatron_grpo.batching.collate import collate, grid_of, positions
 from megatron_grpo.batching.prefix_groups import Alignment, PrefixGroup
 from megatron_grpo.types import Sequence
 from tests.vision_cases import IMAGE, picture

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from megatron_grpo.checkpoint.best import Best
 from megatron_grpo.checkpoint.manifest import Folder, RunOrigin, facts
+from megatron_grpo.checkpoint.written import Best
 from megatron_grpo.types import Progress
 
 

@@ -13,12 +13,21 @@ import pytest
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.config import DataConfig
 from megatron_grpo.config.parse import resolve
-from megatron_grpo.data import images
+from megatron_grpo.data import image_processing
 from megatron_grpo.data.checks import check_for_episodes, check_images
 from megatron_grpo.data.files import Rows
 from megatron_grpo.data.image_dataset import ImageStore, expanded, num_places, num_tokens, places, shortened, shown_by, with_parts
-from megatron_grpo.data.image_processing import ImageProcessorSpec, PatchCache, bound_notes, image_spec_of, resized
-from megatron_grpo.data.images import ImageError, ImageSource, decoded, source_of
+from megatron_grpo.data.image_processing import (
+    ImageError,
+    ImageProcessorSpec,
+    ImageSource,
+    PatchCache,
+    bound_notes,
+    decoded,
+    image_spec_of,
+    resized,
+    source_of,
+)
 from megatron_grpo.data.prompts import load_rows, open_stream
 from megatron_grpo.run.inputs import ValidatedInputs, rows_for_model_and_rewards
 from tests.seeing import as_bytes, picture
@@ -360,7 +369,7 @@ def test_another_file_under_the_same_name_is_another_data_set(tmp_path):
 
 def test_formats_whose_decoders_start_programs_are_not_opened(tmp_path):
     data = as_bytes(picture(30, 30), "EPS")
-    assert hashlib.sha256(data).digest() and "EPS" not in images.FORMATS
+    assert hashlib.sha256(data).digest() and "EPS" not in image_processing.FORMATS
     with pytest.raises(ImageError, match="is not a BMP"):
         decoded(data)
 

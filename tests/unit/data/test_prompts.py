@@ -11,8 +11,7 @@ import pytest
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data.checks import check_lengths
-from megatron_grpo.data.mixing import permutation
-from megatron_grpo.data.prompts import PromptStream, load_rows
+from megatron_grpo.data.prompts import PromptStream, load_rows, permutation
 
 
 def rows_of(tmp_path, rows, name="data.jsonl", **settings):

@@ -11,8 +11,7 @@ import pytest
 from megatron_grpo.base.errors import ConfigError, RowsError, RunError
 from megatron_grpo.config.config import DataConfig
 from megatron_grpo.data import streamed
-from megatron_grpo.data.mixing import open_sets
-from megatron_grpo.data.prompts import open_stream
+from megatron_grpo.data.prompts import open_sets, open_stream
 from megatron_grpo.data.streamed import REMEMBERED, StreamedPrompts, open_prompts, rows_to_look_at
 from tests.unit.data.test_images import EYES, Words
 

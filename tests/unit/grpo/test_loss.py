@@ -13,8 +13,7 @@ import torch
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.grpo.loss import OBJECTIVES, GrpoLoss, LossInputs
 from megatron_grpo.grpo.metrics import finish
-from megatron_grpo.grpo.objectives import Labels, classification
-from megatron_grpo.grpo.ratios import RATIOS, Sequences, off_policy_mask, rollout_correction, whole_sequences
+from megatron_grpo.grpo.objectives import RATIOS, Labels, Sequences, classification, off_policy_mask, rollout_correction, whole_sequences
 from tests.combinations import KL_MODES, legal, random_others
 from tests.reference import grpo_reference as reference
 from tests.reference.packing import (

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_grpo.analysis.report import drift_of, logged_by
-from megatron_grpo.checkpoint.best import Best
+from megatron_grpo.checkpoint.written import Best
 from megatron_grpo.cli import main
 from megatron_grpo.config import parse
 from megatron_grpo.config.evaluation import FORMER_METRICS, in_current_metrics

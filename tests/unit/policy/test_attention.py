@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.parallel.context import held_tokens
+from megatron_grpo.parallel.layout import held_tokens
 from megatron_grpo.policy import attention
 from megatron_grpo.policy import packed_batch as stream_module
 from megatron_grpo.policy.kernels import Rotation

@@ -7,9 +7,8 @@ import pytest
 from megatron_grpo.compat import DIALECTS
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.parse import parse
-from megatron_grpo.config.sampling_mask import of_training
+from megatron_grpo.config.sampling_mask import of_training, unreadable, why_unreadable
 from megatron_grpo.grpo import validation
-from megatron_grpo.rollout.grammar import unreadable, why_unreadable
 
 
 @pytest.mark.parametrize(
