@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_grpo import __version__
 from megatron_grpo.base import launcher
-from megatron_grpo.base.cleanup import die_with_parent
+from megatron_grpo.base.cleanup import die_with_parent, without_gc
 from megatron_grpo.base.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, Problem
 from megatron_grpo.run.terminal import note_renamed, speak_plainly
 
@@ -65,11 +65,12 @@ def train(argv: list[str], **parts: Any) -> int:
         from megatron_grpo.run.terminal import outlive_terminal
 
         outlive_terminal()
-        from megatron_grpo.run.validate import load_inputs
+        with without_gc():
+            from megatron_grpo.run.validate import load_inputs
 
-        made, inputs = load_inputs(parsed, has_sampler="engine" in parts)
-        from megatron_grpo.run.build import Parts
-        from megatron_grpo.run.lifecycle import run_training
+            made, inputs = load_inputs(parsed, has_sampler="engine" in parts)
+            from megatron_grpo.run.build import Parts
+            from megatron_grpo.run.lifecycle import run_training
 
         return run_training(made, inputs, Parts(analysis=Analysis(), **parts))
 
@@ -150,7 +151,8 @@ def evaluate(argv: list[str]) -> int:
     --model names a model or an export, --adapters an adapter, --resume a checkpoint of any parallel layout.
     """
     parsed = _parsed(argv)
-    from megatron_grpo.run.evaluating import run_eval
+    with without_gc():
+        from megatron_grpo.run.evaluating import run_eval
 
     return run_eval(parsed, Analysis().vllm_bitwise_parity)
 

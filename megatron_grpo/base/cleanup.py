@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,6 +49,24 @@ class CleanUp:
                     first.add_note(f"Cleaning up after this failed too: {type(error).__name__}: {error}")
         if first is not None and came_in is None:
             raise first
+
+
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """Pause Python's garbage collector while the block imports, and exempt all objects that exist afterwards from later collections.
+
+    The imports of a run make a million objects that live as long as the process. The collector would visit them again and again: a third of
+    the CPU time of a start. What is garbage before the block is collected first.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def begun(work: Callable[[], T], *, name: str, beside: bool = True) -> Future[T]:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from megatron_grpo.base import activity, launcher
-from megatron_grpo.base.cleanup import CleanUp
+from megatron_grpo.base.cleanup import CleanUp, without_gc
 from megatron_grpo.base.errors import CancelledError, ConfigError, Problem, RunError
 from megatron_grpo.config.config import RolloutConfig
 from megatron_grpo.data.image_processing import ImageProcessorSpec
@@ -97,9 +97,10 @@ class ColocatedEngine:
         """
         on_gpu = torch.cuda.is_available()
         vllm_patches.prepare_environment(on_gpu=on_gpu)
-        from vllm import LLM
+        with without_gc():
+            from vllm import LLM
 
-        vllm_patches.apply_patches(on_gpu=on_gpu)
+            vllm_patches.apply_patches(on_gpu=on_gpu)
         vllm_patches.forget_ended_groups()
         vllm_requests.take_logprobs_as_they_come()
         patch()
@@ -282,7 +283,8 @@ class ColocatedEngine:
             with vllm_patches.trainer_untouched():
                 self._llm.llm_engine.engine_core.shutdown()
                 self._llm = None
-                gc.collect()
+                if torch.cuda.is_available():  # the next engine of this process may need the GPU's memory
+                    gc.collect()
 
     # A test switches these off, to show that the check after a weight sync detects it.
 

@@ -8,13 +8,16 @@ that is stopped or whose threads are locked out: for a single process, no other 
 
 from __future__ import annotations
 
+import atexit
 import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_grpo.base import launcher
 from megatron_grpo.base.cleanup import die_with_launcher, die_with_parent
@@ -58,7 +61,7 @@ def supervised(command: Callable[[], int]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code = command()
         os.write(says_end, b".")
-        return code
+        _leave(code)
     os.close(says_end)
     # A timer instead of a timeout of the wait: if SIGCONT interrupts such a wait, Python 3.11 returns a signal that was never sent.
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
@@ -71,6 +74,18 @@ def supervised(command: Callable[[], int]) -> int:
              "called os._exit, a reward function perhaps, or replaced the process.")  # fmt: skip
         return EXIT_CRASH
     return status
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process as Python does, but without destroying its modules, which takes two CPU seconds."""
+    threading._shutdown()  # type: ignore[attr-defined]  # joins threads, as multiprocessing does in its children
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # the output is lost; Python exits with 120 then
+            code = code or 120
+    os._exit(code)
 
 
 def launcher_pid() -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
-from megatron_grpo.base.cleanup import CleanUp, _adopts
+from megatron_grpo.base.cleanup import CleanUp, _adopts, without_gc
 
 
 def fails(name):
@@ -60,3 +63,32 @@ def test_who_takes_in_orphans_is_no_launcher(tmp_path, pid, name, command, adopt
     (tmp_path / str(pid) / "comm").write_text(name + "\n")
     (tmp_path / str(pid) / "cmdline").write_text(command)
     assert _adopts(pid, tmp_path) == adopts and not _adopts(7, tmp_path)
+
+
+def test_the_collector_leaves_out_what_a_block_without_it_has_made_and_nothing_else():
+    class Cycle:
+        def __init__(self):
+            self.me = self
+
+    garbage = weakref.ref(Cycle())
+    try:
+        with without_gc():
+            assert garbage() is None and not gc.isenabled()  # what was garbage before is not kept for good
+            made = weakref.ref(Cycle())
+        later = weakref.ref(Cycle())
+        assert gc.isenabled()
+        gc.collect()
+        assert made() is not None and later() is None
+    finally:
+        gc.unfreeze()
+
+
+def test_a_pause_inside_a_pause_does_not_end_it():
+    try:
+        with without_gc():
+            with without_gc():
+                pass
+            assert not gc.isenabled()
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()

@@ -34,6 +34,29 @@ def test_a_command_that_ends_ends_the_program_with_its_exit_code(code):
     assert end(start(f"print('done')\nreturn {code}")) == (code, "done\n", "")
 
 
+def test_the_end_of_a_command_waits_for_threads_and_calls_what_is_registered_for_it_in_pythons_order():
+    body = """import atexit, threading
+from concurrent.futures import ThreadPoolExecutor
+def say(word): time.sleep(0.3); print(word, end=' ')
+atexit.register(say, 'atexit')
+ThreadPoolExecutor(1).submit(say, 'pool')
+threading.Thread(target=say, args=['thread']).start()
+return 3"""
+    code, out, said = end(start(body))
+    assert (code, said) == (3, "")
+    assert sorted(out.split()[:2]) == ["pool", "thread"] and out.split()[2:] == ["atexit"]
+
+
+def test_output_that_cannot_be_written_at_the_end_is_not_success():
+    assert end(start("sys.stdout = open('/dev/full', 'w')\nprint('lost')\nreturn 0"))[0] == 120
+    assert end(start("sys.stdout = open('/dev/full', 'w')\nprint('lost')\nreturn 3"))[0] == 3
+
+
+def test_modules_are_not_destroyed_at_the_end():
+    body = "class Slow:\n    def __del__(self): print('destroyed')\nsys.modules['json'].kept = Slow()\nreturn 0"
+    assert end(start(f"import json\n{body}")) == (0, "", "")
+
+
 @pytest.mark.parametrize("how", ["os._exit(0)", "sys.exit(0)", "os.execv('/bin/true', ['true'])"])
 def test_leaving_early_with_0_is_exit_code_1(how):
     code, _, said = end(start(f"{how}\nreturn 0"))
