@@ -7,7 +7,6 @@ that ended the command.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import sys
 import traceback
@@ -17,6 +16,7 @@ from typing import Any
 
 from megatron_grpo.base import launcher
 from megatron_grpo.base.cleanup import die_with_parent
+from megatron_grpo.base.files import written_whole
 
 LAUNCH, OBJECTS, METRICS = "launch.pkl", "objects.pkl", "metrics.jsonl"
 
@@ -39,7 +39,7 @@ def run_command(folder: Path) -> int:
         given.provide(pickle.loads((folder / OBJECTS).read_bytes()), launch["fingerprints"])
         return cli.run(launch["command"], launch["words"], parts)
     except BaseException as error:  # noqa: BLE001 - reported below, and raised again in the program
-        _leave(folder, error)
+        _write_error(folder, error)
         return cli.exit_code(error)
 
 
@@ -54,7 +54,7 @@ def _writer(path: Path) -> Any:
     return listen
 
 
-def _leave(folder: Path, error: BaseException) -> None:
+def _write_error(folder: Path, error: BaseException) -> None:
     """Write the exception for the program, whole or not at all. One that cannot be pickled becomes a RuntimeError with its text."""
     from megatron_grpo.run.failures import describe_error
 
@@ -70,9 +70,8 @@ def _leave(folder: Path, error: BaseException) -> None:
         for note in getattr(error, "__notes__", ()):
             plain.add_note(note)
         pickled = pickle.dumps(plain)
-    part = folder / f"error.{rank}.part"
-    part.write_bytes(pickled)
-    os.replace(part, folder / f"error.{rank}.pkl")
+    with written_whole(folder / f"error.{rank}.pkl") as stream:
+        stream.write(pickled)
 
 
 def main() -> int:
