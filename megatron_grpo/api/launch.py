@@ -113,11 +113,11 @@ class RankProcesses:
 
     def __init__(self, folder: Path, number: int, *, listen: Listen | None, echo: bool):
         self.folder, self.number, self.listen, self.echo = folder, number, listen, echo
-        # RankProcesses write to a terminal themselves. Elsewhere, in a notebook above all, this thread prints their lines.
+        # Ranks write to a terminal themselves. Elsewhere, in a notebook above all, this thread prints their lines.
         self._inherits = echo and sys.__stdout__ is not None and sys.stdout is sys.__stdout__ and sys.__stdout__.isatty()
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._processes: list[subprocess.Popen] = []
-        self._is_stopping, self._read = False, 0
+        self._is_stopping, self._num_read = False, 0  # bytes of the metrics of rank 0
         self._first_failed: int | None = None
         self._failed_at = float("inf")
 
@@ -152,7 +152,7 @@ class RankProcesses:
             for reader in readers:
                 reader.join(5)
             self._print()
-        self._hear()
+        self._call_back()
         codes = [one.returncode for one in self._processes]
         if interrupted:
             raise KeyboardInterrupt(f"the run was interrupted; exit codes of its ranks: {', '.join(map(str, codes))}")
@@ -203,7 +203,7 @@ class RankProcesses:
         """Wait a moment, print and call back, and end the other ranks some time after one has failed."""
         time.sleep(SECONDS_BETWEEN_LOOKS)
         self._print()
-        self._hear()
+        self._call_back()
         failed = [rank for rank, one in enumerate(self._processes) if one.returncode]
         if failed:
             if self._first_failed is None:
@@ -218,13 +218,18 @@ class RankProcesses:
             if self.echo:
                 print(line.decode(errors="replace"), end="", flush=True)
 
-    def _hear(self) -> None:
+    def _call_back(self) -> None:
         """Call back with the metrics that rank 0 has written since the last call."""
-        if self.listen is None:
+        if self.listen is None or not (metrics := self.folder / METRICS).exists():
             return
-        lines = read_lines(self.folder / METRICS)
-        for one in lines[self._read :]:
-            self._read += 1
+        with metrics.open("rb") as stream:
+            stream.seek(self._num_read)
+            lines = stream.readlines()
+        for line in lines:
+            if not line.endswith(b"\n"):  # it is still being written
+                break
+            self._num_read += len(line)
+            one = json.loads(line)
             if self.listen(one["step"], one["numbers"]) and not self._is_stopping:
                 self._is_stopping = True
                 self._signal(signal.SIGTERM)
@@ -233,15 +238,6 @@ class RankProcesses:
         for one in self._processes:
             if one.poll() is None:
                 one.send_signal(number)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a .jsonl file; a last line that is still being written is left out."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def _free_port() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from megatron_grpo.api.settings import explicit_settings, write_settings
 from megatron_grpo.base import given, launcher
 from megatron_grpo.base.errors import EXIT_DONE, RunInterruptedError, config_error
 from megatron_grpo.base.html import table
+from megatron_grpo.metrics.records import Records
 
 if TYPE_CHECKING:
     from megatron_grpo.config.parse import Parsed
@@ -137,14 +137,13 @@ class GRPOTrainer:
         calls = bool(self._callbacks.callbacks) and launched.rank == 0
         if calls or not launched.is_launched:  # problems are found here, before any rank imports anything
             self._callbacks.begin(self.plan().schedule.num_steps or 0)
-        code = self._run_here("train", self._settings()) if launched.is_launched else self._launch("train", self._settings(), number)
+        output_dir = self.output_dir
+        code = self._run("train", self._settings(), number, output_dir)
         if calls:
             self._callbacks.end()
-        history = launch.read_lines(self.output_dir / "metrics.jsonl")
-        return RunResult(
-            output_dir=self.output_dir, step=history[-1]["step"] if history else 0, finished=code == EXIT_DONE, history=history,
-            evaluations=launch.read_lines(self.output_dir / "evaluations.jsonl"),
-        )  # fmt: skip
+        history, evaluations = (Records(output_dir / name).all() for name in ("metrics.jsonl", "evaluations.jsonl"))
+        step = history[-1]["step"] if history else 0
+        return RunResult(output_dir=output_dir, step=step, finished=code == EXIT_DONE, history=history, evaluations=evaluations)
 
     def evaluate(self, **settings: Any) -> list[dict[str, Any]]:
         """Evaluate on the held-out sets and return one dict per set: the newest checkpoint of the run, or the model if there is none.
@@ -152,18 +151,16 @@ class GRPOTrainer:
         Args:
             settings: Settings that differ from those of the run. `output_dir` is `<output_dir>-eval` unless it is among them.
         """
-        own = {**self._settings(), "output_dir": f"{self.output_dir}-eval"}
+        output_dir = self.output_dir
+        own = {**self._settings(), "output_dir": f"{output_dir}-eval"}
         own.pop("overwrite_output_dir", None)
-        if (newest := self._newest_checkpoint()) is not None:
+        if (newest := _newest_checkpoint(output_dir)) is not None:
             own["resume"] = str(newest)
-        asked = {**own, **settings}
-        path = Path(asked["output_dir"]) / "evaluations.jsonl"
-        before = len(launch.read_lines(path))
-        if launcher.read().is_launched:
-            self._run_here("eval", asked)
-        else:
-            self._launch("eval", asked, self._num_ranks())
-        return launch.read_lines(path)[before:]
+        own |= settings
+        records = Records(Path(own["output_dir"]) / "evaluations.jsonl")
+        num_before = len(records.all())
+        self._run("eval", own, self._num_ranks(), output_dir)
+        return records.all()[num_before:]
 
     def save_model(self, output_dir: str | Path) -> Path:
         """Copy the exported model to a folder, for transformers and vLLM.
@@ -190,7 +187,7 @@ class GRPOTrainer:
 
     @property
     def output_dir(self) -> Path:
-        """Output directory of the run."""
+        """Output directory of the run. All settings are parsed for it."""
         return Path(self.parsed().config.run.output_dir).absolute()
 
     # ---- settings
@@ -219,7 +216,7 @@ class GRPOTrainer:
         if self.nproc_per_node or config.sources.get("world_size") != "default":
             return self.nproc_per_node or parallel.world_size or 1
         sizes = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size)
-        return _num_gpus() or math.prod(sizes)
+        return launcher.num_gpus() or math.prod(sizes)
 
     def _rows(self, value: Any, name: str) -> str:
         if isinstance(value, (str, os.PathLike)):
@@ -240,36 +237,38 @@ class GRPOTrainer:
         self.objects[name] = value
         return given.PREFIX + name
 
-    def _newest_checkpoint(self) -> Path | None:
-        from megatron_grpo.checkpoint.manifest import Folder
-
-        folder = Folder(self.output_dir / "checkpoints")
-        return next((folder.directory(one.step) for one in folder.candidates() if not isinstance(one, str)), None)
-
     # ---- running
 
-    def _run_here(self, command: str, settings: Mapping[str, Any]) -> int:
-        """Run a command in this process, which is a rank, and return its exit code."""
-        from megatron_grpo import cli
-
-        given.provide(self.objects)
-        listens = command == "train" and self._callbacks.callbacks
-        with _words(settings) as words:
-            try:
-                return cli.run(command, words, {"listener": self._callbacks.listen} if listens else {})
-            except RunInterruptedError as error:
-                from megatron_grpo.parallel import state
-
-                state.stop()  # so that a later call can join a job again
-                return cli.exit_code(error)
-
-    def _launch(self, command: str, settings: Mapping[str, Any], number: int) -> int:
+    def _run(self, command: str, settings: Mapping[str, Any], number: int, output_dir: Path) -> int:
+        """Run a command in this process if it is a rank, else in `number` ranks, and return its exit code."""
         given.provide(self.objects)  # fingerprints are taken here, where sources of notebooks can be read
-        listens = command == "train" and bool(self._callbacks.callbacks)
-        with launch.launch_folder(self.output_dir) as folder:
+        listen = self._callbacks.listen if command == "train" and self._callbacks.callbacks else None
+        if launcher.read().is_launched:
+            return _run_here(command, settings, {"listener": listen} if listen else {})
+        with launch.launch_folder(output_dir) as folder:
             words = write_settings(folder, settings)
-            launch.write_launch(folder, command, words, self.objects, listens=listens)
-            return launch.RankProcesses(folder, number, listen=self._callbacks.listen if listens else None, echo=self.echo).run()
+            launch.write_launch(folder, command, words, self.objects, listens=listen is not None)
+            return launch.RankProcesses(folder, number, listen=listen, echo=self.echo).run()
+
+
+def _run_here(command: str, settings: Mapping[str, Any], parts: Mapping[str, Any]) -> int:
+    from megatron_grpo import cli
+
+    with _words(settings) as words:
+        try:
+            return cli.run(command, words, parts)
+        except RunInterruptedError as error:
+            from megatron_grpo.parallel import state
+
+            state.stop()  # so that a later call can join a job again
+            return cli.exit_code(error)
+
+
+def _newest_checkpoint(output_dir: Path) -> Path | None:
+    from megatron_grpo.checkpoint.manifest import Folder
+
+    folder = Folder(output_dir / "checkpoints")
+    return next((folder.directory(one.step) for one in folder.candidates() if not isinstance(one, str)), None)
 
 
 def plan(args: Any = None, **parts: Any) -> Plan:
@@ -290,15 +289,3 @@ def _words(settings: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yield a command line that names a file with these settings."""
     with tempfile.TemporaryDirectory(prefix="megatron_grpo.") as folder:
         yield write_settings(Path(folder), settings)
-
-
-def _num_gpus() -> int:
-    """Return the number of visible GPUs without importing torch, which would create a CUDA context in the program."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([one for one in visible.split(",") if one.strip() and one.strip() != "-1"])
-    try:
-        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return len([line for line in found.splitlines() if line.startswith("GPU ")])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -307,3 +308,21 @@ def ended_before() -> tuple[int, str] | None:
         if int(code) == EXIT_INTERRUPTED or int(world_size) == launched.world_size:
             return int(code), f"torchrun started the job again, and this attempt ends at once: {_WHY[int(code)]}."
     return None
+
+
+def gpu_memories() -> list[int]:
+    """Return the memory of each GPU that nvidia-smi lists, in bytes. torch would create a CUDA context in this process."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+        return [int(mebibytes) * 2**20 for mebibytes in listed]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+
+
+def num_gpus() -> int:
+    """Return the number of GPUs in CUDA_VISIBLE_DEVICES, without it of those of this machine."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(gpu_memories())
+    return len([one for one in visible.split(",") if one.strip() and one.strip() != "-1"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import chdir
@@ -18,12 +17,12 @@ from typing import Any
 
 import yaml
 
+from megatron_grpo.base import launcher
 from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.rewards.loading import BUILT_IN
 
 MODEL, DATA, REWARD, MEMORY = "Qwen/Qwen3-0.6B", "data.jsonl", "reward.py:correct", 80.0  # defaults; memory in GB
 NUM_GENERATIONS, MICRO_BATCH, LEAST_BATCH = 8, 4, 128  # completions
-SECONDS = 20.0  # time limit of nvidia-smi
 CONFIG = """\
 # Settings of `megatron-grpo train`; `megatron-grpo train --help` explains them. Any of them can be overridden behind --config.
 
@@ -205,14 +204,9 @@ def _number(question: str, default: float, *, is_whole: bool = False) -> float:
 
 
 def _gpus_here() -> tuple[int, float]:
-    """Return (number, memory of the smallest in GB) of the GPUs that nvidia-smi lists; without any, one of 80 GB."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout.split()
-        memories = [int(mebibytes) * 2**20 / 1e9 for mebibytes in listed]
-    except (OSError, subprocess.SubprocessError, ValueError):
-        memories = []
-    return (len(memories), float(math.floor(min(memories)))) if memories else (1, MEMORY)
+    """Return (number, memory of the smallest in GB) of the GPUs of this machine; without any, one of 80 GB."""
+    memories = launcher.gpu_memories()
+    return (len(memories), float(min(memories) // 1e9)) if memories else (1, MEMORY)
 
 
 def _example_rows() -> list[dict[str, Any]]:

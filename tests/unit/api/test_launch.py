@@ -95,8 +95,12 @@ def test_metrics_are_heard_in_the_program_and_a_request_stops_the_ranks(run):
     def act(folder, rank):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
         if rank == 0:
+            first, second = (json.dumps({"step": step, "numbers": {"reward": step / 2}}) + "\n" for step in (1, 2))
             with (folder / "metrics.jsonl").open("a") as stream:
-                stream.writelines(json.dumps({"step": step, "numbers": {"reward": step / 2}}) + "\n" for step in (1, 2))
+                for text in (first + second[:9], second[9:]):  # the program reads while a line is being written
+                    stream.write(text)
+                    stream.flush()
+                    time.sleep(2 * launch.SECONDS_BETWEEN_LOOKS)
         while True:
             time.sleep(0.01)
 

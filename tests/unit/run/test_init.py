@@ -91,7 +91,7 @@ def test_own_data_and_rewards_are_named_and_not_written(tmp_path, monkeypatch):
 
 
 def test_gpus_and_their_memory_come_from_nvidia_smi(tmp_path, monkeypatch):
-    assert init._gpus_here() in [(1, 80.0)] or init.subprocess.run(["nvidia-smi"], capture_output=True).returncode == 0
+    assert init._gpus_here() in [(1, 80.0)] or subprocess.run(["nvidia-smi"], capture_output=True).returncode == 0
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nprintf '81559\\n81559\\n'\n")
     program.chmod(0o755)
