@@ -80,7 +80,7 @@ class RunFiles:
 
     @property
     def end(self) -> str:
-        """How the run ended, as a sentence; empty if it runs, or if it was killed."""
+        """Sentence about the end of the run; empty if it runs, or if it was killed."""
         if self.total and self.step >= self.total and not (self.events and self.events[-1]["kind"] == "failed"):
             return "The run is finished."
         last = self.events[-1] if self.events else {}
@@ -199,6 +199,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def is_number(value: Any) -> bool:
     """Return whether a value of a record is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def thinned(points: Points, most: int) -> Points:
+    """Return at most `most` points: means of neighbours, at the last step of each."""
+    size = -(-len(points) // most)
+    if size < 2:
+        return points
+    parts = [points[at : at + size] for at in range(0, len(points), size)]
+    return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
 
 
 def text_of(value: Any, *, most: int) -> str:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo import __version__
-from megatron_grpo.analysis.run_files import Points, Row, RunFiles, is_number, runs_in, text_of
+from megatron_grpo.analysis.run_files import Points, Row, RunFiles, is_number, runs_in, text_of, thinned
 from megatron_grpo.base import activity
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError
 from megatron_grpo.base.files import write_whole
 from megatron_grpo.config.table import table
+from megatron_grpo.metrics.display import describe_duration
 
 PAGE = Path(__file__).parent / "page"
 GENERATOR = '<meta name="generator" content="megatron-grpo report">'  # marks a page that may be replaced
@@ -165,7 +166,9 @@ def drawn(figure: Figure, runs: Sequence[RunFiles]) -> dict[str, Any] | None:
             if any(value for _, value in points):
                 names[metric] = None
                 label = label if len(runs) == 1 else f"{run.name}: {label}"
-                curves.append(Curve(label=label, run=number_of_run, place=place, points=thinned(points), is_dotted=metric == HELD_OUT))
+                curves.append(
+                    Curve(label=label, run=number_of_run, place=place, points=thinned(points, MOST_POINTS), is_dotted=metric == HELD_OUT)
+                )
     if not curves:
         return None
     values = [dict(curve.points) for curve in curves]
@@ -197,15 +200,6 @@ def curves_of(figure: Figure, run: RunFiles) -> list[tuple[str, str, Points]]:
         else:
             found.append((metric, label, run.series(metric)))
     return found
-
-
-def thinned(points: Points) -> Points:
-    """Return a curve of at most MOST_POINTS points: means of neighbours, at the last step of each."""
-    size = -(-len(points) // MOST_POINTS)
-    if size < 2:
-        return points
-    parts = [points[at : at + size] for at in range(0, len(points), size)]
-    return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
 
 
 def significant(value: float | None) -> float | None:
@@ -247,7 +241,7 @@ def summary(run: RunFiles) -> list[tuple[str, str]]:
     rows = [
         ("optimizer steps", f"{run.step:,} of {run.total:,}" if run.total else f"{run.step:,}"),
         ("trained tokens", f"{run.steps[-1].get('num_tokens') or 0:,}"),
-        ("time in steps", duration(seconds)),
+        ("time in steps", describe_duration(seconds)),
     ]
     if rewards:
         means = sum(rewards[:few]) / few, sum(rewards[-few:]) / few
@@ -304,11 +298,3 @@ def compared(columns: Sequence[Row]) -> list[tuple[str, list[str], bool]]:
 def number(value: Any) -> str:
     """Format a number of a table."""
     return f"{value:.4g}" if is_number(value) else "–"
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as 42 s, 4 min 05 s, or 2 h 07 min."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds) // 60
-    return f"{minutes} min {round(seconds) % 60:02d} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02d} min"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.columns import Columns
@@ -15,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron_grpo.analysis.run_files import RunFiles, text_of
+from megatron_grpo.analysis.run_files import Points, RunFiles, text_of, thinned
 from megatron_grpo.base.errors import EXIT_DONE, ConfigError
 from megatron_grpo.base.files import read_object
 from megatron_grpo.metrics.display import NOW, RECENT_STEPS, describe_duration
@@ -73,13 +72,11 @@ def view(folder: Path) -> Group:
     run = RunFiles.read(folder)
     metrics, scores = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
     for name, label in SHOWN.items():
-        values = [value for _, value in run.series(name)]
-        if any(values):
-            metrics.add_row(Text(label, style="dim"), f"{values[-1]:.4g}", Text(spark(values), style="cyan"))
+        points = run.series(name)
+        if any(value for _, value in points):
+            metrics.add_row(Text(label, style="dim"), f"{points[-1][1]:.4g}", Text(spark(points), style="cyan"))
     for name, points in run.held_out().items():
-        scores.add_row(
-            Text(name), f"step {points[-1][0]}", f"{points[-1][1]:.3f}", Text(spark([value for _, value in points]), style="cyan")
-        )
+        scores.add_row(Text(name), f"step {points[-1][0]}", f"{points[-1][1]:.3f}", Text(spark(points), style="cyan"))
     panels = [Panel(metrics, title="metrics")] * bool(metrics.rows) + [Panel(scores, title="held out")] * bool(scores.rows)
     events = [Text(f"step {one['step']}: {one['text']}", style="yellow") for one in run.events[-3:]]
     return Group(*head(run), Columns(panels), *events, *completions(run))
@@ -115,10 +112,9 @@ def phase(run: RunFiles) -> str:
     )
 
 
-def spark(values: Sequence[float]) -> str:
+def spark(points: Points) -> str:
     """Return a line of at most WIDTH characters whose heights are means of neighbouring values."""
-    size = -(-len(values) // WIDTH)
-    means = [sum(values[at : at + size]) / len(values[at : at + size]) for at in range(0, len(values), size)]
+    means = [mean for _, mean in thinned(points, WIDTH)]
     low, high = min(means), max(means)
     return "".join(SPARKS[int((mean - low) / ((high - low) or 1.0) * (len(SPARKS) - 1))] for mean in means)
 
