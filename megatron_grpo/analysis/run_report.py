@@ -30,7 +30,7 @@ MOST_ANSWERS, MOST_GROUPS, MOST_SCHEDULE = 8, 6, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class ReportFigure:
     """One figure of the page: its title, the unit of its values, metric -> label, and a sentence about it."""
 
     title: str
@@ -43,28 +43,29 @@ class Figure:
 
 HELD_OUT, EACH_REWARD = "evaluations.jsonl", "rewards/{name}/mean"  # stand for one curve per set, and per reward
 FIGURES = (
-    Figure("Reward", "", {"reward": "training", EACH_REWARD: "", HELD_OUT: "held out"}, "Mean over a rollout. Dots: held-out prompts."),
-    Figure("Groups without a signal", "share", {"frac_reward_zero_std": "groups with equal rewards"},
-           "Groups whose completions all have the same reward have an advantage of zero."),
-    Figure("Length of completions", "tokens", {"completions/mean_length": "mean", "completions/max_length": "maximum"}),
-    Figure("Truncated completions", "share", {"completions/clipped_ratio": "reached max_completion_length"}),
-    Figure("Entropy of the policy", "nats per token", {"entropy": "entropy"}),
-    Figure("KL divergence", "nats per token", {"kl": "from the reference", "teacher_kl": "from the teacher"}),
-    Figure("Difference of trainer and sampler", "nats", {"sampling/sampling_logp_difference/max": "maximum",
-           "sampling/sampling_logp_difference/mean": "mean"},
-           "Log-probs of the same tokens. Growth means that weights or arithmetic differ.", is_log=True),
-    Figure("Clipped tokens", "share", {"clip_ratio/low_mean": "lower bound", "clip_ratio/high_mean": "upper bound"}),
-    Figure("Gradient norm", "", {"grad_norm": "before clipping"}),
-    Figure("Learning rate", "", {"learning_rate": "learning rate"}, is_exact=True),
-    Figure("Staleness", "optimizer steps", {"staleness/mean": "mean", "staleness/max": "maximum"},
-           "Optimizer steps between the weights that sampled a row and the weights that it trained."),
-    Figure("Time per optimizer step", "seconds", {"time/step": "total", "time/rollout": "sampling", "time/train": "training"}),
-    Figure("Throughput", "tokens per second", {"tokens_per_second": "trained tokens"}),
+    ReportFigure("Reward", "", {"reward": "training", EACH_REWARD: "", HELD_OUT: "held out"},
+                 "Mean over a rollout. Dots: held-out prompts."),
+    ReportFigure("Groups without a signal", "share", {"frac_reward_zero_std": "groups with equal rewards"},
+                 "Groups whose completions all have the same reward have an advantage of zero."),
+    ReportFigure("Length of completions", "tokens", {"completions/mean_length": "mean", "completions/max_length": "maximum"}),
+    ReportFigure("Truncated completions", "share", {"completions/clipped_ratio": "reached max_completion_length"}),
+    ReportFigure("Entropy of the policy", "nats per token", {"entropy": "entropy"}),
+    ReportFigure("KL divergence", "nats per token", {"kl": "from the reference", "teacher_kl": "from the teacher"}),
+    ReportFigure("Difference of trainer and sampler", "nats", {"sampling/sampling_logp_difference/max": "maximum",
+                 "sampling/sampling_logp_difference/mean": "mean"},
+                 "Log-probs of the same tokens. Growth means that weights or arithmetic differ.", is_log=True),
+    ReportFigure("Clipped tokens", "share", {"clip_ratio/low_mean": "lower bound", "clip_ratio/high_mean": "upper bound"}),
+    ReportFigure("Gradient norm", "", {"grad_norm": "before clipping"}),
+    ReportFigure("Learning rate", "", {"learning_rate": "learning rate"}, is_exact=True),
+    ReportFigure("Staleness", "optimizer steps", {"staleness/mean": "mean", "staleness/max": "maximum"},
+                 "Optimizer steps between the weights that sampled a row and the weights that it trained."),
+    ReportFigure("Time per optimizer step", "seconds", {"time/step": "total", "time/rollout": "sampling", "time/train": "training"}),
+    ReportFigure("Throughput", "tokens per second", {"tokens_per_second": "trained tokens"}),
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
+class ReportCurve:
     """A curve of a figure: its label, the number of its run, its place in the figure, its points, and whether they are drawn as dots."""
 
     label: str
@@ -158,7 +159,7 @@ def hashes(texts: Sequence[str]) -> str:
 # ---- figures ---------------------------------------------------------------------------------------------------------------------------
 
 
-def drawn(figure: Figure, runs: Sequence[RunFiles]) -> dict[str, Any] | None:
+def drawn(figure: ReportFigure, runs: Sequence[RunFiles]) -> dict[str, Any] | None:
     """Return what the template and the script need of a figure; None if no run has data that differs from 0."""
     curves, names = [], dict[str, None]()
     for number_of_run, run in enumerate(runs):
@@ -166,9 +167,8 @@ def drawn(figure: Figure, runs: Sequence[RunFiles]) -> dict[str, Any] | None:
             if any(value for _, value in points):
                 names[metric] = None
                 label = label if len(runs) == 1 else f"{run.name}: {label}"
-                curves.append(
-                    Curve(label=label, run=number_of_run, place=place, points=thinned(points, MOST_POINTS), is_dotted=metric == HELD_OUT)
-                )
+                thin = thinned(points, MOST_POINTS)
+                curves.append(ReportCurve(label=label, run=number_of_run, place=place, points=thin, is_dotted=metric == HELD_OUT))
     if not curves:
         return None
     values = [dict(curve.points) for curve in curves]
@@ -187,7 +187,7 @@ def drawn(figure: Figure, runs: Sequence[RunFiles]) -> dict[str, Any] | None:
     }
 
 
-def curves_of(figure: Figure, run: RunFiles) -> list[tuple[str, str, Points]]:
+def curves_of(figure: ReportFigure, run: RunFiles) -> list[tuple[str, str, Points]]:
     """Return (metric, label, points) of the curves that a figure has of a run; without data the points are empty."""
     found: list[tuple[str, str, Points]] = []
     for metric, label in figure.metrics.items():

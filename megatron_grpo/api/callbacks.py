@@ -45,7 +45,7 @@ class TrainerControl:
         object.__setattr__(self, name, value)
 
 
-class Callbacks:
+class CallbackHandler:
     """Calls those methods that each callback has.
 
     Args:

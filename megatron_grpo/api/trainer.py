@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_grpo.api import launch
-from megatron_grpo.api.callbacks import Callbacks
+from megatron_grpo.api.callbacks import CallbackHandler
 from megatron_grpo.api.settings import explicit_settings, write_settings
 from megatron_grpo.base import given, launcher
 from megatron_grpo.base.errors import EXIT_DONE, RunInterruptedError, config_error
@@ -104,7 +104,7 @@ class GRPOTrainer:
         echo: bool = True,
     ):
         self.args, self.nproc_per_node, self.echo = args, nproc_per_node, echo
-        self._callbacks = Callbacks(callbacks, args)
+        self._callbacks = CallbackHandler(callbacks, args)
         self.objects: dict[str, Any] = {}  # by the names that settings have for them
         self._own: dict[str, Any] = {}  # settings that the other arguments imply
         if model is not None:

@@ -94,7 +94,7 @@ exec torchrun --standalone --nproc_per_node {gpus} --shutdown-timeout 300 -m meg
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
+class InitAnswers:
     """Answers to the five questions.
 
     Args:
@@ -161,20 +161,20 @@ def run_init(argv: Sequence[str], plan: Callable[[list[str]], int]) -> int:
     return code
 
 
-def _defaults() -> Answers:
+def _defaults() -> InitAnswers:
     """Return and print the default answers."""
     gpus, memory = _gpus_here()
-    answers = Answers(gpus=gpus, memory=memory)
+    answers = InitAnswers(gpus=gpus, memory=memory)
     told = f"model {answers.model}, data {answers.data}, reward {answers.reward}, {gpus} GPU(s) of {memory:g} GB"
     print(f"No terminal to ask in, so these are the defaults: {told}.")
     return answers
 
 
-def _asked() -> Answers:
+def _asked() -> InitAnswers:
     """Ask the five questions in the terminal."""
     gpus, memory = _gpus_here()
     print("Five questions; Enter takes the answer in brackets.")
-    return Answers(
+    return InitAnswers(
         model=_ask("Model, a Hub name or a directory", MODEL),
         data=_ask("Data, a .jsonl or .parquet file or a Hub name", DATA),
         reward=_ask(f"Reward, FILE.py:FUNCTION or one of {', '.join(BUILT_IN)}", REWARD),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_grpo.api.callbacks import Callbacks
+from megatron_grpo.api.callbacks import CallbackHandler
 from megatron_grpo.base.errors import ConfigError
 
 STEP, SCORES = {"num_tokens": 8, "reward": 0.5}, {"eval/reward": 0.25}
@@ -37,7 +37,7 @@ class OnlyLogs:
 
 def test_methods_are_called_in_order_and_missing_ones_are_not():
     recorder = Recorder()
-    callbacks = Callbacks([recorder, OnlyLogs()], "args")
+    callbacks = CallbackHandler([recorder, OnlyLogs()], "args")
     callbacks.begin(2)
     assert not callbacks.listen(0, SCORES) and not callbacks.listen(1, STEP)
     callbacks.end()
@@ -45,7 +45,7 @@ def test_methods_are_called_in_order_and_missing_ones_are_not():
 
 
 def test_a_request_to_stop_is_returned():
-    callbacks = Callbacks([Recorder(stops_at=2)], None)
+    callbacks = CallbackHandler([Recorder(stops_at=2)], None)
     callbacks.begin(5)
     assert [callbacks.listen(step, STEP) for step in (1, 2)] == [False, True]
     callbacks.begin(5)
@@ -55,10 +55,10 @@ def test_a_request_to_stop_is_returned():
 @pytest.mark.parametrize("name", ["should_save", "should_evaluate", "should_log", "should_epoch_stop"])
 def test_other_requests_are_refused(name):
     with pytest.raises(ConfigError, match=f"control.{name} is not supported: callbacks can set should_training_stop alone"):
-        setattr(Callbacks([], None).control, name, True)
+        setattr(CallbackHandler([], None).control, name, True)
 
 
 @pytest.mark.parametrize(("bad", "why"), [(Recorder, "Recorder is a class: pass an instance"), (object(), "has none of the methods")])
 def test_what_is_no_callback_is_refused(bad, why):
     with pytest.raises(ConfigError, match=why):
-        Callbacks([bad], None)
+        CallbackHandler([bad], None)

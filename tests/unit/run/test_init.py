@@ -12,7 +12,7 @@ import yaml
 
 from megatron_grpo.cli import main
 from megatron_grpo.run import init
-from megatron_grpo.run.init import Answers
+from megatron_grpo.run.init import InitAnswers
 from tests.chat_models import write_chat
 from tests.terminal import Terminal
 
@@ -81,13 +81,13 @@ def test_its_reward_compares_the_last_number_of_a_text_or_a_chat(tmp_path):
 
 def test_own_data_and_rewards_are_named_and_not_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    files = Answers(model="a: b", data="mine.parquet", reward="math", gpus=5).files()
+    files = InitAnswers(model="a: b", data="mine.parquet", reward="math", gpus=5).files()
     assert [*files] == ["config.yaml", "run.sh"]
     settings = yaml.safe_load(files["config.yaml"])
     assert settings["model"]["model"] == "a: b" and settings["rewards"]["reward_funcs"] == ["math"]
     assert settings["batch"]["global_batch_size"] == 160  # a multiple of 8 per prompt, and of 4 on each of 5 GPUs
     (tmp_path / "data.jsonl").touch()
-    assert "data.jsonl" not in Answers().files()
+    assert "data.jsonl" not in InitAnswers().files()
 
 
 def test_gpus_and_their_memory_come_from_nvidia_smi(tmp_path, monkeypatch):
