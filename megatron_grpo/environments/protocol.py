@@ -52,7 +52,7 @@ class Environment:
         super().__init_subclass__(**kwargs)
         if "reply" in vars(cls) and "step" not in vars(cls):
             warnings.warn(f"{cls.__name__}.reply is now named step; reply still works", FutureWarning, stacklevel=2)
-            cls.step = vars(cls)["reply"]  # type: ignore[method-assign]
+            cls.step = vars(cls)["reply"]  # type: ignore[method-assign]  # the former name of the method
 
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas that the chat template shows to the model. A class attribute, so all rows have the same tools."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -57,8 +57,3 @@ def is_total(name: str) -> bool:
     """Return whether a metric counts since the run began. A metric that the table does not have, such as one of a custom part, does not."""
     metric = find(name)
     return metric is not None and metric.is_total
-
-
-def unregistered(names: Iterable[str]) -> list[str]:
-    """Return the names of metrics.jsonl that no row of the table matches."""
-    return [name for name in names if find(name) is None]

@@ -385,7 +385,10 @@ def find_columns(cfg: Config, rewards: list[RewardFunction], rows: PromptRows, f
     if both := [name for name in names if name in of_episodes]:
         message = f"{flag} has the column {', '.join(both)}, a name that is reserved for values of episodes in rewards. Rename the column."
         raise config_error(flag, message)
-    without = lambda wanted: "" if set(wanted).intersection(of_episodes) else rows.without(wanted)  # noqa: E731
+
+    def without(wanted: Sequence[str]) -> str:
+        return "" if set(wanted).intersection(of_episodes) else rows.without(wanted)
+
     check_columns(rewards, (*names, *of_episodes), flag=flag, without=without)
 
 
