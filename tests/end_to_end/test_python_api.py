@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_grpo import GRPOConfig, GRPOTrainer
-from tests.end_to_end.runs import records, train, write_inputs
+from tests.end_to_end.runs import records, train, without_plots, write_inputs
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +45,36 @@ def test_metrics_are_those_of_the_command_line(tmp_path, number):
     assert without_times(tmp_path / "program/metrics.jsonl") == without_times(tmp_path / "command/metrics.jsonl")
     assert result.finished and result.step == 2 and (result.model / "model.safetensors").is_file()
     assert steps.seen == [(line["step"], line["reward"]) for line in result.history]
+
+
+def test_trainers_one_after_another_in_ranks_of_torchrun_train_as_if_each_were_alone(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed (pip install 'megatron-grpo[data]')")
+    write_inputs(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
+
+    def one_after_another(rank, world_size):
+        without_plots()
+        torch.distributed.destroy_process_group()  # of the tests; a trainer joins the job, as torchrun's store has it
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+
+        def even(completion_ids, **columns):
+            return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+        def trainer(name, data, **settings):
+            steps = Steps()
+            args = GRPOConfig(output_dir=str(tmp_path / name), **SIZES, tensor_model_parallel_size=2, **settings)
+            return steps, GRPOTrainer(tmp_path / "model", even, args, data, {"held": rows[:4]}, callbacks=[steps], echo=False)
+
+        _, first = trainer("first", rows)
+        first.train()
+        steps, second = trainer("second", datasets.Dataset.from_list(rows))
+        result = second.train()
+        return result.step, [reward for _, reward in steps.seen], second.evaluate(num_generations_eval=2)
+
+    (step, seen, [evaluation]), (same_step, silent, _) = run_ranks(one_after_another, 2, timeout=300)
+    assert without_times(tmp_path / "first/metrics.jsonl") == without_times(tmp_path / "second/metrics.jsonl")
+    assert step == same_step == len(seen) == 2 and silent == [], "callbacks are called on rank 0"
+    assert (evaluation["step"], evaluation["n"]) == (2, 2)
 
 
 def test_the_notebook_trains_from_a_cell_and_draws(tmp_path, monkeypatch):
