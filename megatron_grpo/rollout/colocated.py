@@ -31,6 +31,7 @@ from megatron_grpo.rollout.engine import SamplingSettings, WeightSyncError, prom
 from megatron_grpo.rollout.experts import ExpertLayers, completion_routes, of_group
 from megatron_grpo.rollout.probes import probe_sequences
 from megatron_grpo.rollout.turns import DONE, GIVES_UP, EngineTurns, LeadingTurns, Player, follow, lead
+from megatron_grpo.rollout.vllm_scheduling import patch_scheduling
 from megatron_grpo.rollout.vllm_weights import AdapterSlot, WeightLoader, buffers_of, missing_sentence, refuse_changed
 from megatron_grpo.types import Completion, Group, Prompt, make_completion
 from megatron_grpo.types import Sequence as Scored
@@ -125,6 +126,8 @@ class ColocatedEngine:
             )  # fmt: skip
         collectives.barrier_with_timeout()  # a rank that compiles for the first time takes minutes more than the others
         vllm_patches.report_steps(llm)
+        if not on_gpu and experts is None:  # routing is returned by each request for all tokens of its prompt
+            patch_scheduling(llm)
         engine = cls(llm, rank=rank, world_size=world_size, tensor_parallel_size=tp, max_model_len=max_model_len,
                      sleep_level=cfg.sleep_level if on_gpu else 0, adapter=AdapterSlot(llm, room.modules) if room else None,
                      experts=experts)  # fmt: skip

@@ -53,11 +53,13 @@ def take_logprobs_as_they_come() -> None:
 
         def _update_sample_logprobs(self, logprobs_lists: Any) -> None:
             all_ids, all_logprobs, *_ = logprobs_lists
+            if not self.num_logprobs:
+                sampled = all_logprobs[:, 0].tolist()
+                self.cumulative_logprob += sum(sampled)
+                self.logprobs += [(None, (value,)) for value in sampled]
+                return
             for row_ids, row in zip(all_ids, all_logprobs, strict=True):
                 self.cumulative_logprob += float(row[0])
-                if not self.num_logprobs:
-                    self.logprobs.append((None, (float(row[0]),)))
-                    continue
                 is_left = row[: 1 + self.num_logprobs] > -np.inf  # other requests may ask for more
                 is_left[0] = True
                 here = is_left.nonzero()[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import glob
 import os
 import signal
@@ -121,6 +122,40 @@ def test_completions_do_not_depend_on_how_much_fits_at_once(model_path):
     (roomy,) = run_ranks(lambda *args: body(*args), 1)
     (tight,) = run_ranks(lambda *args: body(*args, vllm_kv_cache_memory_mb=1), 1)
     assert roomy == tight
+
+
+def test_a_prompt_is_computed_once_for_its_completions_and_every_bit_stays(model_path):
+    """In a cache of 1,000 tokens completions are thrown out and begun again; requests of one completion each share no part of a block."""
+    lengths = [1, 2, 5, 31, 32, 33, 40, 64, 65, 100]
+    prompts = [
+        Prompt(number=i, row=i, raw="", token_ids=tuple(4 + (3 * i + k) % 120 for k in range(n)), columns={}) for i, n in enumerate(lengths)
+    ]
+    sampling = SamplingSettings(n=6, max_completion_length=40)
+
+    def body(rank, world_size, megabytes):
+        from megatron_grpo.rollout.vllm_requests import sampled_logprobs, sampling_params
+
+        with engine_at(model_path, rank, world_size, max_model_len=140, vllm_max_num_seqs=64, vllm_kv_cache_memory_mb=megabytes) as engine:
+            scheduler, computed = engine._llm.llm_engine.engine_core.engine_core.scheduler, []
+            schedule = scheduler.schedule
+            scheduler.schedule = lambda *args: (computed.append(schedule(*args)), computed[-1])[1]
+            groups = engine.generate(prompts, sampling, seed=1)
+            if megabytes > 1:
+                assert computed[0].total_num_scheduled_tokens == sum(lengths) + 5 * len(lengths)
+            else:
+                assert any(step.preempted_req_ids for step in computed)
+            engine._forget_prefixes()
+            one_each = dataclasses.replace(sampling, n=1)
+            seeds = [(prompt, engine._request_seed(1, prompt, sampling) + i) for prompt in prompts for i in range(sampling.n)]
+            asked = [(prompt.token_ids, (), sampling_params(one_each, seed, vocab_size=128)) for prompt, seed in seeds]
+            alone = [answer.outputs[0] for answer in engine._run(asked)]
+            together = [completion for group in groups for completion in group.completions]
+            for one, other in zip(together, alone, strict=True):
+                drawn = len(one.answer_ids)
+                assert one.answer_ids == tuple(other.token_ids) and one.logprobs[-drawn:].tolist() == sampled_logprobs(other)
+
+    run_ranks(lambda *args: body(*args, megabytes=8), 1)
+    run_ranks(lambda *args: body(*args, megabytes=1), 1)
 
 
 def test_engine_at_work_prints_nothing(model_path):
