@@ -1,10 +1,13 @@
-"""What our engine adds to vLLM: the same requests through `ColocatedEngine.generate` and through a bare `LLM.generate`.
+"""Our engine beside vLLM and transformers: the same requests through `ColocatedEngine.generate`, a bare `LLM.generate`, and `generate`.
 
     python benchmarks/rollout.py --pairs 7
+    python benchmarks/rollout.py --pairs 7 --prompts 32 --prompt-tokens 7 --completion 6     # sizes of the quickstart
 
 All are in this process and take turns. "bare vLLM" is an `LLM` with vLLM's own defaults, apart from what a CPU must have (no compilation,
 a size of the KV cache), asked for text and log-probs as TRL asks. "bare, our options" is the `LLM` inside our engine, asked exactly as we
-ask: what is left is ours. Answers stay as vLLM gives them. Tokens are compared before a time is printed. CPU seconds on one thread.
+ask: what is left is ours. Answers stay as vLLM gives them. Tokens are compared before a time is printed. "transformers" is `generate` on
+the prompts padded on the left, as TRL calls it without vLLM: it draws other tokens and returns neither log-probs nor text. CPU seconds on
+one thread.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from megatron_grpo.rollout.vllm_requests import sampling_params
 from megatron_grpo.types import Prompt
 from tests.tiny_models import write_tiny
 
-OURS, BARE, INSIDE = "ours", "bare vLLM", "bare, our options"
+OURS, BARE, INSIDE, GENERATE = "ours", "bare vLLM", "bare, our options", "transformers"
 
 
 def cpu_of(work):
@@ -60,6 +63,7 @@ def main() -> None:
     cfg = RolloutConfig(vllm_kv_cache_memory_mb=256, vllm_max_num_seqs=256)
     engine = ColocatedEngine.build(cfg, model_path=path, dtype="float32", max_model_len=longest, seed=0, rank=0, world_size=1)
 
+    from transformers import AutoModelForCausalLM
     from vllm import LLM, SamplingParams
 
     bare = LLM(str(path), dtype="float32", max_model_len=longest, enforce_eager=True, kv_cache_memory_bytes=256 << 20, max_num_seqs=256,
@@ -82,14 +86,23 @@ def main() -> None:
     def seed_of(prompt: Prompt):
         return engine._request_seed(1, prompt, sampling)
 
-    spent: dict[str, list[float]] = {OURS: [], BARE: [], INSIDE: []}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+    def by_transformers(asked: list[Prompt]):
+        texts = [prompt.raw for prompt in asked for _ in range(sampling.n)]
+        inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+        with torch.no_grad():
+            return model.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=sampling.max_completion_length)
+
+    spent: dict[str, list[float]] = {OURS: [], BARE: [], INSIDE: [], GENERATE: []}
     drawn = []
     for turn in range(arguments.pairs + 1):  # the first warms up
         asked, found = prompts(turn * arguments.prompts), {}
         ways = {
             OURS: lambda: [[one.answer_ids for one in group.completions] for group in engine.generate(asked, sampling, seed=1)],  # noqa: B023 - called at once, below
             BARE: lambda: ask(bare, asked, [as_trl_asks(prompt) for prompt in asked]),  # noqa: B023
-            INSIDE: lambda: ask(engine._llm, asked, [sampling_params(sampling, seed_of(prompt)) for prompt in asked]),  # noqa: B023
+            INSIDE: lambda: ask(engine._llm, asked, [sampling_params(sampling, seed_of(prompt), vocab_size=512) for prompt in asked]),  # noqa: B023
+            GENERATE: lambda: by_transformers(asked),  # noqa: B023
         }
         for way in ways if turn % 2 else reversed(ways):
             seconds, found[way] = cpu_of(ways[way])
@@ -104,7 +117,7 @@ def main() -> None:
     table = Table("", "median (from, to)", title=title)
     rows = [(f"{way}, CPU s", np.array(seconds), ".3f") for way, seconds in spent.items()]
     rows += [("tokens of ours a CPU second", tokens / mine, ",.0f")]
-    rows += [(f"ours, of the rate of {way}", other / mine, ".3f") for way, other in zip((BARE, INSIDE), others, strict=True)]
+    rows += [(f"ours, of the rate of {way}", other / mine, ".3f") for way, other in zip((BARE, INSIDE, GENERATE), others, strict=True)]
     for name, values, form in rows:
         table.add_row(name, f"{np.median(values):{form}} ({min(values):{form}} to {max(values):{form}})")
     console.print(table)
