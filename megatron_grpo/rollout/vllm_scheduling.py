@@ -48,7 +48,7 @@ class _Patches:
         self._runner.execute_model, self._runner._build_attention_metadata = self.execute_model, self.build_attention_metadata
 
     def get_computed_blocks(self, request: Any) -> tuple[Any, int, int]:
-        """Return the computed blocks of a new request, their tokens and a boundary, with the last block of its prompt if its group has it."""
+        """Return the computed blocks of a new request, their tokens and a boundary, with its prompt's last block if its group has it."""
         blocks, num_computed, boundary = self._find(request)
         group, last = request.request_id.partition("_")[2], request.num_prompt_tokens - 1
         # A request with images needs the encoder's output; one with tokens of its own was preempted.
