@@ -14,7 +14,7 @@ from megatron_grpo.parallel import collectives
 from megatron_grpo.trainer.sample_buffer import SampleBuffer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from megatron_grpo.batching.schedule import ScheduledStep, TrainingSchedule
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_grpo.trainer.evaluate import Evaluator
     from megatron_grpo.trainer.rollouts import Rollouts
     from megatron_grpo.trainer.weight_sync import WeightSyncManager
-    from megatron_grpo.types import GlobalBatch, Progress, Rollout, RowKey, TrainingRow
+    from megatron_grpo.types import GlobalBatch, Progress, Rollout, TrainingRows
 
 
 class StopRequest(Protocol):
@@ -179,7 +179,7 @@ def sync_stop_flags(run: Run) -> tuple[bool, bool]:
     return run.stop.is_requested(all_reduce_max), largest == 1.0
 
 
-def log_step(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedStep, rows: Mapping[RowKey, TrainingRow]) -> None:
+def log_step(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedStep, rows: TrainingRows) -> None:
     """Log the metrics of a step and, if the guard refused it, the rows that caused its gradient.
 
     Args:
@@ -191,11 +191,10 @@ def log_step(run: Run, progress: Progress, batch: GlobalBatch, trained: TrainedS
     """
     run.logger.step(progress, batch, trained.metrics, skipped=trained.skipped)
     if trained.skipped_step:
-        numbers = {key: rows[key].prompt_number for key in trained.skipped_step.rows}
-        places = {
-            (rollout, row): dict(rollout=rollout, row=row, prompt_number=number, dataset_row=run.prompts.row_of(number))
-            for (rollout, row), number in numbers.items()
-        }
+        places = {}
+        for rollout, row in trained.skipped_step.rows:
+            number = int(rows.prompt_number[rows.places_of(rollout, row)])
+            places[rollout, row] = dict(rollout=rollout, row=row, prompt_number=number, dataset_row=run.prompts.row_of(number))
         run.logger.skipped_step(progress, trained.skipped_step.record(places), trained.skipped_step.lines(places))
 
 
@@ -290,7 +289,7 @@ def saved_if_sampling_ends(
     run: Run,
     progress: Progress,
     buffer: SampleBuffer,
-    unlogged: tuple[GlobalBatch, TrainedStep, Mapping[RowKey, TrainingRow]] | None = None,
+    unlogged: tuple[GlobalBatch, TrainedStep, TrainingRows] | None = None,
 ) -> Iterator[None]:
     """Save the state from before the block if sampling fails inside it, then end the run.
 

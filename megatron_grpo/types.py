@@ -25,6 +25,23 @@ def _none() -> np.ndarray:
     return np.zeros(0, dtype=np.int64)
 
 
+def _no_flags() -> np.ndarray:
+    return np.zeros(0, dtype=bool)
+
+
+def ragged(starts: np.ndarray, counts: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return the indices of the elements of some stretches of a flat array, one stretch after another.
+
+    Args:
+        starts: First element of each stretch, int64 [n].
+        counts: Elements of each stretch, int64 [n].
+        places: Stretches to select, int64 [k].
+    """
+    chosen = counts[places]
+    ends = np.cumsum(chosen)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts[places] - ends + chosen, chosen)
+
+
 class SamplingMask(NamedTuple):
     """Token IDs that survived top-k/top-p/min-p filtering at each of n positions, in CSR layout.
 
@@ -56,9 +73,8 @@ class SamplingMask(NamedTuple):
         Args:
             places: Positions to select, int [k].
         """
-        counts = self.counts[places]
-        at = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
-        return SamplingMask(at, self.ids[np.repeat(self.at[:-1][places] - at[:-1], counts) + np.arange(at[-1])])
+        at = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.counts[places])])
+        return SamplingMask(at, self.ids[ragged(self.at[:-1], self.counts, places)])
 
 
 class SequenceLengths(NamedTuple):
@@ -67,6 +83,46 @@ class SequenceLengths(NamedTuple):
     contexts: tuple[int, ...]  # tokens of each context
     group: tuple[int, int] | None = None  # (rollout, prompt number); None if it shares with none
     prefix: int = 0  # computed tokens that every context of the group begins with, as far as it is known
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowLengths:
+    """Lengths of rows, as `SequenceLengths`: one array per field."""
+
+    group: np.ndarray  # int64 [rows]: number of the row's group
+    prefix: np.ndarray  # int64 [rows]
+    num_contexts: np.ndarray  # int64 [rows]
+    contexts: np.ndarray  # int64 [contexts]: tokens of each context, row by row
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    @classmethod
+    def of(cls, rows: RowLengths | SequenceOf[SequenceLengths]) -> RowLengths:
+        """Return the lengths of rows as arrays. A row that shares with none has a group to itself.
+
+        Args:
+            rows: Lengths of each row.
+        """
+        if isinstance(rows, RowLengths):
+            return rows
+        numbers: dict[object, int] = {}
+        names = [-1 - i if row.group is None else row.group for i, row in enumerate(rows)]
+        return cls(
+            group=np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64),
+            prefix=np.array([row.prefix for row in rows], dtype=np.int64),
+            num_contexts=np.array([len(row.contexts) for row in rows], dtype=np.int64),
+            contexts=np.array([tokens for row in rows for tokens in row.contexts], dtype=np.int64),
+        )
+
+    def take(self, places: np.ndarray) -> RowLengths:
+        """Select rows in the given order.
+
+        Args:
+            places: Rows to select, int64 [k].
+        """
+        contexts = self.contexts[ragged(np.cumsum(self.num_contexts) - self.num_contexts, self.num_contexts, places)]
+        return RowLengths(self.group[places], self.prefix[places], self.num_contexts[places], contexts)
 
 
 class TokensToScore(NamedTuple):
@@ -438,52 +494,99 @@ class SampleWithOldLogprobs(Sample):
             )
 
 
-# Fields that `Sample` and `TrainingRow` share.
+# Fields that `Sample` and `TrainingRows` share.
 OF_ROW_AND_SAMPLE = ("rollout", "row", "prompt_number", "version", "on_policy_version", "prefix", "is_zero_std", "is_truncated")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRow:
-    """Numbers and flags of a row that waits to be trained, known to every rank.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainingRows:
+    """Numbers and flags of rows that wait to be trained, known to every rank: one array per field, rows in ascending (rollout, row).
 
-    The `Sample` itself is held by all model-parallel ranks of one data-parallel rank, `dp_rank`.
+    The `Sample` of a row is held by all model-parallel ranks of one data-parallel rank, `dp_rank`.
     """
 
-    rollout: int
-    row: int
-    prompt_number: int
-    version: int
-    on_policy_version: int
-    prefix: int = 0
-    contexts: tuple[int, ...]  # tokens of each context
-    num_masked: int
-    is_zero_std: bool
-    is_truncated: bool
-    has_old_logprobs: bool = False  # has old log-probs by the weights of version `on_policy_version`
-    dp_rank: int  # data-parallel rank
+    rollout: np.ndarray = field(default_factory=_none)  # int64 [n], as all that are not flags
+    row: np.ndarray = field(default_factory=_none)
+    prompt_number: np.ndarray = field(default_factory=_none)
+    version: np.ndarray = field(default_factory=_none)
+    on_policy_version: np.ndarray = field(default_factory=_none)
+    prefix: np.ndarray = field(default_factory=_none)
+    num_contexts: np.ndarray = field(default_factory=_none)
+    contexts: np.ndarray = field(default_factory=_none)  # int64 [contexts]: tokens of each context, row by row
+    num_masked: np.ndarray = field(default_factory=_none)
+    is_zero_std: np.ndarray = field(default_factory=_no_flags)  # bool [n]
+    is_truncated: np.ndarray = field(default_factory=_no_flags)
+    has_old_logprobs: np.ndarray = field(default_factory=_no_flags)  # has old log-probs by the weights of version `on_policy_version`
+    dp_rank: np.ndarray = field(default_factory=_none)  # data-parallel rank
+
+    def __len__(self) -> int:
+        return len(self.row)
 
     @property
-    def key(self) -> RowKey:
-        """(rollout, row) of the row."""
-        return self.rollout, self.row
+    def keys(self) -> list[RowKey]:
+        """(rollout, row) of each row."""
+        return list(zip(self.rollout.tolist(), self.row.tolist(), strict=True))
 
     @property
-    def lengths(self) -> SequenceLengths:
-        """Lengths of the row, as needed for packing."""
-        return SequenceLengths(contexts=self.contexts, group=(self.rollout, self.prompt_number), prefix=self.prefix)
+    def lengths(self) -> RowLengths:
+        """Lengths of the rows, as needed for packing."""
+        group = (self.rollout - self.rollout.min(initial=0)) * (self.prompt_number.max(initial=0) + 1) + self.prompt_number
+        return RowLengths(group=group, prefix=self.prefix, num_contexts=self.num_contexts, contexts=self.contexts)
 
     @classmethod
-    def of(cls, sample: Sample, *, dp_rank: int) -> TrainingRow:
-        """Return the row of a sample.
+    def of(cls, samples: SequenceOf[Sample], *, dp_rank: np.ndarray) -> TrainingRows:
+        """Return the rows of samples.
 
         Args:
-            sample: The sample.
-            dp_rank: Data-parallel rank that holds the sample.
+            samples: The samples, in ascending (rollout, row).
+            dp_rank: Data-parallel rank that holds each sample, int64 [n].
         """
-        contexts = tuple(end - begin for begin, end in sample.contexts)
-        has_old_logprobs = isinstance(sample, SampleWithOldLogprobs) and sample.old_logprobs_from == "recompute"
-        known = {name: getattr(sample, name) for name in (*OF_ROW_AND_SAMPLE, "num_masked")}
-        return cls(**known, contexts=contexts, has_old_logprobs=has_old_logprobs, dp_rank=dp_rank)
+        flags = {"is_zero_std", "is_truncated"}
+        known = {
+            name: np.array([getattr(sample, name) for sample in samples], dtype=bool if name in flags else np.int64)
+            for name in (*OF_ROW_AND_SAMPLE, "num_masked")
+        }
+        contexts = [sample.contexts for sample in samples]
+        return cls(
+            **known,
+            num_contexts=np.array([len(spans) for spans in contexts], dtype=np.int64),
+            contexts=np.array([end - begin for spans in contexts for begin, end in spans], dtype=np.int64),
+            has_old_logprobs=np.array([getattr(one, "old_logprobs_from", None) == "recompute" for one in samples], dtype=bool),
+            dp_rank=dp_rank,
+        )
+
+    @classmethod
+    def joined(cls, parts: SequenceOf[TrainingRows]) -> TrainingRows:
+        """Concatenate rows."""
+        return cls(**{one.name: np.concatenate([getattr(part, one.name) for part in (cls(), *parts)]) for one in fields(cls)})
+
+    def take(self, places: np.ndarray) -> TrainingRows:
+        """Select rows in the given order.
+
+        Args:
+            places: Rows to select, int64 [k].
+        """
+        lengths = self.lengths.take(places)
+        return TrainingRows(
+            **{one.name: getattr(self, one.name)[places] for one in fields(self) if one.name != "contexts"}, contexts=lengths.contexts
+        )
+
+    def places_of(self, rollout: Any, row: Any) -> np.ndarray:
+        """Return the index of each of some rows, int64 [k].
+
+        Args:
+            rollout: Rollout of each row, int64 [k].
+            row: Its number in the rollout, int64 [k].
+
+        Raises:
+            KeyError: A row is not there.
+        """
+        asked = np.asarray(rollout, dtype=np.int64) << 32 | np.asarray(row, dtype=np.int64)
+        known = self.rollout << 32 | self.row
+        places = np.minimum(np.searchsorted(known, asked), max(len(known) - 1, 0))
+        if lacking := asked[known[places] != asked].tolist() if len(known) else asked.tolist():
+            raise KeyError(divmod(lacking[0], 2**32))
+        return places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -494,7 +597,7 @@ class Rollout:
     """
 
     number: int
-    rows: tuple[TrainingRow, ...]
+    rows: TrainingRows
     samples: Mapping[RowKey, Sample]
     num_prompts: int  # taken from the stream, less those given back
 
@@ -599,13 +702,21 @@ class GlobalBatch:
     num_loss_tokens: int  # sum of the masks over the whole step
     num_tokens: int  # tokens of the whole step, prompts included, alignment padding not
     num_contexts: int  # of the whole step
-    staleness: tuple[int, ...]  # of each sequence of the whole step, in optimizer steps
-    lag: tuple[int, ...]  # of each sequence: the part of its staleness that it had on arrival, because sampling ran ahead
+    placed: np.ndarray  # int64 [computed rows, 2]: (rollout, row), rank by rank, micro-batch by micro-batch
+    counts: np.ndarray  # int64 [data-parallel ranks, micro-batches]: rows of each
+    staleness: np.ndarray  # int64 [N], of each sequence of the whole step, in optimizer steps
+    lag: np.ndarray  # int64 [N], of each sequence: the part of its staleness that it had on arrival, because sampling ran ahead
+
+    def rows_by_micro_batch(self) -> list[list[list[list[int]]]]:
+        """Return [rollout, row] of the rows of the whole step: [micro-batch][data-parallel rank][row]."""
+        parts = iter(np.split(self.placed, np.cumsum(self.counts.ravel())[:-1]))
+        by_rank = [[next(parts).tolist() for _ in of_rank] for of_rank in self.counts]
+        return [list(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
 
     @property
     def newest_version(self) -> int:
         """Version of the newest weights that sampled any of its sequences."""
-        return self.step - min(self.staleness)
+        return self.step - int(self.staleness.min())
 
     @property
     def num_computed_tokens(self) -> int:
@@ -622,9 +733,9 @@ class GlobalBatch:
         padding = sum(micro_batch.num_padding_tokens for micro_batch in self.micro_batches)
         needed = sum(int(micro_batch.num_references.sum()) for micro_batch in self.micro_batches)
         return {
-            "staleness/mean": sum(self.staleness) / len(self.staleness),
-            "staleness/max": max(self.staleness),
-            "staleness/lag": sum(self.lag) / len(self.lag),
+            "staleness/mean": int(self.staleness.sum()) / len(self.staleness),
+            "staleness/max": int(self.staleness.max()),
+            "staleness/lag": int(self.lag.sum()) / len(self.lag),
             "packing/efficiency": 1 - padding / max(computed, 1),  # of this rank's share
             "packing/shared": 1 - (computed - padding) / max(needed, 1),  # of this rank's share
         }

@@ -265,8 +265,8 @@ def kl_to_reference(policy, samples: Sequence[Sample], *, beta: float) -> np.nda
     from megatron_grpo.trainer.sample_buffer import SampleBuffer
 
     pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_rank_zero else [])
-    found, _ = KlPenalty(policy=policy, reference=policy.reference, beta=beta)(pending.placed(pending.rows))
-    return np.array([found[sample.key] for sample in samples])
+    found, _ = KlPenalty(policy=policy, reference=policy.reference, beta=beta)(pending.placed())
+    return found[pending.rows.places_of([sample.rollout for sample in samples], [sample.row for sample in samples])]
 
 
 def _worst(found: Mapping[str, np.ndarray], right: Expected, wanted: np.ndarray) -> tuple[float, str]:

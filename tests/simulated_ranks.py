@@ -187,20 +187,16 @@ class OneRank:
                 found.setdefault(mate, []).append({**columns, **numbers, **texts, **tokens})
         return found
 
-    def rows_of(self, source: int, mine: Any) -> Any:
-        """A rank's rows of a step, one in each micro-batch."""
-        return [tuple((rollout, row - self.me + source) for rollout, row in rows) for rows in mine]
-
     def scatter(self, real: Any) -> Any:
         """`sample_buffer._send_to_dp_ranks`, and what other ranks hold that is wanted here."""
 
-        def scatter(items, dp_ranks, wanted, parallel):
+        def scatter(items, rows, to, parallel):
             theirs: dict[int, list[Any]] = {}
-            for key, shares in wanted.items():
-                if self.me in shares and dp_ranks[key] != self.me:
-                    theirs.setdefault(dp_ranks[key], []).append((key, replace(next(iter(items.values())), row=key[1])))
+            moved = rows.take(np.flatnonzero((to == self.me) & (rows.dp_rank != self.me)))
+            for key, source in zip(moved.keys, moved.dp_rank.tolist(), strict=True):
+                theirs.setdefault(source, []).append((key, replace(next(iter(items.values())), row=key[1])))
             with self.world.named(self.world.what, incoming=lambda: theirs):
-                return real(items, dp_ranks, wanted, parallel)
+                return real(items, rows, to, parallel)
 
         return scatter
 
@@ -224,7 +220,7 @@ class OneRank:
         self.completions = Told(self.folder, reward_names=["right"], rank=self.me, node=node)
         return MetricsLogger(
             Metrics(self.folder, rank=self.me), self.completions,
-            timers=Timers(), reward_weights=[1.0], tells_selection=False, all_gather=collectives.all_gather_object,
+            timers=Timers(), reward_weights=[1.0], tells_selection=False,
         )  # fmt: skip
 
 
@@ -274,10 +270,10 @@ def a_rollout_and_two_steps(world: World, folder: Any, **sizes: int) -> dict[str
                 held = held or {
                     "samples": sum(size_of(sample) for sample in pending.samples.values()),
                     "micro-batches": size_of(batch.micro_batches),
-                    "rows": size_of(dict(pending.rows)),
+                    "rows": size_of(pending.rows),
                 }
                 pending = pending.after(step, {})
-                with world.named("journal", others=one.rows_of):
+                with world.named("journal"):
                     logger.step(Progress(step=number + 1), batch, {})
         finally:
             rows_that_wait._send_to_dp_ranks = real

@@ -158,7 +158,7 @@ def _entropy_of(policy: Policy, checkpoint: Path) -> AdaptiveEntropy | None:
 def _with_old_logprobs(policy: Policy, samples: Sequence[Sample]) -> list[Sample]:
     """Return all samples with old log-probs by the current weights, on rank 0; an empty list on other ranks. Collective."""
     pending = _pending(policy, samples)
-    scored = score_rows(pending.placed(pending.rows), score=policy.scorer.old_logprobs, cut=policy.cut, parallel=policy.parallel)
+    scored = score_rows(pending.placed(), score=policy.scorer.old_logprobs, cut=policy.cut, parallel=policy.parallel)
     mine: dict[RowKey, Sample] = {}
     for key, sample in scored.rows.sequences.items():
         routed = sample if scored.experts is None else replace(sample, experts=scored.experts[key])
@@ -177,8 +177,10 @@ def _batch(policy: Policy, samples: Sequence[Sample], index: int) -> GlobalBatch
     """Return this rank's share of a step that trains these rows in their order."""
     pending = _pending(policy, samples)
     order = collectives.broadcast_object([sample.key for sample in samples])
+    versions = pending.rows.on_policy_version[pending.rows.places_of(*np.array(order).T)].tolist()
     micro_steps = [
-        SimpleNamespace(rollout=r, rows=(row, row + 1), on_policy_version=pending.rows[r, row].on_policy_version) for r, row in order
+        SimpleNamespace(rollout=r, rows=(row, row + 1), on_policy_version=version)
+        for (r, row), version in zip(order, versions, strict=True)
     ]
     step: Any = SimpleNamespace(index=index, micro_steps=micro_steps)
     return pending.batch(step, token_weight_fn=policy.loss.token_weights)[1]

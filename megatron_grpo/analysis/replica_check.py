@@ -315,7 +315,7 @@ def _trained(policy: Any) -> Iterator[tuple[Any, torch.Tensor, Mapping[str, Any]
 def _numbers(policy: Any, batch: GlobalBatch, metrics: Mapping[str, float]) -> Iterator[Held]:
     """Yield the scalars that every rank uses or computes."""
     for one in ("step", "num_sequences", "num_loss_tokens", "num_tokens", "num_contexts", "staleness", "lag"):
-        yield "number", f"{one} of the batch", ("all",), _number_of(repr(getattr(batch, one)))
+        yield "number", f"{one} of the batch", ("all",), _number_of(repr(np.asarray(getattr(batch, one)).tolist()))
     for one in ("loss", "grad_norm", "learning_rate"):
         yield "number", one, ("all",), _number_of(repr(float(metrics.get(one, 0.0))))
     counted = {router.num_routed_tokens for router in routers(policy.chunks)}

@@ -6,10 +6,10 @@ ordinary token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import fields
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
@@ -226,18 +226,18 @@ def collate(
 
 
 def collate_specs(
-    sequences: SequenceOf[Sequence | None], micro_specs: SequenceOf[MicroBatchSpec], alignment: Alignment
+    sequences: SequenceOf[Sequence] | Mapping[int, Sequence], micro_specs: SequenceOf[MicroBatchSpec], alignment: Alignment
 ) -> list[MicroBatch]:
     """Pack the micro-batches of one rank, so that they can be scored.
 
     Args:
-        sequences: Sequences by their index in the partitioned list; None where no micro-batch of `micro_specs` contains it.
+        sequences: Sequences by their index in the partitioned list, at least those that `micro_specs` contain.
         micro_specs: Micro-batches to pack.
         alignment: Multiples that segments and the stream are rounded up to.
     """
     return [
         collate(
-            [cast(Sequence, sequences[i]) for i in micro_spec.rows],
+            [sequences[i] for i in micro_spec.rows],
             number=number, alignment=alignment, at_least=micro_spec.at_least, prefix_groups=micro_spec.prefix_groups,
         )
         for number, micro_spec in enumerate(micro_specs)
@@ -329,7 +329,7 @@ def _experts(sequences: SequenceOf[Sequence], places: np.ndarray, length: int) -
 
 def collate_samples(
     samples: SequenceOf[Sample],
-    token_weights: SequenceOf[float],
+    token_weights: SequenceOf[float] | np.ndarray,
     *,
     trained_at: int,
     number: int = 0,

@@ -7,14 +7,38 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from megatron_grpo.types import ragged
 
 # Largest gap, in tokens, that the last two sequences may leave in a micro-batch before one that merely fits is taken.
 MOST_GAPS_TRIED = 8
 # Above this number of rows, each rank has many micro-batches, which are balanced without further work.
 MOST_ROWS_SPREAD = 20_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRows(Sequence[list[np.ndarray]]):
+    """Rows by data-parallel rank and micro-batch: `packed[dp_rank][number]` are the rows of a micro-batch, int64 [n]."""
+
+    rows: np.ndarray  # int64 [rows], rank by rank, micro-batch by micro-batch
+    counts: np.ndarray  # int64 [data-parallel ranks, micro-batches]: rows of each
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Index in `rows` of the first row of each micro-batch, int64 [data-parallel ranks, micro-batches]."""
+        return np.cumsum(self.counts).reshape(self.counts.shape) - self.counts
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, dp_rank: Any) -> Any:
+        starts, counts = self.starts[dp_rank], self.counts[dp_rank]
+        return [self.rows[start : start + count] for start, count in zip(starts, counts, strict=True)]
 
 
 def pack(
@@ -25,7 +49,7 @@ def pack(
     multiple: int = 1,
     balance_length: float = math.inf,
     costs: np.ndarray | None = None,
-) -> list[list[list[int]]]:
+) -> PackedRows:
     """Pack rows into micro-batches: [data-parallel rank][micro-batch] -> rows, every row exactly once.
 
     Every rank gets the same number of micro-batches, and the n-th of each rank cost about the same, since ranks wait for each other there.
@@ -47,23 +71,35 @@ def pack(
     if len(lengths) < unit:
         raise ValueError(f"{len(lengths)} sequences cannot fill {dp_size} ranks x {multiple} micro-batches")
     cost_of_row = lengths + lengths / balance_length * lengths if costs is None else costs
-    bins: list[list[int]] = []
-    cost_of_bins: list[np.ndarray] = []
-    for rows in _full_bins(lengths, max_tokens):
-        bins += rows.tolist()
-        cost_of_bins.append(cost_of_row[rows].sum(axis=1))
-    wanted = -(-len(bins) // unit) * unit
+    order, counts = _full_bins(lengths, max_tokens)
+    wanted = -(-len(counts) // unit) * unit
     even = _spread(lengths, cost_of_row, wanted, max_tokens) if len(lengths) <= MOST_ROWS_SPREAD else None
     if even is not None:
-        bins = even
-        cost = np.array([cost_of_row[rows].sum() for rows in bins])
+        order, counts = np.concatenate([np.array(rows, dtype=np.int64) for rows in even]), np.array([len(rows) for rows in even])
+        starts, cost = np.cumsum(counts) - counts, np.array([cost_of_row[rows].sum() for rows in even])
     else:
-        cost = _split_until(bins, np.concatenate(cost_of_bins), cost_of_row, wanted)
-    return [[bins[i] for i in mine] for mine in _distribute(cost, dp_size)]
+        order, starts, counts, cost = _split_until(order, counts, cost_of_row, wanted)
+    dealt = _distribute(cost, dp_size)
+    return PackedRows(order[ragged(starts, counts, dealt.ravel())], counts[dealt])
 
 
-def _full_bins(lengths: np.ndarray, max_tokens: int) -> Iterator[np.ndarray]:
-    """Yield arrays [bins, rows] of bins that are filled alike.
+def sums(values: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the sum of each stretch of `values`, rounded as `values[start : start + count].sum()` is.
+
+    Args:
+        values: float64 [n].
+        starts: First element of each stretch, int64.
+        counts: Elements of each stretch, int64 of the same shape.
+    """
+    found = np.empty(counts.shape)
+    for count in np.unique(counts):
+        alike = counts == count
+        found[alike] = values[starts[alike][:, None] + np.arange(count)].sum(axis=1)
+    return found
+
+
+def _full_bins(lengths: np.ndarray, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Fill bins; return their rows, bin by bin, and the number of rows in each.
 
     First-fit-decreasing, one bin after another: the longest rows that fit, and the last two such that they fill the bin exactly where such
     a pair exists. The filling of one bin is repeated as often as the rows allow, so the work grows with the number of different lengths.
@@ -72,16 +108,28 @@ def _full_bins(lengths: np.ndarray, max_tokens: int) -> Iterator[np.ndarray]:
     by_length = np.argsort(clipped, kind="stable")
     shelf = _Shelf(np.bincount(clipped, minlength=max_tokens + 1))
     end = np.cumsum(shelf.left).tolist()  # rows of length n are by_length[end[n] - left[n] : end[n]]
+    fillings: list[tuple[int, int]] = []  # (bins that are filled alike, rows in each)
+    lines: list[tuple[int, int, int, int]] = []  # (filling, first row in by_length, rows in each bin, rows before them in the bin)
     while shelf.longest_within(max_tokens) > 0:
         chosen = _fill(shelf, max_tokens)
         times = 1 + min(shelf.left[length] // count for length, count in chosen.items())
-        columns = []
+        before = 0
         for length, count in chosen.items():
             size = times * count
-            columns.append(by_length[end[length] - size : end[length]].reshape(times, count))
             end[length] -= size
+            lines.append((len(fillings), end[length], count, before))
             shelf.take(length, size - count)  # _fill took the first
-        yield np.concatenate(columns, axis=1)
+            before += count
+        fillings.append((times, before))
+    bins, rows = np.array(fillings, dtype=np.int64).reshape(-1, 2).T
+    filling, first, each, column = np.array(lines, dtype=np.int64).reshape(-1, 4).T
+    size, begin = bins[filling] * each, (np.cumsum(bins * rows) - bins * rows)[filling]
+    line = np.repeat(np.arange(len(size)), size)  # of each row in by_length, as are the next two
+    place = np.arange(len(line)) - (np.cumsum(size) - size)[line]
+    number, beside = np.divmod(place, each[line])
+    order = np.empty(len(line), dtype=np.int64)
+    order[(begin + column)[line] + number * rows[filling][line] + beside] = by_length[first[line] + place]
+    return order, np.repeat(rows, bins)
 
 
 class _Shelf:
@@ -162,34 +210,59 @@ def _spread(lengths: np.ndarray, cost_of_row: np.ndarray, wanted: int, max_token
     return bins if all(bins) else None
 
 
-def _split_until(bins: list[list[int]], cost: np.ndarray, cost_of_row: np.ndarray, wanted: int) -> np.ndarray:
-    """Split the costliest bins in two, in place, until there are `wanted` bins; return the cost of each."""
-    missing = wanted - len(bins)
-    heap = [(-float(cost[i]), int(i)) for i in np.argsort(-cost)[: len(bins)] if len(bins[i]) > 1] if missing else []
+def _split_until(
+    order: np.ndarray, counts: np.ndarray, cost_of_row: np.ndarray, wanted: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Split the costliest bins in two until there are `wanted` bins.
+
+    Args:
+        order: Rows, bin by bin.
+        counts: Rows of each bin.
+        cost_of_row: Cost of each row.
+        wanted: Number of bins.
+
+    Returns:
+        Rows; of each bin the index of its first row among them, the number of its rows, and its cost.
+    """
+    starts = np.cumsum(counts) - counts
+    cost, missing = sums(cost_of_row[order], starts, counts), wanted - len(counts)
+    if not missing:
+        return order, starts, counts, cost
+    # Each split takes the costliest bin, so it is one of the `missing` costliest, or a part of one.
+    divisible = np.flatnonzero(counts > 1)
+    dearest = divisible[np.argsort(-cost[divisible], kind="stable")[:missing]].tolist()
+    bins = {i: order[starts[i] : starts[i] + counts[i]] for i in dearest}
+    heap = [(-float(cost[i]), i) for i in dearest]
     heapq.heapify(heap)
-    cost = np.concatenate([cost, np.zeros(missing)])
-    for _ in range(missing):
+    found = [*cost]
+    for j in range(len(counts), wanted):
         if not heap:
-            raise ValueError(f"{sum(map(len, bins))} sequences cannot fill {wanted} micro-batches")
+            raise ValueError(f"{len(order)} sequences cannot fill {wanted} micro-batches")
         _, i = heapq.heappop(heap)
-        halves = bins[i][::2], bins[i][1::2]  # rows lie sorted by length: both halves get long and short ones
-        bins[i] = halves[0]
-        bins.append(halves[1])
-        for j in (i, len(bins) - 1):
-            cost[j] = cost_of_row[bins[j]].sum()
-            if len(bins[j]) > 1:
-                heapq.heappush(heap, (-float(cost[j]), j))
-    return cost
+        bins[i], bins[j] = bins[i][::2], bins[i][1::2]  # rows lie sorted by length: both halves get long and short ones
+        found.append(0.0)
+        for k in (i, j):
+            found[k] = cost_of_row[bins[k]].sum()
+            if len(bins[k]) > 1:
+                heapq.heappush(heap, (-float(found[k]), k))
+    starts, counts = (np.concatenate([values, np.zeros(missing, dtype=np.int64)]) for values in (starts, counts))
+    changed, sizes = list(bins), np.array([len(rows) for rows in bins.values()])
+    starts[changed], counts[changed] = len(order) + np.cumsum(sizes) - sizes, sizes
+    return np.concatenate([order, *bins.values()]), starts, counts, np.array(found)
 
 
-def _distribute(cost: np.ndarray, dp_size: int) -> list[list[int]]:
-    """Distribute bins over ranks in rounds of similar cost; the costliest bin of a round goes to the rank with the lowest total."""
+def _distribute(cost: np.ndarray, dp_size: int) -> np.ndarray:
+    """Distribute bins over ranks in rounds of similar cost; the costliest bin of a round goes to the rank with the lowest total.
+
+    Returns:
+        Bins, int64 [data-parallel rank, round].
+    """
     rounds = np.argsort(-cost, kind="stable").reshape(-1, dp_size)
-    total = np.zeros(dp_size)
-    for number, round_ in enumerate(rounds):
-        order = np.argsort(total, kind="stable")
-        dealt = np.empty_like(round_)
-        dealt[order] = round_
-        rounds[number] = dealt
-        total += cost[dealt]
-    return rounds.T.tolist()
+    total, ranks = [0.0] * dp_size, range(dp_size)
+    dealt = np.empty_like(rounds)
+    for number, of_round in enumerate(cost[rounds].tolist()):
+        order = sorted(ranks, key=total.__getitem__)
+        dealt[number, order] = rounds[number]
+        for rank, added in zip(order, of_round, strict=True):
+            total[rank] += added
+    return dealt.T

@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from megatron_grpo.batching.pack import pack
-from megatron_grpo.types import Completion, Sequence, SequenceLengths
+from megatron_grpo.batching.pack import PackedRows, pack, sums
+from megatron_grpo.types import Completion, RowLengths, Sequence, SequenceLengths, ragged
 
 Tokens = TypeVar("Tokens", int, np.ndarray)
 # A group is split into pieces that cost at most total / (dp_size * multiple * n), for each n until ranks are even.
@@ -179,7 +179,12 @@ class RowColumns:
 
     @classmethod
     def of(
-        cls, lengths: SequenceOf[SequenceLengths], alignment: Alignment, *, balance_length: float, min_saving_ratio: float | None
+        cls,
+        lengths: RowLengths | SequenceOf[SequenceLengths],
+        alignment: Alignment,
+        *,
+        balance_length: float,
+        min_saving_ratio: float | None,
     ) -> RowColumns:
         """Build the columns of some rows.
 
@@ -189,14 +194,12 @@ class RowColumns:
             balance_length: See `pack`.
             min_saving_ratio: None if no prefix is to be shared.
         """
-        numbers: dict[object, int] = {}
-        names = (row.group if min_saving_ratio is not None and row.group is not None else -1 - i for i, row in enumerate(lengths))
-        group = np.array([numbers.setdefault(name, len(numbers)) for name in names], dtype=np.int64)
+        of_rows, shares = RowLengths.of(lengths), min_saving_ratio is not None
         return cls.of_columns(
-            group=group,
-            prefix=np.array([row.prefix for row in lengths], dtype=np.int64) * (min_saving_ratio is not None),
-            num_contexts=np.array([len(row.contexts) for row in lengths], dtype=np.int64),
-            computed=np.array([tokens - 1 for row in lengths for tokens in row.contexts], dtype=np.int64),
+            group=_numbered(of_rows.group) if shares else np.arange(len(of_rows)),
+            prefix=of_rows.prefix * shares,
+            num_contexts=of_rows.num_contexts,
+            computed=of_rows.contexts - 1,
             alignment=alignment,
             balance_length=balance_length,
         )
@@ -271,11 +274,17 @@ class RowColumns:
         return np.where(is_shared, shared_prefix + tails, apart), cost
 
 
+def _numbered(group: np.ndarray) -> np.ndarray:
+    """Return numbers of the groups in the order in which they appear, from 0; int64 [rows]."""
+    _, first, number = np.unique(group, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[number]
+
+
 def _sums(number: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.bincount(number, weights=values).astype(np.int64)  # exact: token counts are far below 2^53
 
 
-def pack_groups(rows: RowColumns, *, max_tokens: int, dp_size: int = 1, multiple: int = 1) -> list[list[list[int]]]:
+def pack_groups(rows: RowColumns, *, max_tokens: int, dp_size: int = 1, multiple: int = 1) -> PackedRows:
     """Pack rows as `pack` does, where rows of a group in one micro-batch share their prefix.
 
     A group stays together if the budget, the number of micro-batches and the balance of ranks allow it; each piece computes the prefix
@@ -298,13 +307,12 @@ def pack_groups(rows: RowColumns, *, max_tokens: int, dp_size: int = 1, multiple
         return pack(rows.apart, costs=rows.apart_cost, **sizes)
     whole = _within_budget(rows, max_tokens)
     total = rows.sizes(whole)[1].sum()
-    best: list[list[list[int]]] = []
-    fastest = math.inf
+    best, fastest = PackedRows(whole, whole[None]), math.inf
     for parts in PARTS_OF_A_SHARE:
         piece = _no_dearer_than(total / (dp_size * multiple * parts), rows, whole)
         piece, dealt = _pack_pieces(rows, piece, **sizes)
         cost = rows.sizes(piece)[1]
-        of_rounds = np.array([[cost[pieces].sum() for pieces in mine] for mine in dealt])
+        of_rounds = sums(cost[dealt.rows], dealt.starts, dealt.counts)
         time = of_rounds.max(axis=0).sum()  # ranks wait for each other at every micro-batch
         if time < fastest:
             best, fastest = _rows_of(piece, dealt), time
@@ -313,7 +321,7 @@ def pack_groups(rows: RowColumns, *, max_tokens: int, dp_size: int = 1, multiple
     return best
 
 
-def _pack_pieces(rows: RowColumns, piece: np.ndarray, **sizes: int) -> tuple[np.ndarray, list[list[list[int]]]]:
+def _pack_pieces(rows: RowColumns, piece: np.ndarray, **sizes: int) -> tuple[np.ndarray, PackedRows]:
     """Return (piece of each row, [rank][micro-batch] -> pieces).
 
     While there are too few pieces, the costliest are split in two, half of the missing number at a time.
@@ -333,11 +341,10 @@ def _pack_pieces(rows: RowColumns, piece: np.ndarray, **sizes: int) -> tuple[np.
             piece = _halved(rows, piece, which)
 
 
-def _rows_of(piece: np.ndarray, dealt: list[list[list[int]]]) -> list[list[list[int]]]:
-    order = np.argsort(piece, kind="stable").tolist()
-    end = np.cumsum(np.bincount(piece)).tolist()
-    begin = [0, *end]
-    return [[[row for i in pieces for row in order[begin[i] : end[i]]] for pieces in mine] for mine in dealt]
+def _rows_of(piece: np.ndarray, dealt: PackedRows) -> PackedRows:
+    counts = np.bincount(piece)
+    rows = np.argsort(piece, kind="stable")[ragged(np.cumsum(counts) - counts, counts, dealt.rows)]
+    return PackedRows(rows, np.add.reduceat(counts[dealt.rows], dealt.starts.ravel()).reshape(dealt.counts.shape))
 
 
 def _within_budget(rows: RowColumns, max_tokens: int) -> np.ndarray:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from megatron_grpo.batching.batch_sizes import SCORED_TOKENS
+from megatron_grpo.batching.pack import PackedRows
 from megatron_grpo.batching.prefix_groups import Alignment, PrefixGroup, RowColumns, pack_groups
-from megatron_grpo.types import SequenceLengths
+from megatron_grpo.types import RowLengths, SequenceLengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +35,11 @@ class BatchPartitioner:
         """Completions of one micro-step, over all data-parallel ranks."""
         return self.micro_batch_size * self.dp_size
 
-    def dp_rank_of(self, row: int) -> int:
-        """Return the data-parallel rank that trains a row, unless a token budget rearranges rows.
+    def dp_rank_of(self, row: np.ndarray) -> np.ndarray:
+        """Return the data-parallel rank that trains each row, unless a token budget rearranges rows.
 
         Args:
-            row: Index of the row in its rollout.
+            row: Index of each row in its rollout, int64 [n].
         """
         return row // self.micro_batch_size % self.dp_size
 
@@ -52,7 +54,52 @@ class MicroBatchSpec:
     num_tokens: int  # maximum tokens in its stream
 
 
-def partition(lengths: Sequence[SequenceLengths], cut: BatchPartitioner) -> list[list[MicroBatchSpec]]:
+class Partition(Sequence[list[MicroBatchSpec]]):
+    """Micro-batches of all data-parallel ranks: `partition[dp_rank]` is the list of a rank's, which is made when it is asked for.
+
+    `num_tokens` are the maximum tokens in the stream of each, int64 [data-parallel ranks, micro-batches].
+
+    Args:
+        rows: Columns of the rows.
+        packed: Rows by data-parallel rank and micro-batch.
+        cut: How the rows were partitioned.
+    """
+
+    def __init__(self, rows: RowColumns, packed: PackedRows, cut: BatchPartitioner):
+        self.packed, self._rows, self._cut = packed, rows, cut
+        self.num_tokens = _num_tokens(rows, packed, cut.alignment)
+        self._longest = self.num_tokens.max(axis=0) if cut.pad_to_longest else np.zeros(packed.counts.shape[1], dtype=np.int64)
+
+    @property
+    def dp_ranks(self) -> np.ndarray:
+        """Data-parallel rank of each row, int64 [rows]."""
+        found = np.empty(len(self.packed.rows), dtype=np.int64)
+        found[self.packed.rows] = np.repeat(np.arange(len(self)), self.packed.counts.sum(axis=1))
+        return found
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __getitem__(self, dp_rank: Any) -> Any:
+        micro_batches = zip(self.packed[dp_rank], self._longest.tolist(), self.num_tokens[dp_rank].tolist(), strict=True)
+        return [
+            MicroBatchSpec(rows=rows, prefix_groups=self._prefix_groups(rows), at_least=least, num_tokens=tokens)
+            for rows, least, tokens in ((tuple(members.tolist()), least, tokens) for members, least, tokens in micro_batches)
+        ]
+
+    def _prefix_groups(self, members: tuple[int, ...]) -> tuple[PrefixGroup, ...]:
+        if self._cut.min_saving_ratio is None:
+            return ()
+        by_group: dict[int, list[int]] = {}
+        for place, row in enumerate(members):
+            by_group.setdefault(int(self._rows.group[row]), []).append(place)
+        return tuple(
+            PrefixGroup(tuple(places), int(self._rows.prefix[members[places[0]]]), self._cut.min_saving_ratio)
+            for places in by_group.values()
+        )
+
+
+def partition(lengths: RowLengths | Sequence[SequenceLengths], cut: BatchPartitioner) -> Partition:
     """Partition rows into micro-batches: [data-parallel rank][micro-batch], every row exactly once.
 
     Every rank gets the same number of micro-batches, a multiple of `cut.multiple`. Without a token budget, rows follow the training
@@ -73,49 +120,33 @@ def partition(lengths: Sequence[SequenceLengths], cut: BatchPartitioner) -> list
         grain = cut.alignment.grain
         budget = max(cut.max_tokens // grain * grain, grain)
         rows = rows.worth(rows.group, min_saving_ratio)
-        dealt = pack_groups(rows, max_tokens=budget, dp_size=cut.dp_size, multiple=cut.multiple)
+        packed = pack_groups(rows, max_tokens=budget, dp_size=cut.dp_size, multiple=cut.multiple)
     else:
         if len(rows) % (cut.rows_per_slice * cut.multiple):
             raise ValueError(f"{len(rows)} samples are not a multiple of {cut.rows_per_slice} x {cut.multiple}")
-        dealt = np.arange(len(rows)).reshape(-1, cut.dp_size, cut.micro_batch_size).swapaxes(0, 1).tolist()
-        rows = rows.worth(_pieces(rows, dealt)[0], min_saving_ratio)
-    num_tokens = _num_tokens(rows, dealt, cut.alignment)
-    longest = num_tokens.max(axis=0) if cut.pad_to_longest else np.zeros(len(dealt[0]), dtype=np.int64)
-    return [
-        [
-            MicroBatchSpec(rows=tuple(members), prefix_groups=_families(rows, members, cut), at_least=int(least), num_tokens=int(tokens))
-            for members, least, tokens in zip(mine, longest, of_mine, strict=True)
-        ]
-        for mine, of_mine in zip(dealt, num_tokens, strict=True)
-    ]
+        of_ranks = np.arange(len(rows)).reshape(-1, cut.dp_size, cut.micro_batch_size).swapaxes(0, 1)
+        packed = PackedRows(of_ranks.ravel(), np.full(of_ranks.shape[:2], cut.micro_batch_size))
+        rows = rows.worth(_pieces(rows, packed)[0], min_saving_ratio)
+    return Partition(rows, packed, cut)
 
 
-def _pieces(rows: RowColumns, dealt: list[list[list[int]]]) -> tuple[np.ndarray, np.ndarray]:
+def _pieces(rows: RowColumns, packed: PackedRows) -> tuple[np.ndarray, np.ndarray]:
     """Return (piece of each row, micro-batch of each piece). Rows of a group in one micro-batch are a piece. Rank by rank."""
-    micro_batches = [members for mine in dealt for members in mine]
+    count = packed.counts.size
     number = np.empty(len(rows), dtype=np.int64)
-    number[np.concatenate(micro_batches)] = np.repeat(np.arange(len(micro_batches)), [len(members) for members in micro_batches])
-    keys, piece = np.unique(rows.group * len(micro_batches) + number, return_inverse=True)
-    return piece, keys % len(micro_batches)
+    number[packed.rows] = np.repeat(np.arange(count), packed.counts.ravel())
+    keys, piece = np.unique(rows.group * count + number, return_inverse=True)
+    return piece, keys % count
 
 
-def _num_tokens(rows: RowColumns, dealt: list[list[list[int]]], alignment: Alignment) -> np.ndarray:
+def _num_tokens(rows: RowColumns, packed: PackedRows, alignment: Alignment) -> np.ndarray:
     """Return the tokens in the stream of each micro-batch; int64 [data-parallel rank, micro-batch]."""
-    piece, micro_batch = _pieces(rows, dealt)
+    piece, micro_batch = _pieces(rows, packed)
     totals = np.bincount(micro_batch, weights=rows.sizes(piece)[0]).astype(np.int64)
-    return np.array([alignment.of_stream(int(total)) for total in totals]).reshape(len(dealt), -1)
+    return (-(-np.maximum(totals, 1) // alignment.grain) * alignment.grain).reshape(packed.counts.shape)  # as `Alignment.of_stream`
 
 
-def _families(rows: RowColumns, members: Sequence[int], cut: BatchPartitioner) -> tuple[PrefixGroup, ...]:
-    if cut.min_saving_ratio is None:
-        return ()
-    by_group: dict[int, list[int]] = {}
-    for place, row in enumerate(members):
-        by_group.setdefault(int(rows.group[row]), []).append(place)
-    return tuple(PrefixGroup(tuple(places), int(rows.prefix[members[places[0]]]), cut.min_saving_ratio) for places in by_group.values())
-
-
-def partition_padded(lengths: Sequence[SequenceLengths], cut: BatchPartitioner) -> list[list[MicroBatchSpec]]:
+def partition_padded(lengths: RowLengths | Sequence[SequenceLengths], cut: BatchPartitioner) -> Partition:
     """Partition rows for a pass that trains nothing; rows that do not divide evenly are padded with copies of row 0.
 
     Indices beyond the rows are those copies; their results are discarded.
@@ -125,10 +156,11 @@ def partition_padded(lengths: Sequence[SequenceLengths], cut: BatchPartitioner) 
         cut: As in `partition`.
     """
     missing = -len(lengths) % (cut.rows_per_slice * cut.multiple)
-    return partition([*lengths, *[lengths[0]] * missing], cut)
+    places = np.concatenate([np.arange(len(lengths)), np.zeros(missing, dtype=np.int64)])
+    return partition(RowLengths.of(lengths).take(places), cut)
 
 
-def partition_for_scoring(lengths: Sequence[SequenceLengths], cut: BatchPartitioner) -> list[list[MicroBatchSpec]]:
+def partition_for_scoring(lengths: RowLengths | Sequence[SequenceLengths], cut: BatchPartitioner) -> Partition:
     """Partition rows as `partition_padded` does, for a pass without a backward: small micro-batches are merged.
 
     Such a pass keeps the activations of one layer alone, so streams may be longer than in training.
@@ -138,6 +170,6 @@ def partition_for_scoring(lengths: Sequence[SequenceLengths], cut: BatchPartitio
         cut: As in `partition`. Micro-batches are packed up to `cut.scored_tokens`, if they are smaller.
     """
     dealt = partition_padded(lengths, cut)
-    if (cut.max_tokens or max(micro_spec.num_tokens for mine in dealt for micro_spec in mine)) >= cut.scored_tokens:
+    if (cut.max_tokens or dealt.num_tokens.max()) >= cut.scored_tokens:
         return dealt
     return partition_padded(lengths, replace(cut, max_tokens=cut.scored_tokens))

@@ -104,7 +104,7 @@ def files_of_samples(ours: Path) -> list[Path]:
 
 def name_of(kind: type) -> str:
     """Return the name of a sample class in files. It stays what it was when a class is renamed."""
-    return {"SampleWithOldLogprobs": "AnchoredSample", "TrainingRow": "Row"}.get(kind.__name__, kind.__name__)
+    return {"SampleWithOldLogprobs": "AnchoredSample"}.get(kind.__name__, kind.__name__)
 
 
 def column_types(kind: type) -> dict[str, str]:

@@ -266,7 +266,7 @@ class Checkpoints:
 
     def _facts(self, progress: Progress, buffer: SampleBuffer) -> dict[str, Any]:
         """Return the contents of the manifest. `versions` maps each pending rollout to the version of the weights that sampled it."""
-        versions = {str(row.rollout): row.version for row in buffer.rows.values()}
+        versions = dict(zip(map(str, buffer.rows.rollout.tolist()), buffer.rows.version.tolist(), strict=True))
         return facts(self.resume.origin, progress, world_size=collectives.num_ranks(), torch=torch.__version__, num_pending=len(buffer),
                      versions=versions)  # fmt: skip
 

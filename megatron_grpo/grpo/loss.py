@@ -88,11 +88,11 @@ class TokenWeights:
 
 
 def token_weights(
-    num_masked: Sequence[int],
+    num_masked: Sequence[int] | np.ndarray,
     *,
     loss_type: str,
-    is_truncated: Sequence[bool],
-    is_zero_std: Sequence[bool],
+    is_truncated: Sequence[bool] | np.ndarray,
+    is_zero_std: Sequence[bool] | np.ndarray,
     max_completion_length: int,
     overlong_filter: bool = False,
     exclude_zero_std_groups: bool = False,
@@ -110,17 +110,16 @@ def token_weights(
         overlong_filter: Empty the mask of a truncated completion, which still counts in N.
         exclude_zero_std_groups: Remove the completions of zero-std groups, from N as well.
     """
-    counts = [not (exclude_zero_std_groups and excluded) for excluded in is_zero_std]
-    trains = [count and not (overlong_filter and truncated) for count, truncated in zip(counts, is_truncated, strict=True)]
-    own = [int(num) * train for num, train in zip(num_masked, trains, strict=True)]
-    num_sequences, num_loss_tokens = sum(counts), sum(own)
-    norm = NORMALISATIONS[loss_type]
-    weights = [float(num > 0) / norm(max(num_sequences, 1), max(num_loss_tokens, 1), max(num, 1), max_completion_length) for num in own]
-    return TokenWeights(of_rows=np.array(weights, dtype=np.float64), num_sequences=num_sequences, num_loss_tokens=num_loss_tokens)
+    counts = ~(np.asarray(is_zero_std, dtype=bool) & exclude_zero_std_groups)
+    trains = counts & ~(np.asarray(is_truncated, dtype=bool) & overlong_filter)
+    own = np.asarray(num_masked, dtype=np.int64) * trains
+    num_sequences, num_loss_tokens = int(counts.sum()), int(own.sum())
+    divisors = NORMALISATIONS[loss_type](max(num_sequences, 1), max(num_loss_tokens, 1), np.maximum(own, 1), max_completion_length)
+    return TokenWeights(of_rows=(own > 0) / np.asarray(divisors), num_sequences=num_sequences, num_loss_tokens=num_loss_tokens)
 
 
 # loss_type -> denominator of a trained token's weight, from (completions, trained tokens, those of its row, max_completion_length).
-NORMALISATIONS: dict[str, Callable[[int, int, int, int], float]] = {
+NORMALISATIONS: dict[str, Callable[[int, int, np.ndarray, int], np.ndarray | int]] = {
     **dict.fromkeys(("grpo", "sapo", "real"), lambda sequences, tokens, own, longest: sequences * own),  # a mean of means
     **dict.fromkeys(("dapo", "bnpo", "cispo", "vespo", "fipo"), lambda sequences, tokens, own, longest: tokens),
     "dr_grpo": lambda sequences, tokens, own, longest: sequences * longest,

@@ -34,7 +34,6 @@ class MetricsLogger:
         timers: Timers of the phases.
         reward_weights: Weight of each reward function.
         tells_selection: Whether rollouts select among the sampled groups (dynamic sampling).
-        all_gather: Gathers one object of each data-parallel rank into a list by rank. Collective.
         watches: Further warnings, evaluated after every step.
     """
 
@@ -46,13 +45,12 @@ class MetricsLogger:
         timers: Timers,
         reward_weights: Sequence[float],
         tells_selection: bool,
-        all_gather: Callable[[Any], list[Any]],
         watches: Sequence[Watch] = (),
     ):
         self.metrics, self.completions, self.timers = metrics, completions, timers
         self._schedule = Records(metrics.output_dir / SCHEDULE)
         self.reward_weights, self.tells_selection = reward_weights, tells_selection
-        self._from_all, self._watches = all_gather, watches
+        self._watches = watches
         self._heard: list[ScoredRollout] = []
         self._untold = metrics.output_dir / UNTOLD
         self._spent = TimeSummary()
@@ -80,11 +78,9 @@ class MetricsLogger:
             metrics: Metrics of the step, by name.
             skipped: Reason why the step was skipped, if it was.
         """
-        of_each_rank = self._from_all([micro_batch.rows for micro_batch in batch.micro_batches])
-        if self.metrics.tells:  # rows: [micro-batch][data-parallel rank][(rollout, row)]
-            rows = [list(micro_batch) for micro_batch in zip(*of_each_rank, strict=True)]
-            one = {"step": progress.step, "optimizer_step": progress.step - 1, "rows": rows, "staleness": list(batch.staleness)}
-            self._schedule.append(one)
+        if self.metrics.tells:
+            one = {"step": progress.step, "optimizer_step": progress.step - 1}
+            self._schedule.append(one | {"rows": batch.rows_by_micro_batch(), "staleness": batch.staleness.tolist()})
         activity.reached(progress.step)
         for watch in self._watches:
             warning = watch(progress, metrics)

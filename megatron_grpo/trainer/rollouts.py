@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from megatron_grpo.batching.schedule import TrainingSchedule
 from megatron_grpo.config.config import GrpoConfig
 from megatron_grpo.data.prompts import PromptStream
-from megatron_grpo.grpo.advantages import Advantages, advantages, zero_std_groups
+from megatron_grpo.grpo.advantages import advantages, zero_std_groups
 from megatron_grpo.metrics.rollout import ScoredRollout
 from megatron_grpo.parallel import collectives
 from megatron_grpo.trainer.generation import RolloutGenerator
@@ -33,8 +34,7 @@ from megatron_grpo.types import (
     RowKey,
     Sample,
     ScoredGroup,
-    SequenceLengths,
-    TrainingRow,
+    TrainingRows,
 )
 
 if TYPE_CHECKING:
@@ -118,37 +118,37 @@ class KlPenalty:
     reference: Reference
     beta: float
 
-    def __call__(self, rows: PlacedRows) -> tuple[dict[RowKey, float], dict[RowKey, np.ndarray]]:
+    def __call__(self, placed: PlacedRows) -> tuple[np.ndarray, dict[RowKey, np.ndarray]]:
         """Compute the penalties. Collective.
 
         Args:
-            rows: The rows of a rollout.
+            placed: The rows of a rollout.
 
         Returns:
-            (penalty of every row, on every rank; log p, float32 [T], of the rows that this data-parallel rank holds).
+            (penalty of every row, float64 [n], on every rank; log p, float32 [T], of the rows that this data-parallel rank holds).
         """
         cut, parallel = self.policy.cut, self.policy.parallel
         with self.policy.on_device("reference"):
             scored, held_to = (
-                score_rows(rows, score=without_experts(logprobs), cut=cut, parallel=parallel)
+                score_rows(placed, score=without_experts(logprobs), cut=cut, parallel=parallel)
                 for logprobs in (self.policy.scorer.logprobs, self.reference.logprobs)
             )
         ours, theirs = scored.logprobs, held_to.logprobs
-        mine = {key: self.beta * float((ours[key].astype(np.float64) - theirs[key]).sum()) for key in ours}
-        everyone = collectives.all_gather_object(mine if parallel.is_model_parallel_src else {})
-        return {key: value for part in everyone for key, value in part.items()}, local_samples(
-            ours, scored.rows.dp_ranks, rows.dp_ranks, parallel
-        )
+        mine = [(*key, self.beta * float((ours[key].astype(np.float64) - theirs[key]).sum())) for key in ours]
+        penalties = np.empty(len(placed.rows))
+        for part in collectives.all_gather_object(np.array(mine if parallel.is_model_parallel_src else []).reshape(-1, 3)):
+            penalties[placed.rows.places_of(part[:, 0].astype(np.int64), part[:, 1].astype(np.int64))] = part[:, 2]
+        return penalties, local_samples(ours, scored.rows.rows, placed.rows.dp_rank, parallel)
 
 
 class Teacher(Protocol):
     """Teacher model that scores sampled tokens. `megatron_grpo.trainer.teacher` has two implementations."""
 
-    def __call__(self, rows: PlacedRows) -> dict[RowKey, np.ndarray]:
+    def __call__(self, placed: PlacedRows) -> dict[RowKey, np.ndarray]:
         """Score the masked tokens of rows. Collective.
 
         Args:
-            rows: The rows of a rollout.
+            placed: The rows of a rollout.
 
         Returns:
             Log p of each masked token given those before it in its context, float32 [T], 0 elsewhere; of the rows on this DP rank.
@@ -292,12 +292,14 @@ class Rollouts:
         """
         table, kept, came_in = self.schedule, reaped.kept, self.schedule.version_of(number)
         _check_versions(number, reaped.sampled, at_least=table.sampled_by(number), at_most=came_in)
-        placed, held = self._placed(number, kept, mine)
+        rows, trains = self._rows(number, kept, came_in)
+        held = self._held(rows, mine)
+        placed = PlacedRows(rows=rows, sequences={key: one.sequence for key, one in held.items()})
         penalty, logprobs = None, None
         if self.penalty is not None:
             with self.generator.timers("ref_logprobs"):
                 of_rows, logprobs = self.penalty(placed)
-                penalty = np.array([of_rows[key] for key in placed.lengths]).reshape(len(kept), -1)
+                penalty = of_rows.reshape(len(kept), -1)
         found = advantages([meta.rewards for meta in kept], self.cfg, self.generator.reward_manager.reward_weights, kl_penalty=penalty)
         taught: Mapping[RowKey, np.ndarray | None] = dict.fromkeys(held)
         if self.teacher is not None:
@@ -305,78 +307,77 @@ class Rollouts:
                 taught = self.teacher(placed)
         # After everything that may end the run, so that a rollout that is sampled again is logged once.
         self.logger.rollout(ScoredRollout(number=number, result=reaped, advantages=found, penalty=penalty, held=mine))
-        rows = self._rows(number, kept, found, placed.dp_ranks, came_in)
+        size, group_size = self.cut.rows_per_slice, len(kept[0].rewards)
+        rows = replace(rows, is_zero_std=np.repeat(found.is_zero_std, group_size))
         # The policy's log-probs are the old log-probs of stale slices, if the weights are those of the rollout's own step.
         if logprobs is not None and drained_at in (None, came_in) and table.sizes.old_logprobs != "always":
-            needed = {place: table.needs_old_logprobs(number, place) for place in {row.row // self.cut.rows_per_slice for row in rows}}
-            rows = [replace(row, has_old_logprobs=needed[row.row // self.cut.rows_per_slice]) for row in rows]
+            needed = np.array([table.needs_old_logprobs(number, place) for place in range(-(-len(rows) // size))])
+            rows = replace(rows, has_old_logprobs=needed[rows.row // size])
         samples = {}
         for key, completion in held.items():
-            place, member = divmod(key[1], len(kept[0].rewards))
-            row, trains = rows[key[1]], kept[place].trains[member]
-            sample = _sample(row, completion, found.advantages[place, member], taught[key], trains=trains)
+            place = key[1]
+            advantage = found.advantages[divmod(place, group_size)]
+            sample = _sample(rows, place, completion, advantage, taught[key], trains=bool(trains[place]))
             if table.sizes.old_logprobs == "rollout":
                 sample = sample.with_old_logprobs(sample.sampler_logprobs, "rollout")
-            if row.has_old_logprobs and logprobs is not None:
+            if rows.has_old_logprobs[place] and logprobs is not None:
                 sample = sample.with_old_logprobs(logprobs[key] * sample.mask, "recompute")
             samples[key] = sample
-        return Rollout(number=number, rows=tuple(rows), samples=samples, num_prompts=reaped.num_prompts)
+        return Rollout(number=number, rows=rows, samples=samples, num_prompts=reaped.num_prompts)
 
-    def _placed(
-        self, number: int, kept: Sequence[GroupMetadata], mine: Mapping[int, ScoredGroup]
-    ) -> tuple[PlacedRows, dict[RowKey, Completion]]:
-        """Send the rows of a rollout to their homes. Collective.
-
-        Returns:
-            The rows, and the completions that this data-parallel rank holds.
-        """
-        group_size = len(kept[0].rewards)
-        lengths = {
-            (number, place * group_size + i): SequenceLengths(contexts, (number, meta.prompt_number), meta.prefix)
-            for place, meta in enumerate(kept)
-            for i, contexts in enumerate(meta.contexts)
-        }
-        dp_ranks = {key: self.cut.dp_rank_of(key[1]) for key in lengths}
+    def _held(self, rows: TrainingRows, mine: Mapping[int, ScoredGroup]) -> dict[RowKey, Completion]:
+        """Send the completions of a rollout to their homes; return those that this data-parallel rank holds. Collective."""
         sampled = {
-            (number, place * group_size + i): completion
+            place * len(scored.group.completions) + i: completion
             for place, scored in mine.items()
             for i, completion in enumerate(scored.group.completions)
         }
-        held = deliver({key: (dp_ranks[key], completion) for key, completion in sampled.items()}, self.parallel)
-        held = {key: held[key] for key in sorted(held)}
-        return PlacedRows(lengths=lengths, dp_ranks=dp_ranks, sequences={key: one.sequence for key, one in held.items()}), held
+        held = deliver(
+            {(int(rows.rollout[row]), row): (int(rows.dp_rank[row]), completion) for row, completion in sampled.items()}, self.parallel
+        )
+        return {key: held[key] for key in sorted(held)}
 
-    def _rows(
-        self, number: int, kept: Sequence[GroupMetadata], found: Advantages, dp_ranks: Mapping[RowKey, int], came_in: int
-    ) -> list[TrainingRow]:
-        """Return the rows of a rollout.
+    def _rows(self, number: int, kept: Sequence[GroupMetadata], came_in: int) -> tuple[TrainingRows, np.ndarray]:
+        """Return the rows of a rollout, and whether the sampled tokens of each may be trained.
 
         Args:
             number: Number of the rollout.
             kept: Metadata of its groups.
-            found: Advantages of its completions.
-            dp_ranks: Data-parallel rank of each row.
             came_in: Weights version at which the rollout arrives, where a ratio against the trainer's log-probs is 1. Against the sampler's
                 log-probs it is 1 at the version that sampled.
         """
-        rows: list[TrainingRow] = []
-        for place, meta in enumerate(kept):
-            on_policy_version = meta.version if self.schedule.sizes.old_logprobs == "rollout" else came_in
-            for contexts, num_sampled, trains, is_truncated in zip(
-                meta.contexts, meta.num_sampled, meta.trains, meta.is_truncated, strict=True
-            ):
-                rows.append(TrainingRow(
-                    rollout=number, row=len(rows), prompt_number=meta.prompt_number, version=meta.version,
-                    on_policy_version=on_policy_version, prefix=meta.prefix, contexts=contexts, num_masked=num_sampled if trains else 0,
-                    is_zero_std=bool(found.is_zero_std[place]), is_truncated=is_truncated, dp_rank=dp_ranks[number, len(rows)],
-                ))  # fmt: skip
-        return rows
+
+        def of_group(values: Iterable[int]) -> np.ndarray:
+            return np.repeat(np.array(list(values), dtype=np.int64), len(kept[0].rewards))
+
+        def of_row(values: Iterable[Iterable[int]], dtype: type = np.int64) -> np.ndarray:
+            return np.array(list(chain.from_iterable(values)), dtype=dtype)
+
+        version, trains = of_group(meta.version for meta in kept), of_row((meta.trains for meta in kept), bool)
+        row, flags = np.arange(len(trains)), np.zeros(len(trains), dtype=bool)
+        return TrainingRows(
+            rollout=np.full_like(row, number),
+            row=row,
+            prompt_number=of_group(meta.prompt_number for meta in kept),
+            version=version,
+            on_policy_version=version if self.schedule.sizes.old_logprobs == "rollout" else np.full_like(row, came_in),
+            prefix=of_group(meta.prefix for meta in kept),
+            num_contexts=of_row(map(len, meta.contexts) for meta in kept),
+            contexts=of_row(chain.from_iterable(meta.contexts for meta in kept)),
+            num_masked=of_row(meta.num_sampled for meta in kept) * trains,
+            is_zero_std=flags,
+            is_truncated=of_row((meta.is_truncated for meta in kept), bool),
+            has_old_logprobs=flags,
+            dp_rank=self.cut.dp_rank_of(row),
+        ), trains
 
 
-def _sample(row: TrainingRow, completion: Completion, advantage: float, of_teacher: np.ndarray | None, *, trains: bool) -> Sample:
+def _sample(
+    rows: TrainingRows, place: int, completion: Completion, advantage: float, of_teacher: np.ndarray | None, *, trains: bool
+) -> Sample:
     sequence = completion.sequence
     return Sample(
-        **{name: getattr(row, name) for name in OF_ROW_AND_SAMPLE},
+        **{name: getattr(rows, name)[place].item() for name in OF_ROW_AND_SAMPLE},
         token_ids=sequence.token_ids,
         mask=sequence.mask & trains,
         starts=sequence.starts,

@@ -21,7 +21,7 @@ from megatron_grpo.batching.split import BatchPartitioner, partition, partition_
 from megatron_grpo.grpo.loss import TokenWeights
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
-from megatron_grpo.types import GlobalBatch, MicroBatch, Rollout, RowKey, Sample, SequenceLengths, TrainingRow
+from megatron_grpo.types import GlobalBatch, MicroBatch, Rollout, RowKey, Sample, TrainingRows, ragged
 
 if TYPE_CHECKING:
     from megatron_grpo.policy.passes import ModelScorer
@@ -38,12 +38,13 @@ Scores = tuple[list[np.ndarray], list[np.ndarray] | None]
 class PlacedRows:
     """Rows that are distributed over data-parallel ranks.
 
-    `lengths` and `dp_ranks` cover all of the rows and are the same on every rank.
+    Args:
+        rows: All of the rows, the same on every rank.
+        sequences: Sequences of the rows that this data-parallel rank holds.
     """
 
-    lengths: Mapping[RowKey, SequenceLengths]
-    dp_ranks: Mapping[RowKey, int]  # data-parallel ranks
-    sequences: Mapping[RowKey, Any]  # of the rows that this data-parallel rank holds
+    rows: TrainingRows
+    sequences: Mapping[RowKey, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,29 +108,28 @@ def score_rows(
         cut: Partitions the rows over data-parallel ranks and micro-batches.
         parallel: The parallel layout.
     """
-    keys = list(rows.lengths)
-    dealt = partition_for_scoring(list(rows.lengths.values()), cut)
-    filled = [*keys, *[keys[0]] * (sum(len(micro_spec.rows) for mine in dealt for micro_spec in mine) - len(keys))]
-    places = [(dp_rank, i) for dp_rank, mine in enumerate(dealt) for micro_spec in mine for i in micro_spec.rows]
-    dp_ranks = {filled[i]: dp_rank for dp_rank, i in places if i < len(keys)}
+    count, keys = len(rows.rows), rows.rows.keys
+    dealt = partition_for_scoring(rows.rows.lengths, cut)
     # A row repeated as filler is scored again where it is assigned: its sequence must be there, but its result is not used.
-    wanted: dict[RowKey, set[int]] = {key: set() for key in keys}
-    for dp_rank, i in places:
-        wanted[filled[i]].add(dp_rank)
-    held = _send_to_dp_ranks(rows.sequences, rows.dp_ranks, wanted, parallel)
+    members, to = dealt.packed.rows, dealt.dp_ranks[dealt.packed.rows]
+    dp_rank = np.empty(count, dtype=np.int64)
+    dp_rank[members[members < count]] = to[members < count]
+    pairs = np.unique(np.stack([np.where(members < count, members, 0), to]), axis=1)
+    held = _send_to_dp_ranks(rows.sequences, rows.rows.take(pairs[0]), pairs[1], parallel)
     mine = dealt[parallel.dp_rank]
-    micro_batches = collate_specs([held.get(key) for key in filled], mine, cut.alignment)
+    sequence_of = {i: held[keys[i if i < count else 0]] for micro_spec in mine for i in micro_spec.rows}
+    micro_batches = collate_specs(sequence_of, mine, cut.alignment)
     logprobs, experts = score(micro_batches)
     found: dict[RowKey, np.ndarray] = {}
     routes: dict[RowKey, np.ndarray] = {}
     for number, (micro_spec, micro, values) in enumerate(zip(mine, micro_batches, logprobs, strict=True)):
-        ends = np.cumsum([len(held[filled[i]].token_ids) for i in micro_spec.rows])
+        ends = np.cumsum([len(sequence_of[i].token_ids) for i in micro_spec.rows])
         for i, of_row, at in zip(micro_spec.rows, micro.by_sequence(values), np.split(micro.places, ends[:-1]), strict=True):
-            if i < len(keys):
-                found[keys[i]] = held[keys[i]].scatter(of_row)
+            if i < count:
+                found[keys[i]] = sequence_of[i].scatter(of_row)
                 if experts is not None:
                     routes[keys[i]] = np.where(at[:, None, None] < 0, FREE, experts[number][at])
-    scored = PlacedRows(lengths=rows.lengths, dp_ranks=dp_ranks, sequences={key: held[key] for key in found})
+    scored = PlacedRows(rows=replace(rows.rows, dp_rank=dp_rank), sequences={key: held[key] for key in found})
     return ScoredRows(
         rows=scored, logprobs=found, experts=None if experts is None else _same_experts_in_shared_prefixes(routes, scored, parallel)
     )
@@ -151,62 +151,60 @@ def _same_experts_in_shared_prefixes(
 
     Micro-batches differ in rounding, and so occasionally in a routing decision.
     """
-    lengths = rows.lengths
-    first: dict[object, RowKey] = {}
-    for key in sorted(lengths):
-        first.setdefault(lengths[key].group or key, key)
-    lead = {key: first[lengths[key].group or key] for key in lengths}
-    beginnings = {key: routes[key][: lengths[key].prefix] for key in routes if lead[key] == key}
-    wanted: dict[RowKey, set[int]] = {key: set() for key in first.values()}
-    for key, leader in lead.items():
-        wanted[leader].add(rows.dp_ranks[key])
-    beginnings = _send_to_dp_ranks(beginnings, rows.dp_ranks, wanted, parallel)
+    _, first, group = np.unique(rows.rows.lengths.group, return_index=True, return_inverse=True)
+    keys, prefixes = rows.rows.keys, rows.rows.prefix
+    lead = {key: (keys[first[group[place]]], prefixes[place]) for place, key in enumerate(keys) if key in routes}
+    leaders = {keys[place]: prefixes[place] for place in first.tolist()}
+    beginnings = {key: routes[key][:prefix] for key, prefix in leaders.items() if key in routes}
+    pairs = np.unique(np.stack([first[group], rows.rows.dp_rank]), axis=1)
+    beginnings = _send_to_dp_ranks(beginnings, rows.rows.take(pairs[0]), pairs[1], parallel)
     found = {key: array.copy() for key, array in routes.items()}
     for key, array in found.items():
+        leader, prefix = lead[key]
         for begin in rows.sequences[key].starts:
-            array[begin : begin + lengths[key].prefix] = beginnings[lead[key]]
+            array[begin : begin + prefix] = beginnings[leader]
     return found
 
 
-def local_samples(items: Mapping[RowKey, Any], now: Mapping[RowKey, int], dp_ranks: Mapping[RowKey, int], parallel: ParallelState) -> dict:
+def local_samples(items: Mapping[RowKey, Any], now: TrainingRows, dp_ranks: np.ndarray, parallel: ParallelState) -> dict:
     """Send items from the data-parallel ranks that hold them to their homes. Collective.
 
     Args:
         items: Items of the rows that this rank holds.
-        now: Data-parallel rank that holds each row's item.
-        dp_ranks: Data-parallel rank to which each row's item is sent.
+        now: The rows; `dp_rank` is the rank that holds each row's item.
+        dp_ranks: Data-parallel rank to which each row's item is sent, int64 [n].
         parallel: The parallel layout.
 
     Returns:
         The items of the rows that this data-parallel rank holds.
     """
-    return _send_to_dp_ranks(items, now, {key: {dp_ranks[key]} for key in now}, parallel)
+    return _send_to_dp_ranks(items, now, dp_ranks, parallel)
 
 
-def _send_to_dp_ranks(
-    items: Mapping[RowKey, Any], dp_ranks: Mapping[RowKey, int], wanted: Mapping[RowKey, set[int]], parallel: ParallelState
-) -> dict:
-    """Send each row's item to every data-parallel rank that needs it.
+def _send_to_dp_ranks(items: Mapping[RowKey, Any], rows: TrainingRows, to: np.ndarray, parallel: ParallelState) -> dict:
+    """Send each row's item to the data-parallel rank at the same place in `to`.
 
-    The first rank of its model-parallel group sends it; items that are already in place are not sent.
+    The first rank of its model-parallel group sends it; items that are already in place are not sent. A row may occur several times.
     """
-    kept = {key: items[key] for key, needing in wanted.items() if parallel.dp_rank in needing and dp_ranks[key] == parallel.dp_rank}
-    if all(needing <= {dp_ranks[key]} for key, needing in wanted.items()):
+    is_here, stays = rows.dp_rank == parallel.dp_rank, rows.dp_rank == to
+    kept = {key: items[key] for key in rows.take(np.flatnonzero(is_here & stays)).keys}
+    if stays.all():
         return kept
-    mine = [key for key in wanted if dp_ranks[key] == parallel.dp_rank] if parallel.is_model_parallel_src else []
-    return kept | _to_dp_ranks(((dp_rank, key, items[key]) for key in mine for dp_rank in wanted[key] - {parallel.dp_rank}), parallel)
+    leaving = np.flatnonzero(is_here & ~stays if parallel.is_model_parallel_src else np.zeros(len(to), dtype=bool))
+    sent = zip(to[leaving].tolist(), rows.take(leaving).keys, strict=True)
+    return kept | _to_dp_ranks(((dp_rank, key, items[key]) for dp_rank, key in sent), parallel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleBuffer:
-    """Rows in the order in which they arrived.
+    """Rows in the order in which they arrive, which is that of (rollout, row).
 
     Every method that returns a `SampleBuffer` is collective, and leaves this one unchanged.
     """
 
     parallel: ParallelState
     cut: BatchPartitioner
-    rows: Mapping[RowKey, TrainingRow] = field(default_factory=dict)
+    rows: TrainingRows = field(default_factory=TrainingRows)
     samples: Mapping[RowKey, Sample] = field(default_factory=dict)  # samples that this data-parallel rank holds
 
     def __len__(self) -> int:
@@ -214,11 +212,11 @@ class SampleBuffer:
 
     def add(self, rollouts: Iterable[Rollout]) -> SampleBuffer:
         """Return the buffer with the rows of new rollouts."""
-        rows, samples = dict(self.rows), dict(self.samples)
-        for rollout in rollouts:
-            rows |= {row.key: row for row in rollout.rows}
+        found = list(rollouts)
+        samples = dict(self.samples)
+        for rollout in found:
             samples |= rollout.samples
-        return replace(self, rows=rows, samples=samples)
+        return replace(self, rows=TrainingRows.joined([self.rows, *(rollout.rows for rollout in found)]), samples=samples)
 
     def with_old_logprobs(self, scorer: ModelScorer, step: ScheduledStep) -> SampleBuffer:
         """Compute old log-probs with the current weights, for the slices whose first use will be stale.
@@ -229,7 +227,7 @@ class SampleBuffer:
             scorer: Computes log-probs of the policy.
             step: The step from the training schedule.
         """
-        return self._scored([key for key in self._in_slices(step.old_logprob_slices) if not self.rows[key].has_old_logprobs], scorer)
+        return self._scored(np.flatnonzero(self._in_slices(step.old_logprob_slices) & ~self.rows.has_old_logprobs), scorer)
 
     def after_skipped_step(self, scorer: ModelScorer, step: ScheduledStep) -> SampleBuffer:
         """Compute old log-probs for later passes after the guard has refused the gradient of `step`.
@@ -241,14 +239,14 @@ class SampleBuffer:
             scorer: Computes log-probs of the policy.
             step: The refused step.
         """
-        return self._scored(self._in_slices(step.keeps), scorer)
+        return self._scored(np.flatnonzero(self._in_slices(step.keeps)), scorer)
 
-    def _scored(self, due: list[RowKey], scorer: ModelScorer) -> SampleBuffer:
+    def _scored(self, due: np.ndarray, scorer: ModelScorer) -> SampleBuffer:
         """Score rows and store the result as their old log-probs.
 
         A row with log-probs that are not finite trains nothing from here on: its mask is emptied.
         """
-        if not due:
+        if not len(due):
             return self
         scored = score_rows(self.placed(due), score=scorer.old_logprobs, cut=self.cut, parallel=self.parallel)
         samples = scored.rows.sequences
@@ -259,17 +257,19 @@ class SampleBuffer:
             key: emptied(sample) if key in lost else sample.with_old_logprobs(scored.logprobs[key], "recompute")
             for key, sample in samples.items()
         }
-        moved = self._with_dp_ranks(scored.rows.dp_ranks, held)
-        return replace(moved, rows={key: replace(row, num_masked=0) if key in lost else row for key, row in moved.rows.items()})
+        moved = self._with_dp_ranks(due, scored.rows.rows.dp_rank, held)
+        num_masked = moved.rows.num_masked.copy()
+        num_masked[moved.rows.places_of(*np.array(sorted(lost), dtype=np.int64).reshape(-1, 2).T)] = 0
+        return replace(moved, rows=replace(moved.rows, num_masked=num_masked))
 
-    def placed(self, keys: Iterable[RowKey]) -> PlacedRows:
-        """Return these rows as `PlacedRows`."""
-        rows = {key: self.rows[key] for key in keys}
-        return PlacedRows(
-            lengths={key: row.lengths for key, row in rows.items()},
-            dp_ranks={key: row.dp_rank for key, row in rows.items()},
-            sequences={key: self.samples[key] for key in rows if key in self.samples},
-        )
+    def placed(self, places: np.ndarray | None = None) -> PlacedRows:
+        """Return rows as `PlacedRows`.
+
+        Args:
+            places: Indices of the rows, int64 [k]; None for all.
+        """
+        rows = self.rows if places is None else self.rows.take(places)
+        return PlacedRows(rows=rows, sequences=self.samples)
 
     def _rows_with_invalid_logprobs(self, logprobs: Mapping[RowKey, np.ndarray]) -> set[RowKey]:
         """Return the rows, of all ranks, that have log-probs that are not finite. Collective."""
@@ -298,37 +298,34 @@ class SampleBuffer:
             KeyError: The training schedule asks for a row that was never sampled.
             ValueError: The version of a row contradicts the training schedule.
         """
-        rows = [self.rows[micro.rollout, row] for micro in step.micro_steps for row in range(*micro.rows)]
-        _check_versions(step, self.rows)
-        found = token_weight_fn(
-            [row.num_masked for row in rows], is_truncated=[row.is_truncated for row in rows], is_zero_std=[row.is_zero_std for row in rows]
-        )
-        dealt = partition([row.lengths for row in rows], self.cut)
-        dp_ranks = {rows[i].key: dp_rank for dp_rank, mine in enumerate(dealt) for micro_spec in mine for i in micro_spec.rows}
-        keys = [row.key for row in rows]
-        held = _send_to_dp_ranks(
-            self.samples, {key: self.rows[key].dp_rank for key in keys}, {key: {dp_ranks[key]} for key in keys}, self.parallel
-        )
-        micro_batches = [
-            collate_samples(
-                [held[keys[i]] for i in micro_spec.rows], [found.of_rows[i] for i in micro_spec.rows], trained_at=step.index,
-                number=number, alignment=self.cut.alignment, at_least=micro_spec.at_least, prefix_groups=micro_spec.prefix_groups,
-            )
-            for number, micro_spec in enumerate(dealt[self.parallel.dp_rank])
-        ]  # fmt: skip
+        places, arrived_at = self._places(step)
+        rows = self.rows.take(places)
+        _check_versions(rows, arrived_at)
+        found = token_weight_fn(rows.num_masked, is_truncated=rows.is_truncated, is_zero_std=rows.is_zero_std)
+        dealt = partition(rows.lengths, self.cut)
+        held = _send_to_dp_ranks(self.samples, rows, dealt.dp_ranks, self.parallel)
+        keys = np.stack([rows.rollout, rows.row], axis=1)
+        micro_batches = []
+        for number, micro_spec in enumerate(dealt[self.parallel.dp_rank]):
+            of_micro = list(micro_spec.rows)
+            samples = [held[rollout, row] for rollout, row in keys[of_micro].tolist()]
+            micro_batches.append(collate_samples(
+                samples, found.of_rows[of_micro], trained_at=step.index, number=number, alignment=self.cut.alignment,
+                at_least=micro_spec.at_least, prefix_groups=micro_spec.prefix_groups,
+            ))  # fmt: skip
         batch = GlobalBatch(
             step=step.index,
             micro_batches=tuple(micro_batches),
             num_sequences=found.num_sequences,
             num_loss_tokens=found.num_loss_tokens,
-            num_tokens=sum(sum(row.contexts) for row in rows),
-            num_contexts=sum(len(row.contexts) for row in rows),
-            staleness=tuple(step.index - row.version for row in rows),
-            lag=tuple(
-                micro.on_policy_version - self.rows[micro.rollout, row].version for micro in step.micro_steps for row in range(*micro.rows)
-            ),
+            num_tokens=int(rows.contexts.sum()),
+            num_contexts=len(rows.contexts),
+            placed=keys[dealt.packed.rows],
+            counts=dealt.packed.counts,
+            staleness=step.index - rows.version,
+            lag=arrived_at - rows.version,
         )
-        return self._with_dp_ranks(dp_ranks, held), batch
+        return self._with_dp_ranks(places, dealt.dp_ranks, held), batch
 
     def after(self, step: ScheduledStep, logprobs: Mapping[RowKey, np.ndarray]) -> SampleBuffer:
         """Return the buffer after `step`: without the rows used up, with cached log-probs for later passes.
@@ -339,22 +336,21 @@ class SampleBuffer:
             step: The step that was trained.
             logprobs: [masked] of this data-parallel rank's rows, on the ranks of the last pipeline stage; empty elsewhere.
         """
-        keeps = set(self._in_slices(step.keeps))
+        size, keeps, done = self.cut.rows_per_slice, set(step.keeps), set(step.last_use)
         samples = dict(self.samples)
         if keeps:
-            mine = {key: values for key, values in logprobs.items() if key in keeps}
+            mine = {key: values for key, values in logprobs.items() if (key[0], key[1] // size) in keeps}
             for key, values in self.parallel.from_last_stage(mine).items():
                 samples[key] = samples[key].with_old_logprobs(samples[key].scatter(values), "cached")
-        done = set(self._in_slices(step.last_use))
         return replace(
             self,
-            rows={key: row for key, row in self.rows.items() if key not in done},
-            samples={key: sample for key, sample in samples.items() if key not in done},
+            rows=self.rows.take(np.flatnonzero(~self._in_slices(step.last_use))),
+            samples={key: sample for key, sample in samples.items() if (key[0], key[1] // size) not in done},
         )
 
     def to_save(self) -> list[Sample]:
         """Return the samples that this rank writes to a checkpoint. Each is written by one rank."""
-        return [self.samples[key] for key in self.rows if key in self.samples] if self.parallel.is_model_parallel_src else []
+        return [self.samples[key] for key in sorted(self.samples)] if self.parallel.is_model_parallel_src else []
 
     def of_step(self, step: ScheduledStep) -> list[Sample]:
         """Return the rows that a step trains, in its order, on rank 0; on other ranks an empty list. Collective.
@@ -373,37 +369,48 @@ class SampleBuffer:
         Args:
             samples: The samples that this rank has read. Every sample is read by one rank.
         """
-        mine = [TrainingRow.of(sample, dp_rank=self.cut.dp_rank_of(sample.row)) for sample in samples]
-        rows = {row.key: row for rows in collectives.all_gather_object(mine) for row in rows}
-        held = deliver({row.key: (row.dp_rank, sample) for row, sample in zip(mine, samples, strict=True)}, self.parallel)
-        return replace(self, rows=dict(sorted(rows.items())), samples=held)
+        mine = TrainingRows.of(samples, dp_rank=self.cut.dp_rank_of(np.array([sample.row for sample in samples], dtype=np.int64)))
+        rows = TrainingRows.joined(collectives.all_gather_object(mine))
+        held = deliver({one.key: (dp_rank, one) for one, dp_rank in zip(samples, mine.dp_rank.tolist(), strict=True)}, self.parallel)
+        return replace(self, rows=rows.take(np.lexsort((rows.row, rows.rollout))), samples=held)
 
-    def _in_slices(self, slices: SequenceOf[tuple[int, int]]) -> list[RowKey]:
-        """Return the rows of the given (rollout, slice) pairs, in order."""
-        wanted, size = set(slices), self.cut.rows_per_slice
-        return [key for key in self.rows if (key[0], key[1] // size) in wanted]
+    def _in_slices(self, slices: SequenceOf[tuple[int, int]]) -> np.ndarray:
+        """Return whether each row is in one of the (rollout, slice) pairs, bool [n]."""
+        rollout, number = np.array(slices, dtype=np.int64).reshape(-1, 2).T
+        return np.isin(self.rows.rollout << 32 | self.rows.row // self.cut.rows_per_slice, rollout << 32 | number)
 
-    def _with_dp_ranks(self, dp_ranks: Mapping[RowKey, int], held: Mapping[RowKey, Sample]) -> SampleBuffer:
+    def _places(self, step: ScheduledStep) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows that a step trains, in its order: their indices, and the version at which each rollout arrives; int64 [N]."""
+        micro_steps = [(micro.rollout, micro.rows[0], micro.rows[1], micro.on_policy_version) for micro in step.micro_steps]
+        rollout, first, end, version = np.array(micro_steps, dtype=np.int64).reshape(-1, 4).T
+        counts = end - first
+        rows = ragged(first, counts, np.arange(len(first)))
+        return self.rows.places_of(np.repeat(rollout, counts), rows), np.repeat(version, counts)
+
+    def _with_dp_ranks(self, places: np.ndarray, dp_ranks: np.ndarray, held: Mapping[RowKey, Sample]) -> SampleBuffer:
         """Return the buffer with new data-parallel ranks for some rows.
 
         Args:
-            dp_ranks: New data-parallel rank of each row that moves.
-            held: Their samples, if they move to this rank.
+            places: Indices of the rows, int64 [k].
+            dp_ranks: Their new data-parallel ranks, int64 [k].
+            held: Their samples, if this rank holds them.
         """
-        rows = {
-            key: replace(row, dp_rank=dp_ranks[key]) if dp_ranks.get(key, row.dp_rank) != row.dp_rank else row
-            for key, row in self.rows.items()
-        }
-        unmoved = {key: sample for key, sample in self.samples.items() if key not in dp_ranks}
-        return replace(self, rows=rows, samples=unmoved | dict(held))
+        dp_rank = self.rows.dp_rank.copy()
+        dp_rank[places] = dp_ranks
+        samples = {**self.samples, **held}
+        at = self.rows.places_of(*np.array(list(samples), dtype=np.int64).reshape(-1, 2).T)
+        is_mine = (dp_rank[at] == self.parallel.dp_rank).tolist()
+        kept = {key: sample for (key, sample), mine in zip(samples.items(), is_mine, strict=True) if mine}
+        return replace(self, rows=replace(self.rows, dp_rank=dp_rank), samples=kept)
 
 
-def _check_versions(step: ScheduledStep, rows: Mapping[RowKey, TrainingRow]) -> None:
-    for micro in step.micro_steps:
-        for row in (rows[micro.rollout, row] for row in range(*micro.rows)):
-            # Not `version`: a resumed run may have sampled the row later than planned. Its ratio against the sampler is 1 at `version`.
-            if row.version > micro.on_policy_version or row.on_policy_version not in (micro.on_policy_version, row.version):
-                raise ValueError(
-                    f"row {row.row} of rollout {row.rollout} was sampled by version {row.version} and is on-policy at "
-                    f"{row.on_policy_version}; the training schedule collects its rollout at version {micro.on_policy_version}"
-                )
+def _check_versions(rows: TrainingRows, arrived_at: np.ndarray) -> None:
+    # Not `version`: a resumed run may have sampled the row later than planned. Its ratio against the sampler is 1 at `version`.
+    on_policy = rows.on_policy_version
+    wrong = (rows.version > arrived_at) | ((on_policy != arrived_at) & (on_policy != rows.version))
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise ValueError(
+            f"row {rows.row[place]} of rollout {rows.rollout[place]} was sampled by version {rows.version[place]} and is on-policy at "
+            f"{on_policy[place]}; the training schedule collects its rollout at version {arrived_at[place]}"
+        )

@@ -43,16 +43,16 @@ class ServedTeacher:
         self._parallel, self._ask = parallel, ask
         self.fingerprint = collectives.run_on_rank_zero(gather or str, REPORTED)  # fingerprint of the teacher, on every rank
 
-    def __call__(self, rows: PlacedRows) -> dict[RowKey, np.ndarray]:
+    def __call__(self, placed: PlacedRows) -> dict[RowKey, np.ndarray]:
         """Score rows, see `rollouts.Teacher`. The log-probs are of the full softmax at temperature 1. Collective.
 
         Args:
-            rows: The rows of a rollout.
+            placed: The rows of a rollout.
 
         Raises:
             ConfigError, RunError, NoRolloutServerError, CancelledError: Errors of `ask`, raised on every rank.
         """
-        mine = dict(rows.sequences) if self._parallel.is_model_parallel_src else {}
+        mine = dict(placed.sequences) if self._parallel.is_model_parallel_src else {}
         held = {key: sequence for part in collectives.exchange({0: mine}) for key, sequence in part.items()}
         found: dict[RowKey, np.ndarray] = {}
 
@@ -60,7 +60,8 @@ class ServedTeacher:
             found.update(self._scored(held))
 
         collectives.run_on_rank_zero(ask, REPORTED)
-        return deliver({key: (rows.dp_ranks[key], values) for key, values in found.items()}, self._parallel)
+        homes = placed.rows.dp_rank[placed.rows.places_of(*np.array(list(found), dtype=np.int64).reshape(-1, 2).T)].tolist()
+        return deliver({key: (home, values) for (key, values), home in zip(found.items(), homes, strict=True)}, self._parallel)
 
     def _scored(self, held: Mapping[RowKey, Scored]) -> dict[RowKey, np.ndarray]:
         assert self._ask is not None  # rank 0 alone asks
@@ -99,24 +100,24 @@ class HeldTeacher:
         self._offloader = PolicyOffloader(self._tensors, movable, scorer.parallel.device, timers)
         self._free_memory()
 
-    def __call__(self, rows: PlacedRows) -> dict[RowKey, np.ndarray]:
+    def __call__(self, placed: PlacedRows) -> dict[RowKey, np.ndarray]:
         """Score rows, see `rollouts.Teacher`. Collective.
 
         Args:
-            rows: The rows of a rollout.
+            placed: The rows of a rollout.
 
         Raises:
             RunError: A log-prob is not finite. Raised on every rank.
         """
-        bare = {key: replace(sequence, experts=None) for key, sequence in rows.sequences.items()}  # recorded experts are the policy's
+        bare = {key: replace(sequence, experts=None) for key, sequence in placed.sequences.items()}  # recorded experts are the policy's
         scorer, parallel = self._scorer, self._scorer.parallel
         with self._offloader.on_device("weights"):
-            found = score_rows(replace(rows, sequences=bare), score=without_experts(scorer.logprobs), cut=scorer.cut, parallel=parallel)
+            found = score_rows(replace(placed, sequences=bare), score=without_experts(scorer.logprobs), cut=scorer.cut, parallel=parallel)
         self._free_memory()
         senseless = sum(not np.isfinite(values).all() for values in found.logprobs.values())
         if collectives.all_reduce_max(senseless):
             raise RunError(f"The teacher ({self._name}) returned log-probs that are not finite.")
-        return local_samples(found.logprobs, found.rows.dp_ranks, rows.dp_ranks, parallel)
+        return local_samples(found.logprobs, found.rows.rows, placed.rows.dp_rank, parallel)
 
     def _free_memory(self) -> None:
         if self._offloader.movable:

@@ -211,11 +211,11 @@ def test_a_row_that_the_policy_cannot_score_trains_nothing_more(models, batches)
         from types import SimpleNamespace
 
         from megatron_grpo.trainer.sample_buffer import SampleBuffer
-        from megatron_grpo.types import TrainingRow
+        from megatron_grpo.types import TrainingRows
 
         policy = cases.build(models["qwen3"], cases.settings(**layout.settings), world)
-        rows = {sample.key: TrainingRow.of(sample, dp_rank=policy.cut.dp_rank_of(sample.row)) for sample in first}
-        mine = {sample.key: sample for sample in first if rows[sample.key].dp_rank == policy.parallel.dp_rank}
+        rows = TrainingRows.of(first, dp_rank=policy.cut.dp_rank_of(np.array([sample.row for sample in first])))
+        mine = {sample.key: sample for sample, home in zip(first, rows.dp_rank, strict=True) if home == policy.parallel.dp_rank}
         pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut, rows=rows, samples=mine)
         score = policy.scorer.old_logprobs
 
@@ -229,7 +229,7 @@ def test_a_row_that_the_policy_cannot_score_trains_nothing_more(models, batches)
         step = SimpleNamespace(keeps=tuple((0, number) for number in range(4)))
         after = pending.after_skipped_step(policy.scorer, step)
         held = {key: (int(sample.mask.sum()), bool(np.isfinite(sample.old_logprobs).all())) for key, sample in after.samples.items()}
-        return {key: row.num_masked for key, row in after.rows.items()}, held
+        return dict(zip(after.rows.keys, after.rows.num_masked.tolist(), strict=True)), held
 
     token = first[5].token_ids[-1]
     lost = {sample.key for sample in first if token in sample.token_ids[sample.mask]}

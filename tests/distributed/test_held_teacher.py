@@ -90,7 +90,7 @@ def scored(rank: int, world: int, models, samples, settings: dict, teachers: tup
             teacher = build_held_teacher(cfg, shape, parallel, teacher_path=models[name], timers=Timers())
             pending = SampleBuffer(parallel=parallel, cut=teacher._scorer.cut).restored(samples if parallel.is_rank_zero else [])
             for _ in range(2):  # the second time it comes back from the host, where it goes there
-                found[name, number] = teacher(pending.placed(pending.rows))
+                found[name, number] = teacher(pending.placed())
             weights = [parameter for chunk in teacher._scorer.model for parameter in chunk.parameters()]
             own = ModelShape.from_pretrained(models[name])
             sizes = BatchSizes.from_config(cfg.with_values({"world_size": world}), model=replace(rules_of(shape), teacher=rules_of(own)))

@@ -49,6 +49,10 @@ class Scorer:
         return [(micro.targets / -1000).astype(np.float32) for micro in micro_batches], None
 
 
+def home_of(pending, key) -> int:
+    return int(pending.rows.dp_rank[pending.rows.places_of(*key)])
+
+
 def step(index: int, slices, cut, *, old_logprob_slices=(), keeps=(), last_use=(), staleness=0):
     size = cut.rows_per_slice
     micro_steps = [SimpleNamespace(rollout=0, rows=(j * size, (j + 1) * size), on_policy_version=index - staleness) for j in slices]
@@ -75,8 +79,8 @@ def rows_of(pending) -> list[int]:
 def test_every_row_is_with_all_ranks_of_one_share_and_with_no_other(world, layout):
     def body(rank, world_size):
         pending, _ = start(rank, world_size, **layout)
-        assert list(pending.rows) == [(0, row) for row in range(ROWS)]
-        assert all(pending.rows[key].dp_rank == pending.parallel.dp_rank for key in pending.samples)
+        assert pending.rows.keys == [(0, row) for row in range(ROWS)]
+        assert all(home_of(pending, key) == pending.parallel.dp_rank for key in pending.samples)
         for sample in pending.samples.values():
             assert sample.token_ids[0] == 100 + sample.row
         return pending.parallel.dp_rank, rows_of(pending), [sample.row for sample in pending.to_save()]
@@ -91,6 +95,8 @@ def test_every_row_is_with_all_ranks_of_one_share_and_with_no_other(world, layou
 @pytest.mark.parametrize("max_tokens", [None, 14])
 def test_a_batch_is_this_shares_rows_with_the_weights_of_the_whole_step(max_tokens):
     def body(rank, world_size):
+        from megatron_grpo.parallel import collectives
+
         pending, cut = start(rank, world_size, max_tokens=max_tokens)
         whole = {sample.row: sample for sample in samples()}
         before = rows_of(pending)
@@ -103,6 +109,8 @@ def test_a_batch_is_this_shares_rows_with_the_weights_of_the_whole_step(max_toke
                 at = micro.sequence == place
                 assert micro.targets[at].tolist() == whole[row].token_ids[whole[row].mask].tolist()
                 assert set(micro.token_weights[at]) == {whole[row].num_masked / 1000} and set(micro.advantages[at]) == {row}
+        of_ranks = collectives.all_gather_object([[list(key) for key in micro.rows] for micro in batch.micro_batches])
+        assert batch.rows_by_micro_batch() == [list(of_rank) for of_rank in zip(*of_ranks, strict=True)], "known without asking them"
         assert (batch.num_sequences, batch.num_contexts) == (ROWS - 4, ROWS)
         assert batch.num_tokens == sum(len(sample.token_ids) for sample in whole.values())
         return before, trained
@@ -110,6 +118,17 @@ def test_a_batch_is_this_shares_rows_with_the_weights_of_the_whole_step(max_toke
     (before, first), (_, second) = run_ranks(body, 2, timeout=120)
     assert sorted(first + second) == list(range(ROWS))
     assert (sorted(first) == before) == (max_tokens is None), "a token budget sends rows to other shares, and nothing else does"
+
+
+def test_a_row_that_two_passes_of_a_step_train_is_on_every_rank_that_trains_it_and_waits_on_one():
+    def body(rank, world_size):
+        pending, cut = start(rank, world_size, max_tokens=14)
+        pending, batch = pending.batch(step(0, (0, 1, 2, 3, 0), cut), token_weight_fn=token_weight_fn)
+        return rows_of(pending), [row for micro in batch.micro_batches for _, row in micro.rows]
+
+    found = run_ranks(body, 2, timeout=120)
+    assert sorted(row for _, trained in found for row in trained) == sorted([*range(ROWS), *range(ROWS // 4)])
+    assert sorted(row for waiting, _ in found for row in waiting) == list(range(ROWS))
 
 
 def test_anchors_are_made_where_rows_are_dealt_and_kept_log_probs_reach_the_whole_share():
@@ -127,12 +146,11 @@ def test_anchors_are_made_where_rows_are_dealt_and_kept_log_probs_reach_the_whol
                 assert np.array_equal(sample.old_logprobs[sample.mask], (sample.token_ids[sample.mask] / -1000).astype(np.float32))
         pending, batch = pending.batch(step(0, (0,), cut), token_weight_fn=token_weight_fn)
         is_last = pending.parallel.is_last_stage
-        values = (
-            {key: np.full(pending.rows[key].num_masked, -0.5, np.float32) for m in batch.micro_batches for key in m.rows} if is_last else {}
-        )
+        mine = [key for micro in batch.micro_batches for key in micro.rows] if is_last else []
+        values = {key: np.full(pending.samples[key].num_masked, -0.5, np.float32) for key in mine}
         pending = pending.after(step(0, (0,), cut, keeps=((0, 0),), last_use=((0, 1),)), values)
         assert {sample.old_logprobs_from for sample in pending.samples.values()} <= {"cached"}
-        assert set(pending.rows) == {(0, row) for row in range(8)}
+        assert pending.rows.keys == [(0, row) for row in range(8)]
         return rows_of(pending)
 
     found = run_ranks(body, 4, timeout=120)
@@ -144,7 +162,7 @@ def test_what_a_group_begins_with_takes_the_experts_of_its_first_row_wherever_th
 
     def body(rank, world_size):
         pending, cut = start(rank, world_size)
-        rows = {key: dataclasses.replace(row, prefix=2, prompt_number=0) for key, row in pending.rows.items()}
+        rows = dataclasses.replace(pending.rows, prefix=np.full(ROWS, 2), prompt_number=np.zeros(ROWS, dtype=np.int64))
         pending = dataclasses.replace(pending, rows=rows)
 
         def old_logprobs(micro_batches):
@@ -170,7 +188,7 @@ def test_what_contradicts_the_timetable_is_an_error():
             ValueError, match="row 0 of rollout 0 was sampled by version 0 .* the training schedule collects its rollout at version -1"
         ):
             pending.batch(step(3, (0,), cut, staleness=4), token_weight_fn=token_weight_fn)
-        early = dataclasses.replace(pending, rows={key: dataclasses.replace(row, on_policy_version=1) for key, row in pending.rows.items()})
+        early = dataclasses.replace(pending, rows=dataclasses.replace(pending.rows, on_policy_version=np.ones(ROWS, dtype=np.int64)))
         with pytest.raises(ValueError, match="by version 0 and is on-policy at 1; the training schedule"):
             early.batch(step(2, (0,), cut), token_weight_fn=token_weight_fn)
         with pytest.raises(KeyError):

@@ -387,8 +387,8 @@ def test_a_run_is_the_slow_one_whatever_is_saved_and_however_it_is_stopped(size,
     if not {"drop", "give up"} & set(how.values()):  # it is as old as the timetable says
         for batch in batches:
             rows = [row for row in case.table.step(batch.step).micro_steps for _ in range(*row.rows)]
-            assert batch.staleness == tuple(row.staleness for row in rows)
-            assert batch.lag == tuple(row.on_policy_version - row.sampled_by_version for row in rows)
+            assert batch.staleness.tolist() == [row.staleness for row in rows]
+            assert batch.lag.tolist() == [row.on_policy_version - row.sampled_by_version for row in rows]
 
 
 @settings(max_examples=30, deadline=None)
@@ -491,7 +491,7 @@ class Penalty:
         self.policy = policy
 
     def __call__(self, rows):
-        return dict.fromkeys(rows.lengths, 0.0), {
+        return np.zeros(len(rows.rows)), {
             key: np.full(len(one.token_ids), logprob(self.policy.version)) for key, one in rows.sequences.items()
         }
 

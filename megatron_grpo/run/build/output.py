@@ -17,7 +17,6 @@ import shlex
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,7 +266,6 @@ def build_metrics_logger(
         timers=timers,
         reward_weights=reward_manager.reward_weights,
         tells_selection=cfg.grpo.dynamic_sample or cfg.grpo.oversample_ratio > 1,
-        all_gather=partial(collectives.all_gather_object, group=parallel.dp_group),
         watches=[lambda progress, found: gap(found), *([lambda *_: check_output_dir(out)] if parallel.is_rank_zero else [])],
     )
 

@@ -46,7 +46,7 @@ def test_every_row_is_in_one_micro_batch_within_the_budget(data, dp_size, multip
     assert rows_of(packed) == list(range(count))
     assert len({len(rank) for rank in packed}) == 1 and len(packed[0]) % multiple == 0
     for rows in (rows for rank in packed for rows in rank):
-        assert rows and (sum(lengths[row] for row in rows) <= max_tokens or len(rows) == 1)
+        assert len(rows) and (sum(lengths[row] for row in rows) <= max_tokens or len(rows) == 1)
 
 
 @pytest.mark.parametrize("num_rows", [256, 4_096, 100_000])

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -46,13 +47,13 @@ def journal_in(folder, *, rank=0, **settings):
     metrics = Metrics(folder, rank=rank, console=Console(file=io.StringIO(), width=300), total_steps=9)
     return MetricsLogger(
         metrics, Completions(folder, reward_names=names, every=0), timers=Timers(),
-        **dict(reward_weights=[1.0, 1.0], tells_selection=False, all_gather=lambda mine: [mine, mine]) | settings,
+        **dict(reward_weights=[1.0, 1.0], tells_selection=False) | settings,
     )  # fmt: skip
 
 
 def step(logger, number, *, skipped=None, **metrics):
-    micro_batches = [SimpleNamespace(rows=((0, 0), (0, 1))), SimpleNamespace(rows=((0, 2), (0, 3)))]
-    batch = SimpleNamespace(micro_batches=micro_batches, staleness=(0, 1), metrics={"staleness/mean": 0.5})
+    rows = [[[[0, 0], [0, 1]], [[0, 4], [0, 5]]], [[[0, 2], [0, 3]], [[0, 6], [0, 7]]]]
+    batch = SimpleNamespace(rows_by_micro_batch=lambda: rows, staleness=np.array([0, 1]), metrics={"staleness/mean": 0.5})
     logger.step(Progress(step=number, num_tokens=60 * number), batch, {"loss": 0.5} | metrics, skipped=skipped)
 
 
@@ -163,7 +164,7 @@ def test_which_rows_were_trained_is_written_for_every_rank(tmp_path):
     logger.start(Progress())
     for number in (1, 2):
         step(logger, number)
-    rows = [[[[0, 0], [0, 1]]] * 2, [[[0, 2], [0, 3]]] * 2]
+    rows = [[[[0, 0], [0, 1]], [[0, 4], [0, 5]]], [[[0, 2], [0, 3]], [[0, 6], [0, 7]]]]
     assert lines(tmp_path, "schedule.jsonl") == [
         {"step": number, "optimizer_step": number - 1, "rows": rows, "staleness": [0, 1]} for number in (1, 2)
     ]

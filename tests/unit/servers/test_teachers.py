@@ -18,7 +18,7 @@ from megatron_grpo.servers.http import Server
 from megatron_grpo.servers.teachers import TeacherRequirements, TeacherServerGroup
 from megatron_grpo.trainer.sample_buffer import PlacedRows
 from megatron_grpo.trainer.teacher import ServedTeacher
-from megatron_grpo.types import Sequence, TokensToScore
+from megatron_grpo.types import Sequence, TokensToScore, TrainingRows
 from tests.small_server import TOKEN, Broken, SmallServer
 from tests.unit.trainer.test_rollouts import OneRank
 
@@ -101,7 +101,7 @@ def test_a_row_of_several_contexts_is_scored_in_each_of_them_and_where_it_was_dr
     rows = {(0, 3): row, (0, 4): empty}
     servers = teacher_of(opened())
     found = ServedTeacher(OneRank(), servers.fingerprint, servers.logprobs)(
-        PlacedRows(lengths={}, dp_ranks=dict.fromkeys(rows, 0), sequences=rows)
+        PlacedRows(rows=TrainingRows(rollout=np.zeros(2, int), row=np.array([3, 4]), dp_rank=np.zeros(2, int)), sequences=rows)
     )
     wanted = np.where(mask, [-(id_ / 100 + at % 6) for at, id_ in enumerate(range(20, 32))], 0.0)
     assert np.allclose(found[0, 3], wanted, atol=1e-6) and not found[0, 4].any() and found[0, 3].dtype == np.float32

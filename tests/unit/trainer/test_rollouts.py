@@ -27,7 +27,7 @@ from megatron_grpo.trainer.generation import InvalidLogprobsError, InvalidSampli
 from megatron_grpo.trainer.rollouts import Rollouts
 from megatron_grpo.trainer.rollouts import result as collect
 from megatron_grpo.trainer.sample_buffer import emptied
-from megatron_grpo.types import GroupMetadata, Prompt, SampleWithOldLogprobs, ScoredGroup, SequenceLengths, make_completion
+from megatron_grpo.types import GroupMetadata, Prompt, SampleWithOldLogprobs, ScoredGroup, make_completion
 from megatron_grpo.weights.buckets import WeightUpdate
 
 LIVE, ZERO_STD = ((1.0,), (0.0,)), ((1.0,), (1.0,))
@@ -243,7 +243,7 @@ def rollout(rewards, *, penalty=None, old_logprobs="auto", number=0, answer=answ
     assert rollouts.sample([]) == rollouts.collect([]) == rollouts.drain(number) == []
     cfg = rollouts.cfg
     stats = rollout_stats(heard, ["r"]) | (selection_stats(heard, [1.0]) if cfg.dynamic_sample else {})
-    assert [row.key for row in found.rows] == list(found.samples)
+    assert found.rows.keys == list(found.samples)
     return list(found.samples.values()), stats, found.rows
 
 
@@ -257,8 +257,8 @@ def test_a_sample_is_its_prompt_and_completion_with_its_own_advantage():
     assert [s.is_zero_std for s in samples] == [False, False, True, True]
     assert [s.advantage for s in samples] == pytest.approx([0.5 / (0.5**0.5 + 1e-4), -0.5 / (0.5**0.5 + 1e-4), 0, 0])
     assert not any(isinstance(s, SampleWithOldLogprobs) for s in samples)
-    assert [(row.contexts, row.num_masked, row.is_zero_std, row.is_truncated) for row in rows] == [
-        ((4,), 2, False, False), ((4,), 2, False, True), ((4,), 2, True, False), ((4,), 2, True, True)]  # fmt: skip
+    assert (rows.contexts.tolist(), rows.num_contexts.tolist(), rows.num_masked.tolist()) == ([4] * 4, [1] * 4, [2] * 4)
+    assert (rows.is_zero_std.tolist(), rows.is_truncated.tolist()) == ([False, False, True, True], [False, True, False, True])
     assert "dynamic_sample/rounds" not in stats
 
 
@@ -266,7 +266,7 @@ def test_a_row_keeps_what_the_teacher_said_of_its_own_tokens_and_one_that_trains
     """The teacher says the row's number at drawn tokens. Of one completion the sampler's log-probs are impossible."""
 
     def teacher(rows):
-        assert rows.dp_ranks == dict.fromkeys(rows.sequences, 0)
+        assert rows.rows.keys == list(rows.sequences) and not rows.rows.dp_rank.any()
         return {key: np.where(one.mask, -key[1], 0).astype(np.float32) for key, one in rows.sequences.items()}
 
     def some_wrong(prompt, place, version):
@@ -294,11 +294,17 @@ def test_a_rollout_whose_teacher_has_gone_is_told_of_when_it_is_asked_again_and_
 
 def test_every_row_knows_its_group_and_what_the_group_begins_with_and_so_does_who_packs_for_the_penalty():
     def penalty(rows):
-        assert list(rows.lengths.values()) == [SequenceLengths((4,), (3, number), 2) for number in (0, 0, 1, 1)]
-        return dict.fromkeys(rows.lengths, 0.0), {}
+        assert are_right(rows.rows)
+        return np.zeros(4), {}
+
+    def are_right(rows):
+        lengths = rows.lengths
+        same_group = (lengths.group[:, None] == lengths.group).tolist()
+        assert same_group == [[True, True, False, False]] * 2 + [[False, False, True, True]] * 2
+        return (lengths.prefix.tolist(), lengths.contexts.tolist(), rows.prompt_number.tolist()) == ([2] * 4, [4] * 4, [0, 0, 1, 1])
 
     samples, _, rows = rollout({0: LIVE, 1: ZERO_STD}, number=3, penalty=penalty, beta=1.0, kl_in_reward=True)
-    assert [row.lengths for row in rows] == [SequenceLengths((4,), (3, number), 2) for number in (0, 0, 1, 1)]
+    assert are_right(rows)
     assert [sample.prefix for sample in samples] == [2] * 4
 
 
@@ -316,7 +322,7 @@ def test_a_completion_with_an_impossible_log_prob_trains_nothing_and_is_counted(
     for old_logprobs in ("auto", "rollout"):
         samples, stats, rows = rollout({0: LIVE, 1: LIVE}, old_logprobs=old_logprobs, answer=broken)
         assert [s.mask.tolist() for s in samples] == [[False, False, True, True], [False] * 4] * 2
-        assert [row.num_masked for row in rows] == [2, 0, 2, 0]
+        assert rows.num_masked.tolist() == [2, 0, 2, 0]
         assert all(np.isfinite(s.sampler_logprobs).all() for s in samples)
         assert stats["sampling/refused_completions"] == 2
     assert "2 of 4 completions have an invalid log-prob (NaN, infinite or above 0; the first: completion 1 of prompt 0" in caplog.text
@@ -363,9 +369,7 @@ def test_log_probs_of_the_penalty_serve_stale_slices_where_the_weights_are_those
     engine.take(WeightUpdate(kind="weights", version=0, tensors=()))
 
     def penalty(rows):
-        return dict.fromkeys(rows.lengths, 0.0), {
-            key: np.full(len(one.mask), -0.25 - key[1], np.float32) for key, one in rows.sequences.items()
-        }
+        return np.zeros(len(rows.rows)), {key: np.full(len(one.mask), -0.25 - key[1], np.float32) for key, one in rows.sequences.items()}
 
     table = schedule(steps=2, depth=1)
     assert (table.version_of(1), table.sampled_by(1)) == (2, 0) and table.step(2).old_logprob_slices == ((1, 2), (1, 3))
@@ -373,7 +377,7 @@ def test_log_probs_of_the_penalty_serve_stale_slices_where_the_weights_are_those
     rollouts.launch(1)
     [found] = rollouts.collect([1]) if drained_at is None else rollouts.drain(drained_at)
     with_old_logprobs = [] if drained_at == 1 else [(1, 2), (1, 3)]
-    assert [row.key for row in found.rows if row.has_old_logprobs] == with_old_logprobs
+    assert found.rows.take(np.flatnonzero(found.rows.has_old_logprobs)).keys == with_old_logprobs
     assert [key for key, sample in found.samples.items() if isinstance(sample, SampleWithOldLogprobs)] == with_old_logprobs
     for key in with_old_logprobs:
         assert found.samples[key].old_logprobs.tolist() == [0, 0, -0.25 - key[1], -0.25 - key[1]]
@@ -381,7 +385,7 @@ def test_log_probs_of_the_penalty_serve_stale_slices_where_the_weights_are_those
     at_once = rollouts_of({0: LIVE, 1: LIVE}, schedule(steps=2), penalty=penalty, answer=answer, beta=1.0, kl_in_reward=True)
     at_once.generator.sampler.take(WeightUpdate(kind="weights", version=0, tensors=()))
     [found] = at_once.sample([0])
-    assert [row.key for row in found.rows if row.has_old_logprobs] == [(0, 2), (0, 3)]
+    assert found.rows.take(np.flatnonzero(found.rows.has_old_logprobs)).keys == [(0, 2), (0, 3)]
 
 
 @pytest.mark.parametrize(
@@ -401,7 +405,7 @@ def test_a_rollout_of_older_weights_than_planned_or_of_newer_ones_than_its_step_
     engine.take(WeightUpdate(kind="weights", version=version, tensors=()))
     rollouts = rollouts_of({0: LIVE, 1: LIVE}, table, engine=engine)
     if not said:
-        assert {row.version for row in rollouts.sample([1 + depth])[0].rows} == {version}
+        assert set(rollouts.sample([1 + depth])[0].rows.version.tolist()) == {version}
         return
     with pytest.raises(ValueError, match=f"prompt 0 of rollout {1 + depth} was {said}$"):
         rollouts.sample([1 + depth])
@@ -445,7 +449,7 @@ def test_samplers_log_probs_are_old_log_probs_where_they_are_asked_for():
 def test_a_kl_penalty_is_subtracted_before_the_baseline_and_makes_no_zero_std_group_live():
     def penalty(rows):
         assert [one.token_ids.tolist()[-1] for one in rows.sequences.values()] == [1, 2, 11, 12]
-        return dict(zip(rows.lengths, (0.25, 0.0, 0.5, 0.0), strict=True)), {}
+        return np.array([0.25, 0.0, 0.5, 0.0]), {}
 
     settings = dict(scale_rewards="none", beta=1.0, kl_in_reward=True)
     samples, stats, _ = rollout({0: LIVE, 1: ZERO_STD}, penalty=penalty, **settings)
