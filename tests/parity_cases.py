@@ -458,14 +458,16 @@ def reference(path: str | Path, cfg: Config, batches: Sequence[Sequence[Sample]]
 
 
 class float32_means_float64:
-    """transformers computes norms, softmax and routing in float32 by name, whatever the model's dtype."""
+    """transformers computes norms, softmax, routing and states in float32 by name or by `.float()`, whatever the model's dtype."""
 
     def __enter__(self):
         self.sampling_mask = torch.float32, torch.float
         torch.float32 = torch.float = torch.float64
+        self.to_float, torch.Tensor.float = torch.Tensor.float, torch.Tensor.double
 
     def __exit__(self, *error):
         torch.float32, torch.float = self.sampling_mask
+        torch.Tensor.float = self.to_float
 
 
 @contextlib.contextmanager

@@ -23,7 +23,11 @@ FAMILIES = (
     "olmo2",
     "olmo3",
     "gemma3_text",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
 )
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 NARROW = ("qwen2", "olmo2", "olmo3")  # their hidden_size is that of all heads
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 PAD, BOS, EOS, UNK = range(4)
@@ -85,6 +89,12 @@ def write_tiny(
         common |= dict(query_pre_attn_scalar=24, sliding_window=9, layer_types=alternating(layers))
     if family == "olmo3":
         common |= dict(sliding_window=9, layer_types=alternating(layers))
+    if family in HYBRIDS:  # three of four layers have a state; half of each head turns in the fourth
+        common |= dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=12, linear_value_head_dim=20,
+                       linear_conv_kernel_dim=4, partial_rotary_factor=0.5)  # fmt: skip
+    if family in ("qwen3_next", "qwen3_5_moe_text"):
+        common |= dict(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=ffn // 4,
+                       shared_expert_intermediate_size=ffn // 2)  # fmt: skip
     config = AutoConfig.for_model(family, **(common | overrides))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -95,7 +105,10 @@ def write_tiny(
                     parameter.normal_(0.0, std)
                 elif "norm" in name:
                     parameter.uniform_(0.5, 1.5)  # ones would hide a norm that was never loaded
-                    parameter.sub_(float(family.startswith("gemma")))  # whose norms say how far they are from 1
+                    is_from_one = family.startswith("gemma") or (family in HYBRIDS and "linear_attn" not in name)
+                    parameter.sub_(float(is_from_one))  # which say how far they are from 1
+                elif name.endswith("A_log"):
+                    parameter.uniform_(-3.0, 1.0)  # from a memory of dozens of tokens to one of a few
                 else:
                     parameter.normal_(0.0, std)  # biases; zeros would hide them
             for name, buffer in model.named_buffers():

@@ -23,8 +23,15 @@ BESIDES: dict[str, list[Any]] = {
     "partial_rotary_factor": [PART, None],
     "head_dim": ["int|NoneType", None],
 }
+HYBRID: dict[str, list[Any]] = {
+    "partial_rotary_factor": [PART, 0.25],
+    "full_attention_interval": ["int", 4],
+    "attn_output_gate": ["bool", True],
+    "output_gate_type": ["str|NoneType", None],
+}
 BESIDES_OF = {
     "Glm4MoeForCausalLM": {"partial_rotary_factor": [PART, 0.5]},
+    **dict.fromkeys(("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), HYBRID),
     "Gemma3ForCausalLM": {"sliding_window_pattern": ["int", 6]},
 }
 THETAS = {"global": "rope_theta", "local": "rope_local_base_freq"}

@@ -149,7 +149,7 @@ def _layers(
         return WeightRow(entry=entry, layer=layer, trains=trained, adapters=ranks(adapters), reference=ranks(reference))
 
     numbers = range(shape.num_layers)
-    return [[row(entry, layer) for entry in layer_entries(shape, moe=shape.is_moe_layer(layer))] for layer in numbers]
+    return [[row(entry, layer) for entry in layer_entries(shape, shape.kind_of(layer))] for layer in numbers]
 
 
 # ---- one rank ----------------------------------------------------------------------------------------------------------------------------

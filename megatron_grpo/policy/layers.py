@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
@@ -117,6 +118,18 @@ class SinkAttention(PackedAttention):
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         return _cut_in_one_dimension(self, "sinks", prefix, sharded_offsets, metadata)
+
+
+class GatedAttention(SelfAttention):
+    """Megatron's attention with an output gate, also with more tensor-parallel ranks than key heads.
+
+    Megatron-Core 0.16 then takes this rank's queries out of their group, but leaves all gates of the group.
+    """
+
+    def get_query_key_value_tensors(self, *args, **kwargs):
+        query, key, value, gate = super().get_query_key_value_tensors(*args, **kwargs)
+        parts = gate.shape[2] // query.shape[2]
+        return query, key, value, gate.chunk(parts, dim=2)[parallel_state.get_tensor_model_parallel_rank() % parts]
 
 
 class WholeNorm(MegatronModule):

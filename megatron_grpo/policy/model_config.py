@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_grpo.config.config import Config, KernelConfig, ModelConfig, ParallelConfig
+from megatron_grpo.policy.gated_delta_net import PackedGatedDeltaNet
 from megatron_grpo.policy.kernels import Norm, NormFromOne
 from megatron_grpo.policy.layers import (
     AddNormed,
     FusedAttention,
+    GatedAttention,
     LatentNorm,
     PackedAttention,
     PackedMLAttention,
@@ -111,6 +117,8 @@ def _dense(shape: ModelShape) -> dict[str, Any]:
         activation_func=F.silu,
         add_bias_linear=shape.mlp_bias,
         add_qkv_bias=shape.qkv_bias,
+        attention_output_gate=shape.attention_output_gate,
+        linear_attention_freq=list(map(int, shape.delta_net.layers)) if shape.delta_net else None,  # checkpoints name each layer's tensors
         softmax_scale=None if shape.mla else shape.softmax_scale_of(0),  # local layers have one each (`PackedAttention.read`)
         qk_layernorm=shape.qk_norm,
         attention_dropout=0.0,
@@ -153,6 +161,7 @@ def _experts(shape: ModelShape, model: ModelConfig, kernels: KernelConfig) -> di
         moe_router_group_topk=moe.group_topk if moe.is_group_limited else None,
         moe_router_topk_scaling_factor=moe.scaling_factor if moe.scaling_factor != 1 else None,
         moe_shared_expert_intermediate_size=moe.shared_ffn_hidden_size,
+        moe_shared_expert_gate=moe.has_shared_gate,
         moe_permute_fusion=kernels.moe_permute_fusion,
         moe_shared_expert_overlap=kernels.moe_shared_expert_overlap,
         moe_enable_deepep=kernels.moe_enable_deepep,
@@ -201,7 +210,12 @@ def layer_specs(
     """
     norm = NormFromOne if shape.norms_from_one else Norm
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage)
+    if shape.delta_net:
+        _put_delta_nets(block, shape, config, vp_stage)
     for layer in {id(layer): layer for layer in block.layer_specs}.values():  # layers of a kind share one specification
+        if layer.submodules.self_attention.module is PackedGatedDeltaNet:
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+            continue
         attention = layer.submodules.self_attention.submodules
         if not shape.mla:
             # Megatron has one switch for the biases of the MLP and of the attention; models have them independently.
@@ -220,6 +234,8 @@ def layer_specs(
         if shape.post_norm:
             layer.submodules.self_attn_bda = layer.submodules.mlp_bda = ModuleSpec(AddNormed, {"config": config, "norm": norm})
         attention.core_attention = SinkAttention if shape.sinks else PackedAttention
+        if shape.attention_output_gate:
+            layer.submodules.self_attention.module = GatedAttention
         if shape.mla:
             layer.submodules.self_attention.module = PackedMLAttention
             layer.submodules.self_attention.params |= {"rope_scale": shape.rope.attention_scaling, "interleaved": shape.mla.interleaved}
@@ -233,6 +249,21 @@ def layer_specs(
     if not use_te:
         block.layer_norm = norm
     return block
+
+
+def _put_delta_nets(block: TransformerBlockSubmodules, shape: ModelShape, config: TransformerConfig, vp_stage: int | None) -> None:
+    """Replace the attention of the layers with the gated delta rule. Which ones these are depends on their numbers in the whole model."""
+    assert shape.delta_net is not None
+    layout, first = config.pipeline_model_parallel_layout, get_transformer_layer_offset(config, vp_stage=vp_stage)
+    numbers = layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage) if layout else itertools.count(first)
+    shared, copies = list(block.layer_specs), dict[tuple[int, bool], ModuleSpec]()
+    for place, (layer, number) in enumerate(zip(shared, numbers)):
+        key = id(layer), shape.is_delta_net_layer(number)
+        if key not in copies:
+            copies[key] = copy.deepcopy(layer)
+            if shape.is_delta_net_layer(number):
+                copies[key].submodules.self_attention = ModuleSpec(PackedGatedDeltaNet, {"delta": shape.delta_net})
+        block.layer_specs[place] = copies[key]
 
 
 # Checkpoints have Transformer Engine's names of norms, which it fuses with the following linear layer. Megatron's local layers always use

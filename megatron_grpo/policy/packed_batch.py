@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,6 +65,42 @@ class Part:
         return max(run.num_keys for run in self.runs)
 
 
+class Wave(NamedTuple):
+    """Segments whose recurrence starts together: first those without a parent, then the children.
+
+    Attributes:
+        num_segments: Number of segments, the one with the most chunks first.
+        steps: Bounds of runs of chunks: the first chunk of every segment, then the second chunk of those that have one, and so on.
+        parents: For each segment, the index of its parent in the previous wave, int64; None without parents.
+    """
+
+    num_segments: int
+    steps: tuple[tuple[int, int], ...]
+    parents: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recurrence:
+    """Order in which a recurrent layer reads the whole stream of T tokens. Indices are int64; T stands for no token.
+
+    Attributes:
+        previous: The token before each token, the one before that, and so on, [kernel size - 1, T]. For the first tokens of a child these
+            are the last ones of its parent.
+        chunks: The tokens of each chunk, [chunks, chunk size].
+        places: Index of each token among those of `chunks`, [T]; chunks * chunk size for padding.
+        waves: The segments in the order of computation.
+        to_stream: For each token of the stream, its index in the concatenation of all context-parallel ranks' parts, [T].
+        to_ranks: The inverse of `to_stream`, [T].
+    """
+
+    previous: torch.Tensor
+    chunks: torch.Tensor
+    places: torch.Tensor
+    waves: tuple[Wave, ...]
+    to_stream: torch.Tensor
+    to_ranks: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
     """Attention over the packed stream; every attention layer receives it in place of Megatron-Core's PackedSeqParams.
@@ -77,6 +113,7 @@ class PackedBatch:
         full: What queries attend to besides: under context parallelism the earlier chunks of their segment; and their parent.
         has_parents: Whether a segment has a parent.
         windowed: Returns `causal` and `full` for a window, given as the number of tokens that a token attends to, itself included.
+        recurrence: Returns the stream as recurrent layers read it, for a kernel size of the convolution and a chunk size.
         longest: Tokens of the longest segment together with its parent.
         cu_seqlens: Bounds of the segments in the whole stream, int32 [segments + 1], for Transformer Engine's attention.
         max_seqlen: Tokens of the longest segment.
@@ -88,6 +125,7 @@ class PackedBatch:
     full: tuple[Part, ...]
     has_parents: bool
     windowed: Callable[[int], tuple[Part | None, tuple[Part, ...]]]
+    recurrence: Callable[[int, int], Recurrence]
     longest: int
     cu_seqlens: torch.Tensor  # int32 [segments + 1]
     max_seqlen: int
@@ -260,6 +298,7 @@ def packed_stream(segments: Sequence[Segment], cp: int, rank: int, tensor: ToDev
         full=tuple(_part(pairs, tensor, is_causal=False) for pairs in (full, _inherited(segments, cp)) if pairs),
         has_parents=any(segment.parent >= 0 for segment in segments),
         windowed=windowed,
+        recurrence=functools.cache(functools.partial(_recurrence, segments, cp, tensor)),
         longest=max(one.end - one.start + (segments[one.parent].length if one.parent >= 0 else 0) for one in segments),
         cu_seqlens=tensor(cu),
         max_seqlen=max(segment.end - segment.start for segment in segments),
@@ -353,6 +392,60 @@ def _inherited(segments: Sequence[Segment], cp: int) -> list[Pair]:
         )
         for number, found in children.items()
     ]
+
+
+def _recurrence(segments: Sequence[Segment], cp: int, tensor: ToDevice, kernel: int, chunk: int) -> Recurrence:
+    total = segments[-1].end
+    to_stream = np.concatenate([gathered_places(one, total, cp) for one in segments])
+    waves, found = _waves(segments, chunk)
+    chunks = np.full((len(found), chunk), total)
+    for row, tokens in zip(chunks, found, strict=True):
+        row[: len(tokens)] = tokens
+    places = np.full(total + 1, chunks.size)  # the last one takes what stands for no token
+    places[chunks.reshape(-1)] = np.arange(chunks.size)
+    return Recurrence(
+        previous=tensor(_previous(segments, kernel)),
+        chunks=tensor(chunks),
+        places=tensor(places[:total]),
+        waves=tuple(Wave(*wave, None if parents is None else tensor(parents)) for *wave, parents in waves),
+        to_stream=tensor(to_stream),
+        to_ranks=tensor(np.argsort(to_stream)),
+    )
+
+
+def _previous(segments: Sequence[Segment], kernel: int) -> np.ndarray:
+    """Return `Recurrence.previous`."""
+    total = segments[-1].end
+    found = np.full((kernel - 1, total), total)
+    for one in segments:
+        before = np.full(kernel - 1, total)
+        if one.parent >= 0:
+            parent = segments[one.parent]
+            last = np.arange(parent.start, parent.start + parent.length)[1 - kernel :]
+            before[kernel - 1 - len(last) :] = last
+        tokens = np.concatenate([before, np.arange(one.start, one.end)])
+        for back in range(1, kernel):
+            found[back - 1, one.start : one.end] = tokens[kernel - 1 - back : len(tokens) - back]
+    return found
+
+
+def _waves(segments: Sequence[Segment], chunk: int) -> tuple[list[tuple[Any, ...]], list[np.ndarray]]:
+    """Return the fields of each `Wave`, and the tokens of each chunk. A chunk ends before alignment padding."""
+    waves: list[tuple[Any, ...]] = []
+    chunks: list[np.ndarray] = []
+    index: dict[int, int] = {}  # of a segment in its wave
+    for has_parent in (False, True):
+        numbers = [i for i, one in enumerate(segments) if one.length and (one.parent >= 0) == has_parent]
+        numbers.sort(key=lambda i: -segments[i].length)
+        steps, first = list[tuple[int, int]](), 0
+        while going := [segments[i] for i in numbers if segments[i].length > first]:
+            steps.append((len(chunks), len(chunks) + len(going)))
+            chunks += [np.arange(one.start + first, one.start + min(first + chunk, one.length)) for one in going]
+            first += chunk
+        if numbers:
+            waves.append((len(numbers), tuple(steps), np.array([index[segments[i].parent] for i in numbers]) if has_parent else None))
+        index = {i: place for place, i in enumerate(numbers)}
+    return waves, chunks
 
 
 def _runs(pairs: Sequence[Pair]) -> tuple[Runs, ...]:

@@ -129,6 +129,8 @@ def needs_local_layers(shape: ModelShape) -> str | None:
     """Return the model's feature that only local layers compute, also with Transformer Engine installed, as a phrase; or None."""
     reasons = {
         "multi-latent attention": shape.mla,
+        "the gated delta rule": shape.delta_net,
+        "attention with an output gate": shape.attention_output_gate,
         "M-RoPE (three-axis positions)": shape.vision,
         "sliding-window attention": shape.sliding_window,
         "partial rotary embedding": shape.mla is None and shape.rope.dim < shape.head_dim,

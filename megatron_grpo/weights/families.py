@@ -46,6 +46,7 @@ class ModelFamily:
         rope: Rope settings that the config class assumes where config.json has none. Its other defaults are in config_fields.json.
         moe_block: Name of the MoE block in the Hugging Face tensor names of a layer.
         router: Name of the router inside that block.
+        shared_expert: Name of the shared experts inside that block.
         expert_names: Names of an expert's gate, up and down projections.
         tower: Vision tower, for vision-language models.
     """
@@ -54,6 +55,7 @@ class ModelFamily:
     rope: Mapping[str, Any] = field(default_factory=dict)
     moe_block: str = "mlp"
     router: str = "gate"
+    shared_expert: str = "shared_experts"
     # Files and vLLM store the experts of a layer in one tensor: transposed, with gate and up channels interleaved.
     are_experts_interleaved: bool = False
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -61,7 +63,7 @@ class ModelFamily:
     has_prediction_layers: bool = False
     # config.json -> (rope config of full-attention layers, rope config of sliding-window layers). None: all layers have the same rope.
     turns_a_part: bool = False  # supports a partial_rotary_factor below 1
-    ropes: Callable[[Config], tuple[Config, Config]] | None = None
+    ropes: Callable[[Config], tuple[Config, ...]] | None = None
     tower: VisionTower | None = None
 
     @property
@@ -70,6 +72,7 @@ class ModelFamily:
         return self.tower.text_prefix if self.tower else "model."
 
 
+_HYBRID: dict[str, Any] = {"has_prediction_layers": True, "turns_a_part": True}
 FAMILIES: dict[str, ModelFamily] = {
     "LlamaForCausalLM": ModelFamily(traits=traits.llama),
     "MistralForCausalLM": ModelFamily(traits=traits.mistral),
@@ -83,20 +86,21 @@ FAMILIES: dict[str, ModelFamily] = {
     "Olmo2ForCausalLM": ModelFamily(traits=traits.olmo2),
     "Olmo3ForCausalLM": ModelFamily(traits=traits.olmo3, ropes=traits.olmo3_ropes),
     "Gemma3ForCausalLM": ModelFamily(traits=traits.gemma3, ropes=traits.gemma3_ropes),
+    "Qwen3NextForCausalLM": ModelFamily(traits=traits.qwen3_next, **_HYBRID, shared_expert="shared_expert"),
+    "Qwen3_5ForCausalLM": ModelFamily(traits=traits.qwen3_5, **_HYBRID, ropes=traits.text_ropes),
+    "Qwen3_5MoeForCausalLM": ModelFamily(traits=traits.qwen3_5_moe, **_HYBRID, ropes=traits.text_ropes, shared_expert="shared_expert"),
     "Qwen2VLForConditionalGeneration": ModelFamily(traits=traits.qwen2, tower=QWEN2_VL),
     "Qwen2_5_VLForConditionalGeneration": ModelFamily(traits=traits.qwen2, tower=QWEN2_5_VL),
     "Qwen3VLForConditionalGeneration": ModelFamily(traits=traits.qwen3, tower=QWEN3_VL),
 }
-_GATED_DELTA = "its linear attention (gated delta rule) is not implemented"
 _SPARSE = "its sparse attention (lightning indexer) is not implemented"
 _SIZES = "Megatron-Core has neither its per-layer embeddings nor its optional layers"
 _SEES = "its vision tower is not verified against transformers' gradients"
 _HEARS = "images are the only supported modality besides text"
 # Unsupported models: (regular expression of their Hub names, architectures, reason).
 _NOT_YET = (
-    (r"Qwen/Qwen3-Next-", "Qwen3NextForCausalLM", _GATED_DELTA),
-    (r"Qwen/Qwen3\.[56]-", "Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration", _GATED_DELTA),
-    ("", "Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM", _GATED_DELTA),
+    (r"Qwen/Qwen3\.[56]-", "Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration",
+     f"{_SEES}; its text model is supported (Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM)"),
     (r"Qwen/Qwen2\.5-Omni-", "Qwen2_5OmniModel", _HEARS),
     (r"Qwen/Qwen3-Omni-", "Qwen3OmniMoeForConditionalGeneration", _HEARS),
     (r"Qwen/Qwen3-VL-\d+B-A\d+B", "Qwen3VLMoeForConditionalGeneration",

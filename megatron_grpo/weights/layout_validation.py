@@ -80,8 +80,12 @@ def _each(flag: str, ranks: int, check: Callable[[int], Iterator[str]], *, among
 
 def _cut_alike(shape: ModelShape) -> dict[str, int]:
     """Return the sizes that trainer and sampler cut in the same way."""
-    is_dense = shape.moe is None or not all(shape.moe.layers)
-    return {"num_attention_heads": shape.num_attention_heads, **({"intermediate_size": shape.ffn_hidden_size} if is_dense else {})}
+    sizes = {"num_attention_heads": shape.num_attention_heads}
+    if shape.delta_net:
+        sizes["linear_num_key_heads"] = shape.delta_net.num_key_heads
+    if shape.moe is None or not all(shape.moe.layers):
+        sizes["intermediate_size"] = shape.ffn_hidden_size
+    return sizes
 
 
 def _tensor_parallel(shape: ModelShape, tp: int, whole_down_projections: bool) -> Iterator[str]:
@@ -93,7 +97,7 @@ def _tensor_parallel(shape: ModelShape, tp: int, whole_down_projections: bool) -
         if shape.mla.q_lora_rank:
             sizes["q_lora_rank"] = shape.mla.q_lora_rank
     yield from (_rest(name, size, tp) for name, size in sizes.items() if size % tp)
-    groups, rows = shape.num_query_groups, shape.query_size + 2 * shape.key_size
+    groups, rows = shape.num_query_groups, shape.query_size * (1 + shape.attention_output_gate) + 2 * shape.key_size
     if shape.mla is None and groups % tp and tp % groups:
         yield f"must divide the model's num_key_value_heads ({groups}) or be a multiple of it."
     elif shape.mla is None and rows % tp:

@@ -350,7 +350,7 @@ def widest_rank(settings: LoraSettings, shape: ModelShape) -> int:
 
 def is_linear(entry: Entry) -> bool:
     """Return whether a row of the table of weights can have an adapter. Routers have other names."""
-    return ".linear_" in f".{entry.megatron}" and ".weight" in entry.megatron and len(entry.hf[0][1]) == 2
+    return (".linear_" in f".{entry.megatron}" or "_proj." in entry.megatron) and ".weight" in entry.megatron and len(entry.hf[0][1]) == 2
 
 
 def adapter_entries(entry: Entry, rank: int) -> tuple[Entry, Entry]:
@@ -384,8 +384,8 @@ def module_of(name: str) -> str:
 def _in_hf_names(names: Iterable[str], shape: ModelShape) -> Iterator[str]:
     """Replace Megatron's names of linear layers by those of their modules (linear_fc1 is gate_proj and up_proj). Other names stay."""
     ours: dict[str, dict[str, None]] = {}
-    for moe in sorted({shape.is_moe_layer(layer) for layer in range(shape.num_layers)}):
-        for entry in filter(is_linear, layer_entries(shape, moe=moe)):
+    for kind in sorted(set(map(shape.kind_of, range(shape.num_layers)))):
+        for entry in filter(is_linear, layer_entries(shape, kind)):
             last = entry.megatron.removesuffix(".weight").rsplit(".", 1)[1]
             ours.setdefault(last, {}).update({name.removesuffix(".weight").rsplit(".", 1)[1]: None for name, _ in entry.hf})
     for name in names:

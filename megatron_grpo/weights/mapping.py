@@ -17,6 +17,7 @@ from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.hf_files import stored_name
 from megatron_grpo.weights.names import NAMINGS, Entry, Packing, ShardCut, grouped_experts, hf_shapes, layer_entries, outer_entries
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.sizes import DeltaNetShape, LayerKind
 from megatron_grpo.weights.vision_towers import MEGATRON
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -52,7 +53,7 @@ class WeightMap:
     shape: ModelShape
     padded_vocab_size: int  # rows
     outer: dict[str, Entry]
-    layers: dict[bool, dict[str, Entry]]  # by "has experts"
+    layers: dict[LayerKind, dict[str, Entry]]
     _located: dict[str, tuple[Entry, str, int]] = field(default_factory=dict, compare=False, repr=False)  # cache of _locate
 
     @classmethod
@@ -73,10 +74,10 @@ class WeightMap:
         rename = NAMINGS[naming]
         grouped = naming == "transformer_engine" if grouped is None else grouped
         layers = {}
-        for moe in {shape.is_moe_layer(layer) for layer in range(shape.num_layers)}:
-            entries = [rename(entry, shape=shape, moe=moe) for entry in layer_entries(shape, moe=moe)]
+        for kind in set(map(shape.kind_of, range(shape.num_layers))):
+            entries = [rename(entry, shape=shape, moe=kind.moe) for entry in layer_entries(shape, kind)]
             entries = [grouped_experts(entry) for entry in entries] if grouped else entries
-            layers[moe] = {entry.megatron: entry for entry in entries}
+            layers[kind] = {entry.megatron: entry for entry in entries}
         return cls(shape, padded_vocab_size, {entry.megatron: entry for entry in outer_entries(shape)}, layers)
 
     def megatron_names(self) -> Iterator[str]:
@@ -86,7 +87,7 @@ class WeightMap:
         """
         yield from self.outer
         for layer in range(self.shape.num_layers):
-            for template, entry in self.layers[self.shape.is_moe_layer(layer)].items():
+            for template, entry in self.layers[self.shape.kind_of(layer)].items():
                 for expert in range(self.shape.num_experts) if entry.is_expert else (0,):
                     yield f"decoder.layers.{layer}.{template.format(e=expert)}"
 
@@ -157,7 +158,7 @@ class WeightMap:
         if match is None:
             return (-1 if name.startswith(("embedding.", MEGATRON)) else self.shape.num_layers), list(self.outer).index(entry.megatron), 0
         layer = int(match[1])
-        return layer, list(self.layers[self.shape.is_moe_layer(layer)]).index(entry.megatron), expert
+        return layer, list(self.layers[self.shape.kind_of(layer)]).index(entry.megatron), expert
 
     def hf_names(self, name: str) -> tuple[str, ...]:
         """Return the Hugging Face tensors that Megatron parameter `name` consists of."""
@@ -239,7 +240,7 @@ class WeightMap:
             numbered = _EXPERT.fullmatch(template)
             if numbered is not None:
                 expert, template = int(numbered[2]), f"{numbered[1]}{{e}}{numbered[3]}"
-            entry = self.layers[self.shape.is_moe_layer(int(match[1]))].get(template)
+            entry = self.layers[self.shape.kind_of(int(match[1]))].get(template)
             if entry is not None and entry.is_expert and expert >= self.shape.num_experts:
                 entry = None
         if entry is None:
@@ -250,9 +251,10 @@ class WeightMap:
     def _may_be_ignored(self, name: str) -> bool:
         if name == "lm_head.weight":
             return self.shape.tied_embeddings
+        has_prediction_layers = FAMILIES[self.shape.architecture].has_prediction_layers
         layer = re.match(rf"{re.escape(self.shape.text_prefix)}layers\.(\d+)\.", name)
         beyond = layer is not None and int(layer[1]) >= self.shape.num_layers
-        return bool(_UNTRAINED.fullmatch(name)) or (beyond and FAMILIES[self.shape.architecture].has_prediction_layers)
+        return bool(_UNTRAINED.fullmatch(name)) or (has_prediction_layers and (beyond or name.startswith("mtp.")))
 
 
 def _pack_qkv(tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
@@ -264,6 +266,45 @@ def _unpack_qkv(full: torch.Tensor, shape: ModelShape, count: int) -> list[torch
     by_group = full.reshape(shape.num_query_groups, -1, *full.shape[1:])
     queries = shape.query_size // shape.num_query_groups
     return [part.flatten(0, 1) for part in by_group.split([queries, shape.head_dim, shape.head_dim], dim=1)]
+
+
+def _pack_gated_qkv(tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
+    queries = tensors[0].reshape(shape.num_query_groups, -1, 2, shape.head_dim, *tensors[0].shape[1:])
+    return _pack_qkv([queries.transpose(1, 2).flatten(0, 3), *tensors[1:]], shape)
+
+
+def _unpack_gated_qkv(full: torch.Tensor, shape: ModelShape, count: int) -> list[torch.Tensor]:
+    by_group = full.reshape(shape.num_query_groups, -1, shape.head_dim, *full.shape[1:])
+    queries, *others = by_group.split([by_group.shape[1] - 2, 1, 1], dim=1)
+    queries = queries.unflatten(1, (2, -1)).transpose(1, 2)
+    return [queries.flatten(0, 3), *(part.flatten(0, 2) for part in others)]
+
+
+def _sections(rows: int, delta: DeltaNetShape) -> tuple[int, ...]:
+    """Return the sections of so many rows: query, key and value for the convolution, all six for the projection."""
+    return delta.sections if rows == sum(delta.sections) else delta.sections[:3]
+
+
+def _pack_delta_net(tensors: Sequence[torch.Tensor], shape: ModelShape) -> torch.Tensor:
+    delta, rows = _delta_net(shape), sum(map(len, tensors))
+    is_grouped = delta.is_grouped and rows == sum(delta.sections)
+    parts = tensors if is_grouped else torch.cat(list(tensors)).split(_sections(rows, delta))
+    return torch.cat([part.unflatten(0, (delta.num_key_heads, -1)) for part in parts], dim=1).flatten(0, 1)
+
+
+def _unpack_delta_net(full: torch.Tensor, shape: ModelShape, count: int) -> list[torch.Tensor]:
+    delta, sections = _delta_net(shape), _sections(len(full), _delta_net(shape))
+    by_group = full.unflatten(0, (delta.num_key_heads, -1))
+    parts = by_group.split([rows // delta.num_key_heads for rows in sections], dim=1)
+    if delta.is_grouped and count > 1:
+        return [torch.cat(some, dim=1).flatten(0, 1) for some in (parts[:4], parts[4:])]
+    whole = [part.flatten(0, 1) for part in parts]
+    return [torch.cat(whole[:3]), *whole[3:]]
+
+
+def _delta_net(shape: ModelShape) -> DeltaNetShape:
+    assert shape.delta_net is not None
+    return shape.delta_net
 
 
 def _run(full: torch.Tensor, rank: int, ranks: int, dim: int = 0) -> torch.Tensor:
@@ -286,11 +327,15 @@ def _join_gated(shards: Sequence[torch.Tensor]) -> torch.Tensor:
 _PACK = {
     Packing.PLAIN: lambda tensors, shape: tensors[0],
     Packing.QKV: _pack_qkv,
+    Packing.GATED_QKV: _pack_gated_qkv,
+    Packing.DELTA_NET: _pack_delta_net,
     Packing.STACK: lambda tensors, shape: torch.cat(list(tensors)),
 }
 _UNPACK = {
     Packing.PLAIN: lambda full, shape, count: [full],
     Packing.QKV: _unpack_qkv,
+    Packing.GATED_QKV: _unpack_gated_qkv,
+    Packing.DELTA_NET: _unpack_delta_net,
     Packing.STACK: lambda full, shape, count: full.chunk(count),
 }
 _CUT = {

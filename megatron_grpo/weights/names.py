@@ -7,13 +7,14 @@ Transformer Engine spec.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from megatron_grpo.weights.families import FAMILIES, ModelFamily
 from megatron_grpo.weights.shape import ModelShape
-from megatron_grpo.weights.sizes import MlaShape, MoeShape
+from megatron_grpo.weights.sizes import DeltaNetShape, LayerKind, MlaShape, MoeShape
 from megatron_grpo.weights.vision_towers import MEGATRON
 
 
@@ -22,6 +23,8 @@ class Packing(Enum):
 
     PLAIN = "the tensor itself"
     QKV = "query, key and value, interleaved by query group: q.. k v | q.. k v | ..."
+    GATED_QKV = "as QKV, with a gate behind the queries of each group: q.. gate.. k v | ...; files have each head's gate behind its query"
+    DELTA_NET = "of the gated delta rule, interleaved by key head: q k v.. gate.. b.. a.. | ..., or q k v.. | ... for the convolution"
     STACK = "one above the other: gate and up"
 
 
@@ -69,23 +72,26 @@ def tower_entries(shape: ModelShape) -> Iterator[Entry]:
             yield _plain(f"{MEGATRON}{name}", f"{tower.prefix}{name}", size, ShardCut.REPLICATED)
 
 
-def layer_entries(shape: ModelShape, *, moe: bool) -> Iterator[Entry]:
+def layer_entries(shape: ModelShape, kind: LayerKind) -> Iterator[Entry]:
     """Yield the parameters of one layer, with names relative to `decoder.layers.N.` and `ModelShape.layer_prefix`.
 
     Args:
         shape: Sizes of the model.
-        moe: Whether the layer has experts.
+        kind: Parts of the layer, from `ModelShape.kind_of`.
     """
     hidden = shape.hidden_size
     if shape.pre_norm:
         yield _norm("input_layernorm", "input_layernorm", hidden)
-    yield from _latent_attention(shape, shape.mla) if shape.mla else _attention(shape)
+    if kind.delta_net and shape.delta_net:
+        yield from _delta_net(shape.hidden_size, shape.delta_net)
+    else:
+        yield from _latent_attention(shape, shape.mla) if shape.mla else _attention(shape)
     if shape.post_norm:
         yield _norm("self_attn_bda.norm", "post_attention_layernorm", hidden)
         yield _norm("mlp_bda.norm", "post_feedforward_layernorm", hidden)
     if shape.pre_norm:
         yield _norm("pre_mlp_layernorm", "pre_feedforward_layernorm" if shape.post_norm else "post_attention_layernorm", hidden)
-    if moe and shape.moe:
+    if kind.moe and shape.moe:
         yield from _experts(shape, shape.moe, FAMILIES[shape.architecture])
     else:
         yield from _gated_mlp("mlp", "mlp", hidden, shape.ffn_hidden_size, bias=shape.mlp_bias)
@@ -95,19 +101,21 @@ def entries_in_layers(shape: ModelShape) -> Iterator[Entry]:
     """Yield the parameters of all layers, layer by layer and expert by expert, with full names on both sides."""
     for layer in range(shape.num_layers):
         here, there = f"decoder.layers.{layer}.", shape.layer_prefix(layer)
-        for entry in layer_entries(shape, moe=shape.is_moe_layer(layer)):
+        for entry in layer_entries(shape, shape.kind_of(layer)):
             for number in range(shape.num_experts) if entry.is_expert else (0,):
                 hf = tuple((there + name.format(e=number), size) for name, size in entry.hf)
                 yield replace(entry, megatron=here + entry.megatron.format(e=number), hf=hf)
 
 
 def _attention(shape: ModelShape) -> Iterator[Entry]:
-    hidden, sizes = shape.hidden_size, {"q": shape.query_size, "k": shape.key_size, "v": shape.key_size}
+    hidden, gate = shape.hidden_size, shape.attention_output_gate
+    sizes = {"q": shape.query_size * (1 + gate), "k": shape.key_size, "v": shape.key_size}
+    packing = Packing.GATED_QKV if gate else Packing.QKV
     weights = tuple((f"self_attn.{p}_proj.weight", (size, hidden)) for p, size in sizes.items())
-    yield Entry("self_attention.linear_qkv.weight", weights, Packing.QKV, ShardCut.COLUMN)
+    yield Entry("self_attention.linear_qkv.weight", weights, packing, ShardCut.COLUMN)
     if shape.qkv_bias:
         biases = tuple((f"self_attn.{p}_proj.bias", (size,)) for p, size in sizes.items())
-        yield Entry("self_attention.linear_qkv.bias", biases, Packing.QKV, ShardCut.COLUMN)
+        yield Entry("self_attention.linear_qkv.bias", biases, packing, ShardCut.COLUMN)
     if shape.qk_norm_is_whole:
         for name, size in (("q", shape.query_size), ("k", shape.key_size)):
             yield _plain(f"self_attention.{name}_layernorm.weight", f"self_attn.{name}_norm.weight", (size,), ShardCut.COLUMN)
@@ -119,6 +127,23 @@ def _attention(shape: ModelShape) -> Iterator[Entry]:
     yield _plain("self_attention.linear_proj.weight", "self_attn.o_proj.weight", (hidden, shape.query_size), ShardCut.ROW)
     if shape.attention_out_bias:
         yield _plain("self_attention.linear_proj.bias", "self_attn.o_proj.bias", (hidden,), ShardCut.REPLICATED)
+
+
+def _delta_net(hidden: int, delta: DeltaNetShape) -> Iterator[Entry]:
+    """Megatron's names of its own GatedDeltaNet. Every cut is an equal run of whole groups (a key head and its value heads)."""
+    here, there = "self_attention", "linear_attn"
+    keys, _, values, gate, heads, _ = delta.sections
+    sizes = {"qkv": 2 * keys + values, "z": gate, "b": heads, "a": heads}
+    if delta.is_grouped:
+        sizes = {"qkvz": 2 * keys + values + gate, "ba": 2 * heads}
+    weights = tuple((f"{there}.in_proj_{name}.weight", (size, hidden)) for name, size in sizes.items())
+    yield Entry(f"{here}.in_proj.weight", weights, Packing.DELTA_NET, ShardCut.COLUMN)
+    kernel = ((f"{there}.conv1d.weight", (2 * keys + values, 1, delta.conv_kernel_dim)),)
+    yield Entry(f"{here}.conv1d.weight", kernel, Packing.DELTA_NET, ShardCut.COLUMN)
+    for name in ("dt_bias", "A_log"):
+        yield _plain(f"{here}.{name}", f"{there}.{name}", (heads,), ShardCut.COLUMN)
+    yield _norm(f"{here}.out_norm", f"{there}.norm", delta.value_head_dim)
+    yield _plain(f"{here}.out_proj.weight", f"{there}.out_proj.weight", (hidden, values), ShardCut.ROW)
 
 
 def _latent_attention(shape: ModelShape, mla: MlaShape) -> Iterator[Entry]:
@@ -177,7 +202,9 @@ def _experts(shape: ModelShape, moe: MoeShape, family: ModelFamily) -> Iterator[
         names=family.expert_names,
     )  # fmt: skip
     if moe.shared_ffn_hidden_size:
-        yield from _gated_mlp("mlp.shared_experts", f"{block}.shared_experts", hidden, moe.shared_ffn_hidden_size)
+        yield from _gated_mlp("mlp.shared_experts", f"{block}.{family.shared_expert}", hidden, moe.shared_ffn_hidden_size)
+    if moe.has_shared_gate:
+        yield _plain("mlp.shared_experts.gate_weight", f"{block}.shared_expert_gate.weight", (1, hidden), ShardCut.REPLICATED)
 
 
 def _plain(megatron: str, hf: str, size: tuple[int, ...], cut: ShardCut) -> Entry:
@@ -200,11 +227,8 @@ def num_parameters(shape: ModelShape, *, active_only: bool = False) -> int:
         return sum(math.prod(size) * (experts if entry.is_expert else 1) for entry in entries if not entry.is_copy for _, size in entry.hf)
 
     experts = 0 if shape.moe is None else shape.moe.topk if active_only else shape.moe.num_experts
-    num_moe = sum(shape.is_moe_layer(layer) for layer in range(shape.num_layers))
-    total = count(outer_entries(shape), experts)
-    for moe, layers in ((True, num_moe), (False, shape.num_layers - num_moe)):
-        total += layers * count(layer_entries(shape, moe=moe), experts) if layers else 0
-    return total
+    kinds = Counter(map(shape.kind_of, range(shape.num_layers)))
+    return count(outer_entries(shape), experts) + sum(n * count(layer_entries(shape, kind), experts) for kind, n in kinds.items())
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.weights.families import FAMILIES, ModelFamily, as_the_class_reads, family_of, text_config
-from megatron_grpo.weights.sizes import Activation, MlaShape, MoeShape, RopeShape, VisionShape, yarn_mscale
+from megatron_grpo.weights.sizes import Activation, DeltaNetShape, LayerKind, MlaShape, MoeShape, RopeShape, VisionShape, yarn_mscale
 from megatron_grpo.weights.traits import KINDS
 from megatron_grpo.weights.vision_towers import vision_of, with_axes, without_axes
 
@@ -55,6 +55,8 @@ class ModelShape:
     windows: tuple[int | None, ...] = ()  # by layer: tokens attended to, including the token itself; None is all; () is all everywhere
     moe: MoeShape | None = None
     mla: MlaShape | None = None
+    delta_net: DeltaNetShape | None = None
+    attention_output_gate: bool = False  # linear_qkv has a gate beside each query head; its sigmoid multiplies the head's output
     vision: VisionShape | None = None  # of a vision-language model
 
     @classmethod
@@ -85,7 +87,7 @@ class ModelShape:
             "num_attention_heads": heads,
             "num_query_groups": groups,
             "head_dim": config.get("head_dim") or hidden // heads,
-            "ffn_hidden_size": config["intermediate_size"],
+            "ffn_hidden_size": config["intermediate_size" if "intermediate_size" in config else "moe_intermediate_size"],
             "vocab_size": config["vocab_size"],
             "max_position_embeddings": config["max_position_embeddings"],
             "norm_epsilon": config["rms_norm_eps"],
@@ -105,7 +107,7 @@ class ModelShape:
         read.require(0 not in windows, "sliding_window must be at least 1 or null, got 0.")
         kinds = config.get("layer_types") or [KINDS[window is not None] for window in windows]
         read.require(
-            kinds == [KINDS[window is not None] for window in windows],
+            merged.get("delta_net") is not None or kinds == [KINDS[window is not None] for window in windows],
             f"layer_types is {kinds!r}, but transformers reads the windows of {architecture} from other fields. Leave it out.",
         )
         rotated = merged["mla"].qk_pos_emb_head_dim if merged.get("mla") else merged["head_dim"]
@@ -172,6 +174,19 @@ class ModelShape:
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether a layer has experts."""
         return self.moe is not None and self.moe.layers[layer]
+
+    def is_delta_net_layer(self, layer: int) -> bool:
+        """Return whether a layer has the gated delta rule instead of attention."""
+        return self.delta_net is not None and self.delta_net.layers[layer]
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """Return which parts a layer has."""
+        return LayerKind(self.is_moe_layer(layer), self.is_delta_net_layer(layer))
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Number of layers with attention, which keep keys and values of every token."""
+        return self.num_layers - (sum(self.delta_net.layers) if self.delta_net else 0)
 
 
 _POSITIVE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "partial_rotary_factor")

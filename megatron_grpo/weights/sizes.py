@@ -1,10 +1,10 @@
-"""Optional parts of a model's shape: rope scaling, experts, multi-latent attention, vision. Plain numbers."""
+"""Optional parts of a model's shape: rope scaling, experts, multi-latent attention, linear attention, vision. Plain numbers."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 Activation = Literal["silu", "gelu_tanh", "clamped"]
@@ -51,6 +51,7 @@ class MoeShape:
     score_function: Literal["softmax", "sigmoid"] = "softmax"
     scaling_factor: float = 1.0
     shared_ffn_hidden_size: int | None = None  # width of the shared experts, which process every token
+    has_shared_gate: bool = False  # a sigmoid of the token multiplies the shared experts' output
     has_biases: bool = False  # of the router, and of every expert
     has_expert_bias: bool = False  # a bias on the selection of experts, not on their weights
     num_groups: int | None = None  # experts are selected within the best `group_topk` of `num_groups` groups
@@ -73,6 +74,32 @@ class MlaShape:
     v_head_dim: int
     softmax_scale: float  # includes yarn's mscale
     interleaved: bool = True  # the two channels of a rotation are adjacent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetShape:
+    """Linear attention with the gated delta rule (arXiv:2412.06464). `layers[i]` is True if layer i has it instead of attention."""
+
+    layers: tuple[bool, ...]
+    num_key_heads: int  # each belongs to a group with num_value_heads / num_key_heads value heads
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int  # tokens that the convolution reads, the token itself included
+    is_grouped: bool  # files store query, key, value and gate in one tensor, group by group; otherwise section by section
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Rows of query, key, value, output gate (z), write strength (b) and decay (a), over all heads."""
+        keys, values = self.num_key_heads * self.key_head_dim, self.num_value_heads * self.value_head_dim
+        return keys, keys, values, values, self.num_value_heads, self.num_value_heads
+
+
+class LayerKind(NamedTuple):
+    """Parts by which layers of one model differ: their tensors are the same if these are."""
+
+    moe: bool
+    delta_net: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,11 @@ all families share (`common`). It returns the `ModelShape` fields that its famil
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem
-from megatron_grpo.weights.sizes import MlaShape, MoeShape, yarn_mscale
+from megatron_grpo.weights.sizes import DeltaNetShape, MlaShape, MoeShape, yarn_mscale
 
 Config = Mapping[str, Any]
 
@@ -58,6 +59,65 @@ def qwen3_moe(config: Config, common: Config) -> dict[str, Any]:
             norm_topk_prob=config["norm_topk_prob"],
         ),
     }
+
+
+def qwen3_next(config: Config, common: Config) -> dict[str, Any]:
+    """Read Qwen3-Next: gated delta rule and gated attention, and the experts of Qwen3-MoE with a gated shared expert."""
+    experts = {**config, "use_sliding_window": False}
+    return {**_hybrid(config, common, is_grouped=True), "moe": _with_shared_expert(qwen3_moe(experts, common)["moe"], config)}
+
+
+def qwen3_5(config: Config, common: Config) -> dict[str, Any]:
+    """Read Qwen3.5: gated delta rule and gated attention, without experts."""
+    return _hybrid(config, common, is_grouped=False)
+
+
+def qwen3_5_moe(config: Config, common: Config) -> dict[str, Any]:
+    """Read Qwen3.5-MoE: Qwen3.5 with experts in every layer and a gated shared expert."""
+    experts = {**config, "use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": (), "norm_topk_prob": True}
+    return {**_hybrid(config, common, is_grouped=False), "moe": _with_shared_expert(qwen3_moe(experts, common)["moe"], config)}
+
+
+def _with_shared_expert(moe: MoeShape, config: Config) -> MoeShape:
+    return replace(moe, shared_ffn_hidden_size=config["shared_expert_intermediate_size"], has_shared_gate=True)
+
+
+def _hybrid(config: Config, common: Config, *, is_grouped: bool) -> dict[str, Any]:
+    """Return what all hybrids share. Every `full_attention_interval`-th layer has attention unless `layer_types` is given."""
+    layers, kinds = common["num_layers"], config["layer_types"]
+    if kinds is None:
+        kinds = [HYBRID_KINDS[(layer + 1) % config["full_attention_interval"] == 0] for layer in range(layers)]
+    if len(kinds) != layers or not set(kinds) <= set(HYBRID_KINDS):
+        raise _wrong(f"layer_types must name {' or '.join(HYBRID_KINDS)} for each of {layers} layers, got {kinds!r}.")
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if values % keys:
+        raise _wrong(f"linear_num_value_heads ({values}) must be a multiple of linear_num_key_heads ({keys}).")
+    if config["output_gate_type"] not in (None, "silu", "swish"):
+        raise _wrong(f'output_gate_type is {config["output_gate_type"]!r}, which transformers ignores. Leave it out, or use "silu".')
+    return {
+        **_biases(config),
+        "qk_norm": True,
+        "norms_from_one": True,
+        "attention_output_gate": True,
+        "delta_net": DeltaNetShape(
+            layers=tuple(kind == HYBRID_KINDS[0] for kind in kinds),
+            num_key_heads=keys,
+            num_value_heads=values,
+            key_head_dim=config["linear_key_head_dim"],
+            value_head_dim=config["linear_value_head_dim"],
+            conv_kernel_dim=config["linear_conv_kernel_dim"],
+            is_grouped=is_grouped,
+        ),
+    }
+
+
+HYBRID_KINDS = ("linear_attention", "full_attention")
+
+
+def text_ropes(config: Config) -> tuple[Config]:
+    """Return the rope config of text alone: its three position axes are equal, so `mrope_*` changes nothing."""
+    rope = {key: value for key, value in (config["rope_parameters"] or {}).items() if not key.startswith("mrope_")}
+    return ({**config, "rope_parameters": rope},)
 
 
 def mixtral(config: Config, common: Config) -> dict[str, Any]:
