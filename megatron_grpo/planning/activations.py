@@ -16,9 +16,16 @@ from megatron_grpo.planning.parameters import BYTES, FP32, Tuning, elements, lay
 from megatron_grpo.weights.lora import is_linear
 from megatron_grpo.weights.names import Entry, tower_entries
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.sizes import CHUNK, DeltaNetShape
 
 PER_PATCH = 34  # channels per patch and layer that the backward needs, in tower widths (attention without scores, two norms, an MLP)
-READ_ATTENTION_INPUT = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")  # all read the same normed tensor
+READ_ATTENTION_INPUT = (
+    "linear_qkv",
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_kv_down_proj",
+    "in_proj",
+)  # all read the same normed tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +38,14 @@ class StoredActivations:
     Args:
         inputs: Share of the layers in which a linear stores its input, by Megatron name.
         inner: Channels per token between the two matrices of adapters.
+        delta_nets: Share of the layers that have the gated delta rule instead of attention.
         copies: Elements per micro-batch of the B matrices of fused linears, which are stored with a column for each module's A.
     """
 
     inputs: Mapping[str, float]
     inner: float = 0.0
     copies: float = 0.0
+    delta_nets: float = 0.0
 
     def input_of(self, *linears: str) -> float:
         """Return the largest share of layers in which one of these linears stores its input."""
@@ -66,7 +75,10 @@ def kept_by_linears(shape: ModelShape, sizes: BatchSizes, tuning: Tuning, layers
             inner += share * width * (shape.moe.topk if shape.moe and row.entry.is_expert else 1)
             copies += share * _copies(row.entry, shape, sizes, width)
     count = max(1, len(layers))
-    return StoredActivations(inputs={name: kept[name] / there[name] for name in there}, inner=inner / count, copies=copies / count)
+    return StoredActivations(
+        inputs={name: kept[name] / there[name] for name in there}, inner=inner / count, copies=copies / count,
+        delta_nets=sum(map(shape.is_delta_net_layer, layers)) / count,
+    )  # fmt: skip
 
 
 def _copies(entry: Entry, shape: ModelShape, sizes: BatchSizes, width: int) -> float:
@@ -98,16 +110,38 @@ def layer_bytes(
         adapter_size: Bytes per element of adapters.
     """
     hidden = shape.hidden_size / (sizes.layout.tp if cfg.parallel.sequence_parallel else 1)
-    query, key = shape.query_size / sizes.layout.tp, shape.key_size / sizes.layout.tp
     drops_mlp = "mlp" in without or "moe" in without
     # A router stores its input whether it trains or not; so does a recomputed part.
     mlp_input = 1 if shape.moe or drops_mlp else kept.input_of("mlp.linear_fc1")
     normed = 0 if "layernorm" in without else hidden * (kept.input_of(*READ_ATTENTION_INPUT) + mlp_input)
-    # Flash attention stores its own output, which is the input of linear_proj.
-    attention = 2 * query + 2 * key + (query + key) * (shape.qk_norm + shape.qk_norm_is_whole)
     norms = hidden * (2 * shape.pre_norm + 2 * shape.post_norm) * (FP32 / BYTES[cfg.model.torch_dtype] if shape.norms_from_one else 1)
-    channels = norms + normed + attention + (0 if drops_mlp else _mlp_channels(shape, sizes, kept))
+    channels = norms + normed + _mixer_channels(shape, sizes, cfg, kept) + (0 if drops_mlp else _mlp_channels(shape, sizes, kept))
     return tokens * channels * BYTES[cfg.model.torch_dtype] + adapter_size * (kept.inner * tokens + kept.copies)
+
+
+def _mixer_channels(shape: ModelShape, sizes: BatchSizes, cfg: Config, kept: StoredActivations) -> float:
+    """Return stored channels per token of attention, or of the gated delta rule, on average."""
+    query, key = shape.query_size / sizes.layout.tp, shape.key_size / sizes.layout.tp
+    # Flash attention stores its own output, which is the input of linear_proj; a gate stores itself in float32 and the gated output.
+    attention = 2 * query + 2 * key + (query + key) * (shape.qk_norm + shape.qk_norm_is_whole)
+    attention += query * (1 + FP32 / BYTES[cfg.model.torch_dtype]) * shape.attention_output_gate
+    if shape.delta_net is None:
+        return attention
+    rows, values = sum(shape.delta_net.sections) / sizes.layout.tp, shape.delta_net.sections[2] / sizes.layout.tp
+    return (1 - kept.delta_nets) * attention + kept.delta_nets * (rows + values * kept.input_of("out_proj"))
+
+
+def recurrence_bytes(delta: DeltaNetShape, sizes: BatchSizes, tokens: int) -> float:
+    """Return the bytes that the gated delta rule stores while the backward of one layer runs; float32, measured on a CPU.
+
+    Args:
+        delta: Sizes of the layer.
+        sizes: Batch sizes and layout.
+        tokens: Tokens of the micro-batch on the rank.
+    """
+    k, v = delta.key_head_dim, delta.value_head_dim
+    of_head = 7.4 * k + 11.1 * v + 7.8 * CHUNK + 3.4 * k * v / CHUNK + 29
+    return FP32 * tokens * (delta.num_value_heads * of_head + 14 * delta.num_key_heads * k) / sizes.layout.tp
 
 
 def _mlp_channels(shape: ModelShape, sizes: BatchSizes, kept: StoredActivations) -> float:
@@ -167,7 +201,8 @@ def activations_of(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tu
             working = full * (1 if is_block else min(unit, layers))
         else:
             stored, working = layers * of_layer(dropped, tokens), full - of_layer(dropped, tokens)
-        return Activations(training=round(stored * in_flight + working), forward=round(scored))
+        passing = recurrence_bytes(shape.delta_net, sizes, tokens) if shape.delta_net and kept.delta_nets else 0
+        return Activations(training=round(stored * in_flight + working + passing), forward=round(scored + passing))
 
     return of
 

@@ -20,6 +20,7 @@ from megatron_grpo.planning.summary import most_waiting_rows, old_logprobs_summa
 from megatron_grpo.planning.token_counts import Computed, Lengths, StepTokens, packing, sequence_tokens
 from megatron_grpo.weights.names import Entry, ShardCut, num_parameters, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.sizes import CHUNK, DeltaNetShape
 
 
 def estimate_cost(checked: Checked, tuning: Tuning | None, lengths: Lengths | None, sharing: Sharing, step: StepTokens) -> dict[str, Any]:
@@ -90,6 +91,8 @@ class Work:
         linears: Forward of the model's own matrices.
         attention: Forward of attention.
         weight_gradients: Weight gradients of the matrices that train.
+        recurrence: Forward of the gated delta rule.
+        recurrence_backward: Its backward, which computes the forward again.
         adapters: Forward of the trained adapters.
         reference: Forward of the reference's frozen adapters.
     """
@@ -97,18 +100,20 @@ class Work:
     linears: int
     attention: int
     weight_gradients: int
+    recurrence: int = 0
+    recurrence_backward: int = 0
     adapters: int = 0
     reference: int = 0
 
     @property
     def forward(self) -> int:
         """FLOPs of the policy's forward."""
-        return self.linears + self.attention + self.adapters
+        return self.linears + self.attention + self.recurrence + self.adapters
 
     @property
     def reference_forward(self) -> int:
         """FLOPs of the reference's forward."""
-        return self.linears + self.attention + self.reference
+        return self.linears + self.attention + self.recurrence + self.reference
 
     @property
     def backward(self) -> int:
@@ -116,7 +121,7 @@ class Work:
 
         Every matrix computes the gradient of its input, and a trained one also its own. Each of attention's products has two inputs.
         """
-        return self.linears + self.weight_gradients + 2 * self.attention + 2 * self.adapters
+        return self.linears + self.weight_gradients + 2 * self.attention + self.recurrence_backward + 2 * self.adapters
 
 
 def work_of(
@@ -134,11 +139,12 @@ def work_of(
     """
     lengths = {tokens: 1} if lengths is None else lengths
     of_layers = 0
-    for layer in range(shape.num_layers):
+    for layer in (layer for layer in range(shape.num_layers) if not shape.is_delta_net_layer(layer)):
         window = shape.window(layer) or tokens
         of_layers += squares - sum(count * max(0, length - window) ** 2 for length, count in lengths.items())
     # Causal attention computes half of the tokens x tokens matrix, once for scores and once for values.
     value_size = shape.num_attention_heads * (shape.mla.v_head_dim if shape.mla else shape.head_dim)
+    recurrence, recurrence_backward = _recurrence(shape.delta_net) if shape.delta_net else (0, 0)
     head = 2 * head_positions * shape.hidden_size * shape.vocab_size
     products, trained = _products(shape, tuning)
     is_head_trained = all(tuning.trains_outer(entry) for entry in outer_entries(shape) if entry.megatron == "output_layer.weight")
@@ -146,9 +152,22 @@ def work_of(
         linears=2 * products * tokens + head,
         attention=of_layers * (shape.query_size + value_size),
         weight_gradients=2 * trained * tokens + (head if is_head_trained else 0),
+        recurrence=recurrence * tokens,
+        recurrence_backward=recurrence_backward * tokens,
         adapters=2 * tokens * _adapter_products(shape, tuning.rank, [(row, row.adapters) for row in tuning.rows]),
         reference=2 * tokens * _adapter_products(shape, tuning.reference_rank, [(row, row.reference) for row in tuning.rows]),
     )
+
+
+def _recurrence(delta: DeltaNetShape) -> tuple[int, int]:
+    """Return the FLOPs of the gated delta rule for one token in all its layers: forward, and backward with the forward again.
+
+    A token is multiplied with the tokens of its chunk and with the state, and its chunk solves two triangular systems. The backward of a
+    system solves another one and multiplies two whole matrices.
+    """
+    heads, k, v = delta.num_value_heads * sum(delta.layers), delta.key_head_dim, delta.value_head_dim
+    products, systems = heads * (4 * CHUNK * k + 2 * CHUNK * v + 6 * k * v), heads * CHUNK * (k + v)
+    return products + systems, 3 * products + 4 * systems
 
 
 def _products(shape: ModelShape, tuning: Tuning) -> tuple[int, int]:
@@ -208,9 +227,9 @@ def _flops(
     rows, prompts = sizes.generation_batch_size, sizes.num_rollout_prompts
     whole = work_of(shape, tuning, prompt + completion, squares=(prompt + completion) ** 2, head_positions=completion)
     # The sampler's adapters are omitted: a few percent.
-    sampled = whole.linears + whole.attention
+    sampled = whole.linears + whole.attention + whole.recurrence
     prompt_alone = work_of(shape, tuning, prompt, squares=prompt**2, head_positions=1)
-    prefill = prompt_alone.linears + prompt_alone.attention
+    prefill = prompt_alone.linears + prompt_alone.attention + prompt_alone.recurrence
     shares_prompts = cfg.rollout.vllm_enable_prefix_caching
     phases = {"rollout": (prompts if shares_prompts else rows) * prefill + rows * (sampled - prefill), **trained}
     return {

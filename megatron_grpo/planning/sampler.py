@@ -16,6 +16,7 @@ from megatron_grpo.weights.buckets import DEFAULT_BUCKET_MB, MIB, Bucket, Bucket
 from megatron_grpo.weights.lora import adapter_entries, is_linear, linear_modules
 from megatron_grpo.weights.names import Entry, ShardCut, num_parameters, outer_entries, tower_entries
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.sizes import DeltaNetShape
 from megatron_grpo.weights.vision_towers import MEGATRON
 
 
@@ -33,18 +34,19 @@ def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tu
         sequence: Maximum sequence length in tokens.
     """
     if cfg.rollout.vllm_mode == "server":
-        nothing = ("weights_bytes", "adapters_bytes", "kv_cache_bytes", "kv_bytes_per_token", "kv_cache_tokens", "sequences_at_once")
-        return dict.fromkeys(nothing, 0)
+        nothing = ("weights_bytes", "adapters_bytes", "kv_cache_bytes", "kv_bytes_per_token", "state_bytes_per_sequence", "kv_cache_tokens")
+        return dict.fromkeys((*nothing, "sequences_at_once"), 0)
     size = BYTES[cfg.rollout.vllm_dtype or cfg.model.torch_dtype]
     tp = cfg.rollout.vllm_tensor_parallel_size
     weights = -(-num_parameters(shape) * size // tp)
     adapters = _adapter_room(shape, tuning.push, tp) * size if tuning.push and tuning.pushes_adapters else 0
-    per_token = 2 * shape.num_layers * max(1, shape.num_query_groups // tp) * shape.head_dim * size
+    per_token = 2 * shape.num_attention_layers * max(1, shape.num_query_groups // tp) * shape.head_dim * size
     if shape.mla:
         per_token = shape.num_layers * (shape.mla.kv_lora_rank + shape.mla.qk_pos_emb_head_dim) * size
     engines = max(1, sizes.layout.world_size // tp)
     sequences = min(cfg.rollout.vllm_max_num_seqs, -(-sizes.num_rollout_prompts // engines) * sizes.num_generations)
-    kv = sequences * sequence * per_token
+    of_sequence = _state_bytes(shape.delta_net, size) // tp if shape.delta_net else 0
+    kv = sequences * (sequence * per_token + of_sequence)
     if cfg.plan.gpu_memory_gb:
         kv = max(0, round(cfg.plan.gpu_memory_gb * 1e9 * cfg.rollout.vllm_gpu_memory_utilization) - weights - adapters)
     return {
@@ -52,9 +54,16 @@ def sampler_memory(shape: ModelShape, sizes: BatchSizes, cfg: Config, tuning: Tu
         "adapters_bytes": adapters,
         "kv_cache_bytes": kv,
         "kv_bytes_per_token": per_token,
-        "kv_cache_tokens": kv // per_token,
+        "state_bytes_per_sequence": of_sequence,
+        "kv_cache_tokens": max(0, kv - sequences * of_sequence) // per_token,
         "sequences_at_once": sequences,
     }
+
+
+def _state_bytes(delta: DeltaNetShape, size: int) -> int:
+    """Return the bytes of a sequence in vLLM's cache, over all layers: the state in float32, and the last inputs of the convolution."""
+    state = FP32 * delta.num_value_heads * delta.key_head_dim * delta.value_head_dim
+    return sum(delta.layers) * (state + size * (delta.conv_kernel_dim - 1) * sum(delta.sections[:3]))
 
 
 def _adapter_room(shape: ModelShape, push: LoraSync, tp: int) -> int:

@@ -26,9 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_grpo.parallel.autograd import all_to_all, copy_to_ranks
 from megatron_grpo.policy.packed_batch import PackedBatch, Recurrence
-from megatron_grpo.weights.sizes import DeltaNetShape
+from megatron_grpo.weights.sizes import CHUNK, DeltaNetShape
 
-CHUNK = 64  # tokens of a segment that are computed at once
 L2NORM_EPSILON = 1e-6  # a constant of the models, whatever their rms_norm_eps is
 
 

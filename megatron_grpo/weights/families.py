@@ -99,8 +99,8 @@ _SEES = "its vision tower is not verified against transformers' gradients"
 _HEARS = "images are the only supported modality besides text"
 # Unsupported models: (regular expression of their Hub names, architectures, reason).
 _NOT_YET = (
-    (r"Qwen/Qwen3\.[56]-", "Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration",
-     f"{_SEES}; its text model is supported (Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM)"),
+    (r"Qwen/Qwen3\.[56]-\d+(\.\d+)?B($|-(?!A\d))", "Qwen3_5ForConditionalGeneration", f"{_SEES}; use its text model (Qwen3_5ForCausalLM)"),
+    (r"Qwen/Qwen3\.[56]-", "Qwen3_5MoeForConditionalGeneration", f"{_SEES}; use its text model (Qwen3_5MoeForCausalLM)"),
     (r"Qwen/Qwen2\.5-Omni-", "Qwen2_5OmniModel", _HEARS),
     (r"Qwen/Qwen3-Omni-", "Qwen3OmniMoeForConditionalGeneration", _HEARS),
     (r"Qwen/Qwen3-VL-\d+B-A\d+B", "Qwen3VLMoeForConditionalGeneration",

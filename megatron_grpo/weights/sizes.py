@@ -95,6 +95,9 @@ class DeltaNetShape:
         return keys, keys, values, values, self.num_value_heads, self.num_value_heads
 
 
+CHUNK = 64  # tokens of a segment that a layer with the gated delta rule computes at once
+
+
 class LayerKind(NamedTuple):
     """Parts by which layers of one model differ: their tensors are the same if these are."""
 

@@ -140,9 +140,48 @@ def test_unknown_architecture_is_refused_by_name_with_the_known_ones():
 
 
 def test_a_model_whose_layers_are_not_built_here_is_refused_for_that_reason():
-    for name in ("Qwen3NextForCausalLM", "Qwen3_5MoeForConditionalGeneration"):
-        with pytest.raises(ConfigError, match=rf"{name} is not supported: its linear attention \(gated delta rule\) is not implemented\.$"):
-            ModelShape.from_hf({**LLAMA, "architectures": [name]})
+    name = "Qwen3_5MoeForConditionalGeneration"
+    with pytest.raises(ConfigError, match=rf"{name} is not supported: its vision tower .* use its text model \(Qwen3_5MoeForCausalLM\)\.$"):
+        ModelShape.from_hf({**LLAMA, "architectures": [name]})
+
+
+# As transformers counts the parameters of the config classes' own defaults.
+HYBRIDS = {
+    "Qwen3NextForCausalLM": (48, dict(hidden_size=2048, intermediate_size=5632, vocab_size=151936), 79_674_391_296),
+    "Qwen3_5ForCausalLM": (32, dict(hidden_size=4096, intermediate_size=12288, vocab_size=248320), 8_953_803_264),
+    "Qwen3_5MoeForCausalLM": (40, dict(hidden_size=2048, vocab_size=248320), 34_660_610_688),
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids_have_the_defaults_of_their_class_and_its_parameters(name):
+    layers, sizes, parameters = HYBRIDS[name]
+    shape = ModelShape.from_hf({"architectures": [name], "num_hidden_layers": layers, "num_attention_heads": 16, **sizes})
+    assert num_parameters(shape) == parameters
+    assert (shape.num_attention_layers, shape.rope.dim, shape.head_dim, shape.norms_from_one) == (layers // 4, 64, 256, True)
+    assert [i for i in range(layers) if not shape.is_delta_net_layer(i)] == list(range(3, layers, 4))
+    assert shape.moe is None or (shape.moe.norm_topk_prob and shape.moe.has_shared_gate)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"attn_output_gate": False}, r"attn_output_gate is False, which is not supported\. Leave it out, or use true\."),
+    ({"output_gate_type": "sigmoid"}, r"output_gate_type is 'sigmoid', which transformers ignores\."),
+    ({"layer_types": ["full_attention"] * 3}, r"layer_types must name linear_attention or full_attention for each of 4 layers"),
+    ({"layer_types": ["sliding_attention"] * 4}, r"layer_types must name linear_attention or full_attention for each of 4 layers"),
+    ({"linear_num_value_heads": 10}, r"linear_num_value_heads \(10\) must be a multiple of linear_num_key_heads \(4\)\."),
+])  # fmt: skip
+def test_hybrids_that_would_be_computed_in_another_way_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelShape.from_hf(config_of("qwen3_5") | changes)
+
+
+def test_a_hybrid_reads_its_layers_and_a_rope_with_three_axes_of_text():
+    config = config_of("qwen3_5")
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    config |= {"layer_types": ["full_attention", "linear_attention", *["full_attention"] * 2], "rope_parameters": rope}
+    shape = ModelShape.from_hf(config)
+    assert [shape.is_delta_net_layer(i) for i in range(4)] == [False, True, False, False]
+    assert (shape.rope.theta, shape.rope.dim, shape.rope.sections) == (1e7, 4, ())
 
 
 def test_everything_wrong_is_said_at_once():

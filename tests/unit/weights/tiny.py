@@ -20,6 +20,8 @@ BASE = {
 }
 EXPERTS_OF_GLM = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_routed_experts": 4, "num_mtp_layers": 0}
 MOE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "num_experts": 4, "norm_topk_prob": True}
+DELTA_NET = {"num_hidden_layers": 4, "head_dim": 8, "linear_num_key_heads": 4, "linear_num_value_heads": 12, "linear_key_head_dim": 6,
+             "linear_value_head_dim": 10}  # fmt: skip
 
 # name -> (config class, fields). All can be cut over 4 ranks, except where the name says otherwise.
 CHECKPOINTS: dict[str, tuple[str, dict]] = {
@@ -67,6 +69,9 @@ CHECKPOINTS: dict[str, tuple[str, dict]] = {
     "olmo2": ("Olmo2Config", {**{k: v for k, v in BASE.items() if k != "head_dim"}, "attention_bias": True}),
     "olmo3": ("Olmo3Config", {**{k: v for k, v in BASE.items() if k != "head_dim"}, "num_hidden_layers": 4, "sliding_window": 9}),
     "gemma3": ("Gemma3TextConfig", {**BASE, "num_hidden_layers": 4, "sliding_window": 9, "sliding_window_pattern": 2}),
+    "qwen3_next_moe": ("Qwen3NextConfig", {**BASE, **DELTA_NET, **MOE, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]}),
+    "qwen3_5": ("Qwen3_5TextConfig", {**BASE, **DELTA_NET, "attention_bias": True}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**BASE, **DELTA_NET, **MOE, "shared_expert_intermediate_size": 24}),
 }
 DENSE = [name for name in CHECKPOINTS if "moe" not in name and name not in ("mixtral", "deepseek_v3")]
 EXPERTS = [name for name in CHECKPOINTS if name not in DENSE]
