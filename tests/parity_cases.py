@@ -29,6 +29,7 @@ from megatron_grpo.weights.vision_towers import part_of
 Groups = Sequence[tuple[int, Sequence[int]]]
 GROUPS: Groups = ((3, (5, 1)), (1, (2, 12)), (7, (2, 9)), (11, (1, 3)))
 NUM_ROWS = 8
+CHUNK = 4  # tokens that the gated delta rule computes at once: the rows above have up to four chunks
 
 
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -135,9 +136,11 @@ FAMILIES = {
     ),
     "OLMo 2": dict(family="olmo2", layers=4, vocab=125, heads=12, kv_heads=4, head_dim=10, ffn=68, std=0.1, attention_bias=True),
     "OLMo": dict(family="olmo3", layers=4, vocab=125, heads=12, kv_heads=4, head_dim=10, ffn=68, std=0.1, sliding_window=7),
+    "Qwen3-Next": dict(family="qwen3_next", layers=4, vocab=125, std=0.06),
+    "Qwen3.5": dict(family="qwen3_5_text", layers=4, vocab=125, std=0.06),
     "Gemma": dict(family="gemma3_text", layers=4, vocab=125, tied=True, head_dim=20, ffn=68, std=0.1, sliding_window=7),
 }
-WITH_EXPERTS = ("MoE", "MLA", "GLM", "gpt-oss")
+WITH_EXPERTS = ("MoE", "MLA", "GLM", "gpt-oss", "Qwen3-Next")
 MODEL_SETTINGS = {"MoE": dict(moe_z_loss_coeff=0.02)}
 # Other ways to run the same step, each on one layout.
 WAYS = {
@@ -300,8 +303,10 @@ def join(cfg: Config, world: int):
 
 def build(path: str | Path, cfg: Config, world: int, parallel=None):
     """The policy under `cfg`'s layout. parallel: from `join`, where several policies share a process."""
+    from megatron_grpo.policy import gated_delta_net
     from megatron_grpo.run.build.policy import build_policy
 
+    gated_delta_net.CHUNK = CHUNK
     if cfg.rollout.bitwise_parity:
         from megatron_grpo.analysis.bitwise_parity import switch_on
 

@@ -67,6 +67,11 @@ MODELS = {
     "mistral, windows of 7": ("mistral", {"sliding_window": 7}, ["CP2"]),
     "mistral, some windows (Ministral)": ("mistral", {"sliding_window": 7, "layer_types": KINDS * 2}, ["1"]),
     "norms that add nothing to the mean square": ("qwen3", {"rms_norm_eps": 0.0}, ["1"]),
+    "qwen3_next": ("qwen3_next", {"std": 0.06}, ["1", "TP2 SP", "PP2 VPP2 EP2", "CP2 EP2"]),
+    "qwen3_next, one key/value head": ("qwen3_next", {"std": 0.06, "kv_heads": 1, "mlp_only_layers": [1]}, ["TP2 EP2 ETP1"]),
+    "qwen3_5": ("qwen3_5_text", {"std": 0.06}, ["TP2", "TP4 SP", "PP2 VPP2", "CP2", "TP2 SP CP2"]),
+    "qwen3_5, tied, biases": ("qwen3_5_text", {"std": 0.06, "tied": True, "attention_bias": True}, ["TP2 SP"]),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {"std": 0.06}, ["1", "EP2"]),
     "deepseek_v3 with plain queries": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}, ["TP2 SP"]),
 }
 CASES = [(model, layout) for model, (_, _, layouts) in MODELS.items() for layout in layouts]

@@ -14,6 +14,8 @@ from tests.tiny_models import write_tiny
 # family -> (settings of write_tiny, the layout that saves, the one that goes on)
 MODELS = {
     "gpt_oss": ({"heads": 12, "kv_heads": 4, "head_dim": 10, "ffn": 36, "experts": 6, "swiglu_limit": 0.6}, "1", "TP2 ETP1"),
+    "qwen3_next": ({"layers": 4, "std": 0.06}, "CP2", "TP2 ETP1"),
+    "qwen3_5_text": ({"layers": 4, "std": 0.06}, "TP2", "PP2 VPP2"),
     "olmo2": ({"heads": 6, "kv_heads": 2, "head_dim": 10, "ffn": 34}, "TP2", "PP2"),
 }
 

@@ -165,6 +165,14 @@ CASES = {
         dict(),
     ),
     "four norms a layer, lora": (1, "gemma3_text", dict(tied=True), dict(), dict(tuner_type="lora")),
+    "recurrent states, experts, pp 2, ep 2": (
+        4,
+        "qwen3_next",
+        dict(layers=4, experts=6),
+        dict(expert_model_parallel_size=2, pipeline_model_parallel_size=2),
+        dict(),
+    ),
+    "recurrent states, tp 2": (2, "qwen3_5_text", dict(layers=4), dict(tensor_model_parallel_size=2, sequence_parallel=True), dict()),
     "sees, pp 2, the aligner trains": (
         2,
         "qwen3_vl",

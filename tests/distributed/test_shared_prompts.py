@@ -26,7 +26,7 @@ def made(tmp_path_factory):
 
     def of(model: str):
         if model not in found:
-            path = write_tiny(tmp_path_factory.mktemp("models") / model, **cases.MODELS[model])
+            path = write_tiny(tmp_path_factory.mktemp("models") / model, **(cases.MODELS | cases.FAMILIES)[model])
             batches = cases.shared_rollout(path, num_steps=2)
             own = cases.MODEL_SETTINGS.get(model, {})
             found[model] = path, batches, {loss: cases.reference(path, cases.settings(**own, **LOSSES[loss]), batches) for loss in LOSSES}
@@ -44,6 +44,8 @@ def made(tmp_path_factory):
     ("MoE", "PP2 VPP2", RECOMPUTED),
     ("MLA", "CP2", {}),
     ("MLA", "TP2 SP", {}),
+    ("Qwen3.5", "TP2 SP CP2", {}),
+    ("Qwen3.5", "PP2 VPP2", RECOMPUTED),
 ], ids=str)  # fmt: skip
 def test_steps_that_compute_prompts_once_equal_float64(made, model, layout, more):
     path, batches, losses = made(model)

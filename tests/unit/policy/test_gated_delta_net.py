@@ -1,0 +1,101 @@
+"""The gated delta rule over a packed stream, in float64, against its definition token by token: outputs and gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_grpo.parallel.layout import held_tokens
+from megatron_grpo.policy.gated_delta_net import convolve, gated_delta_rule, l2norm
+from megatron_grpo.policy.packed_batch import packed_stream
+from megatron_grpo.types import Segment
+
+HEADS, K, V, KERNEL = 3, 5, 7, 4
+# tokens, alignment padding behind them, parent. More than two chunks of 64, parents shorter than the kernel, a prompt that ends a chunk.
+LONG = ((1, 0, -1), (135, 3, -1), (64, 0, -1), (2, 2, -1), (130, 1, 1), (3, 0, 1), (70, 0, 2), (1, 1, 3), (5, 0, 3))
+SHORT = ((37, 1, -1), (1, 0, -1), (2, 1, -1), (16, 0, -1), (24, 0, 0), (1, 0, 0), (9, 3, 1), (2, 0, 1), (3, 0, 2), (17, 0, 3))
+
+
+def segments(sizes) -> list[Segment]:
+    found: list[Segment] = []
+    for length, padding, parent in sizes:
+        start = found[-1].end if found else 0
+        found.append(Segment(start=start, end=start + length + padding, length=length, parent=parent))
+    return [*found, Segment(start=found[-1].end, end=found[-1].end + 4, length=0)]
+
+
+def token_by_token(query, key, value, decay, strength):
+    """Of one sequence: [n, heads, ...] -> [n, heads, v]."""
+    state, found = torch.zeros(HEADS, K, V, dtype=value.dtype), []
+    for q, k, v, g, beta in zip(query, key, value, decay, strength, strict=True):
+        state = state * g.exp()[:, None, None]
+        said = (state * k[:, :, None]).sum(1)
+        state = state + k[:, :, None] * (beta[:, None] * (v - said))[:, None]
+        found.append((state * q[:, :, None]).sum(1))
+    return torch.stack(found)
+
+
+def sequences(stream):
+    """(places of a segment, places of its parent and it)."""
+    for one in stream:
+        own = torch.arange(one.start, one.start + one.length)
+        before = stream[one.parent] if one.parent >= 0 else None
+        yield own, own if before is None else torch.cat([torch.arange(before.start, before.start + before.length), own])
+
+
+def drawn(total: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(total, *size, dtype=torch.float64, generator=draw)
+
+    query, key = (l2norm(normal(HEADS, K)) for _ in range(2))
+    found = [query, key, normal(HEADS, V), -F.softplus(normal(HEADS)) * 0.3, normal(HEADS).sigmoid()]
+    return [one.requires_grad_() for one in found]
+
+
+@pytest.mark.parametrize(("sizes", "chunk"), [(LONG, 64), (SHORT, 8), (SHORT, 16)], ids=["long", "chunks of 8", "chunks of 16"])
+def test_a_packed_stream_is_computed_as_its_sequences_are_token_by_token(sizes, chunk):
+    stream = segments(sizes)
+    inputs, total = drawn(stream[-1].end), stream[-1].end
+    order = packed_stream(stream, 1, 0, torch.from_numpy).recurrence(KERNEL, chunk)
+    out = gated_delta_rule(*inputs, order)
+    want = torch.zeros(total, HEADS, V, dtype=torch.float64)
+    for own, whole in sequences(stream):
+        if len(own):
+            want = want.index_copy(0, own, token_by_token(*(x[whole] for x in inputs))[len(whole) - len(own) :])
+    assert (out - want).abs().max() < 1e-12
+    grad = torch.randn(want.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for one, other in zip(torch.autograd.grad(out, inputs, grad), torch.autograd.grad(want, inputs, grad), strict=True):
+        assert (one - other).abs().max() < 1e-11 * other.abs().max()
+
+
+def test_a_convolution_begins_anew_at_each_segment_and_goes_on_from_a_parent():
+    stream, channels = segments(SHORT), 6
+    draw = torch.Generator().manual_seed(0)
+    x, kernel = (torch.randn(*size, dtype=torch.float64, generator=draw) for size in ((stream[-1].end, channels), (channels, KERNEL)))
+    found = convolve(x, kernel, packed_stream(stream, 1, 0, torch.from_numpy).recurrence(KERNEL, 8).previous)
+    for own, whole in sequences(stream):
+        if len(own):
+            padded = F.pad(x[whole].T[None], (KERNEL - 1, 0))
+            want = F.conv1d(padded, kernel[:, None], groups=channels)[0].T[len(whole) - len(own) :]
+            assert (found[own] - want).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_context_parallel_ranks_exchange_tokens_in_the_order_of_the_stream(cp):
+    stream = segments([(length * 2 * cp - 1, 1, parent) for length, _, parent in SHORT])
+    stream[-1] = Segment(start=stream[-1].start, end=stream[-1].start + 2 * cp, length=0)
+    order = packed_stream(stream, cp, 0, torch.from_numpy).recurrence(KERNEL, 8)
+    gathered = np.concatenate([held_tokens(stream, cp, rank) for rank in range(cp)])
+    assert gathered[order.to_stream].tolist() == list(range(stream[-1].end))
+    assert np.arange(stream[-1].end)[order.to_ranks].tolist() == gathered.tolist()
+
+
+def test_a_stream_of_padding_alone_gives_zeros():
+    stream = [Segment(start=0, end=4, length=0)]
+    inputs = drawn(4)
+    out = gated_delta_rule(*inputs, packed_stream(stream, 1, 0, torch.from_numpy).recurrence(KERNEL, 8))
+    assert out.shape == (4, HEADS, V) and not out.any()
