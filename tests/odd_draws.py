@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from tests import parity_cases as cases
-from tests.tiny_models import NARROW
+from tests.tiny_models import HYBRIDS, NARROW
 
 LONGEST = 40  # tokens of a sequence
 KINDS = ("sliding_attention", "full_attention")
+HYBRID_KINDS = ("linear_attention", "full_attention")
 MULTIPLES = ("gemma3_text", "llama")  # of the heads are their widths, transformers says
-SPARSE = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss")
+SPARSE = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")
 
 
 def draw(rng: random.Random, family: str, layout: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def draw(rng: random.Random, family: str, layout: Mapping[str, Any] | None = Non
         chosen["hidden_activation" if family == "gemma3_text" else "hidden_act"] = rng.choice(["relu", "gelu"])
     if family in SPARSE:
         chosen |= _experts(rng, family, layers, size, ep=ep, etp=etp, tp=tp)
-    chosen |= _OWN.get(family, lambda rng, chosen: {})(rng, chosen)
+    chosen |= _hybrid(rng, chosen, tp=tp) if family in HYBRIDS else _OWN.get(family, lambda rng, chosen: {})(rng, chosen)
     return chosen | ({"rope_parameters": rope} if (rope := _ropes(rng, family)) else {})
 
 
@@ -56,6 +57,10 @@ def _experts(rng, family: str, layers: int, size, *, ep: int, etp: int, tp: int)
     if family == "qwen3_moe":
         found |= {"norm_topk_prob": _coin(rng), "decoder_sparse_step": rng.choice([1, 1, 2]), "moe_intermediate_size": width}
         found["mlp_only_layers"] = [layer for layer in range(layers) if rng.random() < 0.2]
+    if family == "qwen3_next":
+        found |= {"norm_topk_prob": _coin(rng), "mlp_only_layers": [layer for layer in range(layers) if rng.random() < 0.2]}
+    if family in HYBRIDS:
+        found |= {"moe_intermediate_size": width, "shared_expert_intermediate_size": -(-rng.choice([7, 24]) // tp) * tp}
     if family in ("deepseek_v3", "glm4_moe"):
         groups = [n for n in range(1, experts) if experts % n == 0 and experts // n > 1]
         n_group = rng.choice(groups)
@@ -106,6 +111,21 @@ def _gpt_oss(rng, chosen) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _hybrid(rng, chosen, *, tp: int) -> dict[str, Any]:
+    keys = tp * rng.choice([1, 2, 3])
+    kinds = rng.choice([None, [rng.choice(HYBRID_KINDS) for _ in range(chosen["layers"])]])
+    return _bias(rng, chosen) | {
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": keys * rng.choice([1, 2, 3]),
+        "linear_key_head_dim": rng.choice([5, 12, 20]),
+        "linear_value_head_dim": rng.choice([6, 11, 20]),
+        "linear_conv_kernel_dim": rng.choice([2, 4, 5]),
+        "layer_types": kinds,
+        "head_dim": rng.choice([8, 12, 16]),
+        "std": 0.06,
+    }
+
+
 def _windowed(rng, chosen) -> dict[str, Any]:
     return _bias(rng, chosen) | {"sliding_window": _window(rng), "layer_types": _pattern(rng, chosen["layers"])}
 
@@ -152,7 +172,7 @@ def _rope(rng, family: str) -> dict[str, Any]:
         found |= {"mscale_all_dim": 1.2, "factor": found.get("factor", 3.0)}
     if kind == "longrope":
         found |= {"short_factor": [1.0], "long_factor": [1.5], "factor": 2.0, "original_max_position_embeddings": 16}
-    if family == "glm4_moe":
+    if family == "glm4_moe" or family in HYBRIDS:
         found["partial_rotary_factor"] = rng.choice([0.5, 0.25, 0.75, 1.0])
     return found
 

@@ -89,28 +89,14 @@ def write_tiny(
         common |= dict(query_pre_attn_scalar=24, sliding_window=9, layer_types=alternating(layers))
     if family == "olmo3":
         common |= dict(sliding_window=9, layer_types=alternating(layers))
-    if family in HYBRIDS:  # three of four layers have a state; half of each head turns in the fourth
-        common |= dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=12, linear_value_head_dim=20,
-                       linear_conv_kernel_dim=4, partial_rotary_factor=0.5)  # fmt: skip
-    if family in ("qwen3_next", "qwen3_5_moe_text"):
-        common |= dict(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=ffn // 4,
-                       shared_expert_intermediate_size=ffn // 2)  # fmt: skip
+    common |= _of_hybrids(family, experts, ffn)
     config = AutoConfig.for_model(family, **(common | overrides))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(0.0, std)
-                elif "norm" in name:
-                    parameter.uniform_(0.5, 1.5)  # ones would hide a norm that was never loaded
-                    is_from_one = family.startswith("gemma") or (family in HYBRIDS and "linear_attn" not in name)
-                    parameter.sub_(float(is_from_one))  # which say how far they are from 1
-                elif name.endswith("A_log"):
-                    parameter.uniform_(-3.0, 1.0)  # from a memory of dozens of tokens to one of a few
-                else:
-                    parameter.normal_(0.0, std)  # biases; zeros would hide them
+                _draw(family, name, parameter, std)
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.normal_(0.0, std)
@@ -122,6 +108,31 @@ def write_tiny(
     model.save_pretrained(path)
     _write_tokenizer(path, vocab)
     return path
+
+
+def _of_hybrids(family: str, experts: int, ffn: int) -> dict[str, Any]:
+    """Three of four layers have a state; half of each head turns in the fourth."""
+    if family not in HYBRIDS:
+        return {}
+    states = dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=12, linear_value_head_dim=20,
+                  linear_conv_kernel_dim=4, partial_rotary_factor=0.5)  # fmt: skip
+    if family == "qwen3_5_text":
+        return states
+    shared = dict(shared_expert_intermediate_size=ffn // 2)
+    return states | shared | dict(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=ffn // 4)
+
+
+def _draw(family: str, name: str, parameter: Any, std: float) -> None:
+    is_from_one = family.startswith("gemma") or (family in HYBRIDS and "linear_attn" not in name)
+    if parameter.dim() > 1:
+        parameter.normal_(0.0, std)
+    elif "norm" in name:
+        parameter.uniform_(0.5, 1.5)  # ones would hide a norm that was never loaded
+        parameter.sub_(float(is_from_one))  # whose norms say how far they are from 1
+    elif name.endswith("A_log"):
+        parameter.uniform_(-3.0, 1.0)  # from a memory of dozens of tokens to one of a few
+    else:
+        parameter.normal_(0.0, std)  # biases; zeros would hide them
 
 
 def alternating(layers: int) -> list[str]:

@@ -29,6 +29,7 @@ TARGETS = {
     "odd": lora_cases.ODD,
     "attention": LoraSettings(rank=4, alpha=8.0, target_modules=("q_proj", "k_proj", "v_proj", "o_proj")),
     "mlp": LoraSettings(rank=4, alpha=8.0, use_rslora=True, target_modules=MLP),
+    "all linear": LoraSettings(rank=3, alpha=6.0, rank_pattern={r"in_proj_(ba|b|a)": 2}),
     "early layers": LoraSettings(rank=4, alpha=8.0, target_regex=r".*layers\.[01]\..*_proj"),
     "late layers": LoraSettings(rank=4, alpha=8.0, target_regex=r".*layers\.[23]\..*_proj"),
 }
@@ -103,6 +104,8 @@ OTHERS = [
     ("MLA", "EP2", "odd"),
     ("GLM", "TP2 EP2 ETP1", "odd"),
     ("gpt-oss", "TP2 ETP1", "attention"),
+    ("Qwen3-Next", "TP2 ETP1", "all linear"),
+    ("Qwen3.5", "CP2", "all linear"),
 ]
 
 

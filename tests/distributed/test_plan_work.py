@@ -10,6 +10,7 @@ from megatron_grpo.planning.cost import work_of
 from megatron_grpo.planning.parameters import Tuning
 from megatron_grpo.planning.token_counts import StepTokens
 from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.sizes import CHUNK
 from tests import parity_cases as cases
 from tests.ranks import run_ranks
 from tests.tiny_models import write_tiny
@@ -118,3 +119,47 @@ def test_activations_differ_from_full_training_as_they_are_said_to(model, found,
 
     more = found["full"][0] - found[run][0]
     assert abs(more - (layers_of("full") - layers_of(run))) <= 400, (more, layers_of("full") - layers_of(run))
+
+
+STATES = dict(family="qwen3_5_text", layers=LAYERS, std=0.02, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
+              linear_value_head_dim=48)  # fmt: skip
+
+
+def counted_rule(rank, world, path):
+    """Of one sequence of two whole chunks: FLOPs forward and backward, triangular systems too; its tokens, and those that train."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from megatron_grpo.policy import gated_delta_net
+    from megatron_grpo.policy.packed_batch import to_local
+    from megatron_grpo.weights.sizes import CHUNK
+
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    also = {
+        flash: lambda q, k, v, dropout=0.0, is_causal=False, **_: attention_flops(q, k, v, is_causal),
+        flash_backward: lambda grad, q, k, v, out, lse, dropout=0.0, is_causal=False, **_: 2 * attention_flops(q, k, v, is_causal),
+        torch.ops.aten.linalg_solve_triangular: lambda a, b, **_: b[0] * b[1] * b[2] * b[2] * b[3],
+    }
+    parallel = cases.join(cases.settings(), world)
+    policy = cases.build(path, cases.settings(), world, parallel)
+    gated_delta_net.CHUNK = CHUNK
+    samples = cases.stored_rollout(path, groups=((PROMPT, (2 * CHUNK + 1 - PROMPT,) * 8),))[0]
+    local = to_local(cases.batch_of(policy, samples, 0).micro_batches[0], parallel)
+    with FlopCounterMode(display=False, custom_mapping=also) as forward:
+        logprobs = policy.chunks[0](local)
+    with FlopCounterMode(display=False, custom_mapping=also) as backward:
+        logprobs.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops(), len(local.positions), len(local.targets)
+
+
+def test_flops_of_the_gated_delta_rule_are_those_that_are_counted(tmp_path):
+    path = write_tiny(tmp_path, **STATES)
+    [(forward, backward, tokens, trained)] = run_ranks(counted_rule, 1, str(path))
+    shape = ModelShape.from_pretrained(path)
+    work = work_of(shape, Tuning.of(cases.settings(), shape), tokens, squares=tokens**2, head_positions=trained)
+    assert (tokens, forward) == (2 * CHUNK, work.forward)
+    # The first chunk has no state to give a gradient to, and no one needs the state behind the last.
+    delta = shape.delta_net
+    ends = sum(delta.layers) * CHUNK * delta.num_value_heads * delta.key_head_dim * delta.value_head_dim
+    assert backward == work.backward + 2 * trained * shape.hidden_size * shape.vocab_size - 8 * ends

@@ -11,6 +11,7 @@ from megatron_grpo.parallel.layout import held_tokens
 from megatron_grpo.policy.gated_delta_net import convolve, gated_delta_rule, l2norm
 from megatron_grpo.policy.packed_batch import packed_stream
 from megatron_grpo.types import Segment
+from tests.mistakes import mistake
 
 HEADS, K, V, KERNEL = 3, 5, 7, 4
 # tokens, alignment padding behind them, parent. More than two chunks of 64, parents shorter than the kernel, a prompt that ends a chunk.
@@ -99,3 +100,28 @@ def test_a_stream_of_padding_alone_gives_zeros():
     inputs = drawn(4)
     out = gated_delta_rule(*inputs, packed_stream(stream, 1, 0, torch.from_numpy).recurrence(KERNEL, 8))
     assert out.shape == (4, HEADS, V) and not out.any()
+
+
+LAYER, STREAM = (f"megatron_grpo.policy.{name}" for name in ("gated_delta_net", "packed_batch"))
+
+
+@pytest.mark.parametrize("wrong", [
+    (LAYER, "else last[wave.parents]", "else 0 * last[wave.parents]"),
+    (LAYER, "else last[wave.parents]", "else last[wave.parents].detach()"),
+    (LAYER, "torch.cat([going * fade[one] + ", "torch.cat([going * 0 + 0 * "),
+    (STREAM, "one.start + min(first + chunk, one.length))", "min(one.start + first + chunk, one.end))"),
+    (STREAM, "index[segments[i].parent] for", "0 * index[segments[i].parent] for"),
+], ids=["children begin anew", "no gradient to parents", "forgotten between chunks", "padding of a parent", "one parent"])  # fmt: skip
+def test_each_mistake_in_the_rule_is_seen(wrong):
+    with mistake(*wrong), pytest.raises((AssertionError, RuntimeError)):
+        test_a_packed_stream_is_computed_as_its_sequences_are_token_by_token(LONG, 64)
+
+
+@pytest.mark.parametrize("wrong", [
+    (STREAM, "before[kernel - 1 - len(last) :] = last", "pass"),
+    (STREAM, "np.arange(parent.start, parent.start + parent.length)[1", "np.arange(parent.start, parent.end)[1"),
+    (STREAM, "before = np.full(kernel - 1, total)", "before = np.arange(one.start - kernel + 1, one.start)"),
+], ids=["a child begins anew", "padding of a parent is seen", "segments see each other"])  # fmt: skip
+def test_each_mistake_in_the_convolution_is_seen(wrong):
+    with mistake(*wrong), pytest.raises(AssertionError):
+        test_a_convolution_begins_anew_at_each_segment_and_goes_on_from_a_parent()
