@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -407,7 +407,7 @@ def _recurrence(segments: Sequence[Segment], cp: int, tensor: ToDevice, kernel: 
         previous=tensor(_previous(segments, kernel)),
         chunks=tensor(chunks),
         places=tensor(places[:total]),
-        waves=tuple(Wave(*wave, None if parents is None else tensor(parents)) for *wave, parents in waves),
+        waves=tuple(Wave(count, steps, None if parents is None else tensor(parents)) for count, steps, parents in waves),
         to_stream=tensor(to_stream),
         to_ranks=tensor(np.argsort(to_stream)),
     )
@@ -429,9 +429,12 @@ def _previous(segments: Sequence[Segment], kernel: int) -> np.ndarray:
     return found
 
 
-def _waves(segments: Sequence[Segment], chunk: int) -> tuple[list[tuple[Any, ...]], list[np.ndarray]]:
+_WaveFields = tuple[int, tuple[tuple[int, int], ...], np.ndarray | None]  # of a `Wave`, with the parents in numpy
+
+
+def _waves(segments: Sequence[Segment], chunk: int) -> tuple[list[_WaveFields], list[np.ndarray]]:
     """Return the fields of each `Wave`, and the tokens of each chunk. A chunk ends before alignment padding."""
-    waves: list[tuple[Any, ...]] = []
+    waves: list[_WaveFields] = []
     chunks: list[np.ndarray] = []
     index: dict[int, int] = {}  # of a segment in its wave
     for has_parent in (False, True):
