@@ -9,6 +9,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -40,10 +41,12 @@ class Waiting:
 
     def __init__(self, samples=()):
         self.samples = list(samples)
-        self.rows = {(sample.rollout, sample.row): sample for sample in samples}
+        versions = {sample.rollout: sample.version for sample in self.samples}
+        rollouts, versions = np.array([*versions.items()], dtype=np.int64).reshape(-1, 2).T
+        self.rows = SimpleNamespace(rollout=rollouts, version=versions)
 
     def __len__(self):
-        return len(self.rows)
+        return len(self.samples)
 
     def to_save(self):
         import torch.distributed as dist
