@@ -206,7 +206,7 @@ FAULTS = (
     fault("softmax scale of layer 1", "L1 attention", lambda b: setattr(b.layers[1].self_attention.core_attention, "softmax_scale", 0.125)),
     fault("softmax scale of layer 0, 5 % (sampler)", "L0 attention", _other_key_scale),
     fault("wrong mask: layer 2 sees what follows", "L2 attention", _sees_what_follows),
-    fault("wrong mask: rows of a micro-batch see each other", "trainer beside others", _sees_neighbours, when="drawn"),
+    fault("wrong mask: rows of a micro-batch see each other", "trainer in a batch", _sees_neighbours, when="drawn"),
     fault("sliding window of 16 in layer 1 (sampler)", "L1 attention", _window),
     fault("gelu in place of silu in layer 1 (sampler)", "L1 act", _gelu),
     fault("softcap of 30 on the logits (sampler)", "logits", lambda b: setattr(b.theirs.logits_processor, "soft_cap", 30.0)),
@@ -233,7 +233,7 @@ FAULTS = (
     ),
     fault("packed copy of a tied head kept by a push", "logits", _keeps_copy(lambda b: b.theirs.lm_head), when="before", model="tied"),
     fault("norm of layer 1 left out of a push", "L1 norm 2", _loses_a_tensor, when="before"),
-    fault("rows drawn by the weights before", "log-probs as drawn", lambda b: None, when="late"),
+    fault("rows drawn by the weights before", "log-probs when sampled", lambda b: None, when="late"),
     # experts
     fault("rows of layer 1's router exchanged", "L1 router", lambda b: _swap_halves(b.layers[1].mlp.router.weight), model="MoE"),
     fault("two experts of layer 1 exchanged", "L1 experts", _swap_experts, model="MoE"),

@@ -169,12 +169,12 @@ def shifted(values: np.ndarray) -> np.ndarray:
 
 FAULTS: dict[str, Fault] = {
     "loss over the local vocabulary": Fault(
-        settings={TP: 2}, finding=1, wrap=log_probs_off(0.01), says="the log-probs of the training forward is not the same on the tensor"
+        settings={TP: 2}, finding=1, wrap=log_probs_off(0.01), says="the log-probs of the training forward differ between the tensor"
     ),
     "log-probs off by log(TP) on all ranks": Fault(settings={TP: 2}, finding=2, wrap=log_probs_off(math.log(2), ranks=(0, 1)), says=None),
     "divided by the share's own number of tokens": Fault(
         settings={}, finding=3, batch=lambda batch, rank: dataclasses.replace(batch, num_loss_tokens=batch.num_loss_tokens // (1 + rank)),
-        says="num_loss_tokens of the batch is not the same on the ranks 0 and 1",
+        says="num_loss_tokens of the batch differ between the ranks 0 and 1",
     ),
     "a layer with another tensor-parallel group": Fault(
         settings={TP: 2}, finding=4, late=alone_in("decoder.layers.1.self_attention.linear_proj", "tp_group"),
@@ -184,15 +184,15 @@ FAULTS: dict[str, Fault] = {
         settings={TP: 2, SP: True}, finding=7, late=alone_in("embedding.word_embeddings", "tp_group"), says="is not the group of its tensor"
     ),
     "a cut weight that is not marked": Fault(
-        settings={TP: 2}, finding=8, spoil=unmarked, says=f"{QKV} is cut over tensor-parallel ranks, and not marked so"
+        settings={TP: 2}, finding=8, spoil=unmarked, says=f"{QKV} is sharded over tensor-parallel ranks and not marked as sharded"
     ),
     "weights of tokens by the context-parallel rank's own count": Fault(
         settings={CP: 2}, finding=9, batch=field_of_rows("token_weights", halved),
-        says="token_weights is not the same on the context-parallel ranks 0 and 1",
+        says="token_weights differ between the context-parallel ranks 0 and 1",
     ),
     "the routers' number of tokens overwritten": Fault(
         settings={EP: 2}, model="MoE", finding=10, late=on_second(lambda policy: _count(policy)),
-        says="the tokens that routers count is not the same on the ranks 0 and 1",
+        says="the token counts of routers differ between the ranks 0 and 1",
     ),
     "a norm whose parts are not summed over TP": Fault(
         settings={TP: 2, SP: True}, finding=11, wrap=without("_allreduce_non_tensor_model_parallel_grads"), says="the gradient of "
@@ -204,46 +204,46 @@ FAULTS: dict[str, Fault] = {
         settings={CP: 2}, finding=13, late=alone_in("decoder.layers.0.self_attention", "pg_collection.cp"),
         says="is not the group of its context-parallel ranks",
     ),
-    "a gradient that is not summed over DP": Fault(settings=PLAIN, wrap=unsummed(QKV), says=f"the gradient of {QKV} is not the same"),
-    "a gradient that is not summed over CP": Fault(settings={CP: 2, **PLAIN}, wrap=unsummed(QKV), says=f"the gradient of {QKV} is not"),
+    "a gradient that is not summed over DP": Fault(settings=PLAIN, wrap=unsummed(QKV), says=f"the gradient of {QKV} differ between"),
+    "a gradient that is not summed over CP": Fault(settings={CP: 2, **PLAIN}, wrap=unsummed(QKV), says=f"the gradient of {QKV} differ"),
     "experts' gradient that is not summed": Fault(
-        settings=PLAIN, model="MoE", wrap=unsummed(EXPERT), says=f"the gradient of {EXPERT} is not the same on the expert-data"
+        settings=PLAIN, model="MoE", wrap=unsummed(EXPERT), says=f"the gradient of {EXPERT} differ between the expert-data"
     ),
     "the tied embedding's gradient that is not summed": Fault(
         settings={PP: 2, **PLAIN}, wrap=without("_allreduce_word_embedding_grads"), says="the gradient of embedding.word_embeddings.weight"
     ),
     "a tied head that went its own way": Fault(
-        settings={PP: 2}, spoil=flipped("output_layer.weight"), says="embedding.word_embeddings.weight (tied with the head) is not the same"
+        settings={PP: 2}, spoil=flipped("output_layer.weight"), says="embedding.word_embeddings.weight (tied with the head) differ"
     ),
-    "weights that were not gathered": Fault(settings={}, spoil=flipped(QKV), says=f"{QKV} is not the same on the data and context"),
-    "a copy of an expert": Fault(settings={}, model="MoE", spoil=flipped(EXPERT), says=f"{EXPERT} is not the same on the expert-data"),
+    "weights that were not gathered": Fault(settings={}, spoil=flipped(QKV), says=f"{QKV} differ between the data and context"),
+    "a copy of an expert": Fault(settings={}, model="MoE", spoil=flipped(EXPERT), says=f"{EXPERT} differ between the expert-data"),
     "a copy of a router": Fault(
-        settings={TP: 2, SP: True}, model="MoE", spoil=flipped("decoder.layers.1.mlp.router.weight"), says="mlp.router.weight is not"
+        settings={TP: 2, SP: True}, model="MoE", spoil=flipped("decoder.layers.1.mlp.router.weight"), says="mlp.router.weight differ"
     ),
     "a moment that drifts": Fault(settings=PLAIN, spoil=on_second(moment), says="the moment of "),
     "a bfloat16 weight that is not its float32 copy": Fault(
-        settings={TP: 2, "torch_dtype": "bfloat16"}, spoil=flipped(QKV), says=f"{QKV} of rank 1 is not its float32 copy, rounded"
+        settings={TP: 2, "torch_dtype": "bfloat16"}, spoil=flipped(QKV), says=f"{QKV} of rank 1 differs from its rounded float32 copy"
     ),
-    "another learning rate": Fault(settings={}, spoil=on_second(faster), says="learning_rate is not the same on the ranks 0 and 1"),
+    "another learning rate": Fault(settings={}, spoil=on_second(faster), says="learning_rate differ between the ranks 0 and 1"),
     "a guard that remembers something else": Fault(
-        settings={}, spoil=on_second(lambda policy: policy.gradient_check._norms.append(1.0)), says="the guard's memory is not the same"
+        settings={}, spoil=on_second(lambda policy: policy.gradient_check._norms.append(1.0)), says="the state of the gradient check differ"
     ),
     "other tokens on a tensor-parallel rank": Fault(
-        settings={TP: 2}, batch=field_of_rows("token_ids", shifted), says="token_ids is not the same on the tensor-parallel ranks 0 and 1"
+        settings={TP: 2}, batch=field_of_rows("token_ids", shifted), says="token_ids differ between the tensor-parallel ranks 0 and 1"
     ),
     "other advantages on a later stage": Fault(
-        settings={PP: 2}, batch=field_of_rows("advantages", halved), says="advantages is not the same on the pipeline ranks 0 and 1"
+        settings={PP: 2}, batch=field_of_rows("advantages", halved), says="advantages differ between the pipeline ranks 0 and 1"
     ),
     "a reference that is not one": Fault(
-        settings={TP: 2, "beta": 0.05}, spoil=on_second(lambda policy: _reference(policy)), says=f"the reference's {NORM} is not the same"
+        settings={TP: 2, "beta": 0.05}, spoil=on_second(lambda policy: _reference(policy)), says=f"the reference's {NORM} differ"
     ),
     "dropout from other random numbers": Fault(
         settings={TP: 2, "tuner_type": "lora", "lora_dropout": 0.1}, spoil=on_second(lambda policy: torch.manual_seed(5)),
-        says="the random numbers of dropout is not the same on the tensor-parallel ranks 0 and 1",
+        says="the random numbers of dropout differ between the tensor-parallel ranks 0 and 1",
     ),
     "an adapter that went its own way": Fault(
         settings={TP: 2, "tuner_type": "lora", "beta": 0.05}, spoil=flipped("decoder.layers.0.self_attention.linear_qkv.lora_a"),
-        says="linear_qkv.lora_a is not the same on the tensor-parallel ranks 0 and 1",
+        says="linear_qkv.lora_a differ between the tensor-parallel ranks 0 and 1",
     ),
 }  # fmt: skip
 NOT_POSSIBLE = {

@@ -35,7 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=[], choices=cases.LAYOUTS, metavar="LAYOUT")
     parser.add_argument("--models", nargs="+", default=list(cases.MODELS), choices=MODELS)
-    parser.add_argument("--only", choices=["losses", "shared", "room", "replay", "sequences"],
+    parser.add_argument("--only", choices=["losses", "shared", "offload", "replay", "sequences"],
                         help="one of the two tables; or training with everything given away, with forced experts, or by losses that look "
                         "at whole sequences; no page is written",
     )  # fmt: skip
@@ -45,8 +45,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.odd is not None:
         return odd_sizes(args.odd, args.seed, args.layouts or ["1"])
-    if args.only == "room":
-        return makes_room()
+    if args.only == "offload":
+        return compare_offload()
     if args.only == "replay":
         return replays([model for model in args.models if model in cases.WITH_EXPERTS], args.layouts or list(cases.LAYOUTS))
     if args.only == "sequences":
@@ -95,20 +95,20 @@ def odd_sizes(count: int, seed: int, layouts: list[str]) -> int:
     return 1 if red else 0
 
 
-def makes_room() -> int:
+def compare_offload() -> int:
     """Training with all memory given away between all phases, resumes included, against training without: bit for bit."""
-    from tests import room_cases as room
+    from tests import offload_cases
     from tests.ranks import run_ranks
 
     red = 0
-    for name, dtype in ((name, dtype) for name in room.LAYOUTS for dtype in ("float32", "bfloat16")):
+    for name, dtype in ((name, dtype) for name in offload_cases.LAYOUTS for dtype in ("float32", "bfloat16")):
         with tempfile.TemporaryDirectory() as folder:
-            path, world, settings = room.inputs_of(name, dtype, Path(folder))
-            found = run_ranks(room.differences, world, path, settings, Path(folder), timeout=300)
+            path, world, settings = offload_cases.inputs_of(name, dtype, Path(folder))
+            found = run_ranks(offload_cases.differences, world, path, settings, Path(folder), timeout=300)
         wrong = [one for rank in found for problems in rank.values() for one in problems]
         red += bool(wrong)
         print(f"{name}, {dtype}: {'; '.join(wrong[:6]) or 'bit-equal, and nothing is held meanwhile'}", flush=True)
-    print(f"{2 * len(room.LAYOUTS)} runs, {red} of them wrong")
+    print(f"{2 * len(offload_cases.LAYOUTS)} runs, {red} of them wrong")
     return 1 if red else 0
 
 

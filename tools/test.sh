@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what is missing, then runs every check of the project: style, types, floors, the site's links, tests. Arguments go to pytest, which then runs alone:
+# Installs what is missing, then runs every check of the project: style, types, layers, the site's links, tests. Arguments go to pytest, which then runs alone:
 #
 #   bash tools/test.sh                                    everything
 #   bash tools/test.sh tests/unit -k advantages           some tests
@@ -48,7 +48,7 @@ if [ $# = 0 ]; then
     check style ruff check .
     check format ruff format --check .
     check types mypy
-    check floors lint-imports
+    check layers lint-imports
     check site bash tools/docs.sh
     check tests python -m pytest -n 2
 else

@@ -228,11 +228,11 @@ def _checkpoint(run: Path, step: str | None) -> tuple[Manifest, dict[int, Path]]
     recorded = [number for number in sorted(whole) if (whole[number].directory / RECORDED).is_file()]
     if not recorded:
         raise _refused(f"compare-losses: {run} has no checkpoint with recorded rows. Train with --record_rows true and --save_steps: the "
-                       "rows that a checkpoint's first step trains are kept beside it.")  # fmt: skip
+                       "rows that a checkpoint's first step trains are recorded beside it.")  # fmt: skip
     if step is not None and (not step.isdecimal() or int(step) not in recorded):
         raise config_error(
             "compare-losses",
-            f"compare-losses: step {step} has no recorded rows; {', '.join(map(str, recorded))} have. (Steps behind the weights.)",
+            f"compare-losses: step {step} has no recorded rows. Checkpoints that have them: {', '.join(map(str, recorded))}.",
         )
     chosen = whole[recorded[-1] if step is None else int(step)]
     if faults := damage(chosen.directory, chosen.files):
@@ -249,8 +249,8 @@ def _settings(typed: Config, manifest: Manifest) -> Config:
 
 def _moving(cfg: Config, manifest: Manifest, variant_texts: Sequence[str]) -> list[Problem]:
     if manifest.origin.settings.get("sync_ref_model") and (cfg.grpo.beta or any("beta" in text for text in variant_texts)):
-        return [problem_with("sync_ref_model", "compare-losses: the run's reference moves (sync_ref_model), and is not loaded here. "
-                                              "It takes runs with a fixed reference, or without one.")]  # fmt: skip
+        return [problem_with("sync_ref_model", "compare-losses: the reference of the run changes (sync_ref_model): not supported. "
+                                              "Name a run with a fixed reference, or without one.")]  # fmt: skip
     return []
 
 
@@ -275,8 +275,8 @@ def _variant(
         word = given.pop("staleness")
         staleness = int(word) if word.isdecimal() else -1
         if staleness and staleness not in later:
-            there = ", ".join(map(str, sorted(later))) or "none: there is no later checkpoint"
-            problems.append(_said(f"variant: staleness ({word}) needs a checkpoint of the run so many steps later. There is: {there}."))
+            there = ", ".join(map(str, sorted(later))) or "none"
+            problems.append(_said(f"variant: staleness ({word}) needs a checkpoint of the run that many steps later. Available: {there}."))
     parsed = parse([part for name, value in given.items() for part in (f"--{name}", value)])
     problems += parsed.problems
     typed = set(parsed.config.typed)
@@ -287,12 +287,10 @@ def _variant(
     changed = cfg.with_values(values)
     problems += validation.problems(changed)
     if changed.grpo.kl_in_reward and values.get("beta") is not None:
-        problems.append(
-            _said("variant: beta is in the reward of this run (kl_in_reward), so it has made the advantages that were recorded.")
-        )
+        problems.append(_said("variant: beta is in the reward of this run (kl_in_reward), so the recorded advantages contain it."))
     if "teacher_kl_coef" in values and cfg.grpo.teacher_flag is None:
-        problems.append(_said("variant: teacher_kl_coef weighs what a teacher said of the rows, and this run had no teacher."))
+        problems.append(_said("variant: teacher_kl_coef weights a teacher's log-probs, and this run had no teacher."))
     keys = {(sample.rollout, sample.prompt_number) for sample in samples[:num_rows]}
     if changed.grpo.loss_type == "real" and len(keys) * group != num_rows:
-        problems.append(_said("variant: loss_type real compares whole groups, and the recorded step cut some."))
+        problems.append(_said("variant: loss_type real needs whole groups, and the recorded step has incomplete ones."))
     return (None if problems else Variant(name=" ".join(text.split()), cfg=changed, num_rows=num_rows, staleness=staleness)), problems

@@ -121,7 +121,7 @@ def compare_losses(asked: CompareLossesArgs) -> list[Outcome]:
     """
     cfg, model = asked.cfg, find_model(asked.cfg.model.model)
     if ModelShape.from_pretrained(model).vision is not None:
-        raise config_error("compare-losses", "compare-losses: rows are recorded without their pictures. It takes models of text.")
+        raise config_error("compare-losses", "compare-losses: rows are recorded without their images. Only text models are supported.")
     beta = max(variant.cfg.grpo.beta for variant in asked.variants)  # above 0 if any variant needs the reference
     content = {"question": "; ".join(variant.name for variant in asked.variants)}
     policy = open_policy(cfg.with_values({"beta": beta}), model, asked.checkpoint, content, num_steps=asked.step + 2,
@@ -265,7 +265,7 @@ def report_lines(asked: CompareLossesArgs, told: Sequence[Outcome], recorded: di
     """
     lines = [f"Optimizer step {asked.step + 1} of {asked.run}, rows as recorded, weights of {asked.checkpoint.name}."]
     if recorded:
-        lines.append("The run itself said: " + ", ".join(f"{name} {value:.6g}" for name, value in recorded.items()) + ".")
+        lines.append("The run logged: " + ", ".join(f"{name} {value:.6g}" for name, value in recorded.items()) + ".")
     head = ("", "rows", "loss", "grad_norm", "cosine", "KL sampler", "ESS", "clip low", "clip high", "KL ref")
     rows = [head]
     for one in told:

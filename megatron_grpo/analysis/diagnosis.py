@@ -145,10 +145,10 @@ def _rows_not_finite(rows: Sequence[LoneRow], first: str | None, *, has_bad_weig
     inside = [row for row in rows if row not in of_rows and (row.what or not math.isfinite(row.norm))]
     for row in of_rows[:SHOWN]:
         found.append(f"POISON: {_name(row)}: its {row.what} are not finite. Without it the rest of the step is "
-                     + ("finite." if len(of_rows) == 1 and not inside else "looked at row by row above."))  # fmt: skip
+                     + ("finite." if len(of_rows) == 1 and not inside else "examined row by row above."))  # fmt: skip
     for row in inside[:SHOWN]:
         where = f"; the first output that is not finite is that of {first}" if first else "; its forward is finite, its backward is not"
-        found.append(f"POISON: {_name(row)}: its numbers are finite and its gradient is not{where}.")
+        found.append(f"POISON: {_name(row)}: its values are finite and its gradient is not{where}.")
     return found
 
 
@@ -157,20 +157,20 @@ def _finite_here(
 ) -> list[str]:  # fmt: skip
     found = []
     if not math.isfinite(was.get("grad_norm", 0.0)):
-        found.append("Everything is finite here, and was not in the run, from the same rows and weights: it is of the run's own ranks. "
-                     "Look at the machine, its kernels and its dtype.")  # fmt: skip
+        found.append("All values are finite here and were not in the run, with the same rows and weights: the cause is "
+                     "in the ranks of the run. Check the machine, its kernels and its dtype.")  # fmt: skip
     off = max((row.forward for row in rows if row.forward is not None), default=None)
     alike = USUAL[step_dump.facts["settings"].get("torch_dtype", "float32")]  # differences between two layouts or machines are smaller
     if weights["recorded"] and weights["same"] < weights["tensors"]:
-        found.append(f"{weights['tensors'] - weights['same']} tensors are not those of the run, so its numbers need not come again.")
+        found.append(f"{weights['tensors'] - weights['same']} tensors differ from those of the run, so its values may not be reproduced.")
     elif off is not None and off > alike:
-        found.append(f"The forward of the run is not what these weights give here: log-probs differ by up to {off:.3g} nats. "
-                     "Look at the trainer: its kernels, its dtype, its ranks.")  # fmt: skip
+        found.append(f"The forward pass of the run is not reproduced with these weights: log-probs differ by up to {off:.3g} nats. "
+                     "Check the trainer: its kernels, its dtype, its ranks.")  # fmt: skip
     if step_dump.facts["kind"] == "logp_gap":
         worst = max(rows, key=lambda row: row.gap)
-        same = "the run's forward comes again here, so" if off is not None and off <= alike else "if the forward comes again,"
-        found.append(f"The largest gap to the sampler is {worst.gap:.3g} nats, at trained token {worst.token} of {_name(worst)}: "
-                     f"{same} look at the sampler: stale weights, a cache, another setting (megatron-grpo mismatch).")  # fmt: skip
+        same = "the run's forward pass is reproduced, so" if off is not None and off <= alike else "if the forward pass is reproduced,"
+        found.append(f"The largest difference from the sampler is {worst.gap:.3g} nats, at trained token {worst.token} of {_name(worst)}: "
+                     f"{same} check the sampler: stale weights, a cache, another setting (megatron-grpo mismatch).")  # fmt: skip
     if step_dump.facts["kind"] == "spike" and rows:
         worst = max(rows, key=lambda row: row.norm)
         total = math.fsum(row.norm for row in rows)
@@ -178,8 +178,8 @@ def _finite_here(
                      f"the sum over {len(rows)} rows.")  # fmt: skip
     if step_dump.facts["parted"] and not step_dump.parted():
         one = step_dump.facts["parted"][0]
-        found.append(f"What had parted was {one['name']} ({one['kind']}), of which no copies were kept.")
-    return found or ["The step comes again, and nothing in it is wrong: what the run saw lies outside of it."]
+        found.append(f"Replicas of {one['name']} ({one['kind']}) differed, and their values were not recorded.")
+    return found or ["The step is reproduced, and nothing in it is wrong: the cause is outside the step."]
 
 
 def _bits(step_dump: StepDump) -> list[str]:
@@ -193,7 +193,7 @@ def _bits(step_dump: StepDump) -> list[str]:
         for (one, a), (other, b) in zip(held, held[1:]):
             if a.nbytes != b.nbytes or (a == b).all():
                 continue
-            found.append(f"POISON: {what} is not the same on ranks {one} and {other}: {_difference(a, b, dtype, shape)}.")
+            found.append(f"POISON: {what} differs between ranks {one} and {other}: {_difference(a, b, dtype, shape)}.")
     return found
 
 
@@ -212,7 +212,7 @@ def _difference(a: np.ndarray, b: np.ndarray, dtype: str, shape: str) -> str:
     flipped = [place for place in range(8 * width) if bits >> place & 1]
     how = f"bit {flipped[0]} of {8 * width}" if len(flipped) == 1 else f"{len(flipped)} of {8 * width} bits"
     values = f"{x[at].item():g} and {y[at].item():g}, which differ in {how}"
-    return f"{int(differs.sum())} of {len(differs)} numbers, the first at {where}: {values}"
+    return f"{int(differs.sum())} of {len(differs)} values, the first at {where}: {values}"
 
 
 def _name(row: LoneRow) -> str:

@@ -171,22 +171,22 @@ def _rows_to_compare(
     notes = list[str]()
     if sampling_mask.is_cut(cfg.rollout):
         notes.append(
-            f"The run samples with {sampling_mask.describe(cfg.rollout)}; here all words stay, for tables of completions do "
-            "not tell those that were left."
+            f"The run samples with {sampling_mask.describe(cfg.rollout)}; here all tokens stay, because tables "
+            "of completions do not contain the sampling mask."
         )
     if asked.cfg.rollout.bitwise_parity:
-        notes.append("The run computes with the sampler's arithmetic (bitwise_parity); what is compared here is the trainer's own.")
+        notes.append("The run trains with the sampler's arithmetic (bitwise_parity); the trainer's own arithmetic is compared here.")
     is_as_run = asked.dtype is None and not sampling_mask.is_cut(cfg.rollout)
     if asked.run is not None and is_as_run and (rows := recorded(asked.run, version=asked.step)):
         return spread(rows, asked.num_rows), [], "recorded by the run with these weights", notes
     if asked.run is not None and (rows := recorded(asked.run)):
         of_run = list(dict.fromkeys(row.prompt for row in rows))
         prompts = [of_run[number % len(of_run)] for number in range(asked.num_rows)]
-        return [], [_prompt(number, prompt) for number, prompt in enumerate(prompts)], "drawn anew from prompts of the run", notes
+        return [], [_prompt(number, prompt) for number, prompt in enumerate(prompts)], "sampled again from prompts of the run", notes
     probes = probe_sequences(tokenizer, vocab_size=shape.vocab_size, max_model_len=shape.max_position_embeddings)
     tokens = [probe.token_ids.tolist() for probe in probes]
     cut = [tokens[i % len(tokens)][: len(tokens[0]) * (i // len(tokens) + 1) // 4 + 1] for i in range(asked.num_rows)]
-    source = "drawn anew from random words, for no prompts are recorded"
+    source = "sampled again from random tokens, because no prompts are recorded"
     return [], [_prompt(number, prompt) for number, prompt in enumerate(cut)], source, notes
 
 
@@ -273,10 +273,10 @@ def _problems(layout: Layout, shape: ModelShape) -> list[Problem]:
             message = f"{name} ({size}): mismatch compares whole layers, shard by shard. Leave it out: checkpoints load in any layout."
             wrong.append(Problem(flags=(name,), nearest={name: [1]}, message=message))
     if not wrong and layout.world_size > layout.tp:
-        message = f"{layout.world_size} ranks hold several copies of a model that is cut over {layout.tp}. Start {layout.tp}."
+        message = f"{layout.world_size} ranks hold several copies of a model that is split over {layout.tp} ranks. Start {layout.tp}."
         wrong.append(problem_with(("world_size", "tensor_model_parallel_size"), message))
     if shape.vision is not None:
-        wrong.append(problem_with("model", "mismatch compares models of text; this one sees pictures, and its tower is not watched."))
+        wrong.append(problem_with("model", "mismatch supports text models, and this is a vision-language model."))
     return wrong
 
 

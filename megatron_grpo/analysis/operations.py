@@ -87,13 +87,13 @@ def sequence_of(tokens: Sequence[int], opening: int) -> Scored:
 Score = Callable[[Sequence[Scored]], list[np.ndarray]]  # returns log-probs of the masked tokens, at the sampling temperature
 
 # Checks that need more than one sequence, by name.
-RECORDED = "log-probs as drawn"
+RECORDED = "log-probs when sampled"
 CACHED = "prefix cache"
-PACKED = "trainer beside others"
+PACKED = "trainer in a batch"
 ASIDE = {  # message of each
-    RECORDED: "The sampler drew this row with other log-probs than it gives now: other weights, or what was sampled beside it.",
-    CACHED: "The prefix cache: through it the sampler answers otherwise than without; it holds keys and values of other weights.",
-    PACKED: "The trainer scores this row otherwise beside others than alone: rows of a micro-batch see each other.",
+    RECORDED: "The sampler's log-probs of this row were different when it sampled them: other weights, or other rows in the batch.",
+    CACHED: "The prefix cache: log-probs differ with and without it; it holds keys and values of other weights.",
+    PACKED: "The trainer's log-probs of this row depend on the other rows of its micro-batch: rows attend to each other.",
 }
 
 
@@ -292,7 +292,7 @@ _LINEAR = {"qkv": ("linear_qkv", "qkv_proj"), "o proj": ("linear_proj", "o_proj"
            "down": ("linear_fc2", "down_proj"), "router": ("router", "gate")}  # fmt: skip
 _NORMS = {"norm 1": ("input_layernorm", "input_layernorm"), "norm 2": ("pre_mlp_layernorm", "post_attention_layernorm"),
           "q norm": ("q_layernorm", "q_norm"), "k norm": ("k_layernorm", "k_norm")}  # fmt: skip
-SAME = "its weights are the same, so what it does with them differs"
+SAME = "its weights are equal, so its arithmetic differs"
 
 
 @torch.no_grad()
@@ -361,7 +361,7 @@ def _of_attention(ours: Any, theirs: Any) -> str:
     if isinstance(window, tuple):
         window = window[0]
     if window is not None and window >= 0 and ours.window is None:
-        return f"the sampler's sees the last {window} tokens alone"
+        return f"the sampler's attends to the last {window} tokens only"
     scale = ours.softmax_scale
     if scale is not None and abs(scale - theirs.scale) > 1e-6 * theirs.scale:
         return f"its scale is {scale:g} in the trainer and {theirs.scale:g} in the sampler"

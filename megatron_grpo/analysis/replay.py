@@ -84,23 +84,23 @@ def _settings(step_dump: StepDump, typed: Config) -> tuple[Config, Path, Path | 
     mine = {name: getattr(section, name) for section in typed.groups().values() for name in vars(section) if name in typed.typed}
     weights, checkpoint = facts["weights"], None
     if facts["pictures"]:
-        raise config_error("replay", "its rows show pictures, which a step dump does not hold: replay takes text alone.")
+        raise config_error("replay", "its rows have images, which a step dump does not contain: replay supports text only.")
     if facts["settings"].get("beta") and "beta" not in mine and not step_dump.forward("references"):
-        raise config_error("replay", "its loss has a KL term (beta), and no log-probs of the reference were kept, for ranks hung. "
-                           "Type --beta 0 to replay the rest of its loss.")  # fmt: skip
+        raise config_error("replay", "its loss has a KL term (beta), and no log-probs of the reference were recorded: ranks hung. "
+                           "Use --beta 0 to replay the rest of its loss.")  # fmt: skip
     model = mine.get("model") or (step_dump.path / "weights" if weights["folder"] == "weights" else facts["model"])
     if "resume" in mine:
         checkpoint = mine["resume"]
     elif weights["folder"] == "adapter":
         values["adapters"] = str(step_dump.path / "adapter")
         if not (step_dump.path / "adapter" / "adapter_config.json").is_file():
-            raise config_error("replay", f"{step_dump.path / 'adapter'}, the adapter as the step found it, is not here. Copy the "
-                               "whole step dump, or name a checkpoint with --resume.")  # fmt: skip
+            raise config_error("replay", f"{step_dump.path / 'adapter'}, the adapter before the step, does not exist. Copy the "
+                               "complete step dump, or name a checkpoint with --resume.")  # fmt: skip
     elif weights["folder"] is None and "model" not in mine:
         checkpoint = weights.get("checkpoint")
         if checkpoint is not None and not Path(checkpoint).is_dir():
-            raise config_error("resume", f"the step dump holds no weights, and the checkpoint nearest to it, {checkpoint}, is not "
-                               "here. Copy it and name it with --resume, or name a model with --model.")  # fmt: skip
+            raise config_error("resume", f"the step dump has no weights, and the checkpoint before it, {checkpoint}, does not "
+                               "exist. Copy it and name it with --resume, or name a model with --model.")  # fmt: skip
     if checkpoint is not None:
         whole_checkpoint(Path(checkpoint))
     values |= {"offload_model": "false", "offload_optimizer": "false", "micro_batch_size": 1}
@@ -112,7 +112,7 @@ def _read(setting: Setting, value: Any) -> Any:
     try:
         return value if value == setting.default else read_value(setting, () if value == [] else value)
     except InvalidValueError as bad:
-        raise config_error("replay", f"of the step dump's settings, {setting.name} {bad}. Copy the step dump anew.") from None
+        raise config_error("replay", f"{setting.name} in the settings of the step dump {bad}. Copy the step dump again.") from None
 
 
 def open_policy(
@@ -175,7 +175,7 @@ def replay(step_dump: StepDump, cfg: Config, model: Path, checkpoint: Path | Non
     try:
         _, batch = buffer.batch(step_dump.step, token_weight_fn=policy.loss.token_weights)
     except ValueError as error:
-        raise config_error("world_size", f"the step does not come out even over these ranks: {error}. Replay it on one.") from None
+        raise config_error("world_size", f"the rows cannot be split over these ranks: {error}. Use one rank.") from None
     policy.restore_entropy(step_dump.facts.get("guard", {}))
     if (step_dump.path / rng_state.FILE).exists():
         rng_state.restore(step_dump.path / rng_state.FILE)
@@ -289,7 +289,7 @@ def _weights(step_dump: StepDump, policy: Policy) -> dict[str, Any]:
             finite = torch.isfinite(tensor)
             if not bool(finite.all()):
                 at = torch.nonzero(~finite)[0].tolist()
-                wrong[name] = f"{int((~finite).sum())} of its {tensor.numel()} numbers, the first at {at}: {float(tensor[tuple(at)]):g}"
+                wrong[name] = f"{int((~finite).sum())} of its {tensor.numel()} values, the first at {at}: {float(tensor[tuple(at)]):g}"
 
     looked(policy.exchange.stream(policy.tensors(), "weights"))
     if policy.adapters is not None:

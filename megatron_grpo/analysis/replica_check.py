@@ -65,13 +65,14 @@ class ReplicaMismatch:
             [(rank, _)] = self.copies
             return f"{self.name} of rank {rank} is not the group of its {GROUPS[self.over]}"
         if self.kind == "mark":
-            return f"{self.name} is cut over {GROUPS[self.over]}, and not marked so: the gradient norm counts the first rank's part alone"
+            message = f"{self.name} is sharded over {GROUPS[self.over]} and not marked as sharded: the gradient norm counts "
+            return message + "the first rank's part alone"
         if not self.over:
             [(rank, _)] = self.copies
-            return f"{self.name} of rank {rank} is not its float32 copy, rounded"
+            return f"{self.name} of rank {rank} differs from its rounded float32 copy"
         what = self.name if self.kind in ("list", "number", "data") else f"the {self.kind} of {self.name}"
         what = {"log-probs": f"the {self.name}", "weight": self.name, "reference": f"the reference's {self.name}"}.get(self.kind, what)
-        return f"{what} is not the same on the {GROUPS[self.over]} {self._sides()}"
+        return f"values of {what} differ between the {GROUPS[self.over]} {self._sides()}"
 
     def _sides(self) -> str:
         """Return the ranks in groups that agree, smaller groups first, because they are more likely to be faulty."""
@@ -100,7 +101,7 @@ class Finding:
 
     def __str__(self) -> str:
         more = len(self.parted) - SHOWN
-        since = "no check was before it" if self.equal_at is None else f"at step {self.equal_at} all was equal"
+        since = "this is the first check" if self.equal_at is None else f"all replicas were equal at step {self.equal_at}"
         found = "; ".join(map(str, self.parted[:SHOWN])) + (f"; and {more} more" if more > 0 else "")
         return f"replica check before optimizer step {self.step} ({since}): {found}"
 
@@ -319,9 +320,9 @@ def _numbers(policy: Any, batch: GlobalBatch, metrics: Mapping[str, float]) -> I
     for one in ("loss", "grad_norm", "learning_rate"):
         yield "number", one, ("all",), _number_of(repr(float(metrics.get(one, 0.0))))
     counted = {router.num_routed_tokens for router in routers(policy.chunks)}
-    yield "number", "the tokens that routers count", ("all",), _number_of(repr(counted)) if counted else _ABSENT
-    yield "number", "the guard's memory", ("all",), _number_of(json.dumps(policy.gradient_check_state(), sort_keys=True))
-    yield "number", "the schedule's steps", ("all",), int(policy.version)
+    yield "number", "the token counts of routers", ("all",), _number_of(repr(counted)) if counted else _ABSENT
+    yield "number", "the state of the gradient check", ("all",), _number_of(json.dumps(policy.gradient_check_state(), sort_keys=True))
+    yield "number", "the steps of the schedule", ("all",), int(policy.version)
     yield "number", "Adam's steps", ("TP", "DP"), steps_counted(policy.optimizer)
 
 

@@ -70,9 +70,9 @@ class MismatchReport:
             sentences.append(f"{first.describe}: {first.difference:.2g} of its size{shards}{first.cause and f'; {first.cause}'}.")
         sentences += [ASIDE[one.name] for one in self.operations if one.name in ASIDE and one.is_over]
         if not sentences and self.push:
-            sentences.append("No operation differs by more than rounding, but the check of the push fails.")
+            sentences.append("No operation differs by more than rounding, but the verification of the weight sync fails.")
         if not sentences and not self.operations and self.numbers["beyond"]:
-            sentences.append(f"Tokens differ by more than {self.bound:g} nats, and the operations of this model are not watched.")
+            sentences.append(f"Tokens differ by more than {self.bound:g} nats, and the operations of this model cannot be compared.")
         return " ".join(sentences)
 
     @property
@@ -131,8 +131,8 @@ def report_lines(found: MismatchReport, picture: Path | None) -> list[str]:
         + ", ".join(f"{name} {numbers[name]:.2g}" for name in ("mean", "median", "90 %", "99 %", "largest"))
         + f"; beyond {found.bound:g}: {numbers['beyond']:.1%}",
         "",
-        f"{'row':>5} {'place':>6}  {'sampler':>9} {'trainer':>9} {'difference':>11}  token",
-        *("{row:>5} {place:>6}  {sampler:>9.4f} {trainer:>9.4f} {difference:>11.2e}  {text!r}".format(**one) for one in found.tokens),
+        f"{'row':>5} {'position':>8}  {'sampler':>9} {'trainer':>9} {'difference':>11}  token",
+        *("{row:>5} {place:>8}  {sampler:>9.4f} {trainer:>9.4f} {difference:>11.2e}  {text!r}".format(**one) for one in found.tokens),
     ]
     if found.drift:
         (first, mean, _), (last, late, _) = found.drift[0], found.drift[-1]
@@ -145,14 +145,14 @@ def report_lines(found: MismatchReport, picture: Path | None) -> list[str]:
         row = found.rows[found.row]
         lines += [
             "",
-            f"Row {found.row} ({row.opening} tokens of prompt, {len(row.tokens) - row.opening} behind it), each operation on the sampler's "
-            f"inputs; over: more than {found.limit:g}",
+            f"Row {found.row} ({row.opening} prompt tokens, {len(row.tokens) - row.opening} completion tokens), each operation on the "
+            f"sampler's inputs; over: more than {found.limit:g}",
             f"{'operation':<24} {'of its size':>11} {'largest':>10} {'equal bits':>11}",
             *(_line(one) for one in _shortened(found.operations)),
         ]
     lines += ["", *found.notes, *([found.push] if found.push else [])]
     lines.append(found.verdict or "Nothing differs by more than rounding.")
-    return [*lines, *([f"Picture: {picture}"] if picture else [])]
+    return [*lines, *([f"Figure: {picture}"] if picture else [])]
 
 
 def _line(one: Operation) -> str:
@@ -303,7 +303,7 @@ def draw_variants(told: Sequence[Any], path: Path, step: int) -> str:
         A line with the path of the image, or the reason why there is none.
     """
     if not can_draw():
-        return "No picture: matplotlib is not installed (pip install megatron-grpo[plot])."
+        return "No figure: matplotlib is not installed (pip install megatron-grpo[plot])."
     figure = new_figure(13, 1.2 + 0.42 * len(told))
     axes = figure.subplots(1, len(PANELS), sharey=True)
     for axis, (title, value) in zip(axes, PANELS, strict=True):
@@ -316,7 +316,7 @@ def draw_variants(told: Sequence[Any], path: Path, step: int) -> str:
     axes[0].set_yticks(range(len(told)), [one.name for one in told])
     axes[0].invert_yaxis()
     figure.suptitle(f"Optimizer step {step + 1} under other settings", fontsize=11)
-    return f"Picture: {write_png(figure, path)}"
+    return f"Figure: {write_png(figure, path)}"
 
 
 BLUE, RED, GREY = "#2f6f9f", "#c0392b", "#8a949e"

@@ -172,7 +172,7 @@ def runs_in(folders: Sequence[Path]) -> list[RunFiles]:
         names = [str(folder) for folder in folders]
     runs = [RunFiles.read(folder, name) for folder, name in zip(folders, names, strict=True)]
     if empty := [run.folder for run in runs if not run.steps]:
-        kind = "has no optimizer step in metrics.jsonl" if empty[0].is_dir() else "is no folder"
+        kind = "has no optimizer step in metrics.jsonl" if empty[0].is_dir() else "is not a folder"
         raise ConfigError(f"{empty[0]} {kind}. Name the output_dir of a run that has trained for at least one optimizer step.")
     return runs
 

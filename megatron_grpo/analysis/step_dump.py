@@ -57,7 +57,7 @@ class StepDumps:
     Args:
         folder: Directory of the step dumps.
         cfg: Configuration of the run.
-        model_path: Directory of the model that the run began with.
+        model_path: Directory of the initial model of the run.
         last_checkpoint: Returns the directory of the newest checkpoint; None if there is none.
         print_line: Prints a message.
     """
@@ -100,7 +100,7 @@ class StepDumps:
         except CheckpointError as error:
             self.print_line(f"WARNING: the step dump {path} could not be written: {error}")
             return None
-        self.print_line(f"the step is kept in {path} ({_describe(weights)}); look at it with: megatron-grpo replay {path}")
+        self.print_line(f"the step is written to {path} ({_describe(weights)}); replay it with: megatron-grpo replay {path}")
         return path
 
     def dump_on_hang(self, moment: DumpReason, buffer: SampleBuffer, policy: Policy) -> None:
@@ -211,7 +211,7 @@ class StepDump:
         try:
             self.facts: dict[str, Any] = json.loads(facts.read_text())
         except (OSError, ValueError) as error:
-            raise ValueError(f"{path} is no step dump: it has no {FACTS} that can be read ({error})") from None
+            raise ValueError(f"{path} is not a step dump: its {FACTS} cannot be read ({error})") from None
         written = self.facts.get("format") if isinstance(self.facts, dict) else None
         if written != FORMAT:
             raise ValueError(f"{path} has format {written}; this version reads format {FORMAT}")
@@ -219,7 +219,7 @@ class StepDump:
             try:
                 self._look_at(file)
             except Exception as error:  # noqa: BLE001 - np.load and zipfile raise various exceptions for a truncated or foreign file
-                raise ValueError(f"{path} is no whole step dump: {file.name if file.parent == self.path else file} cannot be read "
+                raise ValueError(f"{path} is not a complete step dump: {file.name if file.parent == self.path else file} cannot be read "
                                  f"({type(error).__name__}: {error})") from None  # fmt: skip
 
     def _look_at(self, file: Path) -> None:
@@ -267,7 +267,7 @@ class StepDump:
     def lacks(self) -> list[str]:
         """Return the missing parts that a replay would compare with or restore. Step dumps of a hang contain fewer parts."""
         parts = {"its log-probs (forward/): they are not compared": any((self.path / "forward").glob("*.npz")),
-                 f"its generators ({rng_state.FILE}): dropout falls otherwise": (self.path / rng_state.FILE).exists()}  # fmt: skip
+                 f"its generators ({rng_state.FILE}): dropout differs": (self.path / rng_state.FILE).exists()}  # fmt: skip
         return [words for words, is_there in parts.items() if not is_there]
 
     def parted(self) -> dict[int, dict[str, np.ndarray]]:
@@ -344,4 +344,4 @@ def _describe(weights: Mapping[str, Any]) -> str:
     if weights["folder"]:
         return "with its weights" if weights["folder"] == "weights" else "with its adapter"
     size = f"its weights, {weights['bytes'] / GB:.3g} GB, are above debug_dump_weights_gb"
-    return f"{size}; the nearest are in {weights['checkpoint'] or 'the model that the run began with'}"
+    return f"{size}; the nearest are in {weights['checkpoint'] or 'the initial model of the run'}"

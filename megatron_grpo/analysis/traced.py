@@ -42,13 +42,13 @@ def not_traced(model: PolicyModel) -> str | None:
         model: Trainer's model.
     """
     if model.config.multi_latent_attention:
-        return "has latent attention (MLA), whose operations are not laid out alike in trainer and sampler"
+        return "has latent attention (MLA), whose operations differ between trainer and sampler"
     if model.vision is not None:
-        return "sees pictures, and its layers of text are not watched yet"
+        return "is a vision-language model, whose text layers cannot be compared yet"
     if model.embedding_scale != 1 or any(isinstance(module, AddNormed) for module in model.modules()):
-        return "norms what its layers add, or scales its embeddings, and is not watched yet"
+        return "normalises the outputs of its layers or scales its embeddings, which cannot be compared yet"
     if not all(isinstance(layer.self_attention.core_attention, PackedAttention) for layer in model.decoder.layers):
-        return "is built of Transformer Engine's layers, which hold several operations in one: --transformer_impl local"
+        return "uses Transformer Engine's layers, which fuse several operations: use --transformer_impl local"
     return None
 
 

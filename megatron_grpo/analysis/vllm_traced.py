@@ -43,13 +43,13 @@ def not_traced(engine: ColocatedEngine) -> str | None:
     name = type(model).__name__
     inner = getattr(model, "model", None)
     if inner is None or not all(hasattr(inner, part) for part in ("embed_tokens", "layers", "norm")):
-        return f"({name}) is not built as Llama's and Qwen's are in vLLM: embed_tokens, layers, norm"
+        return f"({name}) differs in vLLM from Llama and Qwen, which have: embed_tokens, layers, norm"
     for number, layer in enumerate(inner.layers):
         lacking = [part for part in _LAYER if not hasattr(layer, part)]
         lacking += [part for part in _ATTENTION if not hasattr(getattr(layer, "self_attn", None), part)]
         block = block_of(layer)
         if lacking := lacking or ([] if block is not None else [" or ".join(map(", ".join, (_DENSE, _SPARSE)))]):
-            return f"({name}) has another kind of layer in vLLM: layer {number} has no {lacking[0]}"
+            return f"({name}) has other layers in vLLM than Llama and Qwen: layer {number} has no {lacking[0]}"
     return None
 
 
@@ -77,7 +77,7 @@ def force(engine: ColocatedEngine, tokens: Sequence[int], opening: int, *, tempe
         (answer,) = engine._run([(tuple(tokens[:opening]), (), params)])
     output = answer.outputs[0]
     if list(output.token_ids) != list(drawn):
-        raise RuntimeError("vLLM did not take the tokens that it was given")
+        raise RuntimeError("vLLM did not sample the tokens that were requested")
     return sampled_logprobs(output)
 
 

@@ -135,7 +135,7 @@ class Metrics:
             self._display.show(reward=plain(record["reward"]))
         self._display.step(progress.step, seconds=seconds)
         if progress.step == 2 and (alike := self.learnt.alike()):
-            self.print_line(f"WARNING: {alike}: they teach nothing while that is so.")
+            self.print_line(f"WARNING: {alike}: the rewards give no gradient.")
         if self.plot_steps and progress.step % self.plot_steps == 0:
             self.refresh_plots()
 
@@ -225,7 +225,7 @@ class Metrics:
             self._display.table("Where the time went", ("seconds", "share"), spent.rows())
             self._display.print_line(spent.describe())
         if summary and (alike := self.learnt.alike()):
-            self.print_line(f"WARNING: {alike}: what was trained came from other terms of the loss.")
+            self.print_line(f"WARNING: {alike}: other terms of the loss changed the weights.")
         for reporter in self._reporters.values():
             reporter.close()
         self._courtesy.summary()

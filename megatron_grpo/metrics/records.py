@@ -50,8 +50,8 @@ class Records:
         lacking = (step - kept[0] + 1 if kept else step if is_own else 0) - len(set(kept))
         if lacking > 0:
             logger.warning(
-                "%s has no line of %d of the %d optimizer steps done so far: it was cut or removed. They are not written again; what the "
-                "run needs to go on is in its checkpoint.",
+                "%s has no line of %d of the %d optimizer steps done so far: it was cut or removed. They are not written again; the run "
+                "continues from its checkpoint.",
                 self.path,
                 lacking,
                 step,
@@ -106,7 +106,7 @@ class Records:
     def _warn(self, garbled: Sequence[int]) -> None:
         if garbled:
             numbers = f"{', '.join(map(str, garbled[:5]))}{' ...' if len(garbled) > 5 else ''}"
-            logger.warning("%s: what is on line %s cannot be read, and is left out", self.path, numbers)
+            logger.warning("%s: line %s cannot be read and is skipped", self.path, numbers)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append a record. NaN and infinity become null, because JSON cannot represent them.
@@ -221,7 +221,7 @@ class BestEffort:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - drawing libraries and services raise anything; rich exits on a closed pipe
             self.missed[what] = self.missed.get(what, 0) + 1
             if self.missed[what] == 1:
-                self._print_line(f"{what} failed, and the run goes on without it: {type(error).__name__}: {printable(error)}")
+                self._print_line(f"{what} failed, and the run continues without it: {type(error).__name__}: {printable(error)}")
 
     def summary(self) -> None:
         """Log how often each kind of work failed, if more than once. Called at the end of a run."""

@@ -211,7 +211,7 @@ class InBackground:
         if not self._is_off.is_set():
             self._thread.join(SECONDS_TO_CLOSE)
         if self._thread.is_alive():
-            self._give_up(f"it has not taken everything {SECONDS_TO_CLOSE:g} s after the end")
+            self._give_up(f"it has not received everything {SECONDS_TO_CLOSE:g} s after the end")
 
     def _tell(self, word: Callable[[Reporter], None] | None) -> None:
         if self._is_off.is_set():
@@ -219,7 +219,7 @@ class InBackground:
         try:
             self._words.put_nowait(word)
         except queue.Full:
-            self._give_up(f"it is {MOST_WAITING} words behind")
+            self._give_up(f"it is {MOST_WAITING} messages behind")
 
     def _work(self, make: Callable[[], Reporter]) -> None:
         try:
@@ -234,7 +234,7 @@ class InBackground:
     def _give_up(self, why: str) -> None:
         if not self._is_off.is_set():
             self._is_off.set()
-            logger.warning("%s failed, and the run goes on without it: %s", self.name, why)
+            logger.warning("%s failed, and the run continues without it: %s", self.name, why)
 
 
 def services(report_to: Sequence[str]) -> list[str]:

@@ -33,7 +33,7 @@ class DriftWatch:
             return None
         text = (
             f"trainer and sampler differ by {largest:.3g} nats on a token (sampling/sampling_logp_difference/max; bound {self.bound:.3g}): "
-            "their weights or their arithmetic are not the same"
+            "their weights or their arithmetic differ"
         ) + (f". {self.hint}" if self.hint else "")
         self.bound = 2 * largest
         return text
@@ -137,5 +137,5 @@ class TimeSummary:
         if again := launcher.restart(os.environ):
             told.append(f"restarted ({again})")
         if self.overlapped:
-            told.append(f"{self.overlapped:,.1f} s of sampling beside other work, not in the table")
+            told.append(f"{self.overlapped:,.1f} s of sampling at the same time as other work, not in the table")
         return "; ".join(told)

@@ -240,7 +240,7 @@ def test_a_row_that_the_policy_cannot_score_trains_nothing_more(models, batches)
 
 
 @pytest.mark.parametrize("settings", [{}, dict(overlap_grad_reduce=True, overlap_param_gather=True)], ids=["plain", "overlapped"])
-def test_a_policy_that_makes_room_for_the_sampler_is_the_same_after_a_refused_step(models, batches, settings):
+def test_a_policy_that_is_offloaded_for_the_sampler_is_the_same_after_a_refused_step(models, batches, settings):
     """What it gives away behind that step comes back as the step found it."""
     layout, (first, second) = cases.LAYOUTS["DP2"], batches["qwen3"]
 

@@ -1,6 +1,6 @@
 """Room for the sampler: all memory leaves and comes back, and training goes on bit for bit. Each other way to make the trip shows.
 
-The other ways raise no error by themselves. All layouts in both precisions: `python tools/parity.py --only room`.
+The other ways raise no error by themselves. All layouts in both precisions: `python tools/parity.py --only offload`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests import room_cases as room
+from tests import offload_cases
 from tests.ranks import run_ranks
 
 
@@ -102,8 +102,8 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "dtype", "breaks"), CASES, ids=[f"{name} {dtype}" for name, dtype, _ in CASES])
 def test_training_goes_on_bit_for_bit_and_nothing_is_held_meanwhile(tmp_path, name, dtype, breaks):
-    path, world, settings = room.inputs_of(name, dtype, tmp_path, layers=4 if "VPP" in name else 2)
-    for found in run_ranks(room.differences, world, path, settings, tmp_path, breaks, timeout=120):
+    path, world, settings = offload_cases.inputs_of(name, dtype, tmp_path, layers=4 if "VPP" in name else 2)
+    for found in run_ranks(offload_cases.differences, world, path, settings, tmp_path, breaks, timeout=120):
         print(found)
         assert found.pop("offload") == found.pop("resumed") == []
         assert found.keys() == {break_.__name__ for break_ in breaks}

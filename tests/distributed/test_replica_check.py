@@ -49,7 +49,7 @@ def test_a_fault_is_named_and_what_was_before_it_is_not(found, name):
     if fault.says is None:
         assert after is None and "nats on a token" in gap
     else:
-        assert after.startswith("replica check before optimizer step 2 (at step 1 all was equal): ")
+        assert after.startswith("replica check before optimizer step 2 (all replicas were equal at step 1): ")
         assert fault.says in after.split(";")[0]
 
 
@@ -57,11 +57,11 @@ def test_a_copy_of_its_own_is_named_by_its_ranks_fewest_first():
     from megatron_grpo.analysis.replica_check import Finding, ReplicaMismatch
 
     one = ReplicaMismatch(kind="gradient", name="w", over="DP", copies=((0, 7), (1, 7), (2, 9), (3, 7)))
-    assert str(one) == "the gradient of w is not the same on the data and context parallel ranks 2 and 0, 1, 3"
+    assert str(one) == "values of the gradient of w differ between the data and context parallel ranks 2 and 0, 1, 3"
     finding = str(Finding(step=41, equal_at=21, parted=(one,) * 6))
-    assert finding.startswith("replica check before optimizer step 41 (at step 21 all was equal): the gradient of w") and finding.endswith(
-        "and 2 more"
-    )
+    assert finding.startswith(
+        "replica check before optimizer step 41 (all replicas were equal at step 21): values of the gradient of w"
+    ) and finding.endswith("and 2 more")
 
 
 def test_a_weight_that_is_no_number_in_both_precisions_is_for_the_guard(models):

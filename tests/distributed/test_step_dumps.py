@@ -95,20 +95,24 @@ def cut(name):
 # What is done to a step dump -> flags, and what is said. Nothing of it loads a model.
 SPOILED = {
     "not an object": (lambda path: (path / "step_dump.json").write_text("[]"), [], "has format None; this version reads format 1"),
-    "no settings": (changed(settings="gone"), [], "no whole step dump: step_dump.json cannot be read (KeyError: 'settings')"),
-    "a loss that is none": (other_setting("loss_type", "grqo"), [], "of the step dump's settings, loss_type cannot be 'grqo'"),
-    "a number in words": (other_setting("beta", "much"), [], "of the step dump's settings, beta must be a number"),
-    "a list for a number": (other_setting("num_generations", [1, 2]), [], "of the step dump's settings, num_generations takes one value"),
+    "no settings": (changed(settings="gone"), [], "not a complete step dump: step_dump.json cannot be read (KeyError: 'settings')"),
+    "a loss that is none": (other_setting("loss_type", "grqo"), [], "loss_type in the settings of the step dump cannot be 'grqo'"),
+    "a number in words": (other_setting("beta", "much"), [], "beta in the settings of the step dump must be a number"),
+    "a list for a number": (
+        other_setting("num_generations", [1, 2]),
+        [],
+        "num_generations in the settings of the step dump takes one value",
+    ),
     "no rows of the timetable": (changed(micro_steps=[]), [], "its step has no rows"),
-    "a former name": (other_setting("exclude_dead_groups", "much"), [], "exclude_zero_std_groups must be true or false, not 'much'"),
+    "a former name": (other_setting("exclude_dead_groups", "much"), [], "exclude_zero_std_groups in the settings of the step dump must be"),
     "other micro-steps": (changed(micro_steps=[{"rows": [0, 1]}]), [], "step_dump.json cannot be read"),
     "a cut file of rows": (cut("rows/rank_00000.npz"), [], "rows/rank_00000.npz cannot be read"),
     "a cut forward": (cut("forward/rank_00000.npz"), [], "forward/rank_00000.npz cannot be read"),
     "cut generators": (cut("rng.npz"), [], "rng.npz cannot be read"),
     "no rows": (lambda path: shutil.rmtree(path / "rows"), [], "8 of its 8 rows are missing"),
     "no weights": (lambda path: shutil.rmtree(path / "weights"), [], "/weights) does not exist"),
-    "an adapter that is gone": (changed(weights={"folder": "adapter"}), [], "the adapter as the step found it, is not here"),
-    "a checkpoint that was removed": (changed(weights={"folder": None, "checkpoint": "/gone"}), [], "/gone, is not here"),
+    "an adapter that is gone": (changed(weights={"folder": "adapter"}), [], "the adapter before the step, does not exist"),
+    "a checkpoint that was removed": (changed(weights={"folder": None, "checkpoint": "/gone"}), [], "/gone, does not exist"),
     "a checkpoint that is none": (changed(weights={"folder": None, "checkpoint": "/"}), [], "resume: /manifest.json is missing"),
     "another checkpoint": (lambda path: None, ["--resume", "/gone"], "resume: /gone/manifest.json is missing"),
     "a flag that is none": (lambda path: None, ["--tensor_paralel", "2"], "tensor_paralel is not a setting"),
@@ -191,9 +195,11 @@ def test_a_flipped_bit_ends_the_run_and_the_replay_says_which(dense, batches, tm
     assert path.name == "step_000002_parted"
     assert len({error for _, error, _ in ranks}) == 1
     _, error, trained = ranks[0]
-    assert trained is None and error.startswith("replica check before optimizer step 2 (at step 1 all was equal): " + NORM)
+    assert trained is None and error.startswith(
+        "replica check before optimizer step 2 (all replicas were equal at step 1): values of " + NORM
+    )
     assert "ranks 0 and 1" in error and "no checkpoint is written" in error
-    assert f"weight {NORM} is not the same on ranks 0 and 1: 1 of " in told["verdict"][0] and "differ in bit 5 of" in told["verdict"][0]
+    assert f"weight {NORM} differs between ranks 0 and 1: 1 of " in told["verdict"][0] and "differ in bit 5 of" in told["verdict"][0]
     assert "the first at [7]" in told["verdict"][0]
     if settings.get("torch_dtype") is None:
         assert [copy["rank"] for copy in told["copies"]] == [0, 1] and all(np.isfinite(copy["loss"]) for copy in told["copies"])
@@ -224,7 +230,7 @@ def test_what_living_ranks_leave_behind_replays_if_it_is_all_there(dense, batche
     assert path.name == "step_000001_time_out"
     [(code, told)] = run_ranks(kept.replayed, 1, path, "--json", "true", timeout=120)
     assert code == 0 and told["why"].startswith("a rank hangs") and len(told["rows"]) == cases.NUM_ROWS and len(told["lacks"]) == 2
-    assert told["verdict"] == ["The step comes again, and nothing in it is wrong: what the run saw lies outside of it."]
+    assert told["verdict"] == ["The step is reproduced, and nothing in it is wrong: the cause is outside the step."]
     (path / "rows/rank_00001.npz").unlink()
     [(code, told)] = run_ranks(kept.replayed, 1, path, timeout=120)
     assert code == 2 and "4 of its 8 rows are missing" in told
@@ -251,6 +257,6 @@ def test_a_step_that_was_well_comes_again_on_one_rank_and_on_two(dense, batches,
         assert numbers["loss"] == pytest.approx(told["was"]["loss"], rel=1e-4, abs=1e-7)
         assert numbers["grad_norm"] == pytest.approx(told["was"]["grad_norm"], rel=1e-4)
     assert max(row["forward"] for row in told["rows"]) < 1e-4
-    assert any("look at the sampler" in line for line in told["verdict"])
+    assert any("check the sampler" in line for line in told["verdict"])
     norms = [row["norm"] for row in told["rows"]]
     assert np.isfinite(norms).all() and min(norms) >= 0

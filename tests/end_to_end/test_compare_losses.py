@@ -106,10 +106,10 @@ def test_a_variants_step_is_that_of_a_run_with_its_settings(run, found, tmp_path
         (["--variant", "loss_type=gspo"], "loss_type cannot be 'gspo'"),
         (["--variant", "advantage_estimator=rloo"], "decides which rows there are or what they are worth"),
         (["--variant", "global_batch_size=3"], "whole groups of 2 of the 8 rows"),
-        (["--variant", "staleness=7"], "needs a checkpoint of the run so many steps later. There is: 1, 2, 3"),
+        (["--variant", "staleness=7"], "needs a checkpoint of the run that many steps later. Available: 1, 2, 3"),
         (["--variant", "vespo"], "needs name=value"),
         (["--variant", "loss_type=vespo delta=4"], "loss_type vespo does not have"),
-        (["--step", "9"], "step 9 has no recorded rows; 1, 2, 3 have"),
+        (["--step", "9"], "step 9 has no recorded rows. Checkpoints that have them: 1, 2, 3"),
     ],
 )
 def test_what_cannot_be_tried_is_said_before_anything_loads(run, argv, said):

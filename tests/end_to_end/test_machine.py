@@ -77,7 +77,7 @@ def test_tables_and_plots_that_cannot_be_written_do_not_end_a_run(tmp_path):
     code, told = run(tmp_path, out, "--max_steps", "20", then=in_the_way)
     assert code == 0
     assert len(records(out / "metrics.jsonl")) == 20
-    assert "the table of completions in" in told and "plots failed, and the run goes on without it" in told
+    assert "the table of completions in" in told and "plots failed, and the run continues without it" in told
 
 
 @pytest.mark.parametrize("is_made_again", [False, True])

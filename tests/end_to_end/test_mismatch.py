@@ -47,7 +47,7 @@ def test_rows_that_the_run_recorded_are_compared_with_the_trainer_of_their_versi
     assert (
         names[0] == "embedding"
         and "L1 q norm" in names
-        and names[-4:] == ["log-prob", "log-probs as drawn", "prefix cache", "trainer beside others"]
+        and names[-4:] == ["log-prob", "log-probs when sampled", "prefix cache", "trainer in a batch"]
     )
     assert [one["step"] for one in found["drift"]] == [1, 2]
     assert (run / "mismatch" / "step_000001.png").read_bytes().startswith(b"\x89PNG")
@@ -57,6 +57,6 @@ def test_a_tensor_that_a_push_loses_is_named_by_its_operation(run):
     lost = "model.layers.1.self_attn.q_norm.weight"
     [(code, printed)] = run_ranks(command, 1, [str(run), "--row", "2"], lost, timeout=300)
     assert code == 1
-    assert "step 2, float32, one rank" in printed and "drawn anew from prompts of the run" in printed
+    assert "step 2, float32, one rank" in printed and "sampled again from prompts of the run" in printed
     assert "Row 2 (" in printed and "layer 1, q norm: " in printed and "<- over" in printed
     assert "The rollout engine does not sample from" not in printed  # two steps of 1e-3: too small for the check of a push

@@ -17,7 +17,7 @@ import torch
 from tests import parity_cases as cases
 from tests.gpu.test_steps import GPUS, ROOT
 from tests.lora_cases import random_adapter
-from tests.room_cases import LOW
+from tests.offload_cases import LOW
 from tests.tiny_models import write_tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU here")]
@@ -47,7 +47,7 @@ def test_the_gpu_is_empty_while_all_is_away_and_training_goes_on_bit_for_bit(tmp
     job.write_bytes(pickle.dumps({"path": path, "settings": settings, "batches": batches}))
     env = {key: value for key, value in os.environ.items() if key not in ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")}
     env |= {"PYTHONPATH": str(ROOT), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    command = [sys.executable, "-m", "tests.gpu.one_room", str(job), str(out)]
+    command = [sys.executable, "-m", "tests.gpu.one_offload", str(job), str(out)]
     ran = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-6000:]
     found = pickle.loads(out.read_bytes())

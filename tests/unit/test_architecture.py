@@ -1,4 +1,4 @@
-"""The pages that describe the house against the house: floors, the step, rooms, the path, words."""
+"""The pages that describe the package against the package: layers, the step, packages, the path, words."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def cells(text: str) -> list[list[str]]:
 
 def layers() -> list[str]:
     contracts = tomllib.loads((HERE / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    [floors] = [contract for contract in contracts if contract["id"] == "floors"]
-    return [re.sub("[()]", "", layer) for layer in floors["layers"]]
+    [contract] = [contract for contract in contracts if contract["id"] == "layers"]
+    return [re.sub("[()]", "", layer) for layer in contract["layers"]]
 
 
-def test_the_floors_are_those_that_are_checked():
+def test_the_layers_are_those_that_are_checked():
     assert block("Package layers") == layers()
 
 
-def test_every_room_is_there_and_described_in_one_sentence():
-    rooms = [name for layer in layers() for name in layer.split(" | ")]
+def test_every_package_is_there_and_described_in_one_sentence():
+    packages = [name for layer in layers() for name in layer.split(" | ")]
     found = {name.strip("`"): sentence for name, sentence in cells(section("Package layers"))}
-    assert list(found) == rooms
+    assert list(found) == packages
     assert [name for name, sentence in found.items() if len(re.findall(r"\.(?: |$)", sentence)) != 1] == []
     there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
-    assert set(rooms) == there - {"__init__", "__main__"}
+    assert set(packages) == there - {"__init__", "__main__"}
 
 
 def test_the_picture_of_a_step_is_the_loop():

@@ -208,7 +208,7 @@ def test_with_servers_a_rank_has_no_engine_and_a_push_goes_to_rank_0(ask, archit
     assert [said for said in found["warnings"] if "are sent unencrypted to http://a:8000, http://b:8000" in said]
 
 
-def test_with_servers_nothing_makes_room(ask):
+def test_with_servers_nothing_is_offloaded(ask):
     code, found = ask("Qwen3ForCausalLM", f"{SERVERS} --offload_model true")
     assert code == 0 and [
         said for said in found["warnings"] if said.startswith("offload_model true has no effect: no sampler shares these GPUs")

@@ -1,4 +1,4 @@
-"""How large the package, a function and a constructor may be. Complexity, types and floors are judged by ruff, mypy and import-linter."""
+"""How large the package, a function and a constructor may be. Complexity, types and layers are judged by ruff, mypy and import-linter."""
 
 from __future__ import annotations
 

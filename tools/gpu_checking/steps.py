@@ -141,7 +141,7 @@ def same_weights(one: str, other: str, bar: float) -> Callable[[Path, str], str]
 
 
 def words_of_memory(out: Path, log: str) -> str:
-    """A GPU that has no room is a sentence with flags in it, and no traceback."""
+    """Check that a GPU without free memory ends in a sentence that names flags, without a traceback."""
     if "Traceback" in log:
         return "! a traceback, where a sentence was to be"
     return "" if "vllm_gpu_memory_utilization" in log else "! the sentence names no flag that helps"
@@ -209,7 +209,7 @@ STEPS: tuple[Step, ...] = (
     Step(name="layers_local", shows="every kind of layer in bfloat16 against float32 on the CPU", seconds=150, commands=_layers("local")),
     Step(name="layers_te", shows="the same of Transformer Engine's", seconds=120, needs=("transformer_engine",),
          commands=_layers("transformer_engine")),
-    Step(name="room", shows="memory that is given away is the driver's again, and comes back bit for bit", seconds=180,
+    Step(name="memory_offload", shows="offloaded memory is returned to the driver, and its contents come back bit for bit", seconds=180,
          commands=_tests("tests/gpu/test_memory_offload.py")),
     Step(name="gap", shows="thirty rollouts: trainer and sampler", seconds=120, needs=("vllm",),
          commands=(Of(folder="gap", flags={"max_steps": 30, "sleep_level": 0}),), judge=gap("gap", 30)),
@@ -241,7 +241,7 @@ STEPS: tuple[Step, ...] = (
     Step(name="few_bits", shows="gradients and optimizer state in fewer bits, saved and gone on with", seconds=120, needs=("vllm",),
          commands=(Of(folder="few_bits", flags=SAVING | FEW_BITS | {"max_steps": 2}),
                    Of(folder="few_bits", flags=SAVING | FEW_BITS | {"max_steps": 3})), judge=gap("few_bits", 3)),
-    Step(name="out_of_memory", shows="a GPU without room for vLLM is a sentence", seconds=60, needs=("vllm",), judge=words_of_memory,
+    Step(name="out_of_memory", shows="too little memory for vLLM ends in a sentence", seconds=60, needs=("vllm",), judge=words_of_memory,
          commands=(Of(folder="oom", flags={"vllm_gpu_memory_utilization": 0.999, "max_steps": 1}, ends=(1, 2)),)),
     Step(name="runner_v1", shows="vLLM's older model runner", seconds=60, needs=("vllm",), env={"VLLM_USE_V2_MODEL_RUNNER": "0"},
          commands=(Of(folder="v1"),), judge=gap("v1", 3)),

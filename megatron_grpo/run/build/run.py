@@ -142,7 +142,7 @@ def put_together(
     assert schedule.num_steps is not None
     teacher = build_served_teacher(cfg, inputs, parallel, stop, checkpoints)  # before a model loads, because it may be refused
     lora = how_adapters_travel(cfg, inputs, parallel, logger, sampler_is_known=parts.engine is None)
-    offload = what_makes_room(made, parallel)
+    offload = offloaded_roles(made, parallel)
     if cfg.rollout.bitwise_parity:
         parts.analysis.bitwise_parity()
     policy = build_policy(
@@ -272,7 +272,7 @@ def held_out_prompts(stream: PromptStream, most: int | None) -> list[Prompt]:
     return stream.take(min(len(stream), most or len(stream)))
 
 
-def what_makes_room(made: Plan, parallel: ParallelState) -> tuple[Role, ...]:
+def offloaded_roles(made: Plan, parallel: ParallelState) -> tuple[Role, ...]:
     """Return the roles of the policy that leave the device while the sampler works. Collective.
 
     On a CPU these are the ones that the settings ask for; on a GPU the plan decides, by the smallest GPU of the job.

@@ -110,7 +110,7 @@ def test_the_table_of_defaults_is_true(dialect):
         ("swift", "--tuner_type lora --modules_to_save embed_tokens", "modules_to_save (embed_tokens): it trains whole layers"),
         ("swift", "--tuner_type lora --lora_bias all", "lora_bias (all): the bias of a frozen weight gets no gradient"),
         ("swift", "--tuner_type lora --init_weights pissa", "init_weights (pissa): A is initialised uniformly and B with zeros"),
-        ("swift", "--tuner_type lora --use_dora true", "use_dora (true): its scale is the norm of base and adapter together"),
+        ("swift", "--tuner_type lora --use_dora true", "use_dora (true): its scale needs the norm of the whole merged weight"),
         ("swift", "--adapters a b", "adapters (a b) has 2 adapters. One adapter is trained"),
         ("swift", "--mcore_adapter a", "mcore_adapter (a): adapters in its format are not read"),
         ("swift", "--tuner_type vera --vera_rank 8", "vera_rank (8): LoRA is the only supported adapter"),

@@ -45,7 +45,7 @@ def test_a_service_that_fails_is_said_once_and_asked_no_more_and_the_run_goes_on
     metrics.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
     said = [record.getMessage() for record in caplog.records]
-    assert said == ["tensorboard failed, and the run goes on without it: ConnectionError: nobody there"]
+    assert said == ["tensorboard failed, and the run continues without it: ConnectionError: nobody there"]
     assert Broken.latest.logged == 2
 
 
@@ -54,7 +54,7 @@ def test_plots_that_cannot_be_drawn_are_a_warning(tmp_path, caplog):
     metrics = Metrics(tmp_path, plot_steps=1)
     log_steps(metrics, 2)
     metrics.close()
-    assert "plots failed, and the run goes on without it: FileExistsError" in caplog.text
+    assert "plots failed, and the run continues without it: FileExistsError" in caplog.text
 
 
 def test_a_run_that_failed_ends_without_a_summary(tmp_path, capsys):
@@ -76,7 +76,7 @@ def test_foreign_files_among_the_completions_stay(tmp_path):
 def test_a_table_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "completions").write_text("in the way")
     assert Completions(tmp_path, reward_names=["right", "short"]).write(rollout_of_two()) is None
-    assert "the run goes on without it" in caplog.text
+    assert "the run continues without it" in caplog.text
 
 
 def test_a_reader_that_leaves_does_not_end_the_run(tmp_path):

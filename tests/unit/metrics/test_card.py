@@ -108,4 +108,4 @@ def test_a_base_from_the_hubs_cache_has_its_name_there():
 
 def test_a_card_that_cannot_be_written_is_a_warning(run, tmp_path, caplog):
     describe(run / "nowhere", Card(cfg=trained(), source=tmp_path))
-    assert "the model card in" in caplog.text and "the run goes on without it" in caplog.text
+    assert "the model card in" in caplog.text and "the run continues without it" in caplog.text

@@ -650,7 +650,7 @@ def test_where_the_time_went_is_the_last_page():
         ("all", "60.0", "100%"),
     ]
     assert spent.describe().startswith("2 optimizer steps (1 skipped); ")
-    assert "; resumed after step 40; 5.0 s of sampling beside other work, not in the table" in spent.describe()
+    assert "; resumed after step 40; 5.0 s of sampling at the same time as other work, not in the table" in spent.describe()
 
 
 def test_the_last_page_is_for_a_run_that_ended_well(tmp_path):
@@ -670,7 +670,7 @@ def test_a_line_that_cannot_be_read_is_said_with_its_number_and_one_that_is_bein
 
     (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"st\x00\x00p": 2}\n{"step": 3}\n{"step"')
     assert reads(Records(tmp_path / "m.jsonl")) == [{"step": 1}, {"step": 3}]
-    assert caplog.messages == [f"{tmp_path}/m.jsonl: what is on line 2 cannot be read, and is left out"]
+    assert caplog.messages == [f"{tmp_path}/m.jsonl: line 2 cannot be read and is skipped"]
 
 
 def test_the_plot_of_the_reward_shows_the_sum_and_each_of_several_rewards():

@@ -131,7 +131,7 @@ def test_a_service_that_never_answers_holds_up_no_step_and_the_end_for_a_while_o
     until.set()
     assert time.monotonic() - began < 20
     assert [record.getMessage() for record in caplog.records if "tensorboard" in record.getMessage()] == [
-        "tensorboard failed, and the run goes on without it: it has not taken everything 0.3 s after the end"
+        "tensorboard failed, and the run continues without it: it has not received everything 0.3 s after the end"
     ]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
@@ -142,7 +142,7 @@ def test_a_service_that_falls_too_far_behind_is_given_up(tmp_path, monkeypatch, 
     monkeypatch.setattr(reporters, "MOST_WAITING", 3)
     two_steps(tmp_path, "tensorboard")
     until.set()
-    assert "tensorboard failed, and the run goes on without it: it is 3 words behind" in caplog.text
+    assert "tensorboard failed, and the run continues without it: it is 3 messages behind" in caplog.text
 
 
 class Module:
@@ -251,7 +251,7 @@ two_steps(Path({str(alone)!r}) / "run", "wandb")
     )
     assert finish_reason.returncode == 0, finish_reason.stderr
     assert len((alone / "run" / "metrics.jsonl").read_text().splitlines()) == 2
-    assert (finish_reason.stdout + finish_reason.stderr).count("wandb failed, and the run goes on without it") == 1
+    assert (finish_reason.stdout + finish_reason.stderr).count("wandb failed, and the run continues without it") == 1
 
 
 @needs("mlflow")
@@ -274,7 +274,7 @@ def test_mlflow_without_a_server_ends_no_run(alone, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setattr(reporters, "SECONDS_TO_CLOSE", 3.0)
     two_steps(alone / "run", "mlflow")
-    assert caplog.text.count("mlflow failed, and the run goes on without it") == 1
+    assert caplog.text.count("mlflow failed, and the run continues without it") == 1
 
 
 @needs("swanlab")

@@ -1,6 +1,6 @@
 """Training with everything given away between all phases, against the same training with nothing given away: bit for bit.
 
-For `tests/distributed/test_memory_offload.py`, and, with all layouts, `tools/parity.py --only room`. On a CPU the host's copy is plain
+For `tests/distributed/test_memory_offload.py`, and, with all layouts, `tools/parity.py --only offload`. On a CPU the host's copy is plain
 memory, and
 the storages are emptied all the same.
 """

@@ -1,6 +1,6 @@
 """Runs in a process of its own on one real GPU: steps with everything given away between them, and steps without; writes what it measured.
 
-python -m tests.gpu.one_room job.pkl out.pkl
+python -m tests.gpu.one_offload job.pkl out.pkl
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 
 def main(job_file: str, out: str) -> None:
+    from tests import offload_cases
     from tests import parity_cases as cases
-    from tests import room_cases as room
 
     job = pickle.loads(Path(job_file).read_bytes())
     cfg = cases.settings(**job["settings"])
@@ -26,8 +26,8 @@ def main(job_file: str, out: str) -> None:
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 
-    for name, offload in (("without", ()), ("away", room.ALL)):
-        policy = room._policy(job["path"], cfg, parallel, offload)
+    for name, offload in (("without", ()), ("away", offload_cases.ALL)):
+        policy = offload_cases._policy(job["path"], cfg, parallel, offload)
         trails[name] = []
         for index, rows in enumerate(job["batches"]):
             before = allocated()
