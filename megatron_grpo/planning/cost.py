@@ -230,7 +230,7 @@ def _flops(
     sampled = whole.linears + whole.attention + whole.recurrence
     prompt_alone = work_of(shape, tuning, prompt, squares=prompt**2, head_positions=1)
     prefill = prompt_alone.linears + prompt_alone.attention + prompt_alone.recurrence
-    shares_prompts = cfg.rollout.vllm_enable_prefix_caching
+    shares_prompts = cfg.rollout.vllm_enable_prefix_caching and shape.delta_net is None
     phases = {"rollout": (prompts if shares_prompts else rows) * prefill + rows * (sampled - prefill), **trained}
     return {
         "tokens_per_rollout": rows * (prompt + completion),

@@ -63,12 +63,12 @@ def machine_problems(
 
 
 def sampler_problems(shape: ModelShape) -> list[Problem]:
-    """Return what vLLM 0.32 would sample differently from the model: its gpt-oss has constants for what config.json may set.
+    """Return what vLLM 0.32 would sample differently from the model, whatever config.json says.
 
     Args:
         shape: The model's dimensions.
     """
-    return list(broken([SAMPLER], SimpleNamespace(shape=shape)))
+    return list(broken(SAMPLER_RULES, SimpleNamespace(shape=shape)))
 
 
 def _settings(cfg: Config, shape: ModelShape | None) -> SimpleNamespace:
@@ -363,6 +363,9 @@ RULES = (
     Rule("recompute_num_layers", _short_units,
          "recompute_num_layers ({recompute_num_layers}) must divide the layers of each model chunk under recompute_method uniform: {told}, "
          "or recompute_method block.", lambda c: {"recompute_num_layers": c.near}),
+    Rule("router_replay_mode", lambda c: c.router_replay_mode == "R3" and c.shape.delta_net,
+         "router_replay_mode R3: vLLM returns routed experts with prefix caching only, which it does not support for {shape.architecture}. "
+         "Use R2 or disabled.", {"router_replay_mode": ["R2", "disabled"]}),
     Rule("router_replay_mode", lambda c: c.router_replay_mode != "disabled" and not c.moe,
          "router_replay_mode {router_replay_mode} needs a MoE model: {shape.architecture} has no experts. Use disabled.",
          {"router_replay_mode": ["disabled"]}),
@@ -382,8 +385,13 @@ RULES = (
 SHARING = Rule("share_prefix", _unshareable, "share_prefix: true is not supported: {reason}. Use auto or false{other}.",
                {"share_prefix": ["auto", "false"]})
 
-SAMPLER = Rule("model", _not_as_vllm, "model: vLLM 0.32 assumes these values for every {shape.architecture}: {wrong}. This checkpoint has "
-               "others. Use a checkpoint with these values.")
+SAMPLER_RULES = (
+    Rule("model", _not_as_vllm, "model: vLLM 0.32 assumes these values for every {shape.architecture}: {wrong}. This checkpoint has "
+         "others. Use a checkpoint with these values."),
+    Rule("model", lambda c: c.shape.architecture == "Qwen3NextForCausalLM" and c.shape.tied_embeddings,
+         "model: vLLM 0.32 does not tie the embeddings of Qwen3NextForCausalLM and would sample from memory that was never written. Use a "
+         "checkpoint with tie_word_embeddings false."),
+)
 
 MACHINE_RULES = (
     Rule("bitwise_parity", lambda c: c.has_gpu and c.bitwise_parity,

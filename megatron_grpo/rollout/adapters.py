@@ -98,6 +98,8 @@ def obstacle_to_adapter(settings: LoraSettings, shape: ModelShape, *, on_gpu: bo
     targeted = [module for module in linear_modules(shape) if settings.rank_of(module.name)]
     if any(module.name.endswith(".kv_b_proj") for module in targeted):
         return "vLLM merges kv_b_proj into latent attention when it loads a model, and would ignore its adapter"
+    if any(".linear_attn." in module.name for module in targeted):
+        return "adapters on the gated delta rule are not verified in vLLM, which has none on a CPU"
     if any(module.is_expert for module in targeted):
         # None is an unknown machine: most have a GPU.
         return (

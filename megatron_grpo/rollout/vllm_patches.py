@@ -25,6 +25,7 @@ import torch
 from megatron_grpo.base import activity, launcher
 from megatron_grpo.base.errors import CancelledError
 from megatron_grpo.parallel import collectives
+from megatron_grpo.rollout.vllm_delta_net import patch_delta_net, patch_hybrids
 
 # Warnings without a consequence, by logger; all other warnings of vLLM are shown. The filters are on these loggers and not on a handler,
 # because vLLM replaces its handlers whenever it builds an engine.
@@ -108,7 +109,7 @@ def apply_patches(*, on_gpu: bool) -> None:
     import vllm.distributed.parallel_state as parallel_state
     import vllm.v1.engine.core as core
 
-    patch_start()
+    patch_start(on_gpu=on_gpu)
     # Freeing an engine destroys torch's default process group, which is the trainer's.
     core.cleanup_dist_env_and_memory = _keep_process_groups
     # Only an executor with separate worker processes reads these queues: 24 MiB of shared memory per engine, which a kill would leave
@@ -126,8 +127,12 @@ def apply_patches(*, on_gpu: bool) -> None:
         _unlink_segments_early()
 
 
-def patch_start() -> None:
-    """Patch vLLM in every process that reads a model's configuration with it."""
+def patch_start(*, on_gpu: bool) -> None:
+    """Patch vLLM in every process that reads a model's configuration with it.
+
+    Args:
+        on_gpu: Whether the engine runs on a GPU.
+    """
     import transformers.utils.logging as transformers_logging
     import vllm.model_executor.models.registry as registry
 
@@ -135,6 +140,7 @@ def patch_start() -> None:
     # It inspects a model class in a new Python process, 17 s at the first use of each architecture, to keep CUDA out of a process that
     # forks; ours does not.
     registry._run_in_subprocess = lambda fn: fn()
+    patch_hybrids(on_gpu=on_gpu)
 
 
 def patch_worker(*, on_gpu: bool) -> None:
@@ -143,9 +149,10 @@ def patch_worker(*, on_gpu: bool) -> None:
     Args:
         on_gpu: Whether the worker runs on a GPU.
     """
-    patch_start()
+    patch_start(on_gpu=on_gpu)
     if not on_gpu:
         _keep_cpu_experts()
+        patch_delta_net()
         _bind_no_memory()
         _unlink_segments_early()
 

@@ -360,6 +360,7 @@ def engine_options(
         "tensor_parallel_size": cfg.vllm_tensor_parallel_size,
         "max_num_seqs": cfg.vllm_max_num_seqs,
         "enable_prefix_caching": cfg.vllm_enable_prefix_caching,
+        "mamba_ssm_cache_dtype": "float32",  # as in the trainer; vLLM's default is the model's dtype
         "max_logprobs": MOST + TIES,  # requests may ask for the sampling mask
         "logprobs_mode": "processed_logprobs",  # of the distribution sampled from; the default ignores temperature and top-p
         "use_tqdm_on_load": False,

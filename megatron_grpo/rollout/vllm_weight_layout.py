@@ -334,11 +334,11 @@ class Bits:
 
     def _answer(self, unit: Unit) -> torch.Tensor:
         """Return a linear layer's output for fixed inputs, where a CPU keeps its packed weight hidden."""
-        if "weight" not in unit.packed or not hasattr(unit.module, "cpu_linear"):
+        linear: Any = getattr(unit.module, "cpu_linear", None)  # a packed convolution has none, and its weight is not hidden
+        if "weight" not in unit.packed or linear is None:
             return torch.empty(0)
         form = unit.loaded["weight"]
         numbers = torch.arange(4 * form.shape[-1]).cos().view(4, -1).to(form.dtype)
-        linear: Any = unit.module.cpu_linear
         return linear(numbers, unit.module.weight, None)
 
 

@@ -92,7 +92,7 @@ class ServedEngine:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        vllm_patches.patch_start()
+        vllm_patches.patch_start(on_gpu=on_gpu)
         vllm_requests.take_logprobs_as_they_come()
         cfg, rollout = serving.cfg, serving.cfg.rollout
         workers = rollout.vllm_tensor_parallel_size * cfg.serve.vllm_data_parallel_size

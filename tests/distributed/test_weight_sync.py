@@ -22,7 +22,7 @@ from megatron_grpo.weights.buckets import WeightUpdate
 from tests.distributed.test_rollout import PROMPTS, SAMPLING, engine_at, tokens_of
 from tests.parity_cases import build, settings
 from tests.ranks import run_ranks
-from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
+from tests.tiny_models import HYBRIDS, hf_logprobs, load_tiny, write_tiny
 
 MODELS = {
     "qwen3": False,
@@ -35,7 +35,10 @@ MODELS = {
     "olmo2": False,
     "olmo3": False,
     "gemma3_text": True,
+    "qwen3_next": False,
+    "qwen3_5_text": True,
 }  # name -> tied embeddings
+BOTH_KINDS = ["linear_attention", "full_attention"]
 
 
 def by_reload():
@@ -92,7 +95,8 @@ def checkpoints(tmp_path_factory):
         if (name, dtype) not in made:
             family = name.partition("-")[0]
             directory = tmp_path_factory.mktemp("models")
-            made[name, dtype] = [write_tiny(directory / str(seed), family, tied=MODELS[name], seed=seed, dtype=dtype) for seed in range(3)]
+            sizes = dict(tied=MODELS[name], dtype=dtype) | ({"layer_types": BOTH_KINDS} if family in HYBRIDS else {})
+            made[name, dtype] = [write_tiny(directory / str(seed), family, seed=seed, **sizes) for seed in range(3)]
         return made[name, dtype]
 
     return make
@@ -114,6 +118,8 @@ def checkpoints(tmp_path_factory):
         ("olmo2", 1),
         ("olmo3", 1),
         ("gemma3_text", 1),
+        ("qwen3_next", 1),
+        ("qwen3_5_text", 2),
     ],
 )
 def test_push_is_right_and_its_own_repair_is_needed(checkpoints, name, tp):
