@@ -23,7 +23,8 @@ def patch_hybrids(*, on_gpu: bool) -> None:
     """
     import vllm.model_executor.models.config as config
 
-    verify = config.HybridAttentionMambaModelConfig.verify_and_update_config
+    hybrid: Any = config.HybridAttentionMambaModelConfig
+    verify = hybrid.verify_and_update_config
     if verify.__name__ == "without_prefix_cache":
         return
 
@@ -33,7 +34,7 @@ def patch_hybrids(*, on_gpu: bool) -> None:
             patch_delta_net()
         verify(vllm_config)
 
-    config.HybridAttentionMambaModelConfig.verify_and_update_config = staticmethod(without_prefix_cache)
+    hybrid.verify_and_update_config = staticmethod(without_prefix_cache)
 
 
 def patch_delta_net() -> None:
