@@ -105,7 +105,7 @@ def _full_bins(lengths: np.ndarray, max_tokens: int) -> tuple[np.ndarray, np.nda
     a pair exists. The filling of one bin is repeated as often as the rows allow, so the work grows with the number of different lengths.
     """
     clipped = np.clip(lengths, 1, max_tokens)
-    by_length = np.argsort(clipped, kind="stable")
+    by_length = np.argsort(clipped.astype(np.min_scalar_type(max_tokens)), kind="stable")  # 16 bits are sorted six times as fast as 64
     shelf = _Shelf(np.bincount(clipped, minlength=max_tokens + 1))
     end = np.cumsum(shelf.left).tolist()  # rows of length n are by_length[end[n] - left[n] : end[n]]
     fillings: list[tuple[int, int]] = []  # (bins that are filled alike, rows in each)
@@ -142,6 +142,7 @@ class _Shelf:
         self.upward = counts > 0
         self.upward[0] = False
         self.downward = self.upward[::-1].copy()
+        self._without_pair: set[int] = set()  # totals; rows are only taken, so they stay without
 
     def take(self, length: int, count: int) -> None:
         """Remove `count` rows of a length."""
@@ -160,6 +161,8 @@ class _Shelf:
 
         Returns an empty tuple if there is no such pair.
         """
+        if total in self._without_pair:
+            return ()
         half = total // 2
         if total == 2 * half and self.left[half] > 1:
             return half, half
@@ -167,7 +170,10 @@ class _Shelf:
         count, other = total - half - 1, self.size - (total - half)
         both = self.upward[half + 1 : half + 1 + count] & self.downward[other : other + count]
         place = int(both.argmax()) if count else 0
-        return (half + 1 + place, total - half - 1 - place) if count and both[place] else ()
+        if count and both[place]:
+            return half + 1 + place, total - half - 1 - place
+        self._without_pair.add(total)
+        return ()
 
 
 def _fill(shelf: _Shelf, max_tokens: int) -> dict[int, int]:
@@ -259,10 +265,12 @@ def _distribute(cost: np.ndarray, dp_size: int) -> np.ndarray:
     """
     rounds = np.argsort(-cost, kind="stable").reshape(-1, dp_size)
     total, ranks = [0.0] * dp_size, range(dp_size)
-    dealt = np.empty_like(rounds)
-    for number, of_round in enumerate(cost[rounds].tolist()):
+    orders: list[int] = []
+    for of_round in cost[rounds].tolist():
         order = sorted(ranks, key=total.__getitem__)
-        dealt[number, order] = rounds[number]
+        orders += order
         for rank, added in zip(order, of_round, strict=True):
             total[rank] += added
+    dealt = np.empty_like(rounds)
+    np.put_along_axis(dealt, np.array(orders).reshape(rounds.shape), rounds, axis=1)
     return dealt.T
