@@ -42,7 +42,7 @@ class RewardBatch:
     Args:
         prompts: A string, or a list of chat messages, per completion.
         completions: A string each for string prompts, a list of one assistant message each for chats.
-        completion_ids: Token IDs of each completion.
+        completion_ids: Token IDs of each completion. A list may be made when it is read.
         columns: Further columns of the data set, by name.
         labels: Name of each row in error messages.
         trainer_state: State of the trainer, for functions that take it.
@@ -143,14 +143,20 @@ class RewardFunction:
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(getattr(self.function, "__call__", None))  # noqa: B004
 
     def arguments(self, batch: RewardBatch) -> dict[str, Any]:
-        """Return the keyword arguments for one call: those in the signature, or all if it takes `**kwargs`."""
+        """Return the keyword arguments for one call: those in the signature, or all if it takes `**kwargs`.
+
+        `completion_ids` is a list of lists if the signature names it: as Python integers, token IDs take ten times the memory. Among
+        `**kwargs` it is a sequence that makes the list of a completion when it is read.
+        """
         offered = {
             **batch.columns,
             "prompts": list(batch.prompts),
             "completions": list(batch.completions),
-            "completion_ids": [list(token_ids) for token_ids in batch.completion_ids],
+            "completion_ids": batch.completion_ids,
             "trainer_state": batch.trainer_state,
         }
+        if "completion_ids" in inspect.signature(self.function).parameters:
+            offered["completion_ids"] = [list(token_ids) for token_ids in batch.completion_ids]
         accepted = accepted_names(self.function)
         return offered if accepted is None else {name: value for name, value in offered.items() if name in accepted}
 
