@@ -17,6 +17,7 @@ _NAMES = ("broadcast", _GATHER, "all_gather", "all_reduce", "reduce_scatter_tens
 class Wire:
     collectives: int = 0
     received: int = 0  # bytes
+    reduced: int = 0  # bytes of what is summed over ranks
 
 
 @contextlib.contextmanager
@@ -33,6 +34,8 @@ def wire() -> Iterator[Wire]:
                 found.received += args[0].nbytes - args[1].nbytes
             elif name == "all_gather":
                 found.received += sum(tensor.nbytes for tensor in args[0]) - args[1].nbytes
+            elif name == "all_reduce":
+                found.reduced += args[0].nbytes
             return kept[name](*args, **kwargs)
 
         return call

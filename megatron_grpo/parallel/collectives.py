@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any, TypeVar, cast
 
 import torch
@@ -137,12 +138,16 @@ def all_gather_object(value: Any, group: Group = None) -> list[Any]:
         value: Any object that can be pickled.
         group: Process group; None is all ranks.
     """
-    size = num_ranks(group)
-    if size == 1:
+    if num_ranks(group) == 1:
         return [value]
-    values: list[Any] = [None] * size
-    dist.all_gather_object(values, value, group=group)
-    return values
+    mine, device = pickle.dumps(value, protocol=5), device_of_messages(group)
+    sizes = torch.cat(of_each(torch.tensor([len(mine)], device=device), group)).tolist()
+    ends, place = list(accumulate(sizes)), rank_in(group)
+    # A gather pads every object to the largest. Each rank's bytes are added to zeros instead.
+    flat = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
+    flat[ends[place] - len(mine) : ends[place]] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    found = add_(flat, group).cpu().numpy().data
+    return [pickle.loads(found[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
 
 def gather_object(value: Any) -> list[Any] | None:
@@ -153,11 +158,8 @@ def gather_object(value: Any) -> list[Any] | None:
     Args:
         value: Any object that can be pickled.
     """
-    if num_ranks() == 1:
-        return [value]
-    values: list[Any] | None = [None] * num_ranks() if rank() == 0 else None
-    dist.gather_object(value, values, dst=0)
-    return values
+    found = exchange({0: value})
+    return found if rank() == 0 else None
 
 
 def broadcast_object(value: Any) -> Any:
@@ -237,9 +239,13 @@ def exchange(parts: Mapping[int, Any]) -> list[Any]:
     return found
 
 
-def device_of_messages() -> torch.device:
-    """Return the device that a tensor must be on to be sent: NCCL sends from the GPU only."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+def device_of_messages(group: Group = None) -> torch.device:
+    """Return the device that a tensor must be on to be sent: NCCL sends from the GPU only.
+
+    Args:
+        group: Process group; None is all ranks.
+    """
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------------------------

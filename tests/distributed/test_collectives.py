@@ -23,6 +23,26 @@ def test_an_exchange_reaches_those_it_names_in_the_order_of_the_senders():
     ]
 
 
+def test_gathered_objects_are_each_as_long_as_they_are():
+    """Of one rank 300 kB, of the others a few bytes: nothing is padded to the largest."""
+
+    def body(rank, world_size):
+        from megatron_grpo.parallel import collectives
+        from tests.wire import wire
+
+        mine = ["long", bytes(range(256)) * 1200] if rank == 1 else [rank, None]
+        with wire() as counted:
+            found = collectives.all_gather_object(mine)
+        collected = collectives.gather_object(mine)
+        of_two = collectives.all_gather_object(rank, collectives.long_timeout_group())
+        assert collected == (found if rank == 0 else None)
+        return [one if one[0] != "long" else len(one[1]) for one in found], of_two, counted.reduced
+
+    for found, of_two, reduced in run_ranks(body, 3):
+        assert found == [[0, None], 307_200, [2, None]] and of_two == [0, 1, 2]
+        assert 307_200 < reduced < 307_200 + 500
+
+
 def test_a_sum_in_place_refuses_what_only_a_copy_of_would_get_it():
     def body(rank, world_size):
         import pytest
