@@ -228,9 +228,48 @@ def _for_heads(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 PLAIN = _RunByRun(_plain, _plain_backward)
-FLASH_ON_CPU = _RunByRun(
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-)
+_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# torch's kernel for CPUs computes all scores of a causal run of up to 512 tokens, and masks half of them. A run of at least this many
+# tokens is computed as two causal halves and the attention of the second half to the first.
+LONG_RUN = 192
+
+
+def _in_halves(q, k, v, dropout, is_causal, *, scale):
+    if not is_causal or q.shape[2] < LONG_RUN:
+        return _on_cpu(q, k, v, dropout, is_causal, scale=scale)
+    (q1, q2), (k1, k2), (v1, v2) = map(_halves, (q, k, v))
+    (first, first_lse), (second, second_lse) = (_in_halves(*half, dropout, True, scale=scale) for half in ((q1, k1, v1), (q2, k2, v2)))
+    across, across_lse = _on_cpu(q2, k1, v1, dropout, False, scale=scale)
+    lse = torch.logaddexp(second_lse, across_lse)
+    share = (across_lse - lse).exp_().unsqueeze(-1)
+    second = torch.lerp(second.to(share.dtype), across.to(share.dtype), share).to(q.dtype)
+    return _both(first, second), torch.cat([first_lse, lse], dim=2)
+
+
+def _in_halves_backward(grad, q, k, v, out, lse, dropout, is_causal, *, scale):
+    if not is_causal or q.shape[2] < LONG_RUN:
+        return _on_cpu_backward(grad, q, k, v, out, lse.contiguous(), dropout, is_causal, scale=scale)
+    (grad1, grad2), (q1, q2), (k1, k2), (v1, v2), (out1, out2), (lse1, lse2) = map(_halves, (grad, q, k, v, out, lse))
+    first = _in_halves_backward(grad1, q1, k1, v1, out1, lse1, dropout, True, scale=scale)
+    second = _in_halves_backward(grad2, q2, k2, v2, out2, lse2, dropout, True, scale=scale)
+    across = _on_cpu_backward(grad2, q2, k1, v1, out2, lse2.contiguous(), dropout, False, scale=scale)
+    for total, found in zip((second[0], *first[1:]), across, strict=True):
+        total += found
+    return tuple(map(_both, first, second))
+
+
+def _halves(x):
+    middle = x.shape[2] // 64 * 32  # a multiple of the kernel's blocks of queries
+    return x[:, :, :middle], x[:, :, middle:]
+
+
+def _both(first, second):
+    """Concatenate halves [n, heads, length, c]; in memory the tokens come first, as in the kernel's results."""
+    return torch.cat([first.transpose(1, 2), second.transpose(1, 2)], dim=1).transpose(1, 2)
+
+
+FLASH_ON_CPU = _RunByRun(_in_halves, _in_halves_backward)
 FLASH_ON_GPU = _Varlen(torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward)
 FLASH_CAPABILITY = (8, 0)
 
