@@ -91,7 +91,7 @@ def test_a_failed_episode_is_in_no_mean_and_trains_nothing_yet_is_a_row():
 
     rewards = {0: ((None,), (1.0,)), 1: ((1.0,), (0.0,))}
     samples, stats, rows = rollout(rewards, answer=answer)
-    assert [row.num_masked for row in rows] == [0, 2, 2, 2] and not samples[0].mask.any() and not samples[0].sampler_logprobs.any()
+    assert rows.num_masked.tolist() == [0, 2, 2, 2] and not samples[0].mask.any() and not samples[0].sampler_logprobs.any()
     assert [sample.advantage for sample in samples[:2]] == [0.0, 0.0] and samples[2].advantage > 0 > samples[3].advantage
     assert stats["reward"] == pytest.approx(2 / 3) and stats["episodes/failed"] == 1
 
