@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_grpo.parallel.layout import held_tokens
 from megatron_grpo.policy import attention
 from megatron_grpo.policy import packed_batch as stream_module
 from megatron_grpo.policy.kernels import Rotation
-from megatron_grpo.policy.packed_batch import packed_stream
+from megatron_grpo.policy.packed_batch import held_tokens, packed_stream
 from megatron_grpo.types import Segment
 
 LONG = 264

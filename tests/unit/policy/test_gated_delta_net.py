@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_grpo.parallel.layout import held_tokens
 from megatron_grpo.policy.gated_delta_net import convolve, gated_delta_rule, l2norm
-from megatron_grpo.policy.packed_batch import packed_stream
+from megatron_grpo.policy.packed_batch import held_tokens, packed_stream
 from megatron_grpo.types import Segment
 from tests.mistakes import mistake
 
