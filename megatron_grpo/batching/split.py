@@ -12,7 +12,7 @@ import numpy as np
 from megatron_grpo.batching.batch_sizes import SCORED_TOKENS
 from megatron_grpo.batching.pack import PackedRows
 from megatron_grpo.batching.prefix_groups import Alignment, PrefixGroup, RowColumns, pack_groups
-from megatron_grpo.types import RowLengths, SequenceLengths
+from megatron_grpo.types import RowLengths, SequenceLengths, ragged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,15 @@ class BatchPartitioner:
     def rows_per_slice(self) -> int:
         """Completions of one micro-step, over all data-parallel ranks."""
         return self.micro_batch_size * self.dp_size
+
+    def num_missing(self, num_rows: int) -> int:
+        """Return how many rows must be added, so that no micro-batch is empty even if each holds a single row.
+
+        Args:
+            num_rows: Number of rows.
+        """
+        unit = self.dp_size * self.multiple
+        return max(-num_rows % unit, unit - num_rows)
 
     def dp_rank_of(self, row: np.ndarray) -> np.ndarray:
         """Return the data-parallel rank that trains each row, unless a token budget rearranges rows.
@@ -103,15 +112,15 @@ def partition(lengths: RowLengths | Sequence[SequenceLengths], cut: BatchPartiti
     """Partition rows into micro-batches: [data-parallel rank][micro-batch], every row exactly once.
 
     Every rank gets the same number of micro-batches, a multiple of `cut.multiple`. Without a token budget, rows follow the training
-    schedule: slices in order, each distributed in rank order. With a token budget, rows are rearranged (`batching.pack`), and groups stay
-    together where possible.
+    schedule: slices in order, each distributed in rank order. Rows that do not fill all micro-batches are spread evenly over as few as
+    possible. With a token budget, rows are rearranged (`batching.pack`), and groups stay together where possible.
 
     Args:
         lengths: Lengths of each row, in tokens.
         cut: How to partition.
 
     Raises:
-        ValueError: The rows do not divide evenly, or are too few.
+        ValueError: There are fewer rows than micro-batches.
     """
     rows = RowColumns.of(lengths, cut.alignment, balance_length=cut.balance_length, min_saving_ratio=cut.min_saving_ratio)
     min_saving_ratio = cut.min_saving_ratio or 0.0
@@ -122,10 +131,12 @@ def partition(lengths: RowLengths | Sequence[SequenceLengths], cut: BatchPartiti
         rows = rows.worth(rows.group, min_saving_ratio)
         packed = pack_groups(rows, max_tokens=budget, dp_size=cut.dp_size, multiple=cut.multiple)
     else:
-        if len(rows) % (cut.rows_per_slice * cut.multiple):
-            raise ValueError(f"{len(rows)} samples are not a multiple of {cut.rows_per_slice} x {cut.multiple}")
-        of_ranks = np.arange(len(rows)).reshape(-1, cut.dp_size, cut.micro_batch_size).swapaxes(0, 1)
-        packed = PackedRows(of_ranks.ravel(), np.full(of_ranks.shape[:2], cut.micro_batch_size))
+        count = -(-len(rows) // (cut.rows_per_slice * cut.multiple)) * cut.multiple  # micro-batches of each rank
+        if not 0 < count * cut.dp_size <= len(rows):
+            raise ValueError(f"{len(rows)} sequences cannot fill {cut.dp_size} ranks x {count} micro-batches")
+        numbers = np.arange(count * cut.dp_size).reshape(count, cut.dp_size).T  # in the order of the rows
+        counts = len(rows) // numbers.size + (np.arange(numbers.size) < len(rows) % numbers.size)
+        packed = PackedRows(ragged(np.cumsum(counts) - counts, counts, numbers.ravel()), counts[numbers])
         rows = rows.worth(_pieces(rows, packed)[0], min_saving_ratio)
     return Partition(rows, packed, cut)
 
@@ -147,7 +158,7 @@ def _num_tokens(rows: RowColumns, packed: PackedRows, alignment: Alignment) -> n
 
 
 def partition_padded(lengths: RowLengths | Sequence[SequenceLengths], cut: BatchPartitioner) -> Partition:
-    """Partition rows for a pass that trains nothing; rows that do not divide evenly are padded with copies of row 0.
+    """Partition rows for a pass that trains nothing; if there are too few for all micro-batches, copies of row 0 are added.
 
     Indices beyond the rows are those copies; their results are discarded.
 
@@ -155,8 +166,7 @@ def partition_padded(lengths: RowLengths | Sequence[SequenceLengths], cut: Batch
         lengths: As in `partition`.
         cut: As in `partition`.
     """
-    missing = -len(lengths) % (cut.rows_per_slice * cut.multiple)
-    places = np.concatenate([np.arange(len(lengths)), np.zeros(missing, dtype=np.int64)])
+    places = np.concatenate([np.arange(len(lengths)), np.zeros(cut.num_missing(len(lengths)), dtype=np.int64)])
     return partition(RowLengths.of(lengths).take(places), cut)
 
 

@@ -219,6 +219,38 @@ def test_without_sharing_groups_are_dealt_as_rows():
     assert rows[0] == rows[1] == rows[2]
 
 
+def test_rows_that_do_not_fill_their_micro_batches_are_spread_evenly_in_order():
+    def rows_of(num_rows: int, **cut):
+        cut = BatchPartitioner(dp_size=2, micro_batch_size=4, **cut)
+        dealt = partition([SequenceLengths((3,))] * num_rows, cut)
+        return [[micro_spec.rows for micro_spec in mine] for mine in dealt]
+
+    assert rows_of(16) == [[(0, 1, 2, 3), (8, 9, 10, 11)], [(4, 5, 6, 7), (12, 13, 14, 15)]]
+    assert rows_of(10) == [[(0, 1, 2), (6, 7)], [(3, 4, 5), (8, 9)]]
+    assert rows_of(4, multiple=2) == [[(0,), (2,)], [(1,), (3,)]]
+    with pytest.raises(ValueError, match="3 sequences cannot fill 4 micro-batches of 2 ranks"):
+        rows_of(3, multiple=2)
+
+
+@given(num_rows=st.integers(0, 40), dp_size=st.integers(1, 3), multiple=st.integers(1, 3), size=st.integers(1, 5), is_packed=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_with_the_missing_rows_every_micro_batch_has_a_row(num_rows, dp_size, multiple, size, is_packed):
+    cut = BatchPartitioner(dp_size=dp_size, micro_batch_size=size, multiple=multiple, max_tokens=7 if is_packed else None)
+    missing = cut.num_missing(num_rows)
+    assert missing < dp_size * multiple or not num_rows
+    dealt = partition([SequenceLengths((5 + row % 4,)) for row in range(num_rows + missing)], cut)
+    assert sorted(i for mine in dealt for micro_spec in mine for i in micro_spec.rows) == list(range(num_rows + missing))
+    assert {len(mine) for mine in dealt} == {len(dealt[0])} and len(dealt[0]) % multiple == 0
+    assert all(micro_spec.rows and (is_packed or len(micro_spec.rows) <= size) for mine in dealt for micro_spec in mine)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_probes_are_scored_once_however_large_a_micro_batch_is(dp_size):
+    probes = [SequenceLengths((66,))] * 4
+    dealt = partition_for_scoring(probes, BatchPartitioner(dp_size=dp_size, micro_batch_size=64))
+    assert sorted(i for mine in dealt for micro_spec in mine for i in micro_spec.rows) == [0, 1, 2, 3]
+
+
 def test_what_is_only_scored_is_packed_where_training_cuts_smaller():
     rows = [SequenceLengths((31,))] * 12  # the last token is a target alone
 
