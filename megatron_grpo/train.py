@@ -112,7 +112,8 @@ def train(run: Run) -> Progress:
         RunError: `max_skipped_steps` optimizer steps in a row were skipped.
     """
     policy, rollouts, timers = run.policy, run.rollouts, run.logger.timers
-    progress, buffer = run.checkpoints.restore(policy, run.prompts, SampleBuffer(parallel=run.parallel, cut=policy.cut))
+    empty = SampleBuffer(parallel=run.parallel, cut=policy.cut, zero_gradient=policy.loss.zero_gradient)
+    progress, buffer = run.checkpoints.restore(policy, run.prompts, empty)
     run.logger.start(progress)
 
     for step in run.schedule.from_step(progress.step, progress.num_rollouts):  # one row of the schedule per optimizer step

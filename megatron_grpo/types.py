@@ -459,6 +459,11 @@ class Sample(Sequence):
         """(rollout, row) of the sample."""
         return self.rollout, self.row
 
+    @property
+    def is_zero_advantage(self) -> bool:
+        """Whether its advantage is exactly 0, as in a zero-std group."""
+        return self.advantage == 0.0
+
     def with_old_logprobs(self, logprobs: np.ndarray, by: OldLogprobs) -> SampleWithOldLogprobs:
         """Return the sample with the old log-probs of its importance ratio.
 
@@ -516,6 +521,7 @@ class TrainingRows:
     num_masked: np.ndarray = field(default_factory=_none)
     is_zero_std: np.ndarray = field(default_factory=_no_flags)  # bool [n]
     is_truncated: np.ndarray = field(default_factory=_no_flags)
+    is_zero_advantage: np.ndarray = field(default_factory=_no_flags)  # as `Sample.is_zero_advantage`
     has_old_logprobs: np.ndarray = field(default_factory=_no_flags)  # has old log-probs by the weights of version `on_policy_version`
     dp_rank: np.ndarray = field(default_factory=_none)  # data-parallel rank
 
@@ -541,10 +547,10 @@ class TrainingRows:
             samples: The samples, in ascending (rollout, row).
             dp_rank: Data-parallel rank that holds each sample, int64 [n].
         """
-        flags = {"is_zero_std", "is_truncated"}
+        flags = {"is_zero_std", "is_truncated", "is_zero_advantage"}
         known = {
             name: np.array([getattr(sample, name) for sample in samples], dtype=bool if name in flags else np.int64)
-            for name in (*OF_ROW_AND_SAMPLE, "num_masked")
+            for name in (*OF_ROW_AND_SAMPLE, "num_masked", "is_zero_advantage")
         }
         contexts = [sample.contexts for sample in samples]
         return cls(
@@ -702,6 +708,7 @@ class GlobalBatch:
     num_loss_tokens: int  # sum of the masks over the whole step
     num_tokens: int  # tokens of the whole step, prompts included, alignment padding not
     num_contexts: int  # of the whole step
+    num_left_out: int = 0  # sequences of the whole step that are not computed, because they have no gradient; all other counts include them
     placed: np.ndarray  # int64 [computed rows, 2]: (rollout, row), rank by rank, micro-batch by micro-batch
     counts: np.ndarray  # int64 [data-parallel ranks, micro-batches]: rows of each
     staleness: np.ndarray  # int64 [N], of each sequence of the whole step, in optimizer steps
@@ -720,7 +727,7 @@ class GlobalBatch:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Computed tokens of the whole step, without alignment padding.
+        """Tokens of the whole step that are computed if no sequence is left out, without alignment padding.
 
         The last token of a context predicts nothing and is not computed.
         """
@@ -728,7 +735,7 @@ class GlobalBatch:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics `staleness/*` of the whole step and `packing/*` of this rank's share."""
+        """Metrics `staleness/*` and `packing/computed_rows` of the whole step, and the other `packing/*` of this rank's share."""
         computed = sum(micro_batch.num_tokens for micro_batch in self.micro_batches)
         padding = sum(micro_batch.num_padding_tokens for micro_batch in self.micro_batches)
         needed = sum(int(micro_batch.num_references.sum()) for micro_batch in self.micro_batches)
@@ -736,6 +743,7 @@ class GlobalBatch:
             "staleness/mean": int(self.staleness.sum()) / len(self.staleness),
             "staleness/max": int(self.staleness.max()),
             "staleness/lag": int(self.lag.sum()) / len(self.lag),
+            "packing/computed_rows": 1 - self.num_left_out / len(self.staleness),
             "packing/efficiency": 1 - padding / max(computed, 1),  # of this rank's share
             "packing/shared": 1 - (computed - padding) / max(needed, 1),  # of this rank's share
         }

@@ -97,6 +97,15 @@ LOSSES = {
     # In the first step the lowest entropy that trains is that of a group's first token: its completions tie.
     "top entropy": dict(loss_type="dapo", top_entropy_quantile=0.8),
 }  # fmt: skip
+# Where rows are left out (tools/parity.py --only zero_gradient): advantage 0; that and truncated rows; advantage 0 at the level of
+# sequences; truncated rows alone, because a KL and an entropy bonus look at advantage 0.
+ZERO_GRADIENT_LOSSES = {
+    "grpo": {},
+    "dapo": dict(loss_type="dapo", epsilon_high=0.28, overlong_filter=True),
+    "GSPO": LOSSES["GSPO"],
+    "cispo, KL, entropy": LOSSES["cispo"] | dict(overlong_filter=True),
+}
+ZERO_GRADIENT_LAYOUTS = ("1", "TP2", "PP2", "PP2 VPP2", "CP2", "DP2", "EP2")
 # Those that look at whole sequences or groups: `tools/parity.py --only sequences` takes them through every layout.
 SEQUENCE_LOSSES = {
     "luspo": dict(loss_type="luspo", importance_sampling_level="sequence", epsilon=0.02),
@@ -254,6 +263,14 @@ def shared_rollout(path: str | Path, *, num_steps: int = 1) -> list[list[Sample]
     return steps
 
 
+def with_zero_std(steps: Sequence[Sequence[Sample]], *prompts: int) -> list[list[Sample]]:
+    """The steps, where the groups of these prompts have equal rewards."""
+    return [
+        [dataclasses.replace(one, advantage=0.0, is_zero_std=True) if one.prompt_number in prompts else one for one in step]
+        for step in steps
+    ]
+
+
 def with_prefix(group: Sequence[Sample]) -> list[Sample]:
     """A group whose rows know what they all begin with, as those of a rollout do."""
     from megatron_grpo.batching.prefix_groups import common_prefix, contexts_of
@@ -349,7 +366,8 @@ def batch_of(policy, samples: Sequence[Sample], index: int):
     """This rank's share of one global batch of these samples, as the loop cuts it."""
     from megatron_grpo.trainer.sample_buffer import SampleBuffer
 
-    pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_rank_zero else [])
+    pending = SampleBuffer(parallel=policy.parallel, cut=policy.cut, zero_gradient=policy.loss.zero_gradient)
+    pending = pending.restored(samples if policy.parallel.is_rank_zero else [])
     step = step_of(samples, index, policy.cut.rows_per_slice)
     return pending.batch(step, token_weight_fn=policy.loss.token_weights)[1]
 

@@ -34,13 +34,14 @@ ROOMS = {
         "tests/unit/trainer/test_rollouts.py": "trainer/rollouts",
         "tests/unit/policy/test_guard.py": "policy/gradient_check",
         "tests/unit/grpo/test_metrics.py": "grpo/metrics",
+        "tests/unit/grpo/test_zero_gradient.py": "grpo/zero_gradient",
         "tests/unit/config tests/unit/compat": "config/parse compat/*",
     },
     "ranks": {
         STEP: "policy/optimizer",
         f"{STEP} tests/distributed/test_step_parity.py": "policy/policy",
         "tests/distributed/test_reference_model.py": "policy/reference",
-        f"{RUNS} -k 'straddle and float64'": "trainer/sample_buffer",
+        f"{RUNS} tests/distributed/test_sample_buffer.py -k 'straddle and float64 or test_sample_buffer'": "trainer/sample_buffer",
         f"{RUNS} -k 'between_two_rollouts or was_that_long'": "train",
     },
 }

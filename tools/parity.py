@@ -1,6 +1,7 @@
 """Every layout against one float64 reference: loss, every gradient tensor, weights after three steps. Writes the matrix of docs/parity.md.
 
-    python tools/parity.py [--layouts "TP2 SP" CP2 ...] [--models dense biases MoE MLA GLM OLMo Gemma] [--only shared|room|replay]
+    python tools/parity.py [--layouts "TP2 SP" CP2 ...] [--models dense biases MoE MLA GLM OLMo Gemma]
+                           [--only losses|shared|offload|replay|sequences|zero_gradient]
     python tools/parity.py --odd 240 [--seed 0] [--layouts 1 "TP2 SP" ...]
 
 Ranks are real processes that talk over gloo; the reference is transformers' model and the written-out mathematics, in one process. Takes
@@ -35,9 +36,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=[], choices=cases.LAYOUTS, metavar="LAYOUT")
     parser.add_argument("--models", nargs="+", default=list(cases.MODELS), choices=MODELS)
-    parser.add_argument("--only", choices=["losses", "shared", "offload", "replay", "sequences"],
-                        help="one of the two tables; or training with everything given away, with forced experts, or by losses that look "
-                        "at whole sequences; no page is written",
+    parser.add_argument("--only", choices=["losses", "shared", "offload", "replay", "sequences", "zero_gradient"],
+                        help="one of the two tables; or training with everything given away, with forced experts, by losses that look "
+                        "at whole sequences, or with groups of equal rewards; no page is written",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "parity.md")
     parser.add_argument("--odd", type=int, metavar="N", help="so many models of odd sizes in each layout (default: on one rank)")
@@ -49,6 +50,8 @@ def main() -> int:
         return compare_offload()
     if args.only == "replay":
         return replays([model for model in args.models if model in cases.WITH_EXPERTS], args.layouts or list(cases.LAYOUTS))
+    if args.only == "zero_gradient":
+        return compare_zero_gradient(args.layouts or list(cases.ZERO_GRADIENT_LAYOUTS))
     if args.only == "sequences":
         return looks_at_sequences(args.models, args.layouts or list(cases.LAYOUTS))
     with tempfile.TemporaryDirectory() as folder:
@@ -160,6 +163,36 @@ def looks_at_sequences(models: list[str], layouts: list[str]) -> int:
         print(f"{loss}: {len(found)} runs, worst: {describe(cases.worst_of(found))}")
     red = [cell[:4] for cell in cells if not cell[4].within(**limits)]
     print(f"{len(cells)} cells, {len(red)} beyond {limits}: {red[:8]}")
+    return 1 if red else 0
+
+
+def compare_zero_gradient(layouts: list[str]) -> int:
+    """Steps in which two of four groups have equal rewards, then one in which all have: rows without a gradient left out, and computed."""
+    from tests.tiny_models import write_tiny
+
+    cells = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for model in ("dense", "MoE"):
+            path = write_tiny(Path(folder) / model, **MODELS[model])
+            *first, last = cases.stored_rollout(path, num_steps=STEPS, vocab=MODELS[model]["vocab"])
+            batches = [*cases.with_zero_std(first, 0, 2), *cases.with_zero_std([last], 0, 1, 2, 3)]
+            right = {loss: cases.reference(path, cases.settings(**chosen), batches) for loss, chosen in cases.ZERO_GRADIENT_LOSSES.items()}
+            for name in (name for name in layouts if cases.suits(cases.LAYOUTS[name], model)):
+                layout = cases.LAYOUTS[name]
+                runs = {
+                    (loss, cut, is_computed): chosen | sizes | dict(compute_zero_advantage_rows=is_computed, moe_z_loss_coeff=None)
+                    for loss, chosen in cases.ZERO_GRADIENT_LOSSES.items()
+                    for cut, sizes in cases.CUTS.items()
+                    for is_computed in (False, True)
+                    if cases.is_legal(layout, sizes)
+                }
+                found = cases.compare(model, path, layout, runs, batches, {key: right[key[0]] for key in runs})
+                cells |= {(model, name, *key): distance for key, distance in found.items()}
+                for is_computed, how in ((False, "left out"), (True, "computed")):
+                    worst = cases.worst_of([distance for key, distance in found.items() if key[2] == is_computed])
+                    print(f"{model:5} {name:8} {how}, {len(found) // 2} runs, worst: {describe(worst)}", flush=True)
+    red = [key for key, distance in cells.items() if not distance.within(**LIMITS | {"loss": 1e-5})]
+    print(f"{len(cells)} cells, {len(red)} beyond {LIMITS | {'loss': 1e-5}}: {red[:8]}")
     return 1 if red else 0
 
 

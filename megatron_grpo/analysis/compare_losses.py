@@ -8,6 +8,7 @@ no sampler and updates no weights.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -24,21 +25,26 @@ from megatron_grpo.analysis.replay import open_policy
 from megatron_grpo.analysis.report import draw_variants, logged_by, print_report
 from megatron_grpo.base.errors import EXIT_DONE, config_error
 from megatron_grpo.base.files import why_not_drawn
+from megatron_grpo.checkpoint.fingerprints import settings_of
 from megatron_grpo.checkpoint.resume import OURS
 from megatron_grpo.checkpoint.samples import read_samples
 from megatron_grpo.checkpoint.saving import RECORDED
 from megatron_grpo.config import Parsed
+from megatron_grpo.config.config import Config
 from megatron_grpo.data.hub import find_model
 from megatron_grpo.grpo.entropy import AdaptiveEntropy
 from megatron_grpo.grpo.loss import GrpoLoss
+from megatron_grpo.grpo.zero_gradient import RowKind, zero_gradient_kinds
 from megatron_grpo.parallel import collectives, state
 from megatron_grpo.policy.optimizer import gradient_norm
 from megatron_grpo.policy.policy import Policy
 from megatron_grpo.run.build import PolicyParts
 from megatron_grpo.run.opened import load_weights
 from megatron_grpo.trainer.sample_buffer import SampleBuffer, score_rows
-from megatron_grpo.types import GlobalBatch, RowKey, Sample
+from megatron_grpo.types import GlobalBatch, RowKey, Sample, SampleWithOldLogprobs
 from megatron_grpo.weights.shape import ModelShape
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +134,7 @@ def compare_losses(asked: CompareLossesArgs) -> list[Outcome]:
                          parts=PolicyParts(gradient_check=AllowsAll()))  # fmt: skip
     policy.optimizer.step = lambda: None  # keeps the weights unchanged
     samples = read_samples(asked.checkpoint / RECORDED)
+    left_out = _left_out(cfg, samples, asked.step)
     adaptive, entropy = policy.entropy, _entropy_of(policy, asked.checkpoint)
     gradient, told = None, list[Outcome]()
     stale = {variant.staleness for variant in asked.variants} - {0}
@@ -141,10 +148,25 @@ def compare_losses(asked: CompareLossesArgs) -> list[Outcome]:
                 policy.entropy = (
                     entropy if adaptive and variant.cfg.grpo.entropy_coef == adaptive.coef else None
                 )  # else the variant's coefficient
-                found, gradient = _take(policy, variant, rows, asked.step + staleness, gradient)
+                found, gradient = _take(policy, variant, rows, asked.step + staleness, gradient, left_out)
                 told.append(found)
     order = [variant.name for variant in asked.variants]
     return sorted(told, key=lambda one: order.index(one.name))
+
+
+def _left_out(cfg: Config, samples: Sequence[Sample], step: int) -> frozenset[RowKind]:
+    """Return the kinds of rows that no variant can train, because the run left them out in an earlier pass: they have no old log-probs.
+
+    Otherwise all rows are computed: a variant may look at rows that have no gradient under the settings of the run.
+    """
+    missing = sum(sample.on_policy_version < step and not isinstance(sample, SampleWithOldLogprobs) for sample in samples)
+    if not missing:
+        return frozenset()
+    if collectives.rank() == 0:
+        logger.warning(
+            "%d of %d rows have no old log-probs, because they had no gradient in the run. They are left out.", missing, len(samples)
+        )
+    return zero_gradient_kinds(settings_of(cfg))
 
 
 def _entropy_of(policy: Policy, checkpoint: Path) -> AdaptiveEntropy | None:
@@ -169,13 +191,14 @@ def _with_old_logprobs(policy: Policy, samples: Sequence[Sample]) -> list[Sample
     return [found[sample.key] for sample in samples] if found else []
 
 
-def _pending(policy: Policy, samples: Sequence[Sample]) -> SampleBuffer:
-    return SampleBuffer(parallel=policy.parallel, cut=policy.cut).restored(samples if policy.parallel.is_rank_zero else [])
+def _pending(policy: Policy, samples: Sequence[Sample], left_out: frozenset[RowKind] = frozenset()) -> SampleBuffer:
+    empty = SampleBuffer(parallel=policy.parallel, cut=policy.cut, zero_gradient=left_out)
+    return empty.restored(samples if policy.parallel.is_rank_zero else [])
 
 
-def _batch(policy: Policy, samples: Sequence[Sample], index: int) -> GlobalBatch:
+def _batch(policy: Policy, samples: Sequence[Sample], index: int, left_out: frozenset[RowKind]) -> GlobalBatch:
     """Return this rank's share of a step that trains these rows in their order."""
-    pending = _pending(policy, samples)
+    pending = _pending(policy, samples, left_out)
     order = collectives.broadcast_object([sample.key for sample in samples])
     versions = pending.rows.on_policy_version[pending.rows.places_of(*np.array(order).T)].tolist()
     micro_steps = [
@@ -187,7 +210,12 @@ def _batch(policy: Policy, samples: Sequence[Sample], index: int) -> GlobalBatch
 
 
 def _take(
-    policy: Policy, variant: Variant, samples: Sequence[Sample], index: int, own: list[torch.Tensor] | None
+    policy: Policy,
+    variant: Variant,
+    samples: Sequence[Sample],
+    index: int,
+    own: list[torch.Tensor] | None,
+    left_out: frozenset[RowKind],
 ) -> tuple[Outcome, list[torch.Tensor]]:
     """Compute forward and backward of one variant. Collective.
 
@@ -199,7 +227,7 @@ def _take(
         variant.cfg.grpo, max_completion_length=rollout.max_completion_length, temperature=rollout.temperature
     )
     kept = samples[: variant.num_rows]
-    batch = _batch(policy, kept, index)
+    batch = _batch(policy, kept, index, left_out)
     trained = policy.train_step(batch)
     norm, buffers = trained.metrics.get("grad_norm", 0.0), list(_buffers(policy))
     if own is None:

@@ -164,8 +164,6 @@ class Side:
 def alone(scorer: ModelScorer, temperature: float | None = None) -> Score:
     """Return a function that scores each sequence in a micro-batch of one.
 
-    A scorer fills a larger micro-batch up with copies of the sequence, so the sequence would not be alone.
-
     Args:
         scorer: Scorer of the trainer.
         temperature: Temperature of the log-probs; None for that of the scorer.

@@ -171,7 +171,8 @@ def replay(step_dump: StepDump, cfg: Config, model: Path, checkpoint: Path | Non
     content = {"step dump": step_dump.path.name}
     policy = open_policy(cfg, model, checkpoint, content, num_steps=step_dump.step.index + 1, parts=recorded)
     parallel = policy.parallel
-    buffer = SampleBuffer(parallel=parallel, cut=policy.cut).restored(samples if parallel.is_rank_zero else [])
+    empty = SampleBuffer(parallel=parallel, cut=policy.cut, zero_gradient=policy.loss.zero_gradient)
+    buffer = empty.restored(samples if parallel.is_rank_zero else [])
     try:
         _, batch = buffer.batch(step_dump.step, token_weight_fn=policy.loss.token_weights)
     except ValueError as error:
@@ -205,7 +206,8 @@ class Recorded:
         for micro in micro_batches:
             values = np.zeros(len(micro.targets), dtype=np.float32)
             for place, row in enumerate(micro.rows):  # type: ignore[attr-defined]  # the reference is called for training rows only
-                values[micro.sequence == place] = self._logprobs[row]
+                if row in self._logprobs:  # a row without a gradient that fills a micro-batch here, and did not in the run
+                    values[micro.sequence == place] = self._logprobs[row]
             found.append(values)
         return found
 

@@ -21,6 +21,7 @@ from megatron_grpo.base.errors import Problem
 from megatron_grpo.checkpoint.manifest import Manifest, RunOrigin
 from megatron_grpo.config.field import OnResume
 from megatron_grpo.config.table import keys, table
+from megatron_grpo.grpo.zero_gradient import DECIDING, zero_gradient_kinds
 
 # Content -> the setting that names it. A changed content is rejected if it is listed here, and reported otherwise.
 FLAGS = {"model": "model", "vocabulary": "model", "data set": "dataset", "adapters": "adapters", "ref_adapters": "ref_adapters",
@@ -78,10 +79,14 @@ def changes_since(before: RunOrigin, now: RunOrigin) -> list[Difference]:
 def _settings(before: RunOrigin, now: RunOrigin) -> Iterator[Difference]:
     # Sizes are compared after they have been computed: a run may give the same sizes by other settings.
     was, are = {**before.settings, **before.sizes}, {**now.settings, **now.sizes}
+    # Rows that were left out have no old log-probs, so they cannot be computed after their first pass.
+    has_left_out = bool(zero_gradient_kinds(was) - zero_gradient_kinds(are))
     for name, value in are.items():
         verdict: OnResume = table()[name].on_resume if name in table() else "said"
         if name in _OF_THE_REFERENCE:
             verdict = "refused" if _keeps_reference(was) != _keeps_reference(are) else "said"
+        if name in DECIDING and has_left_out and verdict == "said":
+            verdict = "between"
         if name == "mcore_model" and are.get("beta") and not _keeps_reference(are):
             verdict = "refused" if not (value and was.get(name)) else "said"  # if both are given, their contents are compared
         if name in was and was[name] != value and verdict != "free":

@@ -390,6 +390,8 @@ class GrpoConfig:
     overlong_filter: bool = setting(False, "exclude truncated completions from training", aliases=["mask_truncated_completions"])
     exclude_zero_std_groups: bool = setting(False,
         "exclude groups with equal rewards from the denominator of the loss too", formerly=["exclude_dead_groups"])
+    compute_zero_advantage_rows: bool = setting(False,
+        "compute completions that train nothing too: those with advantage 0 and those without a trained token; the gradient is the same")
     dynamic_sample: bool = setting(False, "replace groups with equal rewards by groups of further prompts")
     max_resample_times: int = setting(3, "limit of replacement rounds", unit="rounds", at_least=1)
     oversample_ratio: float = setting(1.0,

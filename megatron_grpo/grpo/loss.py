@@ -29,6 +29,7 @@ from megatron_grpo.grpo.objectives import (
     Tokens,
     whole_sequences,
 )
+from megatron_grpo.grpo.zero_gradient import RowKind
 
 # CISPO bounds the ratio itself; clipping at 1 + 0.2 style values there would flatten every weight.
 CISPO_EPSILON_HIGH = 5.0
@@ -184,6 +185,7 @@ class GrpoLoss:
         needs_classification: Tau for `objectives.classification` if a no-grad pass must first find `LossInputs.labels`, else None.
         temperature: Divisor of the logits before the softmax.
         is_per_token: Whether a token's contribution depends on its own log-prob alone, so that `slope` can be called.
+        zero_gradient: Kinds of rows that have no gradient.
     """
 
     token_weights: Callable[..., TokenWeights]  # the function with all arguments bound but those of the batch
@@ -206,15 +208,19 @@ class GrpoLoss:
     needs_reference: bool
     needs_classification: float | None
     is_per_token: bool
+    zero_gradient: frozenset[RowKind]
 
     @classmethod
-    def from_config(cls, cfg: GrpoConfig, *, max_completion_length: int, temperature: float) -> GrpoLoss:
+    def from_config(
+        cls, cfg: GrpoConfig, *, max_completion_length: int, temperature: float, zero_gradient: frozenset[RowKind] = frozenset()
+    ) -> GrpoLoss:
         """Build the loss from settings that passed `validation.problems`.
 
         Args:
             cfg: The GRPO settings.
             max_completion_length: Limit of the completion length, in tokens.
             temperature: Sampling temperature, by which logits are divided.
+            zero_gradient: Kinds of rows that have no gradient.
         """
         return cls(
             token_weights=partial(
@@ -248,6 +254,7 @@ class GrpoLoss:
             and cfg.off_policy_sequence_mask_delta is None
             and not gives_bonus(cfg)
             and cfg.top_entropy_quantile == 1.0,
+            zero_gradient=zero_gradient,
         )
 
     def slope(self, tensors: LossInputs, *, logprobs: torch.Tensor, ref_logprobs: torch.Tensor | None = None) -> torch.Tensor:

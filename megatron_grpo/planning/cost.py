@@ -9,8 +9,10 @@ from typing import Any
 
 from megatron_grpo.batching.batch_sizes import BatchSizes
 from megatron_grpo.batching.schedule import TrainingSchedule
+from megatron_grpo.checkpoint.fingerprints import settings_of
 from megatron_grpo.config.config import Config
 from megatron_grpo.config.sampling_mask import is_cut, max_mask_tokens
+from megatron_grpo.grpo.zero_gradient import zero_gradient_kinds
 from megatron_grpo.planning.check import Checked
 from megatron_grpo.planning.models import config_of_teacher
 from megatron_grpo.planning.parameters import FP32, Tuning, WeightRow, elements, padded_vocab, rows_and_channels
@@ -238,6 +240,11 @@ def _flops(
         "flops_per_rollout_total": sum(phases.values()),
         "backward_forwards": whole.backward / whole.forward,
         "assumptions": [
+            *(
+                ["log-probs and training of every completion; a run leaves out those without a gradient, such as groups with equal rewards"]
+                if zero_gradient_kinds(settings_of(cfg))
+                else []
+            ),
             f"every sequence has {prompt} + {completion} tokens ("
             + ("the mean of the file of lengths)" if lengths else "the longest that the settings allow)"),
             "except log-probs and training: packed as in one optimizer step (`sharing`), including alignment in linear layers; the last "

@@ -271,7 +271,7 @@ class StepTokens:
 def packed(pairs: Sequence[tuple[int, int]], lengths: Sequence[SequenceLengths], cut: BatchPartitioner) -> Computed:
     """Pack rows into micro-batches and count what they compute.
 
-    Rows that do not divide evenly are filled up with copies of the first one, as in forward-only passes.
+    If there are fewer rows than ranks and pipeline stages need, copies of the first one are added, as in forward-only passes.
 
     Args:
         pairs: (prompt, completion) tokens of the rows.

@@ -308,7 +308,7 @@ class Rollouts:
         # After everything that may end the run, so that a rollout that is sampled again is logged once.
         self.logger.rollout(ScoredRollout(number=number, result=reaped, advantages=found, penalty=penalty, held=mine))
         size, group_size = self.cut.rows_per_slice, len(kept[0].rewards)
-        rows = replace(rows, is_zero_std=np.repeat(found.is_zero_std, group_size))
+        rows = replace(rows, is_zero_std=np.repeat(found.is_zero_std, group_size), is_zero_advantage=np.ravel(found.advantages) == 0.0)
         # The policy's log-probs are the old log-probs of stale slices, if the weights are those of the rollout's own step.
         if logprobs is not None and drained_at in (None, came_in) and table.sizes.old_logprobs != "always":
             needed = np.array([table.needs_old_logprobs(number, place) for place in range(-(-len(rows) // size))])
@@ -366,6 +366,7 @@ class Rollouts:
             contexts=of_row(chain.from_iterable(meta.contexts for meta in kept)),
             num_masked=of_row(meta.num_sampled for meta in kept) * trains,
             is_zero_std=flags,
+            is_zero_advantage=flags,
             is_truncated=of_row((meta.is_truncated for meta in kept), bool),
             has_old_logprobs=flags,
             dp_rank=self.cut.dp_rank_of(row),

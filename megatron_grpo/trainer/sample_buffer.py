@@ -19,6 +19,7 @@ from megatron_grpo.batching.prefix_groups import FREE
 from megatron_grpo.batching.schedule import ScheduledStep
 from megatron_grpo.batching.split import BatchPartitioner, partition, partition_for_scoring
 from megatron_grpo.grpo.loss import TokenWeights
+from megatron_grpo.grpo.zero_gradient import RowKind, has_zero_gradient
 from megatron_grpo.parallel import collectives
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.types import GlobalBatch, MicroBatch, Rollout, RowKey, Sample, TrainingRows, ragged
@@ -199,11 +200,13 @@ def _send_to_dp_ranks(items: Mapping[RowKey, Any], rows: TrainingRows, to: np.nd
 class SampleBuffer:
     """Rows in the order in which they arrive, which is that of (rollout, row).
 
-    Every method that returns a `SampleBuffer` is collective, and leaves this one unchanged.
+    Every method that returns a `SampleBuffer` is collective, and leaves this one unchanged. Rows of the kinds `zero_gradient` wait and are
+    counted like all others, but are neither scored nor trained.
     """
 
     parallel: ParallelState
     cut: BatchPartitioner
+    zero_gradient: frozenset[RowKind] = frozenset()
     rows: TrainingRows = field(default_factory=TrainingRows)
     samples: Mapping[RowKey, Sample] = field(default_factory=dict)  # samples that this data-parallel rank holds
 
@@ -227,7 +230,7 @@ class SampleBuffer:
             scorer: Computes log-probs of the policy.
             step: The step from the training schedule.
         """
-        return self._scored(np.flatnonzero(self._in_slices(step.old_logprob_slices) & ~self.rows.has_old_logprobs), scorer)
+        return self._scored(np.flatnonzero(self._trained(step.old_logprob_slices) & ~self.rows.has_old_logprobs), scorer)
 
     def after_skipped_step(self, scorer: ModelScorer, step: ScheduledStep) -> SampleBuffer:
         """Compute old log-probs for later passes after the guard has refused the gradient of `step`.
@@ -239,7 +242,7 @@ class SampleBuffer:
             scorer: Computes log-probs of the policy.
             step: The refused step.
         """
-        return self._scored(np.flatnonzero(self._in_slices(step.keeps)), scorer)
+        return self._scored(np.flatnonzero(self._trained(step.keeps)), scorer)
 
     def _scored(self, due: np.ndarray, scorer: ModelScorer) -> SampleBuffer:
         """Score rows and store the result as their old log-probs.
@@ -285,7 +288,8 @@ class SampleBuffer:
     def batch(self, step: ScheduledStep, *, token_weight_fn: Callable[..., TokenWeights]) -> tuple[SampleBuffer, GlobalBatch]:
         """Build this rank's share of an optimizer step. The only place where rows are partitioned for training.
 
-        Token weights are computed over the whole step before it is partitioned: that makes the gradient independent of the partition.
+        Token weights are computed over the whole step before it is partitioned: that makes the gradient independent of the partition. Then
+        rows without a gradient are left out, except for the few that fill the last micro-batches: of these no token is trained.
 
         Args:
             step: The step from the training schedule.
@@ -302,15 +306,20 @@ class SampleBuffer:
         rows = self.rows.take(places)
         _check_versions(rows, arrived_at)
         found = token_weight_fn(rows.num_masked, is_truncated=rows.is_truncated, is_zero_std=rows.is_zero_std)
-        dealt = partition(rows.lengths, self.cut)
-        held = _send_to_dp_ranks(self.samples, rows, dealt.dp_ranks, self.parallel)
-        keys = np.stack([rows.rollout, rows.row], axis=1)
+        chosen, num_trained = self._rows_to_compute(rows)
+        computed, weights = rows.take(chosen), found.of_rows[chosen]
+        dealt = partition(computed.lengths, self.cut)
+        held = _send_to_dp_ranks(self.samples, computed, dealt.dp_ranks, self.parallel)
+        keys = np.stack([computed.rollout, computed.row], axis=1)
         micro_batches = []
         for number, micro_spec in enumerate(dealt[self.parallel.dp_rank]):
             of_micro = list(micro_spec.rows)
-            samples = [held[rollout, row] for rollout, row in keys[of_micro].tolist()]
+            samples = [
+                held[rollout, row] if i < num_trained else emptied(held[rollout, row])
+                for i, (rollout, row) in zip(of_micro, keys[of_micro].tolist(), strict=True)
+            ]
             micro_batches.append(collate_samples(
-                samples, found.of_rows[of_micro], trained_at=step.index, number=number, alignment=self.cut.alignment,
+                samples, weights[of_micro], trained_at=step.index, number=number, alignment=self.cut.alignment,
                 at_least=micro_spec.at_least, prefix_groups=micro_spec.prefix_groups,
             ))  # fmt: skip
         batch = GlobalBatch(
@@ -320,12 +329,24 @@ class SampleBuffer:
             num_loss_tokens=found.num_loss_tokens,
             num_tokens=int(rows.contexts.sum()),
             num_contexts=len(rows.contexts),
+            num_left_out=len(rows) - num_trained,
             placed=keys[dealt.packed.rows],
             counts=dealt.packed.counts,
             staleness=step.index - rows.version,
             lag=arrived_at - rows.version,
         )
-        return self._with_dp_ranks(places, dealt.dp_ranks, held), batch
+        return self._with_dp_ranks(places[chosen], dealt.dp_ranks, held), batch
+
+    def _rows_to_compute(self, rows: TrainingRows) -> tuple[np.ndarray, int]:
+        """Return the indices of the rows to compute, int64 [n], and how many of them have a gradient.
+
+        The others are last. They fill micro-batches that would be empty: the shortest of the rows that have no gradient.
+        """
+        is_left_out = has_zero_gradient(rows, self.zero_gradient)
+        trained, others = np.flatnonzero(~is_left_out), np.flatnonzero(is_left_out)
+        num_tokens = np.bincount(np.repeat(np.arange(len(rows)), rows.num_contexts), weights=rows.contexts, minlength=len(rows))
+        shortest = others[np.argsort(num_tokens[others], kind="stable")]
+        return np.concatenate([trained, shortest[: self.cut.num_missing(len(trained))]]), len(trained)
 
     def after(self, step: ScheduledStep, logprobs: Mapping[RowKey, np.ndarray]) -> SampleBuffer:
         """Return the buffer after `step`: without the rows used up, with cached log-probs for later passes.
@@ -336,10 +357,12 @@ class SampleBuffer:
             step: The step that was trained.
             logprobs: [masked] of this data-parallel rank's rows, on the ranks of the last pipeline stage; empty elsewhere.
         """
-        size, keeps, done = self.cut.rows_per_slice, set(step.keeps), set(step.last_use)
+        size, done = self.cut.rows_per_slice, set(step.last_use)
         samples = dict(self.samples)
-        if keeps:
-            mine = {key: values for key, values in logprobs.items() if (key[0], key[1] // size) in keeps}
+        if step.keeps:
+            keys = [key for key in logprobs if key in samples]
+            is_kept = self._trained(step.keeps)[self.rows.places_of(*np.array(keys, dtype=np.int64).reshape(-1, 2).T)].tolist()
+            mine = {key: logprobs[key] for key, kept in zip(keys, is_kept, strict=True) if kept}
             for key, values in self.parallel.from_last_stage(mine).items():
                 samples[key] = samples[key].with_old_logprobs(samples[key].scatter(values), "cached")
         return replace(
@@ -378,6 +401,10 @@ class SampleBuffer:
         """Return whether each row is in one of the (rollout, slice) pairs, bool [n]."""
         rollout, number = np.array(slices, dtype=np.int64).reshape(-1, 2).T
         return np.isin(self.rows.rollout << 32 | self.rows.row // self.cut.rows_per_slice, rollout << 32 | number)
+
+    def _trained(self, slices: SequenceOf[tuple[int, int]]) -> np.ndarray:
+        """Return whether each row is in one of the (rollout, slice) pairs and has a gradient, bool [n]."""
+        return self._in_slices(slices) & ~has_zero_gradient(self.rows, self.zero_gradient)
 
     def _places(self, step: ScheduledStep) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows that a step trains, in its order: their indices, and the version at which each rollout arrives; int64 [N]."""

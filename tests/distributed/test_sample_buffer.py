@@ -157,6 +157,54 @@ def test_anchors_are_made_where_rows_are_dealt_and_kept_log_probs_reach_the_whol
     assert sorted(row for rows in {tuple(rows) for rows in found} for row in rows) == list(range(8))
 
 
+LEFT_OUT = {"row 0 to 3": frozenset({"zero_std"}), "those and row 5": frozenset({"zero_std", "truncated"}), "all": None}
+
+
+@pytest.mark.parametrize("max_tokens", [None, 14])
+@pytest.mark.parametrize("which", LEFT_OUT)
+def test_rows_without_a_gradient_are_counted_and_saved_but_neither_scored_nor_computed(which, max_tokens):
+    """On two ranks. A row that fills a micro-batch has no trained token."""
+
+    def body(rank, world_size):
+        pending, cut = start(rank, world_size, max_tokens=max_tokens)
+        kinds = LEFT_OUT[which]
+        if kinds is None:
+            kinds = frozenset({"zero_advantage"})
+            pending = dataclasses.replace(pending, rows=dataclasses.replace(pending.rows, is_zero_advantage=np.ones(ROWS, dtype=bool)))
+        everything = pending.batch(step(0, range(4), cut), token_weight_fn=token_weight_fn)[1]
+        pending, scorer = dataclasses.replace(pending, zero_gradient=kinds), Scorer()
+        slices = tuple((0, number) for number in range(4))
+        pending = pending.with_old_logprobs(scorer, step(0, (), cut, old_logprob_slices=slices))
+        scored = [row for (_, row), sample in pending.samples.items() if hasattr(sample, "old_logprobs")]
+        pending, batch = pending.batch(step(0, range(4), cut), token_weight_fn=token_weight_fn)
+        trained = {
+            row: set(micro.token_weights[micro.sequence == place])
+            for micro in batch.micro_batches
+            for place, (_, row) in enumerate(micro.rows)
+        }
+        for name in ("num_sequences", "num_loss_tokens", "num_tokens", "num_contexts", "staleness", "lag"):
+            assert np.array_equal(getattr(batch, name), getattr(everything, name))
+        values = {key: np.full(int((m.sequence == i).sum()), -0.5, np.float32) for m in batch.micro_batches for i, key in enumerate(m.rows)}
+        after = pending.after(step(0, range(4), cut, keeps=slices), values)
+        kept = [row for (_, row), sample in after.samples.items() if getattr(sample, "old_logprobs_from", "") == "cached"]
+        assert after.rows.keys == pending.rows.keys == [(0, row) for row in range(ROWS)]
+        return sorted(scored), trained, sorted(kept), [sample.row for sample in after.to_save()], batch.num_left_out, batch.metrics
+
+    found = run_ranks(body, 2, timeout=120)
+    gone = {"row 0 to 3": {0, 1, 2, 3}, "those and row 5": {0, 1, 2, 3, 5}, "all": set(range(ROWS))}[which]
+    expected, trained = sorted(set(range(ROWS)) - gone), found[0][1] | found[1][1]
+    assert sorted(found[0][0] + found[1][0]) == sorted(found[0][2] + found[1][2]) == expected
+    assert sorted(found[0][3] + found[1][3]) == list(range(ROWS)), "each is saved once"
+    filling = {row for row, weights in trained.items() if not weights}
+    assert filling <= gone and len(filling) == {4: 0, 5: 1, 16: 2}[len(gone)]
+    lengths = {sample.row: len(sample.token_ids) for sample in samples()}
+    assert sorted(lengths[row] for row in filling) == sorted(lengths[row] for row in gone)[: len(filling)], "the shortest"
+    assert {row: weights for row, weights in trained.items() if weights} == {
+        sample.row: {sample.num_masked / 1000} for sample in samples() if sample.row in expected
+    }
+    assert all(one[4] == len(gone) and one[5]["packing/computed_rows"] == 1 - len(gone) / ROWS for one in found)
+
+
 def test_what_a_group_begins_with_takes_the_experts_of_its_first_row_wherever_the_others_were_scored():
     """Every micro-batch names other experts. Both ranks score rows of the one group."""
 

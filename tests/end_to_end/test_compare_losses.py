@@ -23,21 +23,24 @@ def train(rank: int, world_size: int, *runs: list[str]) -> list[int]:
     return [cli.main(["train", *flags], engine=lambda cfg, inputs, parallel: outside_parts.Alphabet()) for flags in runs]
 
 
-def compare_losses(rank: int, world_size: int, argv: list[str]) -> tuple[int, str]:
+def compare_losses(rank: int, world_size: int, argv: list[str], warns: bool = False) -> tuple[str | int, ...]:
     from megatron_grpo import cli
 
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as said:
         code = cli.main(["compare-losses", *argv])
-    return code, out.getvalue() or said.getvalue()
+    return (code, out.getvalue(), said.getvalue()) if warns else (code, out.getvalue() or said.getvalue())
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """Two steps a rollout: the second trains stale rows. Recorded are steps 2 to 4, the first behind checkpoint 1."""
-    folder = tmp_path_factory.mktemp("run")
+    return trained(tmp_path_factory.mktemp("run"), "--compute_zero_advantage_rows", "true")
+
+
+def trained(folder: Path, *settings: str) -> Path:
     flags = [*write_inputs(folder), "--max_steps", str(STEPS), "--verify_weight_push", "false", "--export_hf", "false"]
     flags += ["--num_generations", "2", "--global_batch_size", "8", "--micro_batch_size", "2", "--steps_per_generation", "2"]
-    flags += ["--save_steps", "1", "--save_total_limit", "9", "--record_rows", "true", "--skip_grad_norm_factor", "none"]
+    flags += ["--save_steps", "1", "--save_total_limit", "9", "--record_rows", "true", "--skip_grad_norm_factor", "none", *settings]
     [codes] = run_ranks(train, 1, [*flags, "--output_dir", str(folder / "out")])
     assert codes == [0]
     return folder
@@ -87,6 +90,7 @@ def test_a_variants_step_is_that_of_a_run_with_its_settings(run, found, tmp_path
     line_of = {}
     for name, setting in (("loss_type=vespo", ["--loss_type", "vespo"]), ("loss_type=real", ["--loss_type", "real"])):
         flags = [*write_inputs(run), "--max_steps", "2", "--verify_weight_push", "false", "--export_hf", "false", *setting]
+        flags += ["--compute_zero_advantage_rows", "true"]
         flags += ["--num_generations", "2", "--global_batch_size", "8", "--micro_batch_size", "2", "--steps_per_generation", "2"]
         out = tmp_path / name
         flags += ["--output_dir", str(out), "--resume", str(run / "out" / "checkpoints" / "iter_0000001")]
@@ -120,3 +124,16 @@ def test_what_cannot_be_tried_is_said_before_anything_loads(run, argv, said):
 def test_a_run_without_recorded_rows_is_told_how_to_record_them(tmp_path):
     code, text = run_ranks(compare_losses, 1, [str(tmp_path)])[0]
     assert code == 2 and "--record_rows true" in " ".join(text.split())
+
+
+def test_rows_that_the_run_left_out_have_no_old_logprobs_and_stay_out(tmp_path):
+    run = trained(tmp_path)
+    argv = [str(run / "out"), "--step", "1", "--json", "--variant", "loss_type=vespo"]
+    [(code, said, warned)] = run_ranks(compare_losses, 1, argv, True)
+    assert code == 0, said
+    recorded, (own, _) = json.loads(said)["recorded"], json.loads(said)["variants"]
+    line = next(one for one in records(run / "out" / "metrics.jsonl") if one["step"] == 2)
+    left_out = round(8 * (1 - line["packing/computed_rows"]))
+    assert left_out and f"{left_out} of 8 rows have no old log-probs" in warned
+    for name in ("loss", "grad_norm"):
+        assert own[name] == pytest.approx(recorded[name], rel=1e-5, abs=1e-7)

@@ -87,7 +87,8 @@ class Policy:
     trained: dict[int, dict] = field(default_factory=dict)
 
     loss = SimpleNamespace(
-        token_weights=lambda num_masked, **flags: token_weights(num_masked, loss_type="dapo", max_completion_length=2, **flags)
+        zero_gradient=frozenset(),
+        token_weights=lambda num_masked, **flags: token_weights(num_masked, loss_type="dapo", max_completion_length=2, **flags),
     )
 
     parallel = OneRank()

@@ -12,9 +12,11 @@ import torch
 
 from megatron_grpo.base.activity import Timers
 from megatron_grpo.base.errors import ConfigError
+from megatron_grpo.checkpoint.fingerprints import settings_of
 from megatron_grpo.config.config import Config, GrpoConfig
 from megatron_grpo.config.optimizer import rank_multiple
 from megatron_grpo.grpo.loss import GrpoLoss
+from megatron_grpo.grpo.zero_gradient import zero_gradient_kinds
 from megatron_grpo.parallel.state import ParallelState
 from megatron_grpo.planning.sharing import Sharing, decide
 from megatron_grpo.policy.attention import gpu_kernel
@@ -254,7 +256,12 @@ def build_policy(
     """
     shape, parts = ModelShape.from_pretrained(model_path), parts or PolicyParts()
     sharing = sharing_here(cfg, shape, parallel)
-    loss = GrpoLoss.from_config(cfg.grpo, max_completion_length=cfg.rollout.max_completion_length, temperature=cfg.rollout.temperature)
+    loss = GrpoLoss.from_config(
+        cfg.grpo,
+        max_completion_length=cfg.rollout.max_completion_length,
+        temperature=cfg.rollout.temperature,
+        zero_gradient=zero_gradient_kinds(settings_of(cfg)),
+    )
     exchange, loaded_chunks = model_of(cfg, shape, parallel, model_path=model_path)
     chunks = loaded_chunks()
     adapters = choose_tuner(cfg, chunks, exchange, push)

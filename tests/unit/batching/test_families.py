@@ -228,7 +228,7 @@ def test_rows_that_do_not_fill_their_micro_batches_are_spread_evenly_in_order():
     assert rows_of(16) == [[(0, 1, 2, 3), (8, 9, 10, 11)], [(4, 5, 6, 7), (12, 13, 14, 15)]]
     assert rows_of(10) == [[(0, 1, 2), (6, 7)], [(3, 4, 5), (8, 9)]]
     assert rows_of(4, multiple=2) == [[(0,), (2,)], [(1,), (3,)]]
-    with pytest.raises(ValueError, match="3 sequences cannot fill 4 micro-batches of 2 ranks"):
+    with pytest.raises(ValueError, match="3 sequences cannot fill 2 ranks x 2 micro-batches"):
         rows_of(3, multiple=2)
 
 

@@ -167,6 +167,22 @@ def test_sizes_and_temperature_may_change_between_rollouts_and_not_while_rows_wa
     assert step_of(judged(tmp_path / "within")) == 5
 
 
+LOOKS = {"--beta": "0.1", "--entropy_coef": "0.1", "--compute_zero_advantage_rows": "true", "--top_entropy_quantile": "0.5"}
+
+
+@pytest.mark.parametrize("flag", LOOKS)
+def test_settings_that_look_at_rows_without_a_gradient_change_between_rollouts_alone(tmp_path, flag):
+    """Such rows have no old log-probs. What looked at them before has left out nothing."""
+    saved(tmp_path / "between", 4)
+    saved(tmp_path / "within", 5, buffer=8)
+    saved(tmp_path / "looked", 5, flag, LOOKS[flag], buffer=8)
+    assert step_of(judged(tmp_path / "between", flag, LOOKS[flag])) == 4
+    told = refusal(judged, tmp_path / "within", flag, LOOKS[flag])
+    assert f"{flag[2:]} was" in told and "8 of its samples are not trained yet" in told
+    assert step_of(judged(tmp_path / "looked")) == 5
+    assert step_of(judged(tmp_path / "within", "--loss_type", "dapo")) == 5
+
+
 def test_another_layout_is_said_and_not_refused_and_other_micro_batches_are_no_change(tmp_path):
     saved(tmp_path, 4)
     layout = "--world_size 4 --tensor_model_parallel_size 2 --micro_batch_size 2 --max_tokens_per_micro_batch 900".split()

@@ -1,0 +1,74 @@
+"""Steps with groups of equal rewards: gradients with and without computing them, against float64, and what is computed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests import parity_cases as cases
+from tests.ranks import run_ranks
+from tests.tiny_models import write_tiny
+
+# Rows 0 and 1, 4 and 5 have advantage 0 in the first step, all rows in the second; row 3 is truncated.
+EQUAL = (0, 2)
+# rows that are computed: none of them fills a micro-batch in these layouts
+COMPUTED = {"grpo": 4, "dapo": 3, "GSPO": 4, "cispo, KL, entropy": 7}
+CUT = {"grpo": "2 each", "dapo": "packed", "GSPO": "1 each", "cispo, KL, entropy": "2 each"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    found = {}
+
+    def of(model: str):
+        if model not in found:
+            path = write_tiny(tmp_path_factory.mktemp("models") / model, **cases.MODELS[model])
+            first, second = cases.stored_rollout(path, num_steps=2, vocab=125)
+            batches = [*cases.with_zero_std([first], *EQUAL), *cases.with_zero_std([second], 0, 1, 2, 3)]
+            right = {loss: cases.reference(path, cases.settings(**chosen), batches) for loss, chosen in cases.ZERO_GRADIENT_LOSSES.items()}
+            found[model] = path, batches, right
+        return found[model]
+
+    return of
+
+
+def step_of(made, name: str, *, computes_all: bool):
+    """On every rank: {loss: (what it trained, rows that were computed in each step and on each data-parallel rank)}."""
+    layout = cases.LAYOUTS[name]
+    path, batches, _ = made("MoE" if layout.needs_experts else "dense")
+
+    def body(rank, world):
+        parallel, found = cases.join(cases.settings(**layout.settings), world), {}
+        for loss, chosen in cases.ZERO_GRADIENT_LOSSES.items():
+            cfg = cases.settings(**layout.settings | chosen | cases.CUTS[CUT[loss]], compute_zero_advantage_rows=computes_all)
+            rows = []
+
+            def count(policy, rows=rows):
+                take_step = policy.train_step
+
+                def counted(batch):
+                    rows.append([micro.rows[place][1] for micro in batch.micro_batches for place in np.unique(micro.sequence)])
+                    return take_step(batch)
+
+                policy.train_step = counted
+
+            found[loss] = cases.train(rank, world, path, cfg, batches, count, parallel=parallel), (parallel.dp_rank, rows)
+        return found
+
+    return run_ranks(body, layout.world_size, timeout=200)
+
+
+@pytest.mark.parametrize("name", cases.ZERO_GRADIENT_LAYOUTS)
+def test_gradients_with_and_without_rows_that_have_none_equal_float64(made, name):
+    right = made("MoE" if cases.LAYOUTS[name].needs_experts else "dense")[2]
+    left_out, all_rows = (step_of(made, name, computes_all=computes_all) for computes_all in (False, True))
+    for loss, num_rows in COMPUTED.items():
+        both = [one[loss][0] for one in (left_out[0], all_rows[0])]
+        distances = [cases.distance(one[loss][0], right[loss]) for one in (*left_out, *all_rows)]
+        assert all(distance.within(loss=1e-5) for distance in distances), (loss, cases.worst_of(distances))
+        assert both[0].losses == pytest.approx(both[1].losses, rel=1e-6, abs=1e-7), loss
+        of_ranks = dict(one[loss][1] for one in left_out)
+        first, second = (sorted(row for rows in of_ranks.values() for row in rows[step]) for step in (0, 1))
+        assert len(first) == num_rows
+        assert len(second) == (7 if "KL" in loss else 0), "a step in which nothing has a gradient"
+        assert both[0].grad_norms[1] == both[1].grad_norms[1] == 0.0 or "KL" in loss
