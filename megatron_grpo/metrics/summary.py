@@ -129,9 +129,10 @@ class TimeSummary:
         return [*rows, ("all", f"{whole:,.1f}", "100%")]
 
     def describe(self) -> str:
-        """Return a sentence with the numbers of steps, checkpoints and restarts, and the overlapped sampling time."""
+        """Return a sentence with the numbers of steps, checkpoints and restarts, this rank's CPU time, and the overlapped sampling time."""
         told = [f"{self.num_steps:,} optimizer step{'s' * (self.num_steps != 1)} ({self.num_skipped:,} skipped)"]
         told.append(f"{activity.num_saved:,} checkpoint{'s' * (activity.num_saved != 1)} saved")
+        told.append(f"{sum(os.times()[:4]):,.0f} s of CPU time on rank 0, from its start")  # with its child processes that have ended
         if self.resumed_from:
             told.append(f"resumed after step {self.resumed_from:,}")
         if again := launcher.restart(os.environ):

@@ -650,6 +650,8 @@ def test_where_the_time_went_is_the_last_page():
         ("all", "60.0", "100%"),
     ]
     assert spent.describe().startswith("2 optimizer steps (1 skipped); ")
+    [cpu] = re.findall(r"; ([\d,]+) s of CPU time on rank 0", spent.describe())
+    assert abs(int(cpu.replace(",", "")) - sum(os.times()[:4])) < 5
     assert "; resumed after step 40; 5.0 s of sampling at the same time as other work, not in the table" in spent.describe()
 
 
