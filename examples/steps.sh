@@ -10,14 +10,15 @@ install() {  # install EXTRA...: the environment comes first on PATH
     export PATH="$bin:$PATH"
 }
 
-ranks() {  # two, unless there is one GPU alone: each rank needs a GPU of its own
+ranks() {  # RANKS; else two, unless there is one GPU alone: each rank needs its own GPU
     local gpus
+    [ -z "${RANKS:-}" ] || { echo "$RANKS"; return; }
     gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)"  # none counts 0, which grep calls a failure
     if [ "$gpus" = 1 ]; then echo 1; else echo 2; fi
 }
 
 key_of() {  # key_of "FILE..." SETTING...: everything that decides how the run goes
-    { cat $1; find megatron_grpo -name '*.py' | LC_ALL=C sort | xargs cat; echo "${@:2}"; } |
+    { cat $1; find megatron_grpo -name '*.py' | LC_ALL=C sort | xargs cat; echo "${RANKS:-}" "${@:2}"; } |
         python -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 

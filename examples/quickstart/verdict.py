@@ -11,6 +11,7 @@ from pathlib import Path
 
 AT_MOST_BEFORE, AT_LEAST_AFTER = 0.5, 0.9  # held-out accuracy, greedy
 MOST_DIFFERENCE = 1e-4  # nats between the sampler's and the trainer's log-probs, float32
+PARTS = {"rollout": "sampling", "train": "training", "weight_sync": "syncing weights", "eval": "evaluating"}  # of a step's time
 FILES = ("config.yaml", "metrics.jsonl", "completions", "plots/reward.png", "hf/config.json")
 
 
@@ -26,6 +27,7 @@ def find_faults(run: Path) -> tuple[list[str], str]:
     steps, evaluations = read(run / "metrics.jsonl"), read(run / "evaluations.jsonl")
     accuracy = [evaluation["correct"] for evaluation in evaluations]
     seconds = sum(step["time/step"] for step in steps)
+    parts = {name: sum(step.get(f"time/{name}", 0.0) for step in steps) for name in PARTS}
     difference = max(step["sampling/sampling_logp_difference/max"] for step in steps)
     if accuracy[0] > AT_MOST_BEFORE:
         faults.append(f"accuracy before training is {accuracy[0]:.3f}, more than {AT_MOST_BEFORE}: there was little left to learn")
@@ -36,7 +38,8 @@ def find_faults(run: Path) -> tuple[list[str], str]:
         faults.append(f"accuracy fell to {min(second_half):.3f} in the second half of the run: what was learnt did not stay")
     if difference > MOST_DIFFERENCE:
         faults.append(f"sampler and trainer differ by up to {difference:.1e} nats, more than {MOST_DIFFERENCE}")
-    summary = f"held-out accuracy {accuracy[0]:.3f} -> {accuracy[-1]:.3f} in {len(steps)} steps, {seconds:.0f} s of training"
+    summary = f"held-out accuracy {accuracy[0]:.3f} -> {accuracy[-1]:.3f} in {len(steps)} steps, {seconds:.0f} s of steps ("
+    summary += ", ".join(f"{what} {parts[name]:.1f}" for name, what in PARTS.items()) + ")"
     return faults, summary
 
 
