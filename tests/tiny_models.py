@@ -89,14 +89,14 @@ def write_tiny(
         common |= dict(query_pre_attn_scalar=24, sliding_window=9, layer_types=alternating(layers))
     if family == "olmo3":
         common |= dict(sliding_window=9, layer_types=alternating(layers))
-    common |= _of_hybrids(family, experts, ffn)
+    common |= of_hybrids(family, experts, ffn)
     config = AutoConfig.for_model(family, **(common | overrides))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                _draw(family, name, parameter, std)
+                draw(family, name, parameter, std)
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.normal_(0.0, std)
@@ -110,7 +110,7 @@ def write_tiny(
     return path
 
 
-def _of_hybrids(family: str, experts: int, ffn: int) -> dict[str, Any]:
+def of_hybrids(family: str, experts: int, ffn: int) -> dict[str, Any]:
     """Three of four layers have a state; half of each head turns in the fourth."""
     if family not in HYBRIDS:
         return {}
@@ -122,7 +122,7 @@ def _of_hybrids(family: str, experts: int, ffn: int) -> dict[str, Any]:
     return states | shared | dict(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=ffn // 4)
 
 
-def _draw(family: str, name: str, parameter: Any, std: float) -> None:
+def draw(family: str, name: str, parameter: Any, std: float) -> None:
     is_from_one = family.startswith("gemma") or (family in HYBRIDS and "linear_attn" not in name)
     if parameter.dim() > 1:
         parameter.normal_(0.0, std)

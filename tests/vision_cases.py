@@ -15,9 +15,9 @@ import numpy as np
 
 from megatron_grpo.types import Sample
 from tests import parity_cases as cases
-from tests.tiny_models import BOS, EOS, PAD, _write_tokenizer, load_tiny
+from tests.tiny_models import BOS, EOS, PAD, _write_tokenizer, draw, load_tiny, of_hybrids
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 VOCAB, IMAGE, BEGIN, END, VIDEO = 125, 121, 122, 123, 124
 MERGE = 2
 # The layouts that pictures are shown in. DeepStack wants three layers in the first chunk.
@@ -51,13 +51,14 @@ def picture(name: str, rows: int, columns: int, *, side: int = 4) -> Patches:
     return Patches(name, (1, rows, columns), rng.normal(size=(rows * columns, 3 * 2 * side * side)).astype(np.float32))
 
 
-def write_vlm(path: str | Path, family: str, *, layers: int = 4, tied: bool = False, dtype: str = "float32", std: float = 0.1) -> Path:
+def write_vlm(path: str | Path, family: str, *, layers: int = 4, tied: bool = False, dtype: str = "float32") -> Path:
     """Config, safetensors and tokenizer, as transformers writes them."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    path = Path(path)
-    axes = dict(mrope_section=[4, 2, 2], mrope_interleaved=True) if family == "qwen3_vl" else dict(mrope_section=[2, 3, 3])
+    path, std = Path(path), 0.06 if family.startswith("qwen3_5") else 0.1  # at 0.1 rounding alone moves a hybrid's gradient by 2e-5
+    is_hybrid, interleaved = family.startswith("qwen3_5"), dict(mrope_section=[4, 2, 2], mrope_interleaved=True)
+    axes = interleaved if family == "qwen3_vl" or is_hybrid else dict(mrope_section=[2, 3, 3])
     text = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=72, num_hidden_layers=layers, num_attention_heads=4,
                 num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=tied, pad_token_id=PAD, bos_token_id=BOS,
                 eos_token_id=EOS, rms_norm_eps=1e-6, rope_parameters=dict(rope_type="default", rope_theta=1e4, **axes))  # fmt: skip
@@ -71,6 +72,10 @@ def write_vlm(path: str | Path, family: str, *, layers: int = 4, tied: bool = Fa
     if family == "qwen3_vl":
         vision |= dict(num_position_embeddings=25, deepstack_visual_indexes=[0, 1, 2])
         text["head_dim"] = 16
+    if is_hybrid:  # half of each head turns
+        vision |= dict(num_position_embeddings=25)
+        text |= dict(head_dim=32) | of_hybrids(f"{family}_text", 4, 72)
+        text["rope_parameters"]["partial_rotary_factor"] = text.pop("partial_rotary_factor")
     config = AutoConfig.for_model(
         family, text_config=text, vision_config=vision, image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=BEGIN,
         vision_end_token_id=END, tie_word_embeddings=tied,
@@ -80,9 +85,9 @@ def write_vlm(path: str | Path, family: str, *, layers: int = 4, tied: bool = Fa
         model = AutoModelForImageTextToText.from_config(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(0.0, std)
-                elif "norm" in name or "ln_q" in name:
+                if is_hybrid and "visual" not in name:
+                    draw(f"{family}_text", name, parameter, std)
+                elif parameter.dim() == 1 and ("norm" in name or "ln_q" in name):
                     parameter.uniform_(0.5, 1.5)
                 else:
                     parameter.normal_(0.0, std)

@@ -29,9 +29,13 @@ HYBRID: dict[str, list[Any]] = {
     "attn_output_gate": ["bool", True],
     "output_gate_type": ["str|NoneType", None],
 }
+HYBRIDS = (
+    *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+)
 BESIDES_OF = {
     "Glm4MoeForCausalLM": {"partial_rotary_factor": [PART, 0.5]},
-    **dict.fromkeys(("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), HYBRID),
+    **dict.fromkeys(HYBRIDS, HYBRID),
     "Gemma3ForCausalLM": {"sliding_window_pattern": ["int", 6]},
 }
 THETAS = {"global": "rope_theta", "local": "rope_local_base_freq"}

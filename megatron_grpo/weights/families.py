@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.weights import traits
-from megatron_grpo.weights.vision_towers import QWEN2_5_VL, QWEN2_VL, QWEN3_VL, VisionTower
+from megatron_grpo.weights.vision_towers import QWEN2_5_VL, QWEN2_VL, QWEN3_5, QWEN3_5_MOE, QWEN3_VL, VisionTower
 
 Config = Mapping[str, Any]
 
@@ -92,6 +92,10 @@ FAMILIES: dict[str, ModelFamily] = {
     "Qwen2VLForConditionalGeneration": ModelFamily(traits=traits.qwen2, tower=QWEN2_VL),
     "Qwen2_5_VLForConditionalGeneration": ModelFamily(traits=traits.qwen2, tower=QWEN2_5_VL),
     "Qwen3VLForConditionalGeneration": ModelFamily(traits=traits.qwen3, tower=QWEN3_VL),
+    "Qwen3_5ForConditionalGeneration": ModelFamily(traits=traits.qwen3_5, **_HYBRID, tower=QWEN3_5),
+    "Qwen3_5MoeForConditionalGeneration": ModelFamily(
+        traits=traits.qwen3_5_moe, **_HYBRID, shared_expert="shared_expert", tower=QWEN3_5_MOE
+    ),
 }
 _SPARSE = "its sparse attention (lightning indexer) is not implemented"
 _SIZES = "Megatron-Core has neither its per-layer embeddings nor its optional layers"
@@ -99,8 +103,6 @@ _SEES = "its vision tower is not verified against transformers' gradients"
 _HEARS = "images are the only supported modality besides text"
 # Unsupported models: (regular expression of their Hub names, architectures, reason).
 _NOT_YET = (
-    (r"Qwen/Qwen3\.[56]-\d+(\.\d+)?B($|-(?!A\d))", "Qwen3_5ForConditionalGeneration", f"{_SEES}; use its text model (Qwen3_5ForCausalLM)"),
-    (r"Qwen/Qwen3\.[56]-", "Qwen3_5MoeForConditionalGeneration", f"{_SEES}; use its text model (Qwen3_5MoeForCausalLM)"),
     (r"Qwen/Qwen2\.5-Omni-", "Qwen2_5OmniModel", _HEARS),
     (r"Qwen/Qwen3-Omni-", "Qwen3OmniMoeForConditionalGeneration", _HEARS),
     (r"Qwen/Qwen3-VL-\d+B-A\d+B", "Qwen3VLMoeForConditionalGeneration",

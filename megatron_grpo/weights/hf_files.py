@@ -342,7 +342,8 @@ class HfWriter:
     def _write_config(self) -> None:
         config = {**read_config(self.source), **self.config_changes}
         if family_of(config).has_prediction_layers:  # they are not in the export
-            config |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers") if key in config}
+            for level in (config, config.get("text_config") or {}):
+                level |= {key: 0 for key in ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers") if key in level}
         written = str(max(self._dtypes, key=self._dtypes.__getitem__)).removeprefix("torch.")
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = written
         (self._partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

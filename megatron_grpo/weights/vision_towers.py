@@ -185,6 +185,13 @@ QWEN3_VL = VisionTower(
     sections=(24, 20, 20),
     interleaved_axes=True,
 )
+QWEN3_5 = replace(
+    QWEN3_VL,
+    module="qwen3_5.modeling_qwen3_5.Qwen3_5VisionModel",
+    shape=lambda vision, config: qwen3_vl({**vision, "deepstack_visual_indexes": ()}, config),
+    sections=(11, 11, 10),
+)
+QWEN3_5_MOE = replace(QWEN3_5, module="qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeVisionModel")
 
 
 def without_axes(config: Config) -> Config:
@@ -213,7 +220,8 @@ def with_axes(rope: RopeShape, config: Config, tower: VisionTower, require: Requ
         return rope
     sections = tuple(given)
     require(
-        sum(sections) == rope.dim // 2, f"mrope_section ({sections}) must add up to head_dim / 2 ({rope.dim // 2}), got {sum(sections)}."
+        sum(sections) == rope.dim // 2,
+        f"mrope_section ({sections}) must add up to half of the rotated channels of a head ({rope.dim // 2}), got {sum(sections)}.",
     )
     interleaved = tower.interleaved_axes
     given = _unique_value(config, "mrope_interleaved", require)

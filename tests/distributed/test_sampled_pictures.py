@@ -180,9 +180,9 @@ def test_log_probs_are_those_of_transformers_before_and_after_pushes_of_either_p
     assert told["sizes"][2] < told["sizes"][0] < told["sizes"][1]
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "qwen3_5"])
 def test_the_other_families_are_sampled_as_by_transformers_before_and_after_a_push(tmp_path, kind):
-    """Measured: 4e-6 nats, and 1 to 1.5 against the weights before the push."""
+    """Measured: 4e-6 nats, 1.1e-5 for the hybrid, and 1 to 2 against the weights before the push."""
 
     def body(rank, world_size):
         from safetensors.torch import load_file
@@ -201,7 +201,7 @@ def test_the_other_families_are_sampled_as_by_transformers_before_and_after_a_pu
 
     written(tmp_path, kind)
     [found] = run_ranks(body, 1)
-    assert max(*found["as loaded"], *found["pushed"]) < MOST, found
+    assert max(*found["as loaded"], *found["pushed"]) < (3 if kind == "qwen3_5" else 1) * MOST, found
     assert min(found["another model"]) > 0.1
 
 

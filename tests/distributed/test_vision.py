@@ -24,6 +24,8 @@ CASES = [
     ("qwen3_vl", "TP2 SP", {}),
     ("qwen2_vl", "PP2 VPP2", {}),
     ("qwen3_vl", "CP2", dict(share_prefix="true")),
+    ("qwen3_5", "CP2", dict(share_prefix="true")),
+    ("qwen3_5_moe", "TP2 SP", {}),
     ("qwen2_5_vl", "DP2", dict(vit_lr=4e-3, aligner_lr=1e-3)),
 ]
 

@@ -414,7 +414,13 @@ def test_a_path_that_is_too_long_for_a_file_is_a_sentence(capsys, flag):
 
 @pytest.mark.parametrize(
     ("name", "is_known"),
-    [("Qwen/Qwen3.6-35B-A3B", True), ("google/gemma-2-9b", True), ("Qwen/Qwen3-8B", False), ("me/gemma-2-9", False)],
+    [
+        ("zai-org/GLM-5", True),
+        ("Qwen/Qwen3.6-35B-A3B", False),
+        ("google/gemma-2-9b", True),
+        ("Qwen/Qwen3-8B", False),
+        ("me/gemma-2-9", False),
+    ],
 )
 def test_a_model_that_is_known_not_to_train_by_its_name_is_refused_before_it_is_fetched(name, is_known):
     shape, problems = read_shape(name)

@@ -29,7 +29,9 @@ def config_of_family(family: str, folder) -> dict:
         inner = {
             key: value for key, value in config.pop("text_config").items() if key not in ("rope_parameters", "layer_types", "architectures")
         }
-        return inner | config | WINDOWS | {"rope_scaling": {"mrope_section": [4, 2, 2] if family.startswith("Qwen3") else [2, 3, 3]}}
+        sections = {"Qwen2": [2, 3, 3], "Qwen3V": [4, 2, 2], "Qwen3_5": [2, 1, 1]}  # of a hybrid's heads a quarter turns
+        given = next(found for prefix, found in sections.items() if family.startswith(prefix))
+        return inner | config | WINDOWS | {"rope_scaling": {"mrope_section": given}}
     (name, *_) = [name for name in CHECKPOINTS if config_of(name)["architectures"] == [family]]
     config = {key: value for key, value in config_of(name).items() if key not in ("rope_parameters", "layer_types", "num_local_experts")}
     return (
@@ -40,7 +42,8 @@ def config_of_family(family: str, folder) -> dict:
 
 
 vision = {"Qwen2VLForConditionalGeneration": "qwen2_vl", "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
-          "Qwen3VLForConditionalGeneration": "qwen3_vl"}  # fmt: skip
+          "Qwen3VLForConditionalGeneration": "qwen3_vl", "Qwen3_5ForConditionalGeneration": "qwen3_5",
+          "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe"}  # fmt: skip
 
 
 def test_the_table_is_that_of_the_installed_transformers():

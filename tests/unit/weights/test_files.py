@@ -14,8 +14,9 @@ from megatron_grpo.base.errors import ConfigError
 from megatron_grpo.base.files import MARK
 from megatron_grpo.weights.hf_files import HfReader, HfWriter, check_tied_head
 from megatron_grpo.weights.names import hf_shapes
-from megatron_grpo.weights.shape import ModelShape
+from megatron_grpo.weights.shape import ModelShape, read_config
 from tests.unit.weights.tiny import write_checkpoint
+from tests.vision_cases import write_vlm
 
 
 def copy_weights(reader: HfReader, out, source, **options) -> None:
@@ -61,6 +62,16 @@ def test_dtype_is_converted_and_declared_and_a_routing_bias_stays_float32(tmp_pa
     kinds = {name: out(name).dtype for name in out.names}
     assert kinds.pop("model.layers.1.mlp.gate.e_score_correction_bias") is torch.float32
     assert set(kinds.values()) == {torch.bfloat16}
+
+
+def test_prediction_layers_are_not_in_the_exported_config(tmp_path):
+    """A reader would look for their weights, which are neither trained nor written."""
+    source = write_vlm(tmp_path / "source", "qwen3_5")
+    config = read_config(source)
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (source / "config.json").write_text(json.dumps(config))
+    copy_weights(HfReader(source), tmp_path / "out", source)
+    assert read_config(tmp_path / "out")["text_config"]["mtp_num_hidden_layers"] == 0
 
 
 def test_an_old_config_keeps_its_own_word_for_dtype(tmp_path):
