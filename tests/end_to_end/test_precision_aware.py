@@ -42,6 +42,8 @@ def test_a_killed_run_with_few_bits_ends_as_the_one_that_was_not_and_goes_on_wit
     [step_dump] = (whole / "debug_dump").iterdir()
     [(code, told)] = run_ranks(replayed, 1, step_dump, "--json", "true", "--use_distributed_optimizer", "false")
     assert code == 0 and told["numbers"]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=0.02), told
-    assert told["weights"]["same"] == told["weights"]["tensors"] and all("the run's forward comes again" in one for one in told["verdict"])
+    assert told["weights"]["same"] == told["weights"]["tensors"] and all(
+        "the run's forward pass is reproduced" in one for one in told["verdict"]
+    )
     opened = settings_of_checkpoint(parse(["--torch_dtype", "float32"]).config, whole / "checkpoints" / f"iter_{STEPS:07d}")
     assert validate(opened, ()) == [] and opened.model.torch_dtype == "float32"

@@ -87,5 +87,6 @@ def test_a_run_that_is_killed_and_stopped_in_mid_rollout_is_the_run_that_nobody_
         kept = [name for name in EXACT if name in one]
         assert [other[name] for name in kept] == pytest.approx([one[name] for name in kept], rel=1e-6, abs=1e-9)
     assert max(line.get("episodes/rewritten", 0.0) for line in whole) > 0.5, "rows of several contexts wait in the checkpoints"
-    assert all(line["sampling/sampling_logp_difference/max"] < 1e-4 for line in whole)
+    differences = [line["sampling/sampling_logp_difference/max"] for line in whole if line["packing/computed_rows"]]
+    assert differences and max(differences) < 1e-4
     assert {"rewards/environment/mean", "rewards/short/mean", "episodes/ended/max_turns"} <= set(whole[0])

@@ -105,7 +105,9 @@ def test_a_table_of_a_run_that_kept_no_tokens_has_none(tmp_path):
 
 def test_a_drift_and_a_failed_push_say_what_to_type():
     drift = DriftWatch(bound=1.0, dtype="float32", hint="To see: megatron-grpo mismatch out")
-    assert drift.warning({"sampling/sampling_logp_difference/max": 2.0}).endswith("not the same. To see: megatron-grpo mismatch out")
+    assert drift.warning({"sampling/sampling_logp_difference/max": 2.0}).endswith(
+        "their weights or their arithmetic differ. To see: megatron-grpo mismatch out"
+    )
 
     def refuses():
         raise WeightSyncError("the engine is wrong")

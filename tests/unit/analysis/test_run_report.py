@@ -229,7 +229,7 @@ def test_the_command_writes_the_page_beside_the_run_or_where_it_is_asked_to(tmp_
         (["run", "-o"], "-o needs a file."),
         (["run", "-o", "mine.html"], "mine.html exists and was not written by this command. Name another file with -o."),
         (["run", "-o", "no/a.html"], "no/a.html cannot be written: No such file or directory. Name another file with -o."),
-        (["missing"], "missing is no folder. Name the output_dir of a run that has trained for at least one optimizer step."),
+        (["missing"], "missing is not a folder. Name the output_dir of a run that has trained for at least one optimizer step."),
         (["run", "empty"], "empty has no optimizer step in metrics.jsonl. Name the output_dir"),
     ],
 )
