@@ -1,0 +1,61 @@
+"""Whole runs of a tiny model with the gated delta rule: sampled in float32, resumed under another layout, from servers, with adapters."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.end_to_end.runs import records, train, write_inputs
+from tests.ranks import run_ranks
+from tests.servers import ASKS, Server
+
+MOST = 5e-5  # nats between the sampler's log-probs and the trainer's
+TP2 = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]
+BOTH_KINDS = ["linear_attention", "full_attention"]
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    flags = write_inputs(tmp_path_factory.mktemp("hybrid"), family="qwen3_5_text", layer_types=BOTH_KINDS)
+    return [*flags, "--lr", "1e-2", "--log_completions_steps", "0"]
+
+
+def differences(out) -> list[float]:
+    return [step["sampling/sampling_logp_difference/max"] for step in records(out / "metrics.jsonl")]
+
+
+def test_a_run_on_one_rank_continues_on_two_and_its_export_loads(flags, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "out"
+    run = [*flags, "--output_dir", str(out), "--save_steps", "3"]
+    assert run_ranks(train, 1, [*run, "--max_steps", "3"]) == [0]
+    assert run_ranks(train, 2, [*run, *TP2, "--max_steps", "5"]) == [0, 0]
+    assert len(differences(out)) == 5 and max(differences(out)) < MOST
+    _, info = AutoModelForCausalLM.from_pretrained(out / "hf", output_loading_info=True)
+    assert not any(info.values())
+
+
+def test_adapters_on_all_linear_layers_train_and_are_sampled(flags, tmp_path):
+    run = [*flags, "--output_dir", str(tmp_path), "--tuner_type", "lora", "--lora_rank", "4", "--max_steps", "3"]
+    assert run_ranks(train, 1, run) == [0]
+    assert len(differences(tmp_path)) == 3 and max(differences(tmp_path)) < MOST
+
+
+def train_with_token(rank: int, world_size: int, flags: list[str]) -> int:
+    os.environ.update(ASKS)
+    return train(rank, world_size, flags)
+
+
+def test_servers_sample_as_the_ranks_do(flags, tmp_path):
+    """Pushes over a link to an engine whose two workers are processes."""
+    model = flags[flags.index("--model") + 1]
+    server = Server(tmp_path / "server", model, "--vllm_tensor_parallel_size", "2")
+    try:
+        of_run = flags[: flags.index("--vllm_kv_cache_memory_mb")] + flags[flags.index("--vllm_kv_cache_memory_mb") + 2 :]
+        host = ["--vllm_mode", "server", "--vllm_server_host", f"@{server.wait().address_file}"]
+        assert run_ranks(train_with_token, 1, [*of_run, *host, "--max_steps", "3", "--output_dir", str(tmp_path / "out")]) == [0]
+    finally:
+        server.close()
+    assert len(differences(tmp_path / "out")) == 3 and max(differences(tmp_path / "out")) < MOST
