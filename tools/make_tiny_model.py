@@ -12,6 +12,10 @@ A second call with the same settings and data keeps what is there.
 
 writes a model of another family instead, to try a layout or an engine with: as small, with random weights and a vocabulary of numbers, as
 the tests make theirs.
+
+    python tools/make_tiny_model.py --hybrid --output examples/quickstart/hybrid
+
+writes a Qwen3.5 of as many parameters, with the gated delta rule in three of four layers, with the same tokenizer and warm-up.
 """
 
 from __future__ import annotations
@@ -51,6 +55,14 @@ ARCHITECTURE = dict(
     eos_token_id=EOS,
     pad_token_id=PAD,
     bos_token_id=None,
+)
+# What differs in a hybrid. Both models have 0.88 to 0.89 million parameters.
+HYBRID = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=32,
+    linear_value_head_dim=32,
+    intermediate_size=336,
 )
 WARM_UP = dict(steps=2000, batch_size=32, lr=2e-3, warmup_steps=100, share_right=1 / 3)
 
@@ -187,10 +199,10 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def make_model(data: Path, folder: Path, seed: int, warm_up_steps: int) -> dict:
+def make_model(data: Path, folder: Path, seed: int, warm_up_steps: int, hybrid: bool) -> dict:
     """Writes the checkpoint into `folder` and returns what it was made of and how it scores."""
     import torch
-    from transformers import AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoTokenizer, GenerationConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -201,19 +213,23 @@ def make_model(data: Path, folder: Path, seed: int, warm_up_steps: int) -> dict:
     save_tokenizer(train_tokenizer([row["prompt"] + row["answer"] for row in train]), folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
-    model = Qwen3ForCausalLM(Qwen3Config(**ARCHITECTURE)).float()
+    if hybrid:
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**ARCHITECTURE | HYBRID)).float()
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**ARCHITECTURE)).float()
     num_parameters = sum(p.numel() for p in model.parameters())
-    print(f"[model] Qwen3 with {num_parameters:,} parameters; warm-up on {len(train)} sums, about a minute", flush=True)
+    name, time_taken = ("Qwen3.5", "several minutes") if hybrid else ("Qwen3", "about a minute")
+    print(f"[model] {name} with {num_parameters:,} parameters; warm-up on {len(train)} sums, {time_taken}", flush=True)
     score = warm_up(model, tokenizer, train, test, seed, {**WARM_UP, "steps": warm_up_steps}) if warm_up_steps else 0.0
     model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
     model.save_pretrained(folder)
     return {"num_parameters": num_parameters, "held_out_accuracy": score}
 
 
-def fingerprint(data: Path, seed: int, warm_up_steps: int) -> str:
+def fingerprint(data: Path, seed: int, warm_up_steps: int, hybrid: bool) -> str:
     """Of everything that decides the weights: this program, the data, the settings."""
     parts = [Path(__file__).read_bytes(), (data / "train.jsonl").read_bytes(), (data / "test.jsonl").read_bytes()]
-    return hashlib.sha256(b"\0".join([*parts, f"{seed} {warm_up_steps}".encode()])).hexdigest()
+    return hashlib.sha256(b"\0".join([*parts, f"{seed} {warm_up_steps}{' hybrid' * hybrid}".encode()])).hexdigest()
 
 
 def make_of_family(family: str, folder: Path, seed: int) -> dict:
@@ -236,6 +252,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("examples/quickstart/data"), help="folder with train.jsonl and test.jsonl")
     parser.add_argument("--output", type=Path, help="folder of the model (default: examples/quickstart/model)")
     parser.add_argument("--family", choices=FAMILIES, help="another one, with random weights; it needs an --output")
+    parser.add_argument("--hybrid", action="store_true", help="Qwen3.5, with states in three of four layers; it needs an --output")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warm_up_steps", type=int, default=WARM_UP["steps"], help="0: random weights")
     args = parser.parse_args()
@@ -245,13 +262,15 @@ def main() -> None:
         facts = {"fingerprint": f"{args.family} {args.seed}", "seed": args.seed}
         make_once(parser, args.output, facts, lambda out: make_of_family(args.family, out, args.seed), asked="sums")
         return
+    if args.hybrid and args.output is None:
+        parser.error("--hybrid needs an --output, for the model of the quickstart is another one")
     for name in ("train.jsonl", "test.jsonl"):
         if not (args.data / name).is_file():
             parser.error(f"{args.data / name} is missing: make it with examples/quickstart/make_data.py --output {args.data}")
 
-    facts = {"fingerprint": fingerprint(args.data, args.seed, args.warm_up_steps), "seed": args.seed}
+    facts = {"fingerprint": fingerprint(args.data, args.seed, args.warm_up_steps, args.hybrid), "seed": args.seed}
     output = args.output or Path("examples/quickstart/model")
-    make_once(parser, output, facts, lambda out: make_model(args.data, out, args.seed, args.warm_up_steps), asked="sums")
+    make_once(parser, output, facts, lambda out: make_model(args.data, out, args.seed, args.warm_up_steps, args.hybrid), asked="sums")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -45,3 +46,24 @@ def test_a_family_is_made_as_the_tests_make_it_and_nothing_else_is_overwritten(t
     with pytest.raises(SystemExit):
         main()
     assert "--family gpt_oss needs an --output" in capsys.readouterr().err
+
+
+def test_a_hybrid_has_as_many_parameters_and_is_never_made_in_place_of_the_quickstarts_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the program sets
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    from tools.make_tiny_model import main
+
+    data = ROOT / "examples/quickstart/make_data.py"
+    subprocess.run([sys.executable, data, "--output", tmp_path / "data", "--num_test", "8"], check=True, capture_output=True)
+    counts = []
+    for more in ([], ["--hybrid"]):
+        out = tmp_path / f"model{len(more)}"
+        words = ["--data", str(tmp_path / "data"), "--warm_up_steps", "0", *more]
+        monkeypatch.setattr(sys, "argv", ["make_tiny_model.py", *words, "--output", str(out)])
+        main()
+        counts.append(json.loads((out / "made_by.json").read_text())["num_parameters"])
+    assert counts[1] == pytest.approx(counts[0], rel=0.01)
+    monkeypatch.setattr(sys, "argv", sys.argv[:-2])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--hybrid needs an --output" in capsys.readouterr().err
