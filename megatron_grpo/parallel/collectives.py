@@ -337,25 +337,22 @@ def _require_order(tensor: torch.Tensor) -> None:
         raise ValueError(f"expected a contiguous tensor, got shape {tuple(tensor.shape)} with strides {tensor.stride()}")
 
 
-def start_gather(run: torch.Tensor, group: Group, *, at_once: int, memory: Callable[[int], torch.Tensor]) -> tuple[torch.Tensor, list[Any]]:
-    """Start gathering every rank's `run`; return [ranks, len(run)] in rank order and the handles to wait for. Collective over `group`.
+def start_gather(rows: torch.Tensor, group: Group, *, at_once: int) -> list[Any]:
+    """Start gathering every rank's row into the rows of the others; return handles. Collective over `group`.
 
-    The result is complete once all handles have been waited for. With one rank it is a view of `run`.
+    The rows are complete once all handles have been waited for.
 
     Args:
-        run: One-dimensional tensor of one length on every rank.
+        rows: [ranks, n] in rank order, contiguous. This rank's row holds what it sends.
         group: Process group; None is all ranks.
-        at_once: Elements of `run` per collective; there are as many collectives as necessary.
-        memory: Allocates a one-dimensional tensor with the given number of elements.
+        at_once: Elements of a row per collective; there are as many collectives as necessary.
     """
-    if num_ranks(group) == 1:
-        return run[None], []
-    rows = memory(num_ranks(group) * len(run)).view(num_ranks(group), len(run))
-    if len(run) <= at_once:
+    mine = rows[rank_in(group)]
+    if len(mine) <= at_once:
         into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed to the first in torch 2.13
-        return rows, [into(rows.view(-1), run, group=group, async_op=True)]
-    pieces = zip(run.split(at_once), *(row.split(at_once) for row in rows), strict=True)
-    return rows, [dist.all_gather(places, piece, group=group, async_op=True) for piece, *places in pieces]
+        return [into(rows.view(-1), mine, group=group, async_op=True)]
+    pieces = zip(mine.split(at_once), *(row.split(at_once) for row in rows), strict=True)
+    return [dist.all_gather(places, piece, group=group, async_op=True) for piece, *places in pieces]
 
 
 def from_member_(tensor: torch.Tensor, member: int, group: Group) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Conversion between this rank's Megatron shards and full Hugging Face tensors, and streams of them in few large buckets.
 
-Every rank packs its shards as bytes, and collectives gather a whole bucket at once: at most one broadcast of shards over the pipeline
+Every rank packs its shards as bytes, and collectives gather a whole bucket at once: broadcasts of shards over the pipeline
 stages, one gather over tensor parallelism, and one over the ranks that share the experts. `weights.buckets` defines what is in a bucket;
 the rest of `weights` does the arithmetic.
 """
@@ -186,6 +186,7 @@ class PushPlan:
     def __init__(self, owned: Iterable[Owned], weight_map: WeightMap, parallel: ParallelState, *, bucket_bytes: int):
         self.map, self.parallel = weight_map, parallel
         self._groups = {BucketPart.DENSE: parallel.tp_group, BucketPart.EXPERTS: parallel.expert_group}
+        self._place = {part: collectives.rank_in(group) for part, group in self._groups.items()}  # this rank's row of a gather
         places = collectives.all_gather_object((parallel.ep_rank, parallel.etp_rank), parallel.expert_group)
         self._row = {place: row for row, place in enumerate(places)}  # row of each rank in a gather of experts
         self.ranks = Ranks(parallel.pp_size, parallel.tp_size, len(places))
@@ -245,41 +246,30 @@ class PushPlan:
             raise ValueError(f"{len(wrong)} tensors differ from the plan of this weight sync: {', '.join(wrong[:3])}")
 
     def _send(self, bucket: Bucket, own: LocalTensors) -> PendingBucket:
-        p, sizes = self.parallel, [size if self.ranks.travels(part) else 0 for part, size in zip(BucketPart, bucket.sizes, strict=True)]
-        if not any(sizes):
-            return PendingBucket(bucket, [None, None, None], [], None)
-        run = self._pack(bucket, sizes, own)
-        parts = run.split(sizes)
-        # Shards cross the stages, not full tensors: over the slow links a rank receives only its own shard.
-        collectives.from_member_(run, bucket.stage, p.pp_group)
+        p = self.parallel
         rows: list[torch.Tensor | None] = [None, None, None]
         works = []
-        for part, group in self._groups.items():
-            if sizes[part]:
-                at_once = bucket.at_once(self.ranks.sharing(part))
-                rows[part], started = collectives.start_gather(parts[part], group, at_once=at_once, memory=own.memory.take)
-                works += started
-        if sizes[BucketPart.WHOLE]:
-            rows[BucketPart.WHOLE] = parts[BucketPart.WHOLE][None]
-        return PendingBucket(bucket, rows, works, torch.cuda.current_stream() if p.device.type == "cuda" else None)
+        for part in BucketPart:
+            size, sharing = bucket.sizes[part], self.ranks.sharing(part)
+            if not size or not self.ranks.travels(part):
+                continue
+            found = rows[part] = own.memory.take(sharing * size).view(sharing, size)
+            mine = found[self._place.get(part, 0)]
+            if p.pp_rank == bucket.stage:
+                self._pack(bucket, part, mine, own)
+            # Shards cross the stages, not full tensors: over the slow links a rank receives only its own shard.
+            collectives.from_member_(mine, bucket.stage, p.pp_group)
+            if sharing > 1:
+                works += collectives.start_gather(found, self._groups[part], at_once=bucket.at_once(sharing))
+        is_on_gpu = p.device.type == "cuda" and any(row is not None for row in rows)
+        return PendingBucket(bucket, rows, works, torch.cuda.current_stream() if is_on_gpu else None)
 
-    def _pack(self, bucket: Bucket, sizes: list[int], own: LocalTensors) -> torch.Tensor:
-        """Pack this rank's shards of a bucket, uint8 [bytes]; for another stage's bucket, return memory to receive it."""
-        is_own, p = self.parallel.pp_rank == bucket.stage, self.parallel
-        held = [
-            (slot, slot.names.get(p.ep_rank if slot.part is BucketPart.EXPERTS else 0))
-            for slot in bucket.slots
-            if is_own and sizes[slot.part]
-        ]
-        if len(held) == 1 and held[0][1] is not None and held[0][0].num_bytes == sum(sizes):
-            # A single tensor, as the embedding often is, is sent from its own memory.
-            return own.tensor(held[0][1], held[0][0]).contiguous().view(-1).view(torch.uint8)
-        run = own.memory.take(sum(sizes))
-        parts = run.split(sizes)
-        for slot, name in held:
-            if name is not None:
-                _view(parts[slot.part], slot).copy_(own.tensor(name, slot))
-        return run
+    def _pack(self, bucket: Bucket, part: BucketPart, run: torch.Tensor, own: LocalTensors) -> None:
+        """Copy this rank's shards of one part of a bucket into `run`, uint8 [bytes]."""
+        expert_rank = self.parallel.ep_rank if part is BucketPart.EXPERTS else 0
+        for slot in bucket.slots:
+            if slot.part is part and expert_rank in slot.names:
+                _view(run, slot).copy_(own.tensor(slot.names[expert_rank], slot))
 
     def _unpack(self, coming: PendingBucket, own: LocalTensors) -> Iterator[tuple[str, torch.Tensor]]:
         coming.wait()
@@ -442,22 +432,20 @@ class Rank0WeightGather(PushPlan):
     def _send(self, bucket: Bucket, own: LocalTensors) -> PendingBucket:
         """Start to receive a bucket on rank 0; send this rank's shards on the others."""
         me, stage = self.parallel.rank, bucket.stage
-        senders = {part: self._senders[part, stage] for part in BucketPart if bucket.sizes[part] and self._senders[part, stage] != [0]}
-        sizes = [bucket.sizes[part] if me in senders.get(part, ()) else 0 for part in BucketPart]
-        packed = self._pack(bucket, sizes, own).split(sizes) if any(sizes) else None
-        if me != 0:
-            for part in senders:
-                if sizes[part] and packed is not None:
-                    collectives.send(packed[part].contiguous(), 0)
-            return PendingBucket(bucket, [None, None, None], [], None)
         rows: list[torch.Tensor | None] = [None, None, None]
         works = []
-        for part, ranks in senders.items():
-            found = own.memory.take(len(ranks) * bucket.sizes[part]).view(len(ranks), -1)
-            for row, rank in zip(found, ranks, strict=True):
-                if rank == 0 and packed is not None:
-                    row.copy_(packed[part])
+        for part in BucketPart:
+            size, senders = bucket.sizes[part], self._senders[part, stage]
+            if not size or senders == [0] or me not in (0, *senders):
+                continue
+            found = own.memory.take((len(senders) if me == 0 else 1) * size).view(-1, size)
+            for row, rank in zip(found, senders if me == 0 else [me], strict=True):
+                if rank == me:
+                    self._pack(bucket, part, row, own)
                 else:
                     works.append(collectives.start_receive(row, rank))
-            rows[part] = found
+            if me == 0:
+                rows[part] = found
+            else:
+                collectives.send(found[0], 0)
         return PendingBucket(bucket, rows, works, torch.cuda.current_stream() if self.parallel.device.type == "cuda" else None)

@@ -104,20 +104,20 @@ class Bucket:
     def num_collectives(self, ranks: Ranks) -> int:
         """Return the number of collectives of this bucket.
 
-        There is one over stages, and one for each shared part, or several for a parameter that is larger than a bucket.
+        There is one over stages for each part, and one for each shared part, or several for a parameter that is larger than a bucket.
         """
         shared = [(self.sizes[part], ranks.sharing(part)) for part in BucketPart if ranks.sharing(part) > 1]
-        return (ranks.stages > 1) + sum(-(-size // self.at_once(sharing)) for size, sharing in shared)
+        over_stages = sum(map(bool, self.sizes)) if ranks.stages > 1 else 0
+        return over_stages + sum(-(-size // self.at_once(sharing)) for size, sharing in shared)
 
     def received_bytes(self, ranks: Ranks, stage: int) -> int:
         """Return the bytes received by a rank of `stage`."""
         return (sum(self.sizes) if stage != self.stage else 0) + sum(self.sizes[part] * (ranks.sharing(part) - 1) for part in BucketPart)
 
     def memory_bytes(self, ranks: Ranks) -> int:
-        """Return the bytes a bucket needs in transit: a rank's buffer, what is gathered, and one piece if it is gathered in pieces."""
-        packed = sum(self.sizes[part] for part in BucketPart if ranks.travels(part))
-        gathered = sum(self.sizes[part] * ranks.sharing(part) for part in BucketPart if ranks.sharing(part) > 1)
-        return packed + gathered + (self.full_bytes if gathered > self.full_bytes else 0)
+        """Return the bytes a bucket needs in transit: the shards of all ranks, and one piece if it is gathered in pieces."""
+        gathered = sum(self.sizes[part] * ranks.sharing(part) for part in BucketPart if ranks.travels(part))
+        return gathered + (self.full_bytes if gathered > self.full_bytes else 0)
 
 
 def fill(owned: Iterable[Owned], ranks: Ranks, bucket_bytes: int) -> list[Bucket]:
@@ -143,12 +143,13 @@ def fill(owned: Iterable[Owned], ranks: Ranks, bucket_bytes: int) -> list[Bucket
                 "tensors at the same position of the model differ in shape or dtype: "
                 f"{', '.join(str((one.name, one.shape, one.dtype)) for one in alike)}"
             )
-        whole = length * ranks.sharing(first.part)
+        part = first.part if ranks.sharing(first.part) > 1 else BucketPart.WHOLE  # one run of bytes for all that is on one rank
+        whole = length * ranks.sharing(part)
         if not buckets or buckets[-1].stage != stage or buckets[-1].whole + whole > bucket_bytes:
             buckets.append(Bucket(stage, bucket_bytes))
         bucket = buckets[-1]
-        bucket.slots.append(BucketSlot(first.part, bucket.sizes[first.part], first.num_bytes, first.shape, first.dtype, names))
-        bucket.sizes[first.part] += length
+        bucket.slots.append(BucketSlot(part, bucket.sizes[part], first.num_bytes, first.shape, first.dtype, names))
+        bucket.sizes[part] += length
         bucket.whole += whole
     return buckets
 

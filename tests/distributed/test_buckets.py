@@ -23,7 +23,7 @@ from megatron_grpo.policy.hf_export import MegatronToHF
 from megatron_grpo.trainer import weight_sync
 from megatron_grpo.weights import adapters as weights_adapters
 from megatron_grpo.weights.adapters import trimmed
-from megatron_grpo.weights.buckets import BucketPart, fill, num_collectives
+from megatron_grpo.weights.buckets import fill, most_bytes, num_collectives
 from megatron_grpo.weights.hf_files import HfReader
 from megatron_grpo.weights.lora import A
 from megatron_grpo.weights.names import ShardCut
@@ -274,34 +274,40 @@ def test_a_receiver_that_stops_early_leaves_nobody_waiting(models):
     run_ranks(stop_early, 2, str(models("MoE")))
 
 
-def hold_one(rank, world, path, tamper=None):
-    """A receiver that holds one tensor at a time, a view of a bucket, finds two buckets in memory and no third."""
-    policy = build(path, "MoE", "EP2", world)
-    policy.exchange.bucket_bytes = 64 << 10
+def hold_one(rank, world, path, model, layout, tamper=None):
+    """A receiver that holds one tensor at a time, a view of a bucket, finds two buckets of memory in use and no third."""
+    policy = build(path, model, layout, world)
+    policy.exchange.bucket_bytes = bucket_bytes = 64 << 10
     plan = policy.exchange.plan(policy.tensors(), "weights")
     if tamper is not None:
         tamper()
-    start, sent, most = collectives.start_gather, [], 0
+    start, broadcast, taken, most = collectives.start_gather, collectives.from_member_, [], 0
 
-    def watched(run, group, **how):
+    def take(self, num_bytes):
         nonlocal most
-        rows, works = start(run, group, **how)
-        if works:
-            for work in works:
-                work.wait()
-            rows = rows.clone()  # gloo's own threads let go of theirs when they like
-            sent.append(StorageWeakRef(rows.untyped_storage()))
-        most = max(most, sum(not one.expired() for one in sent))
-        return rows, []
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        taken.append((StorageWeakRef(memory.untyped_storage()), num_bytes))
+        most = max(most, sum(size for one, size in taken if not one.expired()))
+        return memory
 
-    collectives.start_gather = watched
+    def gathered(rows, group, **how):
+        theirs = rows.clone()  # gloo's own threads let go of theirs when they like
+        for work in start(theirs, group, **how):
+            work.wait()
+        rows.copy_(theirs)
+        return []
+
+    hf_export.Memory.take, collectives.start_gather = take, gathered
+    collectives.from_member_ = lambda tensor, member, group: tensor.copy_(broadcast(tensor.clone(), member, group))
     names = [name for name, _ in policy.named_weights()]
-    assert len(names) > len(sent) > 4 and len(plan.buckets) >= len(sent)
-    assert most == 2
+    assert len(names) > len(plan.buckets) > 4
+    assert 1.5 * bucket_bytes < most <= 2 * bucket_bytes, most
+    assert most <= most_bytes(plan.buckets, plan.ranks)
 
 
-def test_two_buckets_are_in_memory_and_no_third(models):
-    run_ranks(hold_one, 2, str(models("MoE")))
+@pytest.mark.parametrize("layout", ["EP2", "PP2", "TP2 EP2 ETP1", "PP2 EP2"])
+def test_two_buckets_are_in_memory_and_no_third(models, layout):
+    run_ranks(hold_one, cases.LAYOUTS[layout].world_size, str(models("MoE")), "MoE", layout)
 
 
 # ---- each of these must be noticed -----------------------------------------------------------------------------------------------------
@@ -311,16 +317,12 @@ def arrives_late():
     """Not a fault: nothing is there before it is waited for, as on a slow network."""
     start = collectives.start_gather
 
-    def late(run, group, **how):
-        rows, works = start(run, group, **how)
-        if not works:
-            return rows, []
-        right = torch.empty_like(rows)
-        for work in works:
+    def late(rows, group, **how):
+        for work in start(rows, group, **how):
             work.wait()
-        right.copy_(rows)
+        right = rows.clone()
         rows.zero_()
-        return rows, [SimpleNamespace(wait=lambda: rows.copy_(right))]
+        return [SimpleNamespace(wait=lambda: rows.copy_(right))]
 
     collectives.start_gather = late
 
@@ -331,29 +333,13 @@ def nobody_waits():
 
 
 def a_bucket_is_filled_again():
-    memory, start = {}, collectives.start_gather
-
-    def again(run, group, **how):
-        rows, works = start(run, group, **how)
-        if not works:
-            return rows, []
-        for work in works:
-            work.wait()
-        kept = memory.setdefault((id(group), tuple(rows.shape)), rows)
-        kept.copy_(rows)
-        return kept, []
-
-    collectives.start_gather = again
+    memory = {}
+    hf_export.Memory.take = lambda self, num_bytes: memory.setdefault(num_bytes, torch.empty(num_bytes, dtype=torch.uint8))
 
 
-def parts_that_are_whole_are_gathered_too():
-    start = hf_export.PushPlan.__init__
-
-    def over_everyone(self, *args, **kwargs):
-        start(self, *args, **kwargs)
-        self._groups = {BucketPart.WHOLE: None, **self._groups}
-
-    hf_export.PushPlan.__init__ = over_everyone
+def the_first_stage_sends_for_all():
+    broadcast = collectives.from_member_
+    collectives.from_member_ = lambda tensor, member, group: broadcast(tensor, 0, group)
 
 
 def expert_ranks_in_another_order():
@@ -424,7 +410,7 @@ def sent_before_there_is_room():
 WRONG = {
     nobody_waits: (look, "MoE", "EP2"),
     a_bucket_is_filled_again: (look, "MoE", "EP2"),
-    parts_that_are_whole_are_gathered_too: (look, "dense", "PP2 VPP2"),
+    the_first_stage_sends_for_all: (look, "dense", "PP2 VPP2"),
     expert_ranks_in_another_order: (look, "MoE", "EP2"),
     experts_one_rank_after_the_other: (look, "MoE", "EP2"),
     alone_whatever_the_cut: (look, "dense", "TP2"),
@@ -433,7 +419,7 @@ WRONG = {
     planned_by_what_this_rank_has: (plan_kinds, *IN_ONE_STAGE),
     who_stops_leaves: (stop_early,),
     who_fails_leaves: (stop_early,),
-    sent_before_there_is_room: (hold_one,),
+    sent_before_there_is_room: (hold_one, "MoE", "EP2"),
 }
 
 

@@ -276,7 +276,7 @@ def test_an_adapter_that_cannot_be_pushed_alone_is_refused_with_everything_else(
 @pytest.mark.parametrize(("argv", "collectives", "buckets"), [
     ((), 0, 1),  # read where it lives
     (("--world_size", 2, "--tensor_model_parallel_size", 2), 1, 1),
-    (("--world_size", 4, "--tensor_model_parallel_size", 2, "--pipeline_model_parallel_size", 2), 4, 2),  # over stages, then TP
+    (("--world_size", 4, "--tensor_model_parallel_size", 2, "--pipeline_model_parallel_size", 2), 6, 2),  # over stages, then TP
     (("--world_size", 2, "--pipeline_model_parallel_size", 2, "--tuner_type", "lora", "--sleep_level", 2), 4, 4),  # the base again
 ])  # fmt: skip
 def test_a_push_takes_few_collectives(made, argv, collectives, buckets):

@@ -146,7 +146,7 @@ def test_where_servers_sample_nothing_is_given_away_and_only_the_trainer_must_fi
     server = ["--vllm_mode", "server", "--vllm_server_host", "127.0.0.1"]
     found = memory("--gpu_memory_gb", 80, "--tensor_model_parallel_size", 4, *server, *BOTH)
     assert found["fits"] and found["offload"]["freed_bytes"] == 0 and not (found["offload"]["model"] or found["offload"]["optimizer"])
-    tight = memory("--gpu_memory_gb", 40, "--tensor_model_parallel_size", 2, *server)
+    tight = memory("--gpu_memory_gb", 39, "--tensor_model_parallel_size", 2, *server)
     assert not tight["fits"] and tight["would_fit"]
     names = {name for way in tight["would_fit"] for name in way["settings"]}
     assert not names & {"sleep_level", "offload_model", "offload_optimizer", "vllm_gpu_memory_utilization"}
