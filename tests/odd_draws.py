@@ -16,7 +16,10 @@ LONGEST = 40  # tokens of a sequence
 KINDS = ("sliding_attention", "full_attention")
 HYBRID_KINDS = ("linear_attention", "full_attention")
 MULTIPLES = ("gemma3_text", "llama")  # of the heads are their widths, transformers says
-SPARSE = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")
+SPARSE = (
+    *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "gpt_oss", "qwen3_next"),
+    "qwen3_5_moe_text",
+)
 
 
 def draw(rng: random.Random, family: str, layout: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -54,14 +57,14 @@ def _experts(rng, family: str, layers: int, size, *, ep: int, etp: int, tp: int)
     experts = size(3, 4, 5, 6, 8, ranks=ep)
     found: dict[str, Any] = {"experts": experts, "num_experts_per_tok": rng.randint(2 if rng.random() < 0.9 else 1, experts)}
     width = size(5, 12, 18, ranks=etp)
-    if family == "qwen3_moe":
+    if family in ("qwen2_moe", "qwen3_moe"):
         found |= {"norm_topk_prob": _coin(rng), "decoder_sparse_step": rng.choice([1, 1, 2]), "moe_intermediate_size": width}
         found["mlp_only_layers"] = [layer for layer in range(layers) if rng.random() < 0.2]
     if family == "qwen3_next":
         found |= {"norm_topk_prob": _coin(rng), "mlp_only_layers": [layer for layer in range(layers) if rng.random() < 0.2]}
-    if family in HYBRIDS:
+    if family in HYBRIDS or family == "qwen2_moe":
         found |= {"moe_intermediate_size": width, "shared_expert_intermediate_size": -(-rng.choice([7, 24]) // tp) * tp}
-    if family in ("deepseek_v3", "glm4_moe"):
+    if family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite"):
         groups = [n for n in range(1, experts) if experts % n == 0 and experts // n > 1]
         n_group = rng.choice(groups)
         found |= {
@@ -138,6 +141,11 @@ _OWN = {
     "qwen3": lambda rng, chosen: _bias(rng, chosen) | _qwen(rng, chosen),
     "qwen3_moe": lambda rng, chosen: _bias(rng, chosen) | {k: v for k, v in _qwen(rng, chosen).items() if k != "layer_types"},
     "deepseek_v3": _deepseek,
+    "glm4_moe_lite": lambda rng, chosen: (
+        _deepseek(rng, chosen) | {"first_k_dense_replace": None, "mlp_layer_types": rng.choices(["dense", "sparse"], k=chosen["layers"])}
+    ),
+    "minimax_m2": lambda rng, chosen: {"rotary_dim": rng.choice([2, 4, 6])},
+    "qwen2_moe": lambda rng, chosen: {"qkv_bias": _coin(rng)} | _qwen(rng, chosen),
     "glm4_moe": lambda rng, chosen: _bias(rng, chosen) | {"use_qk_norm": _coin(rng)},
     "gpt_oss": _gpt_oss,
     "olmo2": _bias,
@@ -168,7 +176,7 @@ def _rope(rng, family: str) -> dict[str, Any]:
     if kind == "yarn":
         found |= rng.choice([{}, {"attention_factor": 1.3}, {"mscale": 0.7, "mscale_all_dim": 1.2}, {"mscale": 0.7}])
         found |= rng.choice([{}, {"beta_fast": 8.0, "beta_slow": 0.5}]) | rng.choice([{}, {"truncate": False}])
-    elif family == "deepseek_v3" and _coin(rng):
+    elif family in ("deepseek_v3", "glm4_moe_lite") and _coin(rng):
         found |= {"mscale_all_dim": 1.2, "factor": found.get("factor", 3.0)}
     if kind == "longrope":
         found |= {"short_factor": [1.0], "long_factor": [1.5], "factor": 2.0, "original_max_position_embeddings": 16}

@@ -140,7 +140,7 @@ def _measure_one(rank: int, world: int, odd: Odd, cfg, parallel, tamper) -> Outc
         if tamper is not None:
             tamper(policy)
         read, exported = HfReader(odd.path), {name: tensor.clone() for name, tensor in policy.named_weights()}
-        names = set(stored_names(odd.path)) if cases._family(odd.path).are_experts_interleaved else read.names
+        names = set(stored_names(odd.path)) if cases._family(odd.path).fused_experts else read.names
         seen["export"] = exported.keys() == names and all(
             bytes(exported[name].numpy().tobytes()) == bytes(read(name).numpy().tobytes()) for name in exported
         )

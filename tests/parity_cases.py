@@ -140,6 +140,9 @@ MODELS = {
 # Other families, for `tools/parity.py --models`; a few layouts of each are in tests/distributed/test_families.py.
 FAMILIES = {
     "GLM": dict(family="glm4_moe", layers=4, vocab=125, std=0.1, attention_bias=True, use_qk_norm=True, head_dim=20),
+    "GLM-4.7-Flash": dict(family="glm4_moe_lite", layers=4, vocab=125, std=0.1),
+    "MiniMax-M2": dict(family="minimax_m2", layers=4, vocab=125, std=0.1),
+    "Qwen2-MoE": dict(family="qwen2_moe", layers=4, vocab=125, std=0.1),
     "gpt-oss": dict(
         family="gpt_oss", layers=4, vocab=125, heads=8, kv_heads=4, head_dim=10, ffn=36, std=0.1, sliding_window=7, swiglu_limit=0.6
     ),
@@ -149,7 +152,7 @@ FAMILIES = {
     "Qwen3.5": dict(family="qwen3_5_text", layers=4, vocab=125, std=0.06),
     "Gemma": dict(family="gemma3_text", layers=4, vocab=125, tied=True, head_dim=20, ffn=68, std=0.1, sliding_window=7),
 }
-WITH_EXPERTS = ("MoE", "MLA", "GLM", "gpt-oss", "Qwen3-Next")
+WITH_EXPERTS = ("MoE", "MLA", "GLM", "GLM-4.7-Flash", "MiniMax-M2", "Qwen2-MoE", "gpt-oss", "Qwen3-Next")
 MODEL_SETTINGS = {"MoE": dict(moe_z_loss_coeff=0.02)}
 # Other ways to run the same step, each on one layout.
 WAYS = {
@@ -633,8 +636,8 @@ def in_export_names(tensors: Mapping[str, np.ndarray], path: str | Path) -> dict
     found, tower = {}, _family(path).tower
     for name, value in tensors.items():
         name = tower.on_the_hub(name) if tower else name
-        if _family(path).are_experts_interleaved:
-            found[name] = value
+        if layout := _family(path).fused_experts:  # transposed in files; in memory too if they are interleaved
+            found[name] = value.swapaxes(1, 2) if layout == "concatenated" and ".mlp.experts." in name else value
         elif name.endswith("mlp.experts.gate_up_proj"):
             gate, up, _ = _expert_names(path)
             for e, both in enumerate(value):
@@ -642,7 +645,7 @@ def in_export_names(tensors: Mapping[str, np.ndarray], path: str | Path) -> dict
         elif name.endswith("mlp.experts.down_proj"):
             for e, one in enumerate(value):
                 found[_expert(name, path, e, _expert_names(path)[2])] = one
-        elif name.endswith("mlp.gate.weight"):
+        elif name.endswith(("mlp.gate.weight", "mlp.e_score_correction_bias")):
             found[name.replace(".mlp.", f".{_block(path)}.")] = value
         else:
             found[name] = value

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tests import vision_cases
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 
@@ -18,6 +20,8 @@ def write_seeing(folder: Path, kind: str = "qwen2_5_vl") -> Path:
 
     model, _ = make_tiny_vlm.new_model(folder, kind, draws_norms=True)
     model.save_pretrained(folder)
+    if kind == "qwen3_vl_moe":
+        vision_cases.as_on_the_hub(folder)
     return folder
 
 

@@ -15,10 +15,13 @@ FAMILIES = (
     "qwen2",
     "llama",
     "mistral",
+    "qwen2_moe",
     "qwen3_moe",
     "mixtral",
     "deepseek_v3",
     "glm4_moe",
+    "glm4_moe_lite",
+    "minimax_m2",
     "gpt_oss",
     "olmo2",
     "olmo3",
@@ -28,7 +31,7 @@ FAMILIES = (
     "qwen3_5_moe_text",
 )
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-NARROW = ("qwen2", "olmo2", "olmo3")  # their hidden_size is that of all heads
+NARROW = ("qwen2", "qwen2_moe", "olmo2", "olmo3")  # their hidden_size is that of all heads
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 PAD, BOS, EOS, UNK = range(4)
 
@@ -69,11 +72,15 @@ def write_tiny(
     )  # fmt: skip
     if family not in NARROW or "hidden_size" in overrides:
         common["head_dim"] = head_dim
-    if family == "qwen3_moe":
+    if family in ("qwen2_moe", "qwen3_moe"):
         common |= dict(num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=ffn, norm_topk_prob=True, decoder_sparse_step=1)
-    if family == "mixtral":
+    if family == "qwen2_moe":
+        common |= dict(shared_expert_intermediate_size=ffn // 2)
+    if family in ("mixtral", "minimax_m2"):
         common |= dict(num_local_experts=experts, num_experts_per_tok=2)
-    if family == "deepseek_v3":  # the first layer dense, the others with experts; all channel counts different
+    if family == "minimax_m2":  # half of each head turns; vLLM needs the others, which transformers does not read
+        common |= dict(rotary_dim=head_dim // 2, scoring_func="sigmoid", use_routing_bias=True)
+    if family in ("deepseek_v3", "glm4_moe_lite"):  # the first layer dense, the others with experts; all channel counts different
         common |= dict(n_routed_experts=experts, num_experts_per_tok=2, moe_intermediate_size=ffn // 4, n_shared_experts=2, n_group=2,
                        topk_group=1, first_k_dense_replace=1, routed_scaling_factor=1.5, kv_lora_rank=24, q_lora_rank=40,
                        qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16, num_key_value_heads=heads,

@@ -36,6 +36,8 @@ HYBRIDS = (
 BESIDES_OF = {
     "Glm4MoeForCausalLM": {"partial_rotary_factor": [PART, 0.5]},
     **dict.fromkeys(HYBRIDS, HYBRID),
+    "Qwen3VLMoeForConditionalGeneration": {"tie_word_embeddings": ["bool", False]},  # of the whole model, not of its text model
+    "MiniMaxM2ForCausalLM": {"rotary_dim": ["int|NoneType", None]},
     "Gemma3ForCausalLM": {"sliding_window_pattern": ["int", 6]},
 }
 THETAS = {"global": "rope_theta", "local": "rope_local_base_freq"}

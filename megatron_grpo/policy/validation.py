@@ -15,6 +15,7 @@ from megatron_grpo.config.config import Config
 from megatron_grpo.config.optimizer import FP8_NEEDS
 from megatron_grpo.config.read import COMMAND_LINE
 from megatron_grpo.config.rules import Rule, broken, settings_of
+from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.lora import linear_modules, lora_of
 from megatron_grpo.weights.shape import ModelShape
 from megatron_grpo.weights.sizes import yarn_mscale
@@ -169,8 +170,8 @@ def _unshareable(c: SimpleNamespace) -> dict[str, Any] | None:
     return {"reason": reason, "other": next((words for begin, words in others.items() if reason.startswith(begin)), "")}
 
 
-def _trains_biased_experts(c: SimpleNamespace) -> bool:
-    if not (c.moe and c.moe.has_biases and c.tuner_type == "lora"):
+def _adapts_fused_experts(c: SimpleNamespace) -> bool:
+    if not (FAMILIES[c.shape.architecture].fused_experts and c.tuner_type == "lora"):
         return False
     try:
         settings = lora_of(c.cfg.tuner, c.shape)
@@ -306,7 +307,7 @@ RULES = (
          "expert_tensor_parallel_size: {expert_tensor_parallel_size} would add the biases of {shape.architecture}'s experts "
          "{expert_tensor_parallel_size} times (Megatron-Core rejects it). Use 1, and expert_model_parallel_size for more ranks.",
          {"expert_tensor_parallel_size": [1]}),
-    Rule("target_modules", _trains_biased_experts,
+    Rule("target_modules", _adapts_fused_experts,
          "target_modules: {shape.architecture} stores the experts of a layer in one tensor, for which PEFT's and vLLM's adapter "
          "names differ from those of this package. Use q_proj k_proj v_proj o_proj, or tuner_type full."),
     # a vision tower

@@ -11,11 +11,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_grpo.base.errors import ConfigError, Problem, config_error
 from megatron_grpo.weights import traits
-from megatron_grpo.weights.vision_towers import QWEN2_5_VL, QWEN2_VL, QWEN3_5, QWEN3_5_MOE, QWEN3_VL, VisionTower
+from megatron_grpo.weights.vision_towers import QWEN2_5_VL, QWEN2_VL, QWEN3_5, QWEN3_5_MOE, QWEN3_VL, QWEN3_VL_MOE, VisionTower
 
 Config = Mapping[str, Any]
 
@@ -47,6 +47,7 @@ class ModelFamily:
         moe_block: Name of the MoE block in the Hugging Face tensor names of a layer.
         router: Name of the router inside that block.
         shared_expert: Name of the shared experts inside that block.
+        expert_bias: Name of the bias on the selection of experts inside that block.
         expert_names: Names of an expert's gate, up and down projections.
         tower: Vision tower, for vision-language models.
     """
@@ -56,8 +57,9 @@ class ModelFamily:
     moe_block: str = "mlp"
     router: str = "gate"
     shared_expert: str = "shared_experts"
-    # Files and vLLM store the experts of a layer in one tensor: transposed, with gate and up channels interleaved.
-    are_experts_interleaved: bool = False
+    expert_bias: str = "gate.e_score_correction_bias"
+    # Files and vLLM store the experts of a layer in one transposed tensor, with gate and up channels alternating or gate before up.
+    fused_experts: Literal["interleaved", "concatenated"] | None = None
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     # Multi-token prediction layers after the last layer, for speculative decoding. GRPO neither trains nor exports them.
     has_prediction_layers: bool = False
@@ -78,11 +80,21 @@ FAMILIES: dict[str, ModelFamily] = {
     "MistralForCausalLM": ModelFamily(traits=traits.mistral),
     "Qwen2ForCausalLM": ModelFamily(traits=traits.qwen2),
     "Qwen3ForCausalLM": ModelFamily(traits=traits.qwen3),
+    "Qwen2MoeForCausalLM": ModelFamily(traits=traits.qwen2_moe, shared_expert="shared_expert"),
     "Qwen3MoeForCausalLM": ModelFamily(traits=traits.qwen3_moe),
     "MixtralForCausalLM": ModelFamily(traits=traits.mixtral, moe_block="block_sparse_moe", expert_names=("w1", "w3", "w2")),
     "DeepseekV3ForCausalLM": ModelFamily(traits=traits.deepseek_v3, has_prediction_layers=True),
     "Glm4MoeForCausalLM": ModelFamily(traits=traits.glm4_moe, has_prediction_layers=True, turns_a_part=True),
-    "GptOssForCausalLM": ModelFamily(traits=traits.gpt_oss, rope=traits.GPT_OSS_ROPE, router="router", are_experts_interleaved=True),
+    "Glm4MoeLiteForCausalLM": ModelFamily(traits=traits.glm4_moe_lite, has_prediction_layers=True),
+    "MiniMaxM2ForCausalLM": ModelFamily(
+        traits=traits.minimax_m2,
+        ropes=traits.minimax_ropes,
+        turns_a_part=True,
+        moe_block="block_sparse_moe",
+        expert_names=("w1", "w3", "w2"),
+        expert_bias="e_score_correction_bias",
+    ),  # fmt: skip
+    "GptOssForCausalLM": ModelFamily(traits=traits.gpt_oss, rope=traits.GPT_OSS_ROPE, router="router", fused_experts="interleaved"),
     "Olmo2ForCausalLM": ModelFamily(traits=traits.olmo2),
     "Olmo3ForCausalLM": ModelFamily(traits=traits.olmo3, ropes=traits.olmo3_ropes),
     "Gemma3ForCausalLM": ModelFamily(traits=traits.gemma3, ropes=traits.gemma3_ropes),
@@ -92,6 +104,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "Qwen2VLForConditionalGeneration": ModelFamily(traits=traits.qwen2, tower=QWEN2_VL),
     "Qwen2_5_VLForConditionalGeneration": ModelFamily(traits=traits.qwen2, tower=QWEN2_5_VL),
     "Qwen3VLForConditionalGeneration": ModelFamily(traits=traits.qwen3, tower=QWEN3_VL),
+    "Qwen3VLMoeForConditionalGeneration": ModelFamily(traits=traits.qwen3_vl_moe, tower=QWEN3_VL_MOE, fused_experts="concatenated"),
     "Qwen3_5ForConditionalGeneration": ModelFamily(traits=traits.qwen3_5, **_HYBRID, tower=QWEN3_5),
     "Qwen3_5MoeForConditionalGeneration": ModelFamily(
         traits=traits.qwen3_5_moe, **_HYBRID, shared_expert="shared_expert", tower=QWEN3_5_MOE
@@ -105,16 +118,11 @@ _HEARS = "images are the only supported modality besides text"
 _NOT_YET = (
     (r"Qwen/Qwen2\.5-Omni-", "Qwen2_5OmniModel", _HEARS),
     (r"Qwen/Qwen3-Omni-", "Qwen3OmniMoeForConditionalGeneration", _HEARS),
-    (r"Qwen/Qwen3-VL-\d+B-A\d+B", "Qwen3VLMoeForConditionalGeneration",
-     "Qwen3-VL with experts is not verified against transformers' gradients; use Qwen3-VL without experts "
-     "(Qwen3VLForConditionalGeneration)"),
     (r"nvidia/(NVIDIA-)?Nemotron-(H|Nano|3)-", "NemotronHForCausalLM", "its Mamba-2 layers are not implemented"),
     (r"deepseek-ai/DeepSeek-V3\.2", "DeepseekV32ForCausalLM", (
         f"{_SPARSE}; use DeepSeek-V3, which has full attention (DeepseekV3ForCausalLM)"
     )),
     (r"zai-org/GLM-5", "GlmMoeDsaForCausalLM", _SPARSE),
-    (r"zai-org/GLM-4\.7-Flash", "Glm4MoeLiteForCausalLM",
-     "it is not verified against transformers' gradients; use GLM-4.5 (Glm4MoeForCausalLM)"),
     ("", "Glm4vMoeForConditionalGeneration", f"{_SEES}; use the text model of GLM-4.5 (Glm4MoeForCausalLM)"),
     (r"google/gemma-2-", "Gemma2ForCausalLM",
      "its softcapping of attention scores and logits is not implemented; use Gemma 3, which has none (Gemma3ForCausalLM)"),

@@ -1,7 +1,7 @@
 """Hugging Face checkpoint directories: read one tensor at a time, and written completely or not at all.
 
-gpt-oss stores the experts of a layer in one tensor, transposed, with gate and up channels interleaved. The table of weights lists experts
-one by one for all families; this module also converts exactly between the two.
+gpt-oss and Qwen3-VL store the experts of a layer in one transposed tensor. The table of weights lists experts one by one for all families;
+this module also converts exactly between the two.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -53,8 +53,8 @@ class HfReader:
         self._stored = {tower.on_the_hub(name) if tower else name: name for name in self._where}  # name -> name in the file
         self._parts: dict[str, tuple[str, Callable[[Any], torch.Tensor]]] = {}  # name -> (name in the file, function that cuts it out)
         for name in self._where:
-            if family_of(self.config).are_experts_interleaved:
-                experts = experts_in(name, self.config.get("num_local_experts", self.config.get("num_experts", 0)))
+            if layout := family_of(self.config).fused_experts:
+                experts = experts_in(name, self._open(name).get_slice(name).get_shape(), layout) if _STORED.fullmatch(name) else ()
                 self._parts |= {one: (name, partial(_transposed, expert, channels)) for one, expert, channels in experts}
             elif fused := _FUSED.fullmatch(name):
                 self._offer_experts(name, *fused.groups())
@@ -133,20 +133,23 @@ _ONE = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias
 _PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
 
 
-def experts_in(stored: str, num_experts: int) -> Iterator[tuple[str, int, slice]]:
+def experts_in(stored: str, size: Sequence[int], layout: str) -> Iterator[tuple[str, int, slice]]:
     """Yield the single-expert tensors that a stored tensor contains: (name, expert number, slice of the last dimension).
 
     Args:
         stored: Name in the file.
-        num_experts: Experts of a layer.
+        size: Size of that tensor.
+        layout: `ModelFamily.fused_experts`.
     """
     if match := _STORED.fullmatch(stored):
         prefix, which, bias = match.groups()
         parts = _PARTS[which]
-        for expert in range(num_experts):
+        width = size[-1] // len(parts)
+        for expert in range(size[0]):
             for place, part in enumerate(parts):
                 name = f"{prefix}.{expert}.{part}_proj.{'bias' if bias else 'weight'}"
-                yield name, expert, slice(place, None, len(parts))
+                is_mixed = layout == "interleaved"
+                yield name, expert, slice(place, None, len(parts)) if is_mixed else slice(place * width, (place + 1) * width)
 
 
 def stored_name(name: str) -> str:
@@ -170,7 +173,8 @@ def as_stored(named: Iterable[tuple[str, torch.Tensor]], shape: ModelShape) -> I
     Raises:
         ValueError: Experts of a layer are missing.
     """
-    if not FAMILIES[shape.architecture].are_experts_interleaved:
+    layout = FAMILIES[shape.architecture].fused_experts
+    if layout is None:
         yield from named
         return
     waiting: dict[str, dict[tuple[str, int], torch.Tensor]] = {}
@@ -183,8 +187,9 @@ def as_stored(named: Iterable[tuple[str, torch.Tensor]], shape: ModelShape) -> I
         held = waiting.setdefault(whole, {})
         held[match[3], int(match[2])] = tensor.t() if tensor.dim() > 1 else tensor
         if len(held) == shape.num_experts * len(parts):
-            experts = [torch.stack([held[part, e] for part in parts], dim=-1).flatten(-2) for e in range(shape.num_experts)]
-            yield whole, torch.stack(experts)
+            experts = [[held[part, e] for part in parts] for e in range(shape.num_experts)]
+            is_mixed = layout == "interleaved"
+            yield whole, torch.stack([torch.stack(one, dim=-1).flatten(-2) if is_mixed else torch.cat(one, dim=-1) for one in experts])
             del waiting[whole]
     if waiting:
         raise ValueError(f"missing experts of {', '.join(sorted(waiting)[:3])}")

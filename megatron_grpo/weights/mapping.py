@@ -101,7 +101,7 @@ class WeightMap:
         Some families store the experts of a layer in one tensor (`hf_files.stored_name`).
         """
         names = self.expected_hf_names()
-        return frozenset(map(stored_name, names)) if FAMILIES[self.shape.architecture].are_experts_interleaved else names
+        return frozenset(map(stored_name, names)) if FAMILIES[self.shape.architecture].fused_experts else names
 
     def check_complete(self, names: frozenset[str] | set[str]) -> None:
         """Check that a checkpoint has every tensor the model needs and none that would be ignored.

@@ -194,7 +194,7 @@ def _experts(shape: ModelShape, moe: MoeShape, family: ModelFamily) -> Iterator[
         yield _plain("mlp.router.bias", f"{block}.{family.router}.bias", (moe.num_experts,), ShardCut.REPLICATED)
     if moe.has_expert_bias:
         yield replace(
-            _plain("mlp.router.expert_bias", f"{block}.gate.e_score_correction_bias", (moe.num_experts,), ShardCut.REPLICATED),
+            _plain("mlp.router.expert_bias", f"{block}.{family.expert_bias}", (moe.num_experts,), ShardCut.REPLICATED),
             is_buffer=True,
         )
     yield from _gated_mlp(

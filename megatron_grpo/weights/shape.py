@@ -73,7 +73,7 @@ class ModelShape:
             "the checkpoint is quantized (quantization_config); training needs bfloat16 or float32 weights."
             + (
                 " To convert it, load it in transformers with Mxfp4Config(dequantize=True) and call save_pretrained."
-                if family.are_experts_interleaved
+                if family.fused_experts == "interleaved"
                 else ""
             ),
         )

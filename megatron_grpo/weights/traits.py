@@ -61,6 +61,34 @@ def qwen3_moe(config: Config, common: Config) -> dict[str, Any]:
     }
 
 
+def qwen2_moe(config: Config, common: Config) -> dict[str, Any]:
+    """Read Qwen2-MoE: optional biases, the experts of Qwen3-MoE with a gated shared expert, and windows in every second layer."""
+
+    def has_window(layer: int) -> bool:
+        return config["use_sliding_window"] and layer % 2 == 0 and layer < config["max_window_layers"]
+
+    window = config["sliding_window"] if config["use_sliding_window"] else None
+    return {
+        "qkv_bias": config["qkv_bias"],
+        "windows": windows_of({**config, "sliding_window": window}, common["num_layers"], has_window),
+        "moe": _with_shared_expert(qwen3_moe({**config, "attention_bias": False}, common)["moe"], config),
+    }
+
+
+def qwen3_vl_moe(config: Config, common: Config) -> dict[str, Any]:
+    """Read the text model of Qwen3-VL with experts: Qwen3-MoE without windows.
+
+    Raises:
+        ConfigError: norm_topk_prob is false, which transformers ignores and vLLM reads; or transposed experts have the size of others.
+    """
+    hidden, width = common["hidden_size"], config["moe_intermediate_size"]
+    if hidden in (width, 2 * width):  # transformers reads both by their sizes
+        raise _wrong(f"hidden_size {hidden} with moe_intermediate_size {width}: files do not tell whether experts are transposed.")
+    if config.get("norm_topk_prob", True) is not True:
+        raise _wrong(f"norm_topk_prob is {config['norm_topk_prob']!r}, which transformers ignores. Use true.")
+    return qwen3_moe({**config, "use_sliding_window": False, "norm_topk_prob": True}, common)
+
+
 def qwen3_next(config: Config, common: Config) -> dict[str, Any]:
     """Read Qwen3-Next: gated delta rule and gated attention, and the experts of Qwen3-MoE with a gated shared expert."""
     experts = {**config, "use_sliding_window": False}
@@ -191,6 +219,34 @@ def _grouped_experts(config: Config, common: Config) -> MoeShape:
 def glm4_moe(config: Config, common: Config) -> dict[str, Any]:
     """Read GLM-4.5: optional biases and query-key norms, and the routing of DeepSeek-V3."""
     return {"qkv_bias": config["attention_bias"], "qk_norm": config["use_qk_norm"], "moe": _grouped_experts(config, common)}
+
+
+def glm4_moe_lite(config: Config, common: Config) -> dict[str, Any]:
+    """Read GLM-4.7-Flash: the attention and the routing of DeepSeek-V3. `mlp_layer_types` names the layers with experts."""
+    layers, kinds, first = common["num_layers"], config["mlp_layer_types"], config.get("first_k_dense_replace")
+    if kinds is None:
+        kinds = ["dense", *["sparse"] * (layers - 1)]
+    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+        raise _wrong(f"mlp_layer_types must name dense or sparse for each of {layers} layers, got {kinds!r}.")
+    if first is not None and kinds != ["dense"] * first + ["sparse"] * (layers - first):  # vLLM reads it, transformers does not
+        raise _wrong(f"first_k_dense_replace is {first!r}, but mlp_layer_types is {kinds!r}. Set both, so that they agree.")
+    shape = deepseek_v3({**config, "first_k_dense_replace": 0}, common)
+    return {**shape, "moe": replace(shape["moe"], layers=tuple(kind == "sparse" for kind in kinds))}
+
+
+def minimax_m2(config: Config, common: Config) -> dict[str, Any]:
+    """Read MiniMax-M2: one query-key norm over all heads, and experts that a sigmoid router selects with a bias."""
+    for key, value in {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"}.items():
+        if config.get(key, value) != value:
+            raise _wrong(f"{key} is {config[key]!r}, which transformers ignores. Leave it out, or use {value!r}.")
+    moe = replace(_local_experts(config, common), score_function="sigmoid", has_expert_bias=True)
+    return {"qk_norm": True, "qk_norm_is_whole": True, "moe": moe}
+
+
+def minimax_ropes(config: Config) -> tuple[Config]:
+    """Return the rope config of MiniMax-M2, whose files have the rotated channels of a head in `rotary_dim`."""
+    part, channels = config["partial_rotary_factor"], config["rotary_dim"]
+    return ({**config, "partial_rotary_factor": channels / config["head_dim"] if part is None and channels else part},)
 
 
 def gpt_oss(config: Config, common: Config) -> dict[str, Any]:

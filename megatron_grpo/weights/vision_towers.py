@@ -185,6 +185,7 @@ QWEN3_VL = VisionTower(
     sections=(24, 20, 20),
     interleaved_axes=True,
 )
+QWEN3_VL_MOE = replace(QWEN3_VL, module="qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeVisionModel")
 QWEN3_5 = replace(
     QWEN3_VL,
     module="qwen3_5.modeling_qwen3_5.Qwen3_5VisionModel",

@@ -52,6 +52,32 @@ MODELS = {
         {"n_group": 3, "topk_group": 1, "experts": 6, "kv_heads": 1, "head_dim": 20},
         ["TP2 EP2 ETP1"],
     ),
+    "glm4_moe_lite": ("glm4_moe_lite", {}, ["1", "PP2 VPP2", "CP2", "TP2 EP2 ETP1"]),
+    "glm4_moe_lite, some layers dense": (
+        "glm4_moe_lite",
+        {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "first_k_dense_replace": None, "q_lora_rank": None, "n_group": 1},
+        ["PP2"],
+    ),
+    "minimax_m2": ("minimax_m2", {}, ["1", "PP2 VPP2", "CP2", "TP2 EP2 ETP1"]),
+    "minimax_m2, a rope with its part": (
+        "minimax_m2",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.25}, "experts": 6},
+        ["TP2 EP2 ETP1"],
+    ),
+    "qwen2_moe": ("qwen2_moe", {}, ["1", "PP2 VPP2 EP2", "CP2 EP2"]),
+    "qwen2_moe, no biases, some windows": (
+        "qwen2_moe",
+        {
+            "qkv_bias": False,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 3,
+            "kv_heads": 1,
+        },
+        ["CP2", "TP2 EP2 ETP1"],
+    ),
     "gpt_oss": (
         "gpt_oss",
         {"heads": 6, "kv_heads": 2, "head_dim": 10, "ffn": 36, "experts": 6, "swiglu_limit": 0.6},
@@ -109,7 +135,7 @@ def logprobs_as_loaded(policy, path, sequences):
     from megatron_grpo.weights.stored import stored_names
 
     read, exported = HfReader(path), dict(policy.named_weights())
-    is_stored_otherwise = cases._family(path).are_experts_interleaved  # than the table has it: all experts in one tensor
+    is_stored_otherwise = cases._family(path).fused_experts  # than the table has it: all experts in one tensor
     assert exported.keys() == (set(stored_names(path)) if is_stored_otherwise else read.names)
     assert all(exported[name].dtype == read(name).dtype and torch.equal(exported[name], read(name)) for name in exported)
     return cases.score_tokens(policy, sequences)

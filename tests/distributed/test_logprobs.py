@@ -13,6 +13,7 @@ from tests.tiny_models import hf_logprobs, load_tiny, write_tiny
 
 LENGTHS = (5, 9, 2, 17, 9, 8, 3)  # two of one length: they share a batched attention
 VOCAB = 125  # does not divide by anything
+FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral")
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     return {
         family: write_tiny(folder / family, family, layers=4, vocab=VOCAB, tied=family in ("llama", "mixtral"), std=0.1)
-        for family in ("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral")
+        for family in FAMILIES
     }
 
 

@@ -103,10 +103,14 @@ OTHERS = [
     ("MLA", "TP2 ETP2", "odd"),
     ("MLA", "EP2", "odd"),
     ("GLM", "TP2 EP2 ETP1", "odd"),
+    ("GLM-4.7-Flash", "TP2 EP2 ETP1", "odd"),
+    ("MiniMax-M2", "TP2 ETP1", "attention"),
+    ("Qwen2-MoE", "EP2", "odd"),
     ("gpt-oss", "TP2 ETP1", "attention"),
     ("Qwen3-Next", "TP2 ETP1", "all linear"),
     ("Qwen3.5", "CP2", "all linear"),
 ]
+TESTED = ("dense", "MoE", *(model for model, *_ in OTHERS))
 
 
 @pytest.mark.parametrize(("model", "layout", "targets"), OTHERS)

@@ -26,8 +26,12 @@ CASES = [
     ("qwen3_vl", "CP2", dict(share_prefix="true")),
     ("qwen3_5", "CP2", dict(share_prefix="true")),
     ("qwen3_5_moe", "TP2 SP", {}),
+    ("qwen3_vl_moe", "TP2 SP", dict(share_prefix="true")),
+    ("qwen3_vl_moe", "CP2", {}),
+    ("qwen3_vl_moe", "EP2", {}),
     ("qwen2_5_vl", "DP2", dict(vit_lr=4e-3, aligner_lr=1e-3)),
 ]
+WITH_ADAPTERS = ("qwen2_5_vl",)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +67,7 @@ def test_logprobs_gradients_and_exports_are_those_of_transformers(prepared, fami
 
 def test_what_is_frozen_stays_and_the_rest_trains_as_by_transformers(prepared):
     """By parts, and with adapters beside the language model. Aligner and tower alone have a gradient through all of a frozen model."""
-    path, batches, logprobs = prepared("qwen2_5_vl")
+    path, batches, logprobs = prepared(*WITH_ADAPTERS)
     ways = {way: vision.WAYS[way] for way in ("tower alone", "aligner alone", "frozen, reference", "LoRA")}
     where = vision.LAYOUTS["TP2 SP"]
     references = {way: cases.reference(path, vision.settings(path, chosen), batches) for way, chosen in ways.items()}

@@ -134,9 +134,21 @@ def fill_and_report(rank, world_size, path, tp, ep, etp):
 
 
 # q bias without an output bias, or the other way round, is not in Megatron's configuration: the policy builds that layer itself.
-# Nor are norms behind attention or over all heads, nor sinks, nor layers with a state on a CPU; tests/distributed/test_families.py loads
-# those.
-OWN = ("qwen3_biases", "gpt_oss", "olmo2", "olmo3", "gemma3", "qwen3_next_moe", "qwen3_5", "qwen3_5_moe")
+# Nor are norms behind attention or over all heads, nor sinks, nor gates of shared experts, nor layers with a state on a CPU;
+# tests/distributed/test_families.py loads those.
+OWN = (
+    "qwen3_biases",
+    "qwen2_moe",
+    "qwen2_moe_plain",
+    "minimax_m2",
+    "gpt_oss",
+    "olmo2",
+    "olmo3",
+    "gemma3",
+    "qwen3_next_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+)
 SINGLE = [name for name in CHECKPOINTS if name not in OWN]
 
 

@@ -33,7 +33,13 @@ def config_of_family(family: str, folder) -> dict:
         given = next(found for prefix, found in sections.items() if family.startswith(prefix))
         return inner | config | WINDOWS | {"rope_scaling": {"mrope_section": given}}
     (name, *_) = [name for name in CHECKPOINTS if config_of(name)["architectures"] == [family]]
-    config = {key: value for key, value in config_of(name).items() if key not in ("rope_parameters", "layer_types", "num_local_experts")}
+    left_out = (
+        "rope_parameters",
+        "layer_types",
+        "num_local_experts",
+        *(["partial_rotary_factor"] if "rotary_dim" in config_of(name) else []),
+    )
+    config = {key: value for key, value in config_of(name).items() if key not in left_out}
     return (
         config
         | WINDOWS
@@ -42,7 +48,8 @@ def config_of_family(family: str, folder) -> dict:
 
 
 vision = {"Qwen2VLForConditionalGeneration": "qwen2_vl", "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
-          "Qwen3VLForConditionalGeneration": "qwen3_vl", "Qwen3_5ForConditionalGeneration": "qwen3_5",
+          "Qwen3VLForConditionalGeneration": "qwen3_vl", "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
+          "Qwen3_5ForConditionalGeneration": "qwen3_5",
           "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe"}  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from megatron_grpo.weights.adapters import from_file, write_adapter
 from megatron_grpo.weights.families import FAMILIES
 from megatron_grpo.weights.hf_files import HfReader
 from megatron_grpo.weights.lora import LoraSettings, module_of, own_sizes, peft_name
+from megatron_grpo.weights.mapping import WeightMap
 from megatron_grpo.weights.names import hf_shapes, num_parameters, tower_entries
 from megatron_grpo.weights.shape import ModelShape, read_config
 from megatron_grpo.weights.sizes import RopeShape
@@ -63,7 +64,9 @@ def test_the_towers_tensors_are_those_of_transformers_in_their_order(checkpoint)
 def test_all_names_and_sizes_are_those_of_the_file(checkpoint):
     shape = ModelShape.from_pretrained(checkpoint)
     stored = {name: tuple(tensor.shape) for name, tensor in load_file(checkpoint / "model.safetensors").items()}
-    assert hf_shapes(shape) == stored
+    reader = HfReader(checkpoint)
+    assert hf_shapes(shape) == {name: tuple(reader(name).shape) for name in reader.names}
+    assert WeightMap.for_shape(shape, padded_vocab_size=vision.VOCAB).stored_names() == stored.keys()
     assert num_parameters(shape) == sum(tensor.numel() for tensor in load_file(checkpoint / "model.safetensors").values())
 
 
@@ -135,7 +138,8 @@ def test_sizes_are_read_where_the_hub_and_where_transformers_puts_them():
         (changed(QWEN2_5_VL_7B, vision_config=changed(QWEN2_5_VL_7B["vision_config"], out_hidden_size=2048)), "outputs 2048 channels"),
         (changed(QWEN2_5_VL_7B, image_token_id=None), "image_token_id must be a positive integer"),
         (changed(QWEN2_5_VL_7B, text_config=[1]), r"text_config must be an object, got \[1\]"),
-        (changed(QWEN3_VL_4B, architectures=["Qwen3VLMoeForConditionalGeneration"]), "Qwen3-VL with experts is not verified"),
+        (changed(QWEN3_VL_4B, architectures=["Glm4vMoeForConditionalGeneration"]), "its vision tower is not verified"),
+        (changed(QWEN3_VL_4B, architectures=["Qwen3VLMoeForConditionalGeneration"], norm_topk_prob=False), "norm_topk_prob is False"),
     ],
 )  # fmt: skip
 def test_what_a_config_contradicts_or_lacks_is_said(config, says):
@@ -159,7 +163,8 @@ def test_the_config_of_a_checkpoint_says_the_same_of_its_head(checkpoint):
 @pytest.mark.parametrize("spelling", ["PEFT's", "ours"])
 def test_an_adapter_is_written_by_pefts_names_and_read_by_either(checkpoint, tmp_path, spelling):
     shape = ModelShape.from_pretrained(checkpoint)
-    settings = LoraSettings(rank=3)
+    beside_experts = dict(target_modules=("q_proj", "k_proj", "v_proj", "o_proj")) if FAMILIES[shape.architecture].fused_experts else {}
+    settings = LoraSettings(rank=3, **beside_experts)
     sizes = own_sizes(settings, shape)
     config = settings.to_peft(dict.fromkeys(map(module_of, sizes)), str(checkpoint), is_multimodal=True)
     right = {name: torch.full(size, float(number)) for number, (name, size) in enumerate(sizes.items())}
@@ -174,5 +179,5 @@ def test_an_adapter_is_written_by_pefts_names_and_read_by_either(checkpoint, tmp
     targets = {name for name in modules if re.fullmatch(config["target_modules"], name)}
     wanted = {peft_name(module_of(name), shape) for name in sizes}
     in_experts = {name for name in wanted if ".experts." in name}  # transformers has the experts of a layer in one tensor
-    assert (not in_experts) == (shape.moe is None)
+    assert (not in_experts) == (shape.moe is None or bool(beside_experts))
     assert targets == wanted - in_experts, "no layer of the tower, some of which have the same last words"

@@ -40,6 +40,20 @@ CHECKPOINTS: dict[str, tuple[str, dict]] = {
     "qwen3_moe": ("Qwen3MoeConfig", {**BASE, **MOE}),
     "qwen3_moe_mixed": ("Qwen3MoeConfig", {**BASE, **MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
     "qwen3_moe_raw_weights": ("Qwen3MoeConfig", {**BASE, **MOE, "norm_topk_prob": False}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            **{k: v for k, v in BASE.items() if k != "head_dim"},
+            **MOE,
+            "num_hidden_layers": 3,
+            "shared_expert_intermediate_size": 24,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen2_moe_plain": (
+        "Qwen2MoeConfig",
+        {**BASE, **MOE, "qkv_bias": False, "norm_topk_prob": False, "shared_expert_intermediate_size": 24},
+    ),
     "mixtral": ("MixtralConfig", {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v3": (
         "DeepseekV3Config",
@@ -65,6 +79,7 @@ CHECKPOINTS: dict[str, tuple[str, dict]] = {
         {**BASE, **EXPERTS_OF_GLM, "head_dim": 12, "attention_bias": True, "use_qk_norm": True},
     ),
     "glm4_moe_plain": ("Glm4MoeConfig", {**BASE, **EXPERTS_OF_GLM, "partial_rotary_factor": 1.0}),
+    "minimax_m2": ("MiniMaxM2Config", {**BASE, "head_dim": 12, "rotary_dim": 6, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt_oss": ("GptOssConfig", {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
     "olmo2": ("Olmo2Config", {**{k: v for k, v in BASE.items() if k != "head_dim"}, "attention_bias": True}),
     "olmo3": ("Olmo3Config", {**{k: v for k, v in BASE.items() if k != "head_dim"}, "num_hidden_layers": 4, "sliding_window": 9}),
@@ -73,7 +88,11 @@ CHECKPOINTS: dict[str, tuple[str, dict]] = {
     "qwen3_5": ("Qwen3_5TextConfig", {**BASE, **DELTA_NET, "attention_bias": True}),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**BASE, **DELTA_NET, **MOE, "shared_expert_intermediate_size": 24}),
 }
-DENSE = [name for name in CHECKPOINTS if "moe" not in name and name not in ("mixtral", "deepseek_v3")]
+CHECKPOINTS["glm4_moe_lite"] = (
+    "Glm4MoeLiteConfig",
+    {k: v for k, v in CHECKPOINTS["deepseek_v3"][1].items() if k != "first_k_dense_replace"},
+)
+DENSE = [name for name in CHECKPOINTS if "moe" not in name and name not in ("mixtral", "deepseek_v3", "minimax_m2")]
 EXPERTS = [name for name in CHECKPOINTS if name not in DENSE]
 
 
