@@ -1,0 +1,81 @@
+"""The table of docs/models.md: what each architecture can do, and which test compares it. `python tools/docs.py write` writes it.
+
+The architectures are those that the loader reads. Which test has a model of one is read from the tests' own lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_grpo.weights.families import FAMILIES
+
+MODELS = {  # what their authors call the models
+    "LlamaForCausalLM": "Llama 2, 3",
+    "MistralForCausalLM": "Mistral, Ministral",
+    "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
+    "Qwen3ForCausalLM": "Qwen3",
+    "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-57B-A14B",
+    "Qwen3MoeForCausalLM": "Qwen3 with experts",
+    "MixtralForCausalLM": "Mixtral",
+    "DeepseekV3ForCausalLM": "DeepSeek-V3",
+    "Glm4MoeForCausalLM": "GLM-4.5, 4.6, 4.7",
+    "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",
+    "MiniMaxM2ForCausalLM": "MiniMax-M2 (weights in bfloat16)",
+    "GptOssForCausalLM": "gpt-oss (weights in bfloat16)",
+    "Olmo2ForCausalLM": "OLMo 2",
+    "Olmo3ForCausalLM": "OLMo 3",
+    "Gemma3ForCausalLM": "Gemma 3 (text)",
+    "Qwen3NextForCausalLM": "Qwen3-Next",
+    "Qwen3_5ForCausalLM": "Qwen3.5, 3.6 (text)",
+    "Qwen3_5MoeForCausalLM": "Qwen3.5, 3.6 with experts (text)",
+    "Qwen2VLForConditionalGeneration": "Qwen2-VL",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL",
+    "Qwen3VLForConditionalGeneration": "Qwen3-VL",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL with experts",
+    "Qwen3_5ForConditionalGeneration": "Qwen3.5, 3.6",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3.5, 3.6 with experts",
+}
+
+
+def tested() -> dict[str, dict[str, list[str]]]:
+    """{column: {test: architectures of which it has a model}}"""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    from tests.distributed import test_families, test_logprobs, test_lora, test_sampled_pictures, test_vision, test_weight_sync
+
+    architectures = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "gemma3_text": "Gemma3ForCausalLM"}
+
+    def of(families: Iterable[str]) -> list[str]:
+        return [architectures[family] for family in families]
+
+    return {
+        "full": {
+            "test_logprobs": of(test_logprobs.FAMILIES),
+            "test_families": of(family for family, *_ in test_families.MODELS.values()),
+            "test_vision": of(family for family, *_ in test_vision.CASES),
+        },
+        "lora": {
+            "test_lora": of(test_lora.MODELS[model]["family"] for model in test_lora.TESTED),
+            "test_vision": of(test_vision.WITH_ADAPTERS),
+        },
+        "sampled": {
+            "test_weight_sync": of(name.partition("-")[0] for name in test_weight_sync.MODELS),
+            "test_sampled_pictures": of(test_sampled_pictures.KINDS),
+        },
+    }
+
+
+def table() -> str:
+    """Return the rows of docs/models.md."""
+    found = tested()
+
+    def cell(column: str, architecture: str) -> str:
+        return ", ".join(f"`{test}`" for test, architectures in found[column].items() if architecture in architectures)
+
+    lines = ["| Models | Architecture | Full | LoRA | Images | Sampled on a CPU |", "|---|---|---|---|---|---|"]
+    for name, family in FAMILIES.items():
+        lora = "attention only" if family.fused_experts else "yes"
+        by = cell("lora", name)
+        cells = (MODELS[name], f"`{name}`", cell("full", name), f"{lora}, {by}" if by else lora, "yes" if family.tower else "-")
+        lines.append(f"| {' | '.join((*cells, cell('sampled', name) or '-'))} |")
+    return "\n".join(lines)
