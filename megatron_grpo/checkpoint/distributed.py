@@ -13,8 +13,9 @@ import hashlib
 import io
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, s
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: TID251 - the file format
 
+from megatron_grpo.base import activity
 from megatron_grpo.base.errors import RunError
 from megatron_grpo.checkpoint.safe_unpickle import refuse_extra_state, without_code_execution
 from megatron_grpo.checkpoint.shards import Contents, PlacedShard, Shard, assigned, metadata_of, pieces_of
@@ -280,8 +282,9 @@ def write_pieces(path: Path, pieces: Sequence[tuple[Shard, Contents]]) -> tuple[
     Returns:
         Size and digest of the file, and the position of each piece.
     """
-    placed = []
-    with HashedFile(path) as file:
+    placed, is_main = [], threading.current_thread() is threading.main_thread()  # a save in the background is no phase of the run
+    phase = activity.phase("saving", total=len(pieces), unit="tensors") if is_main else nullcontext()
+    with HashedFile(path) as file, phase:
         for piece, contents in pieces:
             start = file.tell()
             if isinstance(contents, bytes):
@@ -289,6 +292,8 @@ def write_pieces(path: Path, pieces: Sequence[tuple[Shard, Contents]]) -> tuple[
             else:
                 torch.save(_alone(contents), cast(IO[bytes], file))
             placed.append(PlacedShard(piece, start, file.tell() - start))
+            if is_main:
+                activity.advance()
     return file.entry, placed
 
 

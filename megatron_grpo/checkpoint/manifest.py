@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo import __version__
+from megatron_grpo.base import activity
 from megatron_grpo.base.files import sync, write_whole
 from megatron_grpo.config.table import in_current_names
 from megatron_grpo.types import Progress
@@ -32,6 +33,7 @@ MANIFEST = "manifest.json"
 GOOD = "good.json"  # not among the files of the manifest: written when the weights have trained, some steps after they were saved
 CONFIG = "grpo/config.yaml"
 FORMAT = 3
+MIB = 2**20
 POINTER = "latest_checkpointed_iteration.txt"  # Megatron-LM's name for it
 WRITING, TRASH = ".writing_", ".trash_"
 
@@ -363,5 +365,9 @@ def damage(directory: Path, files: Mapping[str, Mapping[str, Any]], *, read_byte
 
 
 def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        while chunk := stream.read(MIB):
+            digest.update(chunk)
+            activity.advance()
+    return digest.hexdigest()

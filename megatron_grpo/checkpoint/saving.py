@@ -26,7 +26,7 @@ from megatron_grpo.base.errors import ConfigError, config_error
 from megatron_grpo.base.files import mark, written_whole
 from megatron_grpo.checkpoint import rng_state
 from megatron_grpo.checkpoint.distributed import CheckpointError, ShardedWriter, errors_on_all_ranks, read_sharded
-from megatron_grpo.checkpoint.manifest import CONFIG, Folder, Manifest, damage, facts
+from megatron_grpo.checkpoint.manifest import CONFIG, MIB, Folder, Manifest, damage, facts
 from megatron_grpo.checkpoint.resume import OURS, Candidate, Resume, join_faults, unusable
 from megatron_grpo.checkpoint.resume_compatibility import Difference
 from megatron_grpo.checkpoint.samples import file_of, files_of_samples, read_samples
@@ -290,9 +290,7 @@ class Checkpoints:
         for line in resume.notes if first else ():
             self.print_line(line)
         for candidate in resume.candidates:
-            with activity.phase("restoring"):
-                faults = damage_of(candidate.manifest)
-            if faults:
+            if faults := damage_of(candidate.manifest):
                 refused.append(join_faults(faults))
                 if first:
                     self.print_line(f"WARNING: {candidate.manifest.directory} is damaged; trying the previous one: {refused[-1]}")
@@ -393,5 +391,6 @@ def damage_of(manifest: Manifest) -> list[str]:
     """
     files = manifest.files
     mine = sorted(files)[collectives.rank() :: collectives.num_ranks()]
-    found = collectives.all_gather_object(damage(manifest.directory, {name: files[name] for name in mine}))
+    with activity.phase("restoring", total=sum(-(-files[name]["bytes"] // MIB) for name in mine), unit="MiB"):
+        found = collectives.all_gather_object(damage(manifest.directory, {name: files[name] for name in mine}))
     return [sentence for sentences in found for sentence in sentences]

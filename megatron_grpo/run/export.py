@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_grpo.base import activity
 from megatron_grpo.base.cleanup import CleanUp
 from megatron_grpo.base.errors import (
     EXIT_DONE,
@@ -69,9 +70,11 @@ def export_hf(
     """
     with drained(named) as rest:
         if collectives.rank() == 0:
-            with HfWriter(out, source, dtype=dtype, expected=expected, max_shard_bytes=bytes_of(max_shard_size) or 1) as write:
+            write = HfWriter(out, source, dtype=dtype, expected=expected, max_shard_bytes=bytes_of(max_shard_size) or 1)
+            with write, activity.phase("exporting", total=len(expected), unit="tensors"):
                 for name, tensor in rest:
                     write(name, tensor)
+                    activity.advance()
     collectives.wait_for_all()
 
 
@@ -200,16 +203,16 @@ def open_repositories(cfg: Config, folders: Sequence[Path]) -> dict[Path, str]:
     """
     if not cfg.run.push_to_hub:
         return {}
-    found: dict[Path, str] | ConfigError = {}
+    repositories: dict[Path, str] | ConfigError = {}
     if collectives.rank() == 0:
         try:
-            found = {folder: _repository(cfg, suffix) for folder, suffix in zip(folders, ("", "-merged"), strict=False)}
+            repositories = {folder: _repository(cfg, suffix) for folder, suffix in zip(folders, ("", "-merged"), strict=False)}
         except ConfigError as error:
-            found = error
-    found = collectives.broadcast_object(found)
-    if isinstance(found, ConfigError):
-        raise found
-    return found
+            repositories = error
+    repositories = collectives.broadcast_object(repositories)
+    if isinstance(repositories, ConfigError):
+        raise repositories
+    return repositories
 
 
 def push_to_hub(repositories: dict[Path, str]) -> None:

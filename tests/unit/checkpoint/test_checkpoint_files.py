@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_grpo.base import activity
 from megatron_grpo.checkpoint.manifest import Folder, RunOrigin, damage, facts, read_manifest
 from megatron_grpo.types import Progress
 from tests.checkpoint_files import fingerprints
@@ -24,6 +25,12 @@ def write(folder: Folder, step: int, content: bytes = b"weights") -> Path:
 
 def damage_of(directory: Path) -> list[str]:
     return damage(directory, read_manifest(directory).files)
+
+
+def test_the_mebibytes_that_are_compared_are_counted(tmp_path):
+    directory = write(Folder(tmp_path / "checkpoints"), 2, bytes(2**20 + 1))
+    with activity.phase("restoring", total=2, unit="MiB") as phase:
+        assert damage_of(directory) == [] and phase.done == 2
 
 
 def steps_to_try(folder: Folder) -> list[int]:

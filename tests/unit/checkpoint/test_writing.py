@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_grpo.base import activity
 from megatron_grpo.base.cleanup import begun
 from megatron_grpo.checkpoint.distributed import Staging, _write, write_file, write_pieces
 from megatron_grpo.checkpoint.safe_unpickle import _Data
@@ -108,6 +109,22 @@ def test_what_is_hashed_while_it_is_written_is_the_file(tmp_path):
     assert b"".join(found) == content and found[1] == b"bytes"
     assert torch.equal(torch.load(io.BytesIO(found[2]), weights_only=True), pieces[2][1])
     assert {"in/it": write_file(tmp_path / "in" / "it", b"words")} == fingerprints(tmp_path, ["in/it"])
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_the_display_counts_the_tensors_of_a_save_that_the_run_waits_for(tmp_path, is_main):
+    shown = []
+
+    class Pieces(list):
+        def __iter__(self):
+            for piece in super().__iter__():
+                shown.append(activity.describe(activity.current()))
+                yield piece
+
+    pieces = Pieces((Shard(name, (0,), (5,), (5,), torch.float32), torch.ones(5)) for name in "ab")
+    begun(lambda: write_pieces(tmp_path / "file", pieces), name="save", beside=not is_main).result()
+    counted = ["saving 0 of 2 tensors", "saving 1 of 2 tensors"]
+    assert shown == (counted if is_main else ["between two phases"] * 2) and activity.current() == ()
 
 
 def test_a_view_is_saved_without_the_rest_of_its_storage(tmp_path):
