@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,36 @@ def test_metrics_are_those_of_the_command_line(tmp_path, number):
     assert without_times(tmp_path / "program/metrics.jsonl") == without_times(tmp_path / "command/metrics.jsonl")
     assert result.finished and result.step == 2 and (result.model / "model.safetensors").is_file()
     assert steps.seen == [(line["step"], line["reward"]) for line in result.history]
+
+
+def test_ctrl_c_in_the_program_saves_a_checkpoint_and_train_continues_from_it(tmp_path):
+    write_inputs(tmp_path)
+
+    class Interrupt(Steps):
+        def on_log(self, args, state, control, **kwargs):
+            if not self.seen:
+                os.kill(os.getpid(), signal.SIGINT)
+            super().on_log(args, state, control, **kwargs)
+
+    def trainer(callback):
+        args = GRPOConfig(output_dir=str(tmp_path / "out"), **SIZES | {"max_steps": 12})
+        return GRPOTrainer(tmp_path / "model", lambda completion_ids, **columns: [float(ids[0] % 2) for ids in completion_ids], args,
+                           tmp_path / "data.jsonl", callbacks=[callback], nproc_per_node=2)  # fmt: skip
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores SIGINT
+    try:
+        with pytest.raises(KeyboardInterrupt, match="exit codes of its ranks: 3, 3"):
+            trainer(Interrupt()).train()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    done = len(records(tmp_path / "out/metrics.jsonl"))
+    [saved] = (tmp_path / "out/checkpoints").glob("iter_*")
+    assert 1 <= done < 12 and saved.name == f"iter_{done:07d}" and (saved / "manifest.json").is_file()
+
+    steps = Steps()
+    result = trainer(steps).train()
+    assert result.finished and [line["step"] for line in result.history] == [*range(1, 13)]
+    assert [step for step, _ in steps.seen] == [*range(done + 1, 13)]
 
 
 def test_trainers_one_after_another_in_ranks_of_torchrun_train_as_if_each_were_alone(tmp_path):
